@@ -1,0 +1,48 @@
+"""Quire: a high-throughput LLM inference and serving engine.
+
+Importing this package is instant and does not import torch: names are fetched from their rooms on first use.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from quire.config.args import EngineArgs as EngineArgs
+    from quire.llm import LLM as LLM
+    from quire.llm_engine import LLMEngine as LLMEngine
+    from quire.types.outputs import CompletionOutput as CompletionOutput
+    from quire.types.outputs import RequestOutput as RequestOutput
+    from quire.types.prompts import PromptType as PromptType
+    from quire.types.prompts import TextPrompt as TextPrompt
+    from quire.types.prompts import TokensPrompt as TokensPrompt
+    from quire.types.sampling import BeamSearchParams as BeamSearchParams
+    from quire.types.sampling import RequestOutputKind as RequestOutputKind
+    from quire.types.sampling import SamplingParams as SamplingParams
+
+_HOMES = {
+    "LLM": "quire.llm",
+    "LLMEngine": "quire.llm_engine",
+    "EngineArgs": "quire.config.args",
+    "SamplingParams": "quire.types.sampling",
+    "BeamSearchParams": "quire.types.sampling",
+    "RequestOutputKind": "quire.types.sampling",
+    "RequestOutput": "quire.types.outputs",
+    "CompletionOutput": "quire.types.outputs",
+    "PromptType": "quire.types.prompts",
+    "TextPrompt": "quire.types.prompts",
+    "TokensPrompt": "quire.types.prompts",
+}
+
+__all__ = [*_HOMES, "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,59 @@
+"""Every error Quire raises on purpose.
+
+QuireError
+├── RequestError(ValueError)        the client's request is wrong; nobody else notices            (HTTP 400)
+│   ├── InvalidParameter            one parameter has a bad value; `.parameter` names it
+│   ├── PromptTooLong               the prompt cannot fit the context or the cache
+│   └── NotSupported                understood, but this engine or model does not do it           (HTTP 501)
+├── ConfigError(ValueError)         the engine was asked to start with impossible settings
+├── ModelError(RuntimeError)        the checkpoint is missing, broken, or of an unknown kind
+│   └── ModelNotFound               nothing on disk, in the cache or on the hub answers to that name
+└── EngineError(RuntimeError)       the engine itself failed                                      (HTTP 500)
+    └── EngineDead                  and cannot go on
+
+The message always says what is wrong and what would be right.
+"""
+
+
+class QuireError(Exception):
+    pass
+
+
+class RequestError(QuireError, ValueError):
+    """`parameter` is the request field to blame, as the client spelled it, or None."""
+
+    def __init__(self, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class InvalidParameter(RequestError):
+    pass
+
+
+class PromptTooLong(RequestError):
+    pass
+
+
+class NotSupported(RequestError):
+    pass
+
+
+class ConfigError(QuireError, ValueError):
+    pass
+
+
+class ModelError(QuireError, RuntimeError):
+    pass
+
+
+class ModelNotFound(ModelError):
+    pass
+
+
+class EngineError(QuireError, RuntimeError):
+    pass
+
+
+class EngineDead(EngineError):
+    pass

@@ -1,0 +1,65 @@
+"""A request as the deciding half sees it: tokens, limits, and cursors.
+
+    tokens    [ prompt .............. | sampled ........ ]   + `pending` sampled but still on the device
+    computed  [ scheduled to be in the cache ......... )     an upper bound: rows in flight are counted
+    known     = len(tokens) + pending - computed             what the device has not been asked to run yet
+
+There is no phase: a fresh prompt, a chunk of a long one, a resumed request and a decoding one differ only in `known`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quire.types.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """What the front half hands to the engine core: all text is tokens by now, all defaults are resolved.
+
+    `fork_of` names a request with the same leading tokens, whose pages this one may share (n > 1, beam search).
+    `hold` keeps the pages after the finish so that later requests can fork, until released or the room is needed.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams  # max_tokens is resolved, n is 1
+    seed: int
+    stop_ids: frozenset[int]  # end-of-text ids and stop_token_ids that end generation
+    eos_ids: frozenset[int]  # those of stop_ids that are end-of-text (reported with stop_reason None)
+    arrival: float
+    priority: int = 0
+    salt: tuple[str, ...] = ()  # adapter, media, tenant: what else the cached keys depend on
+    fork_of: str | None = None
+    hold: bool = False
+
+
+@dataclass(eq=False)
+class Request:
+    """One request's mutable state; only the scheduler and the cache groups write it."""
+
+    spec: EngineRequest
+    limit: int  # never more tokens than this, prompt included
+    order: int  # arrival number, breaks ties
+    tokens: list[int]
+    computed: int = 0
+    pending: int = 0
+    rows: int = 0  # rows in flight
+    slot: int = -1
+    pages: list[list[int]] = field(default_factory=list)  # per cache group
+    keys: list[bytes] = field(default_factory=list)  # content keys of the full pages known so far
+    published: int = 0  # pages offered to the content index so far
+    cached: int = 0  # prompt tokens found in the cache at the first admission
+    preemptions: int = 0
+    scheduled_at: float = 0.0  # first time in a batch, 0 = never
+    finished: FinishReason | None = None
+
+    @property
+    def known(self) -> int:
+        return len(self.tokens) + self.pending - self.computed
+
+    @property
+    def room(self) -> int:
+        return self.limit - len(self.tokens) - self.pending

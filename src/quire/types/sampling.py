@@ -1,0 +1,279 @@
+"""How to turn logits into tokens: the parameters a user sets, checked when they are made.
+
+Checks that need the model (vocabulary, context length) are in `text/inputs.py`; here is all that can be known without it.
+"""
+
+import copy
+import enum
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from quire.types.errors import InvalidParameter, NotSupported
+
+GREEDY_BELOW = 1e-5
+LOWEST_TEMPERATURE = 1e-2
+MOST_SEQUENCES = 16384
+MOST_STOP_STRINGS = 4
+MOST_LOGPROB_TOKEN_IDS = 128
+MOST_BAD_WORDS = 128
+SEED_BITS = 64
+
+
+class RequestOutputKind(enum.Enum):
+    CUMULATIVE = 0  # each output holds everything so far
+    DELTA = 1  # each output holds only what is new
+    FINAL_ONLY = 2  # one output, at the end
+
+
+class RepetitionDetectionParams(msgspec.Struct, forbid_unknown_fields=True):
+    """Stop when the last tokens are one pattern, `min_pattern_size`..`max_pattern_size` long, `min_count` times in a row."""
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
+            _check_int(f"repetition_detection.{name}", getattr(self, name), low=0)
+        if self.max_pattern_size and self.min_count < 2:
+            raise InvalidParameter(
+                f"repetition_detection.min_count must be at least 2, got {self.min_count}", "repetition_detection"
+            )
+        if self.min_pattern_size > self.max_pattern_size:
+            raise InvalidParameter(
+                f"repetition_detection.min_pattern_size ({self.min_pattern_size}) must not be larger than "
+                f"max_pattern_size ({self.max_pattern_size})",
+                "repetition_detection",
+            )
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True):
+    """vLLM's fields, defaults and rules. A value out of range raises InvalidParameter (a ValueError) at once."""
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    flat_logprobs: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None
+    structured_outputs: Any = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    extra_args: dict[str, Any] | None = None
+    skip_clone: bool = False
+    skip_reading_prefix_cache: bool | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
+    routed_experts_prompt_start: int = 0
+    trace_decode_token_ids: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        self._normalize()
+        self._check_ranges()
+        self._check_lists()
+        self._refuse_what_is_not_built()
+        if self.greedy:
+            self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def stops(self) -> list[str]:
+        return self.stop if isinstance(self.stop, list) else []
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Prompt logprobs need every prompt position to be run, so they skip the cache unless told otherwise."""
+        return self.prompt_logprobs is None if self.skip_reading_prefix_cache is None else not self.skip_reading_prefix_cache
+
+    def clone(self) -> "SamplingParams":
+        """A private copy, so that a caller may go on changing theirs."""
+        return self if self.skip_clone else copy.deepcopy(self)
+
+    def _normalize(self) -> None:
+        if self.stop is None:
+            self.stop = []
+        elif isinstance(self.stop, str):
+            self.stop = [self.stop]
+        elif isinstance(self.stop, Sequence):
+            self.stop = list(self.stop)
+        self.stop_token_ids = [] if self.stop_token_ids is None else list(self.stop_token_ids)
+        self.bad_words = [] if self.bad_words is None else list(self.bad_words)
+        if self.seed == -1:
+            self.seed = None
+        if self.logprobs is True:
+            self.logprobs = 1
+        if self.prompt_logprobs is True:
+            self.prompt_logprobs = 1
+        if isinstance(self.repetition_detection, dict):
+            self.repetition_detection = msgspec.convert(self.repetition_detection, RepetitionDetectionParams)
+
+    def _check_ranges(self) -> None:
+        _check_int("n", self.n, low=1, high=MOST_SEQUENCES)
+        _check_real("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _check_real("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _check_real("repetition_penalty", self.repetition_penalty, above=0.0)
+        _check_real("temperature", self.temperature, low=0.0, high=2.0)
+        _check_real("top_p", self.top_p, above=0.0, high=1.0)
+        _check_int("top_k", self.top_k, low=-1)
+        _check_real("min_p", self.min_p, low=0.0, high=1.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, low=-(2 ** (SEED_BITS - 1)), high=2**SEED_BITS - 1)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, low=1)
+        _check_int("min_tokens", self.min_tokens, low=0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameter(
+                f"min_tokens ({self.min_tokens}) must not be larger than max_tokens ({self.max_tokens})", "min_tokens"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_int(name, value, low=-1)
+        if self.stream_interval is not None:
+            _check_int("stream_interval", self.stream_interval, low=1)
+        for name in (
+            "ignore_eos", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+            "include_stop_str_in_output", "skip_clone",
+        ):  # fmt: skip
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParameter(f"{name} must be true or false, got {getattr(self, name)!r}", name)
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise InvalidParameter(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}", "output_kind")
+        if GREEDY_BELOW <= self.temperature < LOWEST_TEMPERATURE:
+            warnings.warn(
+                f"temperature {self.temperature} is too small to be exact; using {LOWEST_TEMPERATURE}", stacklevel=3
+            )
+            self.temperature = LOWEST_TEMPERATURE
+        if self.greedy and self.n > 1:
+            raise InvalidParameter(f"n must be 1 when temperature is 0 (greedy), got {self.n}", "n")
+
+    def _check_lists(self) -> None:
+        if not isinstance(self.stop, list) or not all(isinstance(s, str) for s in self.stop):
+            raise InvalidParameter(f"stop must be a string or a list of strings, got {self.stop!r}", "stop")
+        if any(not s for s in self.stop):
+            raise InvalidParameter("stop must not contain an empty string", "stop")
+        if len(self.stop) > MOST_STOP_STRINGS:
+            raise InvalidParameter(f"stop may hold at most {MOST_STOP_STRINGS} strings, got {len(self.stop)}", "stop")
+        if self.stop and not self.detokenize:
+            raise InvalidParameter("stop strings need detokenize=True; use stop_token_ids instead", "stop")
+        _check_ids("stop_token_ids", self.stop_token_ids)
+        _check_ids("allowed_token_ids", self.allowed_token_ids)
+        _check_ids("logprob_token_ids", self.logprob_token_ids)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidParameter("allowed_token_ids must not be empty; leave it out to allow every token", "allowed_token_ids")
+        if self.logprob_token_ids is not None and len(self.logprob_token_ids) > MOST_LOGPROB_TOKEN_IDS:
+            raise InvalidParameter(
+                f"logprob_token_ids may hold at most {MOST_LOGPROB_TOKEN_IDS} ids, got {len(self.logprob_token_ids)}",
+                "logprob_token_ids",
+            )
+        words = self.bad_words or []
+        if any(not isinstance(word, str) or not word for word in words):
+            raise InvalidParameter(f"bad_words must be non-empty strings, got {words!r}", "bad_words")
+        if len(words) > MOST_BAD_WORDS:
+            raise InvalidParameter(f"bad_words may hold at most {MOST_BAD_WORDS} words, got {len(words)}", "bad_words")
+        if self.logit_bias is not None:
+            self.logit_bias = _checked_bias(self.logit_bias)
+
+    def _refuse_what_is_not_built(self) -> None:
+        not_built = {
+            "structured_outputs": (self.structured_outputs is not None, "structured outputs are not available yet"),
+            "extra_args": (bool(self.extra_args), "no installed plugin reads extra_args"),
+            "thinking_token_budget": (self.thinking_token_budget is not None, "no reasoning parser is configured"),
+            "routed_experts_prompt_start": (self.routed_experts_prompt_start != 0, "routed experts are not returned"),
+            "trace_decode_token_ids": (self.trace_decode_token_ids is not None, "decode traces are not available"),
+        }
+        for name, (asked, reason) in not_built.items():
+            if asked:
+                raise NotSupported(f"{name} cannot be used: {reason}", name)
+
+
+class BeamSearchParams(msgspec.Struct):
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    structured_outputs: Any = None
+
+    def __post_init__(self) -> None:
+        _check_int("beam_width", self.beam_width, low=1, high=MOST_SEQUENCES)
+        _check_int("max_tokens", self.max_tokens, low=1)
+        _check_real("temperature", self.temperature, low=0.0, high=2.0)
+        _check_real("length_penalty", self.length_penalty)
+        if self.structured_outputs is not None:
+            raise NotSupported("structured_outputs cannot be used: structured outputs are not available yet", "structured_outputs")
+
+
+def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidParameter(f"{name} must be an integer, got {value!r}", name)
+    if value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise InvalidParameter(f"{name} must be {bounds}, got {value}", name)
+
+
+def _check_real(name: str, value: Any, low: float | None = None, high: float | None = None, above: float | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidParameter(f"{name} must be a number, got {value!r}", name)
+    bad = not math.isfinite(value)
+    bad |= low is not None and value < low
+    bad |= above is not None and value <= above
+    bad |= high is not None and value > high
+    if bad:
+        parts = ["finite"]
+        if low is not None:
+            parts.append(f"at least {low:g}")
+        if above is not None:
+            parts.append(f"above {above:g}")
+        if high is not None:
+            parts.append(f"at most {high:g}")
+        raise InvalidParameter(f"{name} must be {', '.join(parts)}, got {value}", name)
+
+
+def _check_ids(name: str, ids: Any) -> None:
+    if ids is None:
+        return
+    if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        raise InvalidParameter(f"{name} must be a list of token ids (integers from 0), got {ids!r}", name)
+
+
+def _checked_bias(bias: Any) -> dict[int, float]:
+    """OpenAI clients send the ids as strings; values are clamped to ±100 as OpenAI and vLLM do."""
+    if not isinstance(bias, dict):
+        raise InvalidParameter(f"logit_bias must map token ids to numbers, got {bias!r}", "logit_bias")
+    out = {}
+    for key, value in bias.items():
+        try:
+            token = int(key)
+        except (TypeError, ValueError):
+            raise InvalidParameter(f"logit_bias keys must be token ids, got {key!r}", "logit_bias") from None
+        _check_real(f"logit_bias[{key}]", value)
+        out[token] = min(100.0, max(-100.0, float(value)))
+    return out
