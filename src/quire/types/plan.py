@@ -25,6 +25,8 @@ class Admission:
     start: int
     params: SamplingParams
     seed: int  # 64 bits, resolved: never None on the device
+    stop_ids: tuple[int, ...]  # suppressed until min_tokens are out
+    bad_words: tuple[tuple[int, ...], ...]  # token sequences that must not be completed
 
 
 @dataclass(frozen=True)

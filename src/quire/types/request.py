@@ -30,6 +30,7 @@ class EngineRequest:
     stop_ids: frozenset[int]  # end-of-text ids and stop_token_ids that end generation
     eos_ids: frozenset[int]  # those of stop_ids that are end-of-text (reported with stop_reason None)
     arrival: float
+    bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token sequences
     priority: int = 0
     salt: tuple[str, ...] = ()  # adapter, media, tenant: what else the cached keys depend on
     fork_of: str | None = None
