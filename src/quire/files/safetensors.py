@@ -1,0 +1,74 @@
+"""The header of a safetensors file: names, dtypes and shapes. No tensor data is read here."""
+
+import json
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from quire.types.errors import ModelError
+
+LARGEST_HEADER = 100_000_000  # the format's own limit
+# dtype name -> bits per element
+DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+    "I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    dtype: str  # as the file spells it: "BF16", "F32", ...
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+
+def read_header(path: str | Path) -> dict[str, TensorInfo]:
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise _broken(path, f"it has only {size} bytes")
+            (length,) = struct.unpack("<Q", prefix)
+            if length > min(size - 8, LARGEST_HEADER):
+                raise _broken(path, f"its header should be {length:,} bytes long, but the file has {size:,}")
+            text = file.read(length)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error
+    try:
+        header = json.loads(text)
+    except ValueError as error:
+        raise _broken(path, f"its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise _broken(path, "its header is not a JSON object")
+    header.pop("__metadata__", None)
+    return {name: _info(path, name, entry, size - 8 - length) for name, entry in header.items()}
+
+
+def _info(path: Path, name: str, entry: Any, data_bytes: int) -> TensorInfo:
+    try:
+        dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+        begin, end = (int(n) for n in entry["data_offsets"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise _broken(path, f"the entry of tensor {name!r} lacks dtype, shape or data_offsets") from error
+    if dtype not in DTYPE_BITS:
+        raise ModelError(f"{path}: tensor {name!r} has the unknown dtype {dtype!r}")
+    if (end - begin) * 8 != prod(shape) * DTYPE_BITS[dtype]:
+        raise _broken(path, f"tensor {name!r} of shape {list(shape)} and dtype {dtype} cannot be {end - begin:,} bytes long")
+    if begin < 0 or end > data_bytes:
+        raise _broken(
+            path,
+            f"tensor {name!r} ends at byte {end:,} of the data, but there are {data_bytes:,}; it is truncated, download it again",
+        )
+    return TensorInfo(dtype, shape, end - begin)
+
+
+def _broken(path: Path, why: str) -> ModelError:
+    return ModelError(f"{path}: broken safetensors file: {why}")
