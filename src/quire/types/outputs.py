@@ -1,7 +1,8 @@
 """What comes back: token deltas from the engine core, and the answers users hold in their hands."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 from quire.types.plan import TopLogprobs
 from quire.types.request import FinishReason
@@ -33,6 +34,50 @@ class Logprob:
 TokenLogprobs = dict[int, Logprob]
 
 
+class FlatLogprobs(Sequence[TokenLogprobs | None]):
+    """Logprobs of many positions in five flat lists (SamplingParams.flat_logprobs): far fewer objects for long outputs.
+
+    Reads like the list of dicts it replaces. Position i owns entries start_indices[i]:end_indices[i].
+    """
+
+    def __init__(self) -> None:
+        self.start_indices: list[int] = []
+        self.end_indices: list[int] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.ranks: list[int | None] = []
+        self.decoded_tokens: list[str | None] = []
+
+    def append(self, position: TokenLogprobs | None) -> None:
+        self.start_indices.append(len(self.token_ids))
+        for token, entry in (position or {}).items():
+            self.token_ids.append(token)
+            self.logprobs.append(entry.logprob)
+            self.ranks.append(entry.rank)
+            self.decoded_tokens.append(entry.decoded_token)
+        self.end_indices.append(len(self.token_ids))
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "FlatLogprobs": ...
+
+    def __getitem__(self, index: int | slice) -> "TokenLogprobs | None | FlatLogprobs":
+        if isinstance(index, slice):
+            part = FlatLogprobs()
+            for i in range(*index.indices(len(self))):
+                part.append(self[i])
+            return part
+        lo, hi = self.start_indices[index], self.end_indices[index]
+        if lo == hi:
+            return None
+        return {self.token_ids[i]: Logprob(self.logprobs[i], self.ranks[i], self.decoded_tokens[i]) for i in range(lo, hi)}
+
+
 @dataclass
 class RequestMetrics:
     """Times are seconds of time.monotonic(), except `arrival_time`, which is wall clock."""
@@ -54,7 +99,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: Sequence[TokenLogprobs | None] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     lora_request: Any = None
@@ -69,7 +114,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[TokenLogprobs | None] | None
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None

@@ -38,7 +38,7 @@ class RepetitionDetectionParams(msgspec.Struct, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         for name in ("max_pattern_size", "min_pattern_size", "min_count"):
-            _check_int(f"repetition_detection.{name}", getattr(self, name), low=0)
+            _check_int("repetition_detection", getattr(self, name), low=0)
         if self.max_pattern_size and self.min_count < 2:
             raise InvalidParameter(
                 f"repetition_detection.min_count must be at least 2, got {self.min_count}", "repetition_detection"
@@ -131,7 +131,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         if self.prompt_logprobs is True:
             self.prompt_logprobs = 1
         if isinstance(self.repetition_detection, dict):
-            self.repetition_detection = msgspec.convert(self.repetition_detection, RepetitionDetectionParams)
+            self.repetition_detection = _as_repetition_detection(self.repetition_detection)
 
     def _check_ranges(self) -> None:
         _check_int("n", self.n, low=1, high=MOST_SEQUENCES)
@@ -166,9 +166,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         if not isinstance(self.output_kind, RequestOutputKind):
             raise InvalidParameter(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}", "output_kind")
         if GREEDY_BELOW <= self.temperature < LOWEST_TEMPERATURE:
-            warnings.warn(
-                f"temperature {self.temperature} is too small to be exact; using {LOWEST_TEMPERATURE}", stacklevel=3
-            )
+            warnings.warn(f"temperature {self.temperature} is too small to be exact; using {LOWEST_TEMPERATURE}", stacklevel=3)
             self.temperature = LOWEST_TEMPERATURE
         if self.greedy and self.n > 1:
             raise InvalidParameter(f"n must be 1 when temperature is 0 (greedy), got {self.n}", "n")
@@ -186,7 +184,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         _check_ids("allowed_token_ids", self.allowed_token_ids)
         _check_ids("logprob_token_ids", self.logprob_token_ids)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InvalidParameter("allowed_token_ids must not be empty; leave it out to allow every token", "allowed_token_ids")
+            raise InvalidParameter(
+                "allowed_token_ids must not be empty; leave it out to allow every token", "allowed_token_ids"
+            )
         if self.logprob_token_ids is not None and len(self.logprob_token_ids) > MOST_LOGPROB_TOKEN_IDS:
             raise InvalidParameter(
                 f"logprob_token_ids may hold at most {MOST_LOGPROB_TOKEN_IDS} ids, got {len(self.logprob_token_ids)}",
@@ -228,7 +228,9 @@ class BeamSearchParams(msgspec.Struct):
         _check_real("temperature", self.temperature, low=0.0, high=2.0)
         _check_real("length_penalty", self.length_penalty)
         if self.structured_outputs is not None:
-            raise NotSupported("structured_outputs cannot be used: structured outputs are not available yet", "structured_outputs")
+            raise NotSupported(
+                "structured_outputs cannot be used: structured outputs are not available yet", "structured_outputs"
+            )
 
 
 def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
@@ -264,6 +266,13 @@ def _check_ids(name: str, ids: Any) -> None:
         raise InvalidParameter(f"{name} must be a list of token ids (integers from 0), got {ids!r}", name)
 
 
+def _as_repetition_detection(value: dict[str, Any]) -> RepetitionDetectionParams:
+    try:
+        return RepetitionDetectionParams(**value)
+    except TypeError as error:
+        raise InvalidParameter(f"repetition_detection: {error}", "repetition_detection") from None
+
+
 def _checked_bias(bias: Any) -> dict[int, float]:
     """OpenAI clients send the ids as strings; values are clamped to ±100 as OpenAI and vLLM do."""
     if not isinstance(bias, dict):
@@ -274,6 +283,6 @@ def _checked_bias(bias: Any) -> dict[int, float]:
             token = int(key)
         except (TypeError, ValueError):
             raise InvalidParameter(f"logit_bias keys must be token ids, got {key!r}", "logit_bias") from None
-        _check_real(f"logit_bias[{key}]", value)
+        _check_real("logit_bias", value)
         out[token] = min(100.0, max(-100.0, float(value)))
     return out

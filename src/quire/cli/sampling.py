@@ -1,0 +1,37 @@
+"""Sampling flags shared by the commands that generate."""
+
+import argparse
+from typing import Any
+
+from quire.types.sampling import SamplingParams
+
+_FLAGS: tuple[tuple[str, type, str], ...] = (
+    ("temperature", float, "randomness, 0 is greedy"),
+    ("top_p", float, "keep the most likely tokens up to this mass"),
+    ("top_k", int, "keep this many of the most likely tokens, 0 keeps all"),
+    ("min_p", float, "drop tokens less likely than this fraction of the most likely one"),
+    ("repetition_penalty", float, "above 1 discourages tokens that were seen before"),
+    ("presence_penalty", float, "discourages tokens that were generated before"),
+    ("frequency_penalty", float, "the same, more with every occurrence"),
+    ("sampling_seed", int, "the same seed gives the same text"),
+)
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=max_tokens, help=f"most tokens to generate (default {max_tokens})")
+    for name, kind, text in _FLAGS:
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=None, help=f"{text} (default: the model's own)")
+    group.add_argument("--stop", action="append", default=None, help="end before this text; may be given up to 4 times")
+
+
+def sampling_params(namespace: argparse.Namespace, defaults: dict[str, Any] | None = None) -> SamplingParams:
+    """What was asked for on the command line, over the model's defaults."""
+    values: dict[str, Any] = {**(defaults or {}), "max_tokens": namespace.max_tokens}
+    for name, _, _ in _FLAGS:
+        value = getattr(namespace, name)
+        if value is not None:
+            values["seed" if name == "sampling_seed" else name] = value
+    if namespace.stop:
+        values["stop"] = namespace.stop
+    return SamplingParams(**values)

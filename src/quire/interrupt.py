@@ -1,0 +1,36 @@
+"""Ctrl-C between steps, never inside one, so that whoever is stopped leaves a clean engine."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Yields a check to call between steps: it raises KeyboardInterrupt if Ctrl-C came. A second Ctrl-C does not wait.
+
+    Outside the main thread signals do not arrive, and where the program handles SIGINT itself, it keeps doing so.
+    """
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or previous is not signal.default_int_handler:
+        yield lambda: None
+        return
+    asked = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            signal.default_int_handler(number, frame)
+        asked = True
+
+    def check() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,127 @@
+"""LLMEngine: the text half and an engine core in this process, stepped by the caller.
+
+prompt ─► InputProcessor ─► EngineCore.add ... EngineCore.step ─► TokenDelta ─► OutputProcessor ─► RequestOutput
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from quire.config.args import EngineArgs
+from quire.config.resolve import Config, resolve
+from quire.engine.assemble import find_device, start_core
+from quire.engine.core import EngineCore
+from quire.text.inputs import InputProcessor, Prepared
+from quire.text.outputs import OutputProcessor
+from quire.text.tokenizer import Tokenizer, load_tokenizer
+from quire.types.errors import NotSupported, RequestError
+from quire.types.outputs import RequestOutput
+from quire.types.prompts import PromptType
+from quire.types.sampling import SamplingParams
+
+
+class LLMEngine:
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.tokenizer: Tokenizer | None = None
+        if not config.args.skip_tokenizer_init:
+            self.tokenizer = load_tokenizer(
+                config.facts.files,
+                tokenizer=config.args.tokenizer,
+                revision=config.args.tokenizer_revision,
+            )
+        started = start_core(config)
+        self.core: EngineCore = started.core
+        self.max_model_len = started.max_model_len
+        self.inputs = InputProcessor(
+            self.tokenizer,
+            vocab_size=config.facts.vocab_size,
+            max_model_len=self.max_model_len,
+            max_logprobs=config.max_logprobs,
+            eos_ids=_end_ids(config, self.tokenizer),
+            seed=config.seed,
+        )
+        self.outputs = OutputProcessor(self.tokenizer)
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> "LLMEngine":
+        return cls(resolve(args, find_device))
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: Any = None,
+        priority: int = 0,
+    ) -> None:
+        """Checks and queues one request; a RequestError leaves the engine as it was."""
+        if lora_request is not None:
+            raise NotSupported("lora_request cannot be used: LoRA adapters are not available yet", "lora_request")
+        self.submit(self.prepare(request_id, prompt, params, arrival_time, priority))
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        priority: int = 0,
+    ) -> Prepared:
+        arrival = time.time() if arrival_time is None else arrival_time
+        return self.inputs.prepare(request_id, prompt, params, arrival=arrival, priority=priority)
+
+    def submit(self, prepared: Prepared) -> None:
+        if prepared.id in self.outputs:
+            raise RequestError(f"request id {prepared.id!r} is in use", "request_id")
+        added: list[str] = []
+        try:
+            for request in prepared.requests:
+                self.core.add(request)
+                added.append(request.id)
+        except RequestError:
+            self.core.abort(added)
+            raise
+        self.outputs.add(prepared)
+
+    def step(self) -> list[RequestOutput]:
+        """One turn of the loop. Requests whose text hit a stop string are ended in the engine as well."""
+        processed = self.outputs.process(self.core.step())
+        if processed.aborts:
+            self.core.abort(processed.aborts)
+        return processed.outputs
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """Ends requests at once; they give no further output. Unknown ids are ignored."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        self.core.abort([inner for request_id in ids for inner in self.outputs.forget(request_id)])
+
+    def has_unfinished_requests(self) -> bool:
+        return len(self.outputs) > 0
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.outputs)
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError("there is no tokenizer: the engine was started with skip_tokenizer_init")
+        return self.tokenizer
+
+    def default_params(self) -> SamplingParams:
+        """The model's own sampling defaults (generation_config.json, then override_generation_config), or neutral ones."""
+        return SamplingParams(**self.config.default_sampling)
+
+    def reset_prefix_cache(self) -> bool:
+        return self.core.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        self.core.stop()
+
+
+def _end_ids(config: Config, tokenizer: Tokenizer | None) -> Sequence[int]:
+    """End-of-text ids: the checkpoint's own, and the tokenizer's."""
+    ids = list(config.facts.eos_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    return ids

@@ -1,0 +1,171 @@
+"""Prompt in, engine requests out: tokenization, and every check that needs the model's numbers.
+
+Knows nothing of scheduling: what leaves this file is tokens, resolved parameters and a seed.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quire.text.tokenizer import Tokenizer
+from quire.types.errors import InvalidParameter, PromptTooLong, RequestError
+from quire.types.request import EngineRequest
+from quire.types.sampling import SamplingParams
+
+_MASK64 = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One user request, checked. `requests` has one entry per wanted completion (n); all but the first fork the first."""
+
+    id: str
+    prompt: str | None
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    requests: tuple[EngineRequest, ...]
+
+
+class InputProcessor:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        max_logprobs: int,
+        eos_ids: Iterable[int],
+        seed: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
+        self.eos_ids = frozenset(i for i in eos_ids if 0 <= i < vocab_size)
+        self.seed = seed
+        self._unseeded = itertools.count()
+
+    def prepare(self, request_id: str, prompt: Any, params: SamplingParams, *, arrival: float, priority: int = 0) -> Prepared:
+        """Raises RequestError for anything this model cannot do; nothing has happened then."""
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidParameter(f"priority must be an integer (lower runs first), got {priority!r}", "priority")
+        if not isinstance(params, SamplingParams):
+            raise InvalidParameter(f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params")
+        text, ids, salt = self._read_prompt(prompt)
+        self._check_prompt(ids)
+        params = params.clone()
+        self._check_params(params)
+        if params.max_tokens is None:
+            params.max_tokens = self.max_model_len - len(ids)
+        eos_ids = frozenset() if params.ignore_eos else self.eos_ids
+        base = EngineRequest(
+            id=request_id,
+            prompt=ids,
+            params=params,
+            seed=self._seed_for(params),
+            stop_ids=eos_ids | frozenset(params.stop_token_ids or ()),
+            eos_ids=eos_ids,
+            arrival=arrival,
+            bad_words=self._bad_word_ids(params.bad_words or ()),
+            priority=priority,
+            salt=salt,
+        )
+        return Prepared(request_id, text, ids, params, fan_out(base, params.n))
+
+    def _read_prompt(self, prompt: Any) -> tuple[str | None, tuple[int, ...], tuple[str, ...]]:
+        """Text (if there was any), token ids, and the cache salt."""
+        salt: tuple[str, ...] = ()
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+            if unknown:
+                raise InvalidParameter(
+                    f"a prompt dict takes prompt, prompt_token_ids and cache_salt, not {sorted(unknown)}", "prompt"
+                )
+            if "cache_salt" in prompt:
+                if not isinstance(prompt["cache_salt"], str) or not prompt["cache_salt"]:
+                    raise InvalidParameter("cache_salt must be a non-empty string", "cache_salt")
+                salt = (f"tenant={prompt['cache_salt']}",)
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), _as_ids(prompt["prompt_token_ids"]), salt
+            prompt = prompt.get("prompt")
+        if isinstance(prompt, str):
+            return prompt, self._encode(prompt), salt
+        if isinstance(prompt, Sequence):
+            return None, _as_ids(prompt), salt
+        raise InvalidParameter(
+            f"a prompt is a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids', not {type(prompt).__name__}",
+            "prompt",
+        )
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        if self.tokenizer is None:
+            raise RequestError("there is no tokenizer (skip_tokenizer_init): give token ids as the prompt", "prompt")
+        return tuple(self.tokenizer.encode(text))
+
+    def _check_prompt(self, ids: tuple[int, ...]) -> None:
+        if not ids:
+            raise InvalidParameter("the prompt is empty: give at least one token", "prompt")
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            bad = next(i for i in ids if not 0 <= i < self.vocab_size)
+            raise InvalidParameter(f"token id {bad} is out of vocabulary: ids go from 0 to {self.vocab_size - 1}", "prompt")
+        if len(ids) >= self.max_model_len:
+            raise PromptTooLong(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt has {len(ids)} tokens, "
+                f"which leaves no room to generate: shorten it by at least {len(ids) - self.max_model_len + 1}, "
+                "or raise max_model_len",
+                "prompt",
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            wanted = self.vocab_size if asked == -1 else asked
+            if wanted is not None and wanted > self.max_logprobs:
+                raise InvalidParameter(
+                    f"{name}={asked} asks for more than this engine allows ({self.max_logprobs}); raise max_logprobs", name
+                )
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
+                if not 0 <= token < self.vocab_size:
+                    raise InvalidParameter(f"{name}: token id {token} is out of vocabulary (0 to {self.vocab_size - 1})", name)
+        if self.tokenizer is None and (params.stop or params.bad_words):
+            name = "stop" if params.stop else "bad_words"
+            raise InvalidParameter(f"{name} needs a tokenizer, and this engine was started with skip_tokenizer_init", name)
+
+    def _bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """A word is banned at the start of a text and after a space: the two often have different first tokens."""
+        out: list[tuple[int, ...]] = []
+        for word in words:
+            assert self.tokenizer is not None
+            plain = tuple(self.tokenizer.encode(word.lstrip() or word, add_special_tokens=False))
+            spaced = tuple(self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+            out.append(plain)
+            if spaced != plain and spaced and plain and spaced[0] != plain[0] and len(spaced) == len(plain):
+                out.append(spaced)
+        return tuple(ids for ids in out if ids)
+
+    def _seed_for(self, params: SamplingParams) -> int:
+        """Unseeded requests differ from each other, but a whole run repeats when its requests come in the same order."""
+        if params.seed is not None:
+            return params.seed & _MASK64
+        return (self.seed * 0x9E3779B97F4A7C15 + (next(self._unseeded) + 1) * 0xD1B54A32D192ED03) & _MASK64
+
+
+def fan_out(base: EngineRequest, n: int) -> tuple[EngineRequest, ...]:
+    """n completions of one prompt are n requests; the later ones share the pages of the first."""
+    if n == 1:
+        return (base,)
+    first = f"{base.id}#0"
+    return tuple(
+        replace(base, id=f"{base.id}#{i}", seed=(base.seed + i) & _MASK64, fork_of=first if i else None) for i in range(n)
+    )
+
+
+def _as_ids(ids: Any) -> tuple[int, ...]:
+    if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
+        raise InvalidParameter(f"prompt_token_ids must be a list of integers, got {type(ids).__name__}", "prompt")
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise InvalidParameter(f"prompt_token_ids must be integers, got {token!r}", "prompt")
+    return tuple(ids)

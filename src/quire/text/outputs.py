@@ -1,0 +1,284 @@
+"""Token deltas in, answers out: detokenization, stop strings, logprobs, and putting n completions together.
+
+Knows nothing of the engine but its deltas; a stop string found here is reported back as a request to abort.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from quire.text.detokenizer import Detokenizer
+from quire.text.inputs import Prepared
+from quire.text.stops import StopStrings
+from quire.text.tokenizer import Tokenizer
+from quire.types.outputs import (
+    CompletionOutput,
+    FlatLogprobs,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    TokenDelta,
+    TokenLogprobs,
+)
+from quire.types.plan import TopLogprobs
+from quire.types.request import FinishReason
+from quire.types.sampling import RequestOutputKind, SamplingParams
+
+_LogprobTable = list[TokenLogprobs | None] | FlatLogprobs
+
+
+@dataclass(frozen=True)
+class Processed:
+    outputs: list[RequestOutput]
+    aborts: list[str]  # engine requests that are over for us, but not yet for the engine
+
+
+class OutputProcessor:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._answers: dict[str, _Answer] = {}  # by user request id
+        self._owners: dict[str, tuple[_Answer, _Choice]] = {}  # by engine request id
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._answers
+
+    def add(self, prepared: Prepared) -> None:
+        answer = _Answer(prepared, self._tokenizer)
+        self._answers[prepared.id] = answer
+        for choice, request in zip(answer.choices, prepared.requests, strict=True):
+            self._owners[request.id] = (answer, choice)
+
+    def forget(self, request_id: str) -> list[str]:
+        """Drops a user's request; returns the engine requests behind it that are still open."""
+        answer = self._answers.pop(request_id, None)
+        if answer is None:
+            return []
+        return [r.id for r in answer.prepared.requests if self._owners.pop(r.id, None) is not None]
+
+    def process(self, deltas: Iterable[TokenDelta]) -> Processed:
+        now = time.monotonic()
+        changed: dict[str, _Answer] = {}
+        aborts = []
+        for delta in deltas:
+            owner = self._owners.get(delta.request_id)
+            if owner is None:
+                continue  # ended here by a stop string while its last rows were in flight
+            answer, choice = owner
+            answer.note(delta, now)
+            choice.feed(delta)
+            changed[answer.prepared.id] = answer
+            if choice.finish_reason is not None:
+                del self._owners[delta.request_id]
+                if delta.finish_reason is None:
+                    aborts.append(delta.request_id)
+        outputs = []
+        for request_id, answer in changed.items():
+            if answer.finished:
+                del self._answers[request_id]
+                answer.metrics.finished_ts = now
+            output = answer.emit()
+            if output is not None:
+                outputs.append(output)
+        return Processed(outputs, aborts)
+
+
+class _Answer:
+    """One user request: its n choices and its times."""
+
+    def __init__(self, prepared: Prepared, tokenizer: Tokenizer | None) -> None:
+        self.prepared = prepared
+        self._tokenizer = tokenizer
+        self.choices = [_Choice(i, prepared, tokenizer) for i in range(len(prepared.requests))]
+        self.metrics = RequestMetrics(arrival_time=prepared.requests[0].arrival, queued_ts=time.monotonic())
+        self.cached_tokens = 0
+        self._prompt_logprobs: _LogprobTable | None = None
+        if prepared.params.prompt_logprobs is not None:
+            self._prompt_logprobs = _new_table(prepared.params)
+            self._prompt_logprobs.append(None)  # nothing comes before the first token
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    def note(self, delta: TokenDelta, now: float) -> None:
+        metrics = self.metrics
+        if delta.request_id == self.prepared.requests[0].id:
+            self.cached_tokens = delta.cached_tokens
+            self._add_prompt_logprobs(delta.prompt_logprobs)
+        if delta.scheduled_at and not metrics.scheduled_ts:
+            metrics.scheduled_ts = delta.scheduled_at
+        if delta.token_ids:
+            if not metrics.first_token_ts:
+                metrics.first_token_ts = now
+                metrics.first_token_latency = now - metrics.queued_ts
+            metrics.last_token_ts = now
+            metrics.num_generation_tokens += len(delta.token_ids)
+        metrics.num_preemptions = max(metrics.num_preemptions, delta.preemptions)
+
+    def emit(self) -> RequestOutput | None:
+        """The output that is due now, if one is."""
+        kind = self.prepared.params.output_kind
+        if kind is RequestOutputKind.FINAL_ONLY:
+            due = self.choices if self.finished else []
+        elif kind is RequestOutputKind.DELTA:
+            due = [choice for choice in self.choices if choice.due()]
+        else:
+            due = self.choices if any(choice.due() for choice in self.choices) else []
+        if not due:
+            return None
+        return RequestOutput(
+            request_id=self.prepared.id,
+            prompt=self.prepared.prompt,
+            prompt_token_ids=list(self.prepared.prompt_ids),
+            prompt_logprobs=self._prompt_logprobs,
+            outputs=[choice.take(delta=kind is RequestOutputKind.DELTA) for choice in due],
+            finished=self.finished,
+            metrics=self.metrics,
+            num_cached_tokens=self.cached_tokens,
+        )
+
+    def _add_prompt_logprobs(self, chunks: tuple[TopLogprobs, ...]) -> None:
+        """A preempted request runs its prompt again: positions told already are not told twice."""
+        table = self._prompt_logprobs
+        if table is None:
+            return
+        for chunk in chunks:
+            for i in range(len(chunk.rank)):
+                if len(table) < len(self.prepared.prompt_ids):
+                    table.append(_read_logprobs(chunk, i, self._tokenizer, ranked=True))
+
+
+@dataclass
+class _Sent:
+    """How far a stream has been told."""
+
+    tokens: int = 0
+    text: int = 0
+    logprobs: int = 0
+    finish: bool = False
+    any: bool = False
+
+
+@dataclass
+class _Choice:
+    """One completion as it grows."""
+
+    index: int
+    prepared: Prepared
+    tokenizer: Tokenizer | None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    sent: _Sent = field(default_factory=_Sent)
+
+    def __post_init__(self) -> None:
+        params = self.prepared.params
+        self.params: SamplingParams = params
+        self.logprobs = _new_table(params) if _wants_logprobs(params) else None
+        self._detokenizer = None
+        if self.tokenizer is not None and params.detokenize:
+            self._detokenizer = Detokenizer(
+                self.tokenizer,
+                prompt=self.prepared.prompt_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
+        self._stops = StopStrings(params.stops, include=params.include_stop_str_in_output) if params.stops else None
+
+    def feed(self, delta: TokenDelta) -> None:
+        for i, token in enumerate(delta.token_ids):
+            self.token_ids.append(token)
+            if self.logprobs is not None:
+                self._add_logprobs(delta.logprobs[i])
+            last = i == len(delta.token_ids) - 1 and delta.finish_reason == "stop"
+            if last and not self.params.include_stop_str_in_output:
+                break  # the token that ended it is counted, but is not text
+            self._add_text([token])
+            if self.finish_reason is not None:
+                return
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason, self.error = delta.finish_reason, delta.stop_reason, delta.error
+            self._end_text()
+
+    def due(self) -> bool:
+        """Is there news the user should get now? (stream_interval thins it out; the first token and the finish always go.)"""
+        if self.finish_reason is not None:
+            return not self.sent.finish
+        new = len(self.token_ids) - self.sent.tokens
+        return new >= (self.params.stream_interval or 1) or (new > 0 and not self.sent.any)
+
+    def take(self, delta: bool) -> CompletionOutput:
+        sent = self.sent
+        if not delta:
+            sent = _Sent()
+        logprobs = None if self.logprobs is None else self.logprobs[sent.logprobs :]
+        output = CompletionOutput(
+            index=self.index,
+            text=self.text[sent.text :],
+            token_ids=self.token_ids[sent.tokens :],
+            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
+            logprobs=logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=self.error,
+        )
+        self.sent = _Sent(
+            tokens=len(self.token_ids),
+            text=len(self.text),
+            logprobs=0 if self.logprobs is None else len(self.logprobs),
+            finish=self.finish_reason is not None,
+            any=True,
+        )
+        return output
+
+    def _add_text(self, ids: list[int]) -> None:
+        if self._detokenizer is not None:
+            self._emit(self._detokenizer.feed(ids))
+
+    def _end_text(self) -> None:
+        if self._detokenizer is not None:
+            self._emit(self._detokenizer.finish())
+        if self._stops is not None and isinstance(self.stop_reason, int | None):
+            self.text += self._stops.finish()
+
+    def _emit(self, text: str) -> None:
+        """Text before min_tokens is not searched for stop strings."""
+        if self._stops is None or len(self.token_ids) < self.params.min_tokens:
+            self.text += text
+            return
+        emitted, stop = self._stops.feed(text)
+        self.text += emitted
+        if stop is not None:
+            self.finish_reason, self.stop_reason = "stop", stop
+
+    def _add_logprobs(self, top: TopLogprobs) -> None:
+        assert self.logprobs is not None
+        self.cumulative_logprob += float(top.values[0, 0])
+        ranked = self.params.logprob_token_ids is None
+        self.logprobs.append(_read_logprobs(top, 0, self.tokenizer, ranked=ranked))
+
+
+def _wants_logprobs(params: SamplingParams) -> bool:
+    return params.logprobs is not None or params.logprob_token_ids is not None
+
+
+def _new_table(params: SamplingParams) -> _LogprobTable:
+    return FlatLogprobs() if params.flat_logprobs else []
+
+
+def _read_logprobs(top: TopLogprobs, position: int, tokenizer: Tokenizer | None, ranked: bool) -> TokenLogprobs:
+    """The chosen token first, then the alternatives; `ranked`: the alternatives are the best ones in order."""
+    out: TokenLogprobs = {}
+    for column, (token, value) in enumerate(zip(top.ids[position].tolist(), top.values[position].tolist(), strict=True)):
+        if token in out:
+            continue
+        rank = int(top.rank[position]) if column == 0 else (column if ranked else None)
+        decoded = None if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
+        out[token] = Logprob(logprob=value, rank=rank, decoded_token=decoded)
+    return out
