@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.text.tokenizer import Tokenizer
+
 from quire.types.errors import InvalidParameter, PromptTooLong, RequestError
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
@@ -94,7 +95,8 @@ class InputProcessor:
         if isinstance(prompt, Sequence):
             return None, _as_ids(prompt), salt
         raise InvalidParameter(
-            f"a prompt is a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids', not {type(prompt).__name__}",
+            "a prompt is a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids', "
+            f"not {type(prompt).__name__}",
             "prompt",
         )
 
@@ -111,8 +113,8 @@ class InputProcessor:
             raise InvalidParameter(f"token id {bad} is out of vocabulary: ids go from 0 to {self.vocab_size - 1}", "prompt")
         if len(ids) >= self.max_model_len:
             raise PromptTooLong(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt has {len(ids)} tokens, "
-                f"which leaves no room to generate: shorten it by at least {len(ids) - self.max_model_len + 1}, "
+                f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt has "
+                f"{len(ids)} tokens, which leaves no room to generate: shorten it by at least {len(ids) - self.max_model_len + 1}, "
                 "or raise max_model_len",
                 "prompt",
             )

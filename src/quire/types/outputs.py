@@ -66,7 +66,7 @@ class FlatLogprobs(Sequence[TokenLogprobs | None]):
     @overload
     def __getitem__(self, index: slice) -> "FlatLogprobs": ...
 
-    def __getitem__(self, index: int | slice) -> "TokenLogprobs | None | FlatLogprobs":
+    def __getitem__(self, index: int | slice) -> "TokenLogprobs | FlatLogprobs | None":
         if isinstance(index, slice):
             part = FlatLogprobs()
             for i in range(*index.indices(len(self))):

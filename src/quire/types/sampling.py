@@ -184,9 +184,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         _check_ids("allowed_token_ids", self.allowed_token_ids)
         _check_ids("logprob_token_ids", self.logprob_token_ids)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InvalidParameter(
-                "allowed_token_ids must not be empty; leave it out to allow every token", "allowed_token_ids"
-            )
+            raise InvalidParameter("allowed_token_ids must not be empty; leave it out to allow all", "allowed_token_ids")
         if self.logprob_token_ids is not None and len(self.logprob_token_ids) > MOST_LOGPROB_TOKEN_IDS:
             raise InvalidParameter(
                 f"logprob_token_ids may hold at most {MOST_LOGPROB_TOKEN_IDS} ids, got {len(self.logprob_token_ids)}",
