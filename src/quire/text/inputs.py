@@ -112,9 +112,10 @@ class InputProcessor:
             bad = next(i for i in ids if not 0 <= i < self.vocab_size)
             raise InvalidParameter(f"token id {bad} is out of vocabulary: ids go from 0 to {self.vocab_size - 1}", "prompt")
         if len(ids) >= self.max_model_len:
+            excess = len(ids) - self.max_model_len + 1
             raise PromptTooLong(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt has "
-                f"{len(ids)} tokens, which leaves no room to generate: shorten it by at least {len(ids) - self.max_model_len + 1}, "
+                f"{len(ids)} tokens, which leaves no room to generate: shorten it by at least {excess}, "
                 "or raise max_model_len",
                 "prompt",
             )
