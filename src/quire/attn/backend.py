@@ -1,0 +1,62 @@
+"""The seam between attention layers and kernels: a backend refuses with reasons, plans a batch, and runs one layer.
+
+`plan` does whatever needs the host (it may look at `batch.rows`, build index tensors); `run` only launches work.
+"""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from quire.attn.batch import Batch
+from quire.types.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The mathematics of one attention layer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None  # positions a query sees, itself included; None = all before it
+    soft_cap: float | None = None
+    sinks: bool = False
+
+
+class AttentionBackend(Protocol):
+    def refuse(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> list[str]:
+        """Why this backend cannot serve such a layer; empty = it can."""
+        ...
+
+    def plan(self, batch: Batch, group: int, spec: AttentionSpec, page_size: int) -> None:
+        """Prepares `run` for the layers of one cache group, into batch.plans. Run does it itself if nobody did before."""
+        ...
+
+    def run(self, spec: AttentionSpec, query: Tensor, kv: Tensor, batch: Batch, group: int, sinks: Tensor | None) -> Tensor:
+        """query [T, heads, head_dim], kv [pages, 2, kv_heads, page_size, head_dim] (this batch's keys are in) -> like query."""
+        ...
+
+
+# in order of preference; the targets are imported when first tried
+BACKENDS: Mapping[str, str] = MappingProxyType({"reference": "quire.attn.reference:ReferenceAttention"})
+
+
+def choose_backend(spec: AttentionSpec, device: torch.device, dtype: torch.dtype, name: str = "auto") -> AttentionBackend:
+    """The backend of that name, or with "auto" the first that does not refuse."""
+    if name != "auto" and name not in BACKENDS:
+        raise ConfigError(f"unknown attention backend {name!r}; known are auto, {', '.join(BACKENDS)}")
+    reasons = []
+    for candidate in BACKENDS if name == "auto" else (name,):
+        module, attribute = BACKENDS[candidate].split(":")
+        backend = cast(AttentionBackend, getattr(importlib.import_module(module), attribute)())
+        refusals = backend.refuse(spec, device, dtype)
+        if not refusals:
+            return backend
+        reasons.append(f"{candidate}: {', '.join(refusals)}")
+    raise ConfigError(f"no attention backend can serve this layer ({'; '.join(reasons)})")

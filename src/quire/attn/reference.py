@@ -1,0 +1,106 @@
+"""Attention in plain torch, on any device: the CPU path, and what the kernels are compared with.
+
+The batch is cut into tiles: up to QUERIES_PER_TILE tokens of one row, or many one-token rows of similar key length. A tile
+gathers the pages its queries may see and attends in one call.
+
+    keys of a tile   [ unseen | first page ... | last page . pad ]      pad: another row of the tile is longer
+                                ^ origin                ^ kv length
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.attn.backend import AttentionSpec
+from quire.attn.batch import Batch
+from quire.ops.attention import attend
+from quire.ops.kv import kv_gather
+
+QUERIES_PER_TILE = 256
+PAGES_PER_TILE = 4096
+
+
+@dataclass(frozen=True)
+class Tile:
+    tokens: Tensor  # [B, N] indices into the batch's tokens
+    pages: Tensor  # [B, P] page ids
+    visible: Tensor  # [B, N, S] bool, S = P * page_size
+    unused: Tensor  # [B, S] bool: keys no query of the tile may see; the pages may hold anything there
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive tokens of one row, and the positions they reach."""
+
+    row: int
+    token: int  # index of the first in the batch
+    count: int
+    position: int  # of the first
+    first_page: int
+    pages: int
+
+
+class ReferenceAttention:
+    def refuse(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> list[str]:  # noqa: ARG002
+        return []
+
+    def plan(self, batch: Batch, group: int, spec: AttentionSpec, page_size: int) -> None:
+        batch.plans["reference", group] = make_tiles(batch, group, spec.window, page_size)
+
+    def run(self, spec: AttentionSpec, query: Tensor, kv: Tensor, batch: Batch, group: int, sinks: Tensor | None) -> Tensor:
+        if ("reference", group) not in batch.plans:
+            self.plan(batch, group, spec, kv.shape[3])
+        out = torch.zeros_like(query)
+        for tile in batch.plans["reference", group]:
+            keys, values = kv_gather(kv, tile.pages).masked_fill_(tile.unused[None, :, None, :, None], 0.0).to(query.dtype)
+            out[tile.tokens] = attend(
+                query[tile.tokens], keys, values, tile.visible, scale=spec.scale, soft_cap=spec.soft_cap, sinks=sinks
+            )
+        return out
+
+
+def make_tiles(batch: Batch, group: int, window: int | None, page_size: int) -> list[Tile]:
+    spans = [span for row in range(len(batch.rows)) for span in _spans(row, batch.rows[row], window, page_size)]
+    tables = batch.groups[group].tables
+    return [_tile(part, tables, window, page_size) for part in _together(spans)]
+
+
+def _spans(row: int, shape: tuple[int, int, int], window: int | None, page_size: int) -> list[Span]:
+    start, count, length = shape
+    spans = []
+    for done in range(0, count, QUERIES_PER_TILE):
+        n = min(QUERIES_PER_TILE, count - done)
+        position = length - count + done
+        lowest = 0 if window is None else max(0, position - window + 1)
+        first = lowest // page_size
+        spans.append(Span(row, start + done, n, position, first, (position + n - 1) // page_size + 1 - first))
+    return spans
+
+
+def _together(spans: list[Span]) -> list[list[Span]]:
+    """Single tokens share a tile with those that need at most twice their pages, so padding never doubles the work."""
+    parts = [[span] for span in spans if span.count > 1]
+    part: list[Span] = []
+    for span in sorted((span for span in spans if span.count == 1), key=lambda span: -span.pages):
+        if part and (span.pages * 2 < part[0].pages or part[0].pages * (len(part) + 1) > PAGES_PER_TILE):
+            parts.append(part)
+            part = []
+        part.append(span)
+    return [*parts, part] if part else parts
+
+
+def _tile(spans: list[Span], tables: Tensor, window: int | None, page_size: int) -> Tile:
+    device = tables.device
+    count, most = spans[0].count, max(span.pages for span in spans)
+    # one copy to the device: row, token, position, first page
+    numbers = torch.tensor([(s.row, s.token, s.position, s.first_page) for s in spans], dtype=torch.long).to(device)
+    row, token, position, first = numbers.T.unsqueeze(-1)  # each [B, 1]
+    columns = (first + torch.arange(most, device=device)).clamp_(max=tables.shape[1] - 1)
+    step = torch.arange(count, device=device)
+    query_at = (position + step).unsqueeze(-1)  # [B, N, 1]
+    key_at = (first * page_size + torch.arange(most * page_size, device=device)).unsqueeze(1)  # [B, 1, S]
+    visible = key_at <= query_at
+    if window is not None:
+        visible &= key_at > query_at - window
+    return Tile(token + step, tables[row, columns].long(), visible, ~visible.any(dim=1))

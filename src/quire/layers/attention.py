@@ -1,0 +1,89 @@
+"""Self-attention: projections, optional norms and rotation around a core that owns the way to the cache."""
+
+import torch
+from torch import Tensor, nn
+
+from quire.attn.backend import AttentionBackend, AttentionSpec, choose_backend
+from quire.attn.batch import Batch
+from quire.layers.linear import Linear, MergedLinear
+from quire.layers.norm import Norm
+from quire.layers.parameter import parameter
+from quire.layers.rope import Rope
+from quire.ops.kv import kv_write
+from quire.types.cache import LayerCache
+from quire.types.errors import EngineError
+
+
+class Attention(nn.Module):
+    """Writes a step's keys and values to their pages, then attends over what the pages hold."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.kv: Tensor | None = None  # [pages, 2, kv_heads, page_size, head_dim]
+        self.group = -1
+        self.backend: AttentionBackend | None = None
+
+    def bind(self, kv: Tensor, group: int, backend: str = "auto") -> None:
+        """Gives the layer its cache, and the index of the cache group whose tables lead to it."""
+        expected = (2, self.spec.kv_heads, self.spec.head_dim)
+        if kv.ndim != 5 or (kv.shape[1], kv.shape[2], kv.shape[4]) != expected:
+            raise EngineError(f"a cache of shape {list(kv.shape)} does not suit a layer of {self.spec}")
+        self.kv, self.group = kv, group
+        self.backend = choose_backend(self.spec, kv.device, kv.dtype, backend)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
+        """query [T, heads, head_dim], key and value [T, kv_heads, head_dim] -> [T, heads * head_dim]."""
+        if self.kv is None or self.backend is None:
+            raise EngineError("an attention layer was run before it was bound to a cache")
+        kv_write(self.kv, key, value, batch.groups[self.group].write)
+        return self.backend.run(self.spec, query, self.kv, batch, self.group, sinks).flatten(1)
+
+
+class SelfAttention(nn.Module):
+    """`fused`: the checkpoint stores q, k and v as one matrix at `<path>.qkv`. `q_norm`, `k_norm`: applied per head."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        cache: LayerCache,
+        rope: Rope | None,
+        *,
+        bias: bool = False,
+        out_bias: bool = False,
+        fused: bool = False,
+        transposed: bool = False,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        sinks: bool = False,
+    ) -> None:
+        super().__init__()
+        head_dim, kv_heads = cache.head_dim, cache.kv_heads
+        self.sizes = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
+        self.head_dim = head_dim
+        if fused:
+            self.qkv: Linear = Linear(hidden_size, sum(self.sizes.values()), bias=bias, transposed=transposed)
+        else:
+            self.qkv = MergedLinear(hidden_size, self.sizes, bias=bias)
+        self.o_proj = Linear(heads * head_dim, hidden_size, bias=out_bias, transposed=transposed)
+        self.q_norm, self.k_norm = q_norm, k_norm
+        self.rope = rope
+        self.sinks = parameter(heads) if sinks else None
+        scale = head_dim**-0.5 if scale is None else scale
+        self.core = Attention(AttentionSpec(heads, kv_heads, head_dim, scale, cache.window, soft_cap, sinks))
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        query, key, value = torch.split(self.qkv(x), list(self.sizes.values()), dim=-1)
+        query, key, value = (part.view(len(x), -1, self.head_dim) for part in (query, key, value))
+        if self.q_norm is not None:
+            query = self.q_norm(query)
+        if self.k_norm is not None:
+            key = self.k_norm(key)
+        if self.rope is not None:
+            query, key = self.rope(query, batch.positions), self.rope(key, batch.positions)
+        out: Tensor = self.o_proj(self.core(query, key, value, batch, self.sinks))
+        return out

@@ -1,0 +1,99 @@
+"""Linear layers, alone or several over one input merged into one matrix.
+
+How the numbers are stored and multiplied is a *method*: it names the parameters, says where a checkpoint tensor belongs in
+them, may repack them when all are loaded, and multiplies.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.layers.parameter import parameter
+
+
+class LinearMethod(Protocol):
+    def shapes(self, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:
+        """The parameters by the name the checkpoint gives them after the layer's path."""
+        ...
+
+    def load(self, name: str, stored: nn.Parameter, start: int, size: int) -> Tensor:
+        """The view of parameter `name` that takes the checkpoint tensor of outputs start ... start + size."""
+        ...
+
+    def finish(self, layer: "Linear") -> None: ...
+
+    def apply(self, layer: "Linear", x: Tensor) -> Tensor: ...
+
+
+class Plain:
+    """One matrix [outputs, inputs] of the model's type."""
+
+    def shapes(self, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:
+        return {"weight": (outputs, inputs)}
+
+    def load(self, name: str, stored: nn.Parameter, start: int, size: int) -> Tensor:  # noqa: ARG002
+        return stored.data[start : start + size]
+
+    def finish(self, layer: "Linear") -> None:
+        pass
+
+    def apply(self, layer: "Linear", x: Tensor) -> Tensor:
+        return F.linear(x, layer.weight, layer.bias)
+
+
+class Linear(nn.Module):
+    """`transposed`: the checkpoint stores [inputs, outputs], as GPT-2's does."""
+
+    weight: nn.Parameter
+
+    def __init__(
+        self, inputs: int, outputs: int, *, bias: bool = False, transposed: bool = False, method: LinearMethod | None = None
+    ) -> None:
+        super().__init__()
+        self.inputs, self.outputs = inputs, outputs
+        self.transposed = transposed
+        self.method: LinearMethod = method or Plain()
+        self.stored = tuple(self.method.shapes(inputs, outputs))
+        for name, shape in self.method.shapes(inputs, outputs).items():
+            self.register_parameter(name, parameter(*shape))
+        self.bias = parameter(outputs) if bias else None
+
+    def parts(self, path: str) -> Mapping[str, int]:
+        """Path in the checkpoint -> number of outputs, from the top of the matrix down."""
+        return {path: self.outputs}
+
+    def claims(self, path: str) -> dict[str, Tensor | None]:
+        taken: dict[str, Tensor | None] = {}
+        start = 0
+        for part, size in self.parts(path).items():
+            for name in self.stored:
+                view = self.method.load(name, self.get_parameter(name), start, size)
+                taken[f"{part}.{name}"] = view.t() if self.transposed else view
+            if self.bias is not None:
+                taken[f"{part}.bias"] = self.bias.data[start : start + size]
+            start += size
+        return taken
+
+    def finish(self, device: torch.device) -> None:  # noqa: ARG002
+        self.method.finish(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., inputs] -> [..., outputs]."""
+        return self.method.apply(self, x)
+
+
+class MergedLinear(Linear):
+    """Siblings in the checkpoint, one matrix here: at `a.qkv` with parts q_proj, ... it takes `a.q_proj.weight`, ..."""
+
+    def __init__(
+        self, inputs: int, parts: Mapping[str, int], *, bias: bool = False, method: LinearMethod | None = None
+    ) -> None:
+        super().__init__(inputs, sum(parts.values()), bias=bias, method=method)
+        self.sizes = dict(parts)
+
+    def parts(self, path: str) -> Mapping[str, int]:
+        above = path.rpartition(".")[0]
+        return {f"{above}.{name}" if above else name: size for name, size in self.sizes.items()}

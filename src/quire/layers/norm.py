@@ -1,0 +1,49 @@
+"""Normalization. `add` folds the residual connection before the norm into it."""
+
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.layers.parameter import parameter
+from quire.ops.norm import add_rms_norm, rms_norm
+
+
+class Norm(Protocol):
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and that sum. No residual = x begins the stream."""
+        ...
+
+
+class RMSNorm(nn.Module):
+    """`offset` is added to the stored weight."""
+
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
+        super().__init__()
+        self.eps, self.offset = eps, offset
+        self.weight = parameter(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, self.offset)
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            return self(x), x
+        return add_rms_norm(x, residual, self.weight, self.eps, self.offset)
+
+
+class LayerNorm(nn.Module):
+    def __init__(self, size: int, eps: float, bias: bool = True) -> None:
+        super().__init__()
+        self.size, self.eps = size, eps
+        self.weight = parameter(size)
+        self.bias = parameter(size) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        return self(total), total

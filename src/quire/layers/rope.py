@@ -1,0 +1,165 @@
+"""Rotary position embedding: the frequencies of each scaling scheme, and the table of cosines and sines.
+
+The frequencies depend on the longest context the engine may see, never on the request at hand: keys are cached already
+rotated, so one model has one table. Where a scheme changes with length (dynamic, longrope) the table is the one for
+`max_position`.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.ops.rotary import rotate
+from quire.types.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What a frequency rule may look at."""
+
+    dim: int  # components of a head that turn
+    base: float
+    trained: int  # max_position_embeddings of the configuration
+    original: int  # context of the first training, before any stretching
+    max_position: int  # longest context the engine may see
+    parameters: Mapping[str, Any]
+
+    def need(self, name: str) -> Any:
+        if self.parameters.get(name) is None:
+            raise ModelError(f"the rope parameters of the model's configuration lack {name!r}")
+        return self.parameters[name]
+
+    @property
+    def stretch(self) -> float:
+        factor = self.parameters.get("factor")
+        return float(factor) if factor is not None else self.trained / self.original
+
+
+# inverse frequencies [dim / 2] float32, and a factor on cosines and sines
+Frequencies = tuple[Tensor, float]
+
+
+def _inverse(base: float, dim: int) -> Tensor:
+    return 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
+
+
+def _default(s: Scheme) -> Frequencies:
+    return _inverse(s.base, s.dim), 1.0
+
+
+def _linear(s: Scheme) -> Frequencies:
+    return _inverse(s.base, s.dim) / s.need("factor"), 1.0
+
+
+def _dynamic(s: Scheme) -> Frequencies:
+    factor = s.need("factor")
+    longest = max(s.max_position, s.trained)
+    return _inverse(s.base * (factor * longest / s.trained - (factor - 1)) ** (s.dim / (s.dim - 2)), s.dim), 1.0
+
+
+def _llama3(s: Scheme) -> Frequencies:
+    """Long waves are stretched, short ones kept, those between blended."""
+    factor, low, high = s.need("factor"), s.need("low_freq_factor"), s.need("high_freq_factor")
+    plain = _inverse(s.base, s.dim)
+    wave = 2 * math.pi / plain
+    blend = ((s.original / wave - low) / (high - low)).clamp(0.0, 1.0)
+    between = (1 - blend) * (plain / factor) + blend * plain
+    return torch.where(wave > s.original / low, plain / factor, torch.where(wave < s.original / high, plain, between)), 1.0
+
+
+def _yarn(s: Scheme) -> Frequencies:
+    """Components that turn often within the original context are kept, those that turn rarely are stretched."""
+    factor = s.stretch
+
+    def component(turns: float) -> float:
+        return s.dim * math.log(s.original / (turns * 2 * math.pi)) / (2 * math.log(s.base))
+
+    low, high = component(s.parameters.get("beta_fast") or 32), component(s.parameters.get("beta_slow") or 1)
+    if s.parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, s.dim - 1)
+    ramp = ((torch.arange(s.dim // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+    powers = s.base ** (torch.arange(0, s.dim, 2, dtype=torch.float32, device="cpu") / s.dim)
+    return ramp / (factor * powers) + (1 - ramp) / powers, _yarn_attention(s.parameters, factor)
+
+
+def _yarn_attention(parameters: Mapping[str, Any], factor: float) -> float:
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if parameters.get("attention_factor") is not None:
+        return float(parameters["attention_factor"])
+    above, below = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    return magnitude(above) / magnitude(below) if above and below else magnitude(1.0)
+
+
+def _longrope(s: Scheme) -> Frequencies:
+    factors = s.need("long_factor" if s.max_position > s.original else "short_factor")
+    if len(factors) != s.dim // 2:
+        raise ModelError(f"longrope needs {s.dim // 2} factors for heads that turn {s.dim} components, got {len(factors)}")
+    attention = s.parameters.get("attention_factor")
+    if attention is None:
+        attention = 1.0 if s.stretch <= 1 else math.sqrt(1 + math.log(s.stretch) / math.log(s.original))
+    powers = s.base ** (torch.arange(0, s.dim, 2, dtype=torch.float32, device="cpu") / s.dim)
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * powers), float(attention)
+
+
+SCHEMES: dict[str, Callable[[Scheme], Frequencies]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "su": _longrope,  # longrope's first name
+}
+
+
+def rope_parameters(hf: Mapping[str, Any], layer_type: str | None = None) -> dict[str, Any]:
+    """The rope settings of a configuration, whichever way it writes them.
+
+    New: `rope_parameters`, for all layers or per layer type. Old: `rope_theta` beside `rope_scaling`.
+    """
+    found = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if layer_type is not None and isinstance(found.get(layer_type), Mapping):
+        found = found[layer_type]
+    settings = {"rope_theta": hf.get("rope_theta") or 10000.0, "partial_rotary_factor": hf.get("partial_rotary_factor") or 1.0}
+    settings |= {name: value for name, value in found.items() if value is not None}
+    settings["rope_type"] = settings.get("rope_type") or settings.get("type") or "default"
+    return settings
+
+
+class Rope(nn.Module):
+    """Shared by all layers with the same settings. `parameters` is what `rope_parameters` returns."""
+
+    cos: Tensor  # [max_position, rotary_dim / 2] float32
+    sin: Tensor  # [max_position, rotary_dim / 2] float32
+
+    def __init__(self, head_dim: int, max_position: int, hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
+        super().__init__()
+        kind = parameters["rope_type"]
+        if kind not in SCHEMES:
+            raise ModelError(f"unknown rope type {kind!r}; known are {', '.join(SCHEMES)}")
+        trained = hf.get("max_position_embeddings") or max_position
+        original = hf.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings") or trained
+        self.scheme = Scheme(
+            dim=int(head_dim * parameters["partial_rotary_factor"]),
+            base=float(parameters["rope_theta"]),
+            trained=int(trained),
+            original=int(original),
+            max_position=max_position,
+            parameters=parameters,
+        )
+        self.frequencies, self.factor = SCHEMES[kind](self.scheme)
+
+    def finish(self, device: torch.device) -> None:
+        angles = torch.arange(self.scheme.max_position, device=device).float().unsqueeze(1) * self.frequencies.to(device)
+        self.cos, self.sin = angles.cos() * self.factor, angles.sin() * self.factor
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [T, heads, head_dim] -> the same, turned by each token's position."""
+        return rotate(x, positions, self.cos, self.sin)

@@ -1,0 +1,89 @@
+"""From checkpoint names to places in the model: every tensor must have one, and every place must be filled."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from quire.load.source import Source
+from quire.types.errors import ModelError
+
+Renames = Sequence[tuple[str, str | None]]
+SHOWN = 10
+
+
+@runtime_checkable
+class Claiming(Protocol):
+    def claims(self, path: str) -> dict[str, Tensor | None]: ...
+
+
+def claims_of(model: nn.Module) -> dict[str, Tensor | None]:
+    """Checkpoint name (after renames) -> the view that takes it; None = may be there and is not read."""
+    table: dict[str, Tensor | None] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Claiming):
+            table |= module.claims(path)
+        else:
+            own = module.named_parameters(recurse=False)
+            table |= {f"{path}.{name}" if path else name: value.data for name, value in own}
+    return table
+
+
+def rename(name: str, renames: Renames) -> str | None:
+    for pattern, replacement in renames:
+        if replacement is None:
+            if re.search(pattern, name):
+                return None
+        else:
+            name = re.sub(pattern, replacement, name)
+    return name
+
+
+def assign(table: Mapping[str, Tensor | None], source: Source, renames: Renames, where: str) -> None:
+    """Copies every tensor of the source to its place. Nothing is read if any name or shape does not fit."""
+    places, problems = _match(table, source.shapes, renames)
+    if problems:
+        raise ModelError(f"{where} does not fit the model:\n" + "\n".join(problems))
+    with torch.no_grad():
+        for name, tensor in source.read(frozenset(places)):
+            places[name].copy_(tensor)
+
+
+def _match(
+    table: Mapping[str, Tensor | None], shapes: Mapping[str, tuple[int, ...]], renames: Renames
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Checkpoint name -> destination, and what is wrong in words."""
+    places: dict[str, Tensor] = {}
+    missing = {name for name, view in table.items() if view is not None}
+    unknown, misshaped, twice = [], [], []
+    for name, shape in shapes.items():
+        ours = rename(name, renames)
+        if ours is None:
+            continue
+        if ours not in table:
+            unknown.append(name)
+            continue
+        view = table[ours]
+        if view is None:
+            continue
+        if ours not in missing:
+            twice.append(name)
+        elif tuple(view.shape) != tuple(shape):
+            misshaped.append(f"{name} is {list(shape)}, the model needs {list(view.shape)}")
+        missing.discard(ours)
+        places[name] = view
+    findings = {"missing": missing, "unknown": unknown, "misshaped": misshaped, "given twice": twice}
+    return places, [_list(what, names) for what, names in findings.items() if names]
+
+
+def _list(what: str, names: Iterable[str]) -> str:
+    ordered = sorted(names, key=_natural)
+    more = f", and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
+    return f"  {what} ({len(ordered)}): {', '.join(ordered[:SHOWN])}{more}"
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Layer 2 before layer 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

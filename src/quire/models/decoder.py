@@ -1,0 +1,106 @@
+"""The skeleton of every decoder: embedding, blocks, final norm, head.
+
+A family subclasses `Decoder` and overrides the makers whose product differs. Its modules carry the names Hugging Face
+checkpoints use, so that the loader needs only a few `renames`.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor, nn
+
+from quire.attn.batch import Batch
+from quire.layers.attention import Attention, SelfAttention
+from quire.layers.embedding import Embedding, Head
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import Norm, RMSNorm
+from quire.layers.rope import Rope, rope_parameters
+
+if TYPE_CHECKING:
+    from quire.config.facts import ModelFacts
+
+
+class Block(nn.Module):
+    """norm, attention, norm, feed-forward. The residual stream travels beside x, and each norm adds x to it."""
+
+    def __init__(self, input_layernorm: Norm, self_attn: nn.Module, post_attention_layernorm: Norm, mlp: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm = input_layernorm
+        self.self_attn = self_attn
+        self.post_attention_layernorm = post_attention_layernorm
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        """x [T, H] is not yet in the residual stream [T, H]; neither is the x that comes back."""
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, batch)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Decoder(nn.Module):
+    """Llama's shape unless a maker says otherwise. Makers are called once per layer, while the skeleton is built."""
+
+    # (pattern, replacement) applied in order to each checkpoint name with re.sub; a replacement of None = do not read it
+    renames: ClassVar[tuple[tuple[str, str | None], ...]] = ((r"^model\.", ""), (r"rotary_emb\.inv_freq$", None))
+    tied: ClassVar[bool] = False  # when the configuration does not say
+
+    def __init__(self, facts: "ModelFacts") -> None:
+        super().__init__()
+        self.ropes: dict[str | None, Rope] = {}
+        self.embed_tokens = self.make_embedding(facts)
+        self.layers = nn.ModuleList(self.make_block(facts, index) for index in range(len(facts.layers)))
+        self.norm: Norm = self.make_norm(facts)
+        self.lm_head = self.make_head(facts)
+        self.attentions: list[Attention] = [module for module in self.modules() if isinstance(module, Attention)]
+
+    def forward(self, batch: Batch) -> Tensor:
+        """-> hidden states [T, H] of every token."""
+        x, residual = self.embed(batch), None
+        for block in self.layers:
+            x, residual = block(x, residual, batch)
+        return self.norm.add(x, residual)[0]
+
+    def embed(self, batch: Batch) -> Tensor:
+        x: Tensor = self.embed_tokens(batch.ids)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [P, H] -> [P, V] float32."""
+        out: Tensor = self.lm_head(hidden)
+        return out
+
+    def make_embedding(self, facts: "ModelFacts") -> Embedding:
+        return Embedding(facts.vocab_size, facts.hidden_size)
+
+    def make_block(self, facts: "ModelFacts", index: int) -> nn.Module:
+        return Block(
+            self.make_norm(facts), self.make_attention(facts, index), self.make_norm(facts), self.make_mlp(facts, index)
+        )
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> nn.Module:
+        return self.attention(facts, index)
+
+    def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
+        hf = facts.hf
+        return GatedMLP(facts.hidden_size, hf["intermediate_size"], hf["hidden_act"], bias=bool(hf.get("mlp_bias")))
+
+    def make_norm(self, facts: "ModelFacts", size: int | None = None) -> Norm:
+        return RMSNorm(size or facts.hidden_size, facts.hf.get("rms_norm_eps", 1e-6))
+
+    def make_head(self, facts: "ModelFacts") -> Head:
+        tied = facts.hf.get("tie_word_embeddings", self.tied)
+        return Head(facts.vocab_size, facts.hidden_size, tied=self.embed_tokens if tied else None)
+
+    def attention(self, facts: "ModelFacts", index: int, **differences: Any) -> SelfAttention:
+        """Layer `index`'s attention, with what a family does differently by the names of SelfAttention's arguments."""
+        cache = facts.layers[index]
+        options: Mapping[str, Any] = {"rope": self.rope(facts, index)} | differences
+        return SelfAttention(facts.hidden_size, facts.hf["num_attention_heads"], cache, **options)
+
+    def rope(self, facts: "ModelFacts", index: int, layer_type: str | None = None) -> Rope:
+        """The rotation of layer `index`; layers of one type share one table."""
+        if layer_type not in self.ropes:
+            parameters = rope_parameters(facts.hf, layer_type)
+            self.ropes[layer_type] = Rope(facts.layers[index].head_dim, facts.max_position, facts.hf, parameters)
+        return self.ropes[layer_type]

@@ -1,0 +1,42 @@
+"""Llama and the families that differ from it by a bias, a norm or a merged matrix."""
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from quire.layers.mlp import GatedMLP
+from quire.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from quire.config.facts import ModelFacts
+
+
+class Llama(Decoder):
+    """Also Mistral: its windows are a fact of each layer's cache."""
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> nn.Module:
+        bias = bool(facts.hf.get("attention_bias"))
+        return self.attention(facts, index, bias=bias, out_bias=bias)
+
+
+class Qwen2(Decoder):
+    def make_attention(self, facts: "ModelFacts", index: int) -> nn.Module:
+        return self.attention(facts, index, bias=True)
+
+
+class Qwen3(Decoder):
+    def make_attention(self, facts: "ModelFacts", index: int) -> nn.Module:
+        bias = bool(facts.hf.get("attention_bias"))
+        head_dim = facts.layers[index].head_dim
+        norms = {"q_norm": self.make_norm(facts, head_dim), "k_norm": self.make_norm(facts, head_dim)}
+        return self.attention(facts, index, bias=bias, out_bias=bias, **norms)
+
+
+class Phi3(Decoder):
+    renames = (*Decoder.renames, (r"\.qkv_proj\.", ".qkv."), (r"\.gate_up_proj\.", ".gate_up."))
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> nn.Module:
+        return self.attention(facts, index, fused=True)
+
+    def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
+        return GatedMLP(facts.hidden_size, facts.hf["intermediate_size"], facts.hf["hidden_act"], fused=True)

@@ -1,0 +1,40 @@
+"""Activation functions by the names Hugging Face configurations use, plain and gated."""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.types.errors import ModelError
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "gelu_tanh": _gelu_tanh,
+    "relu": F.relu,
+}
+
+
+def activate(x: Tensor, name: str) -> Tensor:
+    return ACTIVATIONS[name](x)
+
+
+def gated(x: Tensor, name: str) -> Tensor:
+    """x [..., 2n] = gate, up -> activation(gate) * up [..., n]."""
+    gate, up = x.chunk(2, dim=-1)
+    return ACTIVATIONS[name](gate) * up
+
+
+def check_activation(name: str) -> str:
+    if name not in ACTIVATIONS:
+        raise ModelError(f"unknown activation function {name!r}; known are {', '.join(sorted(ACTIVATIONS))}")
+    return name

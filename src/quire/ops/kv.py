@@ -1,0 +1,33 @@
+"""Writing keys and values into their pages, and reading pages back.
+
+One layer's cache is `[pages, 2, kv_heads, page_size, head_dim]`: keys at [:, 0], values at [:, 1], a page's tokens
+contiguous per head. A page's stride may be larger than its content (a view into a larger page).
+"""
+
+import torch
+from torch import Tensor
+
+
+def kv_write(kv: Tensor, key: Tensor, value: Tensor, write: Tensor) -> None:
+    """key and value [T, kv_heads, head_dim]; write [T] is page * page_size + offset of each token's place."""
+    page_size = kv.shape[3]
+    page, offset = write // page_size, write % page_size
+    by_token = kv.transpose(2, 3)  # [pages, 2, page_size, kv_heads, head_dim]
+    by_token[page, 0, offset] = key.to(kv.dtype)
+    by_token[page, 1, offset] = value.to(kv.dtype)
+
+
+def kv_gather(kv: Tensor, pages: Tensor) -> Tensor:
+    """pages [B, P] -> a copy [2, B, kv_heads, P * page_size, head_dim] with each sequence's tokens in order."""
+    count, _, heads, page_size, head_dim = kv.shape
+    sequences, length = pages.shape
+    if kv.is_contiguous():
+        # one head's part of one page is one row, so a single copy puts everything in its final place
+        rows = kv.view(count * 2 * heads, page_size * head_dim)
+        lane = torch.arange(2 * heads, device=kv.device).view(2, 1, heads, 1)
+        index = pages.long()[None, :, None, :] * (2 * heads) + lane  # [2, B, kv_heads, P]
+        gathered = rows.index_select(0, index.flatten())
+    else:
+        taken = kv.index_select(0, pages.flatten()).view(sequences, length, 2, heads, page_size, head_dim)
+        gathered = taken.permute(2, 0, 3, 1, 4, 5)
+    return gathered.reshape(2, sequences, heads, length * page_size, head_dim)

@@ -1,0 +1,36 @@
+"""Mixture of experts: choosing experts per token, and running each expert on its own tokens."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.ops.activation import gated
+
+
+def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """logits [T, experts] -> weights [T, top_k] float32 and expert ids [T, top_k]; the softmax is over all experts."""
+    weights, experts = torch.softmax(logits.float(), dim=-1).topk(top_k, dim=-1)
+    return (weights / weights.sum(-1, keepdim=True) if renormalize else weights), experts
+
+
+def experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
+    """x [T, H], weights and experts [T, top_k], up [E, 2I, H] (gate above up), down [E, H, I] -> [T, H].
+
+    A token's contributions are added in rising expert order, so the other tokens cannot change its result.
+    """
+    top_k = experts.shape[1]
+    flat = experts.flatten()  # [T * top_k]
+    order = flat.argsort(stable=True)  # slots grouped by expert
+    counts = torch.bincount(flat, minlength=up.shape[0]).tolist()
+    tokens = order // top_k
+    share = weights.flatten()[order].unsqueeze(1)
+    out = torch.zeros_like(x, dtype=torch.float32)
+    start = 0
+    for expert, count in enumerate(counts):
+        if count == 0:
+            continue
+        mine = tokens[start : start + count]
+        y = F.linear(gated(F.linear(x[mine], up[expert]), activation), down[expert])
+        out.index_add_(0, mine, y.float() * share[start : start + count])
+        start += count
+    return out.to(x.dtype)

@@ -1,0 +1,17 @@
+"""Root-mean-square normalization, computed in float32 whatever the input's type."""
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x [..., n], weight [n]. `offset` is added to the weight: 1.0 for checkpoints that store it around zero."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * (weight.float() + offset)).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual, and that sum: the residual stream from here on."""
+    total = x + residual
+    return rms_norm(total, weight, eps, offset), total

@@ -1,0 +1,180 @@
+"""Tiny random checkpoints made by transformers, and both engines' logits for the same tokens.
+
+A family is one entry of FAMILIES: the architecture, its configuration class and what makes it interesting.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.attn.batch import Batch, GroupView
+from quire.load.load import load_weights
+from quire.models.decoder import Decoder
+from quire.models.registry import build_model
+
+PAGE_SIZE = 4
+
+TINY: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    config: str  # class name in transformers
+    model: str  # class name in transformers, the architecture of the checkpoint
+    settings: dict[str, Any] = field(default_factory=dict)  # over TINY; None removes a setting
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaConfig", "LlamaForCausalLM"),
+    "llama-biases-tied": Family(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 16, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+    ),
+    "mistral-window": Family("MistralConfig", "MistralForCausalLM", {"sliding_window": 9}),
+    "qwen2": Family("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen2-some-windows": Family(
+        "Qwen2Config", "Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    ),
+    "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 16}),
+    "phi3": Family("Phi3Config", "Phi3ForCausalLM"),
+    "phi3-window-partial": Family(
+        "Phi3Config", "Phi3ForCausalLM", {"sliding_window": 11, "partial_rotary_factor": 0.75, "hidden_size": 96}
+    ),
+}
+
+
+def make_checkpoint(family: Family, directory: Path) -> None:
+    import transformers
+
+    settings = {name: value for name, value in (TINY | family.settings).items() if value is not None}
+    config = getattr(transformers, family.config)(**settings)
+    torch.manual_seed(7)
+    model = getattr(transformers, family.model)(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # what initializes to a constant must still be able to betray a mistake
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            assert parameter.isfinite().all(), name
+    model.save_pretrained(directory)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One family's checkpoint, and both engines' models of it."""
+
+    directory: Path
+    facts: Any
+    reference: Any
+    model: Decoder
+
+    def expected(self, ids: list[int]) -> Tensor:
+        """transformers' logits [n, V] of every position."""
+        with torch.inference_mode():
+            return self.reference(torch.tensor([ids])).logits[0].float()
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    import transformers
+
+    reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    facts = read_facts(directory)
+    model = build_model(facts)
+    load_weights(model, facts, device="cpu", dtype="float32")
+    return Checkpoint(directory, facts, reference, model)
+
+
+class Sequences:
+    """A hand-run cache: every sequence has its own scattered pages in every group (one group per layer window)."""
+
+    def __init__(self, model: Decoder, count: int, length: int, page_size: int = PAGE_SIZE, device: str = "cpu") -> None:
+        self.model, self.page_size, self.device = model, page_size, device
+        windows = [attention.spec.window for attention in model.attentions]
+        self.windows = sorted(set(windows), key=str)
+        per_row = -(-length // page_size)
+        pages = 1 + count * per_row
+        shuffled = torch.randperm(pages - 1, generator=torch.Generator().manual_seed(3)) + 1
+        self.tables = [shuffled.roll(group).view(count, per_row).int().to(device) for group in range(len(self.windows))]
+        for attention, window in zip(model.attentions, windows, strict=True):
+            spec = attention.spec
+            dtype = next(model.parameters()).dtype
+            kv = torch.full((pages, 2, spec.kv_heads, page_size, spec.head_dim), float("nan"), dtype=dtype, device=device)
+            attention.bind(kv, self.windows.index(window))
+        self.lengths = [0] * count
+
+    def step(self, rows: list[tuple[int, list[int]]]) -> list[Tensor]:
+        """rows of (sequence, next token ids) -> logits [n, V] of each row's every token."""
+        ids = [token for _, tokens in rows for token in tokens]
+        shapes, positions, start = [], [], 0
+        for sequence, tokens in rows:
+            begin = self.lengths[sequence]
+            self.lengths[sequence] += len(tokens)
+            shapes.append((start, len(tokens), self.lengths[sequence]))
+            positions += range(begin, begin + len(tokens))
+            start += len(tokens)
+        at = torch.tensor(positions, device=self.device)
+        slots = torch.tensor([sequence for sequence, tokens in rows for _ in tokens], device=self.device)
+        groups = []
+        for table in self.tables:
+            page = table[slots, at // self.page_size].long()
+            taken = table[torch.tensor([sequence for sequence, _ in rows], device=self.device)]
+            groups.append(GroupView(taken, page * self.page_size + at % self.page_size))
+        batch = Batch(
+            ids=torch.tensor(ids, device=self.device),
+            positions=at,
+            row_starts=torch.tensor([0] + [first + count for first, count, _ in shapes], dtype=torch.int32, device=self.device),
+            kv_lengths=torch.tensor([length for _, _, length in shapes], dtype=torch.int32, device=self.device),
+            rows=tuple(shapes),
+            logit_index=torch.arange(len(ids), device=self.device),
+            groups=tuple(groups),
+        )
+        with torch.inference_mode():
+            hidden = self.model(batch)
+            logits = self.model.logits(hidden[batch.logit_index])
+        assert logits.dtype == torch.float32
+        return list(logits.split([len(tokens) for _, tokens in rows]))
+
+
+def read_facts(directory: Path) -> Any:
+    from types import SimpleNamespace
+
+    from quire.files.resolve import resolve_model
+    from quire.types.cache import LayerCache
+
+    hf = json.loads((directory / "config.json").read_text())
+    heads = hf["num_attention_heads"]
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
+    types = hf.get("layer_types") or ["sliding_attention"] * hf["num_hidden_layers"]
+    layers = tuple(
+        LayerCache(
+            hf.get("num_key_value_heads") or heads, head_dim, hf.get("sliding_window") if kind.startswith("sliding") else None
+        )
+        for kind in types
+    )
+    return SimpleNamespace(
+        architecture=hf["architectures"][0],
+        hf=hf,
+        dtype="float32",
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["hidden_size"],
+        max_position=hf["max_position_embeddings"],
+        layers=layers,
+        files=resolve_model(directory),
+    )

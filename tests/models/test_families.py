@@ -1,0 +1,37 @@
+"""Every family's logits, position by position, against transformers."""
+
+import pytest
+import torch
+from oracle import FAMILIES, Sequences
+
+IDS = torch.randint(3, 199, (2, 40), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_prompt(checkpoint, family):
+    case = checkpoint(family)
+    close(Sequences(case.model, 1, 40).step([(0, IDS[0])])[0], case.expected(IDS[0]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_and_single_tokens_of_two_rows(checkpoint, family):
+    case = checkpoint(family)
+    run = Sequences(case.model, 2, 40)
+    first, second = IDS
+    got = [[], []]
+    for rows in (
+        [(0, first[:13])],
+        [(0, first[13:21]), (1, second[:30])],
+        [(1, second[30:31]), (0, first[21:22])],
+        [(0, first[22:23]), (1, second[31:37])],
+        [(0, first[23:40]), (1, second[37:38])],
+        [(1, second[38:])],
+    ):
+        for (row, _), logits in zip(rows, run.step(rows), strict=True):
+            got[row].append(logits)
+    for row in (0, 1):
+        close(torch.cat(got[row]), case.expected(IDS[row]))
