@@ -1,0 +1,7 @@
+"""From logits to tokens: a pipeline of stages, one file each.
+
+    raw logprobs → allowed ids → bad words → min_tokens → logit_bias → penalties → temperature → min_p → top-k, top-p → draw
+
+A stage keeps its state in arrays indexed by slot and is skipped when no row of the step uses it. The sampler knows
+nothing of models, pages or requests.
+"""

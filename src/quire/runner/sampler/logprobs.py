@@ -1,0 +1,116 @@
+"""logprobs: the log-probability of the chosen token, its rank, and those of other tokens beside it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.runner.sampler.stage import Rows
+from quire.runner.transfer import Longs, upload
+from quire.types.plan import Admission, TopLogprobs
+
+LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
+NOT_WANTED = -1
+
+
+@dataclass(frozen=True)
+class Report:
+    """Logprobs of some positions while still on the device: column 0 is the chosen token."""
+
+    ids: Tensor  # [n, 1 + k] int32
+    values: Tensor  # [n, 1 + k] float32
+    rank: Tensor  # [n] int32
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.ids, self.values, self.rank]
+
+
+def report(values: Tensor, chosen: Tensor, others: Tensor) -> Report:
+    """values [n, V], chosen [n] and others [n, k] int64. Rank 1 is the most likely token; equals share the better rank."""
+    ids = torch.cat([chosen[:, None], others], dim=1)
+    of_chosen = values.gather(1, chosen[:, None])
+    rank = (values > of_chosen).sum(dim=1) + 1
+    return Report(ids.int(), values.gather(1, ids), rank.int())
+
+
+def top_ids(values: Tensor, count: int) -> Tensor:
+    """values [n, V] -> the ids of the `count` largest of each row [n, count], falling."""
+    if count == 0:
+        return torch.empty(len(values), 0, dtype=torch.int64, device=values.device)
+    if count == values.shape[1]:
+        return values.sort(dim=1, descending=True, stable=True).indices
+    return values.topk(count, dim=1).indices
+
+
+class Logprobs:
+    """Which slots want logprobs, and of which tokens. Nothing is computed for the others."""
+
+    def __init__(self, slots: int, vocabulary: int, mode: LogprobsMode, device: torch.device) -> None:
+        self.mode = mode
+        self.processed = mode.startswith("processed")
+        self._vocabulary = vocabulary
+        self._device = device
+        self._width = np.full(slots, NOT_WANTED, np.int64)  # [S] tokens beside the chosen one
+        self._prompt_width = np.full(slots, NOT_WANTED, np.int64)  # [S] the same for prompt positions
+        self._ids: dict[int, Longs] = {}  # slots that name their tokens
+
+    def admit(self, slot: int, admission: Admission) -> None:
+        params = admission.params
+        if params.logprob_token_ids is not None:
+            self._ids[slot] = np.array(params.logprob_token_ids, np.int64)
+            self._width[slot] = len(params.logprob_token_ids)
+        else:
+            self._width[slot] = self._count(params.logprobs)
+        self._prompt_width[slot] = self._count(params.prompt_logprobs)
+
+    def retire(self, slot: int) -> None:
+        self._width[slot] = self._prompt_width[slot] = NOT_WANTED
+        self._ids.pop(slot, None)
+
+    def wanted(self, rows: Rows) -> Longs:
+        """The rows that want logprobs of the token they draw."""
+        return np.flatnonzero(self._width[rows.slots] != NOT_WANTED)
+
+    def prompt_wanted(self, slots: npt.NDArray[np.integer]) -> Longs:
+        """The rows that want logprobs of the prompt tokens they run over."""
+        return np.flatnonzero(self._prompt_width[slots] != NOT_WANTED)
+
+    def values(self, logits: Tensor) -> Tensor:
+        """[n, V] what is reported of logits [n, V], in a tensor of its own."""
+        return logits.clone() if self.mode.endswith("logits") else logits.log_softmax(dim=1)
+
+    def of_draws(self, values: Tensor, chosen: Tensor, rows: Rows) -> Report:
+        """values [n, V] of `rows`, which all want logprobs; their widths differ, and the report is as wide as the widest."""
+        widths = self._width[rows.slots]
+        others = top_ids(values, int(widths.max()))
+        named = [row for row, slot in enumerate(rows.slots.tolist()) if slot in self._ids]
+        if named:
+            ids = np.zeros((len(named), others.shape[1]), np.int64)
+            for i, row in enumerate(named):
+                ids[i, : widths[row]] = self._ids[int(rows.slots[row])]
+            others[upload(np.array(named, np.int64), self._device)] = upload(ids, self._device)
+        return report(values, chosen, others)
+
+    def of_prompt(self, logits: Tensor, targets: Tensor, slot: int) -> Report:
+        """logits [n, V] at positions of a prompt, targets [n] the tokens that follow them."""
+        values = self.values(logits)
+        return report(values, targets, top_ids(values, int(self._prompt_width[slot])))
+
+    def widths(self, rows: Rows) -> list[int]:
+        widths: list[int] = self._width[rows.slots].tolist()
+        return widths
+
+    def _count(self, asked: int | None) -> int:
+        if asked is None:
+            return NOT_WANTED
+        return self._vocabulary if asked == -1 else min(asked, self._vocabulary)
+
+
+def to_top_logprobs(
+    ids: npt.NDArray[np.generic], values: npt.NDArray[np.generic], rank: npt.NDArray[np.generic]
+) -> TopLogprobs:
+    return TopLogprobs(ids.astype(np.int32), values.astype(np.float32), rank.astype(np.int32))

@@ -1,0 +1,104 @@
+"""top_k and top_p: only the head of the distribution stays.
+
+top_k   every token at least as likely as the k-th most likely one (equals of the k-th stay)
+top_p   of what is left, the smallest set whose mass reaches p, the lower id first among equals; never empty
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.runner.sampler.extremes import top_values
+from quire.runner.sampler.stage import Column, Rows
+from quire.runner.transfer import upload
+from quire.types.plan import Admission
+
+FIRST_LOOK = 1024  # as many of the most likely tokens hold the mass of nearly every row
+
+
+class Truncation:
+    def __init__(self, slots: int, vocabulary: int, device: torch.device) -> None:
+        self._device = device
+        self._vocabulary = vocabulary
+        self._top_k = Column(slots, np.int64, vocabulary, device)
+        self._top_p = Column(slots, np.float32, 1.0, device)
+
+    def admit(self, slot: int, admission: Admission) -> None:
+        k = admission.params.top_k
+        self._top_k[slot] = k if 0 < k < self._vocabulary else self._vocabulary
+        self._top_p[slot] = admission.params.top_p
+
+    def retire(self, slot: int) -> None:
+        self._top_k.reset(slot)
+        self._top_p.reset(slot)
+
+    def active(self, rows: Rows) -> bool:
+        return bool((self._top_k.used(rows.slots) | self._top_p.used(rows.slots)).any())
+
+    def apply(self, logits: Tensor, rows: Rows) -> Tensor:
+        index = np.flatnonzero(self._top_k.used(rows.slots) | self._top_p.used(rows.slots))
+        if len(index) == len(rows.slots):
+            return self._cut(logits, rows)
+        chosen = upload(index, self._device)
+        logits[chosen] = self._cut(logits[chosen], rows.take(index))
+        return logits
+
+    def _cut(self, logits: Tensor, rows: Rows) -> Tensor:
+        k, p = self._top_k.at(rows.slot), self._top_p.at(rows.slot)
+        nucleus = bool(self._top_p.used(rows.slots).any())
+        look = self._look(rows, nucleus)
+        values = top_values(logits, look)
+        if self._top_k.used(rows.slots).any():
+            least = values.gather(1, (k - 1).clamp(max=look - 1)[:, None])
+            least = torch.where((k < self._vocabulary)[:, None], least, -torch.inf)
+            logits.masked_fill_(logits < least, -torch.inf)
+            values = torch.where(values >= least, values, -torch.inf)
+        return cut_to_mass(logits, values, p) if nucleus else logits
+
+    def _look(self, rows: Rows, nucleus: bool) -> int:
+        """How many of the largest values are needed at first. More than a first look means waiting for the device to say
+        whether it was enough, which is free on a CPU only."""
+        if nucleus and self._device.type != "cpu":
+            return self._vocabulary
+        ks = self._top_k.host[rows.slots]
+        look = int(np.where(ks < self._vocabulary, ks, FIRST_LOOK if nucleus else 1).max())
+        return look if look < self._vocabulary // 4 else self._vocabulary
+
+
+def cut_to_mass(logits: Tensor, values: Tensor, p: Tensor) -> Tensor:
+    """Keeps the likeliest tokens up to mass p [N]. `values` [N, look] are the largest of `logits` [N, V], falling.
+
+    values   9  7  7  7  5  2 ...        mass before each     0  .6  .7  .8  .9 ...
+             └─ kept ─┘                  p = .75: three are kept, the threshold is 7, two of the three sevens stay
+    """
+    mass = (values - logits.logsumexp(dim=1, keepdim=True)).exp_().cumsum(dim=1)
+    share = torch.where(p < 1, p, torch.inf)[:, None]
+    before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], dim=1)
+    count = (before < share).sum(dim=1, keepdim=True)
+    threshold = values.gather(1, count - 1)
+    spare = count - (values > threshold).sum(dim=1, keepdim=True)  # how many tokens at the threshold stay
+    threshold = torch.where(p[:, None] < 1, threshold, -torch.inf)
+    complete = values.shape[1] == logits.shape[1]
+    if not complete:
+        short = (mass[:, -1] < p) & (p < 1) & (values[:, -1] > -torch.inf)
+        if short.any():  # the mass lies deeper than we looked: start over with all values of those rows
+            deep = logits[short]
+            logits[short] = cut_to_mass(deep, top_values(deep, deep.shape[1]), p[short])
+            threshold = threshold.masked_fill_(short[:, None], -torch.inf)
+    return _keep(logits, values, threshold, spare)
+
+
+def _keep(logits: Tensor, values: Tensor, threshold: Tensor, spare: Tensor) -> Tensor:
+    """Drops what is below the threshold [N, 1], and of the tokens at it all but the first `spare` [N, 1]."""
+    logits.masked_fill_(logits < threshold, -torch.inf)
+    finite = threshold > -torch.inf
+    if logits.device.type != "cpu":
+        equal = (logits == threshold) & finite
+        return logits.masked_fill_(equal & (equal.cumsum(dim=1) > spare), -torch.inf)
+    at_border = (values == threshold).sum(dim=1, keepdim=True) > spare
+    at_end = (values[:, -1:] == threshold) & (values.shape[1] < logits.shape[1])
+    crowded = ((at_border | at_end) & finite).squeeze(1)
+    if crowded.any():
+        equal = logits[crowded] == threshold[crowded]
+        logits[crowded] = logits[crowded].masked_fill_(equal & (equal.cumsum(dim=1) > spare[crowded]), -torch.inf)
+    return logits

@@ -1,0 +1,43 @@
+"""Moving small arrays between the host and the device, without making the host wait."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Longs = npt.NDArray[np.int64]
+
+
+def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """The array on `device`. On a CPU the tensor shares the array's memory.
+
+    Pinned memory comes from torch's caching allocator, which does not hand it out again before the copy has happened.
+    """
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def upload_together(arrays: list[npt.NDArray[np.generic]], device: torch.device) -> list[Tensor]:
+    """Several one-dimensional integer arrays in one copy; each comes out as an int64 view of one device buffer."""
+    if not arrays:
+        return []
+    packed = np.concatenate(arrays, dtype=np.int64)
+    return list(torch.split(upload(packed, device), [len(array) for array in arrays]))
+
+
+class Download:
+    """Tensors on their way to the host. The copies are queued here and waited for in `wait`, so they run behind the work that
+    makes them and ahead of whatever is launched next."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._host = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+        on_device = [tensor for tensor in tensors if tensor.device.type == "cuda"]
+        self._event: torch.cuda.Event | None = None
+        if on_device:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(on_device[0].device))
+
+    def wait(self) -> list[npt.NDArray[np.generic]]:
+        if self._event is not None:
+            self._event.synchronize()
+        return [tensor.numpy() for tensor in self._host]
