@@ -21,7 +21,10 @@ _PICKLES = ("pytorch_model*.bin", "*.pth", "*.pt", "model*.ckpt")
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """`path` is the directory of an "hf" checkpoint, or the (first) file of a "gguf" one. `weights` are empty if not asked for."""
+    """`path` is the directory of an "hf" checkpoint, or the (first) file of a "gguf" one.
+
+    `weights` are empty when they were not asked for.
+    """
 
     name: str
     path: Path

@@ -65,7 +65,7 @@ def _info(path: Path, name: str, entry: Any, data_bytes: int) -> TensorInfo:
     if begin < 0 or end > data_bytes:
         raise _broken(
             path,
-            f"tensor {name!r} ends at byte {end:,} of the data, but there are {data_bytes:,}; it is truncated, download it again",
+            f"tensor {name!r} ends at byte {end:,} of {data_bytes:,} bytes of data; it is truncated, download it again",
         )
     return TensorInfo(dtype, shape, end - begin)
 

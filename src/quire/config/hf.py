@@ -1,0 +1,104 @@
+"""A Hugging Face config.json as a plain dict, made explicit: the text part only, family defaults filled in, rope in one form.
+
+Checkpoints leave out what equals the default of their config class, and older ones spell rope as `rope_theta` and
+`rope_scaling`. Whoever reads the result finds every field that matters, and `rope_parameters`, whatever the file's age.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.types.errors import ModelError
+
+# model_type -> what its config class assumes when the file is silent
+_GEMMA_SHAPE = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_theta": 1e4},
+    "mistral": {"rope_theta": 1e4, "sliding_window": 4096},
+    "mixtral": {"rope_theta": 1e6, "sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2": {"rope_theta": 1e4, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {"rope_theta": 1e4, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    "qwen3_moe": {"rope_theta": 1e4, "use_sliding_window": False, "sliding_window": 4096, "norm_topk_prob": False},
+    "gemma": {"rope_theta": 1e4, **_GEMMA_SHAPE},
+    "gemma2": {"rope_theta": 1e4, **_GEMMA_SHAPE, "sliding_window": 4096, "sliding_window_pattern": 2,
+               "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": {"rope_theta": 1e6, "rope_local_base_freq": 1e4, **_GEMMA_SHAPE, "sliding_window": 4096,
+                    "sliding_window_pattern": 6, "query_pre_attn_scalar": 256, "num_attention_heads": 8,
+                    "num_key_value_heads": 4, "vocab_size": 262208, "max_position_embeddings": 131072},
+    "phi3": {"rope_theta": 1e4, "sliding_window": None},
+    "gpt2": {"tie_word_embeddings": True},
+    "opt": {"tie_word_embeddings": True},
+}  # fmt: skip
+# rope types whose parameters name the length they were stretched from
+_STRETCHED = ("llama3", "yarn", "longrope")
+_SHARED_WITH_OUTER = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings")
+
+
+def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if required:
+            raise ModelError(f"{path}: the checkpoint has no {path.name}") from None
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: must be a JSON object, but is a {type(value).__name__}")
+    return value
+
+
+def explicit_config(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The text model's config with overrides (merged into nested objects), defaults and `rope_parameters`."""
+    merged = _merge(raw, overrides)
+    text = merged.get("text_config")
+    if isinstance(text, dict):
+        outer = {key: merged[key] for key in (*_SHARED_WITH_OUTER, "architectures") if key in merged}
+        merged = {**outer, **{key: value for key, value in text.items() if key != "architectures"}}
+    config = {**FAMILY_DEFAULTS.get(merged.get("model_type", ""), {}), **merged}
+    if "_sliding_window_pattern" in config:
+        config["sliding_window_pattern"] = config["_sliding_window_pattern"]
+    if not config.get("use_sliding_window", True):
+        config["sliding_window"] = None
+    stated = {key for key in ("rope_theta", "rope_scaling") if key in overrides}
+    if "rope_parameters" not in config or (stated and "rope_parameters" not in overrides):
+        config.update(_rope_parameters(config, stated))
+    rope = config.get("rope_parameters") or {}
+    if "rope_theta" in (rope_full := rope.get("full_attention", rope)):
+        config["rope_theta"] = rope_full["rope_theta"]  # the family's default is not this model's
+    return config
+
+
+def _merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in overrides.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _rope_parameters(config: dict[str, Any], stated: set[str]) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` in today's form; nothing for a model without them."""
+    if config.get("rope_theta") is None:
+        return {}
+    old = config.get("rope_parameters")
+    if isinstance(old, dict) and "rope_type" in old:  # an override of one of the two keeps the other
+        theta = config["rope_theta"] if "rope_theta" in stated else old.get("rope_theta", config["rope_theta"])
+        scaling = config.get("rope_scaling") if "rope_scaling" in stated else old
+    else:
+        theta, scaling = config["rope_theta"], config.get("rope_scaling")
+    if scaling is not None and not isinstance(scaling, dict):
+        raise ModelError(f"config.json: rope_scaling must be an object or null, got {scaling!r}")
+    rope = {"rope_theta": theta, **{key: value for key, value in (scaling or {}).items() if key not in ("type", "rope_theta")}}
+    kind = (scaling or {}).get("rope_type") or (scaling or {}).get("type") or "default"
+    rope["rope_type"] = "longrope" if kind == "su" else kind
+    if rope["rope_type"] in _STRETCHED:
+        outside = config.get("original_max_position_embeddings")
+        rope.setdefault("original_max_position_embeddings", outside or config.get("max_position_embeddings"))
+    if config.get("partial_rotary_factor") is not None:
+        rope.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    if config.get("rope_local_base_freq") is None:
+        return {"rope_parameters": rope}
+    local = {"rope_type": "default", "rope_theta": config["rope_local_base_freq"]}
+    return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}

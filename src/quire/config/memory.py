@@ -1,0 +1,63 @@
+"""How many bytes a model takes: pure arithmetic on its config, shared by `quire plan` and the runner.
+
+The runner measures what it can; these formulas are what can be known before anything is loaded.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+FLOAT32_BYTES = 4
+
+
+def estimate_parameters(hf: Mapping[str, Any]) -> int:
+    """Parameters of a decoder with these shapes; biases and norms are left out (well under one percent)."""
+    shape = _Shape(hf)
+    attention = shape.hidden * (shape.query + 2 * shape.kv) + shape.query * shape.hidden
+    matrices = 3 if shape.gated else 2
+    if shape.experts:
+        mlp = shape.experts * matrices * shape.hidden * shape.expert_width + shape.hidden * shape.experts
+    else:
+        mlp = matrices * shape.hidden * shape.width
+    embeddings = shape.vocabulary * shape.hidden * (1 if hf.get("tie_word_embeddings") else 2)
+    return shape.layers * (attention + mlp) + embeddings
+
+
+def activation_bytes(hf: Mapping[str, Any], *, element_bytes: int, tokens: int, rows: int) -> int:
+    """Peak bytes of one step's intermediate values, for `tokens` tokens of which `rows` need logits.
+
+    Buffers of a layer are reused by the next, so the peak is one layer's or the head's, whichever is larger:
+
+        residual and normed hidden states    2 x tokens x hidden
+        attention                            queries, keys, values and the output:  tokens x (2 x query + 2 x kv)
+        or the MLP                           gate, up and their product:            tokens x 3 x width (per chosen expert)
+        or the head, in float32              logits and their log-probabilities:    rows x 2 x vocabulary
+    """
+    shape = _Shape(hf)
+    residual = 2 * tokens * shape.hidden * element_bytes
+    attention = tokens * (2 * shape.query + 2 * shape.kv) * element_bytes
+    width = shape.expert_width * shape.experts_per_token if shape.experts else shape.width
+    mlp = tokens * (3 if shape.gated else 2) * width * element_bytes
+    head = rows * 2 * shape.vocabulary * FLOAT32_BYTES
+    return residual + max(attention, mlp, head)
+
+
+class _Shape:
+    """The numbers of a config under whichever names it has them."""
+
+    def __init__(self, hf: Mapping[str, Any]) -> None:
+        def number(*names: str, default: int = 0) -> int:
+            found = next((hf[name] for name in names if isinstance(hf.get(name), int)), None)
+            return default if found is None else int(found)
+
+        self.hidden = number("hidden_size", "n_embd", "d_model")
+        self.layers = number("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+        self.vocabulary = number("vocab_size")
+        heads = number("num_attention_heads", "n_head", "n_heads", default=1)
+        head_dim = number("head_dim", default=self.hidden // heads)
+        self.query = heads * head_dim
+        self.kv = number("num_key_value_heads", "num_kv_heads", "n_head_kv", default=heads) * head_dim
+        self.width = number("intermediate_size", "ffn_dim", "n_inner", default=4 * self.hidden)
+        self.gated = hf.get("model_type") not in ("gpt2", "opt")
+        self.experts = number("num_local_experts", "num_experts")
+        self.experts_per_token = number("num_experts_per_tok", default=1)
+        self.expert_width = number("moe_intermediate_size", default=self.width)
