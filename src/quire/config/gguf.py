@@ -181,7 +181,7 @@ def _llama3(header: GGUFHeader, found: list[float], theta: float, rotated: int) 
         raise ModelError(
             f"{header.path}: rope_freqs.weight is not the frequency stretching of Llama 3.1, which alone is supported"
         )
-    return rope
+    return {"rope_type": "llama3", "factor": factor, **LLAMA3}
 
 
 def llama3_divisors(theta: float, rotated: int, factor: float) -> list[float]:
