@@ -23,7 +23,7 @@ class SafetensorsSource:
         self.index = _read_index(index) if index.is_file() else None
         shards = [path for path in files if path.suffix == ".safetensors"]
         if self.index is not None:
-            shards = _indexed(directory, shards, set(self.index.values()))
+            shards = _indexed(directory, set(self.index.values()))
         elif not shards:
             raise ModelError(f"{directory}: there are no .safetensors files")
         else:
@@ -68,11 +68,11 @@ def _read_index(path: Path) -> dict[str, str]:
         raise ModelError(f"{path}: not a safetensors index: {error!r}") from error
 
 
-def _indexed(directory: Path, files: list[Path], wanted: set[str]) -> list[Path]:
+def _indexed(directory: Path, wanted: set[str]) -> list[Path]:
     missing = sorted(name for name in wanted if not (directory / name).is_file())
     if missing:
         raise ModelError(f"{directory}: {len(missing)} of {len(wanted)} shards are missing: {', '.join(missing[:10])}")
-    extra = sorted(path.name for path in files if path.name not in wanted and _shard_total(path.name))
+    extra = sorted(path.name for path in directory.glob("model-*-of-*.safetensors") if path.name not in wanted)
     if extra:
         raise ModelError(f"{directory}: {INDEX} does not know the shards {', '.join(extra[:10])}; are they of another model?")
     return [directory / name for name in sorted(wanted)]

@@ -36,8 +36,11 @@ def build_model(facts: "ModelFacts", impl: str = "auto") -> Decoder:
     if family is None and impl == "vllm":
         raise ModelError(f"no model family serves {facts.architecture}; known are {', '.join(sorted(FAMILIES))}")
     kind = _import(family) if family is not None else _fallback(facts)
-    with torch.device("meta"):
-        return kind(facts).eval()
+    try:
+        with torch.device("meta"):
+            return kind(facts).eval()
+    except KeyError as error:
+        raise ModelError(f"the configuration of {facts.files.path} lacks {error}, which {facts.architecture} needs") from error
 
 
 def _fallback(facts: "ModelFacts") -> type[Decoder]:

@@ -1,0 +1,54 @@
+"""Which class serves which architecture."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from quire.models.registry import FAMILIES, build_model
+from quire.types.cache import LayerCache
+from quire.types.errors import ModelError
+
+
+def facts(**changes):
+    hf = {"num_attention_heads": 2, "intermediate_size": 8, "hidden_act": "silu"}
+    base = {"architecture": "LlamaForCausalLM", "hf": hf, "vocab_size": 9, "hidden_size": 8, "max_position": 16}
+    return SimpleNamespace(**base | {"layers": (LayerCache(1, 4),) * 2, "files": SimpleNamespace(path="here")} | changes)
+
+
+def test_a_model_is_built_without_memory():
+    model = build_model(facts())
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert len(model.attentions) == 2
+    assert not model.training
+
+
+def test_unknown_architectures_and_implementations():
+    with pytest.raises(ModelError, match=r"NovelForCausalLM.*LlamaForCausalLM"):
+        build_model(facts(architecture="NovelForCausalLM"), "vllm")
+    with pytest.raises(ModelError, match="'magic'"):
+        build_model(facts(), "magic")
+
+
+def test_a_configuration_that_lacks_a_field_is_named():
+    with pytest.raises(ModelError, match="here lacks 'intermediate_size'"):
+        build_model(facts(hf={"num_attention_heads": 2}))
+
+
+def test_families_and_transformers_are_imported_when_asked_for():
+    script = (
+        "import sys, quire.models.registry, quire.load.load;"
+        "late = ('transformers', 'gguf', 'quire.models.llama');"
+        "sys.exit(', '.join(name for name in late if name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("target", sorted(set(FAMILIES.values())))
+def test_every_target_exists(target):
+    import importlib
+
+    module, name = target.split(":")
+    assert hasattr(importlib.import_module(module), name)
