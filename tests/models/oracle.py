@@ -3,7 +3,6 @@
 A family is one entry of FAMILIES: the architecture, its configuration class and what makes it interesting.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import torch
 from torch import Tensor
 
 from quire.attn.batch import Batch, GroupView
+from quire.config.facts import ModelFacts, read_facts
+from quire.files.resolve import resolve_model
 from quire.load.load import load_weights
 from quire.models.decoder import Decoder
 from quire.models.registry import build_model
@@ -81,7 +82,7 @@ class Checkpoint:
     """One family's checkpoint, and both engines' models of it."""
 
     directory: Path
-    facts: Any
+    facts: ModelFacts
     reference: Any
     model: Decoder
 
@@ -95,7 +96,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     import transformers
 
     reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    facts = read_facts(directory)
+    facts = read_facts(resolve_model(directory))
     model = build_model(facts)
     load_weights(model, facts, device="cpu", dtype="float32")
     return Checkpoint(directory, facts, reference, model)
@@ -150,31 +151,3 @@ class Sequences:
             logits = self.model.logits(hidden[batch.logit_index])
         assert logits.dtype == torch.float32
         return list(logits.split([len(tokens) for _, tokens in rows]))
-
-
-def read_facts(directory: Path) -> Any:
-    from types import SimpleNamespace
-
-    from quire.files.resolve import resolve_model
-    from quire.types.cache import LayerCache
-
-    hf = json.loads((directory / "config.json").read_text())
-    heads = hf["num_attention_heads"]
-    head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
-    types = hf.get("layer_types") or ["sliding_attention"] * hf["num_hidden_layers"]
-    layers = tuple(
-        LayerCache(
-            hf.get("num_key_value_heads") or heads, head_dim, hf.get("sliding_window") if kind.startswith("sliding") else None
-        )
-        for kind in types
-    )
-    return SimpleNamespace(
-        architecture=hf["architectures"][0],
-        hf=hf,
-        dtype="float32",
-        vocab_size=hf["vocab_size"],
-        hidden_size=hf["hidden_size"],
-        max_position=hf["max_position_embeddings"],
-        layers=layers,
-        files=resolve_model(directory),
-    )
