@@ -1,5 +1,7 @@
 """Moving small arrays between the host and the device, without making the host wait."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -17,7 +19,7 @@ def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def upload_together(arrays: list[npt.NDArray[np.generic]], device: torch.device) -> list[Tensor]:
+def upload_together(arrays: Sequence[npt.NDArray[np.integer]], device: torch.device) -> list[Tensor]:
     """Several one-dimensional integer arrays in one copy; each comes out as an int64 view of one device buffer."""
     if not arrays:
         return []

@@ -1,0 +1,159 @@
+"""The runner: holds a model, its cache and its slots, and turns step plans into flights.
+
+It does what the plan says, in the plan's order, and decides nothing. It does not know requests, only slots.
+"""
+
+import gc
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quire.attn.batch import Batch
+from quire.load.load import load_weights
+from quire.models.decoder import Decoder
+from quire.models.registry import build_model
+from quire.runner.batch import build_batch
+from quire.runner.flight import StepFlight
+from quire.runner.kv import KVBuffers
+from quire.runner.memory import device_budget, host_budget
+from quire.runner.rehearsal import rehearsal_plan
+from quire.runner.sampler.logprobs import LogprobsMode, Report
+from quire.runner.sampler.pipeline import Drawn, Sampler
+from quire.runner.slots import Slots
+from quire.types.cache import CacheLayout
+from quire.types.errors import ConfigError, EngineError
+from quire.types.plan import StepPlan
+
+if TYPE_CHECKING:
+    from quire.config.facts import ModelFacts
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+PROMPT_PIECE = 256  # prompt positions whose logits are held at a time
+
+
+class Runner:
+    """Life: load, profile, allocate, then launch after launch; `close` gives all memory back.
+
+    A launch that raises has taken the plan's retirements, admissions and table entries into account, but has run no row: the
+    slots stand where they stood, and the next plan may be launched.
+    """
+
+    def __init__(
+        self,
+        facts: "ModelFacts",
+        *,
+        device: str,
+        dtype: str,
+        layout: CacheLayout,
+        max_seqs: int,
+        max_batched_tokens: int,
+        load_format: str = "auto",
+        seed: int = 0,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+        model_impl: str = "auto",
+    ) -> None:
+        self._facts = facts
+        self._device = torch.device(device)
+        self._dtype = DTYPES[dtype]
+        self._layout = layout
+        self._max_seqs = max_seqs
+        self._max_batched_tokens = max_batched_tokens
+        self._load_format = load_format
+        self._seed = seed
+        self._logprobs_mode: LogprobsMode = logprobs_mode
+        self._model_impl = model_impl
+        self._model: Decoder | None = None
+        self._tenants: tuple[Slots, KVBuffers, Sampler] | None = None
+
+    def load(self) -> None:
+        model = build_model(self._facts, self._model_impl)
+        load_weights(model, self._facts, device=self._device, dtype=self._dtype, load_format=self._load_format, seed=self._seed)
+        self._model = model
+
+    def profile(self, gpu_memory_utilization: float, kv_cache_memory_bytes: int | None) -> int:
+        """Bytes for the cache: as told, or what a rehearsal of the largest step leaves."""
+        if kv_cache_memory_bytes is not None:
+            if kv_cache_memory_bytes <= 0:
+                raise ConfigError(f"kv_cache_memory_bytes must be positive, got {kv_cache_memory_bytes}")
+            return kv_cache_memory_bytes
+        if self._device.type == "cpu":
+            return host_budget()
+        return device_budget(self._device, gpu_memory_utilization, self._rehearse)
+
+    def allocate(self, pages: int, max_model_len: int) -> None:
+        """The cache of `pages` usable pages (the null page comes on top), and slots for contexts of max_model_len."""
+        model = self._loaded()
+        kv = KVBuffers(self._layout, pages, self._dtype, self._device)
+        for layer, view, group in kv.views(self._facts.layers):
+            model.attentions[layer].bind(view, group)
+        slots = Slots(self._max_seqs, max_model_len, len(self._layout.groups), self._layout.page_size, self._device)
+        sampler = Sampler(self._max_seqs, self._facts.vocab_size, self._device, self._logprobs_mode)
+        self._tenants = slots, kv, sampler
+
+    def close(self) -> None:
+        self._model = self._tenants = None
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> StepFlight:
+        model = self._loaded()
+        if self._tenants is None:
+            raise EngineError("a step was launched before the cache was allocated")
+        slots, kv, sampler = self._tenants
+        slots.retire(plan.retired)
+        for slot in plan.retired.tolist():
+            sampler.retire(slot)
+        slots.admit(plan.admitted)
+        for admission in plan.admitted:
+            sampler.admit(admission.slot, admission)
+        slots.write_tables(plan)
+        kv.copy(plan.copy_from, plan.copy_to)
+        if not len(plan.slot):
+            return StepFlight(plan, None, [])
+        slots.check(plan)
+        batch, rows = build_batch(plan, slots)
+        hidden: Tensor = model(batch)
+        drawn: Drawn | None = None
+        if len(rows.slots):
+            drawn = sampler.sample(model.logits(hidden[batch.logit_index]), rows)
+            slots.tokens[rows.slot, rows.end] = drawn.ids.int()
+        prompts = _report_prompts(plan, batch, hidden, model, slots, sampler)
+        slots.advance(plan)
+        return StepFlight(plan, drawn, prompts)
+
+    def _loaded(self) -> Decoder:
+        if self._model is None:
+            raise EngineError("the runner has no model: load() has not been called, or close() has")
+        return self._model
+
+    def _rehearse(self) -> None:
+        """The largest step, on a cache of the null page alone; what it computes is meaningless, what it takes is not."""
+        plan = rehearsal_plan(self._max_seqs, self._max_batched_tokens)
+        self.allocate(0, int(plan.end.max()))
+        self.launch(plan).result()
+        self._tenants = None
+
+
+def _report_prompts(
+    plan: StepPlan, batch: Batch, hidden: Tensor, model: Decoder, slots: Slots, sampler: Sampler
+) -> list[tuple[int, Report]]:
+    """Logprobs of the prompt tokens that follow the positions of this step, for the rows that want them.
+
+    row         [ start ........................ end )
+    reported      start+1 ....................... end        as far as they are in the prompt
+    """
+    reports = []
+    for row in sampler.logprobs.prompt_wanted(plan.slot).tolist():
+        slot, end = int(plan.slot[row]), int(plan.end[row])
+        start = end - int(plan.count[row])
+        stop = min(end, int(slots.prompt_length[slot]) - 1)  # the last prompt token has no successor in the prompt
+        token = batch.rows[row][0] - start  # + position = index into the batch
+        for first in range(start, stop, PROMPT_PIECE):
+            last = min(first + PROMPT_PIECE, stop)
+            targets = slots.tokens[slot, first + 1 : last + 1].long()
+            logits = model.logits(hidden[token + first : token + last])
+            reports.append((row, sampler.logprobs.of_prompt(logits, targets, slot)))
+    return reports
