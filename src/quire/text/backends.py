@@ -1,0 +1,132 @@
+"""What turns text into token ids and back: the `tokenizers` library, or, where only that works, a `transformers` class.
+
+Knows nothing of files, chat templates or named special tokens; `Tokenizer` puts those on top.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, cast
+
+import tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from quire.text.pieces import Pieces, read_form
+from quire.types.errors import ModelError, RequestError
+
+
+class Backend(Protocol):
+    @property
+    def special_ids(self) -> frozenset[int]: ...  # what skip_special_tokens leaves out
+    @property
+    def pieces(self) -> Pieces | None: ...  # None: tokens depend on their neighbours
+    @property
+    def may_clean_up(self) -> bool: ...  # clean_up_tokenization_spaces was made for this kind of vocabulary
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str: ...
+    def token(self, token_id: int) -> str | None: ...
+    def id(self, token: str) -> int | None: ...
+    def vocab(self, with_added: bool) -> dict[str, int]: ...
+
+
+class LibraryBackend:
+    """A `tokenizers.Tokenizer`. Its vocabulary must not change any more."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {i: token.content for i, token in added.items()}
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        form = None if tokenizer.decoder is None else read_form(json.loads(tokenizer.decoder.__getstate__()))
+        self.pieces = None if form is None else Pieces(form, self.token)
+        self.may_clean_up = not isinstance(tokenizer.model, tokenizers.models.BPE)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            raise unencodable(text) from None
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str:
+        if self.pieces is not None:
+            return self.pieces.decode(ids, self.special_ids if skip_special_tokens else frozenset())
+        tokens = self._tokens(ids, skip_special_tokens, spaces_between_special_tokens)
+        decoder = self._tokenizer.decoder
+        return " ".join(tokens) if decoder is None else decoder.decode(tokens)
+
+    def token(self, token_id: int) -> str | None:
+        return self._tokenizer.id_to_token(token_id)
+
+    def id(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def vocab(self, with_added: bool) -> dict[str, int]:
+        return self._tokenizer.get_vocab(with_added_tokens=with_added)
+
+    def _tokens(self, ids: Iterable[int], skip_special: bool, spaces_between: bool) -> list[str]:
+        """Without `spaces_between`, a run of added tokens is one token to the decoder, so nothing comes between them."""
+        tokens: list[str] = []
+        joins = False
+        for token_id in ids:
+            token = self.token(token_id)
+            if token is None or (skip_special and token_id in self.special_ids):
+                continue
+            added = token_id in self._added
+            if joins and added:
+                tokens[-1] += token
+            else:
+                tokens.append(token)
+            joins = added and not spaces_between
+        return tokens
+
+
+class TransformersBackend:
+    """A tokenizer written in Python. Its `decode` is taken as it is, except that ids without a token decode to nothing."""
+
+    pieces = None
+    may_clean_up = False  # it cleans up by itself
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._size = len(tokenizer)
+        added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.special_ids = frozenset(added | set(tokenizer.all_special_ids))
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str:
+        known = [i for i in ids if i < self._size]
+        text = self._tokenizer.decode(
+            known, skip_special_tokens=skip_special_tokens, spaces_between_special_tokens=spaces_between_special_tokens
+        )
+        return cast(str, text)
+
+    def token(self, token_id: int) -> str | None:
+        return cast(str, self._tokenizer.convert_ids_to_tokens(token_id)) if token_id < self._size else None
+
+    def id(self, token: str) -> int | None:
+        return self.vocab(with_added=True).get(token)
+
+    def vocab(self, with_added: bool) -> dict[str, int]:
+        vocab: dict[str, int] = self._tokenizer.get_vocab()
+        added = self._tokenizer.added_tokens_decoder
+        return vocab if with_added else {token: i for token, i in vocab.items() if i not in added}
+
+
+def set_ends(tokenizer: tokenizers.Tokenizer, start: list[str], end: list[str]) -> None:
+    """Put these tokens around every encoded text."""
+    ids = [(token, tokenizer.token_to_id(token)) for token in {*start, *end}]
+    missing = [token for token, token_id in ids if token_id is None]
+    if missing:
+        raise ModelError(f"the tokenizer is told to add {missing} to every text, but its vocabulary has no such token")
+    tokenizer.post_processor = TemplateProcessing(
+        single=[*start, "$A", *end], pair=[*start, "$A", "$B", *end], special_tokens=ids
+    )
+
+
+def unencodable(text: Any) -> RequestError:
+    if not isinstance(text, str):
+        return RequestError(f"only a string can be tokenized, got {type(text).__name__}", "prompt")
+    return RequestError("the text is not valid Unicode: it has a lone surrogate (half of a UTF-16 pair)", "prompt")

@@ -1,0 +1,266 @@
+"""The tokenizer users hold in their hands: text to ids, ids to text, chat templates, special tokens.
+
+The names and meanings are those of Hugging Face's fast tokenizers. Two choices are our own: `skip_special_tokens` is on by
+default, and `all_special_ids` are all the ids it leaves out. An id beyond the vocabulary decodes to nothing (models pad
+their vocabulary), a negative one is an error. How a tokenizer comes out of files is told in `tokenizer_files.py`.
+"""
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from quire.text.backends import Backend, unencodable
+from quire.text.chat import ChatTemplates
+from quire.text.pieces import Pieces
+from quire.types.errors import NotSupported, RequestError
+
+if TYPE_CHECKING:
+    from quire.files.resolve import ModelFiles
+
+# clean_up_tokenization_spaces: English as WordPiece takes it apart, put together again, in this order
+CLEAN_UPS = (
+    (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"),
+    (" n't", "n't"), (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
+)  # fmt: skip
+
+MOST_IDS = 2**31
+
+# arguments that transformers' apply_chat_template takes for itself; a template must not get them in silence
+_ELSEWHERE = frozenset(
+    {"return_tensors", "padding", "truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask"}
+)
+
+
+def load_tokenizer(files: "ModelFiles", *, tokenizer: str | None = None, revision: str | None = None) -> "Tokenizer":
+    """The tokenizer of a model, or of another directory, GGUF file or hub id given as `tokenizer`."""
+    from quire.text.tokenizer_files import read_tokenizer
+
+    if tokenizer is not None:
+        from quire.files.resolve import resolve_model
+
+        files = resolve_model(tokenizer, revision=revision, weights=False)
+    return read_tokenizer(files.path)
+
+
+class Encoded(dict[str, Any]):
+    """`input_ids` and `attention_mask`, as keys and as attributes."""
+
+    @property
+    def input_ids(self) -> Any:
+        return self["input_ids"]
+
+    @property
+    def attention_mask(self) -> Any:
+        return self["attention_mask"]
+
+
+class Tokenizer:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        special_tokens: Mapping[str, str] | None = None,  # bos_token, eos_token, ... as chat templates know them
+        chat_templates: Mapping[str, str] | None = None,
+        clean_up_tokenization_spaces: bool = False,
+    ) -> None:
+        self._backend = backend
+        self.special_tokens_map: dict[str, str] = dict(special_tokens or {})
+        self._chat = ChatTemplates(chat_templates or {})
+        self.cleans_up = clean_up_tokenization_spaces and backend.may_clean_up
+        self.vocab_size = len(backend.vocab(with_added=False))
+        self._size = len(backend.vocab(with_added=True))
+
+    # ---- vocabulary
+
+    def __len__(self) -> int:
+        """Tokens, added ones included; `vocab_size` is without them."""
+        return self._size
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self._backend.special_ids
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        return sorted(self._backend.special_ids)
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        return [self.token(i) for i in self.all_special_ids]
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.special_tokens_map.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.special_tokens_map.get("eos_token")
+
+    @property
+    def pad_token(self) -> str | None:
+        return self.special_tokens_map.get("pad_token")
+
+    @property
+    def unk_token(self) -> str | None:
+        return self.special_tokens_map.get("unk_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._named_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._named_id("eos_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self._named_id("pad_token")
+
+    @property
+    def unk_token_id(self) -> int | None:
+        return self._named_id("unk_token")
+
+    @property
+    def pieces(self) -> Pieces | None:
+        """Tokens as bytes; None where a token's text depends on its neighbours."""
+        return None if self.cleans_up else self._backend.pieces
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._backend.vocab(with_added=True)
+
+    def token(self, token_id: int) -> str:
+        """The token as the vocabulary spells it; nothing if there is none with this id."""
+        return self._backend.token(_checked_id(token_id)) or ""
+
+    @overload
+    def convert_ids_to_tokens(self, ids: int, skip_special_tokens: bool = False) -> str | None: ...
+    @overload
+    def convert_ids_to_tokens(self, ids: Iterable[int], skip_special_tokens: bool = False) -> list[str | None]: ...
+    def convert_ids_to_tokens(
+        self, ids: int | Iterable[int], skip_special_tokens: bool = False
+    ) -> str | list[str | None] | None:
+        if isinstance(ids, int):
+            return self._backend.token(_checked_id(ids))
+        skip = self.special_ids if skip_special_tokens else frozenset()
+        return [self._backend.token(i) for i in _checked_ids(ids) if i not in skip]
+
+    @overload
+    def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
+    @overload
+    def convert_tokens_to_ids(self, tokens: list[str] | tuple[str, ...]) -> list[int | None]: ...
+    def convert_tokens_to_ids(self, tokens: str | list[str] | tuple[str, ...]) -> int | list[int | None] | None:
+        """A token that is not in the vocabulary has the unknown token's id, if there is one."""
+        if isinstance(tokens, str):
+            found = self._backend.id(tokens)
+            return self.unk_token_id if found is None else found
+        return [self.convert_tokens_to_ids(token) for token in tokens]
+
+    # ---- text to ids, ids to text
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if not isinstance(text, str):
+            raise unencodable(text)
+        return self._backend.encode(text, add_special_tokens)
+
+    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoded:
+        if isinstance(text, str):
+            ids = self.encode(text, add_special_tokens)
+            return Encoded(input_ids=ids, attention_mask=[1] * len(ids))
+        batch = [self.encode(one, add_special_tokens) for one in text]
+        return Encoded(input_ids=batch, attention_mask=[[1] * len(ids) for ids in batch])
+
+    def decode(
+        self,
+        ids: int | Iterable[int],
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> str:
+        """`clean_up_tokenization_spaces`: None does as the tokenizer's files say, which is never for BPE vocabularies."""
+        checked = [_checked_id(ids)] if isinstance(ids, int) else _checked_ids(ids)
+        text = self._backend.decode(checked, skip_special_tokens, spaces_between_special_tokens)
+        clean_up = self.cleans_up if clean_up_tokenization_spaces is None else clean_up_tokenization_spaces
+        return _clean_up(text) if clean_up else text
+
+    def batch_decode(
+        self,
+        sequences: Iterable[Iterable[int]],
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> list[str]:
+        flags = (skip_special_tokens, spaces_between_special_tokens, clean_up_tokenization_spaces)
+        return [self.decode(ids, *flags) for ids in sequences]
+
+    # ---- chat
+
+    @property
+    def chat_template(self) -> str | dict[str, str] | None:
+        """The template, or all of them by name if there are several."""
+        return self._chat.source
+
+    @overload
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, Any]], *, tokenize: Literal[False], **kwargs: Any
+    ) -> str: ...
+    @overload
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, Any]], *, tokenize: Literal[True] = True, **kwargs: Any
+    ) -> list[int]: ...
+    @overload
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, Any]], tokenize: bool = True, **kwargs: Any
+    ) -> str | list[int] | Encoded: ...
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        return_dict: bool = False,
+        **kwargs: Any,
+    ) -> str | list[int] | Encoded:
+        """The prompt of a conversation. `chat_template` is a template's text or name; `kwargs` go to the template."""
+        for name in _ELSEWHERE & set(kwargs):
+            raise NotSupported(f"apply_chat_template has no {name}: it returns a string or a list of ids", name)
+        prompt = self._chat.render(
+            conversation,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            documents=documents,
+            chat_template=chat_template,
+            variables={**self.special_tokens_map, **kwargs},
+        )
+        if not tokenize:
+            return prompt
+        encoded = self(prompt, add_special_tokens=False)
+        return encoded if return_dict else list(encoded.input_ids)
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens_map.get(name)
+        return None if token is None else self._backend.id(token)
+
+
+def _checked_ids(ids: Iterable[int]) -> list[int]:
+    try:
+        checked = [operator.index(i) for i in ids]
+    except TypeError:
+        raise RequestError(f"token ids must be integers, got {ids!r:.100}") from None
+    if checked and not 0 <= min(checked) <= max(checked) < MOST_IDS:
+        bad = next(i for i in checked if not 0 <= i < MOST_IDS)
+        raise RequestError(f"token ids must be at least 0 and less than {MOST_IDS}, got {bad}")
+    return checked
+
+
+def _checked_id(token_id: int) -> int:
+    return _checked_ids([token_id])[0]
+
+
+def _clean_up(text: str) -> str:
+    for old, new in CLEAN_UPS:
+        text = text.replace(old, new)
+    return text

@@ -1,0 +1,174 @@
+"""Tokenizers out of files: a Hugging Face directory, or a GGUF file.
+
+A directory is read with the `tokenizers` library alone. `transformers` is imported only if there is no tokenizer.json.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from quire.files.gguf import read_gguf
+from quire.text.backends import LibraryBackend, TransformersBackend, set_ends
+from quire.text.gguf_tokenizer import tokenizer_from_gguf
+from quire.text.tokenizer import Tokenizer
+from quire.types.errors import ModelError
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    if path.suffix == ".gguf":
+        return tokenizer_from_gguf(read_gguf(path).metadata, str(path))
+    config = _read_json(path / "tokenizer_config.json") or {}
+    for name, value in (_read_json(path / "special_tokens_map.json") or {}).items():
+        config.setdefault(name, value)
+    backend: LibraryBackend | TransformersBackend
+    if (path / "tokenizer.json").is_file():
+        backend = LibraryBackend(_read_library_tokenizer(path / "tokenizer.json", config))
+    else:
+        backend, config = _ask_transformers(path, config)
+    return Tokenizer(
+        backend,
+        special_tokens=_special_tokens(config),
+        chat_templates=_chat_templates(path, config),
+        clean_up_tokenization_spaces=bool(config.get("clean_up_tokenization_spaces", False)),
+    )
+
+
+def _read_library_tokenizer(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(f"{path}: the `tokenizers` library ({tokenizers.__version__}) cannot read it: {error}") from None
+    _add_tokens(tokenizer, config)
+    _set_prefix_space(tokenizer, config)
+    _set_added_ends(tokenizer, config)
+    return tokenizer
+
+
+def _add_tokens(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Tokens that only tokenizer_config.json knows, or knows to be special."""
+    present = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
+    wanted = [_added_token(token) for _, token in sorted(_decoder_entries(config))]
+    wanted += [AddedToken(name, normalized=False, special=True) for name in _special_names(config)]
+    missing = {token.content: token for token in wanted if present.get(token.content) not in (True, token.special)}
+    tokenizer.add_tokens(list(missing.values()))
+
+
+def _decoder_entries(config: Mapping[str, Any]) -> Iterable[tuple[int, Mapping[str, Any]]]:
+    entries = config.get("added_tokens_decoder") or {}
+    return ((int(token_id), entry) for token_id, entry in entries.items())
+
+
+def _added_token(entry: Mapping[str, Any]) -> AddedToken:
+    flags = {name: bool(entry[name]) for name in ("single_word", "lstrip", "rstrip", "normalized", "special") if name in entry}
+    return AddedToken(str(entry["content"]), **flags)
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token, ... and names of the model's own such as image_token."""
+    tokens = {name: _content(config.get(name)) for name in NAMED}
+    extra = config.get("extra_special_tokens")
+    if isinstance(extra, Mapping):
+        tokens |= {name: _content(token) for name, token in extra.items()}
+    return {name: token for name, token in tokens.items() if token}
+
+
+def _special_names(config: Mapping[str, Any]) -> list[str]:
+    lists = [config.get("additional_special_tokens"), config.get("extra_special_tokens")]
+    listed = [_content(token) for tokens in lists if isinstance(tokens, list) for token in tokens]
+    return [*_special_tokens(config).values(), *(name for name in listed if name)]
+
+
+def _content(token: Any) -> str | None:
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _set_prefix_space(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    wanted = config.get("add_prefix_space")
+    if isinstance(wanted, bool) and isinstance(tokenizer.pre_tokenizer, tokenizers.pre_tokenizers.ByteLevel):
+        tokenizer.pre_tokenizer.add_prefix_space = wanted
+
+
+def _set_added_ends(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """add_bos_token and add_eos_token, where given, overrule what tokenizer.json puts around a text."""
+    start, end = _ends(tokenizer)
+    wanted = [list(start), list(end)]
+    for side, (flag, name) in enumerate((("add_bos_token", "bos_token"), ("add_eos_token", "eos_token"))):
+        token = _content(config.get(name))
+        if isinstance(config.get(flag), bool) and (token is not None or not config[flag]):
+            wanted[side] = [str(token)] if config[flag] else []
+    if wanted == [start, end]:
+        return
+    set_ends(tokenizer, *wanted)
+
+
+def _ends(tokenizer: tokenizers.Tokenizer) -> tuple[list[str], list[str]]:
+    """The tokens that the post-processor puts before and after a text."""
+    plain, full = (tokenizer.encode("a", add_special_tokens=flag).tokens for flag in (False, True))
+    for i in range(len(full) - len(plain) + 1):
+        if full[i : i + len(plain)] == plain:
+            return full[:i], full[i + len(plain) :]
+    return full, []
+
+
+def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """chat_template.jinja and additional_chat_templates/, else chat_template.json, else what tokenizer_config.json has."""
+    found: dict[str, str] = {}
+    stored = config.get("chat_template") or (_read_json(path / "chat_template.json") or {}).get("chat_template")
+    if isinstance(stored, str):
+        found["default"] = stored
+    elif isinstance(stored, Mapping):
+        found |= stored
+    elif isinstance(stored, list):
+        found |= {entry["name"]: entry["template"] for entry in stored}
+    for file in [path / "chat_template.jinja", *sorted((path / "additional_chat_templates").glob("*.jinja"))]:
+        if file.is_file():
+            found["default" if file.name == "chat_template.jinja" else file.stem] = file.read_text(encoding="utf-8")
+    return found
+
+
+def _ask_transformers(path: Path, config: Mapping[str, Any]) -> tuple[LibraryBackend | TransformersBackend, dict[str, Any]]:
+    """Only a SentencePiece model or a Python class: a fast tokenizer is made of it if that can be done."""
+    present = sorted(
+        p.name for p in path.iterdir() if "token" in p.name or p.name in ("vocab.json", "merges.txt", "spiece.model")
+    )
+    if not present:
+        raise ModelError(
+            f"{path}: there is no tokenizer here (no tokenizer.json); pass tokenizer= with a directory or hub id that has one"
+        )
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ModelError(
+            f"{path}: there is no tokenizer.json, only {present}, which needs `transformers`: "
+            "pip install transformers sentencepiece, "
+            "or pass tokenizer= with a directory or hub id that has a tokenizer.json"
+        ) from None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+    except Exception as error:  # missing extras (sentencepiece, protobuf, tiktoken), unknown classes, broken files
+        raise ModelError(f"{path}: `transformers` cannot make a tokenizer of {present}: {error}") from error
+    named = {name: str(token) for name in NAMED if (token := getattr(tokenizer, name, None)) is not None}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if isinstance(backend, tokenizers.Tokenizer):
+        return LibraryBackend(backend), {**config, **named}
+    return TransformersBackend(tokenizer), {**config, **named}
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: must hold a JSON object, but holds a {type(content).__name__}")
+    return content
