@@ -12,13 +12,15 @@ WEIGHT_FILES = ["*.safetensors"]
 NEVER = ["*/*.safetensors", "consolidated*", "original/*", "onnx/*", "*.onnx*", "training_args*"]
 
 
-def fetch_snapshot(repo: str, *, revision: str | None, download_dir: str | None, token: str | None, weights: bool) -> Path:
+def fetch_snapshot(
+    repo: str, *, revision: str | None, download_dir: str | None, token: str | bool | None, weights: bool
+) -> Path:
     """The snapshot directory of a hub repository in the format of `transformers`."""
     patterns = TEXT_FILES + WEIGHT_FILES if weights else TEXT_FILES
     return _download(repo, patterns, revision, download_dir, token)
 
 
-def fetch_gguf(repo: str, file: str, *, revision: str | None, download_dir: str | None, token: str | None) -> Path:
+def fetch_gguf(repo: str, file: str, *, revision: str | None, download_dir: str | None, token: str | bool | None) -> Path:
     """One GGUF file of a hub repository, with its sibling shards when it is one of several."""
     from quire.files.shards import shard_pattern
 
@@ -29,7 +31,9 @@ def fetch_gguf(repo: str, file: str, *, revision: str | None, download_dir: str 
     return path
 
 
-def fetch_gguf_quant(repo: str, quant: str, *, revision: str | None, download_dir: str | None, token: str | None) -> Path:
+def fetch_gguf_quant(
+    repo: str, quant: str, *, revision: str | None, download_dir: str | None, token: str | bool | None
+) -> Path:
     """The GGUF file of a hub repository whose name carries this quantization ("Q4_K_M")."""
     endings = [f"*{name}{rest}" for name in {quant, quant.upper(), quant.lower()} for rest in (".gguf", "-0*-of-*.gguf")]
     snapshot = _download(repo, endings, revision, download_dir, token)
@@ -48,7 +52,7 @@ def _has_quant(name: str, quant: str) -> bool:
     return bool(found) and not after and (not before or not before[-1].isalnum())
 
 
-def _download(repo: str, patterns: list[str], revision: str | None, download_dir: str | None, token: str | None) -> Path:
+def _download(repo: str, patterns: list[str], revision: str | None, download_dir: str | None, token: str | bool | None) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     at = f" at revision {revision!r}" if revision else ""

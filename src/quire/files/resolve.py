@@ -37,7 +37,7 @@ def resolve_model(
     *,
     revision: str | None = None,
     download_dir: str | None = None,
-    token: str | None = None,
+    token: str | bool | None = None,
     weights: bool = True,
 ) -> ModelFiles:
     """Find the files of `model`, fetching them if need be. With `weights=False`, configuration and tokenizer files will do."""
@@ -63,7 +63,7 @@ def resolve_model(
     return _from_hub(name, revision, download_dir, token, weights)
 
 
-def _from_hub(name: str, revision: str | None, download_dir: str | None, token: str | None, weights: bool) -> ModelFiles:
+def _from_hub(name: str, revision: str | None, download_dir: str | None, token: str | bool | None, weights: bool) -> ModelFiles:
     try:
         path = hub.fetch_snapshot(name, revision=revision, download_dir=download_dir, token=token, weights=weights)
     except ModelNotFound as error:

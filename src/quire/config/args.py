@@ -1,0 +1,177 @@
+# ruff: noqa: RUF009 - `setting` makes a dataclass field
+"""Every field a user can set, once: `LLM(...)`, `EngineArgs(...)` and the command line all come from this list.
+
+Names and defaults are vLLM's. A field that is None is decided by `resolve`, from the model and the device.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from quire.config.fields import FLAG, NAMES, NUMBER, OBJECT, REAL, TEXT, TOKEN, setting, spec_of
+from quire.config.refused import REFUSED, SHORT_FLAGS, refuse
+from quire.types.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2"
+_MODEL, _LENGTHS, _CACHE, _SCHEDULER, _OTHER = "model", "lengths and sampling", "cache and memory", "scheduler", "other"
+
+
+@dataclass
+class EngineArgs:
+    model: str = setting(DEFAULT_MODEL, TEXT, _MODEL, "directory, .gguf file, hub id (also org/repo:Q4_K_M) or alias (smollm2)")
+    tokenizer: str | None = setting(None, TEXT, _MODEL, "directory or hub id of another tokenizer; default: the model's own")
+    revision: str | None = setting(None, TEXT, _MODEL, "branch, tag or commit of the hub model")
+    tokenizer_revision: str | None = setting(None, TEXT, _MODEL, "branch, tag or commit of the hub tokenizer")
+    hf_overrides: dict[str, Any] = setting({}, OBJECT, _MODEL, "fields to replace in the model's config.json")
+    hf_token: str | bool | None = setting(None, TOKEN, _MODEL, "hub token for private or gated models; default: HF_TOKEN")
+    download_dir: str | None = setting(None, TEXT, _MODEL, "where hub files are kept; default: the hub's cache")
+    load_format: str = setting(
+        "auto",
+        TEXT,
+        _MODEL,
+        "where weights come from; dummy makes random ones",
+        choices=("auto", "safetensors", "gguf", "dummy"),
+    )
+    model_impl: str = setting(
+        "auto", TEXT, _MODEL, "whose model code; auto prefers quire's own", choices=("auto", "quire", "transformers")
+    )
+    dtype: str = setting(
+        "auto", TEXT, _MODEL, "of weights and cache; auto: float32 on CPU, bfloat16 (or the checkpoint's float16) on CUDA",
+        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
+    )  # fmt: skip
+    device: str = setting(
+        "auto", TEXT, _MODEL, "what to run on; auto takes CUDA when there is one", choices=("auto", "cpu", "cuda")
+    )
+    enforce_eager: bool = setting(False, FLAG, _MODEL, "launch every kernel one by one instead of replaying CUDA graphs")
+    skip_tokenizer_init: bool = setting(False, FLAG, _MODEL, "no tokenizer: prompts and outputs are token ids")
+    chat_template: str | None = setting(None, TEXT, _MODEL, "chat template, as a file or as text; default: the model's own")
+    served_model_name: str | list[str] | None = setting(
+        None, NAMES, _MODEL, "name or names the model answers to; default: model"
+    )
+
+    max_model_len: int | None = setting(
+        None, NUMBER, _LENGTHS, "longest context, prompt and output; auto or -1: what fits", low=-1
+    )
+    seed: int = setting(
+        0, NUMBER, _LENGTHS, "where requests without a seed of their own get theirs from", low=0, high=2**64 - 1
+    )
+    max_logprobs: int = setting(20, NUMBER, _LENGTHS, "most logprobs a request may ask for; -1: no limit", low=-1)
+    logprobs_mode: str = setting(
+        "raw_logprobs", TEXT, _LENGTHS, "what logprobs hold: before or after penalties and temperature",
+        choices=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
+    )  # fmt: skip
+    generation_config: str = setting(
+        "auto", TEXT, _LENGTHS, "where default sampling parameters come from: auto = the model, vllm = neutral, or a directory"
+    )
+    override_generation_config: dict[str, Any] = setting(
+        {}, OBJECT, _LENGTHS, "default sampling parameters that win over those"
+    )
+
+    gpu_memory_utilization: float = setting(
+        0.92, REAL, _CACHE, "fraction of the device's memory the engine may use", above=0.0, high=1.0
+    )
+    kv_cache_memory_bytes: int | None = setting(
+        None, NUMBER, _CACHE, "exact bytes for the cache, instead of the fraction", low=1
+    )
+    block_size: int = setting(16, NUMBER, _CACHE, "tokens per cache page: a power of two", low=1, high=256)
+    enable_prefix_caching: bool = setting(True, FLAG, _CACHE, "reuse cached pages of equal prompt beginnings")
+    num_gpu_blocks_override: int | None = setting(None, NUMBER, _CACHE, "exact number of pages, for tests", low=1)
+
+    max_num_batched_tokens: int | None = setting(None, NUMBER, _SCHEDULER, "most tokens in one step", low=1)
+    max_num_seqs: int | None = setting(None, NUMBER, _SCHEDULER, "most requests in one step", low=1)
+    enable_chunked_prefill: bool = setting(True, FLAG, _SCHEDULER, "cut long prompts into pieces that share steps with others")
+    long_prefill_token_threshold: int = setting(
+        0, NUMBER, _SCHEDULER, "most prompt tokens of one request per step; 0: no cap", low=0
+    )
+    scheduling_policy: str = setting("fcfs", TEXT, _SCHEDULER, "who goes first", choices=("fcfs", "priority"))
+    async_scheduling: bool | None = setting(
+        None, FLAG, _SCHEDULER, "plan a step while the last one runs; default: on with CUDA"
+    )
+
+    disable_log_stats: bool = setting(False, FLAG, _OTHER, "no periodic throughput line")
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            optional = field.default is None
+            setattr(self, field.name, spec_of(field).check(field.name, getattr(self, field.name), optional))
+
+    @classmethod
+    def from_kwargs(cls, **values: Any) -> "EngineArgs":
+        """Fields by name. What is not built is refused with its reason, what is unknown with the nearest names."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name, value in values.items():
+            if name in REFUSED:
+                refuse(name, value)
+            elif name not in known:
+                raise ConfigError(f"unknown engine argument {name!r}{nearest(name, [*known, *REFUSED])}")
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    @classmethod
+    def from_cli(cls, namespace: argparse.Namespace) -> "EngineArgs":
+        """Only what was given on the command line is in the namespace, so defaults stay in one place."""
+        names = {field.name for field in dataclasses.fields(cls)} | set(REFUSED)
+        return cls.from_kwargs(**{name: value for name, value in vars(namespace).items() if name in names})
+
+
+def nearest(name: str, names: list[str]) -> str:
+    found = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(found)}?" if found else ""
+
+
+def add_cli_arguments(parser: argparse.ArgumentParser) -> None:
+    """One flag per field. Whoever parses treats `--max_model_len` as `--max-model-len`."""
+    groups: dict[str, Any] = {}
+    for field in dataclasses.fields(EngineArgs):
+        spec = spec_of(field)
+        if spec.group not in groups:
+            groups[spec.group] = parser.add_argument_group(f"engine: {spec.group}")
+        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": _help(field)}
+        if spec.kind is FLAG:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options |= {"type": _reader(spec.kind.parse), "metavar": spec.kind.metavar}
+            if spec.choices:
+                options |= {"choices": spec.choices, "metavar": None}
+            if spec.kind is NAMES:
+                options["nargs"] = "+"
+        groups[spec.group].add_argument(_flag(field.name), **options)
+    for name in REFUSED:  # known so that they can be refused with a reason
+        flags = [_flag(name), SHORT_FLAGS[name]] if name in SHORT_FLAGS else [_flag(name)]
+        parser.add_argument(
+            *flags, dest=name, nargs="?", const=True, type=_loose, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _help(field: "dataclasses.Field[Any]") -> str:
+    default = field.default
+    if default is dataclasses.MISSING or default is None:
+        return spec_of(field).help
+    shown = {True: "on", False: "off"}.get(default, default) if isinstance(default, bool) else default
+    return f"{spec_of(field).help} (default: {shown})".replace("%", "%%")
+
+
+def _reader(parse: Any) -> Any:
+    """argparse shows the message of an ArgumentTypeError only."""
+
+    def read(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def _loose(text: str) -> Any:
+    """A value of a refused flag: JSON where it is JSON, so that 1 is a number and {} an object."""
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text)
+    except ValueError:
+        return text

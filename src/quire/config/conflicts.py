@@ -1,0 +1,98 @@
+"""Settings that cannot be had together: one row each, with what to change. All that apply are told at once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.config.resolve import Config
+
+
+@dataclass(frozen=True)
+class Conflict:
+    name: str
+    applies: Callable[["Config"], bool]
+    message: Callable[["Config"], str]
+
+
+CONFLICTS: tuple[Conflict, ...] = (
+    Conflict(
+        "length beyond the model",
+        lambda c: c.max_model_len_explicit and c.max_model_len > c.facts.max_position,
+        lambda c: (
+            f"max_model_len {c.max_model_len} is longer than the {c.facts.max_position} positions of the model. Lower it, or, "
+            "if the model was stretched, say so with hf_overrides (max_position_embeddings or rope_parameters)"
+        ),
+    ),
+    Conflict(
+        "no room for a prompt",
+        lambda c: c.max_model_len_explicit and c.max_model_len < 2,
+        lambda c: f"max_model_len {c.max_model_len} leaves no room for a prompt and an answer; give at least 2",
+    ),
+    Conflict(
+        "more requests than tokens",
+        lambda c: c.max_seqs > c.max_batched_tokens,
+        lambda c: (
+            f"max_num_seqs {c.max_seqs} needs at least as many max_num_batched_tokens, which are {c.max_batched_tokens}. "
+            "Lower the first or raise the second"
+        ),
+    ),
+    Conflict(
+        "whole prompts do not fit a step",
+        lambda c: not c.chunked and c.max_batched_tokens < c.max_model_len,
+        lambda c: (
+            f"without enable_chunked_prefill a whole prompt must fit in one step, but max_num_batched_tokens "
+            f"{c.max_batched_tokens} is less than max_model_len {c.max_model_len}. Raise the first, lower the second, or enable chunking"
+        ),
+    ),
+    Conflict(
+        "a cap on chunks without chunks",
+        lambda c: not c.chunked and c.chunk_cap is not None,
+        lambda c: f"long_prefill_token_threshold {c.chunk_cap} needs enable_chunked_prefill; enable it, or drop the cap",
+    ),
+    Conflict(
+        "a cap beyond the length",
+        lambda c: c.chunk_cap is not None and c.chunk_cap > c.max_model_len,
+        lambda c: f"long_prefill_token_threshold {c.chunk_cap} is above max_model_len {c.max_model_len}; it would do nothing",
+    ),
+    Conflict(
+        "odd pages",
+        lambda c: c.page_size & (c.page_size - 1) != 0,
+        lambda c: f"block_size {c.page_size} is not a power of two; 16 is a good one",
+    ),
+    Conflict(
+        "float16 overflows",
+        lambda c: c.dtype == "float16" and c.facts.hf.get("model_type") in ("gemma2", "gemma3_text"),
+        lambda c: f"{c.facts.hf['model_type']} overflows in float16; use dtype bfloat16 or float32",
+    ),
+    Conflict(
+        "GGUF weights wanted from safetensors",
+        lambda c: c.args.load_format == "safetensors" and c.facts.files.format == "gguf",
+        lambda c: f"load_format is safetensors, but {c.facts.files.path.name} is a GGUF file; use auto",
+    ),
+    Conflict(
+        "safetensors weights wanted from GGUF",
+        lambda c: c.args.load_format == "gguf" and c.facts.files.format != "gguf",
+        lambda c: f"load_format is gguf, but {c.facts.files.name} is not a GGUF file; use auto",
+    ),
+    Conflict(
+        "a tokenizer that is not wanted",
+        lambda c: c.args.skip_tokenizer_init and c.args.tokenizer is not None,
+        lambda c: f"tokenizer {c.args.tokenizer!r} was given together with skip_tokenizer_init; drop one of them",
+    ),
+    Conflict(
+        "a template without a tokenizer",
+        lambda c: c.args.skip_tokenizer_init and c.args.chat_template is not None,
+        lambda c: "chat_template was given together with skip_tokenizer_init; drop one of them",  # noqa: ARG005
+    ),
+)  # fmt: skip
+
+
+def refuse_conflicts(config: "Config") -> None:
+    found = [conflict.message(config) for conflict in CONFLICTS if conflict.applies(config)]
+    if found:
+        raise ConfigError(
+            found[0] if len(found) == 1 else "\n".join(["these settings cannot be had:", *(f"- {text}" for text in found)])
+        )

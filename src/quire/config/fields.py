@@ -1,0 +1,112 @@
+"""How a user's field is described once: its default, its help, the values it may have, and how text becomes a value."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.types.errors import ConfigError
+
+_NUMBER = re.compile(r"^(?P<number>\d+(\.\d+)?)(?P<unit>[kKmMgGtT]?)$")
+_UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30, "t": 10**12, "T": 2**40}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A type of value: what is accepted from Python, and how it is read from text."""
+
+    name: str
+    accepts: Callable[[Any], bool]
+    parse: Callable[[str], Any]
+    metavar: str
+
+
+def read_number(text: str) -> int:
+    """An integer with an optional unit: 1k is 1000, 1K is 1024, 2.5m is 2500000."""
+    if text in ("auto", "-1"):
+        return -1
+    match = _NUMBER.match(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a whole number (8192, 8k = 8000, 8K = 8192, ...)")
+    value = float(match["number"]) * _UNITS[match["unit"]]
+    if value != int(value):
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(value)
+
+
+def read_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{text!r} is not a JSON object")
+    return value
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+TEXT = Kind("a string", lambda value: isinstance(value, str), str, "TEXT")
+NUMBER = Kind("a whole number", _is_int, read_number, "N")
+REAL = Kind("a number", lambda value: _is_int(value) or isinstance(value, float), float, "X")
+FLAG = Kind("true or false", lambda value: isinstance(value, bool), str, "")
+OBJECT = Kind("a dict", lambda value: isinstance(value, Mapping), read_object, "JSON")
+NAMES = Kind(
+    "a string or a list of strings",
+    lambda value: isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value)),
+    str,
+    "NAME",
+)
+TOKEN = Kind("a string, or true for the stored one", lambda value: isinstance(value, str | bool), str, "TOKEN")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The metadata of one field."""
+
+    kind: Kind
+    help: str
+    group: str
+    choices: tuple[str, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+
+    def check(self, name: str, value: Any, optional: bool) -> Any:
+        """The value in its final form, or a ConfigError that names the field."""
+        if value is None and optional:
+            return None
+        if self.kind is NUMBER and isinstance(value, str):
+            try:
+                value = read_number(value)
+            except ValueError as error:
+                raise ConfigError(f"{name}: {error}") from None
+        if not self.kind.accepts(value):
+            raise ConfigError(f"{name} must be {self.kind.name}, got {value!r}")
+        if self.choices and value not in self.choices:
+            raise ConfigError(f"{name} must be one of {', '.join(self.choices)}; got {value!r}")
+        if self.low is not None and value < self.low:
+            raise ConfigError(f"{name} must be at least {self.low:g}, got {value}")
+        if self.above is not None and not value > self.above:
+            raise ConfigError(f"{name} must be above {self.above:g}, got {value}")
+        if self.high is not None and not value <= self.high:
+            raise ConfigError(f"{name} must be at most {self.high:g}, got {value}")
+        return value
+
+
+def setting(default: Any, kind: Kind, group: str, help: str, **limits: Any) -> Any:  # noqa: A002
+    """A dataclass field that carries its Spec."""
+    spec = Spec(kind, help, group, **limits)
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default), metadata={"spec": spec})
+    return dataclasses.field(default=default, metadata={"spec": spec})
+
+
+def spec_of(field: "dataclasses.Field[Any]") -> Spec:
+    spec = field.metadata["spec"]
+    assert isinstance(spec, Spec)
+    return spec

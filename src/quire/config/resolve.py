@@ -1,0 +1,181 @@
+"""From what was asked for to a frozen `Config`: the files are found, the facts read, and small rules decide the rest in order.
+
+A rule only decides what the user left open. What was asked for and cannot be had is a row in `conflicts.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from quire.config.args import EngineArgs
+from quire.config.conflicts import refuse_conflicts
+from quire.config.facts import DeviceFacts, ModelFacts, read_facts
+from quire.config.hf import read_json
+from quire.files.resolve import resolve_model
+from quire.types.errors import ConfigError, RequestError
+from quire.types.sampling import SamplingParams
+
+Device = Literal["cpu", "cuda"]
+Policy = Literal["fcfs", "priority"]
+
+CPU_BATCH = (2048, 64)  # tokens and requests per step
+CUDA_BATCH = (8192, 256)
+LARGE_CUDA_BATCH = (16384, 1024)
+LARGE_CUDA_BYTES = 70 * 2**30
+# sampling defaults a checkpoint may bring: generation_config.json's name -> SamplingParams' name
+SAMPLING_DEFAULTS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+UNSTABLE_IN_FLOAT16 = ("gemma2", "gemma3_text")
+_DTYPES = {"half": "float16", "float": "float32"}
+
+
+@dataclass(frozen=True)
+class Config:
+    args: EngineArgs  # as given
+    facts: ModelFacts
+    device: Device
+    dtype: str
+    page_size: int
+    max_model_len: int
+    max_model_len_explicit: bool  # asked for, so it must fit; otherwise it may shrink to what does
+    max_batched_tokens: int
+    max_seqs: int
+    chunk_cap: int | None
+    chunked: bool
+    prefix_caching: bool
+    policy: Policy
+    depth: int  # steps planned ahead of the one whose results are awaited
+    seed: int
+    max_logprobs: int
+    logprobs_mode: str
+    default_sampling: dict[str, Any]  # SamplingParams fields
+    served_names: tuple[str, ...]
+
+
+def resolve(
+    args: EngineArgs,
+    find_device: Callable[[], str],
+    device_facts: Callable[[str], DeviceFacts] | None = None,
+) -> Config:
+    """`find_device` says which device `auto` is; `device_facts` describes it, for batch sizes that suit it.
+
+    Both may need torch, so they are asked after everything that can fail without it.
+    """
+    facts = find_facts(args)
+    sampling = choose_sampling(args, facts)
+    length, explicit = choose_length(args, facts)
+    device = choose_device(args, find_device)
+    batch = default_batch(device_facts(device) if device_facts and device == "cuda" else None, device)
+    max_batched_tokens, max_seqs = choose_batch(args, batch, length)
+    config = Config(
+        args=args,
+        facts=facts,
+        device=device,
+        dtype=choose_dtype(args, facts, device),
+        page_size=args.block_size,
+        max_model_len=length,
+        max_model_len_explicit=explicit,
+        max_batched_tokens=max_batched_tokens,
+        max_seqs=max_seqs,
+        chunk_cap=args.long_prefill_token_threshold or None,
+        chunked=args.enable_chunked_prefill,
+        prefix_caching=args.enable_prefix_caching,
+        policy=cast(Policy, args.scheduling_policy),
+        depth=choose_depth(args, device),
+        seed=args.seed,
+        max_logprobs=args.max_logprobs,
+        logprobs_mode=args.logprobs_mode,
+        default_sampling=sampling,
+        served_names=choose_names(args),
+    )
+    refuse_conflicts(config)
+    return config
+
+
+def find_facts(args: EngineArgs) -> ModelFacts:
+    files = resolve_model(
+        args.model,
+        revision=args.revision,
+        download_dir=args.download_dir,
+        token=args.hf_token,
+        weights=args.load_format != "dummy",
+    )
+    return read_facts(files, args.hf_overrides)
+
+
+def choose_sampling(args: EngineArgs, facts: ModelFacts) -> dict[str, Any]:
+    """The defaults of requests that do not say: the model's, a directory's or none, then the overrides."""
+    source = args.generation_config
+    brought: Mapping[str, Any] = {}
+    if source == "auto":
+        brought = facts.generation
+    elif source != "vllm":
+        brought = read_json(Path(source).expanduser() / "generation_config.json")
+    unknown = sorted(set(args.override_generation_config) - set(SAMPLING_DEFAULTS))
+    if unknown:
+        raise ConfigError(f"override_generation_config: unknown {', '.join(unknown)}; known are {', '.join(SAMPLING_DEFAULTS)}")
+    merged = {**brought, **args.override_generation_config}
+    values = {ours: merged[theirs] for theirs, ours in SAMPLING_DEFAULTS.items() if merged.get(theirs) is not None}
+    try:
+        SamplingParams(**values)
+    except RequestError as error:
+        raise ConfigError(
+            f"the default sampling parameters are wrong: {error}. Correct override_generation_config, or use "
+            "generation_config='vllm' to ignore the model's own"
+        ) from error
+    return values
+
+
+def choose_length(args: EngineArgs, facts: ModelFacts) -> tuple[int, bool]:
+    if args.max_model_len is None or args.max_model_len == -1:
+        return facts.max_position, False
+    return args.max_model_len, True
+
+
+def choose_device(args: EngineArgs, find_device: Callable[[], str]) -> Device:
+    return cast(Device, find_device() if args.device == "auto" else args.device)
+
+
+def choose_dtype(args: EngineArgs, facts: ModelFacts, device: Device) -> str:
+    if args.dtype != "auto":
+        return _DTYPES.get(args.dtype, args.dtype)
+    if device == "cpu":
+        return "float32"
+    stable = facts.hf.get("model_type") not in UNSTABLE_IN_FLOAT16
+    return "float16" if facts.dtype == "float16" and stable else "bfloat16"
+
+
+def default_batch(device: DeviceFacts | None, kind: Device) -> tuple[int, int]:
+    """Tokens and requests per step that suit the device."""
+    if kind == "cpu":
+        return CPU_BATCH
+    return LARGE_CUDA_BATCH if device and device.total_bytes >= LARGE_CUDA_BYTES else CUDA_BATCH
+
+
+def choose_batch(args: EngineArgs, default: tuple[int, int], max_model_len: int) -> tuple[int, int]:
+    """An open value yields to a given one: the steps of all requests, and whole prompts if they are not cut, must fit."""
+    tokens, seqs = args.max_num_batched_tokens, args.max_num_seqs
+    if seqs is None:
+        seqs = min(default[1], tokens) if tokens is not None else default[1]
+    if tokens is None:
+        tokens = max(min(default[0], seqs * max_model_len), seqs)
+        if not args.enable_chunked_prefill:
+            tokens = max(tokens, max_model_len)
+    return tokens, seqs
+
+
+def choose_depth(args: EngineArgs, device: Device) -> int:
+    overlap = device == "cuda" if args.async_scheduling is None else args.async_scheduling
+    return int(overlap)
+
+
+def choose_names(args: EngineArgs) -> tuple[str, ...]:
+    names = args.served_model_name or args.model
+    return (names,) if isinstance(names, str) else tuple(names)
