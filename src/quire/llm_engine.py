@@ -9,8 +9,9 @@ from typing import Any
 
 from quire.config.args import EngineArgs
 from quire.config.resolve import Config, resolve
-from quire.engine.assemble import find_device, start_core
+from quire.engine.assemble import device_facts, find_device, start_core
 from quire.engine.core import EngineCore
+from quire.text.chat import read_template
 from quire.text.inputs import InputProcessor, Prepared
 from quire.text.outputs import OutputProcessor
 from quire.text.tokenizer import Tokenizer, load_tokenizer
@@ -30,6 +31,8 @@ class LLMEngine:
                 tokenizer=config.args.tokenizer,
                 revision=config.args.tokenizer_revision,
             )
+            if config.args.chat_template is not None:
+                self.tokenizer.chat_template = read_template(config.args.chat_template)
         started = start_core(config)
         self.core: EngineCore = started.core
         self.max_model_len = started.max_model_len
@@ -45,7 +48,7 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "LLMEngine":
-        return cls(resolve(args, find_device))
+        return cls(resolve(args, find_device, device_facts))
 
     def add_request(
         self,

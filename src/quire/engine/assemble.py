@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from quire.cache.capacity import fit
 from quire.cache.layout import make_layout
+from quire.config.facts import DeviceFacts
 from quire.config.resolve import Config
 from quire.engine.core import EngineCore
 from quire.engine.executor.local import LocalExecutor
@@ -27,6 +28,14 @@ def find_device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_facts(device: str) -> DeviceFacts:
+    """Of the CUDA device this process would use."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    return DeviceFacts("cuda", torch.cuda.get_device_name(device), total_bytes=total, free_bytes=free)
 
 
 def start_core(config: Config) -> Started:

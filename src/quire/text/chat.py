@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -19,12 +20,24 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.text.messages import flatten_parts, mark_final, parse_tool_arguments, validate
-from quire.types.errors import RequestError
+from quire.types.errors import ConfigError, RequestError
 
 MOST_OUTPUT = 64 * 2**20  # characters
 MOST_REPEATED = 2**20  # items a template may make with one `*`
 MOST_BITS = 4096  # of a number made with `**`
 CACHED_TEMPLATES = 64
+
+
+def read_template(given: str) -> str:
+    """A template as the user gave it: as text, or as the name of a file."""
+    if "{" in given or "\n" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"chat_template {given!r} is neither a template (it has no braces) nor a readable file: {error}"
+        ) from error
 
 
 class ChatTemplates:

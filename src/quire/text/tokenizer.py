@@ -199,6 +199,10 @@ class Tokenizer:
         """The template, or all of them by name if there are several."""
         return self._chat.source
 
+    @chat_template.setter
+    def chat_template(self, source: str) -> None:
+        self._chat = ChatTemplates({"default": source})
+
     @overload
     def apply_chat_template(
         self, conversation: Sequence[Mapping[str, Any]], *, tokenize: Literal[False], **kwargs: Any
