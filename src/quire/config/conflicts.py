@@ -44,7 +44,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda c: not c.chunked and c.max_batched_tokens < c.max_model_len,
         lambda c: (
             f"without enable_chunked_prefill a whole prompt must fit in one step, but max_num_batched_tokens "
-            f"{c.max_batched_tokens} is less than max_model_len {c.max_model_len}. Raise the first, lower the second, or enable chunking"
+            f"{c.max_batched_tokens} is less than max_model_len {c.max_model_len}. Raise it, lower the length or chunk"
         ),
     ),
     Conflict(
