@@ -50,10 +50,13 @@ class Request:
     rows: int = 0  # rows in flight
     slot: int = -1
     pages: list[list[int]] = field(default_factory=list)  # per cache group
+    covered: int = 0  # positions the pages have room for
     keys: list[bytes] = field(default_factory=list)  # content keys of the full pages known so far
     published: int = 0  # pages offered to the content index so far
     cached: int = 0  # prompt tokens found in the cache at the first admission
+    scored: int = 0  # last prompt position whose logprobs were handed out
     preemptions: int = 0
+    admitted: int = -1  # step of the latest admission
     scheduled_at: float = 0.0  # first time in a batch, 0 = never
     finished: FinishReason | None = None
 

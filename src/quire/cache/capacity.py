@@ -1,0 +1,83 @@
+"""Bytes → pages, and the pages that one request can need at most.
+
+Page 0 is the null page: it takes memory like any other and is never handed out. `Capacity.pages` counts the others, so a device
+allocates `pages + 1` of them.
+"""
+
+from dataclasses import dataclass
+
+from quire.types.cache import CacheGroup, CacheLayout
+from quire.types.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Capacity:
+    pages: int  # usable ones: 1 ... pages
+    max_model_len: int
+
+
+def group_pages(group: CacheGroup, tokens: int, page_size: int, chunk: int) -> int:
+    """Pages one request of `tokens` tokens holds at most in this group, when no row is longer than `chunk`.
+
+    A window group keeps, for a row that starts at c, the positions from c - window on: one more than the row itself sees, so
+    that a fork one token back still finds all it needs.
+
+        c - window ........ c ........ c + chunk        window + chunk positions, at any offset inside the first page
+    """
+    pages = -(-tokens // page_size)
+    if group.window is None:
+        return pages
+    return min(pages, (group.window + chunk + page_size - 2) // page_size + 1)
+
+
+def pages_for(layout: CacheLayout, tokens: int, chunk: int) -> int:
+    """Peak number of pages of one request of that many tokens, all groups together."""
+    return sum(group_pages(group, tokens, layout.page_size, chunk) for group in layout.groups)
+
+
+def longest(layout: CacheLayout, pages: int, most: int, chunk: int) -> int:
+    """The largest number of tokens, up to `most`, that one request may have with so many pages."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if pages_for(layout, middle, chunk) <= pages:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def fit(
+    layout: CacheLayout, budget_bytes: int, max_model_len: int, explicit: bool, chunk: int, override: int | None = None
+) -> Capacity:
+    """How many pages the budget holds (`override` sets the usable ones outright), and the context length they can serve.
+
+    A length the user asked for is kept or refused; one that only came from the model is lowered to what fits.
+    """
+    pages = budget_bytes // layout.bytes_per_page - 1 if override is None else override
+    if pages < 1:
+        needed = 2 * layout.bytes_per_page
+        raise ConfigError(
+            f"the cache got {_size(budget_bytes)}, not enough for one page of {layout.page_size} tokens and the null page "
+            f"({_size(needed)}); give it more memory (gpu_memory_utilization, kv_cache_memory_bytes) or choose a smaller model"
+            if override is None
+            else f"the number of cache pages must be at least 1, got {override}"
+        )
+    possible = longest(layout, pages, max_model_len, chunk)
+    if possible == max_model_len:
+        return Capacity(pages, max_model_len)
+    if explicit or possible == 0:
+        needed = pages_for(layout, max_model_len, chunk)
+        raise ConfigError(
+            f"max_model_len {max_model_len} needs {needed} cache pages ({_size(needed * layout.bytes_per_page)}), but there "
+            f"are {pages} ({_size(pages * layout.bytes_per_page)}): {needed - pages} too few; a max_model_len of at most "
+            f"{possible} would fit, or give the cache more memory (gpu_memory_utilization, kv_cache_memory_bytes)"
+        )
+    return Capacity(pages, possible)
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} bytes"

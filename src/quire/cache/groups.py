@@ -1,0 +1,134 @@
+"""Page tables by kind. The scheduler never asks what kind a group is.
+
+`request.pages[group]` is the table: entry i holds positions i * page_size ... and NULL stands for "not kept".
+A kind decides how many entries a length needs (`need`, `demand`), what a prefix hit or a fork requires (`best`, `can_fork`),
+and what no future query can see (`trim`). A recurrent state would keep a fixed number of entries and be found only at its
+checkpoints; cross-attention would need its whole source at once and never grow: both fit these verbs.
+"""
+
+import sys
+from typing import Protocol
+
+from quire.cache.capacity import group_pages
+from quire.cache.pool import NULL, Pool
+from quire.types.cache import CacheGroup, CacheLayout, GroupKind
+from quire.types.request import Request
+
+
+class Group(Protocol):
+    def need(self, request: Request, end: int) -> int:
+        """New pages it takes to have room for the positions below `end`."""
+
+    def demand(self, request: Request, end: int) -> int:
+        """New pages it will take at most, at any moment, on the way to `end`."""
+
+    def grow(self, request: Request, pages: list[int]) -> int:
+        """Appends the pages; returns the table index of the first."""
+
+    def best(self, request: Request, pages: int) -> int:
+        """The longest prefix hit of at most that many full pages."""
+
+    def adopt(self, request: Request, pages: int) -> None:
+        """Makes a prefix hit of that many full pages the request's table."""
+
+    def can_fork(self, parent: Request, tokens: int) -> bool:
+        """Does the parent still hold all that a query at position `tokens` needs?"""
+
+    def fork(self, request: Request, parent: Request, tokens: int) -> int:
+        """Shares the parent's full pages; returns the page to copy for the rest, with a reference, or NULL if there is none."""
+
+    def trim(self, request: Request, position: int) -> None:
+        """Gives back what no query at `position` or later can see."""
+
+    def publish(self, request: Request, first: int, last: int) -> None:
+        """Offers the full pages first ... last - 1 to the content index."""
+
+    def free(self, request: Request) -> None:
+        """Gives everything back."""
+
+
+class Full:
+    """One page per `page_size` tokens, kept for the life of the request: a window that never moves."""
+
+    def __init__(self, pool: Pool, number: int, spec: CacheGroup, page_size: int, chunk: int) -> None:
+        self.pool, self.number, self.spec, self.page_size, self.chunk = pool, number, spec, page_size, chunk
+        self.window = sys.maxsize if spec.window is None else spec.window
+
+    def need(self, request: Request, end: int) -> int:
+        return max(0, -(-end // self.page_size) - len(request.pages[self.number]))
+
+    def demand(self, request: Request, end: int) -> int:
+        return self.need(request, end)
+
+    def grow(self, request: Request, pages: list[int]) -> int:
+        table = request.pages[self.number]
+        first = len(table)
+        table += pages
+        return first
+
+    def best(self, request: Request, pages: int) -> int:
+        return next((i for i in range(pages) if self._find(request, i) == NULL), pages)
+
+    def adopt(self, request: Request, pages: int) -> None:
+        first = self._first(pages * self.page_size)
+        hits = [self.pool.share(self._find(request, i)) for i in range(first, pages)]
+        request.pages[self.number] = [NULL] * first + hits
+
+    def can_fork(self, parent: Request, tokens: int) -> bool:
+        table, last = parent.pages[self.number], -(-tokens // self.page_size)
+        return len(table) >= last and NULL not in table[self._first(tokens) : last]
+
+    def fork(self, request: Request, parent: Request, tokens: int) -> int:
+        table, first, full = parent.pages[self.number], self._first(tokens), tokens // self.page_size
+        request.pages[self.number] = [NULL] * first + [self.pool.share(page) for page in table[first:full]]
+        return self.pool.share(table[full]) if tokens % self.page_size else NULL
+
+    def trim(self, request: Request, position: int) -> None:
+        table = request.pages[self.number]
+        last = first = min(self._first(position), len(table))
+        while first > 0 and table[first - 1] != NULL:
+            first -= 1
+        self.pool.drop(table[first:last])
+        table[first:last] = [NULL] * (last - first)
+
+    def publish(self, request: Request, first: int, last: int) -> None:
+        table, size = request.pages[self.number], self.page_size
+        for i in range(first, last):
+            if table[i] != NULL:
+                self.pool.publish(table[i], (self.number, request.keys[i]), request.tokens[i * size : (i + 1) * size])
+
+    def free(self, request: Request) -> None:
+        self.pool.drop(request.pages[self.number])
+        request.pages[self.number] = []
+
+    def _first(self, position: int) -> int:
+        """Table index of the first page that a query at `position` reads."""
+        return max(0, position - self.window + 1) // self.page_size
+
+    def _find(self, request: Request, i: int) -> int:
+        size = self.page_size
+        return self.pool.find((self.number, request.keys[i]), request.tokens[i * size : (i + 1) * size])
+
+
+class Window(Full):
+    """The same table, but a query sees only the last `window` positions: earlier pages are given back and left NULL."""
+
+    def demand(self, request: Request, end: int) -> int:
+        """Own pages come back on the way as the window moves on; shared ones do not, but cost nothing either."""
+        refs = self.pool.refs
+        own = sum(1 for page in request.pages[self.number] if page != NULL and refs[page] == 1)
+        return min(self.need(request, end), group_pages(self.spec, end, self.page_size, self.chunk) - own)
+
+    def best(self, request: Request, pages: int) -> int:
+        """Walks back until an unbroken run of hits covers the window before its own end."""
+        i = pages
+        while i > self._first(pages * self.page_size):
+            i -= 1
+            if self._find(request, i) == NULL:
+                pages = i
+        return pages
+
+
+def make_groups(layout: CacheLayout, pool: Pool, chunk: int) -> list[Group]:
+    kinds: dict[GroupKind, type[Full]] = {"full": Full, "window": Window}
+    return [kinds[spec.kind](pool, number, spec, layout.page_size, chunk) for number, spec in enumerate(layout.groups)]

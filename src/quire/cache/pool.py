@@ -1,0 +1,117 @@
+"""Pages 1 ... n: who counts on them, what they hold, and which is given away next.
+
+    in use   refs > 0                     in one or more page tables
+    cached   refs == 0, has content       can be found again; evicted oldest first, and only when no blank page is left
+    blank    refs == 0, no content        given away first
+
+Page 0 is the null page: it stands for "nothing here" in a table and is never handed out, shared or dropped.
+The pool does not know requests or positions; a key is any value that stands for a page's content.
+"""
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Sequence
+
+from quire.types.errors import EngineError
+
+NULL = 0
+Key = tuple[int, bytes]  # cache group, content key
+
+
+class Pool:
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self.refs = [0] * (pages + 1)
+        self.returned = 0  # how often a page became free, ever: tells whether trying again can make sense
+        self._blank: deque[int] = deque(range(1, pages + 1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._index: dict[Key, int] = {}
+        self._content: list[tuple[Key, list[int]] | None] = [None] * (pages + 1)
+
+    @property
+    def free(self) -> int:
+        return len(self._blank) + len(self._cached)
+
+    def take(self, count: int) -> list[int]:
+        """That many pages with unspecified content, each with one reference."""
+        if count > self.free:
+            raise EngineError(f"{count} pages were taken, but only {self.free} of {self.pages} are free")
+        taken = []
+        for _ in range(count):
+            page = self._blank.popleft() if self._blank else self._evict()
+            self.refs[page] = 1
+            taken.append(page)
+        return taken
+
+    def share(self, page: int) -> int:
+        """One more reference to a page that is in use or cached."""
+        if self.refs[page] == 0:
+            del self._cached[page]
+        self.refs[page] += 1
+        return page
+
+    def drop(self, pages: Sequence[int]) -> None:
+        """One reference less to each; null pages are skipped. The tail of a sequence counts as older and is evicted first."""
+        refs = self.refs
+        for page in reversed(pages):
+            if page == NULL:
+                continue
+            refs[page] -= 1
+            if refs[page] == 0:
+                self.returned += 1
+                if self._content[page] is None:
+                    self._blank.append(page)
+                else:
+                    self._cached[page] = None
+
+    def publish(self, page: int, key: Key, tokens: list[int]) -> None:
+        """Lets `page` be found by `key`. The first page of a key stays; another one with the same content remains private."""
+        if key not in self._index and self._content[page] is None:
+            self._index[key] = page
+            self._content[page] = (key, tokens)
+
+    def find(self, key: Key, tokens: list[int]) -> int:
+        """The page with that content, or NULL. The tokens are compared: a key alone proves nothing."""
+        page = self._index.get(key, NULL)
+        if page != NULL:
+            content = self._content[page]
+            if content is None or content[1] != tokens:
+                return NULL
+        return page
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """These pages can no longer be found."""
+        for page in pages:
+            content = self._content[page]
+            if content is None:
+                continue
+            del self._index[content[0]]
+            self._content[page] = None
+            if self.refs[page] == 0:
+                del self._cached[page]
+                self._blank.append(page)
+
+    def forget_all(self) -> None:
+        self.forget(list(self._index.values()))
+
+    def check(self, owners: Counter[int]) -> None:
+        """Raises unless the references are exactly `owners` and every page is in one place."""
+        free = [*self._blank, *self._cached]
+        used = [page for page in range(1, self.pages + 1) if self.refs[page]]
+        if sorted(free + used) != list(range(1, self.pages + 1)):
+            raise EngineError(f"pages are lost or doubled: free {sorted(free)}, in use {used}, of {self.pages}")
+        wrong = {page: (self.refs[page], owners[page]) for page in range(self.pages + 1) if self.refs[page] != owners[page]}
+        if wrong:
+            raise EngineError(f"page references (counted, owned) differ: {wrong}")
+        published = {page: content[0] for page, content in enumerate(self._content) if content is not None}
+        if published != {page: key for key, page in self._index.items()} or set(self._cached) - set(published):
+            raise EngineError("the content index and the pages disagree")
+        if any(page in published for page in self._blank):
+            raise EngineError("a blank page has content")
+
+    def _evict(self) -> int:
+        page, _ = self._cached.popitem(last=False)
+        content = self._content[page]
+        if content is not None:
+            del self._index[content[0]]
+            self._content[page] = None
+        return page

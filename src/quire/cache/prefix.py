@@ -1,0 +1,30 @@
+"""Content keys of full pages: a chain of SHA-256, so that a key stands for its page's tokens and for all before them.
+
+    key[0] = sha256(root(salt) + tokens of page 0)        key[i] = sha256(key[i-1] + tokens of page i)
+
+The salt (adapter, media, tenant) enters at the root and thereby into every key of the chain.
+"""
+
+from array import array
+from collections.abc import Sequence
+from hashlib import sha256
+
+
+def root(salt: Sequence[str]) -> bytes:
+    """Each part is preceded by its length, so ("ab", "c") and ("a", "bc") differ."""
+    digest = sha256(b"quire")
+    for part in salt:
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.digest()
+
+
+def extend_keys(keys: list[bytes], tokens: list[int], page_size: int, salt: Sequence[str]) -> None:
+    """Appends the keys of the full pages of `tokens` that `keys` lacks."""
+    count = len(tokens) // page_size
+    if len(keys) >= count:
+        return
+    parent = keys[-1] if keys else root(salt)
+    for start in range(len(keys) * page_size, count * page_size, page_size):
+        parent = sha256(parent + array("i", tokens[start : start + page_size]).tobytes()).digest()
+        keys.append(parent)

@@ -1,0 +1,130 @@
+"""All cache groups of a request at once: what the scheduler talks to.
+
+It keeps `request.pages`, `covered`, `keys` and `published`; the scheduler keeps the cursors. It knows no slots, steps or rows.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quire.cache.groups import make_groups
+from quire.cache.pool import NULL, Pool
+from quire.cache.prefix import extend_keys
+from quire.types.cache import CacheLayout
+from quire.types.request import Request
+
+
+@dataclass(frozen=True)
+class Entries:
+    """New page-table entries: table[group][first + i] = pages[i]."""
+
+    group: int
+    first: int
+    pages: list[int]
+
+
+class Tables:
+    def __init__(self, layout: CacheLayout, pages: int, chunk: int, prefix_caching: bool) -> None:
+        self.page_size = layout.page_size
+        self.prefix_caching = prefix_caching
+        self.pool = Pool(pages)
+        self.groups = make_groups(layout, self.pool, chunk)
+
+    def find(self, request: Request) -> int:
+        """How many leading tokens are cached: full pages only, and never the last token, whose logits are wanted."""
+        if not self.prefix_caching:
+            return 0
+        extend_keys(request.keys, request.tokens, self.page_size, request.spec.salt)
+        pages, agreed = (len(request.tokens) - 1) // self.page_size, -1
+        while pages != agreed:  # each group can only lower the answer
+            agreed = pages
+            for group in self.groups:
+                pages = group.best(request, pages)
+        return pages * self.page_size
+
+    def adopt(self, request: Request, tokens: int) -> None:
+        """Starts the request's tables from a hit that `find` returned; 0 starts empty ones."""
+        request.pages = [[] for _ in self.groups]
+        for group in self.groups:
+            group.adopt(request, tokens // self.page_size)
+        self._adopted(request, tokens)
+
+    def can_fork(self, parent: Request, tokens: int) -> bool:
+        return bool(parent.pages) and all(group.can_fork(parent, tokens) for group in self.groups)
+
+    def fork(self, request: Request, parent: Request, tokens: int) -> list[int]:
+        """Starts the request's tables from its parent's. Returns the pages to copy, one per group, each with a reference."""
+        request.pages = [[] for _ in self.groups]
+        sources = [group.fork(request, parent, tokens) for group in self.groups]
+        self._adopted(request, tokens)
+        return [page for page in sources if page != NULL]
+
+    def trim(self, request: Request) -> None:
+        """Keeps what a query one position back would need, so that a fork can still repeat the last token."""
+        position = max(0, request.computed - 1)
+        for group in self.groups:
+            group.trim(request, position)
+
+    def need(self, request: Request, end: int) -> int:
+        return sum(group.need(request, end) for group in self.groups)
+
+    def demand(self, request: Request, end: int) -> int:
+        return sum(group.demand(request, end) for group in self.groups)
+
+    def grow(self, request: Request, end: int) -> list[Entries]:
+        """Takes the pages for the positions below `end`; the caller has seen to it that there are enough."""
+        grown = []
+        for number, group in enumerate(self.groups):
+            pages = self.pool.take(group.need(request, end))
+            if pages:
+                grown.append(Entries(number, group.grow(request, pages), pages))
+        request.covered = -(-end // self.page_size) * self.page_size
+        return grown
+
+    def entries(self, request: Request) -> list[Entries]:
+        """The whole tables, without the leading NULLs."""
+        whole = []
+        for number, table in enumerate(request.pages):
+            first = table.count(NULL)
+            if first < len(table):
+                whole.append(Entries(number, first, table[first:]))
+        return whole
+
+    def publish(self, request: Request) -> None:
+        """Offers the full pages whose tokens are known and scheduled to be written."""
+        last = min(request.computed, len(request.tokens)) // self.page_size
+        if last <= request.published or not self.prefix_caching:  # a waiting request has computed nothing
+            return
+        extend_keys(request.keys, request.tokens, self.page_size, request.spec.salt)
+        for group in self.groups:
+            group.publish(request, request.published, last)
+        request.published = last
+
+    def forget(self, request: Request) -> None:
+        """What this request's pages hold cannot be trusted."""
+        for table in request.pages:
+            self.pool.forget(table)
+
+    def free(self, request: Request) -> None:
+        if request.pages:
+            for group in self.groups:
+                group.free(request)
+        request.pages = []
+        request.covered = request.published = 0
+
+    def freed_by(self, leaving: Request, owned: Counter[int]) -> int:
+        """Pages that become free when this request leaves after those counted in `owned`, to which it is added."""
+        freed = 0
+        for table in leaving.pages:
+            for page in table:
+                if page != NULL:
+                    owned[page] += 1
+                    freed += owned[page] == self.pool.refs[page]
+        return freed
+
+    def check(self, owners: Iterable[Request]) -> None:
+        self.pool.check(Counter(page for request in owners for table in request.pages for page in table if page != NULL))
+
+    def _adopted(self, request: Request, tokens: int) -> None:
+        request.published = tokens // self.page_size
+        request.covered = request.published * self.page_size

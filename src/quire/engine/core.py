@@ -1,0 +1,88 @@
+"""The engine core: the one loop that joins a scheduler with an executor.
+
+It has no thread and no clock but the one it is given: the caller turns it with `step`. It knows no text, models or sockets.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from quire.engine.executor.base import Executor, Flight
+from quire.sched.plan_builder import Scheduled
+from quire.sched.scheduler import Scheduler, Stats
+from quire.types.errors import EngineDead
+from quire.types.outputs import TokenDelta
+from quire.types.request import EngineRequest
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """`depth` is how many steps may be in flight while the next one is planned: 0 is synchronous, 1 overlaps CPU and device."""
+
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, depth: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.scheduler, self.executor, self.depth, self._clock = scheduler, executor, depth, clock
+        self._flights: deque[tuple[Scheduled, Flight]] = deque()
+        self._deltas: list[TokenDelta] = []  # to be handed out by the next step
+
+    def add(self, request: EngineRequest) -> None:
+        self.scheduler.add(request)
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """Ends requests now; the next step says so with their last delta. Unknown and finished ids are ignored."""
+        self._deltas += self.scheduler.abort(ids)
+
+    def release(self, ids: Iterable[str]) -> None:
+        self.scheduler.release(ids)
+
+    def reset_prefix_cache(self) -> bool:
+        return self.scheduler.reset_prefix_cache()
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished or bool(self._deltas)
+
+    @property
+    def stats(self) -> Stats:
+        return self.scheduler.stats
+
+    def step(self) -> list[TokenDelta]:
+        """One turn of the loop: plan and submit a step, take in those that are due."""
+        scheduled = self.scheduler.schedule(self._clock())
+        if scheduled is not None:
+            self._submit(scheduled)
+        while len(self._flights) > self.depth or (self._flights and scheduled is None):
+            self._land(*self._flights.popleft())
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def stop(self) -> None:
+        """Lets the executor go. Requests that are not finished by now get no answer."""
+        self._flights.clear()
+        self.executor.stop()
+
+    def _submit(self, scheduled: Scheduled) -> None:
+        try:
+            self._flights.append((scheduled, self.executor.submit(scheduled.plan)))
+        except EngineDead:
+            raise
+        except Exception as error:
+            self._fail(scheduled, error)
+
+    def _land(self, scheduled: Scheduled, flight: Flight) -> None:
+        try:
+            result = flight.result()
+        except EngineDead:
+            raise
+        except Exception as error:
+            self._fail(scheduled, error)
+        else:
+            self._deltas += self.scheduler.commit(scheduled, result)
+
+    def _fail(self, scheduled: Scheduled, error: Exception) -> None:
+        """A lost step ends its own requests and no others."""
+        logger.error("step %d failed", scheduled.plan.step, exc_info=error)
+        self._deltas += self.scheduler.fail(scheduled, f"{type(error).__name__}: {error}")

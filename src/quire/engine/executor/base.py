@@ -1,0 +1,23 @@
+"""The seam between deciding and executing: whoever can run a StepPlan is an executor."""
+
+from typing import Any, Protocol
+
+from quire.types.plan import StepPlan, StepResult
+
+
+class Flight(Protocol):
+    """A step on its way."""
+
+    def result(self) -> StepResult:
+        """Waits for the step. Raises if it was lost."""
+
+
+class Executor(Protocol):
+    def submit(self, plan: StepPlan) -> Flight:
+        """Starts a step without waiting for it. Steps take effect in the order they were submitted."""
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Anything else asked of the device side, by name; waits for the answer."""
+
+    def stop(self) -> None:
+        """Lets go of the device. No step may be submitted afterwards."""

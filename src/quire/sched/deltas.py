@@ -1,0 +1,40 @@
+"""What the front half hears of a request after a step."""
+
+from quire.types.outputs import TokenDelta
+from quire.types.plan import TopLogprobs
+from quire.types.request import Request
+
+
+def delta(
+    request: Request,
+    tokens: list[int],
+    *,
+    stop: int | None = None,
+    error: str | None = None,
+    logprobs: tuple[TopLogprobs, ...] = (),
+    prompt_logprobs: tuple[TopLogprobs, ...] = (),
+) -> TokenDelta:
+    return TokenDelta(
+        request_id=request.spec.id,
+        token_ids=tokens,
+        finish_reason=request.finished,
+        stop_reason=stop,
+        error=error,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        cached_tokens=request.cached,
+        scheduled_at=request.scheduled_at,
+        preemptions=request.preemptions,
+    )
+
+
+def unscored(request: Request, scores: TopLogprobs, start: int) -> tuple[TopLogprobs, ...]:
+    """The prompt scores not handed out yet: a preempted request runs its prompt again.
+
+    Score j of a row that began at `start` is of position start + 1 + j.
+    """
+    skip = max(0, request.scored - start)
+    if skip >= len(scores.rank):
+        return ()
+    request.scored = start + len(scores.rank)
+    return (TopLogprobs(scores.ids[skip:], scores.values[skip:], scores.rank[skip:]),)

@@ -1,0 +1,391 @@
+"""The rules: who gets a row, who is admitted, who has to give way, and what a step's result means.
+
+Every step is a list of rows "n more tokens of this request". The running go first, best rank first, then the queue is admitted
+as far as slots, pages and the token budget reach. When pages run out, held ones are dropped, then the worst running request is
+preempted: it gives all its pages back, keeps its tokens, and returns to its old place in the queue.
+
+Cursors are moved when a row is planned, not when its result returns: the device runs the steps in order, so whatever a plan
+assigns (pages, slots, cached content) is in place for every later plan. A page may therefore be published as soon as the row that
+fills it is planned, and reused as soon as its last reader is planned. Only `commit` learns token values.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quire.cache.tables import Tables
+from quire.sched.deltas import delta, unscored
+from quire.sched.forks import Forks, common_prefix
+from quire.sched.limits import Limits
+from quire.sched.plan_builder import PlanBuilder, Scheduled
+from quire.sched.queue import Order, Policy, Queue, Running
+from quire.sched.stop import finish
+from quire.types.cache import CacheLayout
+from quire.types.errors import ConfigError, EngineError, RequestError
+from quire.types.outputs import TokenDelta
+from quire.types.plan import StepResult
+from quire.types.request import EngineRequest, FinishReason, Request
+
+
+@dataclass(frozen=True)
+class Stats:
+    running: int
+    waiting: int  # parked children included
+    pages: int
+    free_pages: int  # cached ones included
+    queries: int  # prompt tokens looked up in the prefix cache
+    hits: int  # ... and found
+    preemptions: int
+
+
+class Scheduler:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        *,
+        pages: int,
+        max_model_len: int,
+        max_batched_tokens: int,
+        max_seqs: int,
+        chunk_cap: int | None = None,
+        chunked: bool = True,
+        prefix_caching: bool = True,
+        policy: Policy = "fcfs",
+    ) -> None:
+        if max_seqs < 1:
+            raise ConfigError(f"max_seqs must be at least 1, got {max_seqs}")
+        self._limits = Limits(layout, pages, max_model_len, max_batched_tokens, chunk_cap, chunked)
+        self._tables = Tables(layout, pages, self._limits.chunk, prefix_caching)
+        self._pool = self._tables.pool
+        self._order = Order(policy)
+        self._queue = Queue(self._order)
+        self._running = Running(self._order)
+        self._forks = Forks(self._order)
+        self._live: dict[str, Request] = {}  # all that are not finished: running, in the queue, or parked
+        self._void: set[Request] = set()  # their rows in flight read pages that were never written
+        self._slots = list(range(max_seqs - 1, -1, -1))
+        self._retired: list[int] = []  # slots whose leaving the device has not been told
+        self._blocked: tuple[Request, int] | None = None  # who did not fit, and pool.returned at that time
+        self._max_seqs = max_seqs
+        self._arrivals = self._step = self._queries = self._hits = self._preemptions = 0
+
+    # ---- coming and going ------------------------------------------------------------------------------------------------
+
+    def add(self, spec: EngineRequest) -> None:
+        """Queues a request. One that could never run, even alone, is refused at once."""
+        if spec.id in self._live:
+            raise RequestError(f"request id {spec.id!r} is in use; ids of unfinished requests must differ", "request_id")
+        limit = self._limits.admissible_length(spec)
+        self.release([spec.id])
+        request = Request(spec, limit=limit, order=self._arrivals, tokens=list(spec.prompt))
+        self._arrivals += 1
+        self._live[spec.id] = request
+        parent = self._forks.parent(request, self._live)
+        if parent is None or not self._forks.park(request, parent, parent.computed):
+            self._queue.push(request)
+
+    def abort(self, ids: Iterable[str]) -> list[TokenDelta]:
+        """Ends requests wherever they are; their pages and slots are free at once. Unknown and finished ids are ignored."""
+        leaving = [self._live[name] for name in dict.fromkeys(ids) if name in self._live]
+        for request in leaving:
+            self._leave(request, "abort")
+        return [delta(request, []) for request in leaving]
+
+    def release(self, ids: Iterable[str]) -> None:
+        """Gives back the pages of finished requests that hold them. Others are ignored."""
+        for name in ids:
+            if name in self._forks.held:
+                self._tables.free(self._forks.held.pop(name))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached content. Held pages are released; False, and nothing is forgotten, while a request runs."""
+        self.release(list(self._forks.held))
+        if len(self._running):
+            return False
+        self._pool.forget_all()
+        return True
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._live)
+
+    @property
+    def stats(self) -> Stats:
+        return Stats(
+            running=len(self._running),
+            waiting=len(self._live) - len(self._running),
+            pages=self._pool.pages,
+            free_pages=self._pool.free,
+            queries=self._queries,
+            hits=self._hits,
+            preemptions=self._preemptions,
+        )
+
+    # ---- planning --------------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> Scheduled | None:
+        """The next step, or None if there is nothing to run now."""
+        plan = PlanBuilder(self._step)
+        for child in self._forks.wake():
+            self._queue.push(child)
+        self._make_way(plan)
+        left = self._advance(plan)
+        self._admit(plan, left, now)
+        self._pool.drop(plan.sources)
+        scheduled = plan.build(self._retired)
+        if scheduled is not None:
+            self._retired = []
+            self._step += 1
+        return scheduled
+
+    def _advance(self, plan: PlanBuilder) -> int:
+        """Rows for the running, best first; returns what is left of the budget. Only those after a request give way to it."""
+        left, i = self._limits.budget, 0
+        while i < len(self._running) and left:
+            request = self._running[i]
+            count = self._limits.row_length(request, left)
+            if count and self._cover(request, request.computed + count, plan):
+                self._place(request, count, plan)
+                left -= count
+            i += 1
+        return left
+
+    def _admit(self, plan: PlanBuilder, left: int, now: float) -> None:
+        while left and self._slots:
+            request = self._head(plan)
+            if request is None or self._blocked == (request, self._pool.returned):
+                return
+            sources = self._adopt(request, plan)
+            count = self._limits.row_length(request, left)
+            if not count or not self._fits(request, plan.owed):
+                self._give_back(request, sources)
+                if count and len(self._running):  # no page has come back since: trying again would be in vain
+                    self._blocked = (request, self._pool.returned)
+                return
+            self._enter(request, plan, now)
+            self._cover(request, request.computed + count, plan)
+            if sources:
+                for source, table in zip(sources, request.pages, strict=True):
+                    plan.copy(source, table[request.computed // self._tables.page_size])
+            self._place(request, count, plan)
+            left -= count
+
+    def _enter(self, request: Request, plan: PlanBuilder, now: float) -> None:
+        """The request gets a slot and starts after what it adopted."""
+        self._queue.remove(request)
+        self._running.add(request)
+        request.slot = self._slots.pop()
+        plan.admit(request, request.computed)
+        plan.enter(request.slot, self._tables.entries(request))
+        if request.admitted < 0:
+            request.scheduled_at = now
+            request.cached = request.computed
+            if request.spec.params.reads_prefix_cache and self._tables.prefix_caching:
+                self._queries += len(request.spec.prompt)
+                self._hits += request.cached
+        request.admitted = plan.step
+
+    def _place(self, request: Request, count: int, plan: PlanBuilder) -> None:
+        sample = count == request.known
+        request.computed += count
+        request.rows += 1
+        if sample:
+            request.pending += 1
+        else:
+            plan.owed += self._tables.demand(request, len(request.tokens))
+        self._tables.publish(request)
+        plan.row(request, count, request.computed, sample)
+
+    # ---- pages -----------------------------------------------------------------------------------------------------------
+
+    def _head(self, plan: PlanBuilder) -> Request | None:
+        """The next to admit; children that had better wait for their parent are parked on the way."""
+        while (request := self._queue.peek()) is not None:
+            if request.rows:  # preempted, and the device is not through with it
+                return None
+            parent = self._forks.parent(request, self._live)
+            if parent is None or not self._forks.park(request, parent, plan.settled(parent)):
+                return request
+            self._queue.remove(request)
+        return None
+
+    def _adopt(self, request: Request, plan: PlanBuilder) -> list[int]:
+        """Starts the tables from the content index or from the parent, whichever has more; returns the pages to copy."""
+        hit = self._tables.find(request) if request.spec.params.reads_prefix_cache else 0
+        parent = self._forks.parent(request, self._live)
+        if parent is not None:
+            shared = min(common_prefix(request.tokens, parent.tokens), len(request.tokens) - 1, plan.settled(parent))
+            if shared > hit and self._tables.can_fork(parent, shared):
+                request.computed = shared
+                return self._tables.fork(request, parent, shared)
+        request.computed = hit
+        self._tables.adopt(request, hit)
+        return []
+
+    def _give_back(self, request: Request, sources: list[int]) -> None:
+        self._pool.drop(sources)
+        self._tables.free(request)
+        request.computed = 0
+
+    def _fits(self, request: Request, owed: int) -> bool:
+        """Is there room for all the tokens it has, beside what others still need for theirs? Held pages make way."""
+        wanted = self._tables.demand(request, len(request.tokens)) + owed
+        while wanted > self._pool.free:
+            if not self._drop_oldest_hold():
+                return False
+        return True
+
+    def _cover(self, request: Request, end: int, plan: PlanBuilder) -> bool:
+        """Pages up to `end`, taken from others if need be. False if the request itself had to give way."""
+        if end <= request.covered:
+            return True
+        self._tables.trim(request)
+        while self._tables.need(request, end) > self._pool.free:
+            if self._drop_oldest_hold():
+                continue
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        plan.enter(request.slot, self._tables.grow(request, end))
+        return True
+
+    def _drop_oldest_hold(self) -> bool:
+        name = next(iter(self._forks.held), None)
+        if name is not None:
+            self.release([name])
+        return name is not None
+
+    def _make_way(self, plan: PlanBuilder) -> None:
+        """Preempts running requests that the head of the queue outranks, if it cannot be admitted otherwise but can then."""
+        if not len(self._running) or (request := self._head(plan)) is None:
+            return
+        if self._order.outranks(request, self._running[-1]) and self._blocked != (request, self._pool.returned):
+            sources = self._adopt(request, plan)
+            victims = self._victims(request)
+            self._give_back(request, sources)
+            for victim in victims:
+                self._preempt(victim)
+
+    def _victims(self, request: Request) -> list[Request]:
+        """The fewest of the worst, all outranked, whose leaving makes room for `request`; none if that is not enough."""
+        staying, victims, owned = list(self._running), list[Request](), Counter[int]()
+        left = self._limits.budget - sum(min(other.known, self._limits.chunk) for other in staying)
+        owed = sum(self._tables.demand(other, other.computed + other.known) for other in staying)
+        while True:
+            slot = bool(self._slots or victims)
+            if slot and left > 0 and self._limits.row_length(request, left) and self._fits(request, owed):
+                return victims
+            if not staying or not self._order.outranks(request, staying[-1]):
+                return []
+            victim = staying.pop()
+            victims.append(victim)
+            left += min(victim.known, self._limits.chunk)
+            owed -= self._tables.demand(victim, victim.computed + victim.known) + self._tables.freed_by(victim, owned)
+
+    def _preempt(self, request: Request) -> None:
+        self._vacate(request)
+        self._tables.free(request)
+        request.computed = 0
+        request.preemptions += 1
+        self._preemptions += 1
+        self._queue.push(request)
+
+    def _vacate(self, request: Request) -> None:
+        self._running.remove(request)
+        self._slots.append(request.slot)
+        self._retired.append(request.slot)
+        request.slot = -1
+
+    # ---- results ---------------------------------------------------------------------------------------------------------
+
+    def commit(self, scheduled: Scheduled, result: StepResult) -> list[TokenDelta]:
+        """What a step brought. Rows of requests that have left since are dropped here, and nowhere else."""
+        deltas: list[TokenDelta] = []
+        samples, tokens = scheduled.plan.sample.tolist(), result.sampled.tolist()
+        for i, request in enumerate(scheduled.requests):
+            if not self._returned(request, samples[i]):
+                continue
+            news: list[int] = [tokens[i]] if samples[i] else []
+            stop = error = None
+            if i in result.failed:
+                news, error = [], result.failed[i]
+                self._tables.forget(request)
+                self._leave(request, "error")
+            elif news:
+                request.tokens += news
+                self._tables.publish(request)
+                if (ending := finish(request, tokens[i])) is not None:
+                    reason, stop = ending
+                    self._leave(request, reason)
+            logprobs = (result.logprobs[i],) if i in result.logprobs and news else ()
+            scores = ()
+            if i in result.prompt_logprobs:
+                scores = unscored(request, result.prompt_logprobs[i], int(scheduled.plan.end[i] - scheduled.plan.count[i]))
+            if news or scores or error is not None:
+                deltas.append(delta(request, news, stop=stop, error=error, logprobs=logprobs, prompt_logprobs=scores))
+        return deltas
+
+    def fail(self, scheduled: Scheduled, reason: str) -> list[TokenDelta]:
+        """The whole step was lost: the requests with rows in it end, and nothing is known of what the cache holds.
+
+        Requests admitted in later steps may have read pages that this one should have written: they start again.
+        """
+        plan = scheduled.plan
+        deltas = []
+        for request, sample in zip(scheduled.requests, plan.sample.tolist(), strict=True):
+            self._returned(request, sample)
+            if request.finished is None:
+                self._leave(request, "error")
+                deltas.append(delta(request, [], error=reason))
+            elif self._forks.held.get(request.spec.id) is request:
+                self.release([request.spec.id])
+        self._pool.forget_all()
+        for request in [other for other in self._live.values() if other.rows and other.admitted > plan.step]:
+            self._void.add(request)
+            if request.slot >= 0:
+                self._preempt(request)
+        self._retired += [slot for slot in plan.retired.tolist() if slot in self._slots and slot not in self._retired]
+        return deltas
+
+    def _returned(self, request: Request, sample: bool) -> bool:
+        """Counts one row back in. False if its result is of no use."""
+        request.rows -= 1
+        request.pending -= sample
+        if request in self._void:
+            if not request.rows:
+                self._void.discard(request)
+            return False
+        return request.finished is None
+
+    def _leave(self, request: Request, reason: FinishReason) -> None:
+        """The end of a request, wherever it is."""
+        request.finished = reason
+        del self._live[request.spec.id]
+        if request.slot >= 0:
+            self._vacate(request)
+            if request.spec.hold and reason not in ("abort", "error"):
+                self._forks.held[request.spec.id] = request
+            else:
+                self._tables.free(request)
+        elif request in self._queue:
+            self._queue.remove(request)
+        else:
+            self._forks.unpark(request)
+        for child in self._forks.orphans(request):
+            self._queue.push(child)
+
+    def check(self) -> None:
+        """Raises EngineError unless pages, references, slots and cursors add up. Meant for tests and idle moments."""
+        running, held = list(self._running), list(self._forks.held.values())
+        self._tables.check(running + held)
+        if sorted(self._slots + [request.slot for request in running]) != list(range(self._max_seqs)):
+            raise EngineError(f"slots are lost or doubled: free {self._slots}, running {[r.slot for r in running]}")
+        places = [*running, *self._queue, *self._forks.parked()]
+        if sorted(request.order for request in places) != sorted(request.order for request in self._live.values()):
+            raise EngineError("a request is in no place or in two")
+        for request in places:
+            if request.rows < 0 or request.pending < 0 or request.known < 0:
+                raise EngineError(f"the cursors of {request.spec.id!r} are out of bounds")
+            if request.slot < 0 and (request.pages or request.computed):
+                raise EngineError(f"{request.spec.id!r} waits but has pages")
