@@ -38,8 +38,8 @@ class Limits:
             raise RequestError("the prompt is empty; it must have at least one token", "prompt")
         if length >= self._max_model_len:
             raise PromptTooLong(
-                f"the prompt has {length} tokens, but the context holds {self._max_model_len} and one must be left for the answer: "
-                f"shorten it by at least {length - self._max_model_len + 1}",
+                f"the prompt has {length} tokens, but the context holds {self._max_model_len} and one must be left for the "
+                f"answer: shorten it by at least {length - self._max_model_len + 1}",
                 "prompt",
             )
         limit = self._max_model_len if most is None else min(length + most, self._max_model_len)

@@ -5,8 +5,8 @@ as far as slots, pages and the token budget reach. When pages run out, held ones
 preempted: it gives all its pages back, keeps its tokens, and returns to its old place in the queue.
 
 Cursors are moved when a row is planned, not when its result returns: the device runs the steps in order, so whatever a plan
-assigns (pages, slots, cached content) is in place for every later plan. A page may therefore be published as soon as the row that
-fills it is planned, and reused as soon as its last reader is planned. Only `commit` learns token values.
+assigns (pages, slots, cached content) is in place for every later plan. A page may therefore be published as soon as the row
+that fills it is planned, and reused as soon as its last reader is planned. Only `commit` learns token values.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from quire.sched.stop import finish
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError, EngineError, RequestError
 from quire.types.outputs import TokenDelta
-from quire.types.plan import StepResult
+from quire.types.plan import StepResult, TopLogprobs
 from quire.types.request import EngineRequest, FinishReason, Request
 
 
@@ -319,7 +319,7 @@ class Scheduler:
                     reason, stop = ending
                     self._leave(request, reason)
             logprobs = (result.logprobs[i],) if i in result.logprobs and news else ()
-            scores = ()
+            scores: tuple[TopLogprobs, ...] = ()
             if i in result.prompt_logprobs:
                 scores = unscored(request, result.prompt_logprobs[i], int(scheduled.plan.end[i] - scheduled.plan.count[i]))
             if news or scores or error is not None:
