@@ -18,7 +18,9 @@ from quire.ops.attention import attend
 from quire.ops.kv import kv_gather
 
 QUERIES_PER_TILE = 256
-PAGES_PER_TILE = 4096
+# of all rows of a tile together: on a CPU the gathered keys should stay in its cache, on a GPU launches count
+KEYS_PER_TILE = {"cpu": 2048}
+KEYS_PER_TILE_ELSEWHERE = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Tile:
     tokens: Tensor  # [B, N] indices into the batch's tokens
     pages: Tensor  # [B, P] page ids
     visible: Tensor  # [B, N, S] bool, S = P * page_size
-    unused: Tensor  # [B, S] bool: keys no query of the tile may see; the pages may hold anything there
+    unseen: tuple[Tensor, Tensor]  # [U] sequence and [U] key index of what no query of the tile sees: anything may lie there
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,10 @@ class ReferenceAttention:
             self.plan(batch, group, spec, kv.shape[3])
         out = torch.zeros_like(query)
         for tile in batch.plans["reference", group]:
-            keys, values = kv_gather(kv, tile.pages).masked_fill_(tile.unused[None, :, None, :, None], 0.0).to(query.dtype)
+            gathered = kv_gather(kv, tile.pages)
+            sequence, at = tile.unseen
+            gathered.transpose(2, 3)[:, sequence, at] = 0.0
+            keys, values = gathered.to(query.dtype)
             out[tile.tokens] = attend(
                 query[tile.tokens], keys, values, tile.visible, scale=spec.scale, soft_cap=spec.soft_cap, sinks=sinks
             )
@@ -63,7 +68,8 @@ class ReferenceAttention:
 def make_tiles(batch: Batch, group: int, window: int | None, page_size: int) -> list[Tile]:
     spans = [span for row in range(len(batch.rows)) for span in _spans(row, batch.rows[row], window, page_size)]
     tables = batch.groups[group].tables
-    return [_tile(part, tables, window, page_size) for part in _together(spans)]
+    most = max(1, KEYS_PER_TILE.get(tables.device.type, KEYS_PER_TILE_ELSEWHERE) // page_size)
+    return [_tile(part, tables, window, page_size) for part in _together(spans, most)]
 
 
 def _spans(row: int, shape: tuple[int, int, int], window: int | None, page_size: int) -> list[Span]:
@@ -78,12 +84,12 @@ def _spans(row: int, shape: tuple[int, int, int], window: int | None, page_size:
     return spans
 
 
-def _together(spans: list[Span]) -> list[list[Span]]:
+def _together(spans: list[Span], most_pages: int) -> list[list[Span]]:
     """Single tokens share a tile with those that need at most twice their pages, so padding never doubles the work."""
     parts = [[span] for span in spans if span.count > 1]
     part: list[Span] = []
     for span in sorted((span for span in spans if span.count == 1), key=lambda span: -span.pages):
-        if part and (span.pages * 2 < part[0].pages or part[0].pages * (len(part) + 1) > PAGES_PER_TILE):
+        if part and (span.pages * 2 < part[0].pages or part[0].pages * (len(part) + 1) > most_pages):
             parts.append(part)
             part = []
         part.append(span)
@@ -103,4 +109,5 @@ def _tile(spans: list[Span], tables: Tensor, window: int | None, page_size: int)
     visible = key_at <= query_at
     if window is not None:
         visible &= key_at > query_at - window
-    return Tile(token + step, tables[row, columns].long(), visible, ~visible.any(dim=1))
+    sequence, at = torch.nonzero(~visible.any(dim=1), as_tuple=True)
+    return Tile(token + step, tables[row, columns].long(), visible, (sequence, at))
