@@ -25,7 +25,8 @@ class Backend(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str: ...
     def token(self, token_id: int) -> str | None: ...
     def id(self, token: str) -> int | None: ...
-    def vocab(self, with_added: bool) -> dict[str, int]: ...
+    def vocab(self) -> dict[str, int]: ...
+    def size(self, with_added: bool) -> int: ...
 
 
 class LibraryBackend:
@@ -61,8 +62,11 @@ class LibraryBackend:
     def id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 
-    def vocab(self, with_added: bool) -> dict[str, int]:
-        return self._tokenizer.get_vocab(with_added_tokens=with_added)
+    def vocab(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    def size(self, with_added: bool) -> int:
+        return self._tokenizer.get_vocab_size(with_added_tokens=with_added)
 
     def _tokens(self, ids: Iterable[int], skip_special: bool, spaces_between: bool) -> list[str]:
         """Without `spaces_between`, a run of added tokens is one token to the decoder, so nothing comes between them."""
@@ -107,12 +111,13 @@ class TransformersBackend:
         return cast(str, self._tokenizer.convert_ids_to_tokens(token_id)) if token_id < self._size else None
 
     def id(self, token: str) -> int | None:
-        return self.vocab(with_added=True).get(token)
+        return self.vocab().get(token)
 
-    def vocab(self, with_added: bool) -> dict[str, int]:
-        vocab: dict[str, int] = self._tokenizer.get_vocab()
-        added = self._tokenizer.added_tokens_decoder
-        return vocab if with_added else {token: i for token, i in vocab.items() if i not in added}
+    def vocab(self) -> dict[str, int]:
+        return dict(self._tokenizer.get_vocab())
+
+    def size(self, with_added: bool) -> int:
+        return self._size if with_added else int(self._tokenizer.vocab_size)
 
 
 def set_ends(tokenizer: tokenizers.Tokenizer, start: list[str], end: list[str]) -> None:

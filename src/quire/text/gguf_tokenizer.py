@@ -60,7 +60,7 @@ class _Vocabulary:
         special = {self._id(name) for name in (*NAMED, "eot", "eom", "mask")}
         self.types = [CONTROL if i in special and kind != UNUSED else kind for i, kind in enumerate(self.types)]
         # an unused token is a hole in the vocabulary: it never comes out of a text and is never written into one
-        self.ids = {token: i for i, token in reversed(list(enumerate(self.tokens))) if self.types[i] != UNUSED}
+        self.ids = {token: i for i, token in enumerate(self.tokens) if self.types[i] != UNUSED}
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.metadata.get(f"tokenizer.ggml.{key}", default)
@@ -80,15 +80,24 @@ class _Vocabulary:
         found = [(token, self.types[i]) for token, i in self.ids.items() if self.types[i] in kinds and token]
         return [AddedToken(token, normalized=False, special=kind != USER_DEFINED) for token, kind in found]
 
+    def rename_runs_of_spaces(self) -> set[int]:
+        """GGUF spells SentencePiece's user-defined "▁▁" as two spaces; undo that. Returns the lengths of the runs."""
+        runs = [i for i, token in enumerate(self.tokens) if self.types[i] == USER_DEFINED and token and not token.strip(" ")]
+        for i in runs:
+            del self.ids[self.tokens[i]]
+            self.tokens[i] = SPACE * len(self.tokens[i])
+            self.ids[self.tokens[i]] = i
+        return {len(self.tokens[i]) for i in runs}
+
     def end_tokens(self, name: str, default: bool) -> list[str]:
         token_id = self._id(name)
-        if not self.get(f"add_{name}_token", default):
-            return []
-        if token_id is None:
+        asked = self.get(f"add_{name}_token")
+        if asked and token_id is None:
             raise ModelError(
                 f"{self.source}: every text shall get a {name} token, but tokenizer.ggml.{name}_token_id is missing"
             )
-        return [self.tokens[token_id]]
+        wanted = default if asked is None else asked
+        return [self.tokens[token_id]] if wanted and token_id is not None else []
 
     def named(self) -> dict[str, str]:
         ids = {name: self._id(key) for key, name in NAMED.items()}
@@ -128,8 +137,10 @@ def _pre_tokenizing(vocabulary: _Vocabulary) -> PreTokenizing:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    runs = vocabulary.rename_runs_of_spaces()
+    merges = [*_merges_of_runs(vocabulary, runs), *_merges_by_score(vocabulary)]
     unknown = vocabulary.named().get("unk_token")
-    tokenizer = _bpe(vocabulary, _merges_by_score(vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = _bpe(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     prefix = bool(vocabulary.get("add_space_prefix", True))
     spaces = normalizers.Replace(" ", SPACE)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
@@ -138,22 +149,27 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def _merges_of_runs(vocabulary: _Vocabulary, runs: set[int]) -> list[tuple[str, str]]:
+    """User-defined runs of spaces come before all else, the longest first."""
+    longest = max(runs, default=0)
+    parts = [n for n in range(longest, 0, -1) if SPACE * n in vocabulary.ids]
+    return [(SPACE * left, SPACE * right) for left in parts for right in parts if left + right in runs]
+
+
 def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Every way to make a token of two others, best score first; of one token, the parts with the lowest ids first."""
     scores = vocabulary.array("scores", len(vocabulary.tokens))
-    ids = vocabulary.ids
-    merges: list[tuple[float, int, int, int]] = []
-    names = vocabulary.tokens
-    for token, token_id in ids.items():
-        if vocabulary.types[token_id] != NORMAL:
-            continue
-        rank = -scores[token_id]
-        for cut in range(1, len(token)):
-            left = ids.get(token[:cut])
-            if left is not None and (right := ids.get(token[cut:])) is not None:
-                merges.append((rank, token_id, left, right))
-    merges.sort()
-    return [(names[left], names[right]) for _, _, left, right in merges]
+    ids, names, types = vocabulary.ids, vocabulary.tokens, vocabulary.types
+    made = [i for i in ids.values() if types[i] == NORMAL]
+    merges: list[tuple[str, str]] = []
+    for token_id in sorted(made, key=lambda i: (-scores[i], i)):
+        token = names[token_id]
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        found = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
+        if len(found) > 1:
+            found.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        merges += found
+    return merges
 
 
 def _bpe(vocabulary: _Vocabulary, merges: Sequence[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:

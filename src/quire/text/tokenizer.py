@@ -67,8 +67,8 @@ class Tokenizer:
         self.special_tokens_map: dict[str, str] = dict(special_tokens or {})
         self._chat = ChatTemplates(chat_templates or {})
         self.cleans_up = clean_up_tokenization_spaces and backend.may_clean_up
-        self.vocab_size = len(backend.vocab(with_added=False))
-        self._size = len(backend.vocab(with_added=True))
+        self.vocab_size = backend.size(with_added=False)
+        self._size = backend.size(with_added=True)
 
     # ---- vocabulary
 
@@ -126,7 +126,7 @@ class Tokenizer:
         return None if self.cleans_up else self._backend.pieces
 
     def get_vocab(self) -> dict[str, int]:
-        return self._backend.vocab(with_added=True)
+        return self._backend.vocab()
 
     def token(self, token_id: int) -> str:
         """The token as the vocabulary spells it; nothing if there is none with this id."""
