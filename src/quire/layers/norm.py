@@ -35,10 +35,10 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    def __init__(self, size: int, eps: float, bias: bool = True) -> None:
+    def __init__(self, size: int, eps: float, bias: bool = True, weight: bool = True) -> None:
         super().__init__()
         self.size, self.eps = size, eps
-        self.weight = parameter(size)
+        self.weight = parameter(size) if weight else None
         self.bias = parameter(size) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,3 +47,14 @@ class LayerNorm(nn.Module):
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         total = x if residual is None else x + residual
         return self(total), total
+
+
+class NoNorm(nn.Module):
+    """Where a model has no norm, the residual connection is still made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        return total, total

@@ -4,7 +4,6 @@ A family subclasses `Decoder` and overrides the makers whose product differs. It
 checkpoints use, so that the loader needs only a few `renames`.
 """
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = post_attention_layernorm
         self.mlp = mlp
 
-    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """x [T, H] is not yet in the residual stream [T, H]; neither is the x that comes back."""
         x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, batch)
@@ -94,9 +93,12 @@ class Decoder(nn.Module):
 
     def attention(self, facts: "ModelFacts", index: int, **differences: Any) -> SelfAttention:
         """Layer `index`'s attention, with what a family does differently by the names of SelfAttention's arguments."""
-        cache = facts.layers[index]
-        options: Mapping[str, Any] = {"rope": self.rope(facts, index)} | differences
-        return SelfAttention(facts.hidden_size, facts.hf["num_attention_heads"], cache, **options)
+        options = dict(differences)
+        if "heads" not in options:
+            options["heads"] = facts.hf["num_attention_heads"]
+        if "rope" not in options:
+            options["rope"] = self.rope(facts, index)
+        return SelfAttention(facts.hidden_size, cache=facts.layers[index], **options)
 
     def rope(self, facts: "ModelFacts", index: int, layer_type: str | None = None) -> Rope:
         """The rotation of layer `index`; layers of one type share one table."""
