@@ -33,6 +33,11 @@ TINY: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 
+NOT_IN_OPT = ("intermediate_size", "num_key_value_heads", "initializer_range")
+OPT: dict[str, Any] = {**dict.fromkeys(NOT_IN_OPT), "ffn_dim": 80, "word_embed_proj_dim": 48, "init_std": 0.2, "dropout": 0.0}
+GPT2: dict[str, Any] = {"intermediate_size": None, "num_key_value_heads": None}
+QWEN3_MOE: dict[str, Any] = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -57,6 +62,77 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family("Phi3Config", "Phi3ForCausalLM"),
     "phi3-window-partial": Family(
         "Phi3Config", "Phi3ForCausalLM", {"sliding_window": 11, "partial_rotary_factor": 0.75, "hidden_size": 96}
+    ),
+    "gemma": Family("GemmaConfig", "GemmaForCausalLM", {"head_dim": 16, "num_key_value_heads": 1}),
+    "gemma2": Family(
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 5,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "gemma2-untied-biases": Family(
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {"tie_word_embeddings": False, "attention_bias": True, "attn_logit_softcapping": None, "sliding_window": 9},
+    ),
+    "gemma3": Family(
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 5,
+            "sliding_window": 6,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "opt": Family("OPTConfig", "OPTForCausalLM", {**OPT}),
+    "opt-norms-after-narrow": Family(
+        "OPTConfig", "OPTForCausalLM", {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 20}
+    ),
+    "opt-untied-plain": Family(
+        "OPTConfig",
+        "OPTForCausalLM",
+        {
+            **OPT,
+            "tie_word_embeddings": False,
+            "enable_bias": False,
+            "layer_norm_elementwise_affine": False,
+            "activation_function": "gelu",
+            "word_embed_proj_dim": 32,
+        },
+    ),
+    "gpt2": Family("GPT2Config", "GPT2LMHeadModel", {**GPT2}),
+    "gpt2-odd-scales": Family(
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {
+            **GPT2,
+            "n_inner": 72,
+            "scale_attn_by_inverse_layer_idx": True,
+            "scale_attn_weights": False,
+            "activation_function": "relu",
+        },
+    ),
+    "mixtral": Family("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-window-one-expert": Family(
+        "MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 8}
+    ),
+    "qwen3-moe": Family("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3-moe-some-layers": Family(
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], "attention_bias": True},
     ),
 }
 

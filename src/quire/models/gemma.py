@@ -1,0 +1,100 @@
+"""Gemma: scaled embeddings, norms whose weight is an offset from one, a tanh-gated feed-forward.
+
+Gemma 2 norms what each half of a block gives back as well, and caps its logits. Gemma 3 norms queries and keys, and turns
+the layers with a window by another base than those without.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from quire.attn.batch import Batch
+from quire.layers.embedding import Embedding, Head
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import Norm, RMSNorm
+from quire.models.decoder import Decoder
+from quire.types.errors import ModelError
+
+if TYPE_CHECKING:
+    from quire.config.facts import ModelFacts
+
+
+class Gemma(Decoder):
+    tied = True
+
+    def __init__(self, facts: "ModelFacts") -> None:
+        if facts.hf.get("use_bidirectional_attention"):
+            raise ModelError(
+                "the model attends in both directions (use_bidirectional_attention); only causal models are served"
+            )
+        super().__init__(facts)
+
+    def make_embedding(self, facts: "ModelFacts") -> Embedding:
+        return Embedding(facts.vocab_size, facts.hidden_size, scale=facts.hidden_size**0.5)
+
+    def make_norm(self, facts: "ModelFacts", size: int | None = None) -> Norm:
+        return RMSNorm(size or facts.hidden_size, facts.hf.get("rms_norm_eps", 1e-6), offset=1.0)
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> nn.Module:
+        return self.attention(facts, index, **self.differences(facts, index))
+
+    def differences(self, facts: "ModelFacts", index: int) -> dict[str, Any]:  # noqa: ARG002
+        bias = bool(facts.hf.get("attention_bias"))
+        return {"bias": bias, "out_bias": bias}
+
+    def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
+        activation = facts.hf.get("hidden_activation") or "gelu_pytorch_tanh"  # an old hidden_act of "gelu" means this one too
+        return GatedMLP(facts.hidden_size, facts.hf["intermediate_size"], activation)
+
+
+class SandwichBlock(nn.Module):
+    """A norm before and a norm after both attention and feed-forward."""
+
+    def __init__(self, norms: tuple[Norm, Norm, Norm, Norm], self_attn: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = norms[:2]
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norms[2:]
+        self.self_attn = self_attn
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        """x [T, H] is not yet in the residual stream [T, H]; neither is the x that comes back."""
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.post_attention_layernorm(self.self_attn(x, batch))
+        x, residual = self.pre_feedforward_layernorm.add(x, residual)
+        return self.post_feedforward_layernorm(self.mlp(x)), residual
+
+
+class Gemma2(Gemma):
+    def make_block(self, facts: "ModelFacts", index: int) -> nn.Module:
+        first, second, third, fourth = (self.make_norm(facts) for _ in range(4))
+        return SandwichBlock((first, second, third, fourth), self.make_attention(facts, index), self.make_mlp(facts, index))
+
+    def differences(self, facts: "ModelFacts", index: int) -> dict[str, Any]:
+        scale, soft_cap = facts.hf["query_pre_attn_scalar"] ** -0.5, facts.hf.get("attn_logit_softcapping")
+        return super().differences(facts, index) | {"scale": scale, "soft_cap": soft_cap}
+
+    def make_head(self, facts: "ModelFacts") -> Head:
+        tied = self.embed_tokens if facts.hf.get("tie_word_embeddings", self.tied) else None
+        return Head(facts.vocab_size, facts.hidden_size, tied=tied, soft_cap=facts.hf.get("final_logit_softcapping"))
+
+
+class Gemma3(Gemma2):
+    def differences(self, facts: "ModelFacts", index: int) -> dict[str, Any]:
+        cache = facts.layers[index]
+        return super().differences(facts, index) | {
+            "rope": self.rope(facts, index, "full_attention" if cache.window is None else "sliding_attention"),
+            "q_norm": self.make_norm(facts, cache.head_dim),
+            "k_norm": self.make_norm(facts, cache.head_dim),
+            "soft_cap": None,
+        }
+
+
+class Gemma3Text(Gemma3):
+    """The text half of a checkpoint that can also see."""
+
+    renames = (
+        (r"^(model\.)?(vision_tower|multi_modal_projector)\.", None),
+        (r"^(model\.)?language_model\.", ""),
+        *Gemma3.renames,
+    )
