@@ -1,0 +1,90 @@
+"""Weights from GGUF files, unfolded to floating point, under Hugging Face's names."""
+
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quire.files.gguf import GGUFTensor, read_gguf_shards
+from quire.load.dequantize import dequantize
+from quire.load.gguf_names import Name, hf_names
+from quire.types.errors import ModelError
+
+if TYPE_CHECKING:
+    from quire.config.facts import ModelFacts
+
+WORKERS = min(4, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One Hugging Face tensor and the bytes it is made of."""
+
+    name: Name
+    path: Path
+    type: int  # ggml type
+    offset: int
+    nbytes: int
+    stored: tuple[int, ...]  # shape in the file
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored[::-1] if self.name.transposed else self.stored
+
+
+class GGUFSource:
+    def __init__(self, facts: "ModelFacts") -> None:
+        headers = read_gguf_shards(facts.files.weights)
+        self.pieces: dict[str, Piece] = {}
+        for header in headers:
+            for tensor in header.tensors.values():
+                for name in hf_names(headers[0].architecture, facts.hf, tensor.name, tensor.shape):
+                    if name.hf in self.pieces:
+                        raise ModelError(f"{header.path}: {tensor.name!r} is a second {name.hf!r}")
+                    self.pieces[name.hf] = _piece(header.path, tensor, name)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: piece.shape for name, piece in self.pieces.items()}
+
+    def read(self, names: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
+        """In file order. A few tensors are unfolded ahead, so that memory stays low and cores stay busy."""
+        pieces = sorted((self.pieces[name] for name in names), key=lambda piece: (piece.path, piece.offset))
+        files = {path: _map(path) for path in {piece.path for piece in pieces}}
+        ahead: deque[tuple[str, Future[Tensor]]] = deque()
+        with ThreadPoolExecutor(WORKERS, "unfold") as pool:
+            for piece in pieces:
+                ahead.append((piece.name.hf, pool.submit(_unfold, files[piece.path], piece)))
+                if len(ahead) > WORKERS:
+                    name, future = ahead.popleft()
+                    yield name, future.result()
+            for name, future in ahead:
+                yield name, future.result()
+
+
+def _piece(path: Path, tensor: GGUFTensor, name: Name) -> Piece:
+    if name.expert is None:
+        return Piece(name, path, tensor.type, tensor.offset, tensor.nbytes, tensor.shape)
+    nbytes = tensor.nbytes // tensor.shape[0]
+    return Piece(name, path, tensor.type, tensor.offset + name.expert * nbytes, nbytes, tensor.shape[1:])
+
+
+def _map(path: Path) -> mmap.mmap:
+    """Copy-on-write, because torch wants memory it could write to; nothing is ever written."""
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def _unfold(data: mmap.mmap, piece: Piece) -> Tensor:
+    raw = torch.frombuffer(data, dtype=torch.uint8, count=piece.nbytes, offset=piece.offset)
+    tensor = dequantize(raw, piece.type, piece.stored)
+    if piece.name.undo is not None:
+        tensor = piece.name.undo(tensor)
+    return tensor.t() if piece.name.transposed else tensor

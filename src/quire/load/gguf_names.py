@@ -1,0 +1,170 @@
+"""GGUF's tensors told as Hugging Face's: names, and what the conversion to GGUF did to the values, undone.
+
+    blk.0.attn_q.weight  ->  model.layers.0.self_attn.q_proj.weight, rows back in Hugging Face's rotary order
+
+One row of `FAMILIES` per GGUF architecture. This file knows no file and no block type, only names, shapes and reorderings.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from quire.types.errors import ModelError
+
+Undo = Callable[[Tensor], Tensor]
+_BLOCK = re.compile(r"^blk\.(?P<layer>\d+)\.(?P<part>\w+?)(\.(?P<expert>\d+))?\.(?P<kind>weight|bias)$")
+# told by the config instead: how rotary frequencies are stretched
+IN_CONFIG = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
+
+
+@dataclass(frozen=True)
+class Family:
+    """`parts` maps what follows `blk.N.` to what follows `{layers}.N.`; `experts` those with one matrix per expert."""
+
+    parts: Mapping[str, str]
+    whole: Mapping[str, str]
+    layers: str = "model.layers"
+    experts: Mapping[str, str] = field(default_factory=dict)
+    rotary_pairs: bool = False  # q and k rows were reordered so that the two halves of a rotary pair are neighbours
+    norm_plus_one: bool = False  # norm weights were stored with their 1 added
+    transposed: frozenset[str] = frozenset()  # parts whose matrices Hugging Face stores [in, out]
+
+
+@dataclass(frozen=True)
+class Name:
+    """One Hugging Face tensor: which slice of a GGUF tensor it is, and what is left to do to the values."""
+
+    hf: str
+    expert: int | None = None
+    undo: Undo | None = None
+    transposed: bool = False
+
+
+def hf_names(architecture: str, hf: Mapping[str, Any], gguf_name: str, shape: tuple[int, ...]) -> Iterator[Name]:
+    """The Hugging Face tensors inside one GGUF tensor: one, or one per expert, or none when the config holds it."""
+    if gguf_name in IN_CONFIG:
+        return
+    family = _family(architecture, hf)
+    if whole := family.whole.get(gguf_name):
+        undo = _minus_one if family.norm_plus_one and "norm" in gguf_name else None
+        yield Name(whole, undo=undo)
+        return
+    match = _BLOCK.match(gguf_name)
+    if match is None:
+        raise _unknown(architecture, gguf_name)
+    prefix, part, kind = f"{family.layers}.{match['layer']}", match["part"], match["kind"]
+    if (template := family.experts.get(part.removesuffix("_exps"))) and (match["expert"] or part.endswith("_exps")):
+        if match["expert"]:  # the older way: one tensor per expert
+            yield Name(f"{prefix}.{template.format(match['expert'])}.{kind}")
+        else:
+            for expert in range(shape[0]):
+                yield Name(f"{prefix}.{template.format(expert)}.{kind}", expert)
+    elif part in family.parts:
+        transposed = part in family.transposed and kind == "weight"
+        yield Name(f"{prefix}.{family.parts[part]}.{kind}", undo=_undo(family, hf, part), transposed=transposed)
+    else:
+        raise _unknown(architecture, gguf_name)
+
+
+def _undo(family: Family, hf: Mapping[str, Any], part: str) -> Undo | None:
+    if family.rotary_pairs and part in ("attn_q", "attn_k"):
+        heads = int(hf["num_attention_heads"] if part == "attn_q" else hf["num_key_value_heads"])
+        return lambda rows: split_pairs(rows, heads)
+    if family.norm_plus_one and part.endswith("norm"):
+        return _minus_one
+    return None
+
+
+def split_pairs(rows: Tensor, heads: int) -> Tensor:
+    """rows [heads * head_dim, ...]: each head's rows a0 b0 a1 b1 ... become a0 a1 ... b0 b1 ..."""
+    pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def _minus_one(weight: Tensor) -> Tensor:
+    return weight - 1
+
+
+def _family(architecture: str, hf: Mapping[str, Any]) -> Family:
+    if architecture == "llama" and hf.get("model_type") == "mixtral":
+        return MIXTRAL
+    if architecture not in FAMILIES:
+        raise ModelError(f"GGUF architecture {architecture!r} is not supported; {', '.join(FAMILIES)} are")
+    return FAMILIES[architecture]
+
+
+def _unknown(architecture: str, gguf_name: str) -> ModelError:
+    return ModelError(f"GGUF tensor {gguf_name!r} has no known place in a {architecture!r} model")
+
+
+_WHOLE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+MIXTRAL = Family(
+    {**_ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate"},
+    _WHOLE,
+    experts={
+        "ffn_gate": "block_sparse_moe.experts.{}.w1",
+        "ffn_down": "block_sparse_moe.experts.{}.w2",
+        "ffn_up": "block_sparse_moe.experts.{}.w3",
+    },
+    rotary_pairs=True,
+)
+FAMILIES: dict[str, Family] = {
+    "llama": Family({**_ATTENTION, **_MLP}, _WHOLE, rotary_pairs=True),
+    "qwen2": Family({**_ATTENTION, **_MLP}, _WHOLE),
+    "qwen3": Family({**_ATTENTION, **_MLP, **_QK_NORMS}, _WHOLE),
+    "qwen3moe": Family(
+        {**_ATTENTION, **_MLP, **_QK_NORMS, "ffn_gate_inp": "mlp.gate"},
+        _WHOLE,
+        experts={
+            "ffn_gate": "mlp.experts.{}.gate_proj",
+            "ffn_up": "mlp.experts.{}.up_proj",
+            "ffn_down": "mlp.experts.{}.down_proj",
+        },
+    ),
+    "gemma2": Family({**_ATTENTION, **_MLP, **_SANDWICH}, _WHOLE, norm_plus_one=True),
+    "gemma3": Family({**_ATTENTION, **_MLP, **_SANDWICH, **_QK_NORMS}, _WHOLE, norm_plus_one=True),
+    "phi3": Family(
+        {**_ATTENTION, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}, _WHOLE
+    ),
+    "gpt2": Family(
+        {
+            "attn_norm": "ln_1",
+            "attn_qkv": "attn.c_attn",
+            "attn_output": "attn.c_proj",
+            "ffn_norm": "ln_2",
+            "ffn_up": "mlp.c_fc",
+            "ffn_down": "mlp.c_proj",
+        },
+        {
+            "token_embd.weight": "transformer.wte.weight",
+            "position_embd.weight": "transformer.wpe.weight",
+            "output_norm.weight": "transformer.ln_f.weight",
+            "output_norm.bias": "transformer.ln_f.bias",
+            "output.weight": "lm_head.weight",
+        },
+        layers="transformer.h",
+        transposed=frozenset({"attn_qkv", "attn_output", "ffn_up", "ffn_down"}),
+    ),
+}
