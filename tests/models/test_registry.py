@@ -26,7 +26,7 @@ def test_a_model_is_built_without_memory():
 
 def test_unknown_architectures_and_implementations():
     with pytest.raises(ModelError, match=r"NovelForCausalLM.*LlamaForCausalLM"):
-        build_model(facts(architecture="NovelForCausalLM"), "vllm")
+        build_model(facts(architecture="NovelForCausalLM"), "quire")
     with pytest.raises(ModelError, match="'magic'"):
         build_model(facts(), "magic")
 
@@ -36,12 +36,16 @@ def test_a_configuration_that_lacks_a_field_is_named():
         build_model(facts(hf={"num_attention_heads": 2}))
 
 
-def test_families_and_transformers_are_imported_when_asked_for():
-    script = (
-        "import sys, quire.models.registry, quire.load.load;"
-        "late = ('transformers', 'gguf', 'quire.models.llama');"
-        "print(*(name for name in late if name in sys.modules))"
-    )
+@pytest.mark.parametrize(
+    ("imported", "late"),
+    [
+        ("quire.models.registry", "torch"),
+        ("quire.load.load", "gguf"),
+        ("quire.models.decoder", "quire.models.llama transformers"),
+    ],
+)
+def test_what_is_imported_only_when_asked_for(imported, late):
+    script = f"import sys, {imported}; print(*(name for name in {late.split()} if name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 

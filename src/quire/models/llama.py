@@ -28,8 +28,8 @@ class Qwen3(Decoder):
     def make_attention(self, facts: "ModelFacts", index: int) -> nn.Module:
         bias = bool(facts.hf.get("attention_bias"))
         head_dim = facts.layers[index].head_dim
-        norms = {"q_norm": self.make_norm(facts, head_dim), "k_norm": self.make_norm(facts, head_dim)}
-        return self.attention(facts, index, bias=bias, out_bias=bias, **norms)
+        q_norm, k_norm = self.make_norm(facts, head_dim), self.make_norm(facts, head_dim)
+        return self.attention(facts, index, bias=bias, out_bias=bias, q_norm=q_norm, k_norm=k_norm)
 
 
 class Phi3(Decoder):
