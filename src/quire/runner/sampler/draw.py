@@ -5,14 +5,17 @@ import torch
 from torch import Tensor
 
 from quire.runner.sampler.extremes import largest
-from quire.runner.sampler.random import as_signed, gumbel, row_keys
+from quire.runner.sampler.random import as_signed, gumbel, row_keys, steps
 from quire.runner.sampler.stage import Column, Rows
 from quire.types.plan import Admission
 
+FEW = 8  # noise is made for the tokens left alone when they are less than a FEW-th of the vocabulary
+
 
 class Draw:
-    def __init__(self, slots: int, device: torch.device) -> None:
+    def __init__(self, slots: int, vocabulary: int, device: torch.device) -> None:
         self._seed = Column(slots, np.int64, 0, device)
+        self._steps = steps(vocabulary, device)  # [V]
 
     def admit(self, slot: int, admission: Admission) -> None:
         self._seed[slot] = as_signed(admission.seed)
@@ -24,16 +27,15 @@ class Draw:
         """logits [N, V] -> ids [N] int64."""
         keys = row_keys(self._seed.at(rows.slot), rows.end)
         if logits.device.type == "cpu":
-            return torch.stack([_choose_one(row, key) for row, key in zip(logits, keys, strict=True)])
-        index = torch.arange(logits.shape[1], device=logits.device)
-        return largest(logits + gumbel(keys[:, None], index))[1]
+            return torch.stack([self._choose_one(row, key) for row, key in zip(logits, keys, strict=True)])
+        return largest(gumbel(keys[:, None], self._steps).add_(logits))[1]
 
-
-def _choose_one(logits: Tensor, key: Tensor) -> Tensor:
-    """One row on a CPU: it fits the processor's cache, and tokens that were filtered out need no noise."""
-    kept = torch.from_numpy(np.flatnonzero(logits.numpy() > -np.inf))
-    if len(kept) == len(logits):
-        return largest((logits + gumbel(key, kept))[None])[1][0]
-    if len(kept) == 0:
-        return torch.zeros_like(key)
-    return kept[largest((logits[kept] + gumbel(key, kept))[None])[1][0]]
+    def _choose_one(self, logits: Tensor, key: Tensor) -> Tensor:
+        """One row on a CPU: it fits the processor's cache, and tokens that were filtered out need no noise."""
+        left = logits.numpy() > -np.inf
+        if np.count_nonzero(left) * FEW > len(logits):
+            return largest(gumbel(key, self._steps).add_(logits)[None])[1][0]
+        kept = torch.from_numpy(np.flatnonzero(left))
+        if not len(kept):
+            return torch.zeros_like(key)
+        return kept[largest(gumbel(key, self._steps[kept]).add_(logits[kept])[None])[1][0]]

@@ -1,4 +1,4 @@
-"""The two searches over the vocabulary that every step pays for, each in its fastest form for the device."""
+"""Searches and cuts over the whole vocabulary, each in its fastest form for the device."""
 
 import numpy as np
 import torch
@@ -24,3 +24,13 @@ def top_values(logits: Tensor, count: int) -> Tensor:
     if count < values.shape[1]:
         values = np.partition(values, values.shape[1] - count, axis=1)[:, -count:]
     return torch.from_numpy(np.sort(values, axis=1)[:, ::-1].copy())
+
+
+def drop_below(logits: Tensor, least: Tensor) -> Tensor:
+    """Puts -inf, in place, where logits [N, V] are smaller than least [N]."""
+    if logits.device.type != "cpu":
+        return logits.masked_fill_(logits < least[:, None], -torch.inf)
+    below = least.nextafter(torch.tensor(-torch.inf))  # threshold_ keeps what is strictly larger, an order faster than masks
+    for row, bound in zip(logits, below.tolist(), strict=True):
+        torch.threshold_(row, bound, -torch.inf)
+    return logits

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.runner.sampler.extremes import drop_below
 from quire.runner.sampler.stage import Column, Rows
 from quire.types.plan import Admission
 
@@ -24,4 +25,4 @@ class MinP:
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
         """p ≥ min_p · max p is, in logits, x ≥ max x + log min_p; log 0 = -inf keeps everything."""
         least = logits.amax(dim=1) + self._min_p.at(rows.slot).log()
-        return logits.masked_fill_(logits < least[:, None], -torch.inf)
+        return drop_below(logits, least)

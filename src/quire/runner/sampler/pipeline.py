@@ -21,6 +21,7 @@ from quire.runner.sampler.truncation import Truncation
 from quire.runner.transfer import Longs, upload
 from quire.types.plan import Admission
 
+CACHED_LOGITS = 2**18  # as many stay in a processor's cache while a CPU filters them
 GOOD, BROKEN, NOTHING_ALLOWED = 0, 1, 2
 FAULTS = {
     BROKEN: "the model's logits are broken: they contain NaN or +inf, or no finite value at all",
@@ -47,9 +48,10 @@ class Sampler:
 
     def __init__(self, slots: int, vocabulary: int, device: torch.device, logprobs_mode: LogprobsMode) -> None:
         self._device = device
+        self._together = max(1, CACHED_LOGITS // vocabulary) if device.type == "cpu" else slots
         self.logprobs = Logprobs(slots, vocabulary, logprobs_mode, device)
         self._temperature = Temperature(slots, device)
-        self._draw = Draw(slots, device)
+        self._draw = Draw(slots, vocabulary, device)
         self._edits: tuple[Stage, ...] = (
             Allowed(device), BadWords(device), MinTokens(slots, device), Bias(device), Penalties(slots, device),
         )  # fmt: skip
@@ -77,7 +79,7 @@ class Sampler:
         if edits:
             peak, ids = largest(logits)
             fault = torch.where((peak == -torch.inf) & (fault == GOOD), NOTHING_ALLOWED, fault)
-        logits, ids = self._draw_at_random(logits, ids, rows)
+        self._draw_at_random(logits, ids, rows)
         if not len(wanted):
             return Drawn(ids, fault, wanted, [], None)
         values = self._reported_values(logits, wanted) if raw is None else raw
@@ -88,23 +90,15 @@ class Sampler:
     def _reported_values(self, logits: Tensor, wanted: Longs) -> Tensor:
         return self.logprobs.values(logits if len(wanted) == len(logits) else logits[upload(wanted, self._device)])
 
-    def _draw_at_random(self, logits: Tensor, ids: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Filters and draws for the rows that want it; returns the processed logits and the ids of all rows."""
+    def _draw_at_random(self, logits: Tensor, ids: Tensor, rows: Rows) -> None:
+        """Filters and draws, into `ids`, for the rows that want it."""
         index = np.flatnonzero(self._temperature.random(rows.slots))
-        if not len(index):
-            return logits, ids
-        if len(index) == len(logits):
-            logits = self._filter(logits, rows)
-            return logits, self._draw.choose(logits, rows)
-        chosen, random_rows = upload(index, self._device), rows.take(index)
-        filtered = self._filter(logits[chosen], random_rows)
-        ids[chosen] = self._draw.choose(filtered, random_rows)
-        if self.logprobs.processed:
-            logits[chosen] = filtered
-        return logits, ids
-
-    def _filter(self, logits: Tensor, rows: Rows) -> Tensor:
-        for stage in self._filters:
-            if stage.active(rows):
-                logits = stage.apply(logits, rows)
-        return logits
+        for part in np.array_split(index, -(-len(index) // self._together)) if len(index) else ():
+            chosen, drawing = upload(part, self._device), rows.take(part)
+            filtered = logits[chosen]
+            for stage in self._filters:
+                if stage.active(drawing):
+                    filtered = stage.apply(filtered, drawing)
+            ids[chosen] = self._draw.choose(filtered, drawing)
+            if self.logprobs.processed:
+                logits[chosen] = filtered

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.runner.sampler.extremes import top_values
+from quire.runner.sampler.extremes import drop_below, top_values
 from quire.runner.sampler.stage import Column, Rows
 from quire.runner.transfer import upload
 from quire.types.plan import Admission
@@ -51,7 +51,7 @@ class Truncation:
         if self._top_k.used(rows.slots).any():
             least = values.gather(1, (k - 1).clamp(max=look - 1)[:, None])
             least = torch.where((k < self._vocabulary)[:, None], least, -torch.inf)
-            logits.masked_fill_(logits < least, -torch.inf)
+            drop_below(logits, least.squeeze(1))
             values = torch.where(values >= least, values, -torch.inf)
         return cut_to_mass(logits, values, p) if nucleus else logits
 
@@ -90,7 +90,7 @@ def cut_to_mass(logits: Tensor, values: Tensor, p: Tensor) -> Tensor:
 
 def _keep(logits: Tensor, values: Tensor, threshold: Tensor, spare: Tensor) -> Tensor:
     """Drops what is below the threshold [N, 1], and of the tokens at it all but the first `spare` [N, 1]."""
-    logits.masked_fill_(logits < threshold, -torch.inf)
+    drop_below(logits, threshold.squeeze(1))
     finite = threshold > -torch.inf
     if logits.device.type != "cpu":
         equal = (logits == threshold) & finite
