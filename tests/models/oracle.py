@@ -53,6 +53,20 @@ FAMILIES: dict[str, Family] = {
         "LlamaForCausalLM",
         {"attention_bias": True, "mlp_bias": True, "head_dim": 16, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
     ),
+    "llama3-rope": Family(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
     "mistral-window": Family("MistralConfig", "MistralForCausalLM", {"sliding_window": 9}),
     "qwen2": Family("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen2-some-windows": Family(
@@ -60,6 +74,20 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 16}),
     "phi3": Family("Phi3Config", "Phi3ForCausalLM"),
+    "phi3-longrope": Family(
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        {
+            "original_max_position_embeddings": 32,  # prompts are longer, so that transformers takes the long factors too
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 1.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [1.0, 2.0, 3.0, 4.0],
+            },
+        },
+    ),
     "phi3-window-partial": Family(
         "Phi3Config", "Phi3ForCausalLM", {"sliding_window": 11, "partial_rotary_factor": 0.75, "hidden_size": 96}
     ),

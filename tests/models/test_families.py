@@ -1,8 +1,13 @@
 """Every family's logits, position by position, against transformers."""
 
+import copy
+
 import pytest
 import torch
 from oracle import FAMILIES, Sequences
+
+from quire.load.load import load_weights
+from quire.models.registry import build_model
 
 IDS = torch.randint(3, 199, (2, 40), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -35,3 +40,16 @@ def test_chunks_and_single_tokens_of_two_rows(checkpoint, family):
             got[row].append(logits)
     for row in (0, 1):
         close(torch.cat(got[row]), case.expected(IDS[row]))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_short_types_stay_as_near_as_transformers_does(checkpoint, family, dtype):
+    case = checkpoint(family)
+    exact = case.expected(IDS[0])
+    model = build_model(case.facts)
+    load_weights(model, case.facts, device="cpu", dtype=dtype)
+    error = (Sequences(model, 1, 40).step([(0, IDS[0])])[0] - exact).abs().mean()
+    reference = copy.deepcopy(case.reference).to(getattr(torch, dtype))
+    theirs = (reference(torch.tensor([IDS[0]])).logits[0].float() - exact).abs().mean()
+    assert error < 1.2 * theirs
