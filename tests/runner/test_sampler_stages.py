@@ -164,7 +164,7 @@ def test_truncation_of_a_large_vocabulary(spread, levels):
         Temperature(SLOTS, CPU),
         MinP(SLOTS, CPU),
         Truncation(SLOTS, 5, CPU),
-    ],  # fmt: skip
+    ],
     ids=lambda stage: type(stage).__name__,
 )
 def test_a_stage_forgets_a_tenant_that_left(stage):

@@ -19,6 +19,7 @@ class Slots:
     def __init__(self, slots: int, length: int, groups: int, page_size: int, device: torch.device) -> None:
         """`length` is the most tokens a tenant may run; the one drawn last has a place after them."""
         self.device = device
+        self.length = length
         self.page_size = page_size
         self.tokens = torch.zeros(slots, length + 1, dtype=torch.int32, device=device)  # [S, L]
         self.tables = torch.zeros(groups, slots, -(-length // page_size), dtype=torch.int32, device=device)  # [G, S, P]
@@ -34,8 +35,8 @@ class Slots:
         if not admissions:
             return
         lengths = np.array([len(admission.tokens) for admission in admissions], np.int64)
-        if lengths.max() > self.tokens.shape[1]:
-            raise EngineError(f"a request of {lengths.max()} tokens was admitted to slots of {self.tokens.shape[1]}")
+        if lengths.max() > self.length:
+            raise EngineError(f"a request of {lengths.max()} tokens was admitted to slots of {self.length}")
         slots = np.array([admission.slot for admission in admissions], np.int64)
         self.cursor[slots] = [admission.start for admission in admissions]
         self.known[slots] = lengths

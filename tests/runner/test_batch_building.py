@@ -1,0 +1,111 @@
+"""Slots and batches against a naive reference that walks token by token."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runner_support import CPU, admission, entries, ints, plan
+
+from quire.runner.batch import build_batch
+from quire.runner.slots import Slots, ragged_arange
+from quire.types.errors import EngineError
+
+SLOTS, LENGTH, PAGE, GROUPS = 5, 40, 4, 2
+PAGES = LENGTH // PAGE
+
+
+@st.composite
+def tenants(draw):
+    """Different slots: (slot, tokens, prompt length, start, count of the row)."""
+    found = []
+    for slot in draw(st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=SLOTS, unique=True)):
+        known = draw(st.integers(1, LENGTH))
+        start = draw(st.integers(0, known - 1))
+        count = draw(st.integers(1, known - start))
+        tokens = draw(st.lists(st.integers(0, 999), min_size=known, max_size=known))
+        found.append((slot, tokens, draw(st.integers(1, known)), start, count))
+    return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(tenants=tenants(), seed=st.integers(0, 99))
+def test_a_batch_is_what_walking_the_plan_gives(tenants, seed):
+    pages = np.random.default_rng(seed).permutation(np.arange(1, 1 + GROUPS * SLOTS * PAGES)).reshape(GROUPS, SLOTS, PAGES)
+    slots = Slots(SLOTS, LENGTH, GROUPS, PAGE, CPU)
+    slots.tokens.fill_(-5)  # an old tenant's tokens must never be read
+    slots.admit(tuple(admission(s, tokens, prompt=prompt, start=start) for s, tokens, prompt, start, _ in tenants))
+    written = [(g, s, i, int(pages[g, s, i])) for g in range(GROUPS) for s, *_ in tenants for i in range(PAGES)]
+    rows = [(s, count, start + count, start + count == len(tokens)) for s, tokens, _, start, count in tenants]
+    step = plan(rows=rows, **entries(*written))
+    slots.write_tables(step)
+    slots.check(step)
+    batch, drawing = build_batch(step, slots)
+
+    ids, positions, places, starts, last = [], [], [[], []], [0], []
+    for slot, tokens, _, start, count in tenants:
+        for position in range(start, start + count):
+            ids.append(tokens[position])
+            positions.append(position)
+            for g in range(GROUPS):
+                places[g].append(int(pages[g, slot, position // PAGE]) * PAGE + position % PAGE)
+        starts.append(len(ids))
+        if start + count == len(tokens):
+            last.append(len(ids) - 1)
+    assert batch.ids.tolist() == ids
+    assert batch.positions.tolist() == positions
+    assert batch.row_starts.tolist() == starts
+    assert batch.kv_lengths.tolist() == [row[2] for row in rows]
+    assert batch.rows == tuple((first, row[1], row[2]) for first, row in zip(starts, rows, strict=False))
+    assert batch.logit_index.tolist() == last
+    width = -(-max(row[2] for row in rows) // PAGE)
+    for g, view in enumerate(batch.groups):
+        assert view.write.tolist() == places[g]
+        assert view.tables.tolist() == [pages[g, row[0], :width].tolist() for row in rows]
+    assert drawing.slot.tolist() == drawing.slots.tolist() == [row[0] for row in rows if row[3]]
+    assert drawing.end.tolist() == drawing.ends.tolist() == [row[2] for row in rows if row[3]]
+    assert drawing.prompt.tolist() == [t[2] for t, row in zip(tenants, rows, strict=True) if row[3]]
+
+
+def test_a_row_may_follow_a_draw_the_host_has_not_seen():
+    slots = Slots(2, LENGTH, 1, PAGE, CPU)
+    slots.admit((admission(1, [4, 5]),))
+    first = plan(rows=[(1, 2, 2, True)])
+    slots.check(first)
+    _, drawing = build_batch(first, slots)
+    slots.tokens[drawing.slot, drawing.end] = torch.tensor([77], dtype=torch.int32)
+    slots.advance(first)
+    second = plan(rows=[(1, 1, 3, True)])
+    slots.check(second)
+    batch, _ = build_batch(second, slots)
+    assert batch.ids.tolist() == [77] and batch.positions.tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [(0, 2, 2, False), (0, 1, 4, False), (0, 1, 3, True), (0, 3, 5, False), (0, 4, 6, True), (0, 0, 2, False)],
+    ids=["behind", "ahead", "draws early", "does not draw", "beyond what is known", "empty"],
+)
+def test_a_row_that_does_not_fit_its_slot_is_refused(row):
+    slots = Slots(1, LENGTH, 1, PAGE, CPU)
+    slots.admit((admission(0, [1, 2, 3, 4, 5], start=2),))
+    slots.check(plan(rows=[(0, 3, 5, True)]))
+    with pytest.raises(EngineError, match="slot 0"):
+        slots.check(plan(rows=[row]))
+
+
+def test_a_new_tenant_gets_an_empty_table():
+    slots = Slots(2, LENGTH, GROUPS, PAGE, CPU)
+    slots.write_tables(plan(**entries((0, 1, 0, 9), (1, 1, 2, 8), (0, 0, 0, 7))))
+    slots.retire(ints(1))
+    slots.admit((admission(1),))
+    assert not slots.tables[:, 1].any() and slots.tables[0, 0, 0] == 7
+
+
+def test_too_many_tokens_are_refused():
+    with pytest.raises(EngineError, match="41 tokens"):
+        Slots(1, LENGTH, 1, PAGE, CPU).admit((admission(0, [0] * 41),))
+
+
+def test_ragged_arange():
+    assert ragged_arange(np.array([3, 1, 2])).tolist() == [0, 1, 2, 0, 0, 1]
