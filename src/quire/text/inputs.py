@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.text.tokenizer import Tokenizer
-
 from quire.types.errors import InvalidParameter, PromptTooLong, RequestError
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams

@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from quire.text.detokenizer import Detokenizer
+from quire.text.inputs import Prepared
 from quire.text.stops import StopStrings
 from quire.text.tokenizer import Tokenizer
-
-from quire.text.inputs import Prepared
 from quire.types.outputs import (
     CompletionOutput,
     FlatLogprobs,
