@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from models.oracle import FAMILIES, TINY
 
+from models.oracle import FAMILIES, TINY
 from quire import LLM, SamplingParams
 
 NEW_TOKENS = 64

@@ -1,0 +1,24 @@
+import pytest
+from tiny import make_model, open_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def shared_llm(tiny_model):
+    return open_model(tiny_model)
+
+
+@pytest.fixture
+def llm(shared_llm):
+    """An engine that must be clean again when the test is over: nothing running, every page, slot and reference in its place."""
+    yield shared_llm
+    core = shared_llm.llm_engine.core
+    assert not shared_llm.llm_engine.has_unfinished_requests()
+    core.step()
+    core.scheduler.check()
+    stats = core.stats
+    assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages)
