@@ -70,6 +70,8 @@ def read_facts(files: ModelFiles, hf_overrides: Mapping[str, Any] | None = None)
     config = explicit_config(raw, overrides)
     reader = _Reader(files.name, config)
     reader.refuse_what_is_not_built()
+    layers = reader.layers()
+    config.setdefault("layer_types", [f"{'full' if layer.window is None else 'sliding'}_attention" for layer in layers])
     return ModelFacts(
         architecture=reader.architecture(),
         hf=config,
@@ -77,7 +79,7 @@ def read_facts(files: ModelFiles, hf_overrides: Mapping[str, Any] | None = None)
         vocab_size=reader.size("vocab_size"),
         hidden_size=reader.size("hidden_size"),
         max_position=reader.max_position(),
-        layers=reader.layers(),
+        layers=layers,
         eos_ids=reader.ids("eos_token_id", config, generation),
         bos_id=next(iter(reader.ids("bos_token_id", config, generation)), None),
         generation=generation,

@@ -238,6 +238,7 @@ ARCHITECTURES: dict[str, Architecture] = {
          "mlp_only_layers": []},
         finish=_finish_experts,
     ),
+    "gemma": Architecture("GemmaForCausalLM", "gemma", _GELU),
     "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", {**_GELU, "sliding_window_pattern": 2}, finish=_finish_gemma),
     "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", {**_GELU, "sliding_window_pattern": 6}, finish=_finish_gemma),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", _SILU),

@@ -63,12 +63,13 @@ def resolve(
     args: EngineArgs,
     find_device: Callable[[], str],
     device_facts: Callable[[str], DeviceFacts] | None = None,
+    facts: ModelFacts | None = None,
 ) -> Config:
     """`find_device` says which device `auto` is; `device_facts` describes it, for batch sizes that suit it.
 
-    Both may need torch, so they are asked after everything that can fail without it.
+    Both may need torch, so they are asked after everything that can fail without it. `facts`: the model's, if known already.
     """
-    facts = find_facts(args)
+    facts = facts or find_facts(args)
     sampling = choose_sampling(args, facts)
     length, explicit = choose_length(args, facts)
     device = choose_device(args, find_device)

@@ -1,5 +1,6 @@
 """From the name a user gives to files on disk: a directory, a GGUF file, a hub id or a short alias."""
 
+import dataclasses
 import difflib
 import json
 import os
@@ -61,6 +62,16 @@ def resolve_model(
     if _is_explicit_path(name) or name.endswith(".gguf") or not _HUB_ID.match(name):
         raise ModelNotFound(f"{name}: no such file or directory{_nearest_alias(name)}")
     return _from_hub(name, revision, download_dir, token, weights)
+
+
+def with_weights_on_disk(files: ModelFiles) -> ModelFiles:
+    """The same model with the weight files that are already here, all or none; nothing is fetched."""
+    if files.format == "gguf" or files.weights:
+        return files
+    try:
+        return dataclasses.replace(files, weights=_safetensors(files.path))
+    except ModelError:  # some are missing
+        return files
 
 
 def _from_hub(name: str, revision: str | None, download_dir: str | None, token: str | bool | None, weights: bool) -> ModelFiles:

@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from quire.files.gguf import ggml_types
+from quire.files.gguf import READABLE_TYPES, ggml_types
 from quire.types.errors import ModelError
 
 RUN_ELEMENTS = 1 << 18  # unfolded at once: small enough to stay in cache
@@ -24,11 +24,13 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F
 def dequantize(raw: Tensor, type_: int, shape: tuple[int, ...]) -> Tensor:
     """raw [nbytes] uint8, as it lies in the file -> a tensor of `shape`: float32, or the file's own floating type."""
     name, elements, nbytes = ggml_types()[type_]
+    if name not in READABLE_TYPES:
+        raise ModelError(f"GGUF tensors of type {name} cannot be read; these can: {', '.join(READABLE_TYPES)}")
     if name in _PLAIN:
         return raw.view(_PLAIN[name]).view(shape).clone()
     unfold = UNFOLD.get(name)
     if unfold is None:
-        return _by_package(raw, type_, name, shape)
+        return _by_package(raw, type_, shape)
     blocks = raw.view(-1, nbytes)
     out = torch.empty(blocks.shape[0], elements)
     run = RUN_ELEMENTS // elements
@@ -37,15 +39,12 @@ def dequantize(raw: Tensor, type_: int, shape: tuple[int, ...]) -> Tensor:
     return out.view(shape)
 
 
-def _by_package(raw: Tensor, type_: int, name: str, shape: tuple[int, ...]) -> Tensor:
+def _by_package(raw: Tensor, type_: int, shape: tuple[int, ...]) -> Tensor:
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize as unfold
 
     rows = raw.numpy().reshape(prod(shape[:-1]), -1)
-    try:
-        return torch.from_numpy(unfold(rows, GGMLQuantizationType(type_))).view(shape)
-    except NotImplementedError as error:
-        raise ModelError(f"GGUF tensors of type {name} cannot be read: the `gguf` package does not unfold them") from error
+    return torch.from_numpy(unfold(rows, GGMLQuantizationType(type_))).view(shape)
 
 
 def _half(blocks: Tensor, start: int, count: int = 1) -> Tensor:

@@ -143,6 +143,7 @@ FAMILIES: dict[str, Family] = {
             "ffn_down": "mlp.experts.{}.down_proj",
         },
     ),
+    "gemma": Family({**_ATTENTION, **_MLP}, _WHOLE, norm_plus_one=True),
     "gemma2": Family({**_ATTENTION, **_MLP, **_SANDWICH}, _WHOLE, norm_plus_one=True),
     "gemma3": Family({**_ATTENTION, **_MLP, **_SANDWICH, **_QK_NORMS}, _WHOLE, norm_plus_one=True),
     "phi3": Family(
