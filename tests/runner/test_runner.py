@@ -54,6 +54,8 @@ class Driver:
 
     def __init__(self, runner: Runner, seed: int = 0) -> None:
         self.runner, self.step = runner, 0
+        for buffer in runner._tenants[1].raw:
+            buffer.fill_(0xFF)  # NaN: whatever reads a place nobody wrote shows
         self.free = list(np.random.default_rng(seed).permutation(np.arange(1, PAGES + 1)))
         self.done: dict[int, int] = {}
         self.known: dict[int, int] = {}
