@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.text.messages import flatten_parts, mark_final, parse_tool_arguments, validate
+from quire.text.template_syntax import reads_parts
 from quire.types.errors import ConfigError, RequestError
 
 MOST_OUTPUT = 64 * 2**20  # characters
@@ -111,7 +112,7 @@ class Template:
     def __init__(self, source: str) -> None:
         environment = _environment()
         try:
-            self.reads_parts = _loops_over_content(environment.parse(source))
+            self.reads_parts = reads_parts(environment.parse(source))
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise RequestError(
@@ -199,35 +200,3 @@ def _to_json(
 
 def _raise_exception(message: str) -> None:
     raise RequestError(str(message), "messages")
-
-
-def _loops_over_content(template: nodes.Template) -> bool:
-    """Does the template read a message's content as a list of parts? True if it loops over something called content."""
-    names = {"content"}
-    grew = True
-    while grew:  # names that stand for a content, and names that stand for those
-        assigned = {
-            a.target.name
-            for a in template.find_all(nodes.Assign)
-            if isinstance(a.target, nodes.Name) and _is_content(a.node, names)
-        }
-        grew = not assigned <= names
-        names |= assigned
-    return any(_is_content(loop.iter, names) for loop in template.find_all(nodes.For))
-
-
-def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
-    match node:
-        case nodes.Name():
-            return node.name in names
-        case nodes.Getattr():
-            return node.attr == "content"
-        case nodes.Getitem():
-            return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-        case nodes.CondExpr():
-            return _is_content(node.expr1, names) or _is_content(node.expr2, names)
-        case nodes.Filter():
-            return node.name in ("list", "default", "selectattr", "rejectattr") and _is_content(node.node, names)
-        case nodes.Or():
-            return _is_content(node.left, names)
-    return False
