@@ -296,6 +296,7 @@ class Scheduler:
         self._slots.append(request.slot)
         self._retired.append(request.slot)
         request.slot = -1
+        self._blocked = None
 
     # ---- results ---------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,49 @@
+"""Whatever the weather, every request gets the tokens it would get alone, exactly one last word, and all pages come back.
+
+QUIRE_EXAMPLES=20000 runs that many random workloads of each kind instead of the usual number.
+"""
+
+import os
+
+from hypothesis import HealthCheck, given, settings
+from workload import EOS, Workload, run, workloads
+
+examples = settings(
+    max_examples=int(os.environ.get("QUIRE_EXAMPLES", "1200")),
+    derandomize="QUIRE_EXAMPLES" not in os.environ,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def check_against_oracle(work: Workload) -> None:
+    heard = run(work)
+    assert set(heard) == {visit.spec.id for visit in work.visits}
+    for visit in work.visits:
+        spec, got = visit.spec, heard[visit.spec.id]
+        answer = work.answer(spec)
+        assert got.last is not None
+        if got.last.finish_reason in ("abort", "error"):
+            assert got.last.finish_reason == "error" or visit.aborted is not None
+            assert got.last.error is None or "on order" in got.last.error
+            assert got.tokens == answer[: len(got.tokens)]
+            assert got.scores == list(spec.prompt[1 : 1 + len(got.scores)])
+            continue
+        assert got.tokens == answer
+        assert got.last.finish_reason == ("stop" if answer[-1] == EOS and len(answer) > spec.params.min_tokens else "length")
+        assert got.scores == ([] if spec.params.prompt_logprobs is None else list(spec.prompt[1:]))
+        assert got.last.cached_tokens < len(spec.prompt)
+        assert got.last.cached_tokens == 0 or spec.params.reads_prefix_cache
+
+
+@examples
+@given(workloads())
+def test_every_request_gets_its_own_tokens(work: Workload) -> None:
+    check_against_oracle(work)
+
+
+@examples
+@given(workloads(faulty=True))
+def test_failures_stay_with_their_requests(work: Workload) -> None:
+    check_against_oracle(work)

@@ -1,0 +1,182 @@
+"""Random workloads for scheduler, cache and engine core on the fake executor, and the run that holds them to the oracle."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+
+from quire.cache.capacity import pages_for
+from quire.cache.layout import make_layout
+from quire.engine.core import EngineCore
+from quire.engine.executor.fake import FakeExecutor, Faults
+from quire.engine.executor.fake_model import FakeModel
+from quire.sched.scheduler import Scheduler
+from quire.types.cache import CacheLayout, LayerCache
+from quire.types.outputs import TokenDelta
+from quire.types.request import EngineRequest
+from quire.types.sampling import SamplingParams
+
+VOCABULARY, EOS = 5, 4
+STEMS = ((0, 1, 2, 3, 0, 1, 2, 3, 3, 2, 1, 0), (0, 1, 2, 3, 0, 1, 1, 1, 1, 1, 1, 1), (2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2))
+LAYOUTS = ((None,), (3,), (None, 4), (None, 1), (2, 7), (None, 3, 6))  # the window of each layer
+MAX_MODEL_LEN = 30
+
+
+def layout_of(windows: tuple[int | None, ...], page_size: int) -> CacheLayout:
+    return make_layout([LayerCache(1, 8, window) for window in windows], page_size, 2)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One request and what happens to it, in turns of the loop."""
+
+    spec: EngineRequest
+    arrives: int
+    aborted: int | None
+    released: int | None
+
+
+@dataclass(frozen=True)
+class Workload:
+    layout: CacheLayout
+    depth: int
+    pages: int
+    max_seqs: int
+    budget: int
+    chunk_cap: int | None
+    chunked: bool
+    prefix_caching: bool
+    policy: str
+    model: FakeModel
+    visits: tuple[Visit, ...]
+    faults: Faults
+
+    def answer(self, spec: EngineRequest) -> list[int]:
+        most = min(spec.params.max_tokens, MAX_MODEL_LEN - len(spec.prompt))
+        return self.model.generate(
+            spec.prompt, seed=spec.seed, max_tokens=most, stop_ids=spec.stop_ids, min_tokens=spec.params.min_tokens
+        )
+
+
+@dataclass
+class Heard:
+    tokens: list[int] = field(default_factory=list)
+    last: TokenDelta | None = None
+    scores: list[int] = field(default_factory=list)
+
+
+@st.composite
+def requests(draw, model: FakeModel, earlier: list[EngineRequest]) -> EngineRequest:
+    prompt = draw(st.sampled_from(STEMS))[: draw(st.integers(1, 12))]
+    fork_of = None
+    if earlier and draw(st.booleans()):
+        parent = draw(st.sampled_from(earlier))
+        answer = model.generate(parent.prompt, seed=parent.seed, max_tokens=4)
+        prompt = (parent.prompt + tuple(answer))[: len(parent.prompt) + draw(st.integers(-1, 4))] or parent.prompt
+        fork_of = parent.id
+    prompt = (prompt + (draw(st.integers(0, 3)),) * draw(st.integers(0, 2)))[: MAX_MODEL_LEN - 6]
+    max_tokens = draw(st.integers(1, 7))
+    return EngineRequest(
+        id=f"r{len(earlier)}",
+        prompt=prompt,
+        params=SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=draw(st.sampled_from((0, 0, min(2, max_tokens)))),
+            logprobs=draw(st.sampled_from((None, None, 2))),
+            prompt_logprobs=draw(st.sampled_from((None, None, None, 1))),
+        ),
+        seed=draw(st.integers(0, 3)),
+        stop_ids=frozenset({EOS}),
+        eos_ids=frozenset({EOS}),
+        arrival=0.0,
+        priority=draw(st.integers(0, 2)),
+        salt=draw(st.sampled_from(((), (), ("adapter",)))),
+        fork_of=fork_of,
+        hold=draw(st.booleans()),
+    )
+
+
+@st.composite
+def workloads(draw, faulty: bool = False) -> Workload:
+    layout = layout_of(draw(st.sampled_from(LAYOUTS)), draw(st.integers(1, 4)))
+    model = FakeModel.of(layout, vocab_size=VOCABULARY, eos_id=EOS, eos_probability=0.1)
+    specs: list[EngineRequest] = []
+    visits = []
+    for _ in range(draw(st.integers(1, 8))):
+        spec = draw(requests(model, specs))
+        specs.append(spec)
+        arrives = draw(st.integers(0, 10))
+        aborted = draw(st.sampled_from((None, None, None, arrives, arrives + 1, arrives + 2, arrives + 4)))
+        visits.append(Visit(spec, arrives, aborted, draw(st.sampled_from((None, arrives + 6, arrives + 12)))))
+    chunked = draw(st.sampled_from((True, True, False)))
+    longest = max(len(spec.prompt) + spec.params.max_tokens - 1 for spec in specs)
+    budget = draw(st.integers(1, 16)) if chunked else max(longest, draw(st.integers(1, 24)))
+    chunk_cap = draw(st.sampled_from((None, None, 1, 3, 6))) if chunked else None
+    needed = pages_for(layout, longest, min(budget, chunk_cap or budget))
+    max_seqs = draw(st.integers(1, 4))
+    steps = st.frozensets(st.integers(0, 12), max_size=2)
+    faults = Faults()
+    if faulty:
+        rows = st.frozensets(st.tuples(st.integers(0, 12), st.integers(0, max_seqs - 1)), max_size=3)
+        faults = Faults(draw(rows), draw(steps), draw(steps))
+    return Workload(
+        layout=layout,
+        depth=draw(st.integers(0, 2)),
+        pages=needed + draw(st.sampled_from((0, 1, 2, 4, 8, 30))),
+        max_seqs=max_seqs,
+        budget=budget,
+        chunk_cap=chunk_cap,
+        chunked=chunked,
+        prefix_caching=draw(st.sampled_from((True, True, False))),
+        policy=draw(st.sampled_from(("fcfs", "priority"))),
+        model=model,
+        visits=tuple(visits),
+        faults=faults,
+    )
+
+
+def run(work: Workload) -> dict[str, Heard]:
+    """Plays the workload to the end, checking the books after every turn and the silence after every last word."""
+    scheduler = Scheduler(
+        work.layout, pages=work.pages, max_model_len=MAX_MODEL_LEN, max_batched_tokens=work.budget, max_seqs=work.max_seqs,
+        chunk_cap=work.chunk_cap, chunked=work.chunked, prefix_caching=work.prefix_caching, policy=work.policy,
+    )  # fmt: skip
+    executor = FakeExecutor(
+        work.layout, work.model, pages=work.pages, max_seqs=work.max_seqs, max_model_len=MAX_MODEL_LEN, faults=work.faults
+    )
+    core = EngineCore(scheduler, executor, work.depth, clock=lambda: 1.0)
+    heard: dict[str, Heard] = defaultdict(Heard)
+    patience = 60 + 4 * sum(len(v.spec.prompt) + v.spec.params.max_tokens for v in work.visits) * len(work.visits)
+    for turn in range(patience):
+        for visit in work.visits:
+            if visit.arrives == turn:
+                core.add(visit.spec)
+            if visit.aborted == turn:
+                core.abort([visit.spec.id])
+            if visit.released == turn:
+                core.release([visit.spec.id])
+        for delta in core.step():
+            listen(heard[delta.request_id], delta)
+        scheduler.check()
+        if turn > 24 and not core.has_unfinished:
+            break
+    assert not core.has_unfinished, "somebody starves"
+    core.step()
+    core.release([visit.spec.id for visit in work.visits])
+    scheduler.check()
+    stats = scheduler.stats
+    assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, work.pages)
+    assert core.reset_prefix_cache()
+    scheduler.check()
+    return heard
+
+
+def listen(heard: Heard, delta: TokenDelta) -> None:
+    assert heard.last is None, f"{delta} came after the last word"
+    assert [int(top.ids[0, 0]) for top in delta.logprobs] in ([], delta.token_ids)
+    assert (delta.error is not None) == (delta.finish_reason == "error")
+    heard.tokens += delta.token_ids
+    for top in delta.prompt_logprobs:
+        heard.scores += top.ids[:, 0].tolist()
+    if delta.finish_reason is not None:
+        heard.last = delta
