@@ -34,13 +34,13 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def sentencepiece_parts() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """The vocabulary and merges of a Llama-like BPE: specials, all bytes, characters, merged pieces."""
-    seed = tokenizers.Tokenizer(models.BPE())
-    seed.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    seed.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=220, show_progress=False, limit_alphabet=60))
-    state = json.loads(seed.to_str())["model"]
-    pieces = ["<unk>", "<s>", "</s>", *BYTES, *sorted(state["vocab"], key=state["vocab"].__getitem__)]
-    return {piece: i for i, piece in enumerate(pieces)}, [tuple(merge) for merge in state["merges"]]
+    """The vocabulary and merges of a Llama-like BPE: specials, all bytes, characters, words grown letter by letter."""
+    words = ["▁the", "▁The", "▁capital", "▁of", "▁France", "▁is", "▁Paris", "▁pages", "▁a", "▁▁▁▁", "ing", "ered", "\n\n"]
+    characters = sorted(set("".join(words)) | set("bcdefghijklmnopqrstuvwxyzGMB.,;:!?'()+#0123456789üß你好пр"))
+    merges = [(word[:n], word[n]) for word in words for n in range(1, len(word))]
+    merges = list(dict.fromkeys(merges))
+    pieces = ["<unk>", "<s>", "</s>", *BYTES, *characters, *("".join(merge) for merge in merges)]
+    return {piece: i for i, piece in enumerate(pieces)}, merges
 
 
 def sentencepiece(prefix: bool = True) -> tokenizers.Tokenizer:
