@@ -7,6 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 FLOAT32_BYTES = 4
+CUDA_CONTEXT_BYTES = 512 * 2**20  # what the driver and its libraries hold beside us: a usual value, not a measured one
+MOST_HOST_CACHE_BYTES = 4 * 2**30
+HOST_CACHE_SHARE = 0.4
+
+
+def host_cache_bytes(available: int) -> int:
+    """The cache's part of the host memory that is available after loading: a cautious share, and never more than 4 GiB."""
+    return max(0, min(MOST_HOST_CACHE_BYTES, int(HOST_CACHE_SHARE * available)))
 
 
 def estimate_parameters(hf: Mapping[str, Any]) -> int:

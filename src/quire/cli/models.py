@@ -1,0 +1,85 @@
+"""`quire models`: what can be run: families, file formats, and the models with short names."""
+
+import argparse
+import json
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "models",
+        help="list model families, formats and aliases",
+        description="Lists the architectures Quire serves itself, the formats it reads, and the models with short names.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    found = gather()
+    print(json.dumps(found, indent=2) if namespace.json else render(found))
+    return 0
+
+
+def gather() -> dict[str, Any]:
+    from quire.config.args import DEFAULT_MODEL
+    from quire.config.gguf import ARCHITECTURES
+    from quire.files import wheel
+    from quire.files.gguf import READABLE_TYPES
+    from quire.models.registry import FAMILIES
+
+    cached = {name: wheel.cached(name) for name in wheel.ALIASES}
+    return {
+        "architectures": dict(sorted(FAMILIES.items())),
+        "fallback": _fallback(),
+        "formats": {
+            "safetensors": "a directory or hub id with config.json and *.safetensors",
+            "gguf": "a .gguf file (also in shards), org/repo:QUANT or org/repo/FILE.gguf; unfolded when loaded",
+        },
+        "gguf_architectures": sorted({name.partition(" ")[0] for name in ARCHITECTURES}),
+        "gguf_types": list(READABLE_TYPES),
+        "default": DEFAULT_MODEL,
+        "cache": str(wheel.cache_directory()),
+        "aliases": {
+            name: {
+                "what": model.what,
+                "from": f"the wheel {model.requirement} of the package index",
+                "bytes": model.nbytes,
+                "cached": None if cached[name] is None else str(cached[name]),
+            }
+            for name, model in wheel.ALIASES.items()
+        },
+    }
+
+
+def _fallback() -> str | None:
+    """The version of transformers, which serves the architectures we do not, or None when it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return None
+
+
+def render(found: dict[str, Any]) -> str:
+    families: dict[str, list[str]] = {}
+    for architecture, target in found["architectures"].items():
+        families.setdefault(target.partition(":")[0].rpartition(".")[2], []).append(architecture)
+    lines = ["Architectures"]
+    lines += [f"  {family:<12} {', '.join(names)}" for family, names in sorted(families.items())]
+    version = found["fallback"]
+    lines.append(
+        f"  {'others':<12} " + (f"through transformers {version}" if version else "need `pip install quire[transformers]`")
+    )
+    lines += ["", "Formats"]
+    lines += [f"  {name:<12} {what}" for name, what in found["formats"].items()]
+    lines += [f"  {'':<12} architectures: {', '.join(found['gguf_architectures'])}"]
+    lines += [f"  {'':<12} types: {', '.join(found['gguf_types'])}"]
+    lines += ["", f"Aliases (kept in {found['cache']})"]
+    for name, alias in found["aliases"].items():
+        default = ", the default model" if name == found["default"] else ""
+        state = "in the cache" if alias["cached"] else f"{alias['bytes'] / 1e6:.0f} MB, fetched on first use"
+        lines.append(f"  {name:<12} {alias['what']}{default}")
+        lines.append(f"  {'':<12} from {alias['from']}; {state}")
+    return "\n".join(lines)

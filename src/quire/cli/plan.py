@@ -1,0 +1,208 @@
+"""`quire plan MODEL`: what a model needs and how much fits, from file headers alone. Loads nothing and needs no GPU.
+
+Weights and cache are exact; the largest step's activations are the formula of `config/memory.py`. The engine measures what
+it can instead, so its page count differs by a few percent.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.cache.capacity import fit, pages_for
+from quire.cache.layout import make_layout
+from quire.cli.plan_text import render
+from quire.config.args import EngineArgs, add_cli_arguments
+from quire.config.facts import DTYPE_BYTES, DeviceFacts, ModelFacts, read_facts
+from quire.config.memory import CUDA_CONTEXT_BYTES, activation_bytes, host_cache_bytes
+from quire.config.resolve import Config, resolve
+from quire.files.resolve import resolve_model, with_weights_on_disk
+from quire.models.registry import FAMILIES
+from quire.types.cache import CacheLayout
+from quire.types.errors import ConfigError
+
+TYPICAL_LENGTHS = (512, 2048, 8192, 32768)
+_SIZE = re.compile(r"^(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?)(?P<binary>i?)B?$", re.IGNORECASE)
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="how much memory a model needs and what fits",
+        description="Prints what a model needs and how many requests fit, reading only file headers. Takes every engine option.",
+    )
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the model, as in --model")
+    parser.add_argument(
+        "--memory", "--gpu-memory", type=read_size, metavar="SIZE", default=None, help="memory of the device: 80GiB, 24GB; "
+        "given without --device cpu, the device is a GPU (default: the memory this machine has available, on CPU)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_cli_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    args = EngineArgs.from_cli(namespace)
+    if namespace.model_tag is not None:
+        if "model" in vars(namespace):
+            raise ConfigError(f"the model was given twice: {namespace.model_tag!r} and --model {args.model!r}; drop one")
+        args = dataclasses.replace(args, model=namespace.model_tag)
+    plan = make_plan(args, namespace.memory)
+    print(json.dumps(dataclasses.asdict(plan), indent=2) if namespace.json else render(plan))
+    return 0 if plan.fits else 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All sizes in bytes."""
+
+    model: str
+    architecture: str
+    served_by: str  # "quire" or "transformers"
+    parameters: int
+    parameters_counted: bool  # from weight files, or estimated from the shapes
+    weights_stored: int
+    weights_loaded: int
+    dtype: str
+    device: str
+    memory: int
+    memory_usable: int
+    activations: int
+    reserved: int  # held by others on the device
+    max_batched_tokens: int
+    max_seqs: int
+    layers: dict[str, int]  # "full attention" or "a window of N" -> layers
+    bytes_per_token: dict[str, int]  # by the same kinds
+    page_size: int
+    bytes_per_page: int
+    cache: int
+    pages: int
+    positions: int  # max_position of the model
+    max_model_len: int
+    concurrency: dict[int, float]  # length -> requests of that length at once
+    fits: bool
+    advice: tuple[str, ...]
+
+
+def make_plan(args: EngineArgs, memory: int | None) -> Plan:
+    facts = read_plan_facts(args)
+    kind = args.device if args.device != "auto" else "cuda" if memory is not None else "cpu"
+    if kind == "cuda" and memory is None:
+        raise ConfigError("a plan for a GPU needs its memory; add --memory, such as --memory 80GiB")
+    total = memory if memory is not None else available_memory()
+    device = DeviceFacts("cuda" if kind == "cuda" else "cpu", kind, total, total)
+    config = resolve(args, lambda: kind, lambda _: device, facts)
+    element = DTYPE_BYTES[config.dtype]
+    layout = make_layout(facts.layers, config.page_size, element)
+    weights = facts.parameters * element
+    steps = activation_bytes(facts.hf, element_bytes=element, tokens=config.max_batched_tokens, rows=config.max_seqs)
+    usable = int(total * args.gpu_memory_utilization) if kind == "cuda" else total
+    reserved = CUDA_CONTEXT_BYTES if kind == "cuda" else 0
+    left = usable - weights - steps - reserved
+    cache = args.kv_cache_memory_bytes or (left if kind == "cuda" else host_cache_bytes(left))
+    pages, length, problems = _fit(config, layout, cache, usable / total)
+    if args.kv_cache_memory_bytes and cache > left:
+        problems.append(f"kv_cache_memory_bytes asks for {gib(cache)}, but only {gib(left)} are left")
+    sizes = sorted({size for size in TYPICAL_LENGTHS if size < length} | ({length} if length else set()))
+    return Plan(
+        model=facts.files.name,
+        architecture=facts.architecture,
+        served_by="quire" if facts.architecture in FAMILIES else "transformers",
+        parameters=facts.parameters,
+        parameters_counted=facts.weight_bytes > 0,
+        weights_stored=facts.weight_bytes or facts.parameters * DTYPE_BYTES[facts.dtype],
+        weights_loaded=weights,
+        dtype=config.dtype,
+        device=kind,
+        memory=total,
+        memory_usable=usable,
+        activations=steps,
+        reserved=reserved,
+        max_batched_tokens=config.max_batched_tokens,
+        max_seqs=config.max_seqs,
+        **_per_kind(facts, element),
+        page_size=config.page_size,
+        bytes_per_page=layout.bytes_per_page,
+        cache=max(0, cache),
+        pages=pages,
+        positions=facts.max_position,
+        max_model_len=length,
+        concurrency={size: pages / pages_for(layout, size, config.max_batched_tokens) for size in sizes},
+        fits=not problems,
+        advice=tuple(problems) or _shrunk(config, layout, length, cache),
+    )
+
+
+def read_plan_facts(args: EngineArgs) -> ModelFacts:
+    """Weights are looked at only where they already are: a plan for a hub model fetches its configuration alone."""
+    files = resolve_model(
+        args.model, revision=args.revision, download_dir=args.download_dir, token=args.hf_token, weights=False
+    )
+    return read_facts(with_weights_on_disk(files), args.hf_overrides)
+
+
+def _fit(config: Config, layout: CacheLayout, cache: int, share: float) -> tuple[int, int, list[str]]:
+    """Pages, the length they can serve, and why there are none."""
+    try:
+        capacity = fit(
+            layout,
+            max(0, cache),
+            config.max_model_len,
+            explicit=config.max_model_len_explicit,
+            chunk=config.max_batched_tokens,
+            override=config.args.num_gpu_blocks_override,
+        )
+    except ConfigError as error:
+        missing = (pages_for(layout, config.max_model_len, config.max_batched_tokens) + 1) * layout.bytes_per_page - cache
+        advice = [
+            str(error) if cache > 0 else f"the weights and one step leave no room: {gib(-cache)} are missing before any cache"
+        ]
+        advice.append(f"{gib(missing)} more memory would serve the whole {config.max_model_len} tokens")
+        if config.dtype == "float32":
+            problems.append("--dtype bfloat16 halves weights and cache")
+        return 0, 0, problems
+    return capacity.pages, capacity.max_model_len, []
+
+
+def _shrunk(config: Config, layout: CacheLayout, length: int, cache: int) -> tuple[str, ...]:
+    if not 0 < length < config.max_model_len:
+        return ()
+    needed = (pages_for(layout, config.max_model_len, config.max_batched_tokens) + 1) * layout.bytes_per_page
+    return (
+        f"the context is cut from {config.max_model_len} to {length} tokens; {gib(needed - cache)} more cache would serve all",
+    )
+
+
+def _per_kind(facts: ModelFacts, element_bytes: int) -> dict[str, dict[str, int]]:
+    layers: dict[str, int] = {}
+    per_token: dict[str, int] = {}
+    for layer in facts.layers:
+        name = "full attention" if layer.window is None else f"a window of {layer.window}"
+        layers[name] = layers.get(name, 0) + 1
+        per_token[name] = per_token.get(name, 0) + layer.bytes_per_token(element_bytes)
+    return {"layers": layers, "bytes_per_token": per_token}
+
+
+def available_memory() -> int:
+    """Host memory that can be had without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux: half of what there is, to be careful
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def read_size(text: str) -> int:
+    match = _SIZE.match(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 80GiB, 24GB or 512MiB")
+    power = " KMGT".index(match["unit"].upper() or " ")
+    return int(float(match["number"]) * (1024 if match["binary"] else 1000) ** power)
+
+
+def gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"

@@ -1,0 +1,59 @@
+"""A plan as text for the terminal."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quire.cli.plan import Plan
+
+
+def render(plan: "Plan") -> str:
+    counted = "" if plan.parameters_counted else ", estimated from the shapes"
+    code = "" if plan.served_by == "quire" else ", through transformers"
+    lines = [
+        ("Model", f"{plan.model} ({plan.architecture}{code}, {_count(plan.parameters)} parameters{counted})"),
+        ("Device", _device(plan)),
+        ("Weights", f"{size(plan.weights_loaded)} in {plan.dtype} ({size(plan.weights_stored)} as stored)"),
+        (
+            "Largest step",
+            f"{size(plan.activations)} for {plan.max_batched_tokens} tokens, {plan.max_seqs} requests (estimated)",
+        ),
+    ]
+    for kind, per_token in plan.bytes_per_token.items():
+        lines.append(("Cache per token", f"{size(per_token)} in {plan.layers[kind]} layers with {kind}"))
+    lines.append(
+        ("Cache", f"{size(plan.cache)}: {plan.pages:,} pages of {plan.page_size} tokens, {size(plan.bytes_per_page)} each")
+    )
+    lines.append(("Context", f"{plan.max_model_len:,} tokens (the model was made for {plan.positions:,})"))
+    for length, requests in plan.concurrency.items():
+        lines.append(("At once", f"{_requests(requests, plan.max_seqs)} of {length:,} tokens"))
+    lines += [("Advice" if plan.fits else "Does not fit", text) for text in plan.advice]
+    out, last = [], ""
+    for name, text in lines:
+        out.append(f"{'' if name == last else name:<16} {text}")
+        last = name
+    return "\n".join(out)
+
+
+def _device(plan: "Plan") -> str:
+    if plan.device == "cpu":
+        return f"cpu, {size(plan.memory)} available"
+    return f"GPU with {size(plan.memory)}, of which {size(plan.memory_usable)} may be used and {size(plan.reserved)} are the driver's"
+
+
+def _requests(number: float, most: int) -> str:
+    shown = f"{number:,.1f}" if number < 10 else f"{number:,.0f}"
+    return f"{shown} requests" if number <= most else f"{most} requests (max_num_seqs; the cache would hold {shown})"
+
+
+def _count(number: int) -> str:
+    for unit, scale in (("B", 10**9), ("M", 10**6)):
+        if number >= scale:
+            return f"{number / scale:.2f} {unit}" if number < 10 * scale else f"{number / scale:.1f} {unit}"
+    return f"{number:,}"
+
+
+def size(count: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}" if count < 100 * scale else f"{count / scale:.0f} {unit}"
+    return f"{count} bytes"
