@@ -20,6 +20,10 @@ class Parser(argparse.ArgumentParser):
                 self._refuse(text)
         return found, rest
 
+    def error(self, message: str) -> NoReturn:
+        """One line: the list of all flags is `--help`'s to tell."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
     def _refuse(self, text: str) -> NoReturn:
         flag = text.partition("=")[0]
         shown = [name for name, action in self._option_string_actions.items() if action.help is not argparse.SUPPRESS]

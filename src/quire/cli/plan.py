@@ -32,8 +32,9 @@ _SIZE = re.compile(r"^(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?)(?P<binary>i?)B
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan",
+        usage="%(prog)s [MODEL] [options]",
         help="how much memory a model needs and what fits",
-        description="Prints what a model needs and how many requests fit, reading only file headers. Takes every engine option.",
+        description="Prints what a model needs and how many requests fit, reading only file headers. Takes all engine options.",
     )
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the model, as in --model")
     parser.add_argument(
@@ -158,10 +159,10 @@ def _fit(config: Config, layout: CacheLayout, cache: int, share: float) -> tuple
         )
     except ConfigError as error:
         missing = (pages_for(layout, config.max_model_len, config.max_batched_tokens) + 1) * layout.bytes_per_page - cache
-        advice = [
-            str(error) if cache > 0 else f"the weights and one step leave no room: {gib(-cache)} are missing before any cache"
-        ]
-        advice.append(f"{gib(missing)} more memory would serve the whole {config.max_model_len} tokens")
+        problems = [str(error)]
+        if cache <= 0:
+            problems = [f"the weights and one step leave no room: {gib(-cache)} are missing before any cache"]
+        problems.append(f"a device with {gib(int(missing / share))} more would serve {config.max_model_len} tokens")
         if config.dtype == "float32":
             problems.append("--dtype bfloat16 halves weights and cache")
         return 0, 0, problems

@@ -37,7 +37,8 @@ def render(plan: "Plan") -> str:
 def _device(plan: "Plan") -> str:
     if plan.device == "cpu":
         return f"cpu, {size(plan.memory)} available"
-    return f"GPU with {size(plan.memory)}, of which {size(plan.memory_usable)} may be used and {size(plan.reserved)} are the driver's"
+    usable, reserved = size(plan.memory_usable), size(plan.reserved)
+    return f"GPU with {size(plan.memory)}, of which {usable} may be used and {reserved} are the driver's"
 
 
 def _requests(number: float, most: int) -> str:
