@@ -35,16 +35,21 @@ def facts() -> ModelFacts:
     )  # fmt: skip
 
 
-@pytest.fixture
-def runner():
+def make_runner(device: str = "cpu") -> Runner:
     runner = Runner(
-        facts(), device="cpu", dtype="float32", layout=LAYOUT, max_seqs=6, max_batched_tokens=64, load_format="dummy"
+        facts(), device=device, dtype="float32", layout=LAYOUT, max_seqs=6, max_batched_tokens=64, load_format="dummy"
     )
     runner.load()
     generator = torch.Generator().manual_seed(0)
-    for name, parameter in runner._model.named_parameters():
-        if "norm" not in name:  # dummy weights are too small for one token to matter to another
-            parameter.data.normal_(0, 0.25, generator=generator)
+    for name, parameter in runner._model.named_parameters():  # dummy weights are too small for tokens to matter to each other
+        mean, spread = (1.0, 0.1) if "norm" in name else (0.0, 0.25)
+        parameter.data.copy_(torch.empty(parameter.shape).normal_(mean, spread, generator=generator))
+    return runner
+
+
+@pytest.fixture
+def runner():
+    runner = make_runner()
     runner.allocate(PAGES, LENGTH)
     return runner
 

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 from runner_support import CPU, admission, ints, plan, rows_of
-from test_runner import LAYOUT, LENGTH, PAGES, PROMPT, Driver, facts
+from test_runner import LAYOUT, LENGTH, PAGES, PROMPT, Driver, make_runner
 
 from quire.runner.sampler import random
 from quire.runner.sampler.pipeline import Sampler
-from quire.runner.step import Runner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -22,7 +21,7 @@ PARAMS = [
     {"top_k": 900, "top_p": 0.5, "min_p": 0.01},
     {"temperature": 0, "repetition_penalty": 1.4, "logprobs": 0},
     {"frequency_penalty": 1.0, "presence_penalty": -0.5, "logprob_token_ids": [5, 4]},
-    {"logit_bias": {4: 5.0}, "min_tokens": 99, "allowed_token_ids": list(range(0, 4000, 3))},
+    {"logit_bias": {4: 5.0}, "min_tokens": 9, "allowed_token_ids": list(range(0, 4000, 3))},
 ]
 
 
@@ -57,21 +56,11 @@ def test_the_sampler_draws_the_same(levels):
     torch.testing.assert_close(drawn[1].report.values.cpu()[:, 0], drawn[0].report.values[:, 0])
 
 
-def make_runner(device: str, dtype: str) -> Runner:
-    runner = Runner(facts(), device=device, dtype=dtype, layout=LAYOUT, max_seqs=6, max_batched_tokens=64, load_format="dummy")
-    runner.load()
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in runner._model.named_parameters():
-        if "norm" not in name:
-            parameter.data.copy_(torch.empty(parameter.shape).normal_(0, 0.25, generator=generator))
-    return runner
-
-
 def test_the_runner_computes_the_same():
     a = admission(2, PROMPT, temperature=0.9, seed=3, logprobs=2, prompt_logprobs=1, presence_penalty=0.5)
     answers = []
     for device in ("cpu", "cuda"):
-        runner = make_runner(device, "float32")
+        runner = make_runner(device)
         runner.allocate(PAGES, LENGTH)
         driver = Driver(runner)
         flights = [driver.launch((2, 9), **driver.admit(a, 32)), driver.launch((2, 14))]
@@ -87,7 +76,7 @@ def test_the_runner_computes_the_same():
 
 
 def test_the_budget_is_what_is_left():
-    runner = make_runner("cuda", "float32")
+    runner = make_runner("cuda")
     total = torch.cuda.mem_get_info()[1]
     budget = runner.profile(0.5, None)
     assert 0 < budget < 0.5 * total
