@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from runner_support import CPU, admission, ints, plan, rows_of
-from test_runner import LAYOUT, LENGTH, PAGES, PROMPT, Driver, make_runner
+from test_runner import LENGTH, PAGES, PROMPT, Driver, make_runner
 
 from quire.runner.sampler import random
 from quire.runner.sampler.pipeline import Sampler
