@@ -37,10 +37,12 @@ def sentencepiece_parts() -> tuple[dict[str, int], list[tuple[str, str]]]:
     """The vocabulary and merges of a Llama-like BPE: specials, all bytes, characters, words grown letter by letter."""
     words = ["▁the", "▁The", "▁capital", "▁of", "▁France", "▁is", "▁Paris", "▁pages", "▁a", "▁▁▁▁", "ing", "ered", "\n\n"]
     characters = sorted(set("".join(words)) | set("bcdefghijklmnopqrstuvwxyzGMB.,;:!?'()+#0123456789üß你好пр"))
-    merges = [(word[:n], word[n]) for word in words for n in range(1, len(word))]
-    merges = list(dict.fromkeys(merges))
-    pieces = ["<unk>", "<s>", "</s>", *BYTES, *characters, *("".join(merge) for merge in merges)]
-    return {piece: i for i, piece in enumerate(pieces)}, merges
+    grown = dict.fromkeys(word[:n] for word in words for n in range(2, len(word) + 1))
+    pieces = {piece: i for i, piece in enumerate(["<unk>", "<s>", "</s>", *BYTES, *characters, *grown])}
+    halves = [
+        sorted(((word[:n], word[n:]) for n in range(1, len(word))), key=lambda pair: pieces.get(pair[0], 0)) for word in grown
+    ]
+    return pieces, [(left, right) for pairs in halves for left, right in pairs if left in pieces and right in pieces]
 
 
 def sentencepiece(prefix: bool = True) -> tokenizers.Tokenizer:
