@@ -97,9 +97,9 @@ def _from_file(name: str, path: Path) -> ModelFiles:
 
 def _from_directory(name: str, path: Path, weights: bool) -> ModelFiles:
     has_config = (path / "config.json").is_file()
-    safetensors = _safetensors(path) if has_config else ()
+    safetensors = _safetensors(path) if has_config and weights else ()
     if has_config and (safetensors or not weights):
-        return ModelFiles(name, path, "hf", safetensors if weights else ())
+        return ModelFiles(name, path, "hf", safetensors)
     models = whole_models(list(path.glob("*.gguf")))
     if len(models) == 1:
         return ModelFiles(name, models[0][0], "gguf", models[0])
