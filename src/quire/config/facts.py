@@ -121,6 +121,10 @@ class _Reader:
             )
         if self.config.get("is_encoder_decoder"):
             raise ModelError(f"{self.name}: encoder-decoder models are not supported; only decoders are")
+        if not any(name in self.config for name in _NAMES["heads"]):
+            raise ModelError(
+                f"{self.name}: the model's config has no num_attention_heads; only models with attention are supported"
+            )
         if self.config.get("kv_lora_rank"):
             raise ModelError(f"{self.name}: multi-head latent attention (kv_lora_rank) is not supported yet")
 
