@@ -22,6 +22,13 @@ class Finishing(Protocol):
     def finish(self, device: torch.device) -> None: ...
 
 
+@runtime_checkable
+class Filling(Protocol):
+    """A model that puts tensors in their places itself. No source = random weights."""
+
+    def fill(self, source: Source | None, device: torch.device, dtype: torch.dtype, seed: int) -> None: ...
+
+
 def load_weights(
     model: nn.Module,
     facts: "ModelFacts",
@@ -34,6 +41,9 @@ def load_weights(
     """Puts the model on `device` in `dtype` and fills every parameter. "auto" reads what the model's files are."""
     device = torch.device(device)
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if isinstance(model, Filling):
+        model.fill(None if load_format == "dummy" else open_source(facts, load_format), device, kind, seed)
+        return
     materialize(model, device, kind)
     table = claims_of(model)
     if load_format == "dummy":
