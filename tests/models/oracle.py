@@ -196,12 +196,12 @@ class Checkpoint:
             return self.reference(torch.tensor([ids])).logits[0].float()
 
 
-def open_checkpoint(directory: Path) -> Checkpoint:
+def open_checkpoint(directory: Path, impl: str = "auto") -> Checkpoint:
     import transformers
 
     reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     facts = read_facts(resolve_model(directory))
-    model = build_model(facts)
+    model = build_model(facts, impl)
     load_weights(model, facts, device="cpu", dtype="float32")
     return Checkpoint(directory, facts, reference, model)
 
@@ -255,3 +255,20 @@ class Sequences:
             logits = self.model.logits(hidden[batch.logit_index])
         assert logits.dtype == torch.float32
         return list(logits.split([len(tokens) for _, tokens in rows]))
+
+
+def in_pieces(model: Decoder, first: list[int], second: list[int]) -> tuple[Tensor, Tensor]:
+    """Logits of two sequences of 40 tokens that are run together in chunks and single tokens."""
+    run = Sequences(model, 2, 40)
+    got: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for rows in (
+        [(0, first[:13])],
+        [(0, first[13:21]), (1, second[:30])],
+        [(1, second[30:31]), (0, first[21:22])],
+        [(0, first[22:23]), (1, second[31:37])],
+        [(0, first[23:40]), (1, second[37:38])],
+        [(1, second[38:])],
+    ):
+        for (row, _), logits in zip(rows, run.step(rows), strict=True):
+            got[row].append(logits)
+    return torch.cat(got[0]), torch.cat(got[1])

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from oracle import FAMILIES, Sequences
+from oracle import FAMILIES, Sequences, in_pieces
 
 from quire.load.load import load_weights
 from quire.models.registry import build_model
@@ -25,21 +25,8 @@ def test_whole_prompt(checkpoint, family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chunks_and_single_tokens_of_two_rows(checkpoint, family):
     case = checkpoint(family)
-    run = Sequences(case.model, 2, 40)
-    first, second = IDS
-    got = [[], []]
-    for rows in (
-        [(0, first[:13])],
-        [(0, first[13:21]), (1, second[:30])],
-        [(1, second[30:31]), (0, first[21:22])],
-        [(0, first[22:23]), (1, second[31:37])],
-        [(0, first[23:40]), (1, second[37:38])],
-        [(1, second[38:])],
-    ):
-        for (row, _), logits in zip(rows, run.step(rows), strict=True):
-            got[row].append(logits)
-    for row in (0, 1):
-        close(torch.cat(got[row]), case.expected(IDS[row]))
+    for logits, ids in zip(in_pieces(case.model, *IDS), IDS, strict=True):
+        close(logits, case.expected(ids))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -40,25 +40,26 @@ def build_model(facts: "ModelFacts", impl: str = "auto") -> "Decoder":
 
     if impl not in ("auto", "quire", "transformers"):
         raise ModelError(f"unknown model_impl {impl!r}; it must be auto, quire or transformers")
-    family = FAMILIES.get(facts.architecture) if impl != "transformers" else None
-    if family is None and impl == "quire":
-        raise ModelError(f"no model family serves {facts.architecture}; known are {', '.join(sorted(FAMILIES))}")
-    kind = _import(family) if family is not None else _fallback(facts)
+    if impl != "transformers" and facts.architecture in FAMILIES:
+        kind = _import(FAMILIES[facts.architecture])
+        try:
+            with torch.device("meta"):
+                return kind(facts).eval()
+        except KeyError as error:
+            lack = f"the configuration of {facts.files.path} lacks {error}, which {facts.architecture} needs"
+            raise ModelError(lack) from error
+    unserved = f"no model family serves {facts.architecture} (known are {', '.join(sorted(FAMILIES))})"
+    if impl == "quire":
+        raise ModelError(unserved)
     try:
         with torch.device("meta"):
-            return kind(facts).eval()
-    except KeyError as error:
-        raise ModelError(f"the configuration of {facts.files.path} lacks {error}, which {facts.architecture} needs") from error
-
-
-def _fallback(facts: "ModelFacts") -> "type[Decoder]":
-    try:
-        return _import(FALLBACK)
-    except ImportError as error:
-        raise ModelError(
-            f"no model family serves {facts.architecture} (known are {', '.join(sorted(FAMILIES))}), "
-            f"and the fallback through transformers cannot be used: {error}"
-        ) from error
+            return _import(FALLBACK)(facts).eval()
+    except ModuleNotFoundError as error:
+        install = f"transformers cannot be used ({error}); install it with pip install 'quire[transformers]'"
+        raise ModelError(f"{unserved}, and {install}" if impl == "auto" else install) from error
+    except ModelError as error:
+        refusal = f"{facts.architecture} cannot be run through transformers: {error}"
+        raise ModelError(f"{unserved}, and {refusal}" if impl == "auto" else refusal) from error
 
 
 def _import(target: str) -> "type[Decoder]":

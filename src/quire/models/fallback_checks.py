@@ -1,0 +1,169 @@
+"""Can a transformers model be run on flat tokens over our cache? Every doubt is a reason to refuse it.
+
+Before weights are read the model is traced on the meta device: each layer must call the attention function exactly once, in
+a way our attention can follow, and as the cache was planned. When they are read, a probe makes sure that tokens meet
+nowhere but in attention, and that positions are taken from `position_ids`.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.attn.backend import AttentionSpec
+from quire.models.fallback_interface import Mask, install
+from quire.types.cache import LayerCache
+from quire.types.errors import ModelError
+
+# what modules pass along that changes nothing of the mathematics
+NEUTRAL = frozenset({"cache_position", "dropout", "logits_to_keep", "position_ids", "return_dict", "use_cache"})
+FOLLOWED = frozenset({"attention_mask", "is_causal", "s_aux", "scaling", "sliding_window", "softcap"})
+LENGTH_BOUND_ROPES = frozenset({"dynamic", "longrope"})
+TOLERANCE = 0.02  # relative; a module that mixes tokens changes far more than rounding does
+
+
+@dataclass(frozen=True)
+class Call:
+    """One layer's use of the attention function."""
+
+    path: str  # of the calling module
+    spec: AttentionSpec
+    doubts: tuple[str, ...]
+
+
+class Recorder:
+    """Takes notes of every call and answers with a tensor of the right shape."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.paths = {module: path for path, module in model.named_modules()}
+        self.calls: list[Call] = []
+        for module in self.paths:
+            install(self, module)
+
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> Tensor:
+        doubts = tuple(_doubts(module, query, key, value, options))
+        self.calls.append(Call(self.paths[module], _spec(query, key, options), doubts))
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
+def _spec(query: Tensor, key: Tensor, options: Mapping[str, Any]) -> AttentionSpec:
+    _, heads, _, head_dim = query.shape
+    mask, scale = options["attention_mask"], options.get("scaling")
+    return AttentionSpec(
+        heads=heads,
+        kv_heads=key.shape[1],
+        head_dim=head_dim,
+        scale=float(scale) if isinstance(scale, int | float) else head_dim**-0.5,
+        window=mask.window if isinstance(mask, Mask) else options.get("sliding_window"),
+        soft_cap=options.get("softcap"),
+        sinks=options.get("s_aux") is not None,
+    )
+
+
+def _doubts(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> Iterator[str]:
+    mask, scale, sinks = options["attention_mask"], options.get("scaling"), options.get("s_aux")
+    if key.shape != value.shape or key.shape[-1] != query.shape[-1]:
+        yield f"queries, keys and values differ in size ({query.shape[-1]}, {key.shape[-1]} and {value.shape[-1]})"
+    if key.shape[2] != query.shape[2]:
+        yield "it attends to other tokens than its own"
+    if not (mask is None or isinstance(mask, Mask)) or (isinstance(mask, Mask) and not mask.causal):
+        yield "its mask is not simply causal (a bias, chunks, or attention in both directions)"
+    if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
+        yield "it is not causal"
+    if not (scale is None or isinstance(scale, int | float)):
+        yield "its scale is not a number"
+    if sinks is not None and sinks.shape != (query.shape[1],):
+        yield "its sinks are not one number per head"
+    if options.get("dropout"):
+        yield "it has dropout"
+    for name in sorted(options.keys() - NEUTRAL - FOLLOWED):
+        if options[name] is not None and not name.startswith("output_"):
+            yield f"its attention takes {name}, which is not understood"
+
+
+def trace(model: Any, layers: Sequence[LayerCache]) -> tuple[list[Call], Tensor]:
+    """One call per layer of a model built with WATCHED attention on the meta device, and its hidden states [T, H].
+
+    There are as many calls as `layers`, and such as those were planned for.
+    """
+    _check_class(model)
+    recorder = Recorder(model)
+    ids = torch.zeros(1, 3, dtype=torch.long, device="meta")
+    try:
+        # a mask of ones keeps transformers from searching positions for packed sequences
+        hidden = model.base_model(input_ids=ids, position_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"a trial run without weights fails ({type(error).__name__}: {error})") from error
+    paths = [call.path for call in recorder.calls]
+    if len(set(paths)) != len(paths):
+        raise ModelError("its attention layers attend more than once")
+    if len(paths) != len(layers):
+        raise ModelError(f"{len(paths)} of its {len(layers)} layers attend through transformers' attention interface")
+    for index, (call, cache) in enumerate(zip(recorder.calls, layers, strict=True)):
+        spec, doubts = call.spec, list(call.doubts)
+        for what in ("kv_heads", "head_dim", "window"):
+            if getattr(spec, what) != getattr(cache, what):
+                doubts.append(f"its {what} is {getattr(spec, what)}, but the cache is planned for {getattr(cache, what)}")
+        if doubts:
+            raise ModelError(f"layer {index}: {'; '.join(doubts)}")
+    return recorder.calls, hidden[0]
+
+
+def _check_class(model: Any) -> None:
+    config = model.config
+    if config.is_encoder_decoder:
+        raise ModelError("it is an encoder-decoder; only decoders are served")
+    if model._is_stateful:
+        raise ModelError("it keeps a recurrent state beside keys and values")
+    if getattr(config, "alibi", False):
+        raise ModelError("it knows positions by a bias on attention (ALiBi)")
+    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        raise ModelError("it takes no position_ids: it knows positions by a bias on attention (ALiBi) or counts them itself")
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {str(settings.get("rope_type")) for settings in (rope, *rope.values()) if isinstance(settings, Mapping)}
+    if found := kinds & LENGTH_BOUND_ROPES:
+        raise ModelError(f"rope type {min(found)} in transformers changes with the longest sequence of a batch")
+
+
+class Probe:
+    """Every token attends to itself alone. `seen`: each layer's queries and keys, [2, heads + kv_heads, head_dim]."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> Tensor:  # noqa: ARG002
+        self.seen.append(torch.cat((query, key), dim=1)[0].transpose(0, 1).float())
+        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous()
+
+
+def check_tokens_meet_in_attention_only(
+    body: Any, attending: Sequence[nn.Module], vocab_size: int, device: torch.device
+) -> None:
+    """`attending`: the modules that call the attention function. They are left with a probe installed."""
+
+    def run(ids: Sequence[int], positions: Sequence[int]) -> list[Tensor]:
+        """What each layer saw of the second token."""
+        probe = Probe()
+        for module in attending:
+            install(probe, module)
+        tokens = torch.tensor([ids], device=device) % vocab_size
+        with torch.inference_mode():
+            body(input_ids=tokens, position_ids=torch.tensor([positions], device=device), use_cache=False)
+        return [layer[1] for layer in probe.seen]
+
+    plain, neighbour, moved = run((3, 5), (0, 1)), run((7, 5), (0, 1)), run((3, 5), (4, 6))
+    if not all(layer.isfinite().all() for layer in plain):
+        return  # such weights say nothing about the model
+    if any(_differ(*pair) for pair in zip(plain, neighbour, strict=True)):
+        raise ModelError("tokens influence each other outside of attention (a convolution, a shift or a recurrent state)")
+    if not any(_differ(*pair) for pair in zip(plain, moved, strict=True)):
+        raise ModelError("it does not look at position_ids")
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).norm() > TOLERANCE * one.norm())
