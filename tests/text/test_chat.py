@@ -1,9 +1,10 @@
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.text.chat import ChatTemplates, compile_template
+from quire.text.chat import ChatTemplates, compile_template, read_template
 from quire.types.errors import InvalidParameter, NotSupported, RequestError
 
 CHATML = (
@@ -185,3 +186,9 @@ def test_tool_arguments_are_parsed_for_the_template() -> None:
     assert render(template, call("")) == "{}"
     with pytest.raises(InvalidParameter, match="not valid JSON"):
         render(template, call("{"))
+
+
+def test_a_template_may_be_given_as_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text(CHATML)
+    assert read_template(str(file)) == read_template(CHATML) == CHATML

@@ -9,6 +9,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.files.resolve import ModelFiles
 from quire.text.backends import TransformersBackend
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 from quire.text.tokenizer_files import read_tokenizer
@@ -220,14 +221,12 @@ def test_a_tokenizer_written_in_python_serves_too() -> None:
 
 
 def test_another_tokenizer_can_be_named(tmp_path: Path) -> None:
-    class Files:
-        path = tmp_path / "model"
-
-    save(tmp_path / "model", byte_level(), eos_token="<|end|>")
-    assert load_tokenizer(Files()).eos_token == "<|end|>"
+    files = ModelFiles("model", tmp_path / "model", "hf", ())
+    save(files.path, byte_level(), eos_token="<|end|>")
+    assert load_tokenizer(files).eos_token == "<|end|>"
     save(tmp_path / "other", sentencepiece(), eos_token="</s>")
     (tmp_path / "other" / "config.json").write_text("{}")
-    assert load_tokenizer(Files(), tokenizer=str(tmp_path / "other")).eos_token == "</s>"
+    assert load_tokenizer(files, tokenizer=str(tmp_path / "other")).eos_token == "</s>"
 
 
 def test_a_chat_becomes_ids_without_a_second_bos(tmp_path: Path) -> None:
@@ -254,7 +253,10 @@ def test_templates_come_from_their_own_files_first(tmp_path: Path) -> None:
     save(tmp_path / "b", byte_level())
     assert read_tokenizer(tmp_path / "b").chat_template is None
     (tmp_path / "b" / "chat_template.json").write_text('{"chat_template": "json"}')
-    assert read_tokenizer(tmp_path / "b").chat_template == "json"
+    tokenizer = read_tokenizer(tmp_path / "b")
+    assert tokenizer.chat_template == "json"
+    tokenizer.chat_template = "mine"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False) == tokenizer.chat_template == "mine"
 
 
 def test_no_torch_and_no_transformers_are_imported(tmp_path: Path) -> None:

@@ -7,15 +7,13 @@ their vocabulary), a negative one is an error. How a tokenizer comes out of file
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
+from quire.files.resolve import ModelFiles, resolve_model
 from quire.text.backends import Backend, unencodable
 from quire.text.chat import ChatTemplates
 from quire.text.pieces import Pieces
 from quire.types.errors import NotSupported, RequestError
-
-if TYPE_CHECKING:
-    from quire.files.resolve import ModelFiles
 
 # clean_up_tokenization_spaces: English as WordPiece takes it apart, put together again, in this order
 CLEAN_UPS = (
@@ -31,13 +29,11 @@ _ELSEWHERE = frozenset(
 )
 
 
-def load_tokenizer(files: "ModelFiles", *, tokenizer: str | None = None, revision: str | None = None) -> "Tokenizer":
+def load_tokenizer(files: ModelFiles, *, tokenizer: str | None = None, revision: str | None = None) -> "Tokenizer":
     """The tokenizer of a model, or of another directory, GGUF file or hub id given as `tokenizer`."""
-    from quire.text.tokenizer_files import read_tokenizer
+    from quire.text.tokenizer_files import read_tokenizer  # it builds on this file
 
     if tokenizer is not None:
-        from quire.files.resolve import resolve_model
-
         files = resolve_model(tokenizer, revision=revision, weights=False)
     return read_tokenizer(files.path)
 
@@ -198,6 +194,11 @@ class Tokenizer:
     def chat_template(self) -> str | dict[str, str] | None:
         """The template, or all of them by name if there are several."""
         return self._chat.source
+
+    @chat_template.setter
+    def chat_template(self, template: str | Mapping[str, str] | None) -> None:
+        named = {"default": template} if isinstance(template, str) else dict(template or {})
+        self._chat = ChatTemplates(named)
 
     @chat_template.setter
     def chat_template(self, source: str) -> None:
