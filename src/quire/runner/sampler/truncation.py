@@ -71,7 +71,8 @@ def cut_to_mass(logits: Tensor, values: Tensor, p: Tensor) -> Tensor:
     values   9  7  7  7  5  2 ...        mass before each     0  .6  .7  .8  .9 ...
              └─ kept ─┘                  p = .75: three are kept, the threshold is 7, two of the three sevens stay
     """
-    mass = (values - logits.logsumexp(dim=1, keepdim=True)).exp_().cumsum(dim=1)
+    likeliest = logits.softmax(dim=1).amax(dim=1, keepdim=True)  # many times faster than logsumexp where most are -inf
+    mass = (values - values[:, :1]).exp_().mul_(likeliest).cumsum(dim=1)
     share = torch.where(p < 1, p, torch.inf)[:, None]
     before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], dim=1)
     count = (before < share).sum(dim=1, keepdim=True)
