@@ -9,7 +9,8 @@ import numpy as np
 
 LLAMA = {
     "block_count": 2, "context_length": 64, "embedding_length": 32, "feed_forward_length": 64, "attention.head_count": 4,
-    "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 10000.0, "rope.dimension_count": 8,
+    "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 10000.0,
+    "rope.dimension_count": 8,
 }  # fmt: skip
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from gguf_files import tiny_llama, write_gguf
 
+from gguf_files import tiny_llama, write_gguf
 from quire.files.gguf import READABLE_TYPES, ggml_types, read_gguf, read_gguf_shards, type_name
 from quire.types.errors import ModelError
 

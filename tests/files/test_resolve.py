@@ -4,9 +4,9 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from gguf_files import write_gguf
 from huggingface_hub import errors
 
+from gguf_files import write_gguf
 from quire.files.resolve import ModelFiles, resolve_model, with_weights_on_disk
 from quire.types.errors import ModelError, ModelNotFound
 
@@ -53,7 +53,7 @@ def test_directories_that_hold_no_model(checkpoint: Path, tmp_path: Path) -> Non
     with pytest.raises(ModelError, match="no weights"):
         resolve_model(str(checkpoint))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelError, match="neither config.json nor"):
+    with pytest.raises(ModelError, match=r"neither config\.json nor"):
         resolve_model(str(tmp_path / "empty"))
 
 

