@@ -14,7 +14,7 @@ def shared_llm(tiny_model):
 
 @pytest.fixture
 def llm(shared_llm):
-    """An engine that must be clean again when the test is over: nothing running, every page, slot and reference in its place."""
+    """An engine that must be clean again when the test is over: nothing running, every page in its place."""
     yield shared_llm
     core = shared_llm.llm_engine.core
     assert not shared_llm.llm_engine.has_unfinished_requests()

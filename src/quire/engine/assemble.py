@@ -1,7 +1,7 @@
 """Puts an engine core together: model on the device, pages counted and allocated, scheduler and executor joined."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.cache.capacity import fit
 from quire.cache.layout import make_layout
@@ -39,7 +39,9 @@ def device_facts(device: str) -> DeviceFacts:
 
 
 def start_core(config: Config) -> Started:
-    facts, args = config.facts, config.args
+    args = config.args
+    # rope tables are made for the longest context that can come, so a shorter one may choose finer factors
+    facts = replace(config.facts, max_position=config.max_model_len)
     layout = make_layout(facts.layers, config.page_size, ELEMENT_BYTES[config.dtype])
     runner = Runner(
         facts,
