@@ -57,9 +57,9 @@ class LLM:
             raise InvalidParameter(f"priority has {len(priorities)} entries for {len(batch)} prompts", "priority")
         prepared = []
         for prompt, one, rank in zip(batch, params, priorities, strict=True):
-            final = one.clone()
-            final.output_kind = RequestOutputKind.FINAL_ONLY
-            prepared.append(self.llm_engine.prepare(str(next(self._ids)), prompt, final, priority=rank))
+            ready = self.llm_engine.prepare(str(next(self._ids)), prompt, one, priority=rank)
+            ready.params.output_kind = RequestOutputKind.FINAL_ONLY
+            prepared.append(ready)
         return self._run(prepared, use_tqdm)
 
     def chat(
