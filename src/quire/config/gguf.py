@@ -27,6 +27,7 @@ _FIELDS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+_REQUIRED = ("block_count", "context_length", "embedding_length", "attention.head_count")
 _GPT2_FIELDS = {
     "block_count": "n_layer",
     "context_length": "n_positions",
@@ -59,6 +60,9 @@ def translate(headers: list[GGUFHeader]) -> dict[str, Any]:
     header = GGUFHeader(headers[0].path, headers[0].metadata, tensors)
     architecture = _architecture(header)
     config: dict[str, Any] = {"architectures": [architecture.hf_class], "model_type": architecture.model_type}
+    for key in _REQUIRED:
+        if not isinstance(header.get(key), int | list) or header.get(key) == 0:
+            raise ModelError(f"{header.path}: {header.architecture}.{key} must be a positive integer, got {header.get(key)!r}")
     for key, name in architecture.fields.items():
         value = header.get(key)
         if value is not None:
@@ -107,7 +111,7 @@ def _one_value(header: GGUFHeader, key: str, value: Any) -> Any:
             raise ModelError(f"{header.path}: {key} differs from layer to layer, which is not supported")
         value = value[0]
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ModelError(f"{header.path}: metadata {header.architecture}.{key} must be a number, got {value!r}")
+        raise ModelError(f"{header.path}: {header.architecture}.{key} must be a number, got {value!r}")
     return value
 
 

@@ -1,0 +1,184 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gguf_files import tiny_llama
+from quire.cli.main import COMMANDS, main
+from quire.cli.parser import with_dashes
+from quire.cli.plan import make_plan, read_size
+from quire.config.args import EngineArgs
+from quire.types.errors import ConfigError, EngineError
+
+GIB = 2**30
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return str(tmp_path)
+
+
+def in_fresh_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("line", [["--help"], ["plan", "--help"], ["models"]])
+def test_help_and_lists_do_not_import_torch(line: list[str], tmp_path: Path) -> None:
+    code = f"""
+import os, sys
+os.environ["QUIRE_CACHE"] = {str(tmp_path)!r}
+from quire.cli.main import main
+try:
+    main({line!r})
+except SystemExit:
+    pass
+print("torch" in sys.modules, "transformers" in sys.modules, "huggingface_hub" in sys.modules)
+"""
+    out = in_fresh_python(code)
+    assert out.endswith("False False False\n")
+    assert len(out) > 300
+
+
+def test_plan_does_not_import_torch(tmp_path: Path) -> None:
+    path = tiny_llama(tmp_path / "m.gguf")
+    out = in_fresh_python(
+        f"import sys; from quire.cli.main import main; main(['plan', {str(path)!r}]); print('torch' in sys.modules)"
+    )
+    assert out.endswith("False\n")
+    assert "LlamaForCausalLM" in out
+
+
+def test_no_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    out = capsys.readouterr().out
+    assert all(command in out for command in COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.strip() == "0.1.0"
+
+
+def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "./nothing"]) == 1
+    assert capsys.readouterr().err == "quire plan: ./nothing: no such file or directory\n"
+    assert main(["plan", "--tensor-parallel-size", "4"]) == 2
+    assert capsys.readouterr().err.startswith("quire plan: tensor_parallel_size=4 is not supported")
+    with pytest.raises(SystemExit):
+        main(["plan", "--max-modle-len", "4"])
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_other_endings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def failing(error: BaseException) -> Any:
+        def run(_: object) -> int:
+            raise error
+
+        return run
+
+    for error, code in ((KeyboardInterrupt(), 130), (EngineError("died"), 1), (ConfigError("bad"), 2)):
+        monkeypatch.setattr("quire.cli.models.run", failing(error))
+        assert main(["models"]) == code
+    assert "quire models: died" in capsys.readouterr().err
+
+
+def test_underscores_are_dashes_in_flags_only() -> None:
+    line = ["--max_model_len=a_b", "x_y", "--a_b", "--", "--c_d"]
+    assert with_dashes(line) == ["--max-model-len=a_b", "x_y", "--a-b", "--", "--c_d"]
+
+
+def test_models_as_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
+    assert main(["models", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "LlamaForCausalLM" in found["architectures"]
+    assert found["default"] == "smollm2"
+    assert found["aliases"]["smollm2"]["cached"] is None
+    assert "Q4_K" in found["gguf_types"]
+    assert main(["models"]) == 0
+    assert "fetched on first use" in capsys.readouterr().out
+
+
+def test_plan_of_a_gpu(model: str) -> None:
+    plan = make_plan(EngineArgs(model=model, max_model_len=8192), 80 * GIB)
+    assert (plan.device, plan.dtype, plan.fits) == ("cuda", "bfloat16", True)
+    assert plan.weights_loaded == 2 * plan.parameters
+    assert plan.bytes_per_token == {"full attention": 2 * 2 * 8 * 128 * 32}
+    assert plan.bytes_per_page == 16 * 131072
+    left = int(80 * GIB * 0.92) - plan.weights_loaded - plan.activations - plan.reserved
+    assert plan.cache == left
+    assert plan.pages == left // plan.bytes_per_page - 1
+    assert plan.concurrency[8192] == plan.pages / 512
+    assert plan.advice == ()
+
+
+def test_plan_with_too_little_memory(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", model, "--memory", "12GiB"]) == 1
+    out = capsys.readouterr().out
+    assert "Does not fit" in out
+    assert "are missing before any cache" in out
+
+
+def test_plan_that_shrinks(model: str) -> None:
+    plan = make_plan(EngineArgs(model=model), 24 * GIB)
+    assert plan.fits
+    assert 0 < plan.max_model_len < plan.positions == 131072
+    assert "the context is cut from 131072" in plan.advice[0]
+    assert plan.concurrency[plan.max_model_len] >= 1
+
+
+def test_plan_with_a_length_that_does_not_fit(model: str) -> None:
+    plan = make_plan(EngineArgs(model=model, max_model_len=131072), 24 * GIB)
+    assert not plan.fits
+    assert "max_model_len 131072 needs" in plan.advice[0]
+
+
+def test_plan_of_windows(tmp_path: Path) -> None:
+    gemma = {
+        **LLAMA_8B,
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "head_dim": 128,
+        "sliding_window": 1024,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(gemma))
+    plan = make_plan(EngineArgs(model=str(tmp_path), max_model_len=65536, max_num_batched_tokens=2048), 80 * GIB)
+    assert plan.layers == {"a window of 1024": 16, "full attention": 16}
+    full = make_plan(
+        EngineArgs(model=str(tmp_path), max_model_len=65536, hf_overrides={"layer_types": ["full_attention"] * 32}), 80 * GIB
+    )
+    assert plan.concurrency[65536] > 1.8 * full.concurrency[65536]
+
+
+def test_plan_as_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", model, "--gpu_memory=80GiB", "--json", "--max-num-seqs", "7"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["max_seqs"], plan["fits"], plan["memory"]) == (7, True, 80 * GIB)
+
+
+def test_plan_questions(model: str) -> None:
+    assert main(["plan", model, "--device", "cuda"]) == 2
+    assert main(["plan", model, "--model", "other"]) == 2
+
+
+def test_plan_of_a_cpu(tmp_path: Path) -> None:
+    plan = make_plan(EngineArgs(model=str(tiny_llama(tmp_path / "m.gguf"))), None)
+    assert (plan.device, plan.dtype, plan.parameters_counted) == ("cpu", "float32", True)
+    assert plan.cache <= 4 * GIB
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("80GiB", 80 * GIB), ("24GB", 24 * 10**9), ("512MiB", 2**29), ("1.5g", 1_500_000_000), ("7", 7)]
+)
+def test_sizes(text: str, value: int) -> None:
+    assert read_size(text) == value
