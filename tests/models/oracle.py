@@ -199,7 +199,11 @@ class Checkpoint:
 def open_checkpoint(directory: Path, impl: str = "auto") -> Checkpoint:
     import transformers
 
-    reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=torch.float32,
+        attn_implementation="eager",  # the one that leaves nothing out
+    ).eval()
     facts = read_facts(resolve_model(directory))
     model = build_model(facts, impl)
     load_weights(model, facts, device="cpu", dtype="float32")
