@@ -113,7 +113,7 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(llm, monkeypatch):
     runner = engine.core.executor._runner
     engine.add_request("a", TEXT[0], OK)
 
-    def explode(plan):
+    def explode(_plan):
         raise MemoryError("no memory for this step")
 
     with monkeypatch.context() as patch:
