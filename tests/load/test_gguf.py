@@ -12,7 +12,7 @@ from quire.files.gguf import READABLE_TYPES, ggml_types
 from quire.files.resolve import resolve_model
 from quire.load.dequantize import UNFOLD, dequantize
 from quire.load.gguf import GGUFSource
-from quire.load.gguf_names import split_pairs
+from quire.load.gguf_names import FAMILIES, split_pairs
 from quire.types.errors import ModelError
 
 
@@ -175,3 +175,16 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
     found = read_all(tmp_path / "m-00001-of-00002.gguf")
     assert len(found) == len(tensors)
     assert np.array_equal(found["model.layers.1.mlp.up_proj.weight"], tensors["blk.1.ffn_up.weight"])
+
+
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+def test_names_are_those_of_the_converter(architecture: str) -> None:
+    """The `gguf` package knows what each Hugging Face module is called in GGUF; our table must be its inverse."""
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, 1)
+    family = FAMILIES[architecture]
+    pairs = {f"blk.0.{part}": f"{family.layers}.0.{ours}" for part, ours in family.parts.items()}
+    pairs |= {theirs.rpartition(".")[0]: ours.rpartition(".")[0] for theirs, ours in family.whole.items()}
+    if names.get_name("lm_head") is None:  # a family whose head is always tied
+        pairs.pop("output")
+    assert {ours: names.get_name(ours) for ours in pairs.values()} == {ours: theirs for theirs, ours in pairs.items()}

@@ -135,7 +135,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family({**_ATTENTION, **_MLP}, _WHOLE),
     "qwen3": Family({**_ATTENTION, **_MLP, **_QK_NORMS}, _WHOLE),
     "qwen3moe": Family(
-        {**_ATTENTION, **_MLP, **_QK_NORMS, "ffn_gate_inp": "mlp.gate"},
+        {**_ATTENTION, **_QK_NORMS, "ffn_gate_inp": "mlp.gate"},
         _WHOLE,
         experts={
             "ffn_gate": "mlp.experts.{}.gate_proj",
