@@ -1,19 +1,24 @@
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    wanting = [item for item in items if item.get_closest_marker("gpu")]
+    if wanting:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in wanting:
+                item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory):
-    """name -> a tiny random checkpoint of that family, made once by transformers."""
-    from models.oracle import FAMILIES, make_checkpoint, open_checkpoint
+def checkpoint(tmp_path_factory):
+    """checkpoint(name) -> the family's tiny checkpoint, made once per session by transformers."""
+    from oracle import FAMILIES, Checkpoint, make_checkpoint, open_checkpoint
 
-    made = {}
+    made: dict[str, Checkpoint] = {}
 
-    def get(name: str):
+    def get(name: str) -> Checkpoint:
         if name not in made:
             directory = tmp_path_factory.mktemp(name)
             make_checkpoint(FAMILIES[name], directory)

@@ -175,4 +175,4 @@ def _best(engine: LLMEngine, search: _Search, params: BeamSearchParams) -> list[
 def _score(sequence: BeamSearchSequence, length_penalty: float) -> float:
     """Log-probability per token to the power of the penalty; an end-of-text token is not counted as length."""
     length = len(sequence.tokens) - (sequence.finish_reason == "stop")
-    return sequence.cum_logprob / max(length, 1) ** length_penalty
+    return sequence.cum_logprob / float(max(length, 1) ** length_penalty)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from models.oracle import Sequences
 
+from oracle import Sequences
 from quire import LLM, SamplingParams
 
 pytestmark = pytest.mark.model

@@ -6,7 +6,7 @@ A repetition penalty keeps the tiny random models from saying one token for ever
 import pytest
 import torch
 
-from models.oracle import FAMILIES, TINY
+from oracle import FAMILIES, TINY
 from quire import LLM, SamplingParams
 from quire.cache.capacity import pages_for
 from quire.cache.layout import make_layout
@@ -34,8 +34,8 @@ def name(request) -> str:
 
 
 @pytest.fixture(scope="module")
-def family(name, checkpoints):
-    return checkpoints(name)
+def family(name, checkpoint):
+    return checkpoint(name)
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,8 @@ import argparse
 import sys
 from typing import Any
 
-from quire.config.args import EngineArgs, add_cli_arguments
-
 from quire.cli.sampling import add_sampling_arguments, sampling_params
+from quire.config.args import EngineArgs, add_cli_arguments
 
 
 def add_parser(subparsers: Any) -> None:

@@ -14,7 +14,7 @@ from quire.config.facts import DeviceFacts, ModelFacts, read_facts
 from quire.config.hf import read_json
 from quire.files.resolve import resolve_model
 from quire.types.errors import ConfigError, RequestError
-from quire.types.sampling import SamplingParams
+from quire.types.sampling import LogprobsMode, SamplingParams
 
 Device = Literal["cpu", "cuda"]
 Policy = Literal["fcfs", "priority"]
@@ -54,7 +54,7 @@ class Config:
     depth: int  # steps planned ahead of the one whose results are awaited
     seed: int
     max_logprobs: int
-    logprobs_mode: str
+    logprobs_mode: LogprobsMode
     default_sampling: dict[str, Any]  # SamplingParams fields
     served_names: tuple[str, ...]
 
@@ -92,7 +92,7 @@ def resolve(
         depth=choose_depth(args, device),
         seed=args.seed,
         max_logprobs=args.max_logprobs,
-        logprobs_mode=args.logprobs_mode,
+        logprobs_mode=cast(LogprobsMode, args.logprobs_mode),
         default_sampling=sampling,
         served_names=choose_names(args),
     )

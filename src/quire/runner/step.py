@@ -18,12 +18,13 @@ from quire.runner.flight import StepFlight
 from quire.runner.kv import KVBuffers
 from quire.runner.memory import device_budget, host_budget
 from quire.runner.rehearsal import rehearsal_plan
-from quire.runner.sampler.logprobs import LogprobsMode, Report
+from quire.runner.sampler.logprobs import Report
 from quire.runner.sampler.pipeline import Drawn, Sampler
 from quire.runner.slots import Slots
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError, EngineError
 from quire.types.plan import StepPlan
+from quire.types.sampling import LogprobsMode
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts

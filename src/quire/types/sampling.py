@@ -8,7 +8,7 @@ import enum
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,6 +21,10 @@ MOST_STOP_STRINGS = 4
 MOST_LOGPROB_TOKEN_IDS = 128
 MOST_BAD_WORDS = 128
 SEED_BITS = 64
+
+LogprobsMode = Literal[
+    "raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"
+]  # before or after the sampler's work
 
 
 class RequestOutputKind(enum.Enum):
@@ -131,7 +135,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         if self.prompt_logprobs is True:
             self.prompt_logprobs = 1
         if isinstance(self.repetition_detection, dict):
-            self.repetition_detection = _as_repetition_detection(self.repetition_detection)
+            self.repetition_detection = _as_repetition_detection(self.repetition_detection)  # type: ignore[unreachable]
 
     def _check_ranges(self) -> None:
         _check_int("n", self.n, low=1, high=MOST_SEQUENCES)

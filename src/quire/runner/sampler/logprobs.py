@@ -1,7 +1,6 @@
 """logprobs: the log-probability of the chosen token, its rank, and those of other tokens beside it."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +10,8 @@ from torch import Tensor
 from quire.runner.sampler.stage import Rows
 from quire.runner.transfer import Longs, upload
 from quire.types.plan import Admission, TopLogprobs
+from quire.types.sampling import LogprobsMode
 
-LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 NOT_WANTED = -1
 
 

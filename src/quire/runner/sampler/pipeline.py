@@ -11,7 +11,7 @@ from quire.runner.sampler.bad_words import BadWords
 from quire.runner.sampler.bias import Bias
 from quire.runner.sampler.draw import Draw
 from quire.runner.sampler.extremes import largest
-from quire.runner.sampler.logprobs import Logprobs, LogprobsMode, Report
+from quire.runner.sampler.logprobs import Logprobs, Report
 from quire.runner.sampler.min_p import MinP
 from quire.runner.sampler.min_tokens import MinTokens
 from quire.runner.sampler.penalties import Penalties
@@ -20,6 +20,7 @@ from quire.runner.sampler.temperature import Temperature
 from quire.runner.sampler.truncation import Truncation
 from quire.runner.transfer import Longs, upload
 from quire.types.plan import Admission
+from quire.types.sampling import LogprobsMode
 
 CACHED_LOGITS = 2**18  # as many stay in a processor's cache while a CPU filters them
 GOOD, BROKEN, NOTHING_ALLOWED = 0, 1, 2
