@@ -8,7 +8,7 @@ import torch
 
 from gguf_files import LLAMA, llama_tensors, tiny_llama, write_gguf
 from quire.config.facts import read_facts
-from quire.files.gguf import READABLE_TYPES, ggml_types
+from quire.files.gguf import GGML_TYPES, READABLE_TYPES
 from quire.files.resolve import resolve_model
 from quire.load.dequantize import UNFOLD, dequantize
 from quire.load.gguf import GGUFSource
@@ -32,7 +32,7 @@ def pair_up(rows: np.ndarray, heads: int) -> np.ndarray:
 @pytest.mark.parametrize("name", [name for name in READABLE_TYPES if name not in ("F32", "F16", "BF16", "F64")])
 def test_block_types_unfold_as_the_reference_does(name: str) -> None:
     kind = gguf.GGMLQuantizationType[name]
-    _, elements, nbytes = ggml_types()[int(kind)]
+    _, elements, nbytes = GGML_TYPES[int(kind)]
     blocks = np.random.default_rng(1).integers(0, 256, (6, 3 * nbytes), dtype=np.uint8)
     with np.errstate(all="ignore"):  # random scales may be infinite
         expected = gguf.quants.dequantize(blocks, kind).astype(np.float32)

@@ -10,7 +10,6 @@ import mmap
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,17 @@ _U64 = struct.Struct("<Q")
 # value type -> struct code
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-# block types whose values can be unfolded
+# ggml type number -> name, elements per block, bytes per block; the `gguf` package has the same table, but takes long to import
+GGML_TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+}  # fmt: skip
+# those whose values can be unfolded
 READABLE_TYPES = (
     "F32", "F16", "BF16", "F64", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
     "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4",
@@ -66,16 +75,8 @@ class GGUFHeader:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
 
-@cache
-def ggml_types() -> dict[int, tuple[str, int, int]]:
-    """ggml type number -> (name, elements per block, bytes per block)."""
-    from gguf.constants import GGML_QUANT_SIZES
-
-    return {int(kind): (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
-
-
 def type_name(type_: int) -> str:
-    return ggml_types()[type_][0]
+    return GGML_TYPES[type_][0]
 
 
 def read_gguf(path: str | Path) -> GGUFHeader:
@@ -156,11 +157,9 @@ class _Parser:
         return tensors
 
     def _nbytes(self, name: str, shape: tuple[int, ...], type_: int) -> int:
-        if type_ not in ggml_types():
-            raise ModelError(
-                f"{self.path}: tensor {name!r} has the unknown ggml type {type_}; the `gguf` package may be too old"
-            )
-        kind, block, block_bytes = ggml_types()[type_]
+        if type_ not in GGML_TYPES:
+            raise ModelError(f"{self.path}: tensor {name!r} has the unknown ggml type {type_}")
+        kind, block, block_bytes = GGML_TYPES[type_]
         if shape[-1] % block:
             raise self._broken(f"tensor {name!r} has rows of {shape[-1]} elements, not a multiple of {kind}'s block of {block}")
         return prod(shape) // block * block_bytes

@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from quire.files.gguf import READABLE_TYPES, ggml_types
+from quire.files.gguf import GGML_TYPES, READABLE_TYPES
 from quire.types.errors import ModelError
 
 RUN_ELEMENTS = 1 << 18  # unfolded at once: small enough to stay in cache
@@ -23,7 +23,7 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F
 
 def dequantize(raw: Tensor, type_: int, shape: tuple[int, ...]) -> Tensor:
     """raw [nbytes] uint8, as it lies in the file -> a tensor of `shape`: float32, or the file's own floating type."""
-    name, elements, nbytes = ggml_types()[type_]
+    name, elements, nbytes = GGML_TYPES[type_]
     if name not in READABLE_TYPES:
         raise ModelError(f"GGUF tensors of type {name} cannot be read; these can: {', '.join(READABLE_TYPES)}")
     if name in _PLAIN:
