@@ -79,6 +79,13 @@ def test_batched(family, prompts, expected, how):
     assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["plain", "chunks of 7", "a small budget, a step ahead"])
+def test_on_cuda(family, prompts, expected, how):
+    llm = engine(family, device="cuda", **ENGINES[how])
+    assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+
+
 def test_alone_and_again_from_the_prefix_cache(family, prompts, expected):
     llm = engine(family)
     for prompt, answer in zip(prompts, expected, strict=True):

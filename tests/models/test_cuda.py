@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from oracle import Sequences
 from test_registry import facts
 
+from oracle import Sequences
 from quire.load.load import load_weights
 from quire.models.registry import build_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 def logits(device, dtype, window):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from quire.config.host import available_host_bytes
 from quire.runner import memory
 from quire.types.errors import ConfigError
 
@@ -21,7 +22,7 @@ def machine(root, available_kib: int, cgroup: str, files: dict[str, str]):
 
 def test_without_limits_the_machine_decides(tmp_path):
     root = machine(tmp_path, 2048, "0::/a\n", {"a/memory.max": "max\n", "a/memory.current": "77\n"})
-    assert memory.available_host_bytes(root) == 2048 * 1024
+    assert available_host_bytes(root) == 2048 * 1024
 
 
 def test_the_tightest_group_decides(tmp_path):
@@ -29,12 +30,12 @@ def test_the_tightest_group_decides(tmp_path):
         "a/b/memory.max": "9000\n", "a/b/memory.current": "1000\n",
         "a/memory.max": "5000\n", "a/memory.current": "3000\n", "a/memory.stat": "anon 1\ninactive_file 500\nfile 9\n",
     }  # fmt: skip
-    assert memory.available_host_bytes(machine(tmp_path, 2048, "0::/a/b\n", files)) == 2500
+    assert available_host_bytes(machine(tmp_path, 2048, "0::/a/b\n", files)) == 2500
 
 
 def test_a_container_sees_its_own_group_at_the_top(tmp_path):
     files = {"memory.max": "8000\n", "memory.current": "8500\n"}
-    assert memory.available_host_bytes(machine(tmp_path, 2048, "0::/\n", files)) == 0
+    assert available_host_bytes(machine(tmp_path, 2048, "0::/\n", files)) == 0
 
 
 def test_the_older_kind_of_groups(tmp_path):
@@ -43,7 +44,7 @@ def test_the_older_kind_of_groups(tmp_path):
         "memory/memory.stat": "total_inactive_file 200\n",
     }  # fmt: skip
     root = machine(tmp_path, 2048, "5:cpu,cpuacct:/x\n4:memory:/docker/x\n", files)
-    assert memory.available_host_bytes(root) == 1200
+    assert available_host_bytes(root) == 1200
 
 
 @pytest.mark.parametrize(("available", "budget"), [(2 * GIB, int(0.8 * GIB)), (64 * GIB, 4 * GIB)])

@@ -11,7 +11,7 @@ from test_runner import LENGTH, PAGES, PROMPT, Driver, make_runner
 from quire.runner.sampler import random
 from quire.runner.sampler.pipeline import Sampler
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 PARAMS = [
     {"temperature": 0},

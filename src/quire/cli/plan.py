@@ -7,10 +7,8 @@ it can instead, so its page count differs by a few percent.
 import argparse
 import dataclasses
 import json
-import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from quire.cache.capacity import fit, pages_for
@@ -18,6 +16,7 @@ from quire.cache.layout import make_layout
 from quire.cli.plan_text import render
 from quire.config.args import EngineArgs, add_cli_arguments
 from quire.config.facts import DTYPE_BYTES, DeviceFacts, ModelFacts, read_facts
+from quire.config.host import available_host_bytes
 from quire.config.memory import CUDA_CONTEXT_BYTES, activation_bytes, host_cache_bytes
 from quire.config.resolve import Config, resolve
 from quire.files.resolve import resolve_model, with_weights_on_disk
@@ -94,7 +93,7 @@ def make_plan(args: EngineArgs, memory: int | None) -> Plan:
     kind = args.device if args.device != "auto" else "cuda" if memory is not None else "cpu"
     if kind == "cuda" and memory is None:
         raise ConfigError("a plan for a GPU needs its memory; add --memory, such as --memory 80GiB")
-    total = memory if memory is not None else available_memory()
+    total = memory if memory is not None else available_host_bytes()
     device = DeviceFacts("cuda" if kind == "cuda" else "cpu", kind, total, total)
     config = resolve(args, lambda: kind, lambda _: device, facts)
     element = DTYPE_BYTES[config.dtype]
@@ -186,15 +185,6 @@ def _per_kind(facts: ModelFacts, element_bytes: int) -> dict[str, dict[str, int]
         layers[name] = layers.get(name, 0) + 1
         per_token[name] = per_token.get(name, 0) + layer.bytes_per_token(element_bytes)
     return {"layers": layers, "bytes_per_token": per_token}
-
-
-def available_memory() -> int:
-    """Host memory that can be had without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux: half of what there is, to be careful
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def read_size(text: str) -> int:

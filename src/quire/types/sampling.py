@@ -22,9 +22,7 @@ MOST_LOGPROB_TOKEN_IDS = 128
 MOST_BAD_WORDS = 128
 SEED_BITS = 64
 
-LogprobsMode = Literal[
-    "raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"
-]  # before or after the sampler's work
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
 class RequestOutputKind(enum.Enum):
