@@ -23,11 +23,13 @@ def add_parser(subparsers: Any) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     prompts = namespace.prompt or [sys.stdin.read()]
-    args, params = EngineArgs.from_cli(namespace), sampling_params(namespace)
+    args = EngineArgs.from_cli(namespace)
+    sampling_params(namespace)  # wrong flags are told before the model is loaded
     from quire.cli.stream import print_stream
     from quire.llm_engine import LLMEngine
 
     engine = LLMEngine.from_engine_args(args)
+    params = sampling_params(namespace, engine.config.default_sampling)
     for index, prompt in enumerate(prompts):
         if index:
             print()
