@@ -67,15 +67,17 @@ class Heard:
 
 @st.composite
 def requests(draw, model: FakeModel, earlier: list[EngineRequest]) -> EngineRequest:
-    prompt = draw(st.sampled_from(STEMS))[: draw(st.integers(1, 12))]
+    prompt = draw(st.sampled_from(STEMS))[: draw(st.sampled_from((12, 12, 11, 10, 8, 5, 2, 1)))]
+    salt = draw(st.sampled_from(((), (), (), ("adapter",))))
     fork_of = None
     if earlier and draw(st.booleans()):
         parent = draw(st.sampled_from(earlier))
         answer = model.generate(parent.prompt, seed=parent.seed, max_tokens=4)
         prompt = (parent.prompt + tuple(answer))[: len(parent.prompt) + draw(st.integers(-1, 4))] or parent.prompt
         fork_of = parent.id
-    prompt = (prompt + (draw(st.integers(0, 3)),) * draw(st.integers(0, 2)))[: MAX_MODEL_LEN - 6]
-    max_tokens = draw(st.integers(1, 7))
+        salt = draw(st.sampled_from((parent.salt, parent.salt, parent.salt, salt)))
+    prompt = (prompt + (draw(st.integers(0, 3)),) * draw(st.integers(0, 2)))[: MAX_MODEL_LEN - 4]
+    max_tokens = draw(st.integers(1, 10))
     return EngineRequest(
         id=f"r{len(earlier)}",
         prompt=prompt,
@@ -83,14 +85,14 @@ def requests(draw, model: FakeModel, earlier: list[EngineRequest]) -> EngineRequ
             max_tokens=max_tokens,
             min_tokens=draw(st.sampled_from((0, 0, min(2, max_tokens)))),
             logprobs=draw(st.sampled_from((None, None, 2))),
-            prompt_logprobs=draw(st.sampled_from((None, None, None, 1))),
+            prompt_logprobs=draw(st.sampled_from((None, None, None, None, None, 1))),
         ),
         seed=draw(st.integers(0, 3)),
         stop_ids=frozenset({EOS}),
         eos_ids=frozenset({EOS}),
         arrival=0.0,
         priority=draw(st.integers(0, 2)),
-        salt=draw(st.sampled_from(((), (), ("adapter",)))),
+        salt=salt,
         fork_of=fork_of,
         hold=draw(st.booleans()),
     )
@@ -99,21 +101,24 @@ def requests(draw, model: FakeModel, earlier: list[EngineRequest]) -> EngineRequ
 @st.composite
 def workloads(draw, faulty: bool = False) -> Workload:
     layout = layout_of(draw(st.sampled_from(LAYOUTS)), draw(st.integers(1, 4)))
-    model = FakeModel.of(layout, vocab_size=VOCABULARY, eos_id=EOS, eos_probability=0.1)
+    model = FakeModel.of(layout, vocab_size=VOCABULARY, eos_id=EOS, eos_probability=0.04)
     specs: list[EngineRequest] = []
-    visits = []
-    for _ in range(draw(st.integers(1, 8))):
+    visits: list[Visit] = []
+    for _ in range(draw(st.integers(2, 8))):
         spec = draw(requests(model, specs))
         specs.append(spec)
-        arrives = draw(st.integers(0, 10))
-        aborted = draw(st.sampled_from((None, None, None, arrives, arrives + 1, arrives + 2, arrives + 4)))
+        arrives = draw(st.sampled_from((0, 0, 0, 1, 2, 3, 6, 9)))
+        if spec.fork_of is not None:
+            arrives = min(12, visits[int(spec.fork_of[1:])].arrives + draw(st.sampled_from((0, 0, 1, 2, 5))))
+        patience = draw(st.sampled_from((None,) * 12 + (0, 1, 2, 4)))
+        aborted = None if patience is None else arrives + patience
         visits.append(Visit(spec, arrives, aborted, draw(st.sampled_from((None, arrives + 6, arrives + 12)))))
     chunked = draw(st.sampled_from((True, True, False)))
     longest = max(len(spec.prompt) + spec.params.max_tokens - 1 for spec in specs)
     budget = draw(st.integers(1, 16)) if chunked else max(longest, draw(st.integers(1, 24)))
     chunk_cap = draw(st.sampled_from((None, None, 1, 3, 6))) if chunked else None
     needed = pages_for(layout, longest, min(budget, chunk_cap or budget))
-    max_seqs = draw(st.integers(1, 4))
+    max_seqs = draw(st.integers(1, 5))
     steps = st.frozensets(st.integers(0, 12), max_size=2)
     faults = Faults()
     if faulty:
@@ -122,7 +127,7 @@ def workloads(draw, faulty: bool = False) -> Workload:
     return Workload(
         layout=layout,
         depth=draw(st.integers(0, 2)),
-        pages=needed + draw(st.sampled_from((0, 1, 2, 4, 8, 30))),
+        pages=needed + draw(st.sampled_from((0, 0, 1, 2, 3, 5, 8, 30))),
         max_seqs=max_seqs,
         budget=budget,
         chunk_cap=chunk_cap,

@@ -1,0 +1,162 @@
+"""Page tables of all kinds of groups, without a scheduler."""
+
+import random
+
+import pytest
+
+from quire.cache.capacity import pages_for
+from quire.cache.layout import make_layout
+from quire.cache.pool import NULL
+from quire.cache.tables import Tables
+from quire.types.cache import LayerCache
+from quire.types.request import EngineRequest, Request
+from quire.types.sampling import SamplingParams
+
+SIZE = 4
+
+
+def tables(*windows: int | None, pages: int = 50, chunk: int = 8) -> Tables:
+    layout = make_layout([LayerCache(1, 8, window) for window in windows], SIZE, 2)
+    return Tables(layout, pages, chunk, prefix_caching=True)
+
+
+def request(tokens: list[int], salt: tuple[str, ...] = ()) -> Request:
+    spec = EngineRequest("r", tuple(tokens), SamplingParams(), 0, frozenset(), frozenset(), 0.0, salt=salt)
+    return Request(spec, limit=10**6, order=0, tokens=list(tokens))
+
+
+def compute(books: Tables, r: Request, end: int) -> None:
+    """Rows up to `end`, as a scheduler would place them."""
+    books.trim(r)
+    books.grow(r, end)
+    r.computed = end
+    books.publish(r)
+
+
+def start(books: Tables, tokens: list[int], end: int | None = None) -> Request:
+    r = request(tokens)
+    books.adopt(r, 0)
+    compute(books, r, len(tokens) if end is None else end)
+    return r
+
+
+def test_a_hit_has_full_pages_only_and_leaves_the_last_token():
+    books = tables(None)
+    start(books, list(range(10)))
+    assert books.find(request(list(range(10)))) == 8
+    assert books.find(request(list(range(8)))) == 4
+    assert books.find(request([*range(7), 99, 8, 9])) == 4
+    assert books.find(request(list(range(10)), salt=("other",))) == 0
+
+
+def test_a_window_hit_needs_only_the_pages_in_sight_of_the_next_query():
+    books = tables(5)
+    r = start(books, list(range(16)), end=8)
+    compute(books, r, 16)
+    again = request(list(range(17)))
+    books.free(r)
+    assert books.find(again) == 16
+    books.adopt(again, 16)
+    assert [page != NULL for page in again.pages[0]] == [False, False, False, True]
+    compute(books, again, 17)
+    books.free(again)
+    books.check([])
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 9, 13])
+def test_the_best_window_hit_is_the_longest_whose_window_is_unbroken(window):
+    rng = random.Random(window)
+    for _ in range(200):
+        books = tables(window)
+        r = start(books, list(range(32)))
+        gone = {i for i in range(8) if rng.random() < 0.4}
+        books.pool.forget([r.pages[0][i] for i in gone])
+        again = request(list(range(33)))
+
+        def complete(hit: int, gone: set[int] = gone) -> bool:
+            visible = range(max(0, hit * SIZE - window + 1), hit * SIZE)
+            return not any(position // SIZE in gone for position in visible)
+
+        assert books.find(again) == SIZE * max(hit for hit in range(9) if complete(hit))
+
+
+def test_all_groups_agree_on_a_hit():
+    """Each window alone allows a hit that another one forbids, twice over."""
+    books = tables(5, 9)
+    r = start(books, list(range(32)))
+    near, far = r.pages
+    books.pool.forget([near[6], far[2]])
+    # 7 pages would need near[6]; 6 pages need near[5] and far[4], far[5]; nothing forbids that
+    assert books.find(request(list(range(29)))) == 24
+    books.pool.forget([far[4]])
+    # 6 and 5 pages need far[4]; 4 need far[2]; 3 need far[2]; 2 need near[1], far[0], far[1]
+    assert books.find(request(list(range(29)))) == 8
+
+
+def test_the_window_moves_and_pages_come_back():
+    books = tables(None, 6, pages=20, chunk=4)
+    r = request(list(range(40)))
+    books.adopt(r, 0)
+    for end in range(4, 41, 4):
+        compute(books, r, end)
+        held = sum(page != NULL for table in r.pages for page in table)
+        assert held <= pages_for(make_layout([LayerCache(1, 8), LayerCache(1, 8, 6)], SIZE, 2), end, 4)
+    assert r.pages[1][-3:].count(NULL) == 0
+    assert r.pages[1][:6] == [NULL] * 6
+    books.check([r])
+    books.free(r)
+    books.check([])
+
+
+def test_demand_is_never_exceeded_on_the_way():
+    rng = random.Random(1)
+    for _ in range(100):
+        chunk = rng.randint(1, 9)
+        books = tables(*rng.choice([(None,), (3,), (None, 5), (2, 11)]), chunk=chunk)
+        old = start(books, list(range(30)))
+        if rng.random() < 0.5:
+            books.free(old)
+        r = request(list(range(rng.randint(2, 40))))
+        hit = books.find(r)
+        books.adopt(r, hit)
+        r.computed = hit
+        promised, least = books.demand(r, len(r.tokens)), books.pool.free
+        before = books.pool.free
+        while r.computed < len(r.tokens):
+            compute(books, r, min(len(r.tokens), r.computed + rng.randint(1, chunk)))
+            least = min(least, books.pool.free)
+        assert before - least <= promised
+
+
+def test_a_fork_shares_full_pages_and_copies_the_rest():
+    books = tables(None, 6)
+    parent = start(books, list(range(10)))
+    child = request([*range(10), 77])
+    sources = books.fork(child, parent, 9)
+    assert child.pages[0] == parent.pages[0][:2]
+    assert child.pages[1] == [NULL, parent.pages[1][1]], "a query at 9 sees 4 ... 9"
+    assert sources == [table[2] for table in parent.pages]
+    books.pool.drop(sources)
+    books.check([parent, child])
+    even = request(list(range(9)))
+    assert books.fork(even, parent, 8) == [], "no valid token would be copied"
+    books.check([parent, child, even])
+
+
+def test_a_fork_needs_what_the_parent_may_have_given_back():
+    books = tables(5, chunk=1)
+    parent = start(books, list(range(12)), end=8)
+    for end in range(9, 13):
+        compute(books, parent, end)
+        assert books.can_fork(parent, end - 1), "one token back is always possible"
+    assert not books.can_fork(parent, 5)
+    assert not books.can_fork(parent, 13), "not there yet"
+    assert not books.can_fork(request([1]), 0), "no pages at all"
+
+
+def test_nothing_is_found_without_prefix_caching():
+    books = tables(None)
+    books.prefix_caching = False
+    r = start(books, list(range(10)))
+    assert books.find(request(list(range(10)))) == 0
+    assert r.keys == []

@@ -1,0 +1,89 @@
+"""A scheduler on the fake executor with small numbers, and requests in one line: for tests of single rules."""
+
+from collections import defaultdict
+
+from workload import layout_of
+
+from quire.engine.core import EngineCore
+from quire.engine.executor.fake import FakeExecutor, Faults
+from quire.engine.executor.fake_model import FakeModel
+from quire.sched.scheduler import Scheduler
+from quire.types.outputs import TokenDelta
+from quire.types.plan import StepPlan
+from quire.types.request import EngineRequest
+from quire.types.sampling import SamplingParams
+
+SIZE = 4
+
+
+class Desk:
+    """Turns the loop by hand and keeps every plan."""
+
+    def __init__(self, windows=(None,), *, pages=20, max_seqs=4, budget=64, depth=0, faults=None, max_model_len=60, **more):
+        layout = layout_of(windows, SIZE)
+        self.model = FakeModel.of(layout, vocab_size=50)
+        numbers = {"pages": pages, "max_seqs": max_seqs, "max_model_len": max_model_len}
+        self.scheduler = Scheduler(layout, max_batched_tokens=budget, **numbers, **more)
+        self.executor = FakeExecutor(layout, self.model, faults=faults or Faults(), **numbers)
+        self.core = EngineCore(self.scheduler, self.executor, depth, clock=lambda: 7.0)
+        self.plans: list[StepPlan] = []
+        self.heard: dict[str, list[TokenDelta]] = defaultdict(list)
+        self.specs: dict[str, EngineRequest] = {}
+        submit = self.executor.submit
+
+        def remember(plan: StepPlan):
+            self.plans.append(plan)
+            return submit(plan)
+
+        self.executor.submit = remember
+
+    def add(self, name, prompt, max_tokens=4, *, stop=(), eos=(), priority=0, salt=(), fork_of=None, hold=False, **params):
+        self.specs[name] = EngineRequest(
+            id=name,
+            prompt=tuple(prompt),
+            params=SamplingParams(max_tokens=max_tokens, **params),
+            seed=len(self.specs),
+            stop_ids=frozenset(stop) | frozenset(eos),
+            eos_ids=frozenset(eos),
+            arrival=0.0,
+            priority=priority,
+            salt=salt,
+            fork_of=fork_of,
+            hold=hold,
+        )
+        self.core.add(self.specs[name])
+
+    def step(self, turns: int = 1) -> StepPlan | None:
+        """Returns the last plan of these turns, or None if there was none."""
+        before = len(self.plans)
+        for _ in range(turns):
+            for delta in self.core.step():
+                self.heard[delta.request_id].append(delta)
+            self.scheduler.check()
+        return self.plans[-1] if len(self.plans) > before else None
+
+    def finish(self) -> None:
+        for _ in range(500):
+            self.step()
+            if not self.core.has_unfinished:
+                return
+        raise AssertionError("the loop does not come to an end")
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for delta in self.heard[name] for token in delta.token_ids]
+
+    def answer(self, name: str) -> list[int]:
+        spec = self.specs[name]
+        params = spec.params
+        return self.model.generate(
+            spec.prompt, seed=spec.seed, max_tokens=params.max_tokens, stop_ids=spec.stop_ids, min_tokens=params.min_tokens
+        )
+
+    def right(self, *names: str) -> bool:
+        return all(self.tokens(name) == self.answer(name) for name in names)
+
+    def cached(self, name: str) -> int:
+        return self.heard[name][-1].cached_tokens
+
+    def running(self) -> set[str]:
+        return {request.spec.id for request in self.scheduler._running}
