@@ -92,8 +92,10 @@ class Tables:
 
     def publish(self, request: Request) -> None:
         """Offers the full pages whose tokens are known and scheduled to be written."""
+        if request.computed < (request.published + 1) * self.page_size or not self.prefix_caching:
+            return
         last = min(request.computed, len(request.tokens)) // self.page_size
-        if last <= request.published or not self.prefix_caching:  # a waiting request has computed nothing
+        if last <= request.published:
             return
         extend_keys(request.keys, request.tokens, self.page_size, request.spec.salt)
         for group in self.groups:

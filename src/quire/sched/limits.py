@@ -25,9 +25,12 @@ class Limits:
 
     def row_length(self, request: Request, left: int) -> int:
         """How many tokens its next row has when the step has room for `left`; 0 if it gets none."""
-        known = request.known
-        if known < 1 or request.room < 1:
+        total = len(request.tokens) + request.pending
+        known = total - request.computed
+        if known < 1 or total >= request.limit:
             return 0
+        if known == 1:  # by far the most frequent, and neither budget nor cap can cut it
+            return 1
         count = min(known, left, self.chunk)
         return count if self._chunked or count == known else 0
 

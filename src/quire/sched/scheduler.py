@@ -186,9 +186,9 @@ class Scheduler:
         request.admitted = plan.step
 
     def _place(self, request: Request, count: int, plan: PlanBuilder) -> None:
-        sample = count == request.known
         request.computed += count
         request.rows += 1
+        sample = request.computed == len(request.tokens) + request.pending
         if sample:
             request.pending += 1
         else:
