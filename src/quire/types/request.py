@@ -35,6 +35,7 @@ class EngineRequest:
     salt: tuple[str, ...] = ()  # adapter, media, tenant: what else the cached keys depend on
     fork_of: str | None = None
     hold: bool = False
+    resumed: tuple[int, ...] = ()  # tokens sampled before the engine was restarted: known, but not part of the prompt
 
 
 @dataclass(eq=False)
