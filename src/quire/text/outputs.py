@@ -4,13 +4,14 @@ Knows nothing of the engine but its deltas; a stop string found here is reported
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quire.text.detokenizer import Detokenizer
 from quire.text.inputs import Prepared
 from quire.text.stops import StopStrings
 from quire.text.tokenizer import Tokenizer
+from quire.types.news import Arrived, Finished, OutputNews, OutputObserver
 from quire.types.outputs import (
     CompletionOutput,
     FlatLogprobs,
@@ -34,8 +35,11 @@ class Processed:
 
 
 class OutputProcessor:
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    """`observers` are told of every request and of every batch of deltas; the list may grow later."""
+
+    def __init__(self, tokenizer: Tokenizer | None, observers: Sequence[OutputObserver] = ()) -> None:
         self._tokenizer = tokenizer
+        self._observers = observers
         self._answers: dict[str, _Answer] = {}  # by user request id
         self._owners: dict[str, tuple[_Answer, _Choice]] = {}  # by engine request id
 
@@ -45,21 +49,25 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._answers
 
-    def add(self, prepared: Prepared) -> None:
-        answer = _Answer(prepared, self._tokenizer)
+    def add(self, prepared: Prepared, trace_headers: Mapping[str, str] | None = None) -> None:
+        answer = _Answer(prepared, self._tokenizer, trace_headers)
         self._answers[prepared.id] = answer
         for choice, request in zip(answer.choices, prepared.requests, strict=True):
             self._owners[request.id] = (answer, choice)
+        for observer in self._observers:
+            observer.on_arrival(Arrived(prepared.id, prepared.prompt, prepared.prompt_ids, prepared.params))
 
     def forget(self, request_id: str) -> list[str]:
         """Drops a user's request; returns the engine requests behind it that are still open."""
         answer = self._answers.pop(request_id, None)
         if answer is None:
             return []
+        answer.metrics.finished_ts = now = time.monotonic()
+        self._tell(OutputNews(now, finished=[answer.finish()]))
         return [r.id for r in answer.prepared.requests if self._owners.pop(r.id, None) is not None]
 
     def process(self, deltas: Iterable[TokenDelta]) -> Processed:
-        now = time.monotonic()
+        news = OutputNews(now := time.monotonic())
         changed: dict[str, _Answer] = {}
         aborts = []
         for delta in deltas:
@@ -67,7 +75,7 @@ class OutputProcessor:
             if owner is None:
                 continue  # ended here by a stop string while its last rows were in flight
             answer, choice = owner
-            answer.note(delta, now)
+            answer.note(delta, choice, news)
             choice.feed(delta)
             changed[answer.prepared.id] = answer
             if choice.finish_reason is not None:
@@ -79,18 +87,25 @@ class OutputProcessor:
             if answer.finished:
                 del self._answers[request_id]
                 answer.metrics.finished_ts = now
+                news.finished.append(answer.finish())
             output = answer.emit()
             if output is not None:
                 outputs.append(output)
+        self._tell(news)
         return Processed(outputs, aborts)
+
+    def _tell(self, news: OutputNews) -> None:
+        for observer in self._observers:
+            observer.on_outputs(news)
 
 
 class _Answer:
     """One user request: its n choices and its times."""
 
-    def __init__(self, prepared: Prepared, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, prepared: Prepared, tokenizer: Tokenizer | None, trace_headers: Mapping[str, str] | None) -> None:
         self.prepared = prepared
         self._tokenizer = tokenizer
+        self._trace_headers = trace_headers
         self.choices = [_Choice(i, prepared, tokenizer) for i in range(len(prepared.requests))]
         self.metrics = RequestMetrics(arrival_time=prepared.requests[0].arrival, queued_ts=time.monotonic())
         self.cached_tokens = 0
@@ -103,10 +118,11 @@ class _Answer:
     def finished(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
 
-    def note(self, delta: TokenDelta, now: float) -> None:
-        metrics = self.metrics
+    def note(self, delta: TokenDelta, choice: "_Choice", news: OutputNews) -> None:
+        metrics, now = self.metrics, news.now
         if delta.request_id == self.prepared.requests[0].id:
-            self.cached_tokens = delta.cached_tokens
+            if not metrics.first_token_ts:  # later a restarted engine may find other things cached
+                self.cached_tokens = delta.cached_tokens
             self._add_prompt_logprobs(delta.prompt_logprobs)
         if delta.scheduled_at and not metrics.scheduled_ts:
             metrics.scheduled_ts = delta.scheduled_at
@@ -114,9 +130,28 @@ class _Answer:
             if not metrics.first_token_ts:
                 metrics.first_token_ts = now
                 metrics.first_token_latency = now - metrics.queued_ts
-            metrics.last_token_ts = now
+                news.first_tokens.append(metrics.first_token_latency)
+                news.prompts.append((len(self.prepared.prompt_ids), self.cached_tokens))
+            if choice.last_token_ts:
+                news.intervals.append(now - choice.last_token_ts)
+            choice.last_token_ts = metrics.last_token_ts = now
             metrics.num_generation_tokens += len(delta.token_ids)
+            news.tokens += len(delta.token_ids)
         metrics.num_preemptions = max(metrics.num_preemptions, delta.preemptions)
+
+    def finish(self) -> Finished:
+        """The whole request for observers; choices that have not ended were given up."""
+        return Finished(
+            request_id=self.prepared.id,
+            prompt_tokens=len(self.prepared.prompt_ids),
+            cached_tokens=self.cached_tokens,
+            params=self.prepared.params,
+            metrics=self.metrics,
+            reasons=tuple(choice.finish_reason or "abort" for choice in self.choices),
+            generated=tuple(len(choice.token_ids) for choice in self.choices),
+            texts=tuple(choice.text for choice in self.choices),
+            trace_headers=self._trace_headers,
+        )
 
     def emit(self) -> RequestOutput | None:
         """The output that is due now, if one is."""
@@ -175,6 +210,7 @@ class _Choice:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
+    last_token_ts: float = 0.0
     sent: _Sent = field(default_factory=_Sent)
 
     def __post_init__(self) -> None:
