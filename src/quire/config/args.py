@@ -18,6 +18,7 @@ from quire.types.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2"
 _MODEL, _LENGTHS, _CACHE, _SCHEDULER, _OTHER = "model", "lengths and sampling", "cache and memory", "scheduler", "other"
+_PROCESS = "engine process (servers and AsyncLLM)"
 
 
 @dataclass
@@ -92,6 +93,16 @@ class EngineArgs:
         None, FLAG, _SCHEDULER, "plan a step while the last one runs; default: on with CUDA"
     )
 
+    engine_dead_after: float = setting(10.0, REAL, _PROCESS, "restart an engine that is silent for so many seconds", above=1.0)
+    engine_hang_timeout: float = setting(300.0, REAL, _PROCESS, "restart an engine whose step takes so many seconds", above=0.0)
+    engine_start_timeout: float = setting(1800.0, REAL, _PROCESS, "give up a start after so many seconds", above=0.0)
+    max_engine_restarts: int = setting(6, NUMBER, _PROCESS, "most restarts within engine_restart_window", low=0)
+    engine_restart_window: float = setting(600.0, REAL, _PROCESS, "seconds in which restarts are counted", above=0.0)
+
+    distributed_executor_backend: str | None = setting(
+        None, TEXT, _OTHER, "uni: one device in the engine process (the default); fake: no model, for tests of all the rest",
+        choices=("uni", "fake"),
+    )  # fmt: skip
     disable_log_stats: bool = setting(False, FLAG, _OTHER, "no periodic throughput line")
 
     def __post_init__(self) -> None:

@@ -34,14 +34,20 @@ class Processed:
     aborts: list[str]  # engine requests that are over for us, but not yet for the engine
 
 
+@dataclass(frozen=True)
+class Absorbed:
+    changed: "list[Answer]"
+    aborts: list[str]  # as above
+
+
 class OutputProcessor:
     """`observers` are told of every request and of every batch of deltas; the list may grow later."""
 
     def __init__(self, tokenizer: Tokenizer | None, observers: Sequence[OutputObserver] = ()) -> None:
         self._tokenizer = tokenizer
         self._observers = observers
-        self._answers: dict[str, _Answer] = {}  # by user request id
-        self._owners: dict[str, tuple[_Answer, _Choice]] = {}  # by engine request id
+        self._answers: dict[str, Answer] = {}  # by user request id
+        self._owners: dict[str, tuple[Answer, _Choice]] = {}  # by engine request id
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -49,13 +55,24 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._answers
 
-    def add(self, prepared: Prepared, trace_headers: Mapping[str, str] | None = None) -> None:
-        answer = _Answer(prepared, self._tokenizer, trace_headers)
+    def add(self, prepared: Prepared, trace_headers: Mapping[str, str] | None = None) -> "Answer":
+        answer = Answer(prepared, self._tokenizer, trace_headers)
         self._answers[prepared.id] = answer
         for choice, request in zip(answer.choices, prepared.requests, strict=True):
             self._owners[request.id] = (answer, choice)
         for observer in self._observers:
             observer.on_arrival(Arrived(prepared.id, prepared.prompt, prepared.prompt_ids, prepared.params))
+        return answer
+
+    def user_id(self, engine_id: str) -> str | None:
+        """Whose request this open engine request is."""
+        owner = self._owners.get(engine_id)
+        return None if owner is None else owner[0].prepared.id
+
+    def engine_ids(self, request_id: str) -> list[str]:
+        """The engine requests behind a user's request that are still open."""
+        answer = self._answers.get(request_id)
+        return [] if answer is None else [r.id for r in answer.prepared.requests if r.id in self._owners]
 
     def forget(self, request_id: str) -> list[str]:
         """Drops a user's request; returns the engine requests behind it that are still open."""
@@ -67,8 +84,14 @@ class OutputProcessor:
         return [r.id for r in answer.prepared.requests if self._owners.pop(r.id, None) is not None]
 
     def process(self, deltas: Iterable[TokenDelta]) -> Processed:
+        absorbed = self.absorb(deltas)
+        outputs = [output for answer in absorbed.changed if (output := answer.emit()) is not None]
+        return Processed(outputs, absorbed.aborts)
+
+    def absorb(self, deltas: Iterable[TokenDelta]) -> Absorbed:
+        """Takes the news in. Whoever calls this asks the answers for outputs when there is somebody to take them."""
         news = OutputNews(now := time.monotonic())
-        changed: dict[str, _Answer] = {}
+        changed: dict[str, Answer] = {}
         aborts = []
         for delta in deltas:
             owner = self._owners.get(delta.request_id)
@@ -82,25 +105,21 @@ class OutputProcessor:
                 del self._owners[delta.request_id]
                 if delta.finish_reason is None:
                     aborts.append(delta.request_id)
-        outputs = []
         for request_id, answer in changed.items():
             if answer.finished:
                 del self._answers[request_id]
                 answer.metrics.finished_ts = now
                 news.finished.append(answer.finish())
-            output = answer.emit()
-            if output is not None:
-                outputs.append(output)
         self._tell(news)
-        return Processed(outputs, aborts)
+        return Absorbed(list(changed.values()), aborts)
 
     def _tell(self, news: OutputNews) -> None:
         for observer in self._observers:
             observer.on_outputs(news)
 
 
-class _Answer:
-    """One user request: its n choices and its times."""
+class Answer:
+    """One user request: its n choices and its times. What it has learnt and not told yet is in its next output."""
 
     def __init__(self, prepared: Prepared, tokenizer: Tokenizer | None, trace_headers: Mapping[str, str] | None) -> None:
         self.prepared = prepared
@@ -152,6 +171,13 @@ class _Answer:
             texts=tuple(choice.text for choice in self.choices),
             trace_headers=self._trace_headers,
         )
+
+    @property
+    def due(self) -> bool:
+        """Would `emit` have something to say?"""
+        if self.prepared.params.output_kind is RequestOutputKind.FINAL_ONLY:
+            return self.finished
+        return any(choice.due() for choice in self.choices)
 
     def emit(self) -> RequestOutput | None:
         """The output that is due now, if one is."""
