@@ -73,6 +73,7 @@ class AsyncLLM:
         self.config = config
         self.observers: list[Observer] = []
         self.stats: Stats | None = None
+        self.pages = 0  # of the cache, once the engine is ready
         self._client = EngineClient(config.args, self, command)
         try:
             self.tokenizer = open_tokenizer(config)
@@ -110,6 +111,11 @@ class AsyncLLM:
     @property
     def restarts(self) -> int:
         return self._client.supervisor.restarts
+
+    @property
+    def replayed(self) -> int:
+        """Requests that went on in a restarted engine."""
+        return self._client.replayed
 
     @property
     def engine_pid(self) -> int | None:
@@ -231,6 +237,7 @@ class AsyncLLM:
             max_seqs=ready.max_seqs,
         )
         self._inputs.max_model_len = ready.max_model_len
+        self.pages = ready.pages
 
     def on_deltas(self, deltas: Sequence[TokenDelta]) -> None:
         absorbed = self._outputs.absorb(deltas)

@@ -62,13 +62,6 @@ class ServerArgs:
         30.0, REAL, _RUN, "seconds that running requests get to finish after SIGTERM or Ctrl-C; then they are ended", low=0.0
     )
     max_queue: int = setting(2048, NUMBER, _RUN, "/readyz is 503 while more requests than this wait", low=0)
-    max_engine_restarts: int = setting(
-        3, NUMBER, _RUN, "times the engine may be restarted within --engine-restart-window before the server gives up", low=0
-    )
-    engine_restart_window: float = setting(600.0, REAL, _RUN, "seconds over which restarts are counted", above=0.0)
-    engine_hang_timeout: float = setting(
-        300.0, REAL, _RUN, "seconds one step may take before the engine counts as hung and is restarted", above=0.0
-    )
 
     uvicorn_log_level: str = setting("info", TEXT, _SEEN, "log level of the HTTP server", choices=_LEVELS)
     disable_uvicorn_access_log: bool = setting(False, FLAG, _SEEN, "no log line per HTTP request")

@@ -23,7 +23,7 @@ SERVER_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = table_of((
     ("the number of requests is in /metrics", {"enable_server_load_tracking": (False,)}),
     ("the tokenizer is in the model's files", {"enable_tokenizer_info_endpoint": (False,)}),
     ("the docs page loads its script from the network", {"enable_offline_docs": (False,)}),
-    ("answers carry no fingerprint", {"fingerprint_mode": ("none",)}),
+    ("the fingerprint has one form", {"fingerprint_mode": ("full",)}),
     ("errors are logged without their stack unless the level is debug", {"log_error_stack": (False,)}),
     ("headers are bounded by the server", {"h11_max_incomplete_event_size": (), "h11_max_header_count": ()}),
     ("tokens in, tokens out is not served yet", {"tokens_only": (False,)}),

@@ -69,6 +69,7 @@ class EngineClient:
         self._probe: _Open | None = None  # the suspect whose progress is awaited
         self._calls: dict[int, tuple[ipc.Call, asyncio.Future[Any]]] = {}
         self._numbers = itertools.count()
+        self.replayed = 0  # requests that another engine had before
         self.supervisor = Supervisor(lambda: Child(args, command), Limits.of(args), self)
 
     @property
@@ -183,6 +184,7 @@ class EngineClient:
 
     def _send(self, entries: Sequence[_Open]) -> None:
         if entries:
+            self.replayed += sum(1 for entry in entries if entry.told or entry.strikes)
             self.supervisor.send(ipc.Add([entry.again() for entry in entries]))
 
     def _go_on(self) -> None:

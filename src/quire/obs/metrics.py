@@ -65,9 +65,8 @@ class Metrics:
         self.waiting = board.add(Gauge("num_requests_waiting", "Requests that wait for room"))
         self.waiting_by_reason = board.add(Gauge("num_requests_waiting_by_reason", "Waiting requests by reason", ("reason",)))
         self.cache_usage = board.add(Gauge("kv_cache_usage_perc", "Fraction of the cache pages in use, 0 to 1"))
-        self.cache_config = board.add(
-            Gauge("cache_config_info", "How the cache is set up", (*self._cache_info, "num_gpu_blocks"))
-        )
+        self.cache_config = board.add(Gauge("cache_config_info", "How the cache is set up", tuple(self._cache_info)))
+        self.cache_config.set(1, *self._cache_info.values())
         self.heartbeat = board.add(Gauge("engine_heartbeat_age_seconds", "Since the engine process was last heard of"))
         self.restarts = board.add(Counter("engine_restarts", "Times the engine process was restarted"))
         self.replayed = board.add(Counter("requests_replayed", "Requests continued in a restarted engine"))
@@ -177,7 +176,6 @@ class Metrics:
         self.waiting_by_reason.set(stats.waiting, "capacity")
         self.waiting_by_reason.set(0, "deferred")
         self.cache_usage.set(1 - stats.free_pages / stats.pages if stats.pages else 0)
-        self.cache_config.values = {(*self._cache_info.values(), str(stats.pages)): 1.0}
         self.heartbeat.set(engine.heartbeat_age)
         self.restarts.values[()] = float(engine.restarts)
         self.replayed.values[()] = float(engine.replayed)

@@ -1,6 +1,7 @@
 """OpenTelemetry traces: one span per request, beneath the span of whoever sent it. Only when asked for: the extra is `otel`."""
 
 import os
+import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -59,9 +60,11 @@ class Tracing:
         )
         span.end(end_time=end)
 
-    def close(self) -> None:
-        """Sends what has not been sent."""
-        self._provider.shutdown()
+    def close(self, seconds: float) -> None:
+        """Sends what has not been sent, if that is possible in time."""
+        sending = threading.Thread(target=self._provider.shutdown, name="quire-traces", daemon=True)
+        sending.start()
+        sending.join(seconds)
 
 
 def attributes(request: Finished) -> dict[str, Any]:
