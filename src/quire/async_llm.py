@@ -221,7 +221,7 @@ class AsyncLLM:
         Call it on the event loop in use, or when there is none any more. A second call does nothing.
         """
         self._client.stop(timeout)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False)
         task, self._task = self._task, None
         if task is not None and not task.get_loop().is_closed():
             task.cancel()
@@ -235,6 +235,7 @@ class AsyncLLM:
             dtype=ready.dtype,
             max_batched_tokens=ready.max_batched_tokens,
             max_seqs=ready.max_seqs,
+            depth=ready.depth,
         )
         self._inputs.max_model_len = ready.max_model_len
         self.pages = ready.pages

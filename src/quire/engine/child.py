@@ -22,6 +22,7 @@ import zmq
 
 from quire.config.args import EngineArgs
 from quire.engine import ipc
+from quire.types.errors import ConfigError
 
 COMMAND = (sys.executable, "-m", "quire.engine.process")
 LONGEST_DIRECTORY = 80  # bytes; the address of a Unix socket has 107
@@ -30,7 +31,7 @@ LAST_LINES = 20
 
 class Child:
     def __init__(self, args: EngineArgs, command: Sequence[str] = COMMAND) -> None:
-        start = ipc.encode(ipc.Start(args, logging.getLogger("quire").getEffectiveLevel()))
+        start = _first_frame(args)
         self._directory = _make_directory()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         process = None
@@ -112,7 +113,14 @@ class Log(threading.Thread):
                 line = raw.decode(errors="replace").rstrip()
                 self.lines.append(line)
                 with suppress(OSError, ValueError):  # our stderr is closed
-                    print(self._prefix, line, file=sys.stderr, flush=True)
+                    sys.stderr.write(f"{self._prefix} {line}\n")
+
+
+def _first_frame(args: EngineArgs) -> bytes:
+    try:
+        return ipc.encode(ipc.Start(args, logging.getLogger("quire").getEffectiveLevel()))
+    except (TypeError, OverflowError) as error:
+        raise ConfigError(f"an engine argument cannot be sent to the engine process: {error}") from None
 
 
 def _make_directory() -> Path:

@@ -69,6 +69,7 @@ class Ready(_Frame):
     dtype: str
     max_batched_tokens: int
     max_seqs: int
+    depth: int
 
 
 class StepReport(_Frame):

@@ -127,7 +127,8 @@ def start(command: ipc.Start) -> tuple[EngineCore, ipc.Ready]:
     from quire.config.resolve import resolve
     from quire.engine.assemble import device_facts, find_device, start_core
 
-    logging.basicConfig(level=command.log_level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("quire").setLevel(command.log_level)
     config = resolve(command.args, find_device, device_facts)
     started = start_core(config)
     gc.collect()
@@ -139,6 +140,7 @@ def start(command: ipc.Start) -> tuple[EngineCore, ipc.Ready]:
         dtype=config.dtype,
         max_batched_tokens=config.max_batched_tokens,
         max_seqs=config.max_seqs,
+        depth=config.depth,
     )
 
 

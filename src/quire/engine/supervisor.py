@@ -27,6 +27,7 @@ State = Literal["starting", "ready", "restarting", "dead"]
 
 TICK = 0.1  # seconds between looks at the process
 CHUNK = 128  # requests whose news are handed out before the event loop may do something else
+GRACE = 0.05  # seconds for the last reports of an ended process to come through
 START_SILENCE = 60.0  # seconds without a beat that a starting engine is allowed: libraries load, kernels compile
 BURIAL = 30.0  # seconds for a killed process to disappear
 LONGEST_PAUSE = 5.0  # seconds between two failing starts
@@ -74,13 +75,15 @@ class Supervisor:
         self._start, self._limits, self._listener = start, limits, listener
         self.state: State = "starting"
         self.error: QuireError | None = None  # why it is dead
+        self._failure: QuireError | None = None  # why the latest start failed, in the engine's own words
         self.restarts = 0
+        self._lost_by: str | None = None  # why the present engine is being replaced
         self._restarted: deque[float] = deque()  # when, within the window
         self._failed_starts = 0  # in a row
         self._waiters: set[asyncio.Future[None]] = set()
         self._detach: Callable[[], None] = lambda: None
         self._heard = self._born = time.monotonic()
-        self._silence = self._checked = 0.0
+        self._silence = self._looked = 0.0
         self._busy = 0.0  # what the latest beat said
         self._child: Child | None = start()
 
@@ -132,9 +135,10 @@ class Supervisor:
         """Until the engine is dead. May be cancelled and run again, on another event loop too."""
         try:
             while (child := self._child) is not None:
-                reason = await self._watch(child)
+                self._lost_by = self._lost_by or await self._watch(child)
                 if self._child is child:
-                    await self._replace(child, reason)
+                    await self._replace(child, self._lost_by)
+                self._lost_by = None
         except Exception as error:  # a mistake of ours; nobody must wait for what cannot come
             logger.exception("the engine's supervisor failed")
             self._give_up(EngineDead(f"the engine's supervisor failed: {type(error).__name__}: {error}"))
@@ -157,8 +161,9 @@ class Supervisor:
                 ticker.cancel()
 
         self._detach = detach
-        self._silence, self._checked = 0.0, time.monotonic()
+        self._silence, self._looked = 0.0, time.monotonic()
         tick()
+        ended = False
         try:
             while True:
                 wake.clear()
@@ -168,9 +173,14 @@ class Supervisor:
                         return report.message
                 if self._child is not child:
                     return "it was stopped"
-                if (reason := self._diagnose(child)) is not None:
+                if ended:
+                    return f"its process ended with {child.ending()}"
+                if (ended := self._look() and child.ending() is not None):
+                    await asyncio.sleep(GRACE)
+                elif (reason := self._diagnose()) is not None:
                     return reason
-                await wake.wait()
+                else:
+                    await wake.wait()
         finally:
             if self._child is child:
                 detach()
@@ -192,62 +202,68 @@ class Supervisor:
                 self._change("ready")
                 self._listener.on_ready(report)
             case ipc.Failed():
-                self.error = ipc.start_error(report)
+                self._failure = ipc.start_error(report)
 
-    def _diagnose(self, child: Child) -> str | None:
-        """What is wrong with the engine, if anything is. Time in which we were not looking is not held against it."""
+    def _look(self) -> bool:
+        """Is it time for another look? Time in which we did not look is not held against the engine."""
         now = time.monotonic()
-        if now - self._checked < TICK / 2:
-            return None
-        self._silence += min(now - self._checked, 2 * TICK)
-        self._checked = now
-        if (ending := child.ending()) is not None:
-            return f"its process ended with {ending}"
+        if now - self._looked < TICK / 2:
+            return False
+        self._silence += min(now - self._looked, 2 * TICK)
+        self._looked = now
+        return True
+
+    def _diagnose(self) -> str | None:
+        """What is wrong with an engine whose process lives, if anything is."""
         started = self.state == "ready"
-        allowed = self._limits.dead_after if started else max(self._limits.dead_after, START_SILENCE)
-        if self._silence > allowed:
+        if self._silence > (self._limits.dead_after if started else max(self._limits.dead_after, START_SILENCE)):
             return f"it has been silent for {self._silence:.1f} s"
         if started and self._busy > self._limits.hang_timeout:
             return f"it has been in one step for {self._busy:.1f} s"
-        if not started and now - self._born > self._limits.start_timeout:
+        if not started and time.monotonic() - self._born > self._limits.start_timeout:
             return f"it was not ready after {self._limits.start_timeout:.0f} s"
         return None
 
     async def _replace(self, child: Child, reason: str) -> None:
         was, self._busy = self.state, 0.0
-        if was != "dead":
-            self.state = "restarting" if was == "ready" else was
+        self.state = "starting" if was == "starting" else "restarting"
         await _bury(child)
         if self._child is not child:
             return
         child.close()
         if was == "starting":
-            self._give_up(self.error or EngineDead(f"the engine could not start: {reason}{child.last_words()}"))
+            self._give_up(self._failure or EngineDead(f"the engine could not start: {reason}{child.last_words()}"))
             return
         logger.error("the engine was lost: %s", reason)
         if was == "ready":
             self._listener.on_lost()
         else:
             self._failed_starts += 1
-        now = time.monotonic()
-        while self._restarted and now - self._restarted[0] > self._limits.restart_window:
+        while self._child is child and self._may_restart(reason):
+            try:
+                await self._restart(child)
+            except OSError as error:  # no memory, no file descriptors: it may pass
+                self._failed_starts += 1
+                reason = f"its process could not be started: {error}"
+
+    def _may_restart(self, reason: str) -> bool:
+        now, limits = time.monotonic(), self._limits
+        while self._restarted and now - self._restarted[0] > limits.restart_window:
             self._restarted.popleft()
-        if len(self._restarted) >= self._limits.most_restarts:
-            self._give_up(
-                EngineDead(
-                    f"the engine was lost: {reason}. It was restarted {len(self._restarted)} times in the last "
-                    f"{self._limits.restart_window:.0f} s, which is the most allowed"
-                )
-            )
-            return
+        if len(self._restarted) < limits.most_restarts:
+            self._restarted.append(now)
+            return True
+        times = f"restarted {len(self._restarted)} times in {limits.restart_window:.0f} s, the most allowed"
+        self._give_up(EngineDead(f"the engine was lost: {reason}. It was {times}"))
+        return False
+
+    async def _restart(self, child: Child) -> None:
         if self._failed_starts:
             await asyncio.sleep(min(LONGEST_PAUSE, 0.1 * 2**self._failed_starts))
         if self._child is child:
-            self._restarted.append(now)
             self.restarts += 1
-            self.error = None
             logger.warning("restarting the engine (restart %d)", self.restarts)
-            self._born = time.monotonic()
+            self._born, self._failure = time.monotonic(), None
             self._child = self._start()
 
     def _give_up(self, error: QuireError) -> None:

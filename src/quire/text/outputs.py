@@ -3,6 +3,7 @@
 Knows nothing of the engine but its deltas; a stop string found here is reported back as a request to abort.
 """
 
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from quire.types.outputs import (
 from quire.types.plan import TopLogprobs
 from quire.types.request import FinishReason
 from quire.types.sampling import RequestOutputKind, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 _LogprobTable = list[TokenLogprobs | None] | FlatLogprobs
 
@@ -99,7 +102,11 @@ class OutputProcessor:
                 continue  # ended here by a stop string while its last rows were in flight
             answer, choice = owner
             answer.note(delta, choice, news)
-            choice.feed(delta)
+            try:
+                choice.feed(delta)
+            except Exception as error:
+                logger.exception("no output could be made of the tokens of request %r", answer.prepared.id)
+                choice.finish_reason, choice.error = "error", f"{type(error).__name__}: {error}"
             changed[answer.prepared.id] = answer
             if choice.finish_reason is not None:
                 del self._owners[delta.request_id]
