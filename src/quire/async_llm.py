@@ -36,12 +36,12 @@ T = TypeVar("T")
 
 
 class Stream:
-    """What one request has to tell. A slow listener loses nothing: outputs are made when they are taken."""
+    """What one request has to tell. Outputs are made when they are taken, of all there is by then: slow listeners lose nothing."""
 
-    __slots__ = ("_answer", "_error", "_waiter")
+    __slots__ = ("_error", "_waiter", "answer")
 
     def __init__(self, answer: Answer) -> None:
-        self._answer = answer
+        self.answer = answer
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -53,14 +53,12 @@ class Stream:
         self._error = error
         self.wake()
 
-    async def next(self) -> RequestOutput:
-        while True:
-            if self._error is not None:
-                raise self._error
-            if self._answer.due and (output := self._answer.emit()) is not None:
-                return output
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+    def news(self) -> "asyncio.Future[None]":
+        """To be awaited while there is no output."""
+        if self._error is not None:
+            raise self._error
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
 
 
 class AsyncLLM:
@@ -168,9 +166,11 @@ class AsyncLLM:
         prepared = await self._prepare(prompt, sampling_params, request_id, priority, cache_tenant)
         stream = self._open(prepared, trace_headers)
         try:
-            finished = False
+            answer, finished = stream.answer, False
             while not finished:
-                output = await stream.next()
+                while not answer.due:
+                    await stream.news()
+                output = answer.emit()
                 finished = output.finished
                 yield output
         finally:
@@ -242,9 +242,8 @@ class AsyncLLM:
 
     def on_deltas(self, deltas: Sequence[TokenDelta]) -> None:
         absorbed = self._outputs.absorb(deltas)
-        for answer in absorbed.changed:
-            if answer.due:
-                self._streams[answer.prepared.id].wake()
+        for answer in absorbed.due:
+            self._streams[answer.prepared.id].wake()
         if absorbed.aborts:
             self._client.abort(absorbed.aborts)
 

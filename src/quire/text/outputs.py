@@ -39,7 +39,7 @@ class Processed:
 
 @dataclass(frozen=True)
 class Absorbed:
-    changed: "list[Answer]"
+    due: "Iterable[Answer]"  # those that have something to tell
     aborts: list[str]  # as above
 
 
@@ -88,37 +88,41 @@ class OutputProcessor:
 
     def process(self, deltas: Iterable[TokenDelta]) -> Processed:
         absorbed = self.absorb(deltas)
-        outputs = [output for answer in absorbed.changed if (output := answer.emit()) is not None]
-        return Processed(outputs, absorbed.aborts)
+        return Processed([answer.emit() for answer in absorbed.due], absorbed.aborts)
 
     def absorb(self, deltas: Iterable[TokenDelta]) -> Absorbed:
         """Takes the news in. Whoever calls this asks the answers for outputs when there is somebody to take them."""
         news = OutputNews(now := time.monotonic())
-        changed: dict[str, Answer] = {}
+        due: dict[Answer, None] = {}
         aborts = []
         for delta in deltas:
             owner = self._owners.get(delta.request_id)
             if owner is None:
                 continue  # ended here by a stop string while its last rows were in flight
             answer, choice = owner
-            answer.note(delta, choice, news)
             try:
+                answer.note(delta, choice, news)
                 choice.feed(delta)
             except Exception as error:
                 logger.exception("no output could be made of the tokens of request %r", answer.prepared.id)
                 choice.finish_reason, choice.error = "error", f"{type(error).__name__}: {error}"
-            changed[answer.prepared.id] = answer
             if choice.finish_reason is not None:
                 del self._owners[delta.request_id]
                 if delta.finish_reason is None:
                     aborts.append(delta.request_id)
-        for request_id, answer in changed.items():
-            if answer.finished:
-                del self._answers[request_id]
-                answer.metrics.finished_ts = now
-                news.finished.append(answer.finish())
+                answer.unfinished -= 1
+                if answer.finished:
+                    del self._answers[answer.prepared.id]
+                    answer.metrics.finished_ts = now
+                    news.finished.append(answer.finish())
+            if answer.final_only:
+                answer.due = answer.finished
+            elif choice.due():
+                answer.due = True
+            if answer.due:
+                due[answer] = None
         self._tell(news)
-        return Absorbed(list(changed.values()), aborts)
+        return Absorbed(due, aborts)
 
     def _tell(self, news: OutputNews) -> None:
         for observer in self._observers:
@@ -135,6 +139,11 @@ class Answer:
         self.choices = [_Choice(i, prepared, tokenizer) for i in range(len(prepared.requests))]
         self.metrics = RequestMetrics(arrival_time=prepared.requests[0].arrival, queued_ts=time.monotonic())
         self.cached_tokens = 0
+        self.unfinished = len(self.choices)
+        self.due = False  # is there an output to emit?
+        self.final_only = prepared.params.output_kind is RequestOutputKind.FINAL_ONLY
+        self._delta = prepared.params.output_kind is RequestOutputKind.DELTA
+        self._prompt_ids = list(prepared.prompt_ids)
         self._prompt_logprobs: _LogprobTable | None = None
         if prepared.params.prompt_logprobs is not None:
             self._prompt_logprobs = _new_table(prepared.params)
@@ -142,7 +151,7 @@ class Answer:
 
     @property
     def finished(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self.choices)
+        return not self.unfinished
 
     def note(self, delta: TokenDelta, choice: "_Choice", news: OutputNews) -> None:
         metrics, now = self.metrics, news.now
@@ -179,31 +188,17 @@ class Answer:
             trace_headers=self._trace_headers,
         )
 
-    @property
-    def due(self) -> bool:
-        """Would `emit` have something to say?"""
-        if self.prepared.params.output_kind is RequestOutputKind.FINAL_ONLY:
-            return self.finished
-        return any(choice.due() for choice in self.choices)
-
-    def emit(self) -> RequestOutput | None:
-        """The output that is due now, if one is."""
-        kind = self.prepared.params.output_kind
-        if kind is RequestOutputKind.FINAL_ONLY:
-            due = self.choices if self.finished else []
-        elif kind is RequestOutputKind.DELTA:
-            due = [choice for choice in self.choices if choice.due()]
-        else:
-            due = self.choices if any(choice.due() for choice in self.choices) else []
-        if not due:
-            return None
+    def emit(self) -> RequestOutput:
+        """All that is due. Called when something is."""
+        self.due = False
+        choices = [choice for choice in self.choices if choice.due()] if self._delta else self.choices
         return RequestOutput(
             request_id=self.prepared.id,
             prompt=self.prepared.prompt,
-            prompt_token_ids=list(self.prepared.prompt_ids),
+            prompt_token_ids=self._prompt_ids,
             prompt_logprobs=self._prompt_logprobs,
-            outputs=[choice.take(delta=kind is RequestOutputKind.DELTA) for choice in due],
-            finished=self.finished,
+            outputs=[choice.take(self._delta) for choice in choices],
+            finished=not self.unfinished,
             metrics=self.metrics,
             num_cached_tokens=self.cached_tokens,
         )
@@ -219,7 +214,7 @@ class Answer:
                     table.append(_read_logprobs(chunk, i, self._tokenizer, ranked=True))
 
 
-@dataclass
+@dataclass(slots=True)
 class _Sent:
     """How far a stream has been told."""
 
@@ -227,7 +222,9 @@ class _Sent:
     text: int = 0
     logprobs: int = 0
     finish: bool = False
-    any: bool = False
+
+
+_NOTHING = _Sent()
 
 
 @dataclass
@@ -258,6 +255,7 @@ class _Choice:
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             )
+        self._interval = params.stream_interval or 1
         self._stops = StopStrings(params.stops, include=params.include_stop_str_in_output) if params.stops else None
 
     def feed(self, delta: TokenDelta) -> None:
@@ -280,30 +278,24 @@ class _Choice:
         if self.finish_reason is not None:
             return not self.sent.finish
         new = len(self.token_ids) - self.sent.tokens
-        return new >= (self.params.stream_interval or 1) or (new > 0 and not self.sent.any)
+        return new >= self._interval or (new > 0 and not self.sent.tokens)
 
     def take(self, delta: bool) -> CompletionOutput:
-        sent = self.sent
-        if not delta:
-            sent = _Sent()
-        logprobs = None if self.logprobs is None else self.logprobs[sent.logprobs :]
+        sent = self.sent if delta else _NOTHING
         output = CompletionOutput(
             index=self.index,
             text=self.text[sent.text :],
             token_ids=self.token_ids[sent.tokens :],
             cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
-            logprobs=logprobs,
+            logprobs=None if self.logprobs is None else self.logprobs[sent.logprobs :],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,
         )
-        self.sent = _Sent(
-            tokens=len(self.token_ids),
-            text=len(self.text),
-            logprobs=0 if self.logprobs is None else len(self.logprobs),
-            finish=self.finish_reason is not None,
-            any=True,
-        )
+        sent = self.sent
+        sent.tokens, sent.text, sent.finish = len(self.token_ids), len(self.text), self.finish_reason is not None
+        if self.logprobs is not None:
+            sent.logprobs = len(self.logprobs)
         return output
 
     def _add_text(self, ids: list[int]) -> None:
