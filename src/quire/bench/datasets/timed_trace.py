@@ -2,7 +2,7 @@
 
 `timestamp` says when (in milliseconds, unless `--timed-trace-sec-multiplier` says otherwise) and `output_length` how many
 tokens to ask for. The prompt is given as `prompt`, as `messages`, or, where the record keeps no text, as `input_length` random
-tokens; with `hash_ids` every hash stands for the same block of tokens wherever it appears, so that prompts share what they shared.
+tokens; with `hash_ids` every hash stands for the same block of tokens wherever it appears, so that what was shared is shared.
 """
 
 from typing import Any
