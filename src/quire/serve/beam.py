@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from quire.serve.errors import GenerationFailed
 from quire.serve.generation import Job, collect
 from quire.serve.prompts import Prompt
 from quire.serve.protocol.fields import GenerationFields
@@ -113,9 +114,11 @@ def _check(server: Server, request: GenerationFields, width: int) -> None:
 
 
 def _chances(output: RequestOutput) -> TokenLogprobs:
-    logprobs = output.outputs[0].logprobs
-    assert logprobs is not None and logprobs[0] is not None
-    return logprobs[0]
+    [choice] = output.outputs
+    position = choice.logprobs[0] if choice.logprobs else None
+    if position is None:
+        raise GenerationFailed(f"a beam ended with {choice.finish_reason!r} before its next token")
+    return position
 
 
 def _continuations(grown: list[tuple[_Beam, TokenLogprobs]], eos_ids: frozenset[int], ignore_eos: bool) -> Iterator[_Beam]:

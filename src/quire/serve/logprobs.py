@@ -65,8 +65,7 @@ def completion_logprobs(
         out["text_offset"].append(offsets.next(token))
         out["tokens"].append(names.name(token))
         out["token_logprobs"].append(None if chances is None else _finite(chances[token].logprob))
-        top = None if chances is None else {names.name(other): _finite(chance.logprob) for other, chance in chances.items()}
-        out["top_logprobs"].append(top)
+        out["top_logprobs"].append(None if chances is None else _by_name(chances, names))
     return out
 
 
@@ -87,6 +86,14 @@ def prompt_logprobs(positions: Positions | None) -> list[dict[str, Any] | None] 
     return [
         None if chances is None else {str(token): _entry(chance) for token, chance in chances.items()} for chances in positions
     ]
+
+
+def _by_name(chances: TokenLogprobs, names: TokenNames) -> dict[str, float]:
+    """Tokens that are parts of characters may have one name; the chosen token, which is the first, keeps its own."""
+    out: dict[str, float] = {}
+    for token, chance in chances.items():
+        out.setdefault(names.name(token), _finite(chance.logprob))
+    return out
 
 
 def _entry(chance: Logprob) -> dict[str, Any]:

@@ -2,17 +2,20 @@
 
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import FailFast, Field
+from pydantic import Field
 from typing_extensions import TypedDict
 
-from quire.serve.protocol.fields import GenerationFields, Strings, TokenIds
+from quire.serve.protocol.fields import GenerationFields, Strings, TokenIds, one_error
 from quire.serve.protocol.usage import Timing, Usage
+
+Prompts = Annotated[
+    str | TokenIds | Strings | Annotated[list[TokenIds], Field(fail_fast=True)] | None,
+    one_error("should be text, token ids, or a list of either"),
+]
 
 
 class CompletionRequest(GenerationFields):
-    prompt: str | TokenIds | Strings | Annotated[list[TokenIds], FailFast()] | None = Field(
-        None, description="text, token ids, or a list of either"
-    )
+    prompt: Prompts = Field(None, description="text, token ids, or a list of either")
     echo: bool | None = Field(False, description="the answer begins with the prompt")
     logprobs: int | None = Field(None, description="this many of the most likely tokens at every position; -1: all")
     max_tokens: int | None = 16

@@ -1,16 +1,29 @@
 """Fields that several requests share: vLLM's names, types and defaults. Unknown fields are allowed."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, LiteralString
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
 
 LARGEST_INT = 2**63 - 1
 
 # A list with one bad item is refused with one error, however long it is.
-TokenIds = Annotated[list[int], FailFast()]
-Strings = Annotated[list[str], FailFast()]
-Objects = Annotated[list[dict[str, Any]], FailFast()]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Strings = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Int64 = Annotated[int, Field(ge=-(2**63), le=LARGEST_INT)]
+
+
+def one_error(message: LiteralString) -> WrapValidator:
+    """A union that fits nothing is one error in words, instead of one for each of its types."""
+
+    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("wrong_type", message) from None
+
+    return WrapValidator(validate)
 
 
 class Body(BaseModel):
@@ -54,7 +67,7 @@ class GenerationFields(Body):
     n: int | None = 1
     presence_penalty: float | None = 0.0
     seed: Int64 | None = None
-    stop: str | Strings | None = None
+    stop: Annotated[str | Strings | None, one_error("should be a string or a list of strings")] = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     temperature: float | None = None
