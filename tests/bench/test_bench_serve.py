@@ -234,8 +234,9 @@ def test_a_trace_says_when(tmp_path: Path) -> None:
     with FakeOpenAI() as server:
         outcome = bench(server, dataset=dataset)
         times = sorted(seen.at for seen in server.generated)
-        assert [round(at - times[0], 1) for at in times] == [0.0, 0.0, 0.1, 0.3] or times[2] - times[0] >= 0.149
-        assert times[3] - times[0] >= 0.29
+        assert times[1] - times[0] < 0.1
+        assert times[2] - times[0] >= 0.149
+        assert times[3] - times[0] >= 0.299
         assert len(outcome.records) == 4
         fast = bench(server, dataset=dataset, self_timed=False, shape=LoadShape(max_concurrency=4))
         assert fast.duration < 0.2

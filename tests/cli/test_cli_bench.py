@@ -35,7 +35,7 @@ def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["Total input tokens:"] == "30"
     assert rows["Total generated tokens:"] == "18"
     assert float(rows["Request goodput (req/s):"]) == float(rows["Request throughput (req/s):"]) > 0
-    assert "mean     median        std        P50      P99.9" in out
+    assert "mean     median        std      P99.9" in out
     assert "ITL (ms)" in out
     assert "E2EL" not in out
 
@@ -88,8 +88,9 @@ def test_comparing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path.write_text('{"a": 1}')
         assert bench(server, "--compare", str(path)) == 2
     (row,) = [line.split() for line in out.splitlines() if line.startswith("mean_ttft_ms")]
-    assert row[1] == f"{float(row[3]):.2f}" or abs(float(row[1]) - float(row[3])) < 0.01
     assert row[2] == "1.00"
+    assert float(row[3]) == pytest.approx(float(row[1]), abs=0.01)
+    assert float(row[1]) >= 19
     assert "differs: max_concurrency is 3, was None" in out
     assert "differs: base_url" not in out
 
@@ -99,7 +100,7 @@ def test_nothing_succeeded(capsys: pytest.CaptureFixture[str]) -> None:
         assert bench(server) == 1
     out = capsys.readouterr().out
     assert "failed: 6 x HTTP 503: draining" in out
-    assert "TTFT (ms)                   -" in out
+    assert "TTFT (ms)                  -" in out
 
 
 def test_some_failed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,20 +163,8 @@ def test_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_secrets_stay_out() -> None:
-    line = ["q", "--api_key=a", "--header", "b=c", "d=e", "--seed", "3", "--api-key", "f", "--model", "m"]
-    assert without_secrets(line) == [
-        "q",
-        "--api_key=...",
-        "--header",
-        "...",
-        "...",
-        "--seed",
-        "3",
-        "--api-key",
-        "...",
-        "--model",
-        "m",
-    ]
+    line = "q --api_key=a --header b=c d=e --seed 3 --api-key f --model m"
+    assert " ".join(without_secrets(line.split())) == "q --api_key=... --header ... ... --seed 3 --api-key ... --model m"
 
 
 def test_the_commit(tmp_path: Path) -> None:

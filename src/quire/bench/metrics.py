@@ -60,11 +60,12 @@ class Summary:
     tokens_per_chunk: float
     short: int  # ended before the tokens that were asked for
     uncounted: int  # answers without usage: their tokens are their chunks
+    percentiles: Sequence[float]
     spreads: Mapping[str, Spread | None]
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, with the names that vLLM's result files have."""
-        flat = {name: value for name, value in vars(self).items() if name != "spreads"}
+        flat = {name: value for name, value in vars(self).items() if name not in ("spreads", "percentiles")}
         for metric, spread in self.spreads.items():
             flat[f"mean_{metric}_ms"] = spread and spread.mean
             flat[f"median_{metric}_ms"] = spread and spread.median
@@ -104,6 +105,7 @@ def summarize(
         tokens_per_chunk=outputs / chunks if chunks else 0.0,
         short=sum(record.output_tokens < record.asked_tokens for record in good),
         uncounted=sum(not record.counted for record in good),
+        percentiles=percentiles,
         spreads={metric: Spread.of(_values(metric, good), percentiles) for metric in metrics},
     )
 

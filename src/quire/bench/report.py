@@ -49,18 +49,24 @@ def table(summary: Summary, title: str, facts: Mapping[str, str]) -> str:
         value = getattr(summary, key)
         if value or key not in ONLY_IF_SET:
             lines.append(f"{label:<40} {value:{style}}")
-    cuts = next((list(spread.percentiles) for spread in summary.spreads.values() if spread), [])
-    names = [f"P{cut:g}" for cut in cuts]
     if summary.spreads:
         lines.append("-" * WIDTH)
-        lines.append(_row("", "mean", "median", "std", *names))
+        lines += _distributions(summary)
+    lines.append("=" * WIDTH)
+    return "\n".join(lines)
+
+
+def _distributions(summary: Summary) -> list[str]:
+    """A line for each metric. The median has its column, so that P50 needs none."""
+    cuts = [cut for cut in summary.percentiles if cut != 50]
+    lines = [_row("", "mean", "median", "std", *(f"P{cut:g}" for cut in cuts))]
     for metric, spread in summary.spreads.items():
         figures = ["-"] * (3 + len(cuts))
         if spread is not None:
-            figures = [f"{value:,.2f}" for value in (spread.mean, spread.median, spread.std, *spread.percentiles.values())]
+            values = (spread.mean, spread.median, spread.std, *(spread.percentiles[cut] for cut in cuts))
+            figures = [f"{value:,.2f}" for value in values]
         lines.append(_row(f"{_heading(metric)} (ms)", *figures))
-    lines.append("=" * WIDTH)
-    return "\n".join(lines)
+    return lines
 
 
 def _heading(metric: str) -> str:
@@ -68,7 +74,7 @@ def _heading(metric: str) -> str:
 
 
 def _row(name: str, *figures: str) -> str:
-    return f"{name:<18}" + "".join(f"{figure:>11}" for figure in figures)
+    return f"{name:<17}" + "".join(f"{figure:>11}" for figure in figures)
 
 
 def error_lines(records: Sequence[Record]) -> list[str]:
