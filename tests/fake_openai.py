@@ -52,6 +52,7 @@ class FakeOpenAI:
     version: str | None = "1.2.3"
     key: str | None = None
     tls: ssl.SSLContext | None = None
+    loading: int = 0  # questions for the models that are answered with 503
     idle_close: bool = False  # connections are closed when one answer has been given, without saying so before
     port: int = 0  # 0: any that is free
     requests: list[Seen] = field(default_factory=list)
@@ -115,6 +116,9 @@ class FakeOpenAI:
         self.requests.append(seen)
         if self.key is not None and headers.get("authorization") != f"Bearer {self.key}":
             return self._say(writer, 401, {"error": "Unauthorized"})
+        if path.endswith("/models") and self.loading:
+            self.loading -= 1
+            return self._say(writer, 503, {"error": {"message": "the model is still loading"}})
         if path.endswith("/models"):
             return self._say(writer, 200, {"object": "list", "data": [{"id": name} for name in self.models]})
         if path.endswith("/tokenize") and self.vocab_size is not None:

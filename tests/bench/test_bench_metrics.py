@@ -107,10 +107,17 @@ def test_waiting_in_the_client() -> None:
 
 
 def test_peaks() -> None:
-    records = [record(5.0, [5.5, 6.1, 6.2, 6.9], 7.0), record(6.0, [6.5, 8.5], 8.5, tokens=4), record(7.0, [9.9], 10.0)]
-    assert peak_throughput(records) == 3 + 2  # in the second from 6 to 7; a chunk of the second request is two tokens
+    records = [record(5.0, [5.5, 6.125, 6.25, 6.875], 7.0), record(6.0, [6.5, 8.5], 8.5, tokens=4), record(7.0, [9.75], 10.0)]
+    assert peak_throughput(records) == 3 + 2  # from 6.125 on; a chunk of the second request is two tokens
+    assert peak_throughput(records, 0.125) == 2 / 0.125
+    assert peak_throughput(records, 2.0) == (4 + 2) / 2
     assert peak_concurrency(records) == 2  # the first ends as the third begins
-    assert peak_concurrency([]) == 0
+    assert (peak_concurrency([]), peak_throughput([])) == (0, 0.0)
+
+
+def test_a_run_of_less_than_a_second_has_its_mean_as_peak() -> None:
+    summary = summarize([record(0.0, [0.125, 0.25], 0.25)], 0.25)
+    assert summary.max_output_tokens_per_s == summary.output_throughput == 8
 
 
 def test_what_the_flags_say() -> None:

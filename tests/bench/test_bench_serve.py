@@ -125,7 +125,7 @@ def test_waiting_for_a_server() -> None:
     """A server that comes later is waited for, if that was asked."""
     with FakeOpenAI() as early:
         port = early.port
-    late = FakeOpenAI(port=port)
+    late = FakeOpenAI(port=port, loading=1)
     starter = threading.Timer(0.3, late.__enter__)
     starter.start()
     try:
@@ -137,6 +137,14 @@ def test_waiting_for_a_server() -> None:
     finally:
         starter.join()
         late.__exit__()
+
+
+def test_a_server_that_is_still_loading() -> None:
+    with FakeOpenAI(loading=99) as server:
+        with pytest.raises(EngineError, match="HTTP 503: the model is still loading"):
+            bench(server)
+        with pytest.raises(EngineError, match=r"is not ready after 0\.01 s"):
+            bench(server, ready_timeout=0.01)
 
 
 def test_keys_and_headers() -> None:

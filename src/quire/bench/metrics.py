@@ -100,7 +100,7 @@ def summarize(
         request_goodput=sum(meets(record, goodput) for record in good) / seconds if goodput else None,
         output_throughput=outputs / seconds,
         total_token_throughput=(inputs + outputs) / seconds,
-        max_output_tokens_per_s=peak_throughput(good),
+        max_output_tokens_per_s=peak_throughput(good, min(1.0, duration)),
         max_concurrent_requests=peak_concurrency(records),
         tokens_per_chunk=outputs / chunks if chunks else 0.0,
         short=sum(record.output_tokens < record.asked_tokens for record in good),
@@ -125,17 +125,16 @@ def meets(record: Record, goodput: Mapping[str, float]) -> bool:
     return all(measured[metric] * 1000 <= most for metric, most in goodput.items())
 
 
-def peak_throughput(records: Sequence[Record]) -> float:
-    """The most tokens that came in one second, the seconds counted from the first request.
-
-    A request's tokens are spread evenly over its chunks. A run shorter than one second has no peak above its total.
-    """
-    if not records:
+def peak_throughput(records: Sequence[Record], window: float = 1.0) -> float:
+    """The most tokens per second that came in any `window` seconds. A request's tokens are spread evenly over its chunks."""
+    if not records or window <= 0:
         return 0.0
-    start = min(record.sent for record in records)
-    times = np.concatenate([record.arrivals for record in records]) - start
-    weights = np.concatenate([np.full(len(record.arrivals), record.output_tokens / len(record.arrivals)) for record in records])
-    return float(np.bincount(times.astype(np.int64), weights=weights).max())
+    times = np.concatenate([record.arrivals for record in records])
+    tokens = np.concatenate([np.full(len(record.arrivals), record.output_tokens / len(record.arrivals)) for record in records])
+    order = np.argsort(times)
+    times, total = times[order], np.concatenate([np.zeros(1), np.cumsum(tokens[order])])
+    ends = np.searchsorted(times, times + window, side="right")
+    return float((total[ends] - total[:-1]).max() / window)
 
 
 def peak_concurrency(records: Iterable[Record]) -> int:

@@ -4,12 +4,13 @@ import asyncio
 import time
 from typing import Any
 
-from quire.bench.client import Client, reason
+from quire.bench.client import Answer, Client, reason
 from quire.bench.openai import error_text
 from quire.bench.samples import WORDS
 from quire.types.errors import EngineError
 
 RETRY_SECONDS = 0.5
+UNAVAILABLE = 503
 CHARACTERS_PER_TOKEN = 4  # of English text, where nobody can count
 
 
@@ -31,31 +32,37 @@ class Server:
         self.estimated = False
 
     async def wait_ready(self, seconds: float) -> None:
-        """Until the server answers, at most this long; with 0 it must be there now."""
+        """Until the server listens and does not say 503, at most this long; with 0 it must listen now."""
         deadline = time.monotonic() + seconds
         while True:
             try:
                 await self.client.reach()
-                return
-            except EngineError:
-                if time.monotonic() >= deadline:
-                    raise
+                if not seconds or (await self._ask("/v1/models")).status != UNAVAILABLE:
+                    return
+                trouble = EngineError(f"the server at {self.client.origin} is not ready after {seconds:g} s")
+            except EngineError as error:
+                trouble = error
+            if time.monotonic() >= deadline:
+                raise trouble
             await asyncio.sleep(RETRY_SECONDS)
 
     async def first_model(self) -> str:
-        try:
-            answer = await self.client.ask("GET", "/v1/models")
-        except OSError as error:
-            raise EngineError(f"/v1/models of {self.client.origin}: {reason(error)}; --model would say which to use") from None
+        answer = await self._ask("/v1/models")
         said = answer.json()
         if answer.status != 200:
             text = error_text(said, f"HTTP {answer.status}", answer.content)
-            raise EngineError(f"/v1/models of {self.client.origin} answers {text}; --model would say which to use")
+            raise EngineError(f"/v1/models of {self.client.origin} answers {text}")
         models = said.get("data") if isinstance(said, dict) else None
         name = models[0].get("id") if isinstance(models, list) and models and isinstance(models[0], dict) else None
         if not isinstance(name, str):
             raise EngineError(f"/v1/models of {self.client.origin} lists no model; say which with --model")
         return name
+
+    async def _ask(self, endpoint: str) -> Answer:
+        try:
+            return await self.client.ask("GET", endpoint)
+        except OSError as error:
+            raise EngineError(f"{endpoint} of {self.client.origin}: {reason(error)}") from None
 
     async def vocab_size(self) -> int | None:
         """Ids below this one are in the vocabulary: the largest that a varied text has, plus one. None if nobody says."""

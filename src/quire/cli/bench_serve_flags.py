@@ -28,7 +28,7 @@ SERVER: Flags = (
     ("header", "further headers", {"metavar": "NAME=VALUE", "nargs": "+", "action": "extend", "default": []}),
     ("insecure", "do not check the server's certificate", YES),
     ("request-timeout", "a request that takes longer, in seconds, has failed (default 21600)", X | {"default": 21600.0}),
-    ("ready-check-timeout-sec", "wait this long for the server to listen (default 0)", X | {"default": 0.0}),
+    ("ready-check-timeout-sec", "wait this long for the server to be ready (default 0)", X | {"default": 0.0}),
     ("request-id-prefix", "of the X-Request-Id header (default: a random one)", {"metavar": "TEXT"}),
 )
 # Each belongs to the data set whose name it begins with; DatasetOptions has the defaults.
