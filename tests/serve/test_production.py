@@ -1,6 +1,8 @@
 """What production throws at a real server process, with a real (tiny) model behind it."""
 
 import asyncio
+import contextlib
+import json
 import os
 import random
 import signal
@@ -39,8 +41,6 @@ def requests() -> list[dict[str, Any]]:
 
 async def read_all(url: str, bodies: list[dict[str, Any]], begun: Any = None) -> list[str]:
     """The text of every stream; each must end as it should. `begun` is called once all of them have."""
-    import json
-
     left = len(bodies)
 
     async def one(client: httpx.AsyncClient, request: dict[str, Any]) -> str:
@@ -98,10 +98,8 @@ def test_disconnects_give_every_page_back(serve_model: Path, stream: bool) -> No
 
         async def one(client: httpx.AsyncClient, number: int) -> None:
             request = body(100, stream, f"{number % 40} pages " * dice.randint(1, 8))
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(client.post("/v1/completions", json=request), dice.random() * 0.3)
-            except TimeoutError:
-                pass
 
         async def storm() -> None:
             limits = httpx.Limits(max_connections=None)
