@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import time
 from typing import Any
 
 from quire.config.args import EngineArgs, add_cli_arguments
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
+    started = time.monotonic()
     settings = ServerArgs.take_from(namespace)
     args = EngineArgs.from_cli(namespace)
     if namespace.model_tag is not None:
@@ -39,4 +41,4 @@ def run(namespace: argparse.Namespace) -> int:
         if error.name is None or error.name.partition(".")[0] == "quire":
             raise
         raise ConfigError(f"the server needs the extra serve: pip install 'quire[serve]' ({error.name} is missing)") from None
-    return run_server(args, settings)
+    return run_server(args, settings, started)

@@ -25,10 +25,10 @@ class Instrument:
 
 
 class Counter(Instrument):
-    def __init__(self, name: str, help: str, labels: Labels = (), known: Iterable[Labels] = ((),)) -> None:  # noqa: A002
+    def __init__(self, name: str, help: str, labels: Labels = (), known: Iterable[Labels] = ()) -> None:  # noqa: A002
         """`known` label values are shown from the start, at zero."""
         super().__init__(name, help, labels)
-        self.values: dict[Labels, float] = dict.fromkeys(known if labels else ((),), 0.0)
+        self.values: dict[Labels, float] = dict.fromkeys(known if labels else [()], 0.0)
 
     def add(self, amount: float = 1.0, *labels: str) -> None:
         self.values[labels] = self.values.get(labels, 0.0) + amount

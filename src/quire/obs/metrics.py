@@ -14,6 +14,7 @@ from quire.obs.instruments import Board, Counter, Gauge, Histogram
 from quire.types.news import Arrived, Finished, OutputNews
 from quire.types.stats import Stats
 
+NOTHING = Stats(0, 0, 0, 0, 0, 0, 0)
 REASONS = ("stop", "length", "abort", "error", "repetition")
 FIRST_TOKEN = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
@@ -50,7 +51,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         board = self._board = Board(f"{prefix}:", {"model_name": model_name, "engine": "0"})
         self._cache_info = {name: str(value) for name, value in cache_info.items()}
-        self._last = Stats(0, 0, 0, 0, 0, 0, 0)
+        self._last = NOTHING
         self._add_state(board)
         self._add_tokens(board)
         self._add_times(board)
@@ -119,10 +120,13 @@ class Metrics:
 
     def on_step(self, stats: Stats, tokens_in_step: int, now: float) -> None:  # noqa: ARG002
         self.step_tokens.observe(tokens_in_step)
-        last, self._last = self._last, stats
-        self.queries.add(since(last.queries, stats.queries))
-        self.hits.add(since(last.hits, stats.hits))
-        self.preemptions.add(since(last.preemptions, stats.preemptions))
+        last = self._last
+        if stats.queries < last.queries or stats.hits < last.hits or stats.preemptions < last.preemptions:
+            last = NOTHING  # another engine, which counts from zero
+        self.queries.add(stats.queries - last.queries)
+        self.hits.add(stats.hits - last.hits)
+        self.preemptions.add(stats.preemptions - last.preemptions)
+        self._last = stats
 
     def on_arrival(self, request: Arrived) -> None:
         """A request is counted when it gets somewhere."""
@@ -170,7 +174,7 @@ class Metrics:
         return encode(self.registry), content_type
 
     def _read(self, engine: Engine) -> None:
-        stats = engine.stats or Stats(0, 0, 0, 0, 0, 0, 0)
+        stats = engine.stats or NOTHING
         self.running.set(stats.running)
         self.waiting.set(stats.waiting)
         self.waiting_by_reason.set(stats.waiting, "capacity")
@@ -179,11 +183,6 @@ class Metrics:
         self.heartbeat.set(engine.heartbeat_age)
         self.restarts.values[()] = float(engine.restarts)
         self.replayed.values[()] = float(engine.replayed)
-
-
-def since(last: int, now: int) -> int:
-    """How far a count of the engine's has come. A restarted engine counts from zero."""
-    return now - last if now >= last else now
 
 
 def one_two_five(most: int) -> tuple[float, ...]:

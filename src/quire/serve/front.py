@@ -53,9 +53,12 @@ class Operations:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         for route in self._routes:
             match, child = route.matches(scope)
-            if match is not Match.NONE:
+            if match is Match.FULL:
                 scope.update(child)
                 return await route.handle(scope, receive, send)
+            if match is Match.PARTIAL:
+                body = error_body(405, f"{scope['method']} is not a method of this path")
+                return await json_response(body, 405)(scope, receive, send)
         return await self._app(scope, receive, send)
 
 

@@ -46,8 +46,11 @@ GLANCE = 0.1  # seconds between looks at the engine
 ENGINE_FAREWELL = 5.0  # seconds for the engine to end by itself
 
 
-def run_server(engine_args: EngineArgs, settings: ServerArgs) -> int:
-    """Serves until told to stop; returns the exit code. What is wrong with the settings is raised before anything is loaded."""
+def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float) -> int:
+    """Serves until told to stop; returns the exit code. What is wrong with the settings is raised before anything is loaded.
+
+    `started` is when the user asked, in seconds of time.monotonic().
+    """
     set_up_logging()
     quiet = (settings.disable_access_log_for_endpoints or "").split(",")
     set_http_levels(settings.uvicorn_log_level, not settings.disable_uvicorn_access_log, [path for path in quiet if path])
@@ -58,7 +61,7 @@ def run_server(engine_args: EngineArgs, settings: ServerArgs) -> int:
     exporter = None if settings.otlp_traces_endpoint is None else make_exporter(settings.otlp_traces_endpoint)
     tracing = None if exporter is None else Tracing(exporter)
     with _listening(settings, addresses) as sockets, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Launch(engine_args, settings, Keys(keys), sockets, tracing, interval).run())
+        return runner.run(Launch(engine_args, settings, Keys(keys), sockets, tracing, interval).run(started))
 
 
 @contextlib.contextmanager
@@ -100,12 +103,12 @@ class Launch:
         self._llm: AsyncLLM | None = None
         self._tasks: list[asyncio.Task[Any]] = []
 
-    async def run(self) -> int:
+    async def run(self, started: float) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         serving = self._start(self._http.serve(sockets=self._sockets))
-        life = self._start(self._live())
+        life = self._start(self._live(started))
         at_once = self._start(self._asked_again.wait())
         try:
             await asyncio.wait({serving, life, at_once}, return_when=asyncio.FIRST_COMPLETED)
@@ -120,7 +123,7 @@ class Launch:
             if not at_once.done():
                 self._http.should_exit = True
                 await asyncio.wait({serving, at_once}, return_when=asyncio.FIRST_COMPLETED)
-            self._end(kindly=not at_once.done())
+            await self._end(kindly=not at_once.done())
 
     def _on_signal(self, number: int) -> None:
         if self._asked.is_set():
@@ -134,18 +137,21 @@ class Launch:
         self._tasks.append(task)
         return task
 
-    def _end(self, kindly: bool) -> None:
+    async def _end(self, kindly: bool) -> None:
+        if self._llm is not None:
+            self._state.closing = True
+            self._llm.shutdown(ENGINE_FAREWELL if kindly else 0.0)
+        if not kindly:
+            await self._state.wait_idle(GLANCE)  # whoever reads may still learn that it is over
+            logging.getLogger("uvicorn.error").disabled = True  # responses that are cut off here are no mistakes
         for task in self._tasks:
             task.cancel()
-        if self._llm is not None:
-            self._llm.shutdown(ENGINE_FAREWELL if kindly else 0.0)
         if self._tracing is not None and kindly:
             self._tracing.close(LAST_WORDS)
 
     # ---- the life of a server --------------------------------------------------------------------------------------------
 
-    async def _live(self) -> int:
-        started = time.monotonic()
+    async def _live(self, started: float) -> int:
         loading = self._start(self._load())
         if not await self._unless_asked(loading):
             logger.info("stopped before the model was loaded")
