@@ -58,8 +58,9 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._answers
 
-    def add(self, prepared: Prepared, trace_headers: Mapping[str, str] | None = None) -> "Answer":
-        answer = Answer(prepared, self._tokenizer, trace_headers)
+    def add(self, prepared: Prepared, trace_headers: Mapping[str, str] | None = None, arrived: float | None = None) -> "Answer":
+        """`arrived`: since when its user waits, if that was before now (time.monotonic())."""
+        answer = Answer(prepared, self._tokenizer, trace_headers, time.monotonic() if arrived is None else arrived)
         self._answers[prepared.id] = answer
         for choice, request in zip(answer.choices, prepared.requests, strict=True):
             self._owners[request.id] = (answer, choice)
@@ -132,12 +133,14 @@ class OutputProcessor:
 class Answer:
     """One user request: its n choices and its times. What it has learnt and not told yet is in its next output."""
 
-    def __init__(self, prepared: Prepared, tokenizer: Tokenizer | None, trace_headers: Mapping[str, str] | None) -> None:
+    def __init__(
+        self, prepared: Prepared, tokenizer: Tokenizer | None, trace_headers: Mapping[str, str] | None, arrived: float
+    ) -> None:
         self.prepared = prepared
         self._tokenizer = tokenizer
         self._trace_headers = trace_headers
         self.choices = [_Choice(i, prepared, tokenizer) for i in range(len(prepared.requests))]
-        self.metrics = RequestMetrics(arrival_time=prepared.requests[0].arrival, queued_ts=time.monotonic())
+        self.metrics = RequestMetrics(arrival_time=prepared.requests[0].arrival, queued_ts=arrived)
         self.cached_tokens = 0
         self.unfinished = len(self.choices)
         self.due = False  # is there an output to emit?
