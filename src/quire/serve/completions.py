@@ -54,7 +54,8 @@ class _Choice:
         tokenizer = server.llm.tokenizer
         self._tokenizer = tokenizer
         self._names = TokenNames(tokenizer, server.settings.return_tokens_as_token_ids if as_ids is None else as_ids)
-        self._offsets = TextOffsets(tokenizer, () if self._echo else self._prompt.ids, job.params[prompt])
+        self._params = job.params[prompt]
+        self._offsets: TextOffsets | None = None
         self.tokens = 0
         self._begun = False
 
@@ -93,6 +94,8 @@ class _Choice:
     def _logprobs(self, tokens: Sequence[int], positions: Sequence[TokenLogprobs | None] | None) -> CompletionLogprobs | None:
         if self._request.logprobs is None or positions is None:
             return None
+        if self._offsets is None:
+            self._offsets = TextOffsets(self._tokenizer, () if self._echo else self._prompt.ids, self._params)
         return completion_logprobs(tokens, positions, self._names, self._offsets)
 
 
