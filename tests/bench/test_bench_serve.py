@@ -27,11 +27,11 @@ def bench(server: FakeOpenAI, count: int = 8, output: int = 4, **settings: objec
 
 
 def test_known_delays_are_measured() -> None:
-    with FakeOpenAI(lambda *_: Answer(first=0.05, gap=0.03, cached=2)) as server:
+    with FakeOpenAI(lambda *_: Answer(first=0.05, gap=0.03)) as server:
         outcome = bench(server)
     summary = summarize(outcome.records, outcome.duration)
     assert (summary.completed, summary.failed, outcome.notes) == (8, 0, [])
-    assert (summary.total_input_tokens, summary.total_output_tokens, summary.total_cached_tokens) == (48, 32, 16)
+    assert (summary.total_input_tokens, summary.total_output_tokens, summary.total_cached_tokens) == (48, 32, 0)
     for metric, least in (("ttft", 50), ("tpot", 30), ("itl", 30), ("e2el", 140)):
         spread = summary.spreads[metric]
         assert spread is not None
@@ -226,6 +226,14 @@ def test_missing_usage_and_short_answers_are_noted() -> None:
         "2 answers are shorter than asked for, in spite of --ignore-eos",
     ]
     assert outcome.records[0].prompt_tokens == 6
+
+
+def test_prompts_that_were_cached_are_noted() -> None:
+    with FakeOpenAI(lambda *_: Answer(cached=3)) as server:
+        outcome = bench(server, count=2)
+        assert outcome.notes == ["50% of the input was in the server's prefix cache; another --seed sends other prompts"]
+        shared = DatasetOptions(count=2, random_input_len=3, random_output_len=2, random_prefix_len=3)
+        assert bench(server, dataset=shared).notes == []
 
 
 def test_poisson_arrivals_reach_the_server() -> None:

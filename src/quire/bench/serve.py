@@ -21,6 +21,7 @@ from quire.bench.server import Server
 from quire.types.errors import ConfigError, EngineError
 
 SPARE_FILES = 64
+CACHED = 0.05  # of the input: more means that an earlier run had the same prompts
 LATE = 0.05  # seconds: from here on the client's own delays are told
 
 
@@ -64,6 +65,13 @@ class ServeSettings:
     @property
     def timed_by_data(self) -> bool:
         return self.dataset.name == "timed_trace" if self.self_timed is None else self.self_timed
+
+    @property
+    def load_text(self) -> str:
+        if not self.timed_by_data:
+            return str(self.shape)
+        most = self.shape.max_concurrency
+        return "as recorded" if most is None else f"as recorded, at most {most} at once"
 
 
 @dataclass(frozen=True)
@@ -166,6 +174,9 @@ def _notes(settings: ServeSettings, server: Server, alphabet: Alphabet, load: Lo
         notes.append("prompts are random words, about one token each; input tokens are counted by the server")
     if server.estimated:
         notes.append("the server has no /tokenize: lengths of the data set's texts are estimated")
+    inputs, cached = sum(record.prompt_tokens for record in good), sum(record.cached_tokens for record in good)
+    if settings.dataset.name == "random" and not settings.dataset.random_prefix_len and cached > CACHED * inputs:
+        notes.append(f"{cached / inputs:.0%} of the input was in the server's prefix cache; another --seed sends other prompts")
     uncounted = sum(not record.counted for record in good)
     if uncounted:
         notes.append(f"{uncounted:,} answers came without usage: their chunks are counted as tokens")

@@ -48,11 +48,11 @@ def run(namespace: argparse.Namespace) -> int:
         raise ConfigError("--save-result and --result-filename both name the file; drop one")
     then = read_result(namespace.compare) if namespace.compare else None
     where = f"{settings.origin.path(settings.endpoint)} of {settings.origin}"
-    print(f"{settings.dataset.count:,} requests ({settings.dataset.name}), {settings.shape}, to {where}", file=sys.stderr)
+    print(f"{settings.dataset.count:,} requests ({settings.dataset.name}), {settings.load_text}, to {where}", file=sys.stderr)
 
     outcome = asyncio.run(bench_serve(settings))
     summary = summarize(outcome.records, outcome.duration, metrics=metrics, percentiles=cuts, goodput=goodput)
-    facts = {"Model": outcome.model, "Load": str(settings.shape) if not settings.timed_by_data else "as recorded"}
+    facts = {"Model": outcome.model, "Load": settings.load_text}
     print(table(summary, "Serving Benchmark Result", facts))
     for note in outcome.notes:
         print(f"note: {note}")
