@@ -1,11 +1,15 @@
+import gzip
 import json
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -115,6 +119,47 @@ def test_root_path_and_cors(serve_model: Path) -> None:
         assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, "https://a.example")
         assert http.options("/v1/completions", headers={**ask, "Origin": "https://b.example"}).status_code == 400
         assert "access-control-allow-origin" in http.get("/v1/models", headers={**key, "Origin": "https://a.example"}).headers
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl to make a certificate with")
+def test_tls(serve_model: Path, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    make += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*make, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    with serving(serve_model, "--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)) as server:
+        assert server.url().startswith("https://127.0.0.1:")
+        with server.client(verify=ssl.create_default_context(cafile=str(certificate))) as http:
+            assert http.get("/readyz").status_code == 200
+
+
+def test_traces_reach_the_collector(serve_model: Path) -> None:
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    received: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            content = self.rfile.read(int(self.headers["content-length"]))
+            received.append(gzip.decompress(content) if self.headers.get("content-encoding") == "gzip" else content)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Not here."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        flags = ["--otlp-traces-endpoint", f"http://127.0.0.1:{collector.server_port}/v1/traces"]
+        environment = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": "my-service"}
+        with serving(serve_model, *flags, **environment) as server, server.client() as http:
+            headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01"}
+            assert http.post("/v1/completions", json=body(3, False), headers=headers).status_code == 200
+            server.signal()
+            assert server.wait() == 0
+        collector.shutdown()
+    told = b"".join(received)
+    for part in (b"llm_request", b"my-service", b"gen_ai.usage.completion_tokens", bytes.fromhex(trace)):
+        assert part in told
 
 
 # ---- ending --------------------------------------------------------------------------------------------------------------

@@ -152,6 +152,8 @@ class Launch:
     # ---- the life of a server --------------------------------------------------------------------------------------------
 
     async def _live(self, started: float) -> int:
+        url = url_of(self._settings, self._sockets)
+        logger.info("listening on %s, loading %s", url, self._engine_args.model)
         loading = self._start(self._load())
         if not await self._unless_asked(loading):
             logger.info("stopped before the model was loaded")
@@ -160,7 +162,6 @@ class Launch:
         metrics = self._observe(llm)
         app = build_app(llm, self._settings)
         self._state.service = Service(llm, app, metrics, HttpMetrics(metrics.registry))
-        url = url_of(self._settings, self._sockets)
         logger.info("ready: serving %s on %s after %.1f s", llm.config.served_names[0], url, time.monotonic() - started)
         if await self._unless_asked(self._start(_death(llm))):
             return await self._mourn()
@@ -257,7 +258,7 @@ def _http_config(settings: ServerArgs, front: ASGIApp) -> uvicorn.Config:
         ssl_certfile=settings.ssl_certfile,
         ssl_ca_certs=settings.ssl_ca_certs,
         ssl_cert_reqs=settings.ssl_cert_reqs,
-        ssl_ciphers=settings.ssl_ciphers or "TLSv1",
+        ssl_ciphers=settings.ssl_ciphers or "DEFAULT",
     )
     try:
         config.load()
