@@ -16,6 +16,9 @@ import httpx
 import pytest
 from server_process import body, read_stream, serving, wait_for
 
+from quire.engine.assemble import device_facts
+from quire.types.errors import ConfigError
+
 
 def run_line(*flags: str, module: str = "quire.cli.main") -> subprocess.CompletedProcess[str]:
     command = [*(["serve"] if module == "quire.cli.main" else []), *flags]
@@ -41,6 +44,7 @@ def test_a_port_in_use_is_told_at_once(serve_model: Path) -> None:
         (["--host", "no-such-host.invalid"], 2, "--host no-such-host.invalid"),
         (["./nothing"], 1, "./nothing: no such file or directory"),
         (["--max-model-len", "9999999"], 2, "max_model_len"),
+        (["--kv-cache-memory-bytes", "1000"], 2, "the cache got 1000 bytes"),  # told by the engine process
         (["--tool-call-parser", "hermes"], 2, "tool_call_parser='hermes' is not supported: tool calls"),
         (["--lora-modules", "a=b"], 2, "lora_modules='a=b' is not supported: LoRA"),
         (["--no-auth", "--api-key", "k"], 2, "contradict"),
@@ -51,8 +55,15 @@ def test_a_port_in_use_is_told_at_once(serve_model: Path) -> None:
 def test_start_up_errors_are_one_line(serve_model: Path, flags: list[str], code: int, message: str) -> None:
     model = [] if flags[0].startswith(".") else [str(serve_model)]
     done = run_line(*model, "--port", "0", "--device", "cpu", "--distributed-executor-backend", "fake", *flags)
-    assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr
-    assert message in done.stderr
+    *before, last = done.stderr.splitlines()
+    assert (done.returncode, message in last) == (code, True), done.stderr
+    assert all("INFO [quire.serve.launch] listening on" in line for line in before)
+
+
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="device=cuda was asked for, but torch .* sees no CUDA device"):
+        device_facts("cuda")
 
 
 def test_vllms_module_is_the_same_command(serve_model: Path) -> None:

@@ -43,6 +43,8 @@ def device_facts(device: str) -> DeviceFacts:
     """Of the CUDA device this process would use."""
     import torch
 
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device={device} was asked for, but torch {torch.__version__} sees no CUDA device; use device=cpu")
     free, total = torch.cuda.mem_get_info(device)
     return DeviceFacts("cuda", torch.cuda.get_device_name(device), total_bytes=total, free_bytes=free)
 
