@@ -104,7 +104,7 @@ def test_where_a_server_is() -> None:
     assert openai_style.path("/v1/completions") == "/api/v1/completions"
     assert openai_style.path("/chat/completions") == "/api/v1/chat/completions"
     assert openai_style.root("/tokenize") == "/api/tokenize"
-    for bad in ("ftp://x", "http://", "http://h:port"):
+    for bad in ("ftp://x", "http://", "http://h:port", "http://name:secret@h"):
         with pytest.raises(ConfigError, match="base-url"):
             Origin.parse(bad)
 

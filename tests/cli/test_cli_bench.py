@@ -206,6 +206,19 @@ def test_ctrl_c_reports_what_has_ended() -> None:
     assert "Traceback" not in err
 
 
+def test_ctrl_c_in_the_warm_up_ends_the_command() -> None:
+    with FakeOpenAI(lambda *_: Answer(hang_after=1)) as server:
+        process = run_apart("--base-url", server.url, "--random-input-len", "4", "--num-warmups", "2")
+        deadline = time.monotonic() + 20
+        while len(server.generated) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (130, "")
+    assert "Traceback" not in err
+    assert len(server.generated) == 2
+
+
 def test_the_command_does_not_import_torch() -> None:
     with FakeOpenAI() as server:
         code = f"""

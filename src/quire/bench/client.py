@@ -40,6 +40,8 @@ class Origin:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
             raise ConfigError(f"--base-url {url!r} is not like http://127.0.0.1:8000 or https://host/path")
+        if "@" in parts.netloc:
+            raise ConfigError("--base-url holds a name or password, which would be saved; use --api-key or --header")
         secure = parts.scheme == "https"
         return cls(secure, parts.hostname, port or (443 if secure else 80), parts.path.rstrip("/"))
 

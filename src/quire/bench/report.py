@@ -28,16 +28,9 @@ COUNTS = (
     ("Tokens per chunk:", "tokens_per_chunk", ",.2f"),
 )
 ONLY_IF_SET = ("total_cached_tokens", "request_goodput")
-IRRELEVANT = (
-    "base_url",
-    "host",
-    "port",
-    "save_result",
-    "result_dir",
-    "result_filename",
-    "save_detailed",
-    "compare",
-    "disable_tqdm",
+IRRELEVANT = (  # to what is measured
+    *("base_url", "host", "port", "ready_check_timeout_sec", "request_id_prefix", "disable_tqdm"),
+    *("save_result", "result_dir", "result_filename", "save_detailed", "metadata", "label", "compare"),
 )
 COMPARED = tuple(key for _, key, _ in COUNTS if key not in ("completed", "failed", "total_cached_tokens"))
 
@@ -123,13 +116,13 @@ def read_result(path: Path) -> dict[str, Any]:
 
 def comparison(now: Mapping[str, Any], then: Mapping[str, Any], name: str) -> str:
     """Figures that both runs have, and the ratio of this run to that one."""
-    timings = [key for key in now if key.endswith("_ms")]
+    timings = [key for key in now if key.endswith("_ms") and not key.startswith(("std_", "p50_"))]
     lines = [f" this run / {name} ".center(WIDTH, "="), _compared("", "this run", "that run", "ratio")]
     for key in (*COMPARED, *timings):
         new, old = now.get(key), then.get(key)
         if isinstance(new, int | float) and isinstance(old, int | float):
             ratio = f"{new / old:.3f}" if old else "-"
-            lines.append(_compared(key, f"{new:,.2f}", f"{old:,.2f}", ratio))
+            lines.append(_compared(key, _figure(new), _figure(old), ratio))
     lines += _differences(now, then)
     lines.append("=" * WIDTH)
     return "\n".join(lines)
@@ -143,6 +136,10 @@ def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
     else:
         keys = ["model_id", "num_prompts", "request_rate", "max_concurrency"]
     return [f"differs: {key} is {now.get(key)}, was {then.get(key)}" for key in keys if now.get(key) != then.get(key)]
+
+
+def _figure(value: float) -> str:
+    return f"{value:,d}" if isinstance(value, int) else f"{value:,.2f}"
 
 
 def _compared(key: str, new: str, old: str, ratio: str) -> str:

@@ -1,7 +1,9 @@
 """`bench serve` from beginning to end: reach the server, write the requests, warm up, offer the load, sum up."""
 
+import asyncio
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -101,11 +103,9 @@ async def bench_serve(settings: ServeSettings) -> Outcome:
             sender(client, settings.origin.path(settings.endpoint), keep_text=settings.keep_text),
             settings.shape.max_concurrency,
         )
-        gc.collect()
-        gc.freeze()  # what exists now need not be searched for garbage while times are taken
         async with progress(load, len(main), disable=settings.disable_tqdm):
-            await load.run(main)
-        gc.unfreeze()
+            with _little_garbage_collection():
+                await load.run(main)
     finally:
         await client.close()
     synthetic = settings.dataset.name in SYNTHETIC
@@ -114,10 +114,21 @@ async def bench_serve(settings: ServeSettings) -> Outcome:
     return Outcome(model, version, prompts, load.records, load.duration, load.interrupted, notes)
 
 
+@contextmanager
+def _little_garbage_collection() -> Iterator[None]:
+    """What exists already is not searched for garbage while times are taken."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 async def _alphabet(settings: ServeSettings, server: Server) -> Alphabet:
     if settings.dataset.name not in SYNTHETIC or settings.chat or settings.prompt_format == "text":
         return Alphabet(None)
-    size = settings.vocab_size or await server.vocab_size()
+    size = await server.vocab_size() if settings.vocab_size is None else settings.vocab_size
     if size is None and settings.prompt_format == "ids":
         raise ConfigError("the server has no /tokenize to ask about its vocabulary; say --vocab-size, or --prompt-format text")
     return Alphabet(size)
@@ -160,6 +171,8 @@ async def _warm_up(settings: ServeSettings, client: Client, requests: Sequence[O
         return
     load = Load(sender(client, settings.origin.path(settings.endpoint)), settings.shape.max_concurrency)
     await load.run([Outgoing(request.name, request.body, 0.0) for request in requests])
+    if load.interrupted:
+        raise asyncio.CancelledError
     if not any(record.ok for record in load.records):
         raise EngineError(f"no warm-up request succeeded: {error_lines(load.records)[0]}")
 
