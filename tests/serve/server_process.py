@@ -100,10 +100,13 @@ def read_stream(client: httpx.Client, request: dict[str, Any], begun: Callable[[
         if response.status_code != 200:
             response.read()
             return [response.status_code, response.json()]
-        for line in response.iter_lines():
-            if line.startswith("data: "):
-                text = line.removeprefix("data: ")
-                events.append(text if text == "[DONE]" else json.loads(text))
+        rest = b""
+        for chunk in response.iter_bytes():  # iter_lines would also split at the exotic line ends of random text
+            *complete, rest = (rest + chunk).split(b"\n\n")
+            for event in complete:
+                data = event.removeprefix(b"data: ")
+                events.append("[DONE]" if data == b"[DONE]" else json.loads(data))
                 if len(events) == 1:
                     begun()
+        assert not rest
     return events
