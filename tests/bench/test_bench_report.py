@@ -44,7 +44,8 @@ def test_errors_are_told_once_each_the_most_frequent_first() -> None:
 
 NOW = {
     "duration": 2.0, "completed": 4, "max_concurrent_requests": 3, "mean_ttft_ms": 10.0, "p99_ttft_ms": 30.0,
-    "std_ttft_ms": 1.0, "model_id": "m", "num_prompts": 4, "request_rate": "inf", "max_concurrency": None, "flags": {"seed": 0, "port": 1},
+    "std_ttft_ms": 1.0, "model_id": "m", "num_prompts": 4, "request_rate": "inf", "max_concurrency": None,
+    "flags": {"seed": 0, "port": 1},
 }  # fmt: skip
 
 
