@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class Stream:
-    """What one request has to tell. Outputs are made when they are taken, of all there is by then: slow listeners lose nothing."""
+    """What one request has to tell. An output is made when it is taken, of all there is: slow listeners lose nothing."""
 
     __slots__ = ("_error", "_waiter", "answer")
 
@@ -70,8 +70,8 @@ class AsyncLLM:
     def __init__(self, config: Config, command: Sequence[str] = COMMAND) -> None:
         self.config = config
         self.observers: list[Observer] = []
-        self.stats: Stats | None = None
-        self.pages = 0  # of the cache, once the engine is ready
+        self.stats: Stats | None = None  # as of the latest step
+        self.pages = 0  # of the cache; 0 until the engine is ready
         self._client = EngineClient(config.args, self, command)
         try:
             self.tokenizer = open_tokenizer(config)
@@ -159,12 +159,13 @@ class AsyncLLM:
 
         A bad request raises RequestError before the first output. Leaving the generator ends the request in the engine.
         """
+        arrived = time.monotonic()
         if self.state == "starting":
             await self.wait_ready()
         self._attend()
         self._client.check()
         prepared = await self._prepare(prompt, sampling_params, request_id, priority, cache_tenant)
-        stream = self._open(prepared, trace_headers)
+        stream = self._open(prepared, trace_headers, arrived)
         try:
             answer, finished = stream.answer, False
             while not finished:
@@ -271,11 +272,11 @@ class AsyncLLM:
         )
         return replace(prepared, id=request_id)
 
-    def _open(self, prepared: Prepared, trace_headers: Mapping[str, str] | None) -> Stream:
+    def _open(self, prepared: Prepared, trace_headers: Mapping[str, str] | None, arrived: float) -> Stream:
         if prepared.id in self._streams:
             raise RequestError(f"request id {prepared.id!r} is in use", "request_id")
         self._client.add(prepared.requests)
-        stream = self._streams[prepared.id] = Stream(self._outputs.add(prepared, trace_headers))
+        stream = self._streams[prepared.id] = Stream(self._outputs.add(prepared, trace_headers, arrived))
         return stream
 
     def _close(self, request_id: str, stream: Stream) -> None:
