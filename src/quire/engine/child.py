@@ -36,8 +36,8 @@ class Child:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         process = None
         try:
-            self._commands = ipc.open_socket(self._context, zmq.PUSH, self._directory, "commands", bind=True)
-            self._reports = ipc.open_socket(self._context, zmq.PULL, self._directory, "reports", bind=True)
+            channel = ipc.Channel(self._context, self._directory)
+            self._commands, self._reports = channel.sender("commands"), channel.receiver("reports")
             process = subprocess.Popen(
                 [*command, str(self._directory), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
@@ -60,7 +60,7 @@ class Child:
         return self._process.pid
 
     def send(self, command: ipc.Command) -> None:
-        self._commands.send(ipc.encode(command), zmq.NOBLOCK)
+        self._commands.send(ipc.encode(command))
 
     def receive(self) -> ipc.Report | None:
         """The next report, None if there is none now."""

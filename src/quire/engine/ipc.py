@@ -22,6 +22,7 @@ from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
 from quire.types.stats import Stats
 
+RETRY = 10  # milliseconds between attempts to connect
 ARRAYS = ("<i4", "<f4")  # the kinds of numpy arrays that cross
 
 
@@ -151,16 +152,32 @@ def start_error(failed: Failed) -> errors.QuireError:
     return errors.EngineError(f"the engine could not start: {failed.kind}: {failed.message}")
 
 
-def open_socket(
-    context: "zmq.Context[zmq.Socket[bytes]]", kind: int, directory: Path, name: str, *, bind: bool
-) -> "zmq.Socket[bytes]":
-    """Messages queue up without limit: requests bound what is in flight, and a full queue must never stop a loop."""
-    socket = context.socket(kind)
-    socket.set_hwm(0)
-    socket.setsockopt(zmq.LINGER, 0)
-    address = f"ipc://{directory / name}"
-    if bind:
-        socket.bind(address)
-    else:
-        socket.connect(address)
-    return socket
+class Channel:
+    """The two directions of one connection, as sockets.
+
+    Who sends connects and who receives binds, so that a message can be sent, and waits, before the other side is there. Messages
+    queue up without limit: open requests bound what is under way, and a full queue must never stop a loop.
+    """
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", directory: Path) -> None:
+        self._context, self._directory = context, directory
+
+    def sender(self, name: str) -> "zmq.Socket[bytes]":
+        socket = self._open(zmq.PUSH)
+        socket.setsockopt(zmq.RECONNECT_IVL, RETRY)
+        socket.connect(self._address(name))
+        return socket
+
+    def receiver(self, name: str) -> "zmq.Socket[bytes]":
+        socket = self._open(zmq.PULL)
+        socket.bind(self._address(name))
+        return socket
+
+    def _open(self, kind: int) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, 0)
+        return socket
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{self._directory / name}"

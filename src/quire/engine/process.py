@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 class Pulse(threading.Thread):
     """Beats until told to end. `busy_since` is written by the loop: when its present turn began, 0 while it waits."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", directory: Path, parent: int) -> None:
+    def __init__(self, channel: ipc.Channel, directory: Path, parent: int) -> None:
         super().__init__(name="quire-pulse", daemon=True)
         self.busy_since = 0.0
-        self._context, self._directory, self._parent = context, directory, parent
+        self._channel, self._directory, self._parent = channel, directory, parent
         self._over = threading.Event()
 
     def run(self) -> None:
-        socket = ipc.open_socket(self._context, zmq.PUSH, self._directory, "reports", bind=False)
+        socket = self._channel.sender("reports")
         while not self._over.wait(BEAT_EVERY):
             if os.getppid() != self._parent:
                 shutil.rmtree(self._directory, ignore_errors=True)
@@ -145,14 +145,13 @@ def start(command: ipc.Start) -> tuple[EngineCore, ipc.Ready]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    directory, parent = (sys.argv[1:] if argv is None else argv)[:2]
+    place, parent = (sys.argv[1:] if argv is None else argv)[:2]
+    directory = Path(place)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    link = Link(
-        ipc.open_socket(context, zmq.PULL, Path(directory), "commands", bind=False),
-        ipc.open_socket(context, zmq.PUSH, Path(directory), "reports", bind=False),
-    )
-    pulse = Pulse(context, Path(directory), int(parent))
+    channel = ipc.Channel(context, directory)
+    link = Link(channel.receiver("commands"), channel.sender("reports"))
+    pulse = Pulse(channel, directory, int(parent))
     pulse.start()
     try:
         return _serve(link, pulse)

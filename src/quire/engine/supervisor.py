@@ -175,7 +175,7 @@ class Supervisor:
                     return "it was stopped"
                 if ended:
                     return f"its process ended with {child.ending()}"
-                if (ended := self._look() and child.ending() is not None):
+                if ended := self._look() and child.ending() is not None:
                     await asyncio.sleep(GRACE)
                 elif (reason := self._diagnose()) is not None:
                     return reason
