@@ -285,3 +285,17 @@ def test_log_lines(serve_model: Path) -> None:
     assert "prompt: 'one\\nFAKE'" in log
     assert json.dumps("FAKE LINE two") not in log
     assert "Engine 000: Avg prompt throughput" in log
+
+
+def test_a_sample_is_answered_when_it_is_ready(serve_model: Path) -> None:
+    line = [sys.executable, "-m", "quire.cli.main", "serve", str(serve_model), "--port", "0", "--sample", "hi there"]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "> hi there\n"
+        assert process.stdout.readline().strip()
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.communicate()

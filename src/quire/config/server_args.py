@@ -61,6 +61,7 @@ class ServerArgs:
     shutdown_timeout: float = setting(
         30.0, REAL, _RUN, "seconds that running requests get to finish after SIGTERM or Ctrl-C; then they are ended", low=0.0
     )
+    sample: str | None = setting(None, TEXT, _RUN, "a question to be answered on standard output when the server is ready")
     max_queue: int = setting(2048, NUMBER, _RUN, "/readyz is 503 while more requests than this wait", low=0)
 
     uvicorn_log_level: str = setting("info", TEXT, _SEEN, "log level of the HTTP server", choices=_LEVELS)
@@ -95,6 +96,8 @@ class ServerArgs:
             raise ConfigError("ssl_ca_certs, ssl_cert_reqs and ssl_ciphers need --ssl-keyfile and --ssl-certfile")
         if self.enable_log_outputs and not self.enable_log_requests:
             raise ConfigError("--enable-log-outputs needs --enable-log-requests")
+        if self.sample is not None and not self.sample.strip():
+            raise ConfigError("--sample is empty: give a question, or leave it out")
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path must begin with a slash, as /llm; got {self.root_path!r}")
         if self.allow_credentials and "*" in self.allowed_origins:

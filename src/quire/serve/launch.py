@@ -34,6 +34,7 @@ from quire.serve.app import build_app
 from quire.serve.auth import Keys, check_exposure, find_keys
 from quire.serve.front import build_front
 from quire.serve.lifecycle import ServerState, Service
+from quire.serve.sample import print_sample
 from quire.serve.sockets import BACKLOG, find_addresses, listen, reachable, url_of
 from quire.types.errors import ConfigError, EngineError
 
@@ -163,6 +164,8 @@ class Launch:
         app = build_app(llm, self._settings)
         self._state.service = Service(llm, app, metrics, HttpMetrics(metrics.registry))
         logger.info("ready: serving %s on %s after %.1f s", llm.config.served_names[0], url, time.monotonic() - started)
+        if self._settings.sample is not None:
+            self._start(print_sample(llm, self._settings.sample))
         if await self._unless_asked(self._start(_death(llm))):
             return await self._mourn()
         await self._drain(llm)

@@ -22,8 +22,16 @@ _encoder = msgspec.json.Encoder()
 Events = AsyncGenerator[Any, None]
 
 
+# characters JSON may hold as they are, but at which some clients end a line
+_LINE_ENDS = tuple((mark.encode(), f"\\u{ord(mark):04x}".encode()) for mark in "\u0085\u2028\u2029")
+
+
 def encode_event(event: Any) -> bytes:
-    return b"data: " + _encoder.encode(event) + b"\n\n"
+    data = _encoder.encode(event)
+    for mark, escaped in _LINE_ENDS:
+        if mark in data:
+            data = data.replace(mark, escaped)
+    return b"data: " + data + b"\n\n"
 
 
 async def open_stream(events: Events, receive: Receive) -> "EventStream":
