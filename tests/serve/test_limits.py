@@ -77,13 +77,13 @@ def test_detokenize_tokens(http):
 
 
 def test_depth():
-    small = Limits(json_depth=4, json_containers=10)
+    small = Limits(json_depth=4)
     assert parse_json(b'{"a": [[["[[[[[[{{{{{{"]]]}', small) == {"a": [[["[[[[[[{{{{{{"]]]}
     for deep in (b"[[[[[]]]]]", b'{"a": {"b": {"c": {"d": {}}}}}', b"[" * 100_000 + b"]" * 100_000):
         with pytest.raises(HttpError, match="deep"):
             parse_json(deep, small)
     with pytest.raises(HttpError, match="at most 10 arrays"):
-        parse_json(json.dumps([[]] * 10).encode(), small)
+        parse_json(json.dumps([[]] * 10).encode(), Limits(json_containers=10))
 
 
 def test_depth_over_http(http):

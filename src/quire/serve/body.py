@@ -1,5 +1,6 @@
 """A request's JSON body, read within bounds: its bytes are counted as they come, its depth before anything walks it."""
 
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -9,6 +10,8 @@ from fastapi.routing import APIRoute
 
 from quire.serve.errors import HttpError
 from quire.serve.limits import LIMITS, Limits
+
+_STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 class BoundedRequest(Request):
@@ -54,29 +57,33 @@ class JSONRoute(APIRoute):
 
 
 def parse_json(raw: bytes, limits: Limits = LIMITS) -> Any:
+    # brackets inside of strings count as well, so a small number says that there is nothing to check
+    brackets = _count_brackets(raw)
+    if brackets > limits.json_containers and _count_brackets(_STRINGS.sub(b"", raw)) > limits.json_containers:
+        raise HttpError(400, f"the request body may have at most {limits.json_containers} arrays and objects", "body")
     try:
         value = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HttpError(400, f"the request body is not valid JSON: {error}", "body") from None
     except RecursionError:
         raise _too_deep(limits) from None
-    # brackets inside of strings count here, so this only says when there is nothing to check
-    if raw.count(b"[") + raw.count(b"{") > limits.json_depth:
-        _check_nesting(value, limits)
+    if brackets > limits.json_depth:
+        _check_depth(value, limits)
     return value
 
 
-def _check_nesting(value: Any, limits: Limits) -> None:
+def _count_brackets(raw: bytes) -> int:
+    return raw.count(b"[") + raw.count(b"{")
+
+
+def _check_depth(value: Any, limits: Limits) -> None:
     """Level by level, so that depth costs no stack."""
-    level, seen = [value], 0
+    level = [value]
     for _ in range(limits.json_depth):
         below: list[Any] = []
         for container in level:
             items = container.values() if isinstance(container, dict) else container
-            below += [item for item in items if isinstance(item, list | dict)]
-        seen += len(level)
-        if seen > limits.json_containers:
-            raise HttpError(400, f"the request body may have at most {limits.json_containers} arrays and objects", "body")
+            below += [item for item in items if isinstance(item, (list, dict))]
         if not below:
             return
         level = below

@@ -1,11 +1,11 @@
 """/tokenize and /detokenize."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from quire.serve.protocol.fields import Body, Objects, TemplateFields, TokenIds
+from quire.serve.protocol.fields import Body, Objects, TemplateFields
 
 
 class TokenizeTextRequest(Body):
@@ -31,7 +31,7 @@ class TokenizeAnswer(TypedDict):
 
 
 class DetokenizeRequest(Body):
-    tokens: TokenIds = Field(description="token ids")
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, description="token ids")]
 
 
 class DetokenizeAnswer(TypedDict):
