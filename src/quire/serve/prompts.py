@@ -77,7 +77,7 @@ async def render_messages(
         )
     _check_messages(server, messages)
     text, ids = await server.llm.render_chat(
-        messages,
+        [_with_reasoning(message) for message in messages],
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         add_special_tokens=request.add_special_tokens,
@@ -87,6 +87,12 @@ async def render_messages(
         **variables,
     )
     return Prompt(text, ids)
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Clients and templates know what an assistant thought under two names; a message that has one gets both."""
+    thought = message.get("reasoning", message.get("reasoning_content"))
+    return message if thought is None else {**message, "reasoning": thought, "reasoning_content": thought}
 
 
 def text_of(message: Mapping[str, Any]) -> str:
