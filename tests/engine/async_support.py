@@ -1,12 +1,12 @@
 """AsyncLLM in tests: engines on the fake executor, whole answers, and the proof that nothing is left behind."""
 
 import asyncio
-import os
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from quire import AsyncLLM, EngineArgs, RequestOutput, SamplingParams
@@ -51,42 +51,34 @@ class Traces:
     """What a process leaves behind: temporary directories, engine processes, open files, threads."""
 
     def __init__(self) -> None:
-        self.room = tempfile.mkdtemp(prefix="t", dir="/tmp")
-        self._before = self._look()
-
-    def _look(self) -> tuple[set[str], set[str]]:
-        files = {f"{fd} {target}" for fd in os.listdir("/proc/self/fd") if (target := _link(f"/proc/self/fd/{fd}"))}
-        return files, {thread.name for thread in threading.enumerate()}
-
-    def left(self) -> list[str]:
-        files, threads = (now - before for now, before in zip(self._look(), self._before, strict=True))
-        return [*os.listdir(self.room), *processes(self.room), *files, *threads]
+        self.room = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+        self._before = _open_things()
 
     def check(self) -> None:
         deadline = time.monotonic() + 5.0
-        while (left := self.left()) and time.monotonic() < deadline:
+        while (left := self._left()) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert not left
-        os.rmdir(self.room)
+        assert not left, left
+        self.room.rmdir()
+
+    def _left(self) -> list[object]:
+        return [*self.room.iterdir(), *processes(self.room), *(_open_things() - self._before)]
 
 
-def processes(room: str) -> list[str]:
-    """Engine processes that were started in this room."""
+def processes(room: Path) -> list[int]:
+    """Engine processes that were started in this room and live."""
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_bytes().decode(errors="replace")
-                alive = (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-            except OSError:
-                continue
-            if room in command and alive:
-                found.append(entry.name)
+        with suppress(OSError):
+            if entry.name.isdigit() and str(room).encode() in (entry / "cmdline").read_bytes():
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                found += [] if state == "Z" else [int(entry.name)]
     return found
 
 
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""
+def _open_things() -> set[str]:
+    things = {thread.name for thread in threading.enumerate()}
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            things.add(f"{fd.name} {fd.readlink()}")
+    return things
