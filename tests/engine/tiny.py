@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from tiny_model import TEXT, make_model
-
 from quire import LLM
+from tiny_model import TEXT, make_model
 
 __all__ = ["TEXT", "make_model", "open_model"]
 
