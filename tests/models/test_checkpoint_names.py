@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from oracle import Sequences
 from safetensors.torch import load_file, save_file
 
+from oracle import Sequences
 from quire.config.facts import read_facts
 from quire.files.resolve import resolve_model
 from quire.load.load import load_weights

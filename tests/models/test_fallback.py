@@ -5,10 +5,10 @@ import sys
 
 import pytest
 import torch
-from oracle import FAMILIES, TINY, Family, Sequences, in_pieces, make_checkpoint, open_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from oracle import FAMILIES, TINY, Family, Sequences, in_pieces, make_checkpoint, open_checkpoint
 from quire.config.facts import read_facts
 from quire.files.resolve import resolve_model
 from quire.load.load import load_weights

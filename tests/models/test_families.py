@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from oracle import FAMILIES, Sequences, in_pieces
 
+from oracle import FAMILIES, Sequences, in_pieces
 from quire.load.load import load_weights
 from quire.models.registry import build_model
 

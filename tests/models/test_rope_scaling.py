@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from oracle import TINY
 
+from oracle import TINY
 from quire.layers.rope import Rope, rope_parameters
 from quire.types.errors import ModelError
 
