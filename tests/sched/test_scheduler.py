@@ -372,6 +372,28 @@ def test_a_fork_of_a_fork_in_the_same_step_waits_for_the_copy():
     assert desk.right("b", "c")
 
 
+def test_nor_is_a_copy_copied_when_both_come_back_in_one_step():
+    desk = Desk(max_seqs=2, policy="priority", prefix_caching=False, pages=40)
+    prompt = (*A, 1, 2)
+    desk.add("a", prompt, 1, hold=True)
+    desk.finish()
+    desk.add("x", A[::-1], 20, priority=1)
+    desk.add("b", prompt, 8, priority=2, fork_of="a")
+    desk.step()
+    desk.add("c", prompt, 3, priority=2, fork_of="b")
+    desk.step()
+    desk.add("top", A[::-1], 20, priority=0)
+    desk.step()
+    assert desk.running() == {"x", "top"}
+    desk.core.abort(["x", "top"])
+    plan = desk.step()
+    assert len(plan.copy_from) == len(plan.slot) == 1
+    assert desk.running() == {"b"}
+    assert len(desk.step().copy_from) == 1
+    desk.finish()
+    assert desk.right("b", "c")
+
+
 def test_holds_are_dropped_oldest_first_when_pages_are_short():
     desk = Desk(pages=8)
     for i, name in enumerate(("old", "young")):
