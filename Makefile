@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: serve test check clean
 
 serve: $(VENV)/.installed
-	$(BIN)/quire chat "What is the capital of France?"
+	$(BIN)/quire chat --temperature 0.2 --top-p 0.9 "What is the capital of France?"
 
 test: check
 	$(BIN)/python -m pytest
