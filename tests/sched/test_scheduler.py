@@ -126,7 +126,7 @@ def test_salts_and_requests_that_do_not_read():
     desk.finish()
     desk.add("b", A)
     desk.add("c", A, salt=("x",), prompt_logprobs=0)
-    desk.add("d", A, salt=("x",), prompt_logprobs=0, skip_reading_prefix_cache=False)
+    desk.add("d", A, salt=("x",))
     desk.add("e", A, salt=("x",), skip_reading_prefix_cache=True)
     desk.finish()
     assert [desk.cached(name) for name in "bcde"] == [0, 0, 8, 0]
