@@ -126,7 +126,7 @@ def test_salts_and_requests_that_do_not_read():
     desk.finish()
     desk.add("b", A)
     desk.add("c", A, salt=("x",), prompt_logprobs=0)
-    desk.add("d", A, salt=("x",), prompt_logprobs=0, skip_reading_prefix_cache=False)
+    desk.add("d", A, salt=("x",))
     desk.add("e", A, salt=("x",), skip_reading_prefix_cache=True)
     desk.finish()
     assert [desk.cached(name) for name in "bcde"] == [0, 0, 8, 0]
@@ -369,6 +369,28 @@ def test_a_fork_of_a_fork_in_the_same_step_waits_for_the_copy():
     assert desk.step().count.tolist() == [1, 1]
     desk.finish()
     assert desk.cached("c") == 13
+    assert desk.right("b", "c")
+
+
+def test_nor_is_a_copy_copied_when_both_come_back_in_one_step():
+    desk = Desk(max_seqs=2, policy="priority", prefix_caching=False, pages=40)
+    prompt = (*A, 1, 2)
+    desk.add("a", prompt, 1, hold=True)
+    desk.finish()
+    desk.add("x", A[::-1], 20, priority=1)
+    desk.add("b", prompt, 8, priority=2, fork_of="a")
+    desk.step()
+    desk.add("c", prompt, 3, priority=2, fork_of="b")
+    desk.step()
+    desk.add("top", A[::-1], 20, priority=0)
+    desk.step()
+    assert desk.running() == {"x", "top"}
+    desk.core.abort(["x", "top"])
+    plan = desk.step()
+    assert len(plan.copy_from) == len(plan.slot) == 1
+    assert desk.running() == {"b"}
+    assert len(desk.step().copy_from) == 1
+    desk.finish()
     assert desk.right("b", "c")
 
 

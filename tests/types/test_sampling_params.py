@@ -89,10 +89,11 @@ def test_stop_needs_text():
         SamplingParams(stop="x", detokenize=False)
 
 
-def test_prompt_logprobs_skip_the_cache_unless_told_otherwise():
+def test_prompt_logprobs_skip_the_cache():
     assert SamplingParams().reads_prefix_cache
     assert not SamplingParams(prompt_logprobs=0).reads_prefix_cache
-    assert SamplingParams(prompt_logprobs=0, skip_reading_prefix_cache=False).reads_prefix_cache
+    with pytest.raises(InvalidParameter, match="every prompt position"):
+        SamplingParams(prompt_logprobs=0, skip_reading_prefix_cache=False)
     assert not SamplingParams(skip_reading_prefix_cache=True).reads_prefix_cache
 
 

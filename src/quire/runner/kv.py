@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,9 +18,7 @@ class KVBuffers:
         self._layout = layout
         self._dtype = dtype
         self._device = device
-        self.raw = [
-            torch.zeros(pages + 1, layout.page_bytes, dtype=torch.uint8, device=device) for _ in range(layout.buffers)
-        ]  # each [pages + 1, page_bytes]
+        self.raw = [_zeros(pages + 1, layout.page_bytes, device) for _ in range(layout.buffers)]  # each [pages + 1, page_bytes]
 
     def views(self, layers: Sequence[LayerCache]) -> list[tuple[int, Tensor, int]]:
         """(layer, its cache [pages + 1, 2, kv_heads, page_size, head_dim], its group) for every layer of the layout."""
@@ -43,3 +42,10 @@ class KVBuffers:
         elements = 2 * layer.kv_heads * self._layout.page_size * layer.head_dim
         typed = raw.view(self._dtype)[:, :elements]
         return typed.view(len(raw), *shape)
+
+
+def _zeros(pages: int, page_bytes: int, device: torch.device) -> Tensor:
+    """On a CPU numpy asks the system for memory that becomes real, and zero, when a page is first used; torch would fill it."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros((pages, page_bytes), np.uint8))
+    return torch.zeros(pages, page_bytes, dtype=torch.uint8, device=device)

@@ -248,9 +248,12 @@ class Scheduler:
 
     def _make_way(self, plan: PlanBuilder) -> None:
         """Preempts running requests that the head of the queue outranks, if it cannot be admitted otherwise but can then."""
-        if not len(self._running) or (request := self._head(plan)) is None:
+        if self._order.policy == "fcfs" or not len(self._running):
             return
-        if self._order.outranks(request, self._running[-1]) and self._blocked != (request, self._pool.returned):
+        request = self._head(plan)
+        if request is None or self._blocked == (request, self._pool.returned):
+            return
+        if self._order.outranks(request, self._running[-1]):
             sources = self._adopt(request, plan)
             victims = self._victims(request)
             self._give_back(request, sources)

@@ -110,8 +110,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Prompt logprobs need every prompt position to be run, so they skip the cache unless told otherwise."""
-        return self.prompt_logprobs is None if self.skip_reading_prefix_cache is None else not self.skip_reading_prefix_cache
+        """Prompt logprobs need every prompt position to be run, so they skip the cache."""
+        return self.prompt_logprobs is None and not self.skip_reading_prefix_cache
 
     def clone(self) -> "SamplingParams":
         """A private copy, so that a caller may go on changing theirs."""
@@ -157,6 +157,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             value = getattr(self, name)
             if value is not None:
                 _check_int(name, value, low=-1)
+        if self.prompt_logprobs is not None and self.skip_reading_prefix_cache is False:
+            raise InvalidParameter(
+                "prompt_logprobs need every prompt position to be run: leave skip_reading_prefix_cache out or set it to true",
+                "skip_reading_prefix_cache",
+            )
         if self.stream_interval is not None:
             _check_int("stream_interval", self.stream_interval, low=1)
         for name in (

@@ -135,7 +135,8 @@ class FakeExecutor:
         logprobs, prompt_logprobs = self._finish_special(plan, sampled) if self._special else ({}, {})
         self.tokens[slots[last], end[last]] = sampled[last]
         self.known[slots[last]] += 1
-        failed = {i: "failed on order" for i, slot in enumerate(slots.tolist()) if (plan.step, slot) in self.faults.rows}
+        bad = {slot for step, slot in self.faults.rows if step == plan.step}
+        failed = {int(i): "failed on order" for i in np.flatnonzero(np.isin(slots, list(bad)))} if bad else {}
         return StepResult(plan.step, sampled, logprobs, prompt_logprobs, failed)
 
     def _check_rows(self, plan: StepPlan, slots: Longs, end: Longs, count: Longs) -> None:
