@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from quire.async_llm import AsyncEngineArgs as AsyncEngineArgs
+    from quire.async_llm import AsyncLLM as AsyncLLM
+    from quire.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from quire.config.args import EngineArgs as EngineArgs
     from quire.llm import LLM as LLM
     from quire.llm_engine import LLMEngine as LLMEngine
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "quire.llm",
     "LLMEngine": "quire.llm_engine",
+    "AsyncLLM": "quire.async_llm",
+    "AsyncLLMEngine": "quire.async_llm",
+    "AsyncEngineArgs": "quire.async_llm",
     "EngineArgs": "quire.config.args",
     "SamplingParams": "quire.types.sampling",
     "BeamSearchParams": "quire.types.sampling",

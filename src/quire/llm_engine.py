@@ -4,17 +4,17 @@ prompt ─► InputProcessor ─► EngineCore.add ... EngineCore.step ─► To
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from quire.config.args import EngineArgs
 from quire.config.resolve import Config, resolve
 from quire.engine.assemble import device_facts, find_device, start_core
 from quire.engine.core import EngineCore
-from quire.text.chat import read_template
 from quire.text.inputs import InputProcessor, Prepared
+from quire.text.open import open_tokenizer
 from quire.text.outputs import OutputProcessor
-from quire.text.tokenizer import Tokenizer, load_tokenizer
+from quire.text.tokenizer import Tokenizer
 from quire.types.errors import NotSupported, RequestError
 from quire.types.outputs import RequestOutput
 from quire.types.prompts import PromptType
@@ -24,26 +24,11 @@ from quire.types.sampling import SamplingParams
 class LLMEngine:
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.tokenizer: Tokenizer | None = None
-        if not config.args.skip_tokenizer_init:
-            self.tokenizer = load_tokenizer(
-                config.facts.files,
-                tokenizer=config.args.tokenizer,
-                revision=config.args.tokenizer_revision,
-            )
-            if config.args.chat_template is not None:
-                self.tokenizer.chat_template = read_template(config.args.chat_template)
+        self.tokenizer = open_tokenizer(config)
         started = start_core(config)
         self.core: EngineCore = started.core
         self.max_model_len = started.max_model_len
-        self.inputs = InputProcessor(
-            self.tokenizer,
-            vocab_size=config.facts.vocab_size,
-            max_model_len=self.max_model_len,
-            max_logprobs=config.max_logprobs,
-            eos_ids=_end_ids(config, self.tokenizer),
-            seed=config.seed,
-        )
+        self.inputs = InputProcessor.of(config, self.tokenizer, self.max_model_len)
         self.outputs = OutputProcessor(self.tokenizer)
 
     @classmethod
@@ -120,11 +105,3 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         self.core.stop()
-
-
-def _end_ids(config: Config, tokenizer: Tokenizer | None) -> Sequence[int]:
-    """End-of-text ids: the checkpoint's own, and the tokenizer's."""
-    ids = list(config.facts.eos_ids)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids.append(tokenizer.eos_token_id)
-    return ids

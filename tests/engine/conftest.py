@@ -1,4 +1,5 @@
 import pytest
+from async_support import Traces
 from tiny import make_model, open_model
 
 
@@ -22,3 +23,12 @@ def llm(shared_llm):
     core.scheduler.check()
     stats = core.stats
     assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages)
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """The test must leave nothing behind: no directory, no process, no open file, no thread."""
+    found = Traces()
+    monkeypatch.setattr("tempfile.tempdir", str(found.room))
+    yield found
+    found.check()

@@ -1,46 +1,11 @@
-"""A tiny random Llama with a byte-level tokenizer: text in, text out, in milliseconds."""
+"""Engines around the tiny model."""
 
-import json
 from pathlib import Path
 
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from quire import LLM
+from tiny_model import TEXT, make_model
 
-TEXT = [
-    "the quick brown fox jumps over the lazy dog",
-    "a page is a page, a quire is a gathering of pages",
-    "héllo wörld ☃ 漢字",
-]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def make_model(directory: Path) -> Path:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TEXT, trainer)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=256, bos_token_id=0, eos_token_id=1, initializer_range=0.3,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
+__all__ = ["TEXT", "make_model", "open_model"]
 
 
 def open_model(directory: Path, **args) -> LLM:

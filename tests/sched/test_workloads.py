@@ -22,17 +22,18 @@ def check_against_oracle(work: Workload) -> None:
     assert set(heard) == {visit.spec.id for visit in work.visits}
     for visit in work.visits:
         spec, got = visit.spec, heard[visit.spec.id]
-        answer = work.answer(spec)
+        whole = work.answer(spec)
+        answer, unscored = whole[len(spec.resumed) :], list(spec.prompt[1 + spec.scored :])
         assert got.last is not None
         if got.last.finish_reason in ("abort", "error"):
             assert got.last.finish_reason == "error" or visit.aborted is not None
             assert got.last.error is None or "on order" in got.last.error
             assert got.tokens == answer[: len(got.tokens)]
-            assert got.scores == list(spec.prompt[1 : 1 + len(got.scores)])
+            assert got.scores == unscored[: len(got.scores)]
             continue
         assert got.tokens == answer
-        assert got.last.finish_reason == ("stop" if answer[-1] == EOS and len(answer) > spec.params.min_tokens else "length")
-        assert got.scores == ([] if spec.params.prompt_logprobs is None else list(spec.prompt[1:]))
+        assert got.last.finish_reason == ("stop" if whole[-1] == EOS and len(whole) > spec.params.min_tokens else "length")
+        assert got.scores == ([] if spec.params.prompt_logprobs is None else unscored)
         assert got.last.cached_tokens < len(spec.prompt)
         assert got.last.cached_tokens == 0 or spec.params.reads_prefix_cache
 

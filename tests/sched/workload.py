@@ -1,7 +1,7 @@
 """Random workloads for scheduler, cache and engine core on the fake executor, and the run that holds them to the oracle."""
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
@@ -52,10 +52,14 @@ class Workload:
     faults: Faults
 
     def answer(self, spec: EngineRequest) -> list[int]:
-        most = min(spec.params.max_tokens, MAX_MODEL_LEN - len(spec.prompt))
-        return self.model.generate(
-            spec.prompt, seed=spec.seed, max_tokens=most, stop_ids=spec.stop_ids, min_tokens=spec.params.min_tokens
-        )
+        return whole_answer(self.model, spec)
+
+
+def whole_answer(model: FakeModel, spec: EngineRequest) -> list[int]:
+    most = min(spec.params.max_tokens, MAX_MODEL_LEN - len(spec.prompt))
+    return model.generate(
+        spec.prompt, seed=spec.seed, max_tokens=most, stop_ids=spec.stop_ids, min_tokens=spec.params.min_tokens
+    )
 
 
 @dataclass
@@ -78,7 +82,7 @@ def requests(draw, model: FakeModel, earlier: list[EngineRequest]) -> EngineRequ
         salt = draw(st.sampled_from((parent.salt, parent.salt, parent.salt, salt)))
     prompt = (prompt + (draw(st.integers(0, 3)),) * draw(st.integers(0, 2)))[: MAX_MODEL_LEN - 4]
     max_tokens = draw(st.integers(1, 10))
-    return EngineRequest(
+    spec = EngineRequest(
         id=f"r{len(earlier)}",
         prompt=prompt,
         params=SamplingParams(
@@ -96,6 +100,20 @@ def requests(draw, model: FakeModel, earlier: list[EngineRequest]) -> EngineRequ
         fork_of=fork_of,
         hold=draw(st.booleans()),
     )
+    return draw(resumptions(model, spec)) if draw(st.sampled_from((False, False, False, True))) else spec
+
+
+@st.composite
+def resumptions(draw, model: FakeModel, spec: EngineRequest) -> EngineRequest:
+    """The request after an engine was lost that had told some of its tokens, or only some scores of its prompt."""
+    answer = whole_answer(model, spec)
+    told = draw(st.integers(0, len(answer) - 1))
+    scores = len(spec.prompt) - 1
+    if spec.params.prompt_logprobs is None:
+        scores = 0
+    elif not told:
+        scores = draw(st.integers(0, scores))
+    return replace(spec, resumed=tuple(answer[:told]), scored=scores)
 
 
 @st.composite

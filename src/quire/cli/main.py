@@ -9,7 +9,7 @@ from quire import __version__
 from quire.cli.parser import Parser
 from quire.types.errors import ConfigError, QuireError, RequestError
 
-COMMANDS = ("run", "chat", "plan", "models")
+COMMANDS = ("serve", "run", "chat", "plan", "models", "bench")
 WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130
 
 

@@ -7,16 +7,18 @@ Names and defaults are vLLM's. A field that is None is decided by `resolve`, fro
 import argparse
 import dataclasses
 import difflib
-import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from quire.config.fields import FLAG, NAMES, NUMBER, OBJECT, REAL, TEXT, TOKEN, setting, spec_of
+from quire.config.flags import add_flags, add_refused_flags
 from quire.config.refused import REFUSED, SHORT_FLAGS, refuse
 from quire.types.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2"
 _MODEL, _LENGTHS, _CACHE, _SCHEDULER, _OTHER = "model", "lengths and sampling", "cache and memory", "scheduler", "other"
+_PROCESS = "engine process (servers and AsyncLLM)"
 
 
 @dataclass
@@ -91,6 +93,16 @@ class EngineArgs:
         None, FLAG, _SCHEDULER, "plan a step while the last one runs; default: on with CUDA"
     )
 
+    engine_dead_after: float = setting(10.0, REAL, _PROCESS, "restart an engine that is silent for so many seconds", above=1.0)
+    engine_hang_timeout: float = setting(300.0, REAL, _PROCESS, "restart an engine whose step takes so many seconds", above=0.0)
+    engine_start_timeout: float = setting(1800.0, REAL, _PROCESS, "give up a start after so many seconds", above=0.0)
+    max_engine_restarts: int = setting(6, NUMBER, _PROCESS, "most restarts within engine_restart_window", low=0)
+    engine_restart_window: float = setting(600.0, REAL, _PROCESS, "seconds in which restarts are counted", above=0.0)
+
+    distributed_executor_backend: str | None = setting(
+        None, TEXT, _OTHER, "uni: one device in the engine process (the default); fake: no model, for tests of all the rest",
+        choices=("uni", "fake"),
+    )  # fmt: skip
     disable_log_stats: bool = setting(False, FLAG, _OTHER, "no periodic throughput line")
 
     def __post_init__(self) -> None:
@@ -121,57 +133,7 @@ def nearest(name: str, names: list[str]) -> str:
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
-def add_cli_arguments(parser: argparse.ArgumentParser) -> None:
-    """One flag per field. Whoever parses treats `--max_model_len` as `--max-model-len`."""
-    groups: dict[str, Any] = {}
-    for field in dataclasses.fields(EngineArgs):
-        spec = spec_of(field)
-        if spec.group not in groups:
-            groups[spec.group] = parser.add_argument_group(f"engine: {spec.group}")
-        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": _help(field)}
-        if spec.kind is FLAG:
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options |= {"type": _reader(spec.kind.parse), "metavar": spec.kind.metavar}
-            if spec.choices:
-                options |= {"choices": spec.choices, "metavar": None}
-            if spec.kind is NAMES:
-                options["nargs"] = "+"
-        groups[spec.group].add_argument(_flag(field.name), **options)
-    for name in REFUSED:  # known so that they can be refused with a reason
-        flags = [_flag(name), SHORT_FLAGS[name]] if name in SHORT_FLAGS else [_flag(name)]
-        parser.add_argument(
-            *flags, dest=name, nargs="?", const=True, type=_loose, default=argparse.SUPPRESS, help=argparse.SUPPRESS
-        )
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _help(field: "dataclasses.Field[Any]") -> str:
-    default = field.default
-    if default is dataclasses.MISSING or default is None:
-        return spec_of(field).help
-    shown = {True: "on", False: "off"}.get(default, default) if isinstance(default, bool) else default
-    return f"{spec_of(field).help} (default: {shown})".replace("%", "%%")
-
-
-def _reader(parse: Any) -> Any:
-    """argparse shows the message of an ArgumentTypeError only."""
-
-    def read(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
-
-
-def _loose(text: str) -> Any:
-    """A value of a refused flag: JSON where it is JSON, so that 1 is a number and {} an object."""
-    try:
-        return json.loads(text.lower() if text in ("True", "False") else text)
-    except ValueError:
-        return text
+def add_cli_arguments(parser: argparse.ArgumentParser, taken: Collection[str] = ()) -> None:
+    """One flag per field; names in `taken` belong to another part of the command. `--max_model_len` is `--max-model-len`."""
+    add_flags(parser, EngineArgs, "engine")
+    add_refused_flags(parser, REFUSED, SHORT_FLAGS, taken)

@@ -46,6 +46,18 @@ def read_object(text: str) -> dict[str, Any]:
     return value
 
 
+def read_list(name: str, text: Any) -> list[Any]:
+    """One word, or a whole list as JSON, which is how vLLM takes some of its lists."""
+    if not isinstance(text, str) or not text.startswith("["):
+        return [text]
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {text!r} is not a JSON list ({error})") from None
+    assert isinstance(value, list)
+    return value
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -60,6 +72,9 @@ NAMES = Kind(
     lambda value: isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value)),
     str,
     "NAME",
+)
+LIST = Kind(
+    "a list of strings", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value), str, "TEXT"
 )
 TOKEN = Kind("a string, or true for the stored one", lambda value: isinstance(value, str | bool), str, "TOKEN")
 
@@ -85,6 +100,8 @@ class Spec:
                 value = read_number(value)
             except ValueError as error:
                 raise ConfigError(f"{name}: {error}") from None
+        if self.kind is LIST and isinstance(value, list) and len(value) == 1:
+            value = read_list(name, value[0])
         if not self.kind.accepts(value):
             raise ConfigError(f"{name} must be {self.kind.name}, got {value!r}")
         if self.choices and value not in self.choices:
@@ -101,8 +118,8 @@ class Spec:
 def setting(default: Any, kind: Kind, group: str, help: str, **limits: Any) -> Any:  # noqa: A002
     """A dataclass field that carries its Spec."""
     spec = Spec(kind, help, group, **limits)
-    if isinstance(default, dict):
-        return dataclasses.field(default_factory=lambda: dict(default), metadata={"spec": spec})
+    if isinstance(default, dict | list):
+        return dataclasses.field(default_factory=default.copy, metadata={"spec": spec})
     return dataclasses.field(default=default, metadata={"spec": spec})
 
 

@@ -14,8 +14,9 @@ _NO_SPECULATION = "speculative decoding is not available yet"
 _TEXT_ONLY = "only text models are served for now"
 _NO_KERNEL_CHOICE = "kernels are chosen by the engine"
 _NO_OFFLOAD = "offloading is not available yet"
-_NOT_MEASURED = "there is no metrics endpoint yet"
-_TABLE: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
+_NOT_MEASURED = "it is not measured yet"
+_Groups = tuple[tuple[str, dict[str, tuple[Any, ...]]], ...]
+_TABLE: _Groups = (
     ("no code from a model repository is ever run", {"trust_remote_code": (False,), "code_revision": ()}),
     ("quantized layers are not built yet; GGUF files are unfolded to the model's dtype", {"quantization": ()}),
     ("the cache holds the model's own dtype", {"kv_cache_dtype": ("auto",)}),
@@ -37,7 +38,7 @@ _TABLE: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
         "data_parallel_hybrid_lb": (False,), "data_parallel_external_lb": (False,),
         "data_parallel_multi_port_external_lb": (False,), "enable_expert_parallel": (False,), "all2all_backend": (),
         "enable_eplb": (False,), "eplb_config": ({},), "decode_context_parallel_size": (1,),
-        "prefill_context_parallel_size": (1,), "distributed_executor_backend": ("uni",), "nnodes": (1,), "node_rank": (0,),
+        "prefill_context_parallel_size": (1,), "nnodes": (1,), "node_rank": (0,),
         "master_addr": (), "master_port": (), "device_ids": (), "disable_custom_all_reduce": (False,), "enable_dbo": (False,),
     }),
     (_NO_LORA, {"enable_lora": (False,), "max_loras": (1,), "max_lora_rank": (16,), "max_cpu_loras": (), "lora_modules": ([],),
@@ -57,15 +58,20 @@ _TABLE: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
     ("disaggregation is not available yet", {"kv_transfer_config": ({},), "kv_events_config": ({},),
                                              "ec_transfer_config": ({},)}),
     ("weights stay as they were loaded", {"enable_sleep_mode": (False,), "weight_transfer_config": ({},)}),
+    ("traces are written by the server: quire serve takes it", {"otlp_traces_endpoint": ()}),
     (_NOT_MEASURED, {
-        "otlp_traces_endpoint": (), "collect_detailed_traces": ([],), "show_hidden_metrics_for_version": (),
+        "collect_detailed_traces": ([],), "show_hidden_metrics_for_version": (),
         "kv_cache_metrics": (False,), "cudagraph_metrics": (False,), "enable_mfu_metrics": (False,),
     }),
 )  # fmt: skip
 
-REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    name: (reason, harmless) for reason, names in _TABLE for name, harmless in names.items()
-}
+
+def table_of(groups: _Groups) -> dict[str, tuple[str, tuple[Any, ...]]]:
+    """By name: the reason, and the harmless values."""
+    return {name: (reason, harmless) for reason, names in groups for name, harmless in names.items()}
+
+
+REFUSED = table_of(_TABLE)
 SHORT_FLAGS = {
     "quantization": "-q",
     "tensor_parallel_size": "-tp",
@@ -74,9 +80,9 @@ SHORT_FLAGS = {
 }
 
 
-def refuse(name: str, value: Any) -> None:
+def refuse(name: str, value: Any, table: dict[str, tuple[str, tuple[Any, ...]]] = REFUSED) -> None:
     """Raises unless the value asks for nothing."""
-    reason, harmless = REFUSED[name]
+    reason, harmless = table[name]
     if value is None or any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in harmless):
         return
     way_out = f"; leave it out or at {harmless[0]!r}" if harmless else "; leave it out"

@@ -106,7 +106,7 @@ def find_facts(args: EngineArgs) -> ModelFacts:
         revision=args.revision,
         download_dir=args.download_dir,
         token=args.hf_token,
-        weights=args.load_format != "dummy",
+        weights=args.load_format != "dummy" and args.distributed_executor_backend != "fake",
     )
     return read_facts(files, args.hf_overrides)
 
@@ -141,6 +141,8 @@ def choose_length(args: EngineArgs, facts: ModelFacts) -> tuple[int, bool]:
 
 
 def choose_device(args: EngineArgs, find_device: Callable[[], str]) -> Device:
+    if args.distributed_executor_backend == "fake":
+        return "cpu"
     return cast(Device, find_device() if args.device == "auto" else args.device)
 
 

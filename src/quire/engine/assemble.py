@@ -1,20 +1,29 @@
-"""Puts an engine core together: model on the device, pages counted and allocated, scheduler and executor joined."""
+"""Puts an engine core together: model on the device, pages counted and allocated, scheduler and executor joined.
+
+Importing this file does not import torch: only the local executor needs it.
+"""
 
 import logging
+import os
 from dataclasses import dataclass, replace
 
-from quire.cache.capacity import fit
+from quire.cache.capacity import Capacity, fit, pages_for
 from quire.cache.layout import make_layout
-from quire.config.facts import DeviceFacts
+from quire.config.facts import DeviceFacts, ModelFacts
 from quire.config.resolve import Config
 from quire.engine.core import EngineCore
-from quire.engine.executor.local import LocalExecutor
-from quire.runner.step import Runner
+from quire.engine.executor.base import Executor
+from quire.engine.executor.fake import FakeExecutor
+from quire.engine.executor.fake_model import FakeModel
 from quire.sched.scheduler import Scheduler
+from quire.types.cache import CacheLayout
+from quire.types.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+FAKE_LATENCY = "QUIRE_FAKE_LATENCY"  # environment: how many seconds a step of the fake executor takes
+MOST_FAKE_PAGES = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -34,15 +43,38 @@ def device_facts(device: str) -> DeviceFacts:
     """Of the CUDA device this process would use."""
     import torch
 
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device={device} was asked for, but torch {torch.__version__} sees no CUDA device; use device=cpu")
     free, total = torch.cuda.mem_get_info(device)
     return DeviceFacts("cuda", torch.cuda.get_device_name(device), total_bytes=total, free_bytes=free)
 
 
 def start_core(config: Config) -> Started:
-    args = config.args
     # rope tables are made for the longest context that can come, so a shorter one may choose finer factors
     facts = replace(config.facts, max_position=config.max_model_len)
     layout = make_layout(facts.layers, config.page_size, ELEMENT_BYTES[config.dtype])
+    start = start_fake if config.args.distributed_executor_backend == "fake" else start_local
+    executor, capacity = start(config, facts, layout)
+    scheduler = Scheduler(
+        layout,
+        pages=capacity.pages,
+        max_model_len=capacity.max_model_len,
+        max_batched_tokens=config.max_batched_tokens,
+        max_seqs=config.max_seqs,
+        chunk_cap=config.chunk_cap,
+        chunked=config.chunked,
+        prefix_caching=config.prefix_caching,
+        policy=config.policy,
+    )
+    return Started(EngineCore(scheduler, executor, config.depth), capacity.max_model_len, capacity.pages)
+
+
+def start_local(config: Config, facts: ModelFacts, layout: CacheLayout) -> tuple[Executor, Capacity]:
+    """The model in this process."""
+    from quire.engine.executor.local import LocalExecutor
+    from quire.runner.step import Runner
+
+    args = config.args
     runner = Runner(
         facts,
         device=config.device,
@@ -58,29 +90,50 @@ def start_core(config: Config) -> Started:
     executor = LocalExecutor(runner)
     executor.call("load")
     budget = executor.call("profile", args.gpu_memory_utilization, args.kv_cache_memory_bytes)
+    capacity = _fit(config, layout, budget, args.num_gpu_blocks_override)
+    executor.call("allocate", capacity.pages, capacity.max_model_len)
+    return executor, capacity
+
+
+def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout) -> tuple[Executor, Capacity]:
+    """No model. Unless the cache's size is given there is room for a full batch of the longest requests, within reason."""
+    args = config.args
+    override = args.num_gpu_blocks_override
+    if override is None and args.kv_cache_memory_bytes is None:
+        alone = pages_for(layout, config.max_model_len, config.max_batched_tokens)
+        override = max(alone, min(alone * config.max_seqs, MOST_FAKE_PAGES))
+    capacity = _fit(config, layout, args.kv_cache_memory_bytes or 0, override)
+    executor = FakeExecutor(
+        layout,
+        FakeModel.of(layout, vocab_size=facts.vocab_size, eos_id=next(iter(facts.eos_ids), None)),
+        pages=capacity.pages,
+        max_seqs=config.max_seqs,
+        max_model_len=capacity.max_model_len,
+        latency=_fake_latency(),
+    )
+    return executor, capacity
+
+
+def _fit(config: Config, layout: CacheLayout, budget: int, override: int | None) -> Capacity:
     capacity = fit(
         layout,
         budget,
         config.max_model_len,
         explicit=config.max_model_len_explicit,
         chunk=config.max_batched_tokens,
-        override=args.num_gpu_blocks_override,
+        override=override,
     )
     if capacity.max_model_len < config.max_model_len:
         logger.warning(
             "max_model_len is %d instead of the model's %d: that is what fits the %.2f GiB left for the cache",
             capacity.max_model_len, config.max_model_len, budget / 2**30,
         )  # fmt: skip
-    executor.call("allocate", capacity.pages, capacity.max_model_len)
-    scheduler = Scheduler(
-        layout,
-        pages=capacity.pages,
-        max_model_len=capacity.max_model_len,
-        max_batched_tokens=config.max_batched_tokens,
-        max_seqs=config.max_seqs,
-        chunk_cap=config.chunk_cap,
-        chunked=config.chunked,
-        prefix_caching=config.prefix_caching,
-        policy=config.policy,
-    )
-    return Started(EngineCore(scheduler, executor, config.depth), capacity.max_model_len, capacity.pages)
+    return capacity
+
+
+def _fake_latency() -> float:
+    text = os.environ.get(FAKE_LATENCY, "0")
+    try:
+        return max(0.0, float(text))
+    except ValueError:
+        raise ConfigError(f"{FAKE_LATENCY} must be seconds, got {text!r}") from None

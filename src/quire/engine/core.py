@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable
 
 from quire.engine.executor.base import Executor, Flight
 from quire.sched.plan_builder import Scheduled
-from quire.sched.scheduler import Scheduler, Stats
+from quire.sched.scheduler import Scheduler
 from quire.types.errors import EngineDead
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
+from quire.types.stats import Stats
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class EngineCore:
         self.scheduler, self.executor, self.depth, self._clock = scheduler, executor, depth, clock
         self._flights: deque[tuple[Scheduled, Flight]] = deque()
         self._deltas: list[TokenDelta] = []  # to be handed out by the next step
+        self.tokens = 0  # run by the latest step
 
     def add(self, request: EngineRequest) -> None:
         self.scheduler.add(request)
@@ -52,6 +54,7 @@ class EngineCore:
     def step(self) -> list[TokenDelta]:
         """One turn of the loop: plan and submit a step, take in those that are due."""
         scheduled = self.scheduler.schedule(self._clock())
+        self.tokens = 0 if scheduled is None else scheduled.plan.tokens
         if scheduled is not None:
             self._submit(scheduled)
         while len(self._flights) > self.depth or (self._flights and scheduled is None):

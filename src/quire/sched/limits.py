@@ -46,6 +46,11 @@ class Limits:
                 "prompt",
             )
         limit = self._max_model_len if most is None else min(length + most, self._max_model_len)
+        if length + len(spec.resumed) >= limit:
+            raise RequestError(
+                f"the request is to go on after {len(spec.resumed)} tokens, but it may have no more than {limit - length}",
+                "resumed",
+            )
         stored = limit - 1  # the last sampled token is never run
         if not self._chunked and stored > self.budget:
             raise PromptTooLong(

@@ -11,7 +11,6 @@ that fills it is planned, and reused as soon as its last reader is planned. Only
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from quire.cache.tables import Tables
 from quire.sched.deltas import delta, unscored
@@ -25,17 +24,7 @@ from quire.types.errors import ConfigError, EngineError, RequestError
 from quire.types.outputs import TokenDelta
 from quire.types.plan import StepResult, TopLogprobs
 from quire.types.request import EngineRequest, FinishReason, Request
-
-
-@dataclass(frozen=True)
-class Stats:
-    running: int
-    waiting: int  # parked children included
-    pages: int
-    free_pages: int  # cached ones included
-    queries: int  # prompt tokens looked up in the prefix cache
-    hits: int  # ... and found
-    preemptions: int
+from quire.types.stats import Stats
 
 
 class Scheduler:
@@ -77,7 +66,8 @@ class Scheduler:
             raise RequestError(f"request id {spec.id!r} is in use; ids of unfinished requests must differ", "request_id")
         limit = self._limits.admissible_length(spec)
         self.release([spec.id])
-        request = Request(spec, limit=limit, order=self._arrivals, tokens=list(spec.prompt))
+        tokens = [*spec.prompt, *spec.resumed]
+        request = Request(spec, limit=limit, order=self._arrivals, tokens=tokens, scored=spec.scored)
         self._arrivals += 1
         self._live[spec.id] = request
         parent = self._forks.parent(request, self._live)
@@ -179,7 +169,7 @@ class Scheduler:
         plan.enter(request.slot, self._tables.entries(request))
         if request.admitted < 0:
             request.scheduled_at = now
-            request.cached = request.computed
+            request.cached = min(request.computed, len(request.spec.prompt) - 1)  # of a resumed one, more may be found
             if request.spec.params.reads_prefix_cache and self._tables.prefix_caching:
                 self._queries += len(request.spec.prompt)
                 self._hits += request.cached

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quire.config.resolve import Config
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter, PromptTooLong, RequestError
 from quire.types.request import EngineRequest
@@ -46,8 +47,35 @@ class InputProcessor:
         self.seed = seed
         self._unseeded = itertools.count()
 
-    def prepare(self, request_id: str, prompt: Any, params: SamplingParams, *, arrival: float, priority: int = 0) -> Prepared:
-        """Raises RequestError for anything this model cannot do; nothing has happened then."""
+    @classmethod
+    def of(cls, config: Config, tokenizer: Tokenizer | None, max_model_len: int) -> "InputProcessor":
+        """For an engine whose cache serves `max_model_len` tokens. A text ends with the checkpoint's ids or the tokenizer's."""
+        ends = list(config.facts.eos_ids)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            ends.append(tokenizer.eos_token_id)
+        return cls(
+            tokenizer,
+            vocab_size=config.facts.vocab_size,
+            max_model_len=max_model_len,
+            max_logprobs=config.max_logprobs,
+            eos_ids=ends,
+            seed=config.seed,
+        )
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        arrival: float,
+        priority: int = 0,
+        tenant: str | None = None,
+    ) -> Prepared:
+        """Raises RequestError for anything this model cannot do; nothing has happened then.
+
+        Cached pages are shared only among requests of one `tenant`.
+        """
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidParameter(f"priority must be an integer (lower runs first), got {priority!r}", "priority")
         if not isinstance(params, SamplingParams):
@@ -69,7 +97,7 @@ class InputProcessor:
             arrival=arrival,
             bad_words=self._bad_word_ids(params.bad_words or ()),
             priority=priority,
-            salt=salt,
+            salt=salt if tenant is None else (*salt, f"owner={tenant}"),
         )
         return Prepared(request_id, text, ids, params, fan_out(base, params.n))
 

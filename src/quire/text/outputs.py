@@ -3,14 +3,16 @@
 Knows nothing of the engine but its deltas; a stop string found here is reported back as a request to abort.
 """
 
+import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quire.text.detokenizer import Detokenizer
 from quire.text.inputs import Prepared
 from quire.text.stops import StopStrings
 from quire.text.tokenizer import Tokenizer
+from quire.types.news import Arrived, Finished, OutputNews, OutputObserver
 from quire.types.outputs import (
     CompletionOutput,
     FlatLogprobs,
@@ -24,6 +26,8 @@ from quire.types.plan import TopLogprobs
 from quire.types.request import FinishReason
 from quire.types.sampling import RequestOutputKind, SamplingParams
 
+logger = logging.getLogger(__name__)
+
 _LogprobTable = list[TokenLogprobs | None] | FlatLogprobs
 
 
@@ -33,11 +37,20 @@ class Processed:
     aborts: list[str]  # engine requests that are over for us, but not yet for the engine
 
 
+@dataclass(frozen=True)
+class Absorbed:
+    due: "Iterable[Answer]"  # those that have something to tell
+    aborts: list[str]  # as above
+
+
 class OutputProcessor:
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    """`observers` are told of every request and of every batch of deltas; the list may grow later."""
+
+    def __init__(self, tokenizer: Tokenizer | None, observers: Sequence[OutputObserver] = ()) -> None:
         self._tokenizer = tokenizer
-        self._answers: dict[str, _Answer] = {}  # by user request id
-        self._owners: dict[str, tuple[_Answer, _Choice]] = {}  # by engine request id
+        self._observers = observers
+        self._answers: dict[str, Answer] = {}  # by user request id
+        self._owners: dict[str, tuple[Answer, _Choice]] = {}  # by engine request id
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -45,55 +58,95 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._answers
 
-    def add(self, prepared: Prepared) -> None:
-        answer = _Answer(prepared, self._tokenizer)
+    def add(self, prepared: Prepared, trace_headers: Mapping[str, str] | None = None, arrived: float | None = None) -> "Answer":
+        """`arrived`: since when its user waits, if that was before now (time.monotonic())."""
+        answer = Answer(prepared, self._tokenizer, trace_headers, time.monotonic() if arrived is None else arrived)
         self._answers[prepared.id] = answer
         for choice, request in zip(answer.choices, prepared.requests, strict=True):
             self._owners[request.id] = (answer, choice)
+        for observer in self._observers:
+            observer.on_arrival(Arrived(prepared.id, prepared.prompt, prepared.prompt_ids, prepared.params))
+        return answer
+
+    def user_id(self, engine_id: str) -> str | None:
+        """Whose request this open engine request is."""
+        owner = self._owners.get(engine_id)
+        return None if owner is None else owner[0].prepared.id
+
+    def engine_ids(self, request_id: str) -> list[str]:
+        """The engine requests behind a user's request that are still open."""
+        answer = self._answers.get(request_id)
+        return [] if answer is None else [r.id for r in answer.prepared.requests if r.id in self._owners]
 
     def forget(self, request_id: str) -> list[str]:
         """Drops a user's request; returns the engine requests behind it that are still open."""
         answer = self._answers.pop(request_id, None)
         if answer is None:
             return []
+        answer.metrics.finished_ts = now = time.monotonic()
+        self._tell(OutputNews(now, finished=[answer.finish()]))
         return [r.id for r in answer.prepared.requests if self._owners.pop(r.id, None) is not None]
 
     def process(self, deltas: Iterable[TokenDelta]) -> Processed:
-        now = time.monotonic()
-        changed: dict[str, _Answer] = {}
+        absorbed = self.absorb(deltas)
+        return Processed([answer.emit() for answer in absorbed.due], absorbed.aborts)
+
+    def absorb(self, deltas: Iterable[TokenDelta]) -> Absorbed:
+        """Takes the news in. Whoever calls this asks the answers for outputs when there is somebody to take them."""
+        news = OutputNews(now := time.monotonic())
+        due: dict[Answer, None] = {}
         aborts = []
         for delta in deltas:
             owner = self._owners.get(delta.request_id)
             if owner is None:
                 continue  # ended here by a stop string while its last rows were in flight
             answer, choice = owner
-            answer.note(delta, now)
-            choice.feed(delta)
-            changed[answer.prepared.id] = answer
+            try:
+                answer.note(delta, choice, news)
+                choice.feed(delta)
+            except Exception as error:
+                logger.exception("no output could be made of the tokens of request %r", answer.prepared.id)
+                choice.finish_reason, choice.error = "error", f"{type(error).__name__}: {error}"
             if choice.finish_reason is not None:
                 del self._owners[delta.request_id]
                 if delta.finish_reason is None:
                     aborts.append(delta.request_id)
-        outputs = []
-        for request_id, answer in changed.items():
-            if answer.finished:
-                del self._answers[request_id]
-                answer.metrics.finished_ts = now
-            output = answer.emit()
-            if output is not None:
-                outputs.append(output)
-        return Processed(outputs, aborts)
+                answer.unfinished -= 1
+                if answer.finished:
+                    del self._answers[answer.prepared.id]
+                    answer.metrics.finished_ts = now
+                    news.finished.append(answer.finish())
+            if answer.final_only:
+                answer.due = answer.finished
+            elif choice.due():
+                answer.due = True
+            if answer.due:
+                due[answer] = None
+        self._tell(news)
+        return Absorbed(due, aborts)
+
+    def _tell(self, news: OutputNews) -> None:
+        for observer in self._observers:
+            observer.on_outputs(news)
 
 
-class _Answer:
-    """One user request: its n choices and its times."""
+class Answer:
+    """One user request: its n choices and its times. What it has learnt and not told yet is in its next output."""
 
-    def __init__(self, prepared: Prepared, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, prepared: Prepared, tokenizer: Tokenizer | None, trace_headers: Mapping[str, str] | None, arrived: float
+    ) -> None:
         self.prepared = prepared
         self._tokenizer = tokenizer
+        self._trace_headers = trace_headers
         self.choices = [_Choice(i, prepared, tokenizer) for i in range(len(prepared.requests))]
-        self.metrics = RequestMetrics(arrival_time=prepared.requests[0].arrival, queued_ts=time.monotonic())
+        self.metrics = RequestMetrics(arrival_time=prepared.requests[0].arrival, queued_ts=arrived)
         self.cached_tokens = 0
+        self.unfinished = len(self.choices)
+        self.due = False  # is there an output to emit?
+        self.final_only = prepared.params.output_kind is RequestOutputKind.FINAL_ONLY
+        self._delta = prepared.params.output_kind is RequestOutputKind.DELTA
+        self._prompt_ids = list(prepared.prompt_ids)
         self._prompt_logprobs: _LogprobTable | None = None
         if prepared.params.prompt_logprobs is not None:
             self._prompt_logprobs = _new_table(prepared.params)
@@ -101,12 +154,13 @@ class _Answer:
 
     @property
     def finished(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self.choices)
+        return not self.unfinished
 
-    def note(self, delta: TokenDelta, now: float) -> None:
-        metrics = self.metrics
+    def note(self, delta: TokenDelta, choice: "_Choice", news: OutputNews) -> None:
+        metrics, now = self.metrics, news.now
         if delta.request_id == self.prepared.requests[0].id:
-            self.cached_tokens = delta.cached_tokens
+            if not metrics.first_token_ts:  # later a restarted engine may find other things cached
+                self.cached_tokens = delta.cached_tokens
             self._add_prompt_logprobs(delta.prompt_logprobs)
         if delta.scheduled_at and not metrics.scheduled_ts:
             metrics.scheduled_ts = delta.scheduled_at
@@ -114,28 +168,40 @@ class _Answer:
             if not metrics.first_token_ts:
                 metrics.first_token_ts = now
                 metrics.first_token_latency = now - metrics.queued_ts
-            metrics.last_token_ts = now
+                news.first_tokens.append(metrics.first_token_latency)
+                news.prompts.append((len(self.prepared.prompt_ids), self.cached_tokens))
+            if choice.last_token_ts:
+                news.intervals.append(now - choice.last_token_ts)
+            choice.last_token_ts = metrics.last_token_ts = now
             metrics.num_generation_tokens += len(delta.token_ids)
+            news.tokens += len(delta.token_ids)
         metrics.num_preemptions = max(metrics.num_preemptions, delta.preemptions)
 
-    def emit(self) -> RequestOutput | None:
-        """The output that is due now, if one is."""
-        kind = self.prepared.params.output_kind
-        if kind is RequestOutputKind.FINAL_ONLY:
-            due = self.choices if self.finished else []
-        elif kind is RequestOutputKind.DELTA:
-            due = [choice for choice in self.choices if choice.due()]
-        else:
-            due = self.choices if any(choice.due() for choice in self.choices) else []
-        if not due:
-            return None
+    def finish(self) -> Finished:
+        """The whole request for observers; choices that have not ended were given up."""
+        return Finished(
+            request_id=self.prepared.id,
+            prompt_tokens=len(self.prepared.prompt_ids),
+            cached_tokens=self.cached_tokens,
+            params=self.prepared.params,
+            metrics=self.metrics,
+            reasons=tuple(choice.finish_reason or "abort" for choice in self.choices),
+            generated=tuple(len(choice.token_ids) for choice in self.choices),
+            texts=tuple(choice.text for choice in self.choices),
+            trace_headers=self._trace_headers,
+        )
+
+    def emit(self) -> RequestOutput:
+        """All that is due. Called when something is."""
+        self.due = False
+        choices = [choice for choice in self.choices if choice.due()] if self._delta else self.choices
         return RequestOutput(
             request_id=self.prepared.id,
             prompt=self.prepared.prompt,
-            prompt_token_ids=list(self.prepared.prompt_ids),
+            prompt_token_ids=self._prompt_ids,
             prompt_logprobs=self._prompt_logprobs,
-            outputs=[choice.take(delta=kind is RequestOutputKind.DELTA) for choice in due],
-            finished=self.finished,
+            outputs=[choice.take(self._delta) for choice in choices],
+            finished=not self.unfinished,
             metrics=self.metrics,
             num_cached_tokens=self.cached_tokens,
         )
@@ -151,7 +217,7 @@ class _Answer:
                     table.append(_read_logprobs(chunk, i, self._tokenizer, ranked=True))
 
 
-@dataclass
+@dataclass(slots=True)
 class _Sent:
     """How far a stream has been told."""
 
@@ -159,7 +225,9 @@ class _Sent:
     text: int = 0
     logprobs: int = 0
     finish: bool = False
-    any: bool = False
+
+
+_NOTHING = _Sent()
 
 
 @dataclass
@@ -175,6 +243,7 @@ class _Choice:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
+    last_token_ts: float = 0.0
     sent: _Sent = field(default_factory=_Sent)
 
     def __post_init__(self) -> None:
@@ -189,6 +258,7 @@ class _Choice:
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             )
+        self._interval = params.stream_interval or 1
         self._stops = StopStrings(params.stops, include=params.include_stop_str_in_output) if params.stops else None
 
     def feed(self, delta: TokenDelta) -> None:
@@ -211,30 +281,24 @@ class _Choice:
         if self.finish_reason is not None:
             return not self.sent.finish
         new = len(self.token_ids) - self.sent.tokens
-        return new >= (self.params.stream_interval or 1) or (new > 0 and not self.sent.any)
+        return new >= self._interval or (new > 0 and not self.sent.tokens)
 
     def take(self, delta: bool) -> CompletionOutput:
-        sent = self.sent
-        if not delta:
-            sent = _Sent()
-        logprobs = None if self.logprobs is None else self.logprobs[sent.logprobs :]
+        sent = self.sent if delta else _NOTHING
         output = CompletionOutput(
             index=self.index,
             text=self.text[sent.text :],
             token_ids=self.token_ids[sent.tokens :],
             cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
-            logprobs=logprobs,
+            logprobs=None if self.logprobs is None else self.logprobs[sent.logprobs :],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,
         )
-        self.sent = _Sent(
-            tokens=len(self.token_ids),
-            text=len(self.text),
-            logprobs=0 if self.logprobs is None else len(self.logprobs),
-            finish=self.finish_reason is not None,
-            any=True,
-        )
+        sent = self.sent
+        sent.tokens, sent.text, sent.finish = len(self.token_ids), len(self.text), self.finish_reason is not None
+        if self.logprobs is not None:
+            sent.logprobs = len(self.logprobs)
         return output
 
     def _add_text(self, ids: list[int]) -> None:

@@ -4,7 +4,7 @@ QuireError
 ├── RequestError(ValueError)        the client's request is wrong; nobody else notices            (HTTP 400)
 │   ├── InvalidParameter            one parameter has a bad value; `.parameter` names it
 │   ├── PromptTooLong               the prompt cannot fit the context or the cache
-│   └── NotSupported                understood, but this engine or model does not do it           (HTTP 501)
+│   └── NotSupported                understood, but not done here     (HTTP 400 if it names a field, else 501)
 ├── ConfigError(ValueError)         the engine was asked to start with impossible settings
 ├── ModelError(RuntimeError)        the checkpoint is missing, broken, or of an unknown kind
 │   └── ModelNotFound               nothing on disk, in the cache or on the hub answers to that name

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
+import msgspec
+
 from quire.types.plan import TopLogprobs
 from quire.types.request import FinishReason
 
 
-@dataclass(frozen=True)
-class TokenDelta:
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """News of one request after one step. The last one carries `finish_reason`."""
 
     request_id: str

@@ -35,6 +35,9 @@ class EngineRequest:
     salt: tuple[str, ...] = ()  # adapter, media, tenant: what else the cached keys depend on
     fork_of: str | None = None
     hold: bool = False
+    # of a request that another engine had begun:
+    resumed: tuple[int, ...] = ()  # the tokens it had sampled: known, but not part of the prompt
+    scored: int = 0  # the last prompt position whose logprobs were handed out
 
 
 @dataclass(eq=False)

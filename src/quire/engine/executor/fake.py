@@ -103,8 +103,9 @@ class FakeExecutor:
                 raise EngineError(f"slot {slot} was admitted while it had a tenant")
             self.tenants[slot] = tenant
             self.tokens[slot, : len(tenant.tokens)] = tenant.tokens
-            self.known[slot], self.cursor[slot], self.seeds[slot] = len(tenant.tokens), tenant.start, tenant.seed & 2**64 - 1
             params = tenant.params
+            self.known[slot], self.cursor[slot] = len(tenant.tokens), tenant.start
+            self.seeds[slot] = 0 if params.greedy else tenant.seed & 2**64 - 1
             if params.logprobs is not None or params.prompt_logprobs is not None or params.min_tokens:
                 self._special.add(slot)
         self.tables[plan.entry_group, plan.entry_slot, plan.entry_index] = plan.entry_page

@@ -1,0 +1,303 @@
+"""AsyncLLM: the text half in this process, the engine in another one, and answers as async generators.
+
+    prompt ─► InputProcessor ─► EngineClient ═ engine process ═► deltas ─► OutputProcessor ─► one Stream per request
+
+An engine that dies is restarted, and its requests go on where they were; whoever listens sees a pause. All state belongs to one
+event loop, the one in use; only tokenization leaves it, for a small pool of threads. This file does not import torch.
+"""
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+from quire.config.args import EngineArgs
+from quire.config.resolve import Config, Device, resolve
+from quire.engine import ipc
+from quire.engine.child import COMMAND
+from quire.engine.client import EngineClient
+from quire.engine.supervisor import State
+from quire.text.inputs import InputProcessor, Prepared
+from quire.text.open import open_tokenizer
+from quire.text.outputs import Answer, OutputProcessor
+from quire.text.tokenizer import Tokenizer
+from quire.types.errors import EngineDead, RequestError
+from quire.types.outputs import RequestOutput, TokenDelta
+from quire.types.prompts import PromptType
+from quire.types.sampling import SamplingParams
+from quire.types.stats import Observer, Stats
+
+MOST_THREADS = 4  # for tokenization
+T = TypeVar("T")
+
+
+class Stream:
+    """What one request has to tell. An output is made when it is taken, of all there is: slow listeners lose nothing."""
+
+    __slots__ = ("_error", "_waiter", "answer")
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self.wake()
+
+    def news(self) -> "asyncio.Future[None]":
+        """To be awaited while there is no output."""
+        if self._error is not None:
+            raise self._error
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
+
+
+class AsyncLLM:
+    """Construction starts the engine process and returns; `wait_ready` waits until it takes requests.
+
+    `config` is complete when the engine is ready: until then, what depends on the device is a guess.
+    """
+
+    def __init__(self, config: Config, command: Sequence[str] = COMMAND) -> None:
+        self.config = config
+        self.observers: list[Observer] = []
+        self.stats: Stats | None = None  # as of the latest step
+        self.pages = 0  # of the cache; 0 until the engine is ready
+        self._client = EngineClient(config.args, self, command)
+        try:
+            self.tokenizer = open_tokenizer(config)
+        except BaseException:
+            self._client.stop(0.0)
+            raise
+        self._inputs = InputProcessor.of(config, self.tokenizer, config.max_model_len)
+        self._outputs = OutputProcessor(self.tokenizer, self.observers)
+        self._streams: dict[str, Stream] = {}  # by the user's request id
+        self._serials = itertools.count()
+        self._threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="quire-text")
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> "AsyncLLM":
+        """The model is found (and fetched) here; it is loaded in the engine process. The device is decided there, too."""
+        return cls(resolve(args, find_device=lambda: "cpu"))
+
+    # ---- how it is ------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        return self._client.supervisor.state
+
+    @property
+    def heartbeat_age(self) -> float:
+        """Seconds since something was heard of the engine process."""
+        return self._client.supervisor.heartbeat_age
+
+    @property
+    def busy_for(self) -> float:
+        """Seconds the engine's loop has been in its present step; 0 while it waits for work."""
+        return self._client.supervisor.busy_for
+
+    @property
+    def restarts(self) -> int:
+        return self._client.supervisor.restarts
+
+    @property
+    def replayed(self) -> int:
+        """Requests that went on in a restarted engine."""
+        return self._client.replayed
+
+    @property
+    def engine_pid(self) -> int | None:
+        return self._client.supervisor.pid
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are not finished."""
+        return len(self._outputs)
+
+    @property
+    def max_model_len(self) -> int:
+        return self._inputs.max_model_len
+
+    @property
+    def default_sampling(self) -> dict[str, Any]:
+        """SamplingParams fields for requests that do not say: the model's, then override_generation_config."""
+        return self.config.default_sampling
+
+    async def wait_ready(self) -> None:
+        """Raises why the engine could not start (ConfigError, ModelError, ...), or EngineDead."""
+        self._attend()
+        await self._client.supervisor.wait_ready()
+
+    async def check_health(self) -> None:
+        """Raises EngineDead if there is no engine and never will be again."""
+        self._attend()
+        self._client.check()
+
+    # ---- requests -------------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_tenant: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs as they come (sampling_params.output_kind says which), the last one with `finished`.
+
+        A bad request raises RequestError before the first output. Leaving the generator ends the request in the engine.
+        """
+        arrived = time.monotonic()
+        if self.state == "starting":
+            await self.wait_ready()
+        self._attend()
+        self._client.check()
+        prepared = await self._prepare(prompt, sampling_params, request_id, priority, cache_tenant)
+        stream = self._open(prepared, trace_headers, arrived)
+        try:
+            answer, finished = stream.answer, False
+            while not finished:
+                while not answer.due:
+                    await stream.news()
+                output = answer.emit()
+                finished = output.finished
+                yield output
+        finally:
+            self._close(request_id, stream)
+
+    async def abort(self, request_id: str | Sequence[str]) -> None:
+        """Ends requests now; their generators give a last output with finish_reason "abort". Unknown ids are ignored."""
+        for name in [request_id] if isinstance(request_id, str) else request_id:
+            names = self._outputs.engine_ids(name)
+            self._client.abort(names)
+            self.on_deltas([TokenDelta(engine_id, [], "abort") for engine_id in names])
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets all cached content. False, and nothing is forgotten, while a request runs."""
+        self._attend()
+        return bool(await self._client.call("reset_prefix_cache"))
+
+    # ---- text -----------------------------------------------------------------------------------------------------------
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return await self._aside(self.get_tokenizer().encode, text, add_special_tokens)
+
+    async def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return await self._aside(self.get_tokenizer().decode, ids, skip_special_tokens)
+
+    async def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
+    ) -> tuple[str, list[int]]:
+        """The prompt of a conversation and its tokens. `options` are those of Tokenizer.apply_chat_template."""
+        tokenizer = self.get_tokenizer()
+
+        def render() -> tuple[str, list[int]]:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            return text, tokenizer.encode(text, add_special_tokens)
+
+        return await self._aside(render)
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError("there is no tokenizer: the engine was started with skip_tokenizer_init")
+        return self.tokenizer
+
+    # ---- the end --------------------------------------------------------------------------------------------------------
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """Ends the engine process, kindly for up to `timeout` seconds. Open requests get a last output with "abort".
+
+        Call it on the event loop in use, or when there is none any more. A second call does nothing.
+        """
+        self._client.stop(timeout)
+        self._threads.shutdown(wait=False)
+        task, self._task = self._task, None
+        if task is not None and not task.get_loop().is_closed():
+            task.cancel()
+
+    # ---- what the engine says (called by the client) --------------------------------------------------------------------
+
+    def on_ready(self, ready: ipc.Ready) -> None:
+        self.config = replace(
+            self.config,
+            device=cast(Device, ready.device),
+            dtype=ready.dtype,
+            max_batched_tokens=ready.max_batched_tokens,
+            max_seqs=ready.max_seqs,
+            depth=ready.depth,
+        )
+        self._inputs.max_model_len = ready.max_model_len
+        self.pages = ready.pages
+
+    def on_deltas(self, deltas: Sequence[TokenDelta]) -> None:
+        absorbed = self._outputs.absorb(deltas)
+        for answer in absorbed.due:
+            self._streams[answer.prepared.id].wake()
+        if absorbed.aborts:
+            self._client.abort(absorbed.aborts)
+
+    def on_step(self, report: ipc.StepReport) -> None:
+        self.stats = report.stats
+        now = time.monotonic()
+        for observer in self.observers:
+            observer.on_step(report.stats, report.tokens, now)
+
+    def on_refused(self, engine_id: str, error: RequestError) -> None:
+        name = self._outputs.user_id(engine_id)
+        if name is not None:
+            self._client.abort(self._outputs.forget(name))
+            self._streams[name].fail(error)
+
+    # ---- inside ---------------------------------------------------------------------------------------------------------
+
+    async def _prepare(
+        self, prompt: PromptType, params: SamplingParams, request_id: str, priority: int, tenant: str | None
+    ) -> Prepared:
+        """The engine gets numbers for ids: a user may use an id again while the engine still talks of its last bearer."""
+        arrival, serial = time.time(), f"{next(self._serials):x}"
+        prepared = await self._aside(
+            lambda: self._inputs.prepare(serial, prompt, params, arrival=arrival, priority=priority, tenant=tenant)
+        )
+        return replace(prepared, id=request_id)
+
+    def _open(self, prepared: Prepared, trace_headers: Mapping[str, str] | None, arrived: float) -> Stream:
+        if prepared.id in self._streams:
+            raise RequestError(f"request id {prepared.id!r} is in use", "request_id")
+        self._client.add(prepared.requests)
+        stream = self._streams[prepared.id] = Stream(self._outputs.add(prepared, trace_headers, arrived))
+        return stream
+
+    def _close(self, request_id: str, stream: Stream) -> None:
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
+            self._client.abort(self._outputs.forget(request_id))
+
+    async def _aside(self, work: Callable[..., T], *args: Any) -> T:
+        """Off the event loop."""
+        try:
+            future = asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+        except RuntimeError:
+            raise EngineDead("the engine was shut down") from None
+        return await future
+
+    def _attend(self) -> None:
+        """Makes sure that the engine is listened to, on the event loop in use."""
+        loop = asyncio.get_running_loop()
+        if self.state != "dead" and (self._task is None or self._task.done() or self._task.get_loop() is not loop):
+            self._task = loop.create_task(self._client.supervisor.run(), name="quire-supervisor")
+
+
+AsyncLLMEngine = AsyncLLM
+AsyncEngineArgs = EngineArgs

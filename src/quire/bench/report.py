@@ -1,0 +1,146 @@
+"""Results as people read them, and as files."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.bench.metrics import Summary
+from quire.bench.record import Record
+from quire.types.errors import ConfigError
+
+WIDTH = 72
+SHOWN_ERRORS = 5
+COUNTS = (
+    ("Successful requests:", "completed", ",d"),
+    ("Failed requests:", "failed", ",d"),
+    ("Benchmark duration (s):", "duration", ",.2f"),
+    ("Total input tokens:", "total_input_tokens", ",d"),
+    ("Cached input tokens:", "total_cached_tokens", ",d"),
+    ("Total generated tokens:", "total_output_tokens", ",d"),
+    ("Request throughput (req/s):", "request_throughput", ",.2f"),
+    ("Request goodput (req/s):", "request_goodput", ",.2f"),
+    ("Output token throughput (tok/s):", "output_throughput", ",.2f"),
+    ("Peak output token throughput (tok/s):", "max_output_tokens_per_s", ",.2f"),
+    ("Total token throughput (tok/s):", "total_token_throughput", ",.2f"),
+    ("Peak concurrent requests:", "max_concurrent_requests", ",d"),
+    ("Tokens per chunk:", "tokens_per_chunk", ",.2f"),
+)
+ONLY_IF_SET = ("total_cached_tokens", "request_goodput")
+IRRELEVANT = (  # to what is measured
+    *("base_url", "host", "port", "ready_check_timeout_sec", "request_id_prefix", "disable_tqdm"),
+    *("save_result", "result_dir", "result_filename", "save_detailed", "metadata", "label", "compare"),
+)
+COMPARED = tuple(key for _, key, _ in COUNTS if key not in ("completed", "failed", "total_cached_tokens"))
+
+
+def table(summary: Summary, title: str, facts: Mapping[str, str]) -> str:
+    lines = [f" {title} ".center(WIDTH, "=")]
+    lines += [f"{name + ':':<40} {value}" for name, value in facts.items()]
+    for label, key, style in COUNTS:
+        value = getattr(summary, key)
+        if value or key not in ONLY_IF_SET:
+            lines.append(f"{label:<40} {value:{style}}")
+    if summary.spreads:
+        lines.append("-" * WIDTH)
+        lines += _distributions(summary)
+    lines.append("=" * WIDTH)
+    return "\n".join(lines)
+
+
+def _distributions(summary: Summary) -> list[str]:
+    """A line for each metric. The median has its column, so that P50 needs none."""
+    cuts = [cut for cut in summary.percentiles if cut != 50]
+    lines = [_row("", "mean", "median", "std", *(f"P{cut:g}" for cut in cuts))]
+    for metric, spread in summary.spreads.items():
+        figures = ["-"] * (3 + len(cuts))
+        if spread is not None:
+            values = (spread.mean, spread.median, spread.std, *(spread.percentiles[cut] for cut in cuts))
+            figures = [f"{value:,.2f}" for value in values]
+        lines.append(_row(f"{_heading(metric)} (ms)", *figures))
+    return lines
+
+
+def _heading(metric: str) -> str:
+    return {"client_queue_time": "Client queue", "e2el_including_client_queue": "E2EL + queue"}.get(metric, metric.upper())
+
+
+def _row(name: str, *figures: str) -> str:
+    return f"{name:<17}" + "".join(f"{figure:>11}" for figure in figures)
+
+
+def error_lines(records: Sequence[Record]) -> list[str]:
+    """The most frequent errors, each once."""
+    counts = Counter(record.error for record in records if record.error is not None)
+    lines = [f"{count:,} x {text}" for text, count in counts.most_common(SHOWN_ERRORS)]
+    if len(counts) > SHOWN_ERRORS:
+        lines.append(f"and {len(counts) - SHOWN_ERRORS} other kinds of errors")
+    return lines
+
+
+def details(records: Sequence[Record]) -> dict[str, list[Any]]:
+    """Every request in the order of sending, under vLLM's names. Times in seconds; `start_times` since the start of the run."""
+    ordered = sorted(records, key=lambda record: record.sent)
+    start = min((record.due for record in records), default=0.0)
+    return {
+        "input_lens": [record.prompt_tokens for record in ordered],
+        "output_lens": [record.output_tokens if record.ok else 0 for record in ordered],
+        "ttfts": [record.ttft if record.arrivals else 0.0 for record in ordered],
+        "itls": [record.itls for record in ordered],
+        "latencies": [record.latency for record in ordered],
+        "start_times": [record.sent - start for record in ordered],
+        "queue_times": [record.wait for record in ordered],
+        "generated_texts": [record.text for record in ordered],
+        "errors": [record.error or "" for record in ordered],
+    }
+
+
+def save(result: Mapping[str, Any], path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write the result to {path}: {error.strerror}") from None
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the result {path}: {error}") from None
+    if not isinstance(result, dict) or not isinstance(result.get("duration"), int | float):
+        raise ConfigError(f"{path} is not a result of `bench serve`")
+    return result
+
+
+def comparison(now: Mapping[str, Any], then: Mapping[str, Any], name: str) -> str:
+    """Figures that both runs have, and the ratio of this run to that one."""
+    timings = [key for key in now if key.endswith("_ms") and not key.startswith(("std_", "p50_"))]
+    lines = [f" this run / {name} ".center(WIDTH, "="), _compared("", "this run", "that run", "ratio")]
+    for key in (*COMPARED, *timings):
+        new, old = now.get(key), then.get(key)
+        if isinstance(new, int | float) and isinstance(old, int | float):
+            ratio = f"{new / old:.3f}" if old else "-"
+            lines.append(_compared(key, _figure(new), _figure(old), ratio))
+    lines += _differences(now, then)
+    lines.append("=" * WIDTH)
+    return "\n".join(lines)
+
+
+def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+    """Where the runs were not the same load. Files of others have no flags, but say the main things."""
+    if "flags" in then:
+        now, then = {"model_id": now["model_id"], **now["flags"]}, {"model_id": then.get("model_id"), **then["flags"]}
+        keys = [key for key in (*now, *(key for key in then if key not in now)) if key not in IRRELEVANT]
+    else:
+        keys = ["model_id", "num_prompts", "request_rate", "max_concurrency"]
+    return [f"differs: {key} is {now.get(key)}, was {then.get(key)}" for key in keys if now.get(key) != then.get(key)]
+
+
+def _figure(value: float) -> str:
+    return f"{value:,d}" if isinstance(value, int) else f"{value:,.2f}"
+
+
+def _compared(key: str, new: str, old: str, ratio: str) -> str:
+    return f"{key:<34}{new:>14}{old:>14}{ratio:>10}"

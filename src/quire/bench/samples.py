@@ -1,0 +1,68 @@
+"""What is sent: prompts with the number of tokens to ask for, and the alphabet that random prompts are written in."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.types.errors import ConfigError
+
+Ids = npt.NDArray[np.int32]
+
+# Each is one token in nearly every byte-pair vocabulary when a space stands before it.
+WORDS = tuple(
+    """
+    time year people way day man thing woman life child world school state family student group country problem hand part
+    place case week company system program question work government number night point home water room mother area money
+    story fact month lot right study book eye job word business issue side kind head house service friend father power hour
+    game line end member law car city community name president team minute idea body information back parent face others
+    level office door health person art war history party result change morning reason research girl guy moment air teacher
+    force education foot boy age policy process music market sense nation plan college interest death experience effect use
+    class control care field development role effort rate heart drug show leader light voice wife police mind price report
+    decision son view relationship town road arm difference value building action season society tax director position
+    player record paper space ground form event official matter center couple site project activity star table need court
+    oil situation cost industry figure street image phone data picture practice piece land product doctor wall patient
+    worker news test movie north love support technology step baby computer type attention film tree source red green blue
+    white black big small high low long short young old new good great first last next early late open hard clear real best
+    better sure free true full special easy strong possible whole certain simple left past hot cold fine common poor natural
+    """.split()  # noqa: SIM905
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request: a prompt (text, or token ids) or chat messages."""
+
+    prompt: str | Ids | None
+    output_tokens: int
+    prompt_tokens: int | None = None  # where it is known before the server says it
+    messages: list[dict[str, Any]] | None = None
+    at: float | None = None  # seconds after the start, where the data set says when
+
+
+class Alphabet:
+    """Writes random prompts of a given length: token ids below `vocab_size`, or words, about one token each.
+
+    Ids keep clear of both ends of the vocabulary, where special tokens live.
+    """
+
+    def __init__(self, vocab_size: int | None) -> None:
+        self.vocab_size = vocab_size
+        if vocab_size is None:
+            self._low, self._high = 0, len(WORDS)
+            return
+        if vocab_size < 2:
+            raise ConfigError(f"--vocab-size must be at least 2, got {vocab_size}")
+        margin = min(100, vocab_size // 10)
+        self._low, self._high = margin, vocab_size - margin
+
+    @property
+    def text(self) -> bool:
+        return self.vocab_size is None
+
+    def draw(self, rng: np.random.Generator, length: int) -> Ids:
+        return rng.integers(self._low, self._high, length, dtype=np.int32)
+
+    def write(self, symbols: Ids) -> str | Ids:
+        return " ".join(WORDS[symbol] for symbol in symbols) if self.text else symbols

@@ -1,0 +1,44 @@
+"""`quire serve MODEL`: the OpenAI-compatible server."""
+
+import argparse
+import dataclasses
+import time
+from typing import Any
+
+from quire.config.args import EngineArgs, add_cli_arguments
+from quire.config.server_args import SERVER_NAMES, ServerArgs, add_server_arguments
+from quire.types.errors import ConfigError
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "serve",
+        usage="%(prog)s [MODEL] [options]",
+        help="serve a model over HTTP, with OpenAI's API",
+        description="Serves a model over HTTP with OpenAI's API. SIGTERM or Ctrl-C lets running requests finish first.",
+    )
+    add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the model, as in --model")
+    add_server_arguments(parser)
+    add_cli_arguments(parser, taken=SERVER_NAMES)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    started = time.monotonic()
+    settings = ServerArgs.take_from(namespace)
+    args = EngineArgs.from_cli(namespace)
+    if namespace.model_tag is not None:
+        if "model" in vars(namespace):
+            raise ConfigError(f"the model was given twice: {namespace.model_tag!r} and --model {args.model!r}; drop one")
+        args = dataclasses.replace(args, model=namespace.model_tag)
+    try:
+        from quire.serve.launch import run_server
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "quire":
+            raise
+        raise ConfigError(f"the server needs the extra serve: pip install 'quire[serve]' ({error.name} is missing)") from None
+    return run_server(args, settings, started)

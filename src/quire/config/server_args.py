@@ -1,0 +1,133 @@
+# ruff: noqa: RUF009 - `setting` makes a dataclass field
+"""Every field of the HTTP server a user can set, once: `quire serve` and the app itself both read this list.
+
+Names and defaults are vLLM's, except where a default would open the server to the network or cut a stream off: it listens on
+loopback, answers no other origin, and drains for half a minute. The engine's own fields are in `args`.
+"""
+
+import argparse
+import dataclasses
+from dataclasses import dataclass
+
+from quire.config.args import nearest
+from quire.config.fields import FLAG, LIST, NUMBER, REAL, TEXT, setting, spec_of
+from quire.config.flags import add_flags, add_refused_flags
+from quire.config.refused import refuse
+from quire.config.server_refused import SERVER_REFUSED, SERVER_SHORT_FLAGS
+from quire.types.errors import ConfigError
+
+_BIND, _SECURITY, _ANSWERS, _RUN, _SEEN = "where it listens", "who may ask", "answers", "running", "what is seen of it"
+_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+
+
+@dataclass
+class ServerArgs:
+    host: str = setting(
+        "127.0.0.1", TEXT, _BIND, "address to listen on; one that others can reach needs --api-key or --no-auth"
+    )
+    port: int = setting(8000, NUMBER, _BIND, "port to listen on; 0 takes a free one", low=0, high=65535)
+    uds: str | None = setting(None, TEXT, _BIND, "path of a Unix socket to listen on, instead of host and port")
+    root_path: str = setting("", TEXT, _BIND, "path under which a proxy shows this server, as /llm")
+    ssl_keyfile: str | None = setting(None, TEXT, _BIND, "file with the private key of the TLS certificate")
+    ssl_certfile: str | None = setting(None, TEXT, _BIND, "file with the TLS certificate")
+    ssl_ca_certs: str | None = setting(None, TEXT, _BIND, "file with the authorities that client certificates are checked with")
+    ssl_cert_reqs: int = setting(
+        0, NUMBER, _BIND, "client certificates: 0 not asked for, 1 optional, 2 required", low=0, high=2
+    )
+    ssl_ciphers: str | None = setting(None, TEXT, _BIND, "ciphers for TLS, in OpenSSL's notation")
+
+    api_key: list[str] | None = setting(
+        None, LIST, _SECURITY,
+        "one or more keys; requests must carry one as a bearer token. Default: QUIRE_API_KEY or VLLM_API_KEY. "
+        "With several, each has its own prefix cache",
+    )  # fmt: skip
+    auth: bool = setting(True, FLAG, _SECURITY, "--no-auth: whoever reaches the server may use it, from other machines as well")
+    allowed_origins: list[str] = setting(
+        [], LIST, _SECURITY, "web origins whose pages may call the server (CORS); default: none"
+    )
+    allowed_methods: list[str] = setting(["*"], LIST, _SECURITY, "methods those pages may use; default: all")
+    allowed_headers: list[str] = setting(["*"], LIST, _SECURITY, "headers those pages may send; default: all")
+    allow_credentials: bool = setting(False, FLAG, _SECURITY, "those pages may send cookies and credentials")
+    trust_request_chat_template: bool = setting(False, FLAG, _SECURITY, "requests may bring their own chat template")
+
+    response_role: str = setting("assistant", TEXT, _ANSWERS, "role of the messages the model writes")
+    return_tokens_as_token_ids: bool = setting(False, FLAG, _ANSWERS, "logprobs name tokens as token_id:N instead of by text")
+    enable_force_include_usage: bool = setting(False, FLAG, _ANSWERS, "every stream ends with its usage, asked for or not")
+    enable_prompt_tokens_details: bool = setting(True, FLAG, _ANSWERS, "usage tells how many prompt tokens were cached")
+    enable_per_request_metrics: bool = setting(False, FLAG, _ANSWERS, "every answer carries its own times")
+    enable_request_id_headers: bool = setting(False, FLAG, _ANSWERS, "responses carry X-Request-Id")
+    disable_fastapi_docs: bool = setting(False, FLAG, _ANSWERS, "no /docs, /redoc and /openapi.json")
+
+    shutdown_timeout: float = setting(
+        30.0, REAL, _RUN, "seconds that running requests get to finish after SIGTERM or Ctrl-C; then they are ended", low=0.0
+    )
+    sample: str | None = setting(None, TEXT, _RUN, "a question to be answered on standard output when the server is ready")
+    max_queue: int = setting(2048, NUMBER, _RUN, "/readyz is 503 while more requests than this wait", low=0)
+
+    uvicorn_log_level: str = setting("info", TEXT, _SEEN, "log level of the HTTP server", choices=_LEVELS)
+    disable_uvicorn_access_log: bool = setting(False, FLAG, _SEEN, "no log line per HTTP request")
+    disable_access_log_for_endpoints: str | None = setting(
+        None, TEXT, _SEEN, "paths without a log line per HTTP request, separated by commas"
+    )
+    enable_log_requests: bool = setting(False, FLAG, _SEEN, "log every request with its parameters; prompts at debug level")
+    enable_log_outputs: bool = setting(False, FLAG, _SEEN, "log what was generated; needs --enable-log-requests")
+    max_log_len: int | None = setting(None, NUMBER, _SEEN, "most characters or token ids of a prompt or output to log", low=0)
+    metrics_prefix: str = setting(
+        "quire", TEXT, _SEEN, "what metric names begin with; vllm for dashboards made for it", choices=("quire", "vllm")
+    )
+    otlp_traces_endpoint: str | None = setting(None, TEXT, _SEEN, "where OpenTelemetry traces go, as http://host:4317")
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            optional = field.default is None
+            setattr(self, field.name, spec_of(field).check(field.name, getattr(self, field.name), optional))
+        self._check()
+
+    def _check(self) -> None:
+        """What cannot be asked for together."""
+        if not self.auth and self.api_key:
+            raise ConfigError("--no-auth and --api-key contradict each other: leave one of them out")
+        if self.api_key is not None and not all(key.strip() for key in self.api_key):
+            raise ConfigError("an API key is empty: give a secret, or leave --api-key out")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            missing = "ssl_keyfile" if self.ssl_keyfile is None else "ssl_certfile"
+            raise ConfigError(f"TLS needs --ssl-keyfile and --ssl-certfile; {missing} is missing")
+        if self.ssl_keyfile is None and (self.ssl_ca_certs or self.ssl_cert_reqs or self.ssl_ciphers):
+            raise ConfigError("ssl_ca_certs, ssl_cert_reqs and ssl_ciphers need --ssl-keyfile and --ssl-certfile")
+        if self.enable_log_outputs and not self.enable_log_requests:
+            raise ConfigError("--enable-log-outputs needs --enable-log-requests")
+        if self.sample is not None and not self.sample.strip():
+            raise ConfigError("--sample is empty: give a question, or leave it out")
+        if self.root_path and not self.root_path.startswith("/"):
+            raise ConfigError(f"root_path must begin with a slash, as /llm; got {self.root_path!r}")
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ConfigError(
+                "--allow-credentials needs the origins by name: with * any web page could use a visitor's session"
+            )
+
+    @classmethod
+    def from_kwargs(cls, **values: object) -> "ServerArgs":
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name, value in values.items():
+            if name in SERVER_REFUSED:
+                refuse(name, value, SERVER_REFUSED)
+            elif name not in known:
+                raise ConfigError(f"unknown server argument {name!r}{nearest(name, [*known, *SERVER_REFUSED])}")
+        return cls(**{name: value for name, value in values.items() if name in known})  # type: ignore[arg-type]
+
+    @classmethod
+    def take_from(cls, namespace: argparse.Namespace) -> "ServerArgs":
+        """The server's part of a command line. It is taken out: what is left is the engine's and the command's own."""
+        names = {field.name for field in dataclasses.fields(cls)} | set(SERVER_REFUSED)
+        given = {name: value for name, value in vars(namespace).items() if name in names}
+        for name in given:
+            delattr(namespace, name)
+        return cls.from_kwargs(**given)
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser, ServerArgs, "server")
+    add_refused_flags(parser, SERVER_REFUSED, SERVER_SHORT_FLAGS)
+
+
+SERVER_NAMES = frozenset(field.name for field in dataclasses.fields(ServerArgs)) | frozenset(SERVER_REFUSED)

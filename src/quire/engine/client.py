@@ -1,0 +1,215 @@
+"""The engine as the API process sees it: requests go in, deltas come out, and a lost engine is only a pause.
+
+For every open request the client keeps the request and the tokens told so far. When an engine was lost, the next one gets them
+all again, and each goes on where its tokens end: random numbers, penalties and limits depend on positions alone.
+
+A request that makes engines crash must not take the others with it for ever. Who was in flight at two crashes in a row without
+any progress is a suspect; suspects are sent last and one at a time, the next when the one before has made progress. Who was in
+flight at MOST_STRIKES of them ends with an error.
+"""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from quire.config.args import EngineArgs
+from quire.engine import ipc
+from quire.engine.child import COMMAND, Child
+from quire.engine.supervisor import Limits, Supervisor
+from quire.types.errors import EngineDead, EngineError, QuireError, RequestError
+from quire.types.outputs import TokenDelta
+from quire.types.request import EngineRequest, FinishReason
+
+SUSPECT, MOST_STRIKES = 2, 3
+
+
+class Hearer(Protocol):
+    """Who uses the client."""
+
+    def on_ready(self, ready: ipc.Ready) -> None: ...
+
+    def on_deltas(self, deltas: Sequence[TokenDelta]) -> None: ...
+
+    def on_step(self, report: ipc.StepReport) -> None: ...
+
+    def on_refused(self, engine_id: str, error: RequestError) -> None: ...
+
+
+@dataclass(eq=False)
+class _Open:
+    """A request that is not finished."""
+
+    spec: EngineRequest
+    tokens: list[int] = field(default_factory=list)
+    scored: int = 0  # prompt positions whose logprobs came
+    strikes: int = 0  # crashes in a row at which it was in flight without progress
+    sent_with: int = -1  # what `told` was when the present engine got it; -1: it has not got it
+
+    @property
+    def told(self) -> int:
+        return len(self.tokens) + self.scored
+
+    @property
+    def progressed(self) -> bool:
+        return self.told > self.sent_with
+
+    def again(self) -> EngineRequest:
+        self.sent_with = self.told
+        return replace(self.spec, resumed=tuple(self.tokens), scored=self.scored) if self.told else self.spec
+
+
+class EngineClient:
+    def __init__(self, args: EngineArgs, hearer: Hearer, command: Sequence[str] = COMMAND) -> None:
+        self._hearer = hearer
+        self._open: dict[str, _Open] = {}
+        self._suspects: deque[_Open] = deque()
+        self._probe: _Open | None = None  # the suspect whose progress is awaited
+        self._calls: dict[int, tuple[ipc.Call, asyncio.Future[Any]]] = {}
+        self._numbers = itertools.count()
+        self.replayed = 0  # requests that another engine had before
+        self.supervisor = Supervisor(lambda: Child(args, command), Limits.of(args), self)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    # ---- asking ----------------------------------------------------------------------------------------------------------
+
+    def add(self, requests: Iterable[EngineRequest]) -> None:
+        """What cannot be sent now is sent when an engine is ready."""
+        self.check()
+        fresh = [_Open(request) for request in requests]
+        self._open.update((entry.spec.id, entry) for entry in fresh)
+        if self.supervisor.state == "ready":
+            self._send(fresh)
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """No more is heard of these requests. Unknown ids are ignored."""
+        gone = [entry for name in ids if (entry := self._open.pop(name, None)) is not None]
+        sent = [entry.spec.id for entry in gone if entry.sent_with >= 0]
+        if sent and self.supervisor.state == "ready":
+            self.supervisor.send(ipc.Abort(sent))
+        self._go_on()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """A method of the engine core; waits for an engine if there is none now."""
+        self.check()
+        number = next(self._numbers)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[number] = (ipc.Call(number, method, list(args)), future)
+        if self.supervisor.state == "ready":
+            self.supervisor.send(self._calls[number][0])
+        try:
+            return await future
+        finally:
+            del self._calls[number]
+
+    def check(self) -> None:
+        """Raises EngineDead if there is no engine and never will be."""
+        if self.supervisor.state == "dead":
+            raise EngineDead(str(self.supervisor.error))
+
+    def stop(self, timeout: float) -> None:
+        """Ends the engine. Open requests end with `abort`."""
+        self.supervisor.stop(timeout)
+        self._end_all("abort", None, EngineDead("the engine was shut down"))
+
+    # ---- hearing (called by the supervisor) ------------------------------------------------------------------------------
+
+    def on_ready(self, ready: ipc.Ready) -> None:
+        self._hearer.on_ready(ready)
+        waiting = sorted(self._open.values(), key=lambda entry: entry.strikes)
+        self._suspects = deque(entry for entry in waiting if entry.strikes >= SUSPECT)
+        self._send([entry for entry in self._open.values() if entry.strikes < SUSPECT])
+        for command, _ in self._calls.values():
+            self.supervisor.send(command)
+        if len(self._suspects) == len(self._open):
+            self._go_on()
+
+    def on_deltas(self, deltas: Sequence[TokenDelta]) -> None:
+        for delta in deltas:
+            entry = self._open.get(delta.request_id)
+            if entry is None:
+                continue
+            if delta.finish_reason is not None:
+                del self._open[delta.request_id]
+            else:
+                entry.tokens += delta.token_ids
+                for scores in delta.prompt_logprobs:
+                    entry.scored += len(scores.rank)
+        self._hearer.on_deltas(deltas)
+        self._go_on()
+
+    def on_step(self, report: ipc.StepReport) -> None:
+        self._hearer.on_step(report)
+
+    def on_answer(self, answer: ipc.Refused | ipc.Reply) -> None:
+        match answer:
+            case ipc.Refused(name):
+                entry = self._open.pop(name, None)
+                if entry is not None and entry.told:  # a smaller engine than the one that took it
+                    self._hearer.on_deltas([_last(name, "error", f"it could not go on after a restart: {answer.message}")])
+                elif entry is not None:
+                    self._hearer.on_refused(name, ipc.request_error(answer))
+                self._go_on()
+            case ipc.Reply(number, value, error):
+                _, future = self._calls.get(number, (None, None))
+                if future is not None and not future.done():
+                    if error is None:
+                        future.set_result(value)
+                    else:
+                        future.set_exception(EngineError(error))
+
+    def on_lost(self) -> None:
+        for entry in self._open.values():
+            if entry.sent_with >= 0:
+                entry.strikes = 0 if entry.progressed else entry.strikes + 1
+                entry.sent_with = -1
+        self._suspects.clear()
+        self._probe = None
+        guilty = [name for name, entry in self._open.items() if entry.strikes >= MOST_STRIKES]
+        for name in guilty:
+            del self._open[name]
+        if guilty:
+            why = f"the engine was lost {MOST_STRIKES} times in a row while it worked on this request"
+            self._hearer.on_deltas([_last(name, "error", why) for name in guilty])
+
+    def on_dead(self, error: QuireError) -> None:
+        self._end_all("error", str(error), error)
+
+    # ---- inside ----------------------------------------------------------------------------------------------------------
+
+    def _send(self, entries: Sequence[_Open]) -> None:
+        if entries:
+            self.replayed += sum(1 for entry in entries if entry.told or entry.strikes)
+            self.supervisor.send(ipc.Add([entry.again() for entry in entries]))
+
+    def _go_on(self) -> None:
+        """The next suspect may be sent when the one before has made progress or is gone."""
+        probe = self._probe
+        if probe is not None and not probe.progressed and probe.spec.id in self._open:
+            return
+        self._probe = None
+        while self._suspects and self._probe is None:
+            entry = self._suspects.popleft()
+            if self._open.get(entry.spec.id) is entry:
+                self._probe = entry
+                self._send([entry])
+
+    def _end_all(self, reason: FinishReason, why: str | None, error: QuireError) -> None:
+        names = list(self._open)
+        self._open.clear()
+        self._suspects.clear()
+        self._probe = None
+        for _, future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDead(str(error)))
+        if names:
+            self._hearer.on_deltas([_last(name, reason, why) for name in names])
+
+
+def _last(name: str, reason: FinishReason, why: str | None) -> TokenDelta:
+    return TokenDelta(name, [], reason, error=why)

@@ -1,0 +1,183 @@
+"""What the API process and the engine process say to each other, and over what.
+
+    API process                                  engine process
+    commands  PUSH ──── Start, Add, Abort, ────► PULL   the loop
+    reports   PULL ◄─── Ready, StepReport, ... ─ PUSH   the loop
+                   ◄─── Beat ─────────────────── PUSH   the heartbeat thread
+
+Unix sockets in a directory only we may enter; the frames are msgpack. Nothing received is ever executed or unpickled.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from quire.config.args import EngineArgs
+from quire.types import errors
+from quire.types.outputs import TokenDelta
+from quire.types.request import EngineRequest
+from quire.types.stats import Stats
+
+RETRY = 10  # milliseconds between attempts to connect
+ARRAYS = ("<i4", "<f4")  # the kinds of numpy arrays that cross
+
+
+class _Frame(msgspec.Struct, array_like=True, tag=True):
+    pass
+
+
+# ---- to the engine
+
+
+class Start(_Frame):
+    args: EngineArgs
+    log_level: int
+
+
+class Add(_Frame):
+    requests: list[EngineRequest]
+
+
+class Abort(_Frame):
+    ids: list[str]
+
+
+class Call(_Frame):
+    """One of the engine core's public methods, by name."""
+
+    id: int
+    method: str
+    args: list[Any]
+
+
+class Stop(_Frame):
+    pass
+
+
+# ---- from the engine
+
+
+class Ready(_Frame):
+    """Started: what was decided there."""
+
+    max_model_len: int
+    pages: int
+    device: str
+    dtype: str
+    max_batched_tokens: int
+    max_seqs: int
+    depth: int
+
+
+class StepReport(_Frame):
+    """One turn of the loop: news of every request that has any."""
+
+    deltas: list[TokenDelta]
+    stats: Stats
+    tokens: int  # run in this step
+
+
+class Beat(_Frame):
+    """The process is alive. `busy` is for how long its loop has been in the present turn; 0 while it waits for work."""
+
+    busy: float
+
+
+class Refused(_Frame):
+    """A request that was not added."""
+
+    id: str
+    kind: str
+    message: str
+    parameter: str | None
+
+
+class Reply(_Frame):
+    """The answer to a Call; `error` says why there is none."""
+
+    id: int
+    value: Any
+    error: str | None = None
+
+
+class Failed(_Frame):
+    """The engine could not start."""
+
+    kind: str
+    message: str
+
+
+Command = Start | Add | Abort | Call | Stop
+Report = Ready | StepReport | Beat | Refused | Reply | Failed
+
+
+def _from_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.shape, np.ascontiguousarray(value).data)
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
+
+
+def _to_array(kind: Any, value: Any) -> Any:
+    if getattr(kind, "__origin__", kind) is not np.ndarray:
+        raise TypeError(f"a {kind} cannot be received from another process")
+    dtype, shape, data = value
+    if dtype not in ARRAYS:
+        raise TypeError(f"an array of {dtype} cannot be received; only {' and '.join(ARRAYS)} can")
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+encode: Callable[[Command | Report], bytes] = msgspec.msgpack.Encoder(enc_hook=_from_array).encode
+decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command, dec_hook=_to_array).decode
+decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report, dec_hook=_to_array).decode
+
+
+def request_error(refused: Refused) -> errors.RequestError:
+    """The same error the engine raised."""
+    kind = getattr(errors, refused.kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, errors.RequestError)):
+        kind = errors.RequestError
+    return kind(refused.message, refused.parameter)
+
+
+def start_error(failed: Failed) -> errors.QuireError:
+    kind = getattr(errors, failed.kind, None)
+    if isinstance(kind, type) and issubclass(kind, errors.ConfigError | errors.ModelError | errors.EngineError):
+        return kind(failed.message)
+    return errors.EngineError(f"the engine could not start: {failed.kind}: {failed.message}")
+
+
+class Channel:
+    """The two directions of one connection, as sockets.
+
+    Who sends connects and who receives binds: so a message can be sent before the other side is there, and waits for it.
+    Messages queue up without limit: open requests bound what is under way, and a full queue must never stop a loop.
+    """
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", directory: Path) -> None:
+        self._context, self._directory = context, directory
+
+    def sender(self, name: str) -> "zmq.Socket[bytes]":
+        socket = self._open(zmq.PUSH)
+        socket.setsockopt(zmq.RECONNECT_IVL, RETRY)
+        socket.connect(self._address(name))
+        return socket
+
+    def receiver(self, name: str) -> "zmq.Socket[bytes]":
+        socket = self._open(zmq.PULL)
+        socket.bind(self._address(name))
+        return socket
+
+    def _open(self, kind: int) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, 0)
+        return socket
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{self._directory / name}"

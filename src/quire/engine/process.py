@@ -1,0 +1,194 @@
+"""The engine process: `python -m quire.engine.process DIRECTORY PARENT`, started by the supervisor and by nobody else.
+
+It receives its arguments, starts a core and turns it: take commands, step, report. A thread tells the parent that the process
+lives and for how long the loop has been in the present turn, and ends the process when the parent is gone.
+It ignores Ctrl-C, because the parent decides; SIGTERM stops it.
+"""
+
+import gc
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from quire.engine import ipc
+from quire.engine.core import EngineCore
+from quire.types.errors import QuireError, RequestError
+
+BEAT_EVERY = 0.25  # seconds
+IDLE_WAIT = 500  # milliseconds between looks at the stop signal
+FAREWELL = 2000  # milliseconds for the last report to leave
+CALLS = ("reset_prefix_cache",)
+
+logger = logging.getLogger(__name__)
+
+
+class Pulse(threading.Thread):
+    """Beats until told to end. `busy_since` is written by the loop: when its present turn began, 0 while it waits."""
+
+    def __init__(self, channel: ipc.Channel, directory: Path, parent: int) -> None:
+        super().__init__(name="quire-pulse", daemon=True)
+        self.busy_since = 0.0
+        self._channel, self._directory, self._parent = channel, directory, parent
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        socket = self._channel.sender("reports")
+        while not self._over.wait(BEAT_EVERY):
+            if os.getppid() != self._parent:
+                shutil.rmtree(self._directory, ignore_errors=True)
+                os._exit(1)
+            since = self.busy_since
+            socket.send(ipc.encode(ipc.Beat(time.monotonic() - since if since else 0.0)))
+        socket.close()
+
+    def end(self) -> None:
+        self._over.set()
+        self.join()
+
+
+@dataclass
+class Link:
+    """The loop's ends of the two channels."""
+
+    commands: "zmq.Socket[bytes]"
+    reports: "zmq.Socket[bytes]"
+
+    def send(self, report: ipc.Report) -> None:
+        self.reports.send(ipc.encode(report))
+
+    def wait(self, milliseconds: int) -> bool:
+        return bool(self.commands.poll(milliseconds))
+
+    def receive(self) -> ipc.Command | None:
+        """The next command, None if there is none now."""
+        try:
+            return ipc.decode_command(self.commands.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+
+
+class Engine:
+    """One core, turned by commands."""
+
+    def __init__(self, core: EngineCore, link: Link, pulse: Pulse) -> None:
+        self._core, self._link, self._pulse = core, link, pulse
+        self.stopping = False
+
+    def run(self) -> None:
+        while not self.stopping:
+            if not self._core.has_unfinished:
+                self._pulse.busy_since = 0.0
+                if not self._link.wait(IDLE_WAIT):
+                    continue
+            self._pulse.busy_since = time.monotonic()
+            while not self.stopping and (command := self._link.receive()) is not None:
+                self._obey(command)
+            if self._core.has_unfinished and not self.stopping:
+                deltas = self._core.step()
+                self._link.send(ipc.StepReport(deltas, self._core.stats, self._core.tokens))
+
+    def _obey(self, command: ipc.Command) -> None:
+        match command:
+            case ipc.Add(requests):
+                for request in requests:
+                    try:
+                        self._core.add(request)
+                    except RequestError as error:
+                        self._link.send(ipc.Refused(request.id, type(error).__name__, str(error), error.parameter))
+            case ipc.Abort(ids):
+                self._core.abort(ids)
+            case ipc.Call(number, method, args):
+                self._link.send(self._call(number, method, args))
+            case ipc.Stop():
+                self.stopping = True
+            case ipc.Start():
+                raise RuntimeError("an engine process is started only once")
+
+    def _call(self, number: int, method: str, args: list[Any]) -> ipc.Reply:
+        if method not in CALLS:
+            return ipc.Reply(number, None, f"the engine has no method {method!r}; it has {', '.join(CALLS)}")
+        try:
+            return ipc.Reply(number, getattr(self._core, method)(*args))
+        except QuireError as error:
+            return ipc.Reply(number, None, f"{type(error).__name__}: {error}")
+
+
+def start(command: ipc.Start) -> tuple[EngineCore, ipc.Ready]:
+    from quire.config.resolve import resolve
+    from quire.engine.assemble import device_facts, find_device, start_core
+
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("quire").setLevel(command.log_level)
+    config = resolve(command.args, find_device, device_facts)
+    started = start_core(config)
+    gc.collect()
+    gc.freeze()  # what lives now lives to the end
+    return started.core, ipc.Ready(
+        max_model_len=started.max_model_len,
+        pages=started.pages,
+        device=config.device,
+        dtype=config.dtype,
+        max_batched_tokens=config.max_batched_tokens,
+        max_seqs=config.max_seqs,
+        depth=config.depth,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    place, parent = (sys.argv[1:] if argv is None else argv)[:2]
+    directory = Path(place)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    channel = ipc.Channel(context, directory)
+    link = Link(channel.receiver("commands"), channel.sender("reports"))
+    pulse = Pulse(channel, directory, int(parent))
+    pulse.start()
+    try:
+        return _serve(link, pulse)
+    finally:
+        pulse.end()
+        link.commands.close()
+        link.reports.close(linger=FAREWELL)
+        context.term()
+
+
+def _serve(link: Link, pulse: Pulse) -> int:
+    first = ipc.decode_command(link.commands.recv())
+    assert isinstance(first, ipc.Start), first
+    try:
+        core, ready = start(first)
+    except QuireError as error:  # told once, by the parent
+        link.send(ipc.Failed(type(error).__name__, str(error)))
+        return 1
+    except Exception as error:
+        logger.exception("the engine could not start")
+        link.send(ipc.Failed(type(error).__name__, str(error)))
+        return 1
+    engine = Engine(core, link, pulse)
+
+    def stop(*_: object) -> None:
+        engine.stopping = True
+
+    signal.signal(signal.SIGTERM, stop)
+    link.send(ready)
+    try:
+        engine.run()
+    except Exception:
+        logger.exception("the engine's loop failed")
+        return 1
+    core.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

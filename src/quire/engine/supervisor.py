@@ -1,0 +1,293 @@
+"""Keeps one engine process alive: starts it, listens to it, notices when it is lost, and starts another one.
+
+    starting ──► ready ──► restarting ──► ready ...
+       └──────────┴────────────┴────────► dead         for good: a failed start, too many restarts, or a shutdown
+
+An engine is lost when its process ends, when nothing is heard of it (frozen), or when a turn of its loop takes too long (hung).
+What becomes of its requests is the listener's business. Everything here runs on one event loop; only the start and the stop are
+plain functions.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from quire.config.args import EngineArgs
+from quire.engine import ipc
+from quire.engine.child import Child
+from quire.types.errors import EngineDead, QuireError
+from quire.types.outputs import TokenDelta
+
+State = Literal["starting", "ready", "restarting", "dead"]
+
+TICK = 0.1  # seconds between looks at the process
+CHUNK = 128  # requests whose news are handed out before the event loop may do something else
+GRACE = 0.05  # seconds for the last reports of an ended process to come through
+START_SILENCE = 60.0  # seconds without a beat that a starting engine is allowed: libraries load, kernels compile
+BURIAL = 30.0  # seconds for a killed process to disappear
+LONGEST_PAUSE = 5.0  # seconds between two failing starts
+
+logger = logging.getLogger(__name__)
+
+
+class Listener(Protocol):
+    def on_ready(self, ready: ipc.Ready) -> None: ...
+
+    def on_deltas(self, deltas: Sequence[TokenDelta]) -> None: ...
+
+    def on_step(self, report: ipc.StepReport) -> None:
+        """After all its deltas."""
+
+    def on_answer(self, answer: ipc.Refused | ipc.Reply) -> None: ...
+
+    def on_lost(self) -> None:
+        """The engine is gone; another one will be ready some time, unless on_dead comes first."""
+
+    def on_dead(self, error: QuireError) -> None: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    dead_after: float
+    hang_timeout: float
+    start_timeout: float
+    most_restarts: int
+    restart_window: float
+
+    @classmethod
+    def of(cls, args: EngineArgs) -> "Limits":
+        return cls(
+            args.engine_dead_after,
+            args.engine_hang_timeout,
+            args.engine_start_timeout,
+            args.max_engine_restarts,
+            args.engine_restart_window,
+        )
+
+
+class Supervisor:
+    def __init__(self, start: Callable[[], Child], limits: Limits, listener: Listener) -> None:
+        self._start, self._limits, self._listener = start, limits, listener
+        self.state: State = "starting"
+        self.error: QuireError | None = None  # why it is dead
+        self._failure: QuireError | None = None  # why the latest start failed, in the engine's own words
+        self.restarts = 0
+        self._lost_by: str | None = None  # why the present engine is being replaced
+        self._restarted: deque[float] = deque()  # when, within the window
+        self._failed_starts = 0  # in a row
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._detach: Callable[[], None] = lambda: None
+        self._heard = self._born = time.monotonic()
+        self._silence = self._looked = 0.0
+        self._busy = 0.0  # what the latest beat said
+        self._child: Child | None = start()
+
+    # ---- what others may know -------------------------------------------------------------------------------------------
+
+    @property
+    def heartbeat_age(self) -> float:
+        return time.monotonic() - self._heard
+
+    @property
+    def busy_for(self) -> float:
+        return self._busy + self.heartbeat_age if self._busy else 0.0
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._child is None else self._child.pid
+
+    async def wait_ready(self) -> None:
+        """Returns when the engine takes requests; raises why if it never will."""
+        while self.state != "ready":
+            if self.error is not None:
+                raise self.error
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.discard(waiter)
+
+    # ---- what others may ask --------------------------------------------------------------------------------------------
+
+    def send(self, command: ipc.Command) -> None:
+        """Only while ready."""
+        assert self._child is not None
+        self._child.send(command)
+
+    def stop(self, timeout: float) -> None:
+        """Ends the engine, kindly for up to `timeout` seconds. For good."""
+        child, self._child = self._child, None
+        if child is not None:
+            self._detach()
+            child.stop(timeout if self.state == "ready" else 0.0)
+        if self.state != "dead":
+            self._change("dead", EngineDead("the engine was shut down"))
+
+    # ---- the watch ------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until the engine is dead. May be cancelled and run again, on another event loop too."""
+        try:
+            while (child := self._child) is not None:
+                self._lost_by = self._lost_by or await self._watch(child)
+                if self._child is child:
+                    await self._replace(child, self._lost_by)
+                self._lost_by = None
+        except Exception as error:  # a mistake of ours; nobody must wait for what cannot come
+            logger.exception("the engine's supervisor failed")
+            self._give_up(EngineDead(f"the engine's supervisor failed: {type(error).__name__}: {error}"))
+
+    async def _watch(self, child: Child) -> str:
+        """Listens until the engine is lost, and says why it is."""
+        loop, wake = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(child.fd, wake.set)
+        ticker: asyncio.TimerHandle | None = None
+
+        def tick() -> None:
+            nonlocal ticker
+            wake.set()
+            ticker = loop.call_later(TICK, tick)
+
+        def detach() -> None:
+            self._detach = lambda: None
+            loop.remove_reader(child.fd)
+            if ticker is not None:
+                ticker.cancel()
+
+        self._detach = detach
+        self._silence, self._looked = 0.0, time.monotonic()
+        tick()
+        ended = False
+        try:
+            while True:
+                wake.clear()
+                while self._child is child and (report := child.receive()) is not None:
+                    await self._hear(report)
+                    if isinstance(report, ipc.Failed):
+                        return report.message
+                if self._child is not child:
+                    return "it was stopped"
+                if ended:
+                    return f"its process ended with {child.ending()}"
+                if ended := self._look() and child.ending() is not None:
+                    await asyncio.sleep(GRACE)
+                elif (reason := self._diagnose()) is not None:
+                    return reason
+                else:
+                    await wake.wait()
+        finally:
+            if self._child is child:
+                detach()
+
+    async def _hear(self, report: ipc.Report) -> None:
+        self._heard, self._silence, self._busy = time.monotonic(), 0.0, 0.0
+        match report:
+            case ipc.StepReport(deltas):
+                for i in range(0, len(deltas), CHUNK):
+                    self._listener.on_deltas(deltas[i : i + CHUNK] if len(deltas) > CHUNK else deltas)
+                    await asyncio.sleep(0)
+                self._listener.on_step(report)
+            case ipc.Beat(busy):
+                self._busy = busy
+            case ipc.Refused() | ipc.Reply():
+                self._listener.on_answer(report)
+            case ipc.Ready():
+                self._failed_starts = 0
+                self._change("ready")
+                self._listener.on_ready(report)
+            case ipc.Failed():
+                self._failure = ipc.start_error(report)
+
+    def _look(self) -> bool:
+        """Is it time for another look? Time in which we did not look is not held against the engine."""
+        now = time.monotonic()
+        if now - self._looked < TICK / 2:
+            return False
+        self._silence += min(now - self._looked, 2 * TICK)
+        self._looked = now
+        return True
+
+    def _diagnose(self) -> str | None:
+        """What is wrong with an engine whose process lives, if anything is."""
+        started = self.state == "ready"
+        if self._silence > (self._limits.dead_after if started else max(self._limits.dead_after, START_SILENCE)):
+            return f"it has been silent for {self._silence:.1f} s"
+        if started and self._busy > self._limits.hang_timeout:
+            return f"it has been in one step for {self._busy:.1f} s"
+        if not started and time.monotonic() - self._born > self._limits.start_timeout:
+            return f"it was not ready after {self._limits.start_timeout:.0f} s"
+        return None
+
+    async def _replace(self, child: Child, reason: str) -> None:
+        was, self._busy = self.state, 0.0
+        self.state = "starting" if was == "starting" else "restarting"
+        await _bury(child)
+        if self._child is not child:
+            return
+        child.close()
+        if was == "starting":
+            self._give_up(self._failure or EngineDead(f"the engine could not start: {reason}{child.last_words()}"))
+            return
+        logger.error("the engine was lost: %s", reason)
+        if was == "ready":
+            self._listener.on_lost()
+        else:
+            self._failed_starts += 1
+        while self._child is child and self._may_restart(reason):
+            try:
+                await self._restart(child)
+            except OSError as error:  # no memory, no file descriptors: it may pass
+                self._failed_starts += 1
+                reason = f"its process could not be started: {error}"
+
+    def _may_restart(self, reason: str) -> bool:
+        now, limits = time.monotonic(), self._limits
+        while self._restarted and now - self._restarted[0] > limits.restart_window:
+            self._restarted.popleft()
+        if len(self._restarted) < limits.most_restarts:
+            self._restarted.append(now)
+            return True
+        times = f"restarted {len(self._restarted)} times in {limits.restart_window:.0f} s, the most allowed"
+        self._give_up(EngineDead(f"the engine was lost: {reason}. It was {times}"))
+        return False
+
+    async def _restart(self, child: Child) -> None:
+        if self._failed_starts:
+            await asyncio.sleep(min(LONGEST_PAUSE, 0.1 * 2**self._failed_starts))
+        if self._child is child:
+            self.restarts += 1
+            logger.warning("restarting the engine (restart %d)", self.restarts)
+            self._born, self._failure = time.monotonic(), None
+            self._child = self._start()
+
+    def _give_up(self, error: QuireError) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            self._detach()
+            child.stop(0.0)
+        self._change("dead", error)
+        self._listener.on_dead(error)
+
+    def _change(self, state: State, error: QuireError | None = None) -> None:
+        self.state, self.error = state, error
+        for waiter in self._waiters:
+            with suppress(RuntimeError):  # its event loop is closed
+                if not waiter.done():
+                    waiter.set_result(None)
+
+
+async def _bury(child: Child) -> None:
+    """Kills the process and waits for its end, so that its memory is free for the next one."""
+    child.kill()
+    deadline = time.monotonic() + BURIAL
+    while child.ending() is None:
+        if time.monotonic() > deadline:
+            logger.error("the engine process %d does not go away", child.pid)
+            return
+        await asyncio.sleep(0.01)

@@ -1,0 +1,194 @@
+"""The metrics of the engine and its requests, with vLLM's names, types, labels and buckets.
+
+An observer: the engine's numbers come with every step, the requests' times with every batch of outputs. What only matters when
+somebody looks (gauges) is read from the engine at that moment. Each server has its own registry; nothing is global.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+
+from quire.obs.instruments import Board, Counter, Gauge, Histogram
+from quire.types.news import Arrived, Finished, OutputNews
+from quire.types.stats import Stats
+
+NOTHING = Stats(0, 0, 0, 0, 0, 0, 0)
+REASONS = ("stop", "length", "abort", "error", "repetition")
+FIRST_TOKEN = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
+    2560.0,
+)  # fmt: skip
+PER_TOKEN = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+WHOLE_REQUEST = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0,
+    7680.0,
+)  # fmt: skip
+STEP_TOKENS = tuple(float(n) for n in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
+CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
+
+
+class Engine(Protocol):
+    """What is read of the engine when metrics are asked for."""
+
+    @property
+    def stats(self) -> Stats | None: ...
+    @property
+    def restarts(self) -> int: ...
+    @property
+    def replayed(self) -> int: ...
+    @property
+    def heartbeat_age(self) -> float: ...
+
+
+class Metrics:
+    """`cache_info` describes the cache; it becomes the labels of cache_config_info."""
+
+    def __init__(self, prefix: str, model_name: str, max_model_len: int, cache_info: Mapping[str, object]) -> None:
+        self.registry = CollectorRegistry()
+        board = self._board = Board(f"{prefix}:", {"model_name": model_name, "engine": "0"})
+        self._cache_info = {name: str(value) for name, value in cache_info.items()}
+        self._last = NOTHING
+        self._add_state(board)
+        self._add_tokens(board)
+        self._add_times(board)
+        self._add_sizes(board, one_two_five(max_model_len))
+        self.registry.register(board)
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+
+    def _add_state(self, board: Board) -> None:
+        self.running = board.add(Gauge("num_requests_running", "Requests that are in steps now"))
+        self.waiting = board.add(Gauge("num_requests_waiting", "Requests that wait for room"))
+        self.waiting_by_reason = board.add(Gauge("num_requests_waiting_by_reason", "Waiting requests by reason", ("reason",)))
+        self.cache_usage = board.add(Gauge("kv_cache_usage_perc", "Fraction of the cache pages in use, 0 to 1"))
+        self.cache_config = board.add(Gauge("cache_config_info", "How the cache is set up", tuple(self._cache_info)))
+        self.cache_config.set(1, *self._cache_info.values())
+        self.heartbeat = board.add(Gauge("engine_heartbeat_age_seconds", "Since the engine process was last heard of"))
+        self.restarts = board.add(Counter("engine_restarts", "Times the engine process was restarted"))
+        self.replayed = board.add(Counter("requests_replayed", "Requests continued in a restarted engine"))
+
+    def _add_tokens(self, board: Board) -> None:
+        self.queries = board.add(Counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache"))
+        self.hits = board.add(Counter("prefix_cache_hits", "Prompt tokens found in the prefix cache"))
+        self.preemptions = board.add(Counter("num_preemptions", "Times a request gave its pages back and had to wait"))
+        self.prompt_tokens = board.add(Counter("prompt_tokens", "Prompt tokens taken in"))
+        self.generation_tokens = board.add(Counter("generation_tokens", "Tokens generated"))
+        self.by_source = board.add(
+            Counter(
+                "prompt_tokens_by_source", "Prompt tokens by where they came from", ("source",),
+                (("local_compute",), ("local_cache_hit",), ("external_kv_transfer",)),
+            )
+        )  # fmt: skip
+        self.prompt_cached = board.add(Counter("prompt_tokens_cached", "Prompt tokens that were cached"))
+        self.success = board.add(
+            Counter("request_success", "Choices that ended, by reason", ("finished_reason",), ((reason,) for reason in REASONS))
+        )
+
+    def _add_times(self, board: Board) -> None:
+        self.ttft = board.add(Histogram("time_to_first_token_seconds", "From arrival to the first token", FIRST_TOKEN))
+        self.itl = board.add(Histogram("inter_token_latency_seconds", "Between two tokens of a choice", PER_TOKEN))
+        self.tpot = board.add(
+            Histogram("request_time_per_output_token_seconds", "Mean time per token after the first, per request", PER_TOKEN)
+        )
+        self.e2e = board.add(Histogram("e2e_request_latency_seconds", "From arrival to the end", WHOLE_REQUEST))
+        self.queue = board.add(Histogram("request_queue_time_seconds", "From arrival to the first step", WHOLE_REQUEST))
+        self.inference = board.add(Histogram("request_inference_time_seconds", "From the first step to the end", WHOLE_REQUEST))
+        self.prefill = board.add(
+            Histogram("request_prefill_time_seconds", "From the first step to the first token", WHOLE_REQUEST)
+        )
+        self.decode = board.add(Histogram("request_decode_time_seconds", "From the first token to the last", WHOLE_REQUEST))
+
+    def _add_sizes(self, board: Board, sizes: tuple[float, ...]) -> None:
+        self.step_tokens = board.add(Histogram("iteration_tokens_total", "Tokens per step", STEP_TOKENS))
+        self.request_prompt = board.add(Histogram("request_prompt_tokens", "Prompt tokens per request", sizes))
+        self.request_generated = board.add(Histogram("request_generation_tokens", "Generated tokens per choice", sizes))
+        self.request_longest = board.add(
+            Histogram("request_max_num_generation_tokens", "Generated tokens of a request's longest choice", sizes)
+        )
+        self.request_computed = board.add(
+            Histogram("request_prefill_kv_computed_tokens", "Prompt tokens per request that were not cached", sizes)
+        )
+        self.request_n = board.add(Histogram("request_params_n", "n of requests", CHOICES))
+        self.request_limit = board.add(Histogram("request_params_max_tokens", "max_tokens of requests", sizes))
+
+    # ---- observing -------------------------------------------------------------------------------------------------------
+
+    def on_step(self, stats: Stats, tokens_in_step: int, now: float) -> None:  # noqa: ARG002
+        self.step_tokens.observe(tokens_in_step)
+        last = self._last
+        if stats.queries < last.queries or stats.hits < last.hits or stats.preemptions < last.preemptions:
+            last = NOTHING  # another engine, which counts from zero
+        self.queries.add(stats.queries - last.queries)
+        self.hits.add(stats.hits - last.hits)
+        self.preemptions.add(stats.preemptions - last.preemptions)
+        self._last = stats
+
+    def on_arrival(self, request: Arrived) -> None:
+        """A request is counted when it gets somewhere."""
+
+    def on_outputs(self, news: OutputNews) -> None:
+        self.generation_tokens.add(news.tokens)
+        self.ttft.observe_all(news.first_tokens)
+        self.itl.observe_all(news.intervals)
+        for tokens, cached in news.prompts:
+            self.prompt_tokens.add(tokens)
+            self.prompt_cached.add(cached)
+            self.by_source.add(cached, "local_cache_hit")
+            self.by_source.add(tokens - cached, "local_compute")
+        for request in news.finished:
+            self._count(request)
+
+    def _count(self, request: Finished) -> None:
+        for reason in request.reasons:
+            self.success.add(1, reason)
+        metrics, params = request.metrics, request.params
+        self.request_prompt.observe(request.prompt_tokens)
+        self.request_computed.observe(request.prompt_tokens - request.cached_tokens)
+        self.request_generated.observe_all(request.generated)
+        self.request_longest.observe(max(request.generated))
+        self.request_n.observe(params.n)
+        if params.max_tokens is not None:
+            self.request_limit.observe(params.max_tokens)
+        self.e2e.observe(metrics.finished_ts - metrics.queued_ts)
+        if metrics.scheduled_ts:
+            self.queue.observe(max(0.0, metrics.scheduled_ts - metrics.queued_ts))
+        if metrics.first_token_ts:
+            decode = metrics.last_token_ts - metrics.first_token_ts
+            self.prefill.observe(max(0.0, metrics.first_token_ts - metrics.scheduled_ts))
+            self.decode.observe(decode)
+            self.inference.observe(max(0.0, metrics.last_token_ts - metrics.scheduled_ts))
+            if max(request.generated) > 1:
+                self.tpot.observe(decode / (max(request.generated) - 1))
+
+    # ---- telling ---------------------------------------------------------------------------------------------------------
+
+    def render(self, engine: Engine, accept: str = "") -> tuple[bytes, str]:
+        """All of it as text, and the text's content type: what the reader accepts decides between two formats."""
+        self._read(engine)
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
+
+    def _read(self, engine: Engine) -> None:
+        stats = engine.stats or NOTHING
+        self.running.set(stats.running)
+        self.waiting.set(stats.waiting)
+        self.waiting_by_reason.set(stats.waiting, "capacity")
+        self.waiting_by_reason.set(0, "deferred")
+        self.cache_usage.set(1 - stats.free_pages / stats.pages if stats.pages else 0)
+        self.heartbeat.set(engine.heartbeat_age)
+        self.restarts.values[()] = float(engine.restarts)
+        self.replayed.values[()] = float(engine.replayed)
+
+
+def one_two_five(most: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50 ... up to `most`."""
+    bounds, unit = [], 1
+    while unit <= most:
+        bounds += [float(unit * step) for step in (1, 2, 5) if unit * step <= most]
+        unit *= 10
+    return tuple(bounds)

@@ -1,0 +1,86 @@
+"""The line about throughput that appears every ten seconds while there is something to tell."""
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+
+from quire.types.errors import ConfigError
+from quire.types.news import Arrived, OutputNews
+from quire.types.stats import Stats
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_VARIABLES = ("QUIRE_LOG_STATS_INTERVAL", "VLLM_LOG_STATS_INTERVAL")
+RECENT_REQUESTS = 1000  # over which the hit rate of the prefix cache is told
+
+
+class StatsLog:
+    """An observer that adds up between two lines."""
+
+    def __init__(self, now: float) -> None:
+        self._since = now
+        self._stats: Stats | None = None
+        self._prompt_tokens = self._generated = self._preemptions = 0
+        self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_REQUESTS)  # prompt tokens, and how many were cached
+        self._was_idle = True
+
+    def on_step(self, stats: Stats, tokens_in_step: int, now: float) -> None:  # noqa: ARG002
+        before = 0 if self._stats is None or stats.preemptions < self._stats.preemptions else self._stats.preemptions
+        self._preemptions += stats.preemptions - before
+        self._stats = stats
+
+    def on_arrival(self, request: Arrived) -> None:
+        """Told by its tokens."""
+
+    def on_outputs(self, news: OutputNews) -> None:
+        self._generated += news.tokens
+        for prompt in news.prompts:
+            self._prompt_tokens += prompt[0]
+            self._recent.append(prompt)
+
+    def log(self, now: float) -> None:
+        """Writes the line and begins anew. An idle engine is mentioned once, then only at debug level."""
+        seconds = max(now - self._since, 1e-9)
+        stats = self._stats or Stats(0, 0, 0, 0, 0, 0, 0)
+        idle = not (self._prompt_tokens or self._generated or stats.running or stats.waiting)
+        level = logging.DEBUG if idle and self._was_idle else logging.INFO
+        logger.log(
+            level,
+            "Engine 000: Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, "
+            "Running: %d reqs, Waiting: %d reqs%s, GPU KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%",
+            self._prompt_tokens / seconds,
+            self._generated / seconds,
+            stats.running,
+            stats.waiting,
+            f", Preemptions: {self._preemptions}" if self._preemptions else "",
+            100 * (1 - stats.free_pages / stats.pages) if stats.pages else 0.0,
+            100 * self._hit_rate(),
+        )
+        self._since, self._was_idle = now, idle
+        self._prompt_tokens = self._generated = self._preemptions = 0
+
+    def _hit_rate(self) -> float:
+        tokens = sum(prompt for prompt, _ in self._recent)
+        return sum(cached for _, cached in self._recent) / tokens if tokens else 0.0
+
+
+async def log_periodically(log: StatsLog, interval: float) -> None:
+    while True:
+        await asyncio.sleep(interval)
+        log.log(time.monotonic())
+
+
+def log_interval() -> float:
+    """Seconds between two lines, from the environment; ten if it says nothing."""
+    for name in INTERVAL_VARIABLES:
+        if text := os.environ.get(name):
+            try:
+                seconds = float(text)
+            except ValueError:
+                seconds = 0.0
+            if not 0.0 < seconds < float("inf"):
+                raise ConfigError(f"{name} must be a number of seconds above 0, got {text!r}")
+            return seconds
+    return 10.0

@@ -1,0 +1,79 @@
+"""The API as one ASGI app. What stands around it (keys, health, metrics, drain) is in `front.py`."""
+
+import logging
+import uuid
+
+from fastapi import FastAPI
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import quire
+from quire.async_llm import AsyncLLM
+from quire.config.server_args import ServerArgs
+from quire.serve import chat, completions, models, tokenize
+from quire.serve.disconnect import ClientGone
+from quire.serve.errors import CLIENT_GONE, HttpError, error_response, install_error_handlers
+from quire.serve.limits import LIMITS, Limits
+from quire.serve.server import Server
+
+logger = logging.getLogger(__name__)
+
+
+def build_app(llm: AsyncLLM, settings: ServerArgs, limits: Limits = LIMITS) -> FastAPI:
+    shown = not settings.disable_fastapi_docs
+    app = FastAPI(
+        title="Quire",
+        version=quire.__version__,
+        description="An OpenAI-compatible server with vLLM's extensions.",
+        docs_url="/docs" if shown else None,
+        redoc_url="/redoc" if shown else None,
+        openapi_url="/openapi.json" if shown else None,
+    )
+    app.state.server = Server(llm, settings, limits)
+    for protocol in (completions, chat, models, tokenize):
+        app.include_router(protocol.router)
+    install_error_handlers(app)
+    app.add_exception_handler(ClientGone, _nobody_reads)
+    app.add_middleware(Boundary, limits=limits, tell_id=settings.enable_request_id_headers)
+    return app
+
+
+async def _nobody_reads(*_: object) -> Response:
+    return Response(status_code=CLIENT_GONE)
+
+
+class Boundary:
+    """The outermost layer: every request has an id and small headers, and every failure an answer without a trace."""
+
+    def __init__(self, app: ASGIApp, limits: Limits, tell_id: bool) -> None:
+        self._app, self._limits, self._tell_id = app, limits, tell_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        chosen = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        request_id = _readable(chosen) or uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        started = False
+
+        async def tell(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                if self._tell_id:
+                    message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            if sum(len(name) + len(value) for name, value in scope["headers"]) > self._limits.header_bytes:
+                raise HttpError(431, f"the headers may have at most {self._limits.header_bytes} bytes")
+            await self._app(scope, receive, tell)
+        except Exception as error:
+            if started:
+                raise  # half an answer is out: the connection must break
+            await error_response(error, request_id)(scope, receive, tell)
+
+
+def _readable(header: bytes) -> str:
+    text = header.decode("latin-1")
+    return text if len(text) <= LIMITS.identifier_characters and text.isascii() and text.isprintable() else ""

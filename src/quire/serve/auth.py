@@ -1,0 +1,86 @@
+"""Who may ask: API keys, and the rule that a server without one is not for other machines.
+
+For the routers: `request.state.tenant` (str or None) is what to hand to the engine as `cache_tenant`.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Mapping, Sequence
+
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.config.server_args import ServerArgs
+from quire.serve.errors import error_body, json_response
+from quire.types.errors import ConfigError
+
+KEY_VARIABLES = ("QUIRE_API_KEY", "VLLM_API_KEY")
+_TENANT_SALT = b"quire prefix-cache tenant"
+
+
+def find_keys(settings: ServerArgs, environment: Mapping[str, str]) -> list[str]:
+    """The keys of the command line, or else the environment's. None with --no-auth."""
+    if not settings.auth:
+        return []
+    if settings.api_key:
+        return list(dict.fromkeys(settings.api_key))
+    return [key for name in KEY_VARIABLES if (key := environment.get(name, "").strip())][:1]
+
+
+def check_exposure(settings: ServerArgs, reachable: bool, keys: Sequence[str]) -> None:
+    """`reachable`: other machines can connect to where the server will listen."""
+    if reachable and settings.auth and not keys:
+        raise ConfigError(
+            f"{settings.host} can be reached from other machines, and there is no API key: give --api-key (or QUIRE_API_KEY), "
+            "say --no-auth to serve whoever comes, or leave --host out to listen on loopback"
+        )
+
+
+class Keys:
+    """Compares in constant time: with every key, and on digests, so that neither position, length nor content shows."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        # one key is one tenant, and needs no name; the names of several do not change when the server is restarted
+        self._tenants = [hmac.new(_TENANT_SALT, key.encode(), hashlib.sha256).hexdigest()[:32] for key in keys]
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def find(self, authorization: bytes) -> int | None:
+        """The number of the key in an Authorization header."""
+        scheme, _, token = authorization.partition(b" ")
+        digest = hashlib.sha256(token.strip()).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return matches.index(True) if scheme.lower() == b"bearer" and any(matches) else None
+
+    def tenant(self, number: int) -> str | None:
+        return self._tenants[number] if len(self) > 1 else None
+
+
+class Guard:
+    """Serves `public` routes itself; everything else, whatever its path looks like, is passed on only with a key."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, public: Sequence[BaseRoute]) -> None:
+        self._app, self._keys, self._public = app, keys, public
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        for route in self._public:
+            match, child = route.matches(scope)
+            if match is Match.FULL:
+                scope.update(child)
+                return await route.handle(scope, receive, send)
+        if not len(self._keys):
+            return await self._app(scope, receive, send)
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        number = self._keys.find(given[0]) if len(given) == 1 else None
+        if number is None:
+            return await _unauthorized(scope, receive, send)
+        scope.setdefault("state", {})["tenant"] = self._keys.tenant(number)
+        return await self._app(scope, receive, send)
+
+
+async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:
+    message = "no valid API key was given: send it as a header, Authorization: Bearer KEY"
+    body = error_body(401, message, kind="AuthenticationError")
+    await json_response(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)

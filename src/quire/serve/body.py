@@ -1,0 +1,100 @@
+"""A request's JSON body, read within bounds: its bytes are counted as they come, its depth before anything walks it."""
+
+import re
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+
+from quire.serve.errors import HttpError
+from quire.serve.limits import LIMITS, Limits
+
+_STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+
+class BoundedRequest(Request):
+    limits: Limits = LIMITS
+
+    async def body(self) -> bytes:
+        if not hasattr(self, "_body"):
+            declared = self.headers.get("content-length", "")
+            if declared.isdecimal() and int(declared) > self.limits.body_bytes:
+                raise self._too_large()
+            chunks, size = [], 0
+            async for chunk in self.stream():
+                size += len(chunk)
+                if size > self.limits.body_bytes:
+                    raise self._too_large()
+                chunks.append(chunk)
+            self._body = b"".join(chunks)
+        return self._body
+
+    async def json(self) -> Any:
+        if not hasattr(self, "_json"):
+            self._json = parse_json(await self.body(), self.limits)
+        return self._json
+
+    def _too_large(self) -> HttpError:
+        return HttpError(413, f"the request body may have at most {self.limits.body_bytes} bytes")
+
+
+class JSONRoute(APIRoute):
+    """A route whose body is JSON. It is parsed here, so that FastAPI finds it ready."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            if request.method == "POST":
+                request = BoundedRequest(request.scope, request.receive)
+                _check_content_type(request)
+                await request.json()
+            return await handle(request)
+
+        return handle_json
+
+
+def parse_json(raw: bytes, limits: Limits = LIMITS) -> Any:
+    # brackets inside of strings count as well, so a small number says that there is nothing to check
+    brackets = _count_brackets(raw)
+    if brackets > limits.json_containers and _count_brackets(_STRINGS.sub(b"", raw)) > limits.json_containers:
+        raise HttpError(400, f"the request body may have at most {limits.json_containers} arrays and objects", "body")
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HttpError(400, f"the request body is not valid JSON: {error}", "body") from None
+    except RecursionError:
+        raise _too_deep(limits) from None
+    if brackets > limits.json_depth:
+        _check_depth(value, limits)
+    return value
+
+
+def _count_brackets(raw: bytes) -> int:
+    return raw.count(b"[") + raw.count(b"{")
+
+
+def _check_depth(value: Any, limits: Limits) -> None:
+    """Level by level, so that depth costs no stack."""
+    level = [value]
+    for _ in range(limits.json_depth):
+        below: list[Any] = []
+        for container in level:
+            items = container.values() if isinstance(container, dict) else container
+            below += [item for item in items if isinstance(item, (list, dict))]
+        if not below:
+            return
+        level = below
+    raise _too_deep(limits)
+
+
+def _too_deep(limits: Limits) -> HttpError:
+    return HttpError(400, f"the request body may nest arrays and objects at most {limits.json_depth} deep", "body")
+
+
+def _check_content_type(request: Request) -> None:
+    kind = request.headers.get("content-type", "").split(";", 1)[0].strip().lower()
+    if kind != "application/json":
+        raise HttpError(400, f"the content type must be application/json, got {kind or 'none'!r}", "content-type")

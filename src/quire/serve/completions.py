@@ -1,0 +1,144 @@
+"""/v1/completions: text goes on."""
+
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from quire.serve.beam import search_beams
+from quire.serve.body import JSONRoute
+from quire.serve.disconnect import unless_gone
+from quire.serve.errors import json_response
+from quire.serve.generation import Job, collect, make_job, raise_failure, run
+from quire.serve.logprobs import TextOffsets, TokenNames, completion_logprobs, prompt_logprobs
+from quire.serve.prompts import read_prompts
+from quire.serve.protocol.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from quire.serve.protocol.errors import ErrorBody
+from quire.serve.sampling import check_request, only_echoes
+from quire.serve.server import Server, server_of
+from quire.serve.sse import Events, open_stream
+from quire.serve.stream import StreamUsage
+from quire.serve.usage import timing_of, usage_of
+from quire.types.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+
+router = APIRouter(route_class=JSONRoute, tags=["OpenAI"])
+
+
+@router.post("/v1/completions", responses={200: {"model": Completion}, 400: {"model": ErrorBody}, 404: {"model": ErrorBody}})
+async def create_completion(request: CompletionRequest, raw: Request) -> Response:
+    server = server_of(raw)
+    job = await unless_gone(raw.receive, _prepare(server, raw, request))
+    if request.stream:
+        return await open_stream(_stream(server, job, request), raw.receive)
+    gather = search_beams(server, job, request) if request.use_beam_search else collect(server, job)
+    outputs = await unless_gone(raw.receive, gather)
+    return json_response(_answer(server, job, request, outputs))
+
+
+async def _prepare(server: Server, raw: Request, request: CompletionRequest) -> Job:
+    model = server.check(request)
+    check_request(request)
+    return make_job(server, raw, request, "cmpl", model, await read_prompts(server, request))
+
+
+class _Choice:
+    """One choice on its way to the client: what of it was shown, and where its text is."""
+
+    def __init__(self, server: Server, job: Job, request: CompletionRequest, prompt: int) -> None:
+        self._request = request
+        self._prompt = job.prompts[prompt]
+        self._silent = only_echoes(request)
+        self._echo = bool(request.echo)
+        as_ids = request.return_tokens_as_token_ids
+        tokenizer = server.llm.tokenizer
+        self._tokenizer = tokenizer
+        self._names = TokenNames(tokenizer, server.settings.return_tokens_as_token_ids if as_ids is None else as_ids)
+        self._params = job.params[prompt]
+        self._offsets: TextOffsets | None = None
+        self.tokens = 0
+        self._begun = False
+
+    def show(self, index: int, output: CompletionOutput, prompt: RequestOutput) -> CompletionChoice:
+        """The next part of the choice: all of it, or a delta."""
+        text, tokens, positions = output.text, output.token_ids, output.logprobs
+        if self._silent:
+            text, tokens, positions = "", [], []
+        shown: Sequence[int] = tokens
+        if self._echo and not self._begun:
+            text = self._prompt_text() + text
+            shown = [*self._prompt.ids, *tokens]
+            positions = [*(prompt.prompt_logprobs or ()), *(positions or ())]
+        choice: CompletionChoice = {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(shown, positions),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+        if self._request.return_token_ids:
+            if not self._begun:
+                choice["prompt_token_ids"] = self._prompt.ids
+            choice["token_ids"] = list(tokens)
+        self.tokens += len(tokens)
+        self._begun = True
+        return choice
+
+    def _prompt_text(self) -> str:
+        if self._prompt.text is not None:
+            return self._prompt.text
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(self._prompt.ids, skip_special_tokens=self._request.skip_special_tokens)
+
+    def _logprobs(self, tokens: Sequence[int], positions: Sequence[TokenLogprobs | None] | None) -> CompletionLogprobs | None:
+        if self._request.logprobs is None or positions is None:
+            return None
+        if self._offsets is None:
+            self._offsets = TextOffsets(self._tokenizer, () if self._echo else self._prompt.ids, self._params)
+        return completion_logprobs(tokens, positions, self._names, self._offsets)
+
+
+def _answer(server: Server, job: Job, request: CompletionRequest, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    choices: list[CompletionChoice] = []
+    generated = 0
+    for i, output in enumerate(outputs):
+        for part in output.outputs:
+            choice = _Choice(server, job, request, i)
+            told = choice.show(len(choices), part, output)
+            told.setdefault("token_ids", None)
+            told.setdefault("prompt_token_ids", None)
+            told["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs) if request.prompt_logprobs is not None else None
+            choices.append(told)
+            generated += choice.tokens
+    cached = sum(output.num_cached_tokens for output in outputs)
+    single = len(choices) == 1
+    return {
+        **_head(job),
+        "choices": choices,
+        "service_tier": None,
+        "system_fingerprint": server.fingerprint,
+        "usage": usage_of(job.prompt_tokens, generated, server.told_cached(cached)),
+        "metrics": timing_of(outputs[0].metrics) if job.timed and single else None,
+    }
+
+
+async def _stream(server: Server, job: Job, request: CompletionRequest) -> Events:
+    usage = StreamUsage(server, job, request.stream_options)
+    choices = [_Choice(server, job, request, i // job.n) for i in range(len(job.prompts) * job.n)]
+    head = _head(job)
+    async with aclosing(run(server, job)) as outputs:
+        async for prompt, output in outputs:
+            raise_failure(output)
+            usage.note(prompt, output)
+            for part in output.outputs:
+                index = prompt * job.n + part.index
+                choice = choices[index]
+                chunk = {**head, "choices": [choice.show(index, part, output)]}
+                yield usage.mark(chunk, prompt, choice.tokens, part.finish_reason is not None)
+    if usage.wanted:
+        yield {**head, "choices": [], **usage.final(sum(choice.tokens for choice in choices))}
+
+
+def _head(job: Job) -> dict[str, Any]:
+    return {"id": job.id, "object": "text_completion", "created": job.created, "model": job.model}

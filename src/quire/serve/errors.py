@@ -1,0 +1,117 @@
+"""Every failure becomes one JSON error, and none tells a client about this machine.
+
+    RequestError                     400 BadRequestError     `param` is the field to blame
+      NotSupported without a field   501 NotImplementedError the endpoint is not for this model
+    HttpError                        its own status (413 too large, 404 no such model, ...)
+    a body that is not the schema    400 Bad Request         `param` is the dotted path, as body.prompt
+    anything else                    500 InternalServerError only the request id; the reason is in the server's log
+
+A stream that has begun gets the same JSON as its last event before [DONE].
+"""
+
+import logging
+import re
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from quire.serve.protocol.errors import ErrorBody
+from quire.types.errors import EngineError, NotSupported, RequestError
+
+logger = logging.getLogger(__name__)
+
+LONGEST_MESSAGE = 2000
+MOST_ERRORS_SHOWN = 5
+CLIENT_GONE = 499  # nobody reads it; access logs do
+
+_TYPES = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    422: "UnprocessableEntityError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+}
+_PATHS = re.compile(r"(?<![\w/])(?:/[\w.@+~-]+){2,}/?(?:\.\w+)?")
+_ADDRESSES = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
+
+
+class HttpError(HTTPException):
+    """An answer other than 200, decided by the server itself."""
+
+    def __init__(self, status: int, message: str, parameter: str | None = None) -> None:
+        super().__init__(status_code=status, detail=message)
+        self.parameter = parameter
+
+
+class GenerationFailed(EngineError):
+    """The engine ended one request with an error; the others go on."""
+
+
+def error_body(status: int, message: str, parameter: str | None = None, kind: str | None = None) -> ErrorBody:
+    named = kind or _TYPES.get(status) or HTTPStatus(status).phrase
+    return {"error": {"message": _clean(message), "type": named, "param": parameter, "code": status}}
+
+
+def describe(error: BaseException, request_id: str) -> ErrorBody:
+    """The error as its client may see it. Failures of the server are logged here, once."""
+    if isinstance(error, RequestError):
+        status = 501 if isinstance(error, NotSupported) and error.parameter is None else 400
+        return error_body(status, str(error), error.parameter)
+    if isinstance(error, RequestValidationError):
+        return _describe_validation(error.errors())
+    if isinstance(error, HTTPException):
+        return error_body(error.status_code, str(error.detail), getattr(error, "parameter", None))
+    if isinstance(error, GenerationFailed):
+        logger.error("request %s failed in the engine: %s", request_id, error)
+        return error_body(500, f"the engine could not finish this request: {error} (request id {request_id})")
+    logger.error("request %s failed: %s", request_id, error, exc_info=error)
+    what = "the engine is not available" if isinstance(error, EngineError) else "internal error"
+    return error_body(500, f"{what} (request id {request_id}; the server's log has the reason)")
+
+
+def error_response(error: BaseException, request_id: str) -> Response:
+    body = describe(error, request_id)
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    return json_response(body, body["error"]["code"], headers)
+
+
+def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    async def answer(request: Request, error: Exception) -> Response:
+        return error_response(error, request_id_of(request.scope))
+
+    for kind in (RequestError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, answer)
+
+
+def request_id_of(scope: Any) -> str:
+    return str(scope.get("state", {}).get("request_id", "unknown"))
+
+
+def _describe_validation(errors: Sequence[Any]) -> ErrorBody:
+    shown = [f"{_dotted(error['loc'])}: {error['msg']}" for error in errors[:MOST_ERRORS_SHOWN]]
+    if len(errors) > len(shown):
+        shown.append(f"and {len(errors) - len(shown)} more")
+    plural = "s" if len(errors) != 1 else ""
+    message = f"{len(errors)} validation error{plural}: {'; '.join(shown)}"
+    parameter = _dotted(errors[0]["loc"]) if errors else None
+    return error_body(400, message, parameter, kind=HTTPStatus.BAD_REQUEST.phrase)
+
+
+def _dotted(location: Sequence[str | int]) -> str:
+    return ".".join(str(part) for part in location)
+
+
+def _clean(message: str) -> str:
+    """Without files and addresses of this machine, and of bounded length."""
+    message = _ADDRESSES.sub("<address>", _PATHS.sub("<path>", message))
+    return message if len(message) <= LONGEST_MESSAGE else message[: LONGEST_MESSAGE - 3] + "..."

@@ -1,0 +1,133 @@
+"""The layers around the API: each is an ASGI app that holds the next.
+
+CORS ─► Meter ─► Guard ─► Operations ─► Gate ─► the API (serve/app.py), once the model is loaded
+                   └ /livez     └ /readyz, /metrics ...
+"""
+
+import time
+from collections.abc import Sequence
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.serve.auth import Guard, Keys
+from quire.serve.errors import error_body, json_response
+from quire.serve.health import Health
+from quire.serve.lifecycle import ServerState
+
+RETRY_AFTER = 5  # seconds; when to come back, to this server or to another one
+
+
+def build_front(state: ServerState, keys: Keys) -> ASGIApp:
+    settings, health = state.settings, Health(state)
+    inner = Operations(Gate(state), health.routes)
+    front: ASGIApp = Meter(Guard(inner, keys, health.public), state, [*health.public, *health.routes])
+    if settings.allowed_origins:
+        front = CORSMiddleware(
+            front,
+            allow_origins=settings.allowed_origins,
+            allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers,
+            allow_credentials=settings.allow_credentials,
+        )
+    return Rooted(front, settings.root_path) if settings.root_path else front
+
+
+class Rooted:
+    """Requests may come with the proxy's path before theirs, or without it."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app, self._root_path = app, root_path.rstrip("/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app({**scope, "root_path": self._root_path}, receive, send)
+
+
+class Operations:
+    """Routes that answer whatever the state of the server."""
+
+    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:
+        self._app, self._routes = app, routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        for route in self._routes:
+            match, child = route.matches(scope)
+            if match is Match.FULL:
+                scope.update(child)
+                return await route.handle(scope, receive, send)
+            if match is Match.PARTIAL:
+                body = error_body(405, f"{scope['method']} is not a method of this path")
+                return await json_response(body, 405)(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+
+class Gate:
+    """Lets requests in while the model is loaded and the server is not about to end, and knows how many are inside."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = self._state
+        if state.draining:
+            return await _refuse("the server is shutting down", scope, receive, send)
+        if state.service is None:
+            return await _refuse("the model is still loading", scope, receive, send)
+        state.enter()
+        try:
+            return await state.service.app(scope, receive, _LastCall(state, scope, receive, send))
+        finally:
+            state.leave()
+
+
+class _LastCall:
+    """A response that begins only when the server has ended its request is replaced by a refusal."""
+
+    def __init__(self, state: ServerState, scope: Scope, receive: Receive, send: Send) -> None:
+        self._state, self._scope, self._receive, self._send = state, scope, receive, send
+        self._refused = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and self._state.closing:
+            self._refused = True
+            await _refuse("the server shut down before this request was done", self._scope, self._receive, self._send)
+        elif not self._refused:
+            await self._send(message)
+
+
+class Meter:
+    """Counts requests, their durations and their sizes, by route; questions of operators are not counted."""
+
+    def __init__(self, app: ASGIApp, state: ServerState, uncounted: Sequence[BaseRoute]) -> None:
+        self._app, self._state = app, state
+        self._uncounted = {getattr(route, "endpoint", None) for route in uncounted}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started, status, sent = time.monotonic(), 500, 0
+
+        async def count(message: Message) -> None:
+            nonlocal status, sent
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                sent += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, count)
+        finally:
+            service = self._state.service
+            if service is not None and scope.get("endpoint") not in self._uncounted:
+                handler = str(getattr(scope.get("route"), "path", "none"))
+                received = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+                seconds = time.monotonic() - started
+                service.http_metrics.record(
+                    scope["method"], handler, status, seconds, int(received) if received.isdigit() else 0, sent
+                )
+
+
+async def _refuse(why: str, scope: Scope, receive: Receive, send: Send) -> None:
+    body = error_body(503, why, kind="ServiceUnavailableError")
+    headers = {"Retry-After": str(RETRY_AFTER), "Connection": "close"}
+    await json_response(body, 503, headers)(scope, receive, send)

@@ -1,0 +1,144 @@
+"""From a checked request to the engine's answers: one engine request per prompt, all ended together whatever happens."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from fastapi import Request
+
+from quire.serve.disconnect import stop
+from quire.serve.errors import GenerationFailed
+from quire.serve.prompts import Prompt
+from quire.serve.protocol.fields import GenerationFields
+from quire.serve.sampling import max_tokens_for, sampling_params
+from quire.serve.server import Server, answer_id, priority_of
+from quire.types.outputs import RequestOutput
+from quire.types.prompts import TokensPrompt
+from quire.types.sampling import SamplingParams
+
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+_TRACE_HEADERS = ("traceparent", "tracestate")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One HTTP request's work."""
+
+    id: str  # of the answer, as the client sees it
+    model: str
+    prompts: list[Prompt]
+    params: list[SamplingParams]  # one per prompt
+    priority: int
+    cache_salt: str | None
+    cache_tenant: str | None  # whose cached prompts may be shared
+    trace_headers: dict[str, str] | None
+    timed: bool  # the answer carries its times
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def n(self) -> int:
+        return self.params[0].n
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt.ids) for prompt in self.prompts)
+
+
+def make_job(
+    server: Server, raw: Request, request: GenerationFields, prefix: str, model: str, prompts: Sequence[Prompt]
+) -> Job:
+    llm = server.llm
+    params = []
+    for prompt in prompts:
+        max_tokens = max_tokens_for(request, len(prompt.ids), llm.max_model_len, llm.default_sampling)
+        params.append(sampling_params(request, max_tokens, llm.default_sampling))
+    traced = {name: raw.headers[name] for name in _TRACE_HEADERS if name in raw.headers}
+    return Job(
+        id=answer_id(prefix, raw, request),
+        model=model,
+        prompts=list(prompts),
+        params=params,
+        priority=priority_of(raw, request, llm.config.policy),
+        cache_salt=request.cache_salt,
+        cache_tenant=getattr(raw.state, "tenant", None),
+        trace_headers=traced or None,
+        timed=server.wants_timing(raw),
+    )
+
+
+def run(server: Server, job: Job) -> Outputs:
+    """Outputs of all prompts as they come, each with its prompt's number. Closing it ends everything in the engine."""
+    streams = [_start(server, job, i) for i in range(len(job.prompts))]
+    return _number(streams[0]) if len(streams) == 1 else _merge(streams)
+
+
+async def collect(server: Server, job: Job) -> list[RequestOutput]:
+    """The final output of every prompt, in order."""
+    final: dict[int, RequestOutput] = {}
+    async with aclosing(run(server, job)) as outputs:
+        async for i, output in outputs:
+            raise_failure(output)
+            final[i] = output
+    return [final[i] for i in range(len(job.prompts))]
+
+
+def raise_failure(output: RequestOutput) -> None:
+    for choice in output.outputs:
+        if choice.finish_reason == "error":
+            raise GenerationFailed((choice.error or "no reason given").splitlines()[0])
+
+
+def _start(server: Server, job: Job, i: int) -> AsyncGenerator[RequestOutput, None]:
+    prompt: TokensPrompt = {"prompt_token_ids": job.prompts[i].ids}
+    if (text := job.prompts[i].text) is not None:
+        prompt["prompt"] = text
+    if job.cache_salt is not None:
+        prompt["cache_salt"] = job.cache_salt
+    # clients may use an id twice, the engine may not
+    engine_id = f"{job.id}-{i}-{uuid.uuid4().hex[:8]}"
+    return server.llm.generate(
+        prompt,
+        job.params[i],
+        engine_id,
+        priority=job.priority,
+        cache_tenant=job.cache_tenant,
+        trace_headers=job.trace_headers,
+    )
+
+
+async def _number(stream: AsyncGenerator[RequestOutput, None]) -> Outputs:
+    async with aclosing(stream):
+        async for output in stream:
+            yield 0, output
+
+
+async def _merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:
+    """The queue is short: a reader that is slow slows its own streams, it does not fill memory."""
+    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(maxsize=len(streams))
+
+    async def pump(i: int) -> None:
+        end: Exception | None = None
+        try:
+            async with aclosing(streams[i]) as stream:
+                async for output in stream:
+                    await queue.put((i, output))
+        except Exception as error:
+            end = error
+        await queue.put((i, end))
+
+    pumps = [asyncio.create_task(pump(i)) for i in range(len(streams))]
+    try:
+        running = len(pumps)
+        while running:
+            i, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield i, item
+    finally:
+        await stop(*pumps)

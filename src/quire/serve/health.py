@@ -1,0 +1,99 @@
+"""What operators ask: is it alive, may it get traffic, what does it measure.
+
+    /livez     the API process answers, and the engine beats or is being restarted    503: restart this server
+    /readyz    the model is loaded, the engine ready, the queue short, no drain        503: send traffic elsewhere
+    /health    as vLLM's: 200 unless the engine is dead or not there yet               /ping is the same
+    /metrics   Prometheus                                                              /version
+
+They are served beside the API, so they answer while the model loads and while the server drains.
+"""
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quire import __version__
+from quire.serve.errors import error_body, json_response
+from quire.serve.lifecycle import ServerState
+from quire.types.errors import EngineDead
+
+STALE_AFTER = 3.0  # seconds without a heartbeat; the engine beats several times a second, in long steps too
+
+
+class Health:
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    @property
+    def public(self) -> list[Route]:
+        """What needs no API key."""
+        return [Route("/livez", self.livez)]
+
+    @property
+    def routes(self) -> list[Route]:
+        return [
+            Route("/readyz", self.readyz),
+            Route("/health", self.health),
+            Route("/ping", self.health, methods=["GET", "POST"]),
+            Route("/version", self.version),
+            Route("/metrics", self.metrics),
+        ]
+
+    async def livez(self, _: Request) -> Response:
+        return _verdict(self.not_live())
+
+    async def readyz(self, _: Request) -> Response:
+        return _verdict(self.not_ready())
+
+    async def health(self, _: Request) -> Response:
+        service = self._state.service
+        if service is None:
+            return Response(status_code=503)
+        try:
+            await service.llm.check_health()
+        except EngineDead:
+            return Response(status_code=503)
+        return Response(status_code=200)
+
+    async def version(self, _: Request) -> Response:
+        return json_response({"version": __version__})
+
+    async def metrics(self, request: Request) -> Response:
+        service = self._state.service
+        if service is None:
+            return json_response(error_body(503, "the model is still loading", kind="ServiceUnavailableError"), 503)
+        content, content_type = service.metrics.render(service.llm, request.headers.get("accept", ""))
+        return Response(content, headers={"content-type": content_type})
+
+    def not_live(self) -> str | None:
+        """Why a restart of the whole server is due. A restart of the engine that is under way is not a reason."""
+        if self._state.service is None:
+            return None  # loading; a failure ends the process
+        llm = self._state.service.llm
+        if llm.state == "dead":
+            return "the engine is dead"
+        if llm.state == "ready" and llm.heartbeat_age > STALE_AFTER:
+            return f"the engine has not been heard of for {llm.heartbeat_age:.1f} s"
+        return None
+
+    def not_ready(self) -> str | None:
+        state = self._state
+        if state.draining:
+            return "the server is shutting down"
+        if state.service is None:
+            return "the model is loading"
+        if (reason := self.not_live()) is not None:
+            return reason
+        llm = state.service.llm
+        if llm.state != "ready":
+            return f"the engine is {llm.state}"
+        waiting = llm.stats.waiting if llm.stats is not None else 0
+        if waiting > state.settings.max_queue:
+            return f"{waiting} requests wait; the limit is {state.settings.max_queue}"
+        return None
+
+
+def _verdict(reason: str | None) -> Response:
+    if reason is None:
+        return json_response({"status": "ok"})
+    return json_response({"status": "unavailable", "reason": reason}, 503)

@@ -1,0 +1,284 @@
+"""One server from start to end.
+
+bind ─► answer /livez ─► load ─► open the API ─► ... ─► SIGTERM or Ctrl-C ─► drain ─► 0
+                          └► 1 or 2, with one line           the engine is given up ─► 1    a second signal ─► 128 + its number
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from quire.async_llm import AsyncLLM
+from quire.config.args import EngineArgs
+from quire.config.server_args import ServerArgs
+from quire.obs.http_metrics import HttpMetrics
+from quire.obs.logs import set_http_levels, set_up_logging
+from quire.obs.metrics import Metrics
+from quire.obs.request_log import RequestLog
+from quire.obs.stats_log import StatsLog, log_interval, log_periodically
+from quire.obs.tracing import Tracing, make_exporter
+from quire.serve.app import build_app
+from quire.serve.auth import Keys, check_exposure, find_keys
+from quire.serve.front import build_front
+from quire.serve.lifecycle import ServerState, Service
+from quire.serve.sample import print_sample
+from quire.serve.sockets import BACKLOG, find_addresses, listen, reachable, url_of
+from quire.types.errors import ConfigError, EngineError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+FAILED, SIGNALLED = 1, 128
+LAST_WORDS = 5.0  # seconds for responses to be written after their requests were ended
+GLANCE = 0.1  # seconds between looks at the engine
+ENGINE_FAREWELL = 5.0  # seconds for the engine to end by itself
+
+
+def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float) -> int:
+    """Serves until told to stop; returns the exit code. What is wrong with the settings is raised before anything is loaded.
+
+    `started` is when the user asked, in seconds of time.monotonic().
+    """
+    set_up_logging()
+    quiet = (settings.disable_access_log_for_endpoints or "").split(",")
+    set_http_levels(settings.uvicorn_log_level, not settings.disable_uvicorn_access_log, [path for path in quiet if path])
+    interval = log_interval()
+    keys = find_keys(settings, os.environ)
+    addresses = find_addresses(settings)
+    check_exposure(settings, reachable(addresses), keys)
+    exporter = None if settings.otlp_traces_endpoint is None else make_exporter(settings.otlp_traces_endpoint)
+    tracing = None if exporter is None else Tracing(exporter)
+    with _listening(settings, addresses) as sockets, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(Launch(engine_args, settings, Keys(keys), sockets, tracing, interval).run(started))
+
+
+@contextlib.contextmanager
+def _listening(settings: ServerArgs, addresses: list[tuple[socket.AddressFamily, str]]) -> Iterator[list[socket.socket]]:
+    sockets = listen(settings, addresses)
+    try:
+        yield sockets
+    finally:
+        for opened in sockets:
+            opened.close()
+        if settings.uds is not None:
+            Path(settings.uds).unlink(missing_ok=True)
+
+
+class _HttpServer(uvicorn.Server):
+    """Signals are the launcher's business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Launch:
+    def __init__(
+        self,
+        engine_args: EngineArgs,
+        settings: ServerArgs,
+        keys: Keys,
+        sockets: list[socket.socket],
+        tracing: Tracing | None,
+        stats_interval: float,
+    ) -> None:
+        self._engine_args, self._settings, self._sockets, self._tracing = engine_args, settings, sockets, tracing
+        self._stats_interval = stats_interval
+        self._state = ServerState(settings)
+        self._http = _HttpServer(_http_config(settings, build_front(self._state, keys)))
+        self._asked, self._asked_again = asyncio.Event(), asyncio.Event()
+        self._signal = 0
+        self._llm: AsyncLLM | None = None
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    async def run(self, started: float) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        serving = self._start(self._http.serve(sockets=self._sockets))
+        life = self._start(self._live(started))
+        at_once = self._start(self._asked_again.wait())
+        try:
+            await asyncio.wait({serving, life, at_once}, return_when=asyncio.FIRST_COMPLETED)
+            if at_once.done():
+                logger.warning("stopping at once")
+                return SIGNALLED + self._signal
+            if life.done():
+                return life.result()
+            serving.result()
+            raise EngineError("the HTTP server ended by itself")
+        finally:
+            if not at_once.done():
+                self._http.should_exit = True
+                await asyncio.wait({serving, at_once}, return_when=asyncio.FIRST_COMPLETED)
+            await self._end(kindly=not at_once.done())
+
+    def _on_signal(self, number: int) -> None:
+        if self._asked.is_set():
+            self._asked_again.set()
+        self._signal = number
+        self._state.draining = True
+        self._asked.set()
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        task = asyncio.create_task(work)
+        self._tasks.append(task)
+        return task
+
+    async def _end(self, kindly: bool) -> None:
+        if self._llm is not None:
+            self._state.closing = True
+            self._llm.shutdown(ENGINE_FAREWELL if kindly else 0.0)
+        if not kindly:
+            await self._state.wait_idle(GLANCE)  # whoever reads may still learn that it is over
+            logging.getLogger("uvicorn.error").disabled = True  # responses that are cut off here are no mistakes
+        for task in self._tasks:
+            task.cancel()
+        if self._tracing is not None and kindly:
+            self._tracing.close(LAST_WORDS)
+
+    # ---- the life of a server --------------------------------------------------------------------------------------------
+
+    async def _live(self, started: float) -> int:
+        url = url_of(self._settings, self._sockets)
+        logger.info("listening on %s, loading %s", url, self._engine_args.model)
+        loading = self._start(self._load())
+        if not await self._unless_asked(loading):
+            logger.info("stopped before the model was loaded")
+            return 0
+        llm = loading.result()
+        metrics = self._observe(llm)
+        app = build_app(llm, self._settings)
+        self._state.service = Service(llm, app, metrics, HttpMetrics(metrics.registry))
+        logger.info("ready: serving %s on %s after %.1f s", llm.config.served_names[0], url, time.monotonic() - started)
+        if self._settings.sample is not None:
+            self._start(print_sample(llm, self._settings.sample))
+        if await self._unless_asked(self._start(_death(llm))):
+            return await self._mourn()
+        await self._drain(llm)
+        return FAILED if llm.state == "dead" and not self._state.closing else 0
+
+    async def _unless_asked(self, task: "asyncio.Task[Any]") -> bool:
+        """Waits for the task, and for a signal: True if it was the task that came first."""
+        asked = self._start(self._asked.wait())
+        await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+        return task.done()
+
+    async def _load(self) -> AsyncLLM:
+        """In a thread that nobody waits for: finding a model may mean fetching it, and that cannot be interrupted."""
+        loop = asyncio.get_running_loop()
+        made: asyncio.Future[AsyncLLM] = loop.create_future()
+
+        def tell(llm: AsyncLLM | None, error: Exception | None) -> None:
+            if llm is not None and made.cancelled():
+                llm.shutdown(0.0)
+            elif llm is not None:
+                made.set_result(llm)
+            elif error is not None and not made.cancelled():
+                made.set_exception(error)
+
+        def make() -> None:
+            llm, failure = None, None
+            try:
+                llm = AsyncLLM.from_engine_args(self._engine_args)
+            except Exception as error:
+                failure = error
+            with contextlib.suppress(RuntimeError):  # the event loop is gone, and so will we be
+                loop.call_soon_threadsafe(tell, llm, failure)
+
+        threading.Thread(target=make, name="quire-load", daemon=True).start()
+        self._llm = await made
+        await self._llm.wait_ready()
+        return self._llm
+
+    def _observe(self, llm: AsyncLLM) -> Metrics:
+        settings, args = self._settings, self._engine_args
+        metrics = Metrics(settings.metrics_prefix, llm.config.served_names[0], llm.max_model_len, _cache_info(llm))
+        llm.observers.append(metrics)
+        if not args.disable_log_stats:
+            log = StatsLog(time.monotonic())
+            llm.observers.append(log)
+            self._start(log_periodically(log, self._stats_interval))
+        if settings.enable_log_requests:
+            llm.observers.append(RequestLog(settings.enable_log_outputs, settings.max_log_len))
+        if self._tracing is not None:
+            llm.observers.append(self._tracing)
+        return metrics
+
+    # ---- its end ---------------------------------------------------------------------------------------------------------
+
+    async def _drain(self, llm: AsyncLLM) -> None:
+        """Requests that are open may finish, until the deadline. Then they are ended, and their clients are told."""
+        state, seconds = self._state, self._settings.shutdown_timeout
+        logger.info("shutting down: %d open requests have %.0f s to finish; a second signal does not wait", state.open, seconds)
+        if await state.wait_idle(seconds):
+            logger.info("shutting down: nothing is open")
+            return
+        logger.warning("shutting down: %d requests are ended after %.0f s", state.open, seconds)
+        state.closing = True
+        llm.shutdown(0.0)
+        if not await state.wait_idle(LAST_WORDS):
+            logger.error("shutting down: %d responses could not be written", state.open)
+
+    async def _mourn(self) -> int:
+        """The engine is given up. Its requests have got their errors; their clients have to read them."""
+        logger.critical("the engine is dead: the server ends")
+        self._state.draining = True
+        if not await self._state.wait_idle(LAST_WORDS):
+            logger.error("%d responses could not be written", self._state.open)
+        return FAILED
+
+
+async def _death(llm: AsyncLLM) -> None:
+    while llm.state != "dead":
+        await asyncio.sleep(GLANCE)
+
+
+def _http_config(settings: ServerArgs, front: ASGIApp) -> uvicorn.Config:
+    config = uvicorn.Config(
+        front,
+        log_config=None,
+        access_log=not settings.disable_uvicorn_access_log,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=int(LAST_WORDS),
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_ca_certs=settings.ssl_ca_certs,
+        ssl_cert_reqs=settings.ssl_cert_reqs,
+        ssl_ciphers=settings.ssl_ciphers or "DEFAULT",
+    )
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"the TLS certificate or its key cannot be used: {error}") from None
+    return config
+
+
+def _cache_info(llm: AsyncLLM) -> dict[str, object]:
+    config = llm.config
+    return {
+        "block_size": config.page_size,
+        "cache_dtype": config.dtype,
+        "enable_prefix_caching": config.prefix_caching,
+        "prefix_caching_hash_algo": "sha256",
+        "gpu_memory_utilization": config.args.gpu_memory_utilization,
+        "kv_cache_memory_bytes": config.args.kv_cache_memory_bytes,
+        "num_gpu_blocks_override": config.args.num_gpu_blocks_override,
+        "num_gpu_blocks": llm.pages,
+    }

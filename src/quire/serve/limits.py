@@ -1,0 +1,86 @@
+"""The table of bounds: how much one request may ask for. All of it is checked before any work is done.
+
+Bounds that depend on the model (context length, vocabulary, max_logprobs) are not here: `text/inputs.py` checks them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from quire.types.errors import InvalidParameter
+from quire.types.sampling import MOST_BAD_WORDS, MOST_LOGPROB_TOKEN_IDS, MOST_STOP_STRINGS
+
+
+@dataclass(frozen=True)
+class Limits:
+    # of the HTTP request
+    header_bytes: int = 64 * 2**10  # 431
+    body_bytes: int = 16 * 2**20  # 413
+    json_depth: int = 64
+    json_containers: int = 100_000  # arrays and objects together
+
+    # of the work
+    prompts: int = 1024
+    prompt_characters: int = 8 * 2**20  # of all prompts together
+    prompt_tokens: int = 2**21  # of all prompts together
+    n: int = 1024
+    sequences: int = 4096  # n times prompts
+    messages: int = 4096
+    message_parts: int = 4096  # of all messages together
+    tools: int = 256
+    documents: int = 1024
+    detokenize_tokens: int = 2**20
+
+    # of single parameters: entries
+    stop: int = MOST_STOP_STRINGS
+    stop_token_ids: int = 1024
+    logit_bias: int = 1024
+    bad_words: int = MOST_BAD_WORDS
+    logprob_token_ids: int = MOST_LOGPROB_TOKEN_IDS
+    allowed_token_ids: int = 2**18
+    chat_template_kwargs: int = 64
+
+    # of single parameters: characters
+    stop_characters: int = 4096
+    bad_word_characters: int = 1024
+    chat_template_characters: int = 256 * 2**10
+    identifier_characters: int = 256
+
+
+LIMITS = Limits()
+
+# parameters that are lists or objects: the limit of the same name bounds their entries
+_COUNTED = (
+    "messages", "tools", "documents", "stop", "stop_token_ids", "logit_bias", "bad_words", "logprob_token_ids",
+    "allowed_token_ids", "chat_template_kwargs",
+)  # fmt: skip
+_IDENTIFIERS = ("model", "request_id", "cache_salt", "session_id", "user")
+# parameters that are strings or lists of them -> the limit that bounds each string
+_MEASURED = {
+    "stop": "stop_characters",
+    "bad_words": "bad_word_characters",
+    "chat_template": "chat_template_characters",
+    **dict.fromkeys(_IDENTIFIERS, "identifier_characters"),
+}
+
+
+def check_limits(request: Any, limits: Limits = LIMITS) -> None:
+    """Every parameter whose size is bounded by itself."""
+    for name in _COUNTED:
+        value = getattr(request, name, None)
+        if isinstance(value, list | dict):
+            refuse_more(name, len(value), getattr(limits, name), "entries")
+    for name, limit in _MEASURED.items():
+        value = getattr(request, name, None)
+        for text in [value] if isinstance(value, str) else value or ():
+            refuse_more(name, len(text), getattr(limits, limit), "characters")
+
+
+def check_work(prompts: int, n: int, limits: Limits = LIMITS) -> None:
+    refuse_more("prompt", prompts, limits.prompts, "prompts")
+    refuse_more("n", n, limits.n, "completions")
+    refuse_more("n", prompts * n, limits.sequences, "completions of all prompts together")
+
+
+def refuse_more(parameter: str, size: int, most: int, unit: str) -> None:
+    if size > most:
+        raise InvalidParameter(f"{parameter} may have at most {most} {unit}, got {size}", parameter)

@@ -1,0 +1,112 @@
+"""Logprobs in their two shapes on the wire: four parallel lists (completions), a list of objects (chat)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.serve.protocol.chat import ChatLogprobs, ChatToken, TokenChance
+from quire.serve.protocol.completions import CompletionLogprobs
+from quire.text.detokenizer import Detokenizer
+from quire.text.tokenizer import Tokenizer
+from quire.types.outputs import Logprob, TokenLogprobs
+from quire.types.sampling import SamplingParams
+
+LEAST = -9999.0  # JSON has no minus infinity
+
+Positions = Sequence[TokenLogprobs | None]
+
+
+class TokenNames:
+    """Tokens as they are shown: as text with their bytes, or as token_id:N."""
+
+    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids or tokenizer is None
+
+    def name(self, token: int) -> str:
+        return f"token_id:{token}" if self._as_ids else self._text(token)
+
+    def spelling(self, token: int) -> list[int] | None:
+        """Characters may be spread over tokens: these bytes can be joined, their texts cannot."""
+        return None if self._tokenizer is None else list(self._raw(token))
+
+    def _raw(self, token: int) -> bytes:
+        assert self._tokenizer is not None
+        pieces = self._tokenizer.pieces
+        if pieces is not None:
+            return pieces.join([token], started=True)[0]
+        return self._tokenizer.decode([token], skip_special_tokens=False).encode()
+
+    def _text(self, token: int) -> str:
+        return self._raw(token).decode("utf-8", "replace")
+
+
+class TextOffsets:
+    """Where each token's text begins in the text of its choice. Tokens of one character share its place."""
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], params: SamplingParams) -> None:
+        self._length = 0
+        self._detokenizer = None
+        if tokenizer is not None:
+            self._detokenizer = Detokenizer(tokenizer, prompt, params.skip_special_tokens, params.spaces_between_special_tokens)
+
+    def next(self, token: int) -> int:
+        offset = self._length
+        if self._detokenizer is not None:
+            self._length += len(self._detokenizer.feed([token]))
+        return offset
+
+
+def completion_logprobs(
+    tokens: Sequence[int], positions: Positions, names: TokenNames, offsets: TextOffsets
+) -> CompletionLogprobs:
+    """`positions` may lack the first token's (nothing comes before a prompt)."""
+    out: CompletionLogprobs = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    for token, chances in zip(tokens, positions, strict=True):
+        out["text_offset"].append(offsets.next(token))
+        out["tokens"].append(names.name(token))
+        out["token_logprobs"].append(None if chances is None else _finite(chances[token].logprob))
+        out["top_logprobs"].append(None if chances is None else _by_name(chances, names))
+    return out
+
+
+def chat_logprobs(tokens: Sequence[int], positions: Positions, names: TokenNames, top: int) -> ChatLogprobs:
+    """`top` of the likeliest alternatives each, likeliest first; -1: all."""
+    content: list[ChatToken] = []
+    for token, chances in zip(tokens, positions, strict=True):
+        assert chances is not None
+        likeliest = sorted(chances.items(), key=_rank)
+        shown = [_chance(names, other, chance) for other, chance in (likeliest if top == -1 else likeliest[:top])]
+        content.append({**_chance(names, token, chances[token]), "top_logprobs": shown})
+    return {"content": content}
+
+
+def prompt_logprobs(positions: Positions | None) -> list[dict[str, Any] | None] | None:
+    if positions is None:
+        return None
+    return [
+        None if chances is None else {str(token): _entry(chance) for token, chance in chances.items()} for chances in positions
+    ]
+
+
+def _by_name(chances: TokenLogprobs, names: TokenNames) -> dict[str, float]:
+    """Tokens that are parts of characters may have one name; the chosen token, which is the first, keeps its own."""
+    out: dict[str, float] = {}
+    for token, chance in chances.items():
+        out.setdefault(names.name(token), _finite(chance.logprob))
+    return out
+
+
+def _entry(chance: Logprob) -> dict[str, Any]:
+    return {"logprob": _finite(chance.logprob), "rank": chance.rank, "decoded_token": chance.decoded_token}
+
+
+def _chance(names: TokenNames, token: int, chance: Logprob) -> TokenChance:
+    return {"token": names.name(token), "logprob": _finite(chance.logprob), "bytes": names.spelling(token)}
+
+
+def _rank(item: tuple[int, Logprob]) -> float:
+    return -item[1].logprob
+
+
+def _finite(value: float) -> float:
+    return max(value, LEAST)

@@ -1,0 +1,53 @@
+"""/v1/models: the names this server answers to."""
+
+from fastapi import APIRouter, Request, Response
+
+from quire.serve.errors import HttpError, json_response
+from quire.serve.protocol.errors import ErrorBody
+from quire.serve.protocol.models import ModelCard, ModelList
+from quire.serve.server import Server, server_of
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.get("/v1/models", responses={200: {"model": ModelList}})
+async def list_models(raw: Request) -> Response:
+    server = server_of(raw)
+    models: ModelList = {"object": "list", "data": [_card(server, name) for name in server.names]}
+    return json_response(models)
+
+
+@router.get("/v1/models/{model:path}", responses={200: {"model": ModelCard}, 404: {"model": ErrorBody}})
+async def show_model(model: str, raw: Request) -> Response:
+    server = server_of(raw)
+    if model not in server.names:
+        raise HttpError(404, f"The model `{model}` does not exist.", "model")
+    return json_response(_card(server, model))
+
+
+def _card(server: Server, name: str) -> ModelCard:
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.started,
+        "owned_by": "quire",
+        "root": server.llm.config.args.model,
+        "parent": None,
+        "max_model_len": server.llm.max_model_len,
+        "permission": [
+            {
+                "id": f"modelperm-{name}",
+                "object": "model_permission",
+                "created": server.started,
+                "allow_create_engine": False,
+                "allow_sampling": True,
+                "allow_logprobs": True,
+                "allow_search_indices": False,
+                "allow_view": True,
+                "allow_fine_tuning": False,
+                "organization": "*",
+                "group": None,
+                "is_blocking": False,
+            }
+        ],
+    }

@@ -1,0 +1,105 @@
+"""/v1/chat/completions."""
+
+from typing import Any, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from quire.serve.protocol.fields import GenerationFields, Objects, TemplateFields
+from quire.serve.protocol.usage import Timing, Usage
+
+
+class ChatRequest(TemplateFields, GenerationFields):
+    messages: Objects = Field(description="the conversation: role and content, which is text or a list of text parts")
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(0, description="this many of the most likely tokens at every position; -1: all")
+    max_tokens: int | None = Field(None, description="deprecated by OpenAI in favour of max_completion_tokens")
+    max_completion_tokens: int | None = None
+    echo: bool = Field(False, description="the answer begins with the last message, if it has the same role")
+    documents: Objects | None = Field(None, description="documents for the chat template")
+    return_prompt_text: bool | None = Field(None, description="the answer carries the prompt as the template wrote it")
+
+    # known, and refused when used
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = Field(True, description="has no effect without tool calls")
+    reasoning_effort: str | None = None
+    include_reasoning: bool = True
+    media_io_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    return_token_offsets: bool | None = None
+    return_assistant_tokens_mask: bool | None = None
+
+
+class TokenChance(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatToken(TokenChance):
+    top_logprobs: list[TokenChance]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatToken]
+
+
+class ChatMessage(TypedDict):
+    role: str
+    content: str | None
+    refusal: None
+    annotations: None
+    audio: None
+    function_call: None
+    tool_calls: list[dict[str, Any]]
+    reasoning: str | None
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: NotRequired[list[int]]
+
+
+class ChatCompletion(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str
+    prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_text: NotRequired[str]
+    metrics: NotRequired[Timing]
+
+
+class Delta(TypedDict):
+    role: NotRequired[str]
+    content: NotRequired[str]
+
+
+class ChatChunkChoice(TypedDict):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: NotRequired[int | str | None]
+    token_ids: NotRequired[list[int]]
+
+
+class ChatChunk(TypedDict):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[Usage]
+    system_fingerprint: NotRequired[str]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_text: NotRequired[str]
+    metrics: NotRequired[Timing]

@@ -1,0 +1,55 @@
+"""/v1/completions."""
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from quire.serve.protocol.fields import GenerationFields, Strings, TokenIds, one_error
+from quire.serve.protocol.usage import Timing, Usage
+
+Prompts = Annotated[
+    str | TokenIds | Strings | Annotated[list[TokenIds], Field(fail_fast=True)] | None,
+    one_error("should be text, token ids, or a list of either"),
+]
+
+
+class CompletionRequest(GenerationFields):
+    prompt: Prompts = Field(None, description="text, token ids, or a list of either")
+    echo: bool | None = Field(False, description="the answer begins with the prompt")
+    logprobs: int | None = Field(None, description="this many of the most likely tokens at every position; -1: all")
+    max_tokens: int | None = 16
+    add_special_tokens: bool = True
+
+    # known, and refused when used
+    suffix: str | None = None
+    prompt_embeds: Any = None
+
+
+class CompletionLogprobs(TypedDict):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    prompt_logprobs: NotRequired[list[dict[str, Any] | None] | None]
+    prompt_token_ids: NotRequired[list[int] | None]
+    token_ids: NotRequired[list[int] | None]
+
+
+class Completion(TypedDict):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    system_fingerprint: NotRequired[str]
+    usage: NotRequired[Usage]
+    metrics: NotRequired[Timing]

@@ -1,0 +1,115 @@
+"""Fields that several requests share: vLLM's names, types and defaults. Unknown fields are allowed."""
+
+from typing import Annotated, Any, Literal, LiteralString
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
+
+LARGEST_INT = 2**63 - 1
+
+# A list with one bad item is refused with one error, however long it is.
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Strings = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+Int64 = Annotated[int, Field(ge=-(2**63), le=LARGEST_INT)]
+
+
+def one_error(message: LiteralString) -> WrapValidator:
+    """A union that fits nothing is one error in words, instead of one for each of its types."""
+
+    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("wrong_type", message) from None
+
+    return WrapValidator(validate)
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = Field(None, description="a name this server answers to (see /v1/models); default: its model")
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    include_usage: bool | None = Field(True, description="end the stream with a chunk that has usage and no choices")
+    continuous_usage_stats: bool | None = Field(False, description="usage so far in every chunk")
+
+
+class Repetition(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    max_pattern_size: int = Field(0, ge=0, le=2**31)
+    min_pattern_size: int = Field(0, ge=0, le=2**31)
+    min_count: int = Field(0, ge=0, le=2**31)
+
+
+class TemplateFields(Body):
+    """How messages become a prompt."""
+
+    add_generation_prompt: bool = Field(True, description="end the prompt with the start of the assistant's turn")
+    continue_final_message: bool = Field(False, description="go on with the last message instead of starting a new one")
+    add_special_tokens: bool = Field(False, description="special tokens besides those the chat template writes")
+    chat_template: str | None = Field(None, description="a Jinja template; only where the server trusts requests with that")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the chat template")
+    tools: Objects | None = Field(None, description="tools the chat template may show; calling them is not available yet")
+
+
+class GenerationFields(Body):
+    """What /v1/completions and /v1/chat/completions have in common."""
+
+    # OpenAI's
+    frequency_penalty: float | None = 0.0
+    logit_bias: dict[str, float] | None = None
+    n: int | None = 1
+    presence_penalty: float | None = 0.0
+    seed: Int64 | None = None
+    stop: Annotated[str | Strings | None, one_error("should be a string or a list of strings")] = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    user: str | None = Field(None, description="has no effect, by definition of the API")
+
+    # sampling
+    use_beam_search: bool = False
+    top_k: int | None = Field(None, ge=-LARGEST_INT, le=LARGEST_INT)
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    length_penalty: float = 1.0
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=LARGEST_INT, description="keep this many prompt tokens; -1: as many as the model can take"
+    )
+    truncation_side: Literal["left", "right"] | None = Field(None, description="where tokens are cut off; default: left")
+    prompt_logprobs: int | None = None
+    logprob_token_ids: TokenIds | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Strings | None = None
+    repetition_detection: Repetition | None = None
+
+    # serving
+    priority: Int64 = Field(0, description="lower runs first; needs a server with scheduling_policy=priority")
+    request_id: str | None = Field(None, min_length=1, description="part of the answer's id; X-Request-Id wins")
+    session_id: str | None = Field(None, description="requests of a session go to the same engine; here there is one engine")
+    cache_salt: str | None = Field(None, min_length=1, description="cached prompts are shared only among equal salts")
+    return_tokens_as_token_ids: bool | None = Field(None, description="logprobs name tokens as token_id:N")
+    return_token_ids: bool | None = Field(None, description="answers carry token ids besides text")
+    stream_interval: int | None = Field(None, ge=1, le=2**31, description="tokens per streamed chunk")
+
+    # known, and refused when used (serve/refused.py)
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
+    routed_experts_prompt_start: int | None = 0
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None

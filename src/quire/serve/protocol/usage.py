@@ -1,0 +1,28 @@
+"""What an answer cost: tokens and times."""
+
+from typing import NotRequired
+
+from typing_extensions import TypedDict
+
+
+class PromptTokens(TypedDict):
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: NotRequired[PromptTokens]
+
+
+class Timing(TypedDict):
+    """Milliseconds; None where there is nothing to measure. queue + prefill = time to the first token."""
+
+    time_to_first_token_ms: float | None
+    generation_time_ms: float | None  # first token to last
+    queue_time_ms: float | None
+    prefill_time_ms: float | None  # first time in a batch to first token
+    mean_itl_ms: float | None
+    tokens_per_second: float | None  # from the first time in a batch
+    preemptions: int

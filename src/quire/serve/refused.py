@@ -1,0 +1,48 @@
+"""Fields vLLM knows that are not built: using one is an error with a reason, never silence."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from quire.types.errors import NotSupported
+
+
+class _Refusal(NamedTuple):
+    used: Callable[[Any], bool]
+    reason: str
+
+
+def _given(value: Any) -> bool:
+    return value is not None
+
+
+_STRUCTURED = "structured outputs are not available yet"
+_REASONING = "no reasoning parser is available yet"
+_TEXT_ONLY = "this server takes text only"
+
+_REFUSALS = {
+    "response_format": _Refusal(lambda value: _given(value) and value.get("type") != "text", _STRUCTURED),
+    "structured_outputs": _Refusal(_given, _STRUCTURED),
+    "guided_json": _Refusal(_given, _STRUCTURED),
+    "guided_regex": _Refusal(_given, _STRUCTURED),
+    "guided_choice": _Refusal(_given, _STRUCTURED),
+    "guided_grammar": _Refusal(_given, _STRUCTURED),
+    "thinking_token_budget": _Refusal(_given, _REASONING),
+    "reasoning_effort": _Refusal(_given, _REASONING),
+    "include_reasoning": _Refusal(lambda value: value is False, _REASONING),
+    "suffix": _Refusal(_given, "the model cannot fill in the middle"),
+    "prompt_embeds": _Refusal(_given, "prompts are text or token ids"),
+    "media_io_kwargs": _Refusal(bool, _TEXT_ONLY),
+    "mm_processor_kwargs": _Refusal(bool, _TEXT_ONLY),
+    "routed_experts_prompt_start": _Refusal(bool, "routed experts are not returned"),
+    "return_token_offsets": _Refusal(bool, "token offsets are not returned"),
+    "return_assistant_tokens_mask": _Refusal(bool, "token masks are not returned"),
+    "kv_transfer_params": _Refusal(bool, "this engine transfers no cache to others"),
+    "ec_transfer_params": _Refusal(bool, "this engine transfers no cache to others"),
+    "vllm_xargs": _Refusal(bool, "no installed plugin reads them"),
+}  # fmt: skip
+
+
+def refuse_what_is_not_built(request: Any) -> None:
+    for name, refusal in _REFUSALS.items():
+        if refusal.used(getattr(request, name, None)):
+            raise NotSupported(f"{name} cannot be used: {refusal.reason}", name)

@@ -1,0 +1,137 @@
+"""Request fields → SamplingParams. What a request leaves open is the model's own default (generation_config.json)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.serve.protocol.chat import ChatRequest
+from quire.serve.protocol.completions import CompletionRequest
+from quire.serve.protocol.fields import GenerationFields
+from quire.types.errors import InvalidParameter, PromptTooLong
+from quire.types.sampling import (
+    GREEDY_BELOW,
+    LOWEST_TEMPERATURE,
+    BeamSearchParams,
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+)
+
+# fields that a checkpoint may bring defaults for; `max_tokens` is one too, but as an upper bound
+_OPEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAME = (
+    "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens",
+    "spaces_between_special_tokens", "logprob_token_ids", "allowed_token_ids", "bad_words", "seed", "logit_bias",
+    "stream_interval",
+)  # fmt: skip
+
+
+def asked_tokens(request: GenerationFields) -> int | None:
+    """How many tokens the client itself asked for; None: it left that open."""
+    if isinstance(request, ChatRequest):
+        return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    assert isinstance(request, CompletionRequest)
+    return request.max_tokens if "max_tokens" in request.model_fields_set else None
+
+
+def only_echoes(request: GenerationFields) -> bool:
+    """echo with max_tokens=0: the prompt and its logprobs are the answer; the one token the engine makes is not shown."""
+    return isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
+
+
+def max_tokens_for(request: GenerationFields, prompt_tokens: int, max_model_len: int, defaults: Mapping[str, Any]) -> int:
+    """What fits, at most what was asked for, at most the model's own limit."""
+    asked = asked_tokens(request)
+    if only_echoes(request):
+        asked = 1
+    room = max_model_len - prompt_tokens
+    if room < 1 or (asked is not None and asked > room):
+        wanted = "at least 1 output token" if asked is None else f"{asked} output tokens"
+        raise PromptTooLong(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested {wanted} and your prompt "
+            f"has {prompt_tokens} tokens ({prompt_tokens + (1 if asked is None else asked)} together). Shorten the prompt or "
+            "ask for fewer output tokens.",
+            "prompt" if isinstance(request, CompletionRequest) else "messages",
+        )
+    if asked is None and isinstance(request, CompletionRequest):
+        asked = request.max_tokens
+    return min(value for value in (room, asked, defaults.get("max_tokens")) if value is not None)
+
+
+def sampling_params(request: GenerationFields, max_tokens: int, defaults: Mapping[str, Any]) -> SamplingParams:
+    if request.use_beam_search:
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            skip_special_tokens=request.skip_special_tokens,
+            spaces_between_special_tokens=request.spaces_between_special_tokens,
+        )
+    values = {name: getattr(request, name) for name in _SAME}
+    for name in _OPEN:
+        value = getattr(request, name)
+        if value is None:
+            value = defaults.get(name)
+        if value is not None:
+            values[name] = value
+    temperature = values.get("temperature", 1.0)
+    if GREEDY_BELOW <= temperature < LOWEST_TEMPERATURE:
+        values["temperature"] = LOWEST_TEMPERATURE  # smaller ones are not exact
+    logprobs, prompt_logprobs = wanted_logprobs(request)
+    detection = request.repetition_detection
+    return SamplingParams(
+        **values,
+        n=1 if request.n is None else request.n,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        repetition_detection=RepetitionDetectionParams(**detection.model_dump()) if detection else None,
+        output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def wanted_logprobs(request: GenerationFields) -> tuple[int | None, int | None]:
+    """For the output, and for the prompt."""
+    if isinstance(request, ChatRequest):
+        return (request.top_logprobs or 0) if request.logprobs else None, request.prompt_logprobs
+    assert isinstance(request, CompletionRequest)
+    prompt = request.prompt_logprobs
+    return request.logprobs, request.logprobs if prompt is None and request.echo else prompt
+
+
+def beam_params(request: GenerationFields, max_tokens: int) -> BeamSearchParams:
+    """A beam search looks for the likeliest text, so the model's sampling defaults do not apply to it."""
+    temperature = request.temperature
+    if temperature not in (None, 0.0, 1.0):
+        raise InvalidParameter(f"beam search works at temperature 0 or 1, got {temperature}", "temperature")
+    return BeamSearchParams(
+        beam_width=1 if request.n is None else request.n,
+        max_tokens=max_tokens,
+        ignore_eos=request.ignore_eos,
+        length_penalty=request.length_penalty,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+    )
+
+
+def check_request(request: GenerationFields) -> None:
+    """Fields that do not go together."""
+    if request.stream_options is not None and not request.stream:
+        raise InvalidParameter("stream_options can only be given together with stream=true", "stream_options")
+    if request.prompt_logprobs is not None:
+        if request.prompt_logprobs < -1:
+            raise InvalidParameter(f"prompt_logprobs must be at least -1, got {request.prompt_logprobs}", "prompt_logprobs")
+        if request.stream and request.prompt_logprobs != 0:
+            raise InvalidParameter("prompt_logprobs are not available with stream=true", "prompt_logprobs")
+    if isinstance(request, ChatRequest):
+        top = request.top_logprobs
+        if top is not None and top < -1:
+            raise InvalidParameter(f"top_logprobs must be at least -1, got {top}", "top_logprobs")
+        if top and not request.logprobs:
+            raise InvalidParameter("top_logprobs needs logprobs=true", "top_logprobs")
+    if request.logprob_token_ids is not None and wanted_logprobs(request)[0] is None:
+        raise InvalidParameter("logprob_token_ids needs logprobs", "logprob_token_ids")
+    if request.length_penalty != 1.0 and not request.use_beam_search:
+        raise InvalidParameter("length_penalty needs use_beam_search", "length_penalty")
+    if request.use_beam_search and request.stream:
+        raise InvalidParameter("a beam search cannot be streamed", "stream")

@@ -1,0 +1,108 @@
+"""What every endpoint needs: the engine, the settings, the names the model answers to. Made once, read by all."""
+
+import hashlib
+import logging
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from fastapi import Request
+
+import quire
+from quire.async_llm import AsyncLLM
+from quire.config.server_args import ServerArgs
+from quire.serve.errors import HttpError
+from quire.serve.limits import LIMITS, Limits, check_limits
+from quire.serve.protocol.fields import Body, GenerationFields
+from quire.serve.refused import refuse_what_is_not_built
+from quire.types.errors import InvalidParameter
+
+logger = logging.getLogger(__name__)
+
+_PRINTABLE = re.compile(r"[\x21-\x7e]+")  # ids go into headers and logs
+
+
+@dataclass(frozen=True)
+class Server:
+    llm: AsyncLLM
+    settings: ServerArgs
+    limits: Limits = LIMITS
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.llm.config.served_names
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes whenever the same request might be answered differently."""
+        config = self.llm.config
+        told = (config.args.model, config.args.revision, config.device, config.dtype, config.facts.parameters)
+        return f"quire-{quire.__version__}-{hashlib.sha256(repr(told).encode()).hexdigest()[:8]}"
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the vocabulary's longest token."""
+        tokenizer = self.llm.tokenizer
+        return 1 if tokenizer is None else max(map(len, tokenizer.get_vocab()), default=1)
+
+    @cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """End-of-text ids: the checkpoint's own, and the tokenizer's."""
+        tokenizer = self.llm.tokenizer
+        ids = {*self.llm.config.facts.eos_ids, None if tokenizer is None else tokenizer.eos_token_id}
+        return frozenset(i for i in ids if i is not None)
+
+    def wants_timing(self, request: Request) -> bool:
+        """Does this answer carry its times? The server's setting, or the request's header."""
+        return self.settings.enable_per_request_metrics or request.headers.get("x-request-metrics", "").lower() in ("1", "true")
+
+    def told_cached(self, tokens: int) -> int | None:
+        return tokens if self.settings.enable_prompt_tokens_details else None
+
+    def check(self, body: Body) -> str:
+        """Refuses what can be refused without looking at the prompt; returns the model's name for the answer."""
+        if body.model_extra:
+            logger.debug("fields that mean nothing here were ignored: %s", sorted(body.model_extra))
+        check_limits(body, self.limits)
+        refuse_what_is_not_built(body)
+        if body.model is not None and body.model not in self.names:
+            raise HttpError(404, f"The model `{body.model}` does not exist.", "model")
+        return body.model or self.names[0]
+
+
+def server_of(request: Request) -> Server:
+    server = request.app.state.server
+    assert isinstance(server, Server)
+    return server
+
+
+def answer_id(prefix: str, request: Request, body: GenerationFields) -> str:
+    """`chatcmpl-` and the like, before the id the client chose or a new one."""
+    chosen = request.headers.get("x-request-id") or body.request_id
+    if chosen is None:
+        return f"{prefix}-{uuid.uuid4().hex}"
+    if len(chosen) > LIMITS.identifier_characters or not _PRINTABLE.fullmatch(chosen):
+        raise InvalidParameter(
+            f"a request id has 1 to {LIMITS.identifier_characters} visible ASCII characters, got {chosen!r:.80}", "request_id"
+        )
+    return f"{prefix}-{chosen}"
+
+
+def priority_of(request: Request, body: GenerationFields, policy: str) -> int:
+    """The body's, or the header's if the body has none."""
+    priority = body.priority
+    header = request.headers.get("x-vllm-priority")
+    if header is not None and "priority" not in body.model_fields_set:
+        if not re.fullmatch(r"[+-]?\d{1,18}", header.strip()):
+            raise InvalidParameter(f"X-Vllm-Priority must be an integer, got {header!r:.80}", "priority")
+        priority = int(header)
+    if priority != 0 and policy != "priority":
+        raise InvalidParameter(
+            f"priority={priority} has no meaning here: this server runs requests in order of arrival "
+            "(start it with scheduling_policy=priority)",
+            "priority",
+        )
+    return priority

@@ -1,0 +1,67 @@
+"""/tokenize and /detokenize: what the model sees of a text, and back."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Discriminator, Tag
+
+from quire.serve.body import JSONRoute
+from quire.serve.disconnect import unless_gone
+from quire.serve.errors import json_response
+from quire.serve.limits import refuse_more
+from quire.serve.prompts import check_tools, render_messages
+from quire.serve.protocol.errors import ErrorBody
+from quire.serve.protocol.tokenize import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TokenizeAnswer,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+)
+from quire.serve.server import Server, server_of
+from quire.types.errors import RequestError
+
+router = APIRouter(route_class=JSONRoute, tags=["tokens"])
+
+
+def _kind(body: Any) -> str:
+    return "messages" if isinstance(body, dict) and "messages" in body else "prompt"
+
+
+TokenizeRequest = Annotated[
+    Annotated[TokenizeTextRequest, Tag("prompt")] | Annotated[TokenizeChatRequest, Tag("messages")], Discriminator(_kind)
+]
+
+
+@router.post("/tokenize", responses={200: {"model": TokenizeAnswer}, 400: {"model": ErrorBody}})
+async def tokenize(request: TokenizeRequest, raw: Request) -> Response:
+    server = server_of(raw)
+    ids = await unless_gone(raw.receive, _encode(server, request))
+    tokenizer = server.llm.tokenizer
+    answer: TokenizeAnswer = {
+        "count": len(ids),
+        "max_model_len": server.llm.max_model_len,
+        "tokens": ids,
+        "token_strs": [tokenizer.token(i) for i in ids] if request.return_token_strs and tokenizer is not None else None,
+    }
+    return json_response(answer)
+
+
+async def _encode(server: Server, request: TokenizeTextRequest | TokenizeChatRequest) -> list[int]:
+    server.check(request)
+    if isinstance(request, TokenizeChatRequest):
+        check_tools(request)
+        return (await render_messages(server, request, request.messages)).ids
+    refuse_more("prompt", len(request.prompt), server.limits.prompt_characters, "characters")
+    return await server.llm.encode(request.prompt, request.add_special_tokens)
+
+
+@router.post("/detokenize", responses={200: {"model": DetokenizeAnswer}, 400: {"model": ErrorBody}})
+async def detokenize(request: DetokenizeRequest, raw: Request) -> Response:
+    server = server_of(raw)
+    server.check(request)
+    refuse_more("tokens", len(request.tokens), server.limits.detokenize_tokens, "token ids")
+    if server.llm.tokenizer is None:
+        raise RequestError("there is no tokenizer: the server was started with skip_tokenizer_init")
+    answer: DetokenizeAnswer = {"prompt": await unless_gone(raw.receive, server.llm.decode(request.tokens, False))}
+    return json_response(answer)

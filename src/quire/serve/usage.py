@@ -1,0 +1,39 @@
+"""What an answer cost, from what the engine tells."""
+
+from quire.serve.protocol.usage import Timing, Usage
+from quire.types.outputs import RequestMetrics
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> Usage:
+    """`cached_tokens` None: not told."""
+    usage: Usage = {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": completion_tokens,
+    }
+    if cached_tokens is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    return usage
+
+
+def timing_of(metrics: RequestMetrics | None) -> Timing | None:
+    if metrics is None:
+        return None
+    queued, scheduled = metrics.queued_ts, metrics.scheduled_ts
+    first, last, tokens = metrics.first_token_ts, metrics.last_token_ts, metrics.num_generation_tokens
+    generation = _between(first, last)
+    running = _between(scheduled, last)
+    return {
+        "time_to_first_token_ms": _between(queued, first),
+        "generation_time_ms": generation,
+        "queue_time_ms": _between(queued, scheduled),
+        "prefill_time_ms": _between(scheduled, first),
+        "mean_itl_ms": generation / (tokens - 1) if generation is not None and tokens > 1 else None,
+        "tokens_per_second": tokens / running * 1000 if running else None,
+        "preemptions": metrics.num_preemptions,
+    }
+
+
+def _between(start: float, end: float) -> float | None:
+    """Milliseconds; a time of 0 has not come."""
+    return max(0.0, end - start) * 1000 if start and end else None

@@ -1,0 +1,205 @@
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire.bench.datasets import HOMES, find
+from quire.bench.datasets.options import DatasetOptions
+from quire.bench.openai import request_body
+from quire.bench.samples import WORDS, Alphabet, Sample
+from quire.cli.bench_serve_flags import DATASETS
+from quire.types.errors import ConfigError
+
+
+class Words:
+    """Counts words; whoever asks is seen."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def count(self, text: str) -> int:
+        self.asked += 1
+        return len(text.split())
+
+
+def load(name: str, vocab: int | None = 5000, **options: object) -> list[Sample]:
+    return asyncio.run(find(name)(DatasetOptions(name, **options), Alphabet(vocab), Words()))
+
+
+def lines(path: Path, *objects: object) -> str:
+    path.write_text("\n".join(json.dumps(item) for item in objects) + "\n\n")
+    return str(path)
+
+
+def test_every_name_is_a_flag() -> None:
+    assert set(HOMES) == set(DATASETS)
+
+
+def test_random_prompts() -> None:
+    made = load("random", count=20, random_input_len=50, random_output_len=7)
+    assert len(made) == 20
+    assert {(len(one.prompt), one.prompt_tokens, one.output_tokens) for one in made} == {(50, 50, 7)}
+    ids = np.concatenate([one.prompt for one in made])
+    assert ids.min() >= 100
+    assert ids.max() < 4900
+    assert len({one.prompt.tobytes() for one in made}) == 20
+    again = load("random", count=30, random_input_len=50, random_output_len=7)
+    assert [one.prompt.tolist() for one in again[:20]] == [one.prompt.tolist() for one in made]
+    other = load("random", count=20, random_input_len=50, random_output_len=7, seed=1)
+    assert other[0].prompt.tolist() != made[0].prompt.tolist()
+
+
+def test_random_lengths_and_prefix() -> None:
+    made = load("random", count=400, random_input_len=100, random_output_len=10, random_range_ratio=0.2, random_prefix_len=30)
+    inputs, outputs = [len(one.prompt) - 30 for one in made], [one.output_tokens for one in made]
+    assert (min(inputs), max(inputs), min(outputs), max(outputs)) == (80, 120, 8, 12)
+    assert len({tuple(one.prompt[:30]) for one in made}) == 1
+    assert len({tuple(one.prompt[30:60]) for one in made}) == 400
+
+
+def test_random_prompts_as_text() -> None:
+    made = load("random", vocab=None, count=3, random_input_len=25)
+    assert all(len(one.prompt.split()) == 25 and set(one.prompt.split()) <= set(WORDS) for one in made)
+
+
+def test_a_small_vocabulary() -> None:
+    ids = load("random", vocab=20, count=1, random_input_len=500)[0].prompt
+    assert (ids.min(), ids.max()) == (2, 17)
+    with pytest.raises(ConfigError, match="vocab-size"):
+        Alphabet(1)
+
+
+def test_prefix_repetition() -> None:
+    options = {
+        "prefix_repetition_num_prefixes": 4,
+        "prefix_repetition_prefix_len": 16,
+        "prefix_repetition_suffix_len": 8,
+        "prefix_repetition_output_len": 5,
+    }
+    made = load("prefix_repetition", count=20, **options)
+    prefixes = [tuple(one.prompt[:16]) for one in made]
+    assert sorted(prefixes.count(prefix) for prefix in set(prefixes)) == [5, 5, 5, 5]
+    assert len({tuple(one.prompt[16:]) for one in made}) == 20
+    assert {(len(one.prompt), one.output_tokens) for one in made} == {(24, 5)}
+    kept = load("prefix_repetition", count=20, shuffle=False, **options)
+    assert [tuple(one.prompt[:16]) for one in kept[:4]] == [tuple(one.prompt[:16]) for one in kept[4:8]]
+    assert [tuple(one.prompt) for one in made] != [tuple(one.prompt) for one in kept]
+
+
+def test_custom(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    path = lines(tmp_path / "a.jsonl", {"prompt": "one"}, {"prompt": [4, 5], "output_tokens": 9}, {"messages": messages})
+    made = load("custom", path=path, count=5, shuffle=False, custom_output_len=33)
+    assert [one.output_tokens for one in made] == [33, 9, 33, 33, 9]
+    assert (made[0].prompt, made[1].prompt.tolist(), made[2].messages) == ("one", [4, 5], messages)
+    assert len(load("custom", path=path, count=5, oversample=False)) == 3
+    assert len(load("custom", path=path, count=2)) == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[1]", "{", "{}", '{"prompt": ""}', '{"prompt": [1, "a"]}', '{"prompt": "a", "output_tokens": 0}', '{"messages": 3}'],
+)
+def test_custom_lines_that_are_wrong(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"prompt": "fine"}}\n{line}\n')
+    with pytest.raises(ConfigError, match="line 2"):
+        load("custom", path=str(path))
+
+
+def test_files_that_are_wrong(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(ConfigError, match="no lines"):
+        load("custom", path=str(tmp_path / "empty"))
+    with pytest.raises(ConfigError, match="cannot read"):
+        load("custom", path=str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match="is not JSON"):
+        load("sharegpt", path=str(tmp_path / "empty"))
+
+
+def conversation(question: int, answer: int) -> dict[str, object]:
+    turns = [("human", "q " * question), ("gpt", "a " * answer), ("human", "more")]
+    return {"id": "x", "conversations": [{"from": who, "value": said} for who, said in turns]}
+
+
+def test_sharegpt(tmp_path: Path) -> None:
+    too_short, too_long, endless = conversation(3, 50), conversation(1025, 10), conversation(900, 1200)
+    path = tmp_path / "s.json"
+    path.write_text(
+        json.dumps(
+            [
+                too_short,
+                conversation(10, 20),
+                too_long,
+                {"conversations": []},
+                conversation(11, 3),
+                endless,
+                conversation(12, 40),
+            ]
+        )
+    )
+    made = load("sharegpt", path=str(path), count=9, shuffle=False, oversample=False)
+    assert [(one.prompt_tokens, one.output_tokens) for one in made] == [(10, 20), (12, 40)]
+    made = load("sharegpt", path=str(path), count=9, shuffle=False, oversample=False, sharegpt_output_len=2)
+    assert [(one.prompt_tokens, one.output_tokens) for one in made] == [(10, 2), (11, 2), (900, 2), (12, 2)]
+    path.write_text(json.dumps([too_short]))
+    with pytest.raises(ConfigError, match="no conversation"):
+        load("sharegpt", path=str(path))
+
+
+def test_timed_trace(tmp_path: Path) -> None:
+    path = lines(
+        tmp_path / "t.jsonl",
+        {"timestamp": 1000, "input_length": 20, "output_length": 5, "hash_ids": [7, 8, 9]},
+        {"timestamp": 1500, "input_length": 12, "output_length": 0, "hash_ids": [7, 8]},
+        {"timestamp": 1500, "input_length": 12, "output_length": 2, "hash_ids": [1]},
+        {"timestamp": 4000, "prompt": "hello", "output_length": 3},
+    )
+    made = load("timed_trace", path=path, timed_trace_chunk_hash_size=8)
+    assert [one.at for one in made] == [0.0, 0.5, 0.5, 3.0]
+    assert [one.output_tokens for one in made] == [5, 1, 2, 3]
+    assert [one.prompt_tokens for one in made] == [20, 12, 12, None]
+    first, second, third, fourth = (one.prompt for one in made)
+    assert first[:12].tolist() == second.tolist()
+    assert first[:8].tolist() != third[:8].tolist()
+    assert fourth == "hello"
+    again = load("timed_trace", path=path, timed_trace_chunk_hash_size=8, timed_trace_sec_multiplier=1.0, count=3)
+    assert again[2].prompt.tolist() == third.tolist()
+    assert again[2].at == 500.0
+
+
+def test_traces_that_are_wrong(tmp_path: Path) -> None:
+    fine = {"timestamp": 5, "input_length": 2, "output_length": 1}
+    for wrong in ({"timestamp": 4}, {"timestamp": None}, {"output_length": "x"}, {"hash_ids": "x"}, {"input_length": 0}):
+        path = lines(tmp_path / "t.jsonl", fine, {**fine, **wrong})
+        with pytest.raises(ConfigError, match="line 2"):
+            load("timed_trace", path=path)
+
+
+def test_options_that_are_wrong() -> None:
+    for wrong in (
+        {"count": 0}, {"random_range_ratio": 1.0}, {"random_input_len": 0}, {"random_output_len": 0}, {"path": "x"},
+        {"name": "custom"}, {"prefix_repetition_num_prefixes": 0}, {"timed_trace_sec_multiplier": 0.0},
+        {"sharegpt_output_len": 0},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError):
+            DatasetOptions(**wrong)
+    assert DatasetOptions(random_input_len=0, random_prefix_len=5).random_input_len == 0
+
+
+def test_bodies() -> None:
+    ids, words = Sample(np.asarray([1, 2], dtype=np.int32), 5), Sample("é", 5)
+    body = json.loads(request_body(ids, chat=False, model="m", fields={"temperature": 0, "max_tokens": 6}))
+    assert body == {
+        "model": "m", "prompt": [1, 2], "max_tokens": 6, "stream": True, "temperature": 0,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    body = json.loads(request_body(words, chat=True, model="m", fields={}))
+    assert body["messages"] == [{"role": "user", "content": "é"}]
+    assert body["max_completion_tokens"] == 5
+    with pytest.raises(ConfigError, match="not token ids"):
+        request_body(ids, chat=True, model="m", fields={})
+    with pytest.raises(ConfigError, match="openai-chat"):
+        request_body(Sample(None, 5, messages=[{}]), chat=False, model="m", fields={})

@@ -1,0 +1,62 @@
+"""An engine process on the fake executor, with faults on order: python faulty_engine.py FAULT ARGUMENT DIRECTORY PARENT.
+
+start exit          dies while starting            step N          dies in every step from the N-th on
+start raise         fails in an unforeseen way     poison T        dies when it is to run token T
+once FILE           only the first one starts      hang FILE       the first one sleeps in its step 3
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from quire.engine import assemble, process
+from quire.engine.executor.fake import FakeExecutor
+
+fault, argument = sys.argv[1:3]
+submit = FakeExecutor.submit
+
+
+def first_time() -> bool:
+    try:
+        Path(argument).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def start(*_):
+    if argument == "exit":
+        print("the disk is on fire", file=sys.stderr, flush=True)
+        os._exit(3)
+    raise KeyError("no such thing")
+
+
+def die(self, plan):
+    if plan.step >= int(argument):
+        os._exit(9)
+    return submit(self, plan)
+
+
+def poison(self, plan):
+    flight = submit(self, plan)
+    for slot, end, count in zip(plan.slot, plan.end, plan.count, strict=True):
+        if int(argument) in self.tokens[slot, end - count : end].tolist():
+            os._exit(9)
+    return flight
+
+
+def hang(self, plan):
+    if plan.step == 3 and first_time():
+        time.sleep(600)
+    return submit(self, plan)
+
+
+if fault == "start":
+    assemble.start_core = start
+elif fault == "once":
+    if not first_time():
+        os._exit(4)
+else:
+    FakeExecutor.submit = {"step": die, "poison": poison, "hang": hang}[fault]
+sys.exit(process.main(sys.argv[3:]))

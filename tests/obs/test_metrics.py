@@ -1,0 +1,166 @@
+from dataclasses import dataclass
+
+import pytest
+from prometheus_client import REGISTRY
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.obs.metrics import Metrics, one_two_five
+from quire.types.news import Finished, OutputNews
+from quire.types.outputs import RequestMetrics
+from quire.types.sampling import SamplingParams
+from quire.types.stats import Stats
+
+# name -> type, labels beside model_name and engine, and how many buckets a histogram has
+EXPECTED = {
+    "num_requests_running": ("gauge", (), 0),
+    "num_requests_waiting": ("gauge", (), 0),
+    "num_requests_waiting_by_reason": ("gauge", ("reason",), 0),
+    "kv_cache_usage_perc": ("gauge", (), 0),
+    "cache_config_info": ("gauge", ("block_size", "num_gpu_blocks"), 0),
+    "prefix_cache_queries": ("counter", (), 0),
+    "prefix_cache_hits": ("counter", (), 0),
+    "num_preemptions": ("counter", (), 0),
+    "prompt_tokens": ("counter", (), 0),
+    "generation_tokens": ("counter", (), 0),
+    "prompt_tokens_by_source": ("counter", ("source",), 0),
+    "prompt_tokens_cached": ("counter", (), 0),
+    "request_success": ("counter", ("finished_reason",), 0),
+    "request_prompt_tokens": ("histogram", (), 7),
+    "request_generation_tokens": ("histogram", (), 7),
+    "request_max_num_generation_tokens": ("histogram", (), 7),
+    "request_params_n": ("histogram", (), 5),
+    "request_params_max_tokens": ("histogram", (), 7),
+    "request_prefill_kv_computed_tokens": ("histogram", (), 7),
+    "iteration_tokens_total": ("histogram", (), 13),
+    "time_to_first_token_seconds": ("histogram", (), 22),
+    "inter_token_latency_seconds": ("histogram", (), 19),
+    "request_time_per_output_token_seconds": ("histogram", (), 19),
+    "e2e_request_latency_seconds": ("histogram", (), 21),
+    "request_queue_time_seconds": ("histogram", (), 21),
+    "request_inference_time_seconds": ("histogram", (), 21),
+    "request_prefill_time_seconds": ("histogram", (), 21),
+    "request_decode_time_seconds": ("histogram", (), 21),
+    "engine_restarts": ("counter", (), 0),
+    "requests_replayed": ("counter", (), 0),
+    "engine_heartbeat_age_seconds": ("gauge", (), 0),
+}
+
+
+@dataclass
+class Engine:
+    stats: Stats | None = None
+    restarts: int = 0
+    replayed: int = 0
+    heartbeat_age: float = 0.25
+
+
+def make(prefix: str = "quire") -> Metrics:
+    return Metrics(prefix, "the-model", 100, {"block_size": 16, "num_gpu_blocks": 64})
+
+
+def values(metrics: Metrics, engine: Engine | None = None) -> dict[str, float]:
+    """Samples by name and, if it has any, the value of its own label."""
+    text = metrics.render(engine or Engine())[0].decode()
+    out = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            own = [value for name, value in sample.labels.items() if name not in ("model_name", "engine")]
+            out[" ".join([sample.name.partition(":")[2] or sample.name, *own])] = sample.value
+    return out
+
+
+@pytest.mark.parametrize("prefix", ["quire", "vllm"])
+def test_names_types_labels_and_buckets(prefix: str) -> None:
+    text = make(prefix).render(Engine(Stats(1, 2, 10, 5, 0, 0, 0)))[0].decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert {name for name in families if ":" in name} == {f"{prefix}:{name}" for name in EXPECTED}
+    for name, (kind, labels, buckets) in EXPECTED.items():
+        family = families[f"{prefix}:{name}"]
+        assert family.type == kind, name
+        assert family.documentation
+        for sample in family.samples:
+            assert sample.labels["model_name"] == "the-model"
+            assert sample.labels["engine"] == "0"
+            assert set(sample.labels) - {"model_name", "engine", "le"} == set(labels), name
+        if kind == "counter":
+            assert all(sample.name == f"{prefix}:{name}_total" for sample in family.samples)
+        if kind == "histogram":
+            assert len([sample for sample in family.samples if sample.name.endswith("_bucket")]) == buckets + 1, name
+    assert "process_resident_memory_bytes" in families
+    assert "python_info" in families
+
+
+def test_the_other_format() -> None:
+    content, kind = make().render(Engine(), "application/openmetrics-text; version=1.0.0")
+    assert kind.startswith("application/openmetrics-text")
+    assert "quire:generation_tokens" in {family.name for family in parse_openmetrics(content.decode())}
+
+
+def test_nothing_is_global() -> None:
+    before = {family.name for family in REGISTRY.collect()}
+    first, second = make(), make()
+    first.on_outputs(OutputNews(0.0, tokens=5))
+    assert values(second)["generation_tokens_total"] == 0
+    assert {family.name for family in REGISTRY.collect()} == before
+
+
+def test_the_engines_numbers() -> None:
+    metrics = make()
+    metrics.on_step(Stats(1, 0, 10, 4, queries=10, hits=4, preemptions=1), 7, 0.0)
+    metrics.on_step(Stats(1, 0, 10, 4, queries=30, hits=4, preemptions=1), 1, 0.0)
+    metrics.on_step(Stats(1, 0, 10, 4, queries=5, hits=5, preemptions=0), 3, 0.0)  # the engine was restarted
+    seen = values(metrics, Engine(Stats(3, 2, 10, 4, 0, 0, 0), restarts=1, replayed=4))
+    assert (seen["prefix_cache_queries_total"], seen["prefix_cache_hits_total"], seen["num_preemptions_total"]) == (35, 9, 1)
+    assert (seen["num_requests_running"], seen["num_requests_waiting"]) == (3, 2)
+    assert (seen["num_requests_waiting_by_reason capacity"], seen["num_requests_waiting_by_reason deferred"]) == (2, 0)
+    assert seen["kv_cache_usage_perc"] == pytest.approx(0.6)
+    assert (seen["engine_restarts_total"], seen["requests_replayed_total"]) == (1, 4)
+    assert seen["engine_heartbeat_age_seconds"] == 0.25
+    assert (seen["iteration_tokens_total_count"], seen["iteration_tokens_total_sum"]) == (3, 11)
+    assert (seen["iteration_tokens_total_bucket 1.0"], seen["iteration_tokens_total_bucket 8.0"]) == (1, 3)
+
+
+def test_requests() -> None:
+    metrics = make()
+    times = RequestMetrics(0.0, queued_ts=10.0, scheduled_ts=10.5, first_token_ts=11.0, last_token_ts=13.0, finished_ts=13.5)
+    params = SamplingParams(n=2, max_tokens=50)
+    done = Finished("r", 30, 16, params, times, ("stop", "length"), (5, 2), ("a", "b"))
+    news = OutputNews(13.5, tokens=2, prompts=[(30, 16)], first_tokens=[1.0], intervals=[0.02, 0.6], finished=[done])
+    metrics.on_outputs(news)
+    seen = values(metrics)
+    assert (seen["prompt_tokens_total"], seen["generation_tokens_total"], seen["prompt_tokens_cached_total"]) == (30, 2, 16)
+    assert seen["prompt_tokens_by_source_total local_cache_hit"] == 16
+    assert seen["prompt_tokens_by_source_total local_compute"] == 14
+    assert (seen["request_success_total stop"], seen["request_success_total length"]) == (1, 1)
+    assert seen["request_success_total abort"] == 0
+    for name, value in {
+        "time_to_first_token_seconds": 1.0, "inter_token_latency_seconds": 0.62, "e2e_request_latency_seconds": 3.5,
+        "request_queue_time_seconds": 0.5, "request_prefill_time_seconds": 0.5, "request_decode_time_seconds": 2.0,
+        "request_inference_time_seconds": 2.5, "request_time_per_output_token_seconds": 0.5, "request_prompt_tokens": 30,
+        "request_generation_tokens": 7, "request_max_num_generation_tokens": 5, "request_prefill_kv_computed_tokens": 14,
+        "request_params_n": 2, "request_params_max_tokens": 50,
+    }.items():  # fmt: skip
+        assert seen[f"{name}_sum"] == pytest.approx(value), name
+    assert seen["inter_token_latency_seconds_bucket 0.025"] == 1
+    assert seen["inter_token_latency_seconds_bucket 0.5"] == 1
+    assert seen["inter_token_latency_seconds_bucket 0.75"] == 2
+    assert seen["inter_token_latency_seconds_bucket +Inf"] == 2
+
+
+def test_a_request_that_never_ran() -> None:
+    metrics = make()
+    times = RequestMetrics(0.0, queued_ts=10.0, finished_ts=11.0)
+    metrics.on_outputs(OutputNews(11.0, finished=[Finished("r", 3, 0, SamplingParams(), times, ("abort",), (0,), ("",))]))
+    seen = values(metrics)
+    assert (seen["request_success_total abort"], seen["e2e_request_latency_seconds_sum"]) == (1, 1.0)
+    for name in ("request_queue_time_seconds", "request_decode_time_seconds", "request_time_per_output_token_seconds"):
+        assert seen[f"{name}_count"] == 0
+
+
+def test_buckets() -> None:
+    assert one_two_five(100) == (1, 2, 5, 10, 20, 50, 100)
+    assert one_two_five(40) == (1, 2, 5, 10, 20)
+    metrics = make()
+    metrics.itl.observe_all([0.01, 0.0100001])  # the end of a bucket is inside it
+    assert values(metrics)["inter_token_latency_seconds_bucket 0.01"] == 1

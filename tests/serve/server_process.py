@@ -1,0 +1,112 @@
+"""`quire serve` as a user runs it: a process of its own, here with the executor that needs no model."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+READY = re.compile(r"ready: serving \S+ on (\S+) after \d+\.\d s")
+MODULE = "quire.cli.main"
+
+
+class ServerProcess:
+    def __init__(self, model: Path, *flags: str, latency: float = 0.01, **environment: str) -> None:
+        line = [sys.executable, "-m", MODULE, "serve", str(model), "--served-model-name", "tiny", "--port", "0"]
+        line += ["--distributed-executor-backend", "fake", *flags]
+        self.process = subprocess.Popen(
+            line,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "QUIRE_FAKE_LATENCY": str(latency), "OMP_NUM_THREADS": "1", **environment},
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as stderr:
+            self.lines.extend(stderr)
+
+    def log(self) -> str:
+        return "".join(self.lines)
+
+    def url(self) -> str:
+        wait_for(lambda: READY.search(self.log()) or self.process.poll() is not None)
+        found = READY.search(self.log())
+        assert found, self.log()
+        return found[1]
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(**{"base_url": self.url(), "timeout": 60} | options)
+
+    def engine_pid(self) -> int:
+        """The engine is the server's only child."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            children += (task / "children").read_text().split()
+        assert len(set(children)) == 1, children
+        return int(children[0])
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, seconds: float = 30) -> int:
+        code = self.process.wait(seconds)
+        self._reader.join(5)
+        return code
+
+
+@contextlib.contextmanager
+def serving(model: Path, *flags: str, **options: Any) -> Iterator[ServerProcess]:
+    server = ServerProcess(model, *flags, **options)
+    try:
+        yield server
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            server.process.kill()
+        server.wait()
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.02)
+
+
+def body(tokens: int, stream: bool, prompt: str = "the quick brown fox") -> dict[str, Any]:
+    return {
+        "model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": stream,
+        "stream_options": {"include_usage": True} if stream else None, "return_token_ids": True,
+    }  # fmt: skip
+
+
+def read_stream(client: httpx.Client, request: dict[str, Any], begun: Callable[[], object] = lambda: None) -> list[Any]:
+    """Every event of a stream, the last one as "[DONE]". `begun` is called after the first."""
+    events: list[Any] = []
+    with client.stream("POST", "/v1/completions", json=request) as response:
+        if response.status_code != 200:
+            response.read()
+            return [response.status_code, response.json()]
+        rest = b""
+        for chunk in response.iter_bytes():  # iter_lines would also split at the exotic line ends of random text
+            *complete, rest = (rest + chunk).split(b"\n\n")
+            for event in complete:
+                data = event.removeprefix(b"data: ")
+                events.append("[DONE]" if data == b"[DONE]" else json.loads(data))
+                if len(events) == 1:
+                    begun()
+        assert not rest
+    return events

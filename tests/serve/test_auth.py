@@ -1,0 +1,175 @@
+import json
+
+import pytest
+from front_desk import Desk
+
+from quire.config.server_args import ServerArgs
+from quire.serve.auth import Keys, check_exposure, find_keys
+from quire.serve.sockets import find_addresses, reachable
+from quire.types.errors import ConfigError
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_without_keys_everybody_may_ask() -> None:
+    desk = Desk()
+    assert desk.ask("/v1/whoami").json() == {"tenant": "nobody set it"}
+    assert desk.ask("/metrics").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/whoami", "/docs", "/metrics", "/readyz", "/health", "/version", "/ping", "/nothing", "/"]
+)
+def test_every_route_but_livez_needs_the_key(path: str) -> None:
+    desk = Desk(api_key=["secret"])
+    refused = desk.ask(path)
+    assert refused.status_code == 401
+    assert refused.headers["www-authenticate"] == "Bearer"
+    assert refused.json()["error"]["code"] == 401
+    assert refused.json()["error"]["type"] == "AuthenticationError"
+    assert desk.ask(path, headers=bearer("secret")).status_code == (404 if path in ("/nothing", "/") else 200)
+    assert desk.ask("/livez").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [
+        ("/livez/", "GET"),
+        ("/livez/../v1/whoami", "GET"),
+        ("//livez", "GET"),
+        ("/v1/livez", "GET"),
+        ("/LIVEZ", "GET"),
+        ("/livez%2f..%2fv1%2fwhoami", "GET"),
+        ("/livez", "POST"),
+        ("/v1/whoami?/livez", "GET"),
+        ("/v1/whoami", "OPTIONS"),
+    ],
+)
+def test_only_the_route_itself_is_public(path: str, method: str) -> None:
+    assert Desk(api_key=["secret"]).ask(path, method).status_code == 401
+
+
+def test_whatever_matches_livez_gets_livez() -> None:
+    """The guard runs the route that it matched; what another matcher would have found does not count."""
+    assert Desk(api_key=["secret"]).ask("/livez%0a").json() == {"status": "ok"}
+
+
+def test_a_root_path_does_not_open_anything() -> None:
+    desk = Desk(api_key=["secret"], root_path="/llm")
+    assert desk.ask("/llm/livez").status_code == 200
+    assert desk.ask("/llm/v1/whoami").status_code == 401
+    assert desk.ask("/livez/llm/v1/whoami").status_code == 401
+    assert desk.ask("/llm/v1/whoami", headers=bearer("secret")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        bearer(""),
+        bearer("secre"),
+        bearer("secrets"),
+        bearer("Secret"),
+        {"Authorization": "secret"},
+        {"Authorization": "Basic secret"},
+        {"Authorization": "Bearer"},
+        [("Authorization", "Bearer secret"), ("Authorization", "Bearer wrong")],
+        [(b"Authorization", "Bearer sécret".encode())],
+    ],
+)
+def test_what_is_not_the_key(headers: object) -> None:
+    assert Desk(api_key=["secret"]).ask("/v1/whoami", headers=headers).status_code == 401
+
+
+def test_spellings_of_the_header() -> None:
+    desk = Desk(api_key=["sécret"])
+    assert desk.ask("/v1/whoami", headers=[(b"authorization", "bearer  sécret ".encode())]).status_code == 200
+
+
+def test_it_is_guarded_while_it_loads_and_drains() -> None:
+    desk = Desk(api_key=["secret"], loaded=False)
+    assert desk.ask("/v1/whoami").status_code == 401
+    assert desk.ask("/v1/whoami", headers=bearer("secret")).status_code == 503
+    desk = Desk(api_key=["secret"])
+    desk.state.draining = True
+    assert desk.ask("/v1/whoami").status_code == 401
+    assert desk.ask("/v1/whoami", headers=bearer("secret")).status_code == 503
+
+
+def test_tenants() -> None:
+    one = Desk(api_key=["a"])
+    assert one.ask("/v1/whoami", headers=bearer("a")).json()["tenant"] is None
+    tenants = [Desk(api_key=keys).ask("/v1/whoami", headers=bearer("a")).json()["tenant"] for keys in (["a", "b"], ["c", "a"])]
+    assert tenants[0] == tenants[1]
+    assert len(tenants[0]) == 32
+    assert Desk(api_key=["a", "b"]).ask("/v1/whoami", headers=bearer("b")).json()["tenant"] != tenants[0]
+    assert Desk(api_key=["a", "a"]).ask("/v1/whoami", headers=bearer("a")).json()["tenant"] is None
+
+
+def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where in the list a key is, or that it is there at all, must not change the work."""
+    import hmac
+
+    calls: list[int] = []
+    real = hmac.compare_digest
+
+    def counted(left: bytes, right: bytes) -> bool:
+        calls.append(len(left))
+        return real(left, right)
+
+    monkeypatch.setattr("hmac.compare_digest", counted)
+    keys = Keys(["a", "bb", "ccc"])
+    for token in (b"a", b"ccc", b"d" * 1000):
+        calls.clear()
+        keys.find(b"Bearer " + token)
+        assert calls == [32, 32, 32]
+
+
+def test_where_keys_come_from() -> None:
+    both = {"QUIRE_API_KEY": "q", "VLLM_API_KEY": "v"}
+    assert find_keys(ServerArgs(), both) == ["q"]
+    assert find_keys(ServerArgs(), {"VLLM_API_KEY": "v"}) == ["v"]
+    assert find_keys(ServerArgs(), {"VLLM_API_KEY": " "}) == []
+    assert find_keys(ServerArgs(api_key=["x", "y", "x"]), both) == ["x", "y"]
+    assert find_keys(ServerArgs(auth=False), both) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "open_to_others"),
+    [
+        ({}, False),
+        ({"host": "::1"}, False),
+        ({"host": "127.0.0.7"}, False),
+        ({"host": "localhost"}, False),
+        ({"uds": "/tmp/x"}, False),
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "::"}, True),
+        ({"host": "10.1.2.3"}, True),
+    ],
+)
+def test_a_server_for_others_needs_a_key(settings: dict[str, str], open_to_others: bool) -> None:
+    args = ServerArgs(**settings)  # type: ignore[arg-type]
+    assert reachable(find_addresses(args)) is open_to_others
+    if open_to_others:
+        with pytest.raises(ConfigError, match="--api-key"):
+            check_exposure(args, True, [])
+    check_exposure(args, open_to_others, ["key"])
+    check_exposure(ServerArgs(auth=False, **settings), open_to_others, [])  # type: ignore[arg-type]
+
+
+def test_errors_tell_nothing_of_the_machine() -> None:
+    desk = Desk(api_key=["secret"])
+    for answer in (desk.ask("/v1/whoami"), desk.ask("/readyz", "POST", bearer("secret"))):
+        text = json.dumps(answer.json())
+        assert "secret" not in text
+        assert "/" not in text.replace("Authorization: Bearer", "")
+
+
+def test_preflights_carry_no_key() -> None:
+    desk = Desk(api_key=["secret"], allowed_origins=["https://a.example"])
+    ask = {"Origin": "https://a.example", "Access-Control-Request-Method": "GET"}
+    assert desk.ask("/v1/whoami", "OPTIONS", ask).status_code == 200
+    refused = desk.ask("/v1/whoami", headers={"Origin": "https://a.example"})
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "https://a.example")
+    assert "access-control-allow-origin" not in Desk().ask("/v1/whoami", headers={"Origin": "https://a.example"}).headers
