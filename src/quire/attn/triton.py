@@ -121,8 +121,10 @@ def geometry(share: int, head_dim: int, dtype: torch.dtype) -> Geometry:
     if dtype == torch.float32:  # exact products take no tensor cores: small blocks, for registers' sake
         return Geometry(dim_block, max(32, heads), 32, 4, 1, max(16, heads), 32, 4, 1)
     if dim_block > 128:
-        return Geometry(dim_block, max(128, heads), 32, 8, 2, max(16, heads), 32, 4, 2)
-    return Geometry(dim_block, max(256, heads), 64, 8, 3, max(16, heads), 128, 4, 2)
+        return Geometry(dim_block, max(128, heads), 64, 8, 2, max(16, heads), 64, 4, 2)
+    if dim_block > 64:
+        return Geometry(dim_block, max(256, heads), 64, 8, 3, max(16, heads), 128, 4, 2)
+    return Geometry(dim_block, max(128, heads), 64, 4, 3, max(16, heads), 128, 4, 2)
 
 
 def _power_of_two(number: int) -> int:
