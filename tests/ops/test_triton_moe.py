@@ -20,6 +20,16 @@ def test_routing(tokens, experts, top_k, renormalize, device):
     close(weights, expected_weights)
 
 
+@pytest.mark.parametrize(("slots", "experts"), [(1, 4), (100, 3), (300, 128), (33, 60)])
+@pytest.mark.parametrize("few", [0, 4096], ids=["many", "few"])
+def test_sorting(slots, experts, few, device, monkeypatch):
+    monkeypatch.setattr(moe, "FEW_SLOTS", few)
+    chosen = torch.randint(experts, (slots,), generator=torch.Generator().manual_seed(1)).to(device)
+    order, ends = moe.sort_slots(chosen, experts)
+    assert torch.equal(order, chosen.argsort(stable=True))
+    assert torch.equal(ends, torch.bincount(chosen, minlength=experts).cumsum(0).int())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "hidden", "inner"),

@@ -15,6 +15,8 @@ from torch import Tensor
 from quire.ops.kernels.activation import gated
 
 SUM_BLOCK = 1024
+SORT_BLOCK, SORT_STEP = 32, 128
+FEW_SLOTS = 4096  # so many are sorted by comparing all with all, in one launch
 
 
 @triton.jit
@@ -59,6 +61,53 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
             EXPERT_BLOCK=triton.next_power_of_2(experts), TOP_BLOCK=triton.next_power_of_2(top_k), num_warps=1,
         )  # fmt: skip
     return weights, chosen
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _sort(
+    experts,  # [slots]
+    order,  # [slots]
+    ends,  # [EXPERTS]
+    slots,
+    EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """A slot's place is the number of those before it; the first program also counts where each expert's slots end."""
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    own = tl.load(experts + slot, mask=slot < slots, other=EXPERTS)
+    place = tl.zeros((BLOCK,), tl.int32)
+    for begin in tl.range(0, slots, STEP):
+        other = begin + tl.arange(0, STEP)
+        theirs = tl.load(experts + other, mask=other < slots, other=EXPERTS)[None, :]
+        before = (theirs < own[:, None]) | ((theirs == own[:, None]) & (other[None, :] < slot[:, None]))
+        place += tl.sum(before.to(tl.int32), 1)
+    tl.store(order + place, slot.to(tl.int64), mask=slot < slots)
+    if tl.program_id(0) == 0:
+        expert = tl.arange(0, EXPERT_BLOCK)
+        end = tl.zeros((EXPERT_BLOCK,), tl.int32)
+        for begin in tl.range(0, slots, STEP):
+            other = begin + tl.arange(0, STEP)
+            theirs = tl.load(experts + other, mask=other < slots, other=EXPERTS)[None, :]
+            end += tl.sum((theirs <= expert[:, None]).to(tl.int32), 1)
+        tl.store(ends + expert, end, mask=expert < EXPERTS)
+
+
+def sort_slots(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """experts [slots] of `count` -> order [slots] int64, ends [count] int32."""
+    slots = len(experts)
+    if slots > FEW_SLOTS:
+        chosen, order = experts.sort(stable=True)
+        numbers = torch.arange(count, device=experts.device)
+        return order, torch.searchsorted(chosen, numbers, right=True, out_int32=True)
+    order = torch.empty_like(experts)
+    ends = torch.empty(count, dtype=torch.int32, device=experts.device)
+    _sort[(triton.cdiv(slots, SORT_BLOCK),)](
+        experts, order, ends, slots, EXPERTS=count, EXPERT_BLOCK=triton.next_power_of_2(count),
+        BLOCK=SORT_BLOCK, STEP=SORT_STEP,
+    )  # fmt: skip
+    return order, ends
 
 
 @triton.jit
@@ -156,8 +205,7 @@ def experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, dow
     if not tokens:
         return out
     x = x.contiguous()
-    chosen, order = experts.flatten().sort(stable=True)
-    ends = torch.searchsorted(chosen, torch.arange(len(up), device=x.device), right=True, out_int32=True)
+    order, ends = sort_slots(experts.flatten(), len(up))
     inner = gated(product(x, up, order, ends, sharing=top_k), activation)
     y = product(inner, down, order, ends, sharing=1)
     size = x.shape[1]
