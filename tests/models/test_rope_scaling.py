@@ -28,7 +28,7 @@ SCALINGS = {
 def tables(hf, head_dim, length, layer_type=None):
     rope = Rope(head_dim, length, hf, rope_parameters(hf, layer_type))
     rope.finish(torch.device("cpu"))
-    return rope.cos, rope.sin
+    return rope.table.cos, rope.table.sin
 
 
 def theirs(config, rotary, length):

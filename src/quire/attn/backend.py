@@ -34,8 +34,11 @@ class AttentionBackend(Protocol):
         """Why this backend cannot serve such a layer; empty = it can."""
         ...
 
-    def plan(self, batch: Batch, group: int, spec: AttentionSpec, page_size: int) -> None:
-        """Prepares `run` for the layers of one cache group, into batch.plans. Run does it itself if nobody did before."""
+    def plan(self, batch: Batch, group: int, spec: AttentionSpec, kv: Tensor) -> None:
+        """Prepares `run` for the layers of one cache group, into batch.plans. Run does it itself if nobody did before.
+
+        `kv` is the cache of any of these layers.
+        """
         ...
 
     def run(self, spec: AttentionSpec, query: Tensor, kv: Tensor, batch: Batch, group: int, sinks: Tensor | None) -> Tensor:
@@ -44,7 +47,9 @@ class AttentionBackend(Protocol):
 
 
 # in order of preference; the targets are imported when first tried
-BACKENDS: Mapping[str, str] = MappingProxyType({"reference": "quire.attn.reference:ReferenceAttention"})
+BACKENDS: Mapping[str, str] = MappingProxyType(
+    {"triton": "quire.attn.triton:TritonAttention", "reference": "quire.attn.reference:ReferenceAttention"}
+)
 
 
 def choose_backend(spec: AttentionSpec, device: torch.device, dtype: torch.dtype, name: str = "auto") -> AttentionBackend:

@@ -6,10 +6,11 @@ from torch import Tensor, nn
 from quire.attn.backend import AttentionBackend, AttentionSpec, choose_backend
 from quire.attn.batch import Batch
 from quire.layers.linear import Linear, MergedLinear
-from quire.layers.norm import Norm
+from quire.layers.norm import RMSNorm
 from quire.layers.parameter import parameter
 from quire.layers.rope import Rope
 from quire.ops.kv import kv_write
+from quire.ops.qkv import HeadNorms, place_heads
 from quire.types.cache import LayerCache
 from quire.types.errors import EngineError
 
@@ -34,10 +35,19 @@ class Attention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
         """query [T, heads, head_dim], key and value [T, kv_heads, head_dim] -> [T, heads * head_dim]."""
-        if self.kv is None or self.backend is None:
+        kv_write(self.bound(), key, value, batch.groups[self.group].write)
+        return self.attend(query, batch, sinks)
+
+    def attend(self, query: Tensor, batch: Batch, sinks: Tensor | None) -> Tensor:
+        """query [T, heads, head_dim] -> [T, heads * head_dim]; the step's keys and values are in their pages."""
+        kv = self.bound()
+        assert self.backend is not None
+        return self.backend.run(self.spec, query, kv, batch, self.group, sinks).flatten(1)
+
+    def bound(self) -> Tensor:
+        if self.kv is None:
             raise EngineError("an attention layer was run before it was bound to a cache")
-        kv_write(self.kv, key, value, batch.groups[self.group].write)
-        return self.backend.run(self.spec, query, self.kv, batch, self.group, sinks).flatten(1)
+        return self.kv
 
 
 class SelfAttention(nn.Module):
@@ -54,36 +64,37 @@ class SelfAttention(nn.Module):
         out_bias: bool = False,
         fused: bool = False,
         transposed: bool = False,
-        q_norm: Norm | None = None,
-        k_norm: Norm | None = None,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
         scale: float | None = None,
         soft_cap: float | None = None,
         sinks: bool = False,
     ) -> None:
         super().__init__()
         head_dim, kv_heads = cache.head_dim, cache.kv_heads
-        self.sizes = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
-        self.head_dim = head_dim
+        sizes = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
         if fused:
-            self.qkv: Linear = Linear(hidden_size, sum(self.sizes.values()), bias=bias, transposed=transposed)
+            self.qkv: Linear = Linear(hidden_size, sum(sizes.values()), bias=bias, transposed=transposed)
         else:
-            self.qkv = MergedLinear(hidden_size, self.sizes, bias=bias)
+            self.qkv = MergedLinear(hidden_size, sizes, bias=bias)
         self.o_proj = Linear(heads * head_dim, hidden_size, bias=out_bias, transposed=transposed)
+        assert (q_norm is None) == (k_norm is None)
         self.q_norm, self.k_norm = q_norm, k_norm
+        self.norms: HeadNorms | None = None
         self.rope = rope
         self.sinks = parameter(heads) if sinks else None
         scale = head_dim**-0.5 if scale is None else scale
         self.core = Attention(AttentionSpec(heads, kv_heads, head_dim, scale, cache.window, soft_cap, sinks))
 
+    def finish(self, device: torch.device) -> None:  # noqa: ARG002
+        if self.q_norm is not None and self.k_norm is not None:
+            self.norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
+
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H] -> [T, H]."""
-        query, key, value = torch.split(self.qkv(x), list(self.sizes.values()), dim=-1)
-        query, key, value = (part.view(len(x), -1, self.head_dim) for part in (query, key, value))
-        if self.q_norm is not None:
-            query = self.q_norm(query)
-        if self.k_norm is not None:
-            key = self.k_norm(key)
-        if self.rope is not None:
-            query, key = self.rope(query, batch.positions), self.rope(key, batch.positions)
-        out: Tensor = self.o_proj(self.core(query, key, value, batch, self.sinks))
+        core = self.core
+        rotation = None if self.rope is None else self.rope.table
+        write = batch.groups[core.group].write
+        query = place_heads(self.qkv(x), core.bound(), write, batch.positions, rotation, self.norms)
+        out: Tensor = self.o_proj(core.attend(query, batch, self.sinks))
         return out

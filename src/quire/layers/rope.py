@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.ops.rotary import rotate
+from quire.ops.qkv import Rotation
 from quire.types.errors import ModelError
 
 
@@ -136,8 +136,7 @@ def rope_parameters(hf: Mapping[str, Any], layer_type: str | None = None) -> dic
 class Rope(nn.Module):
     """Shared by all layers with the same settings. `parameters` is what `rope_parameters` returns."""
 
-    cos: Tensor  # [max_position, rotary_dim / 2] float32
-    sin: Tensor  # [max_position, rotary_dim / 2] float32
+    table: Rotation
 
     def __init__(self, head_dim: int, max_position: int, hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
         super().__init__()
@@ -158,8 +157,4 @@ class Rope(nn.Module):
 
     def finish(self, device: torch.device) -> None:
         angles = torch.arange(self.scheme.max_position, device=device).float().unsqueeze(1) * self.frequencies.to(device)
-        self.cos, self.sin = angles.cos() * self.factor, angles.sin() * self.factor
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [T, heads, head_dim] -> the same, turned by each token's position."""
-        return rotate(x, positions, self.cos, self.sin)
+        self.table = Rotation(angles.cos() * self.factor, angles.sin() * self.factor)

@@ -30,6 +30,14 @@ def activate(x: Tensor, name: str) -> Tensor:
 
 def gated(x: Tensor, name: str) -> Tensor:
     """x [..., 2n] = gate, up -> activation(gate) * up [..., n]."""
+    if x.is_cuda:
+        from quire.ops.kernels import activation
+
+        return activation.gated(x, name)
+    return reference_gated(x, name)
+
+
+def reference_gated(x: Tensor, name: str) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return ACTIVATIONS[name](gate) * up
 

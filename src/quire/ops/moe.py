@@ -4,11 +4,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.activation import gated
+from quire.ops.activation import reference_gated
 
 
 def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """logits [T, experts] -> weights [T, top_k] float32 and expert ids [T, top_k]; the softmax is over all experts."""
+    if logits.is_cuda:
+        from quire.ops.kernels import moe
+
+        return moe.route(logits, top_k, renormalize)
+    return reference_route(logits, top_k, renormalize)
+
+
+def reference_route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     weights, experts = torch.softmax(logits.float(), dim=-1).topk(top_k, dim=-1)
     return (weights / weights.sum(-1, keepdim=True) if renormalize else weights), experts
 
@@ -16,8 +24,16 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
 def experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
     """x [T, H], weights and experts [T, top_k], up [E, 2I, H] (gate above up), down [E, H, I] -> [T, H].
 
-    A token's contributions are added in rising expert order, so the other tokens cannot change its result.
+    A token's contributions are added in an order of its own, so the other tokens cannot change its result.
     """
+    if x.is_cuda:
+        from quire.ops.kernels import moe
+
+        return moe.experts_forward(x, weights, experts, up, down, activation)
+    return reference_experts_forward(x, weights, experts, up, down, activation)
+
+
+def reference_experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
     top_k = experts.shape[1]
     flat = experts.flatten()  # [T * top_k]
     order = flat.argsort(stable=True)  # slots grouped by expert
@@ -30,7 +46,7 @@ def experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, dow
         if count == 0:
             continue
         mine = tokens[start : start + count]
-        y = F.linear(gated(F.linear(x[mine], up[expert]), activation), down[expert])
+        y = F.linear(reference_gated(F.linear(x[mine], up[expert]), activation), down[expert])
         out.index_add_(0, mine, y.float() * share[start : start + count])
         start += count
     return out.to(x.dtype)

@@ -6,12 +6,24 @@ from torch import Tensor
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x [..., n], weight [n]. `offset` is added to the weight: 1.0 for checkpoints that store it around zero."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * (weight.float() + offset)).to(x.dtype)
+    if x.is_cuda:
+        from quire.ops.kernels import norm
+
+        return norm.rms_norm(x, weight, eps, offset)
+    return reference_rms_norm(x, weight, eps, offset)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """The norm of x + residual, and that sum: the residual stream from here on."""
+    if x.is_cuda:
+        from quire.ops.kernels import norm
+
+        return norm.add_rms_norm(x, residual, weight, eps, offset)
     total = x + residual
-    return rms_norm(total, weight, eps, offset), total
+    return reference_rms_norm(total, weight, eps, offset), total
+
+
+def reference_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * (weight.float() + offset)).to(x.dtype)

@@ -1,0 +1,59 @@
+"""The activation of one half of each row times the other half."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.kernels.math import tanh
+
+BLOCK = 1024
+KINDS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+@triton.jit
+def _activate(x, KIND: tl.constexpr):
+    if KIND == "silu":
+        y = x / (1.0 + tl.exp(-x))
+    elif KIND == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        y = 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    else:
+        y = tl.maximum(x, 0.0)
+    return y
+
+
+@triton.jit
+def _gated(
+    x,  # [rows, 2 * size] gate, up
+    out,  # [rows, size]
+    size,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    gate = tl.load(x + row * 2 * size + at, mask=inside, other=0.0)
+    up = tl.load(x + row * 2 * size + size + at, mask=inside, other=0.0)
+    active = _activate(gate.to(tl.float32), KIND).to(gate.dtype).to(tl.float32)
+    tl.store(out + row * size + at, (active * up.to(tl.float32)).to(gate.dtype), mask=inside)
+
+
+def gated(x: Tensor, name: str) -> Tensor:
+    x = x.contiguous()
+    size = x.shape[-1] // 2
+    out = x.new_empty(*x.shape[:-1], size)
+    rows = out.numel() // size
+    if rows:
+        _gated[(rows, triton.cdiv(size, BLOCK))](x, out, size, KIND=KINDS[name], BLOCK=BLOCK)
+    return out

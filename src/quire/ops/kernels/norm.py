@@ -1,0 +1,54 @@
+"""Root-mean-square norm of rows, with the residual sum before it: one pass over memory, one program a row."""
+
+import triton
+import triton.language as tl
+from torch import Tensor, empty_like
+
+
+@triton.jit
+def _rms_norm(
+    x,  # [rows, SIZE]
+    residual,  # [rows, SIZE]
+    weight,  # [SIZE]
+    out,  # [rows, SIZE]
+    total,  # [rows, SIZE] x + residual
+    eps,
+    offset,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    at = tl.arange(0, BLOCK)
+    inside = at < SIZE
+    place = tl.program_id(0).to(tl.int64) * SIZE + at
+    value = tl.load(x + place, mask=inside, other=0.0)
+    if ADD:
+        other = tl.load(residual + place, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + other.to(tl.float32)).to(value.dtype)
+        tl.store(total + place, value, mask=inside)
+    wide = value.to(tl.float32)
+    wide *= tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
+    wide *= tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset
+    tl.store(out + place, wide.to(value.dtype), mask=inside)
+
+
+def _launch(x: Tensor, residual: Tensor, weight: Tensor, total: Tensor, eps: float, offset: float, add: bool) -> Tensor:
+    size = x.shape[-1]
+    block = triton.next_power_of_2(size)
+    out = empty_like(x)
+    rows = x.numel() // size
+    if rows:
+        warps = min(max(block // 512, 1), 8)
+        _rms_norm[(rows,)](x, residual, weight, out, total, eps, offset, SIZE=size, BLOCK=block, ADD=add, num_warps=warps)
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    x = x.contiguous()
+    return _launch(x, x, weight, x, eps, offset, add=False)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    x, residual = x.contiguous(), residual.contiguous()
+    total = empty_like(x)
+    return _launch(x, residual, weight, total, eps, offset, add=True), total

@@ -1,0 +1,129 @@
+"""Head norms, rotation and the write to the cache in one launch, over the output of the merged projection.
+
+A program takes a few heads of one token. Behind the query heads lie the key heads, then the value heads, in the order of a
+page's lanes: head - HEADS is the lane.
+
+    a head   [ first half of the pairs | second half | rest: does not turn ]
+"""
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from quire.ops.qkv import HeadNorms, Rotation
+
+HEADS_PER_PROGRAM = 8
+
+
+@triton.jit
+def _normed(x, factor, query_weight, key_weight, at, inside, offset, is_query, KIND: tl.constexpr):
+    """x [heads, n] float32, rounded as a norm's output would be."""
+    for_query = tl.load(query_weight + at, mask=inside, other=0.0).to(tl.float32)
+    for_key = tl.load(key_weight + at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.where(is_query[:, None], for_query[None, :], for_key[None, :]) + offset
+    return (x * factor[:, None] * weight).to(KIND).to(tl.float32)
+
+
+@triton.jit(do_not_specialize_on_alignment=["write", "positions"])
+def _place_heads(
+    qkv,  # [T, (HEADS + 2 * KV_HEADS) * HEAD_DIM]; queries are written back
+    kv,  # [pages, 2 * KV_HEADS, PAGE_SIZE, HEAD_DIM]
+    write,  # [T]
+    positions,  # [T]
+    cos,  # [max_position, HALF]
+    sin,  # [max_position, HALF]
+    query_weight,  # [HEAD_DIM]
+    key_weight,  # [HEAD_DIM]
+    qkv_stride,
+    page_stride,
+    eps,
+    offset,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    ROTATE: tl.constexpr,
+    NORM: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
+    exists = head < HEADS + 2 * KV_HEADS
+    is_query = head < HEADS
+    is_value = head >= HEADS + KV_HEADS
+    REST: tl.constexpr = HEAD_DIM - 2 * HALF
+    pair = tl.arange(0, HALF_BLOCK)
+    in_half = pair < HALF
+    rest_at = 2 * HALF + tl.arange(0, REST_BLOCK)
+    in_rest = rest_at < HEAD_DIM
+    source = qkv + token * qkv_stride + head[:, None] * HEAD_DIM
+    KIND: tl.constexpr = qkv.dtype.element_ty
+    whole = exists[:, None] & in_half[None, :]
+    first = tl.load(source + pair[None, :], mask=whole, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + pair[None, :], mask=whole, other=0.0).to(tl.float32)
+    rest = first
+    rest_whole = whole
+    if REST > 0:
+        rest_whole = exists[:, None] & in_rest[None, :]
+        rest = tl.load(source + rest_at[None, :], mask=rest_whole, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        if REST > 0:
+            squares += tl.sum(rest * rest, 1)
+        factor = tl.rsqrt(squares / HEAD_DIM + eps)
+        keep = is_value[:, None]
+        one = _normed(first, factor, query_weight, key_weight, pair, in_half, offset, is_query, KIND)
+        two = _normed(second, factor, query_weight, key_weight, HALF + pair, in_half, offset, is_query, KIND)
+        first = tl.where(keep, first, one)
+        second = tl.where(keep, second, two)
+        if REST > 0:
+            three = _normed(rest, factor, query_weight, key_weight, rest_at, in_rest, offset, is_query, KIND)
+            rest = tl.where(keep, rest, three)
+    if ROTATE:
+        angle = tl.load(positions + token) * HALF + pair
+        c = tl.where(is_value[:, None], 1.0, tl.load(cos + angle, mask=in_half, other=1.0)[None, :])
+        s = tl.where(is_value[:, None], 0.0, tl.load(sin + angle, mask=in_half, other=0.0)[None, :])
+        turned = first * c - second * s
+        second = second * c + first * s
+        first = turned
+    place = tl.load(write + token)
+    lane = head - HEADS
+    target = kv + (place // PAGE_SIZE) * page_stride + (lane[:, None] * PAGE_SIZE + place % PAGE_SIZE) * HEAD_DIM
+    to_cache = whole & ~is_query[:, None]
+    tl.store(target + pair[None, :], first.to(kv.dtype.element_ty), mask=to_cache)
+    tl.store(target + HALF + pair[None, :], second.to(kv.dtype.element_ty), mask=to_cache)
+    if REST > 0:
+        tl.store(target + rest_at[None, :], rest.to(kv.dtype.element_ty), mask=rest_whole & ~is_query[:, None])
+    if ROTATE or NORM:
+        back = whole & is_query[:, None]
+        tl.store(source + pair[None, :], first.to(KIND), mask=back)
+        tl.store(source + HALF + pair[None, :], second.to(KIND), mask=back)
+    if NORM and REST > 0:
+        tl.store(source + rest_at[None, :], rest.to(KIND), mask=rest_whole & is_query[:, None])
+
+
+def place_heads(
+    qkv: Tensor, kv: Tensor, write: Tensor, positions: Tensor, rotation: "Rotation | None", norms: "HeadNorms | None"
+) -> Tensor:
+    _, _, kv_heads, page_size, head_dim = kv.shape
+    assert kv[0].is_contiguous() and qkv.stride(1) == 1
+    tokens, lanes = len(qkv), qkv.shape[1] // head_dim
+    heads = lanes - 2 * kv_heads
+    half = head_dim // 2 if rotation is None else rotation.cos.shape[1]
+    cos, sin = (qkv, qkv) if rotation is None else (rotation.cos, rotation.sin)
+    query_weight, key_weight = (qkv, qkv) if norms is None else (norms.query, norms.key)
+    if tokens:
+        _place_heads[(tokens, triton.cdiv(lanes, HEADS_PER_PROGRAM))](
+            qkv, kv, write, positions, cos, sin, query_weight, key_weight, qkv.stride(0), kv.stride(0),
+            0.0 if norms is None else norms.eps, 0.0 if norms is None else norms.offset,
+            HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size, HALF=half,
+            ROTATE=rotation is not None, NORM=norms is not None, HALF_BLOCK=triton.next_power_of_2(half),
+            REST_BLOCK=triton.next_power_of_2(max(head_dim - 2 * half, 1)), HEAD_BLOCK=HEADS_PER_PROGRAM,
+        )  # fmt: skip
+    return qkv[:, : heads * head_dim].view(tokens, heads, head_dim)

@@ -1,0 +1,122 @@
+"""Attention in Triton against the reference backend."""
+
+import dataclasses
+
+import pytest
+import torch
+from kernel_support import DTYPES
+from test_paged_attention import make_batch
+
+from quire.attn.backend import AttentionSpec, choose_backend
+from quire.attn.reference import ReferenceAttention
+from quire.types.errors import ConfigError
+
+pytest.importorskip("triton")
+from quire.attn import triton as backend
+
+# (token count, kv length) of each row
+ROWS = [(1, 1), (1, 70), (9, 9), (3, 52), (1, 40), (1, 33), (37, 61), (1, 64), (2, 2)]
+SPECS = {
+    "plain": AttentionSpec(2, 2, 16, 16**-0.5),
+    "shared heads, odd head": AttentionSpec(6, 2, 24, 0.3),
+    "many share": AttentionSpec(20, 1, 16, 0.3),
+    "window": AttentionSpec(6, 2, 16, 0.2, window=7),
+    "long window": AttentionSpec(4, 1, 16, 0.2, window=45),
+    "window of one": AttentionSpec(2, 1, 8, 0.2, window=1),
+    "soft cap": AttentionSpec(6, 3, 16, 0.9, soft_cap=2.0),
+    "sinks": AttentionSpec(3, 1, 16, 0.3, sinks=True),
+    "sinks and window": AttentionSpec(4, 2, 40, 0.3, window=20, sinks=True),
+}
+SHAPES = [(32, 8, 128), (14, 2, 64), (8, 1, 256), (6, 6, 96), (16, 2, 80), (4, 4, 192)]
+LARGE = {
+    f"{heads} over {kv_heads} of {size}": AttentionSpec(heads, kv_heads, size, size**-0.5) for heads, kv_heads, size in SHAPES
+}
+
+
+@pytest.fixture
+def small_splits(monkeypatch):
+    monkeypatch.setattr(backend, "SPLIT", 32)
+    monkeypatch.setattr(backend, "MERGED_AT_ONCE", 2)
+
+
+def inputs(spec, rows, page_size, dtype, device):
+    """A batch, its queries as a view of wider rows, and a cache that holds NaN wherever no key of a row lies."""
+    batch, pages = make_batch(rows, page_size)
+    generator = torch.Generator().manual_seed(2)
+    kv = torch.full((pages, 3, spec.kv_heads, page_size, spec.head_dim), float("nan"))[:, :2]
+    for row, (_, length) in enumerate(rows):
+        at = torch.arange(length)
+        page = batch.groups[0].tables[row, at // page_size].long()
+        kv.transpose(2, 3)[page, :, at % page_size] = torch.randn(length, 2, spec.kv_heads, spec.head_dim, generator=generator)
+    width = spec.heads * spec.head_dim
+    query = torch.randn(len(batch.ids), width + 16, generator=generator).to(device, dtype)
+    query = query[:, :width].view(len(batch.ids), spec.heads, spec.head_dim)
+    sinks = torch.randn(spec.heads, generator=generator).to(device, dtype) if spec.sinks else None
+    view = batch.groups[0]
+    there = dataclasses.replace(
+        batch, row_starts=batch.row_starts.to(device), kv_lengths=batch.kv_lengths.to(device),
+        groups=(dataclasses.replace(view, tables=view.tables.to(device), write=view.write.to(device)),),
+    )  # fmt: skip
+    return there, query, kv.to(device, dtype), sinks
+
+
+def compare(spec, rows, page_size, dtype, device):
+    batch, query, kv, sinks = inputs(spec, rows, page_size, dtype, device)
+    expected = ReferenceAttention().run(spec, query.float(), kv.float(), batch, 0, sinks)
+    out = backend.TritonAttention().run(spec, query, kv, batch, 0, sinks)
+    assert out.dtype == dtype
+    loose = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(out.float(), expected, atol=loose, rtol=loose)
+
+
+@pytest.mark.usefixtures("small_splits")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize("name", SPECS)
+def test_ragged_rows(name, page_size, dtype, device):
+    compare(SPECS[name], ROWS, page_size, dtype, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", LARGE)
+def test_real_shapes(name, dtype, device):
+    rows = [(1, 5000), (1, 256), (300, 300), (130, 1700), (1, 257), (17, 4000), (1, 1), (2, 513)]
+    for window in (None, 512):
+        compare(dataclasses.replace(LARGE[name], window=window), rows, 16, dtype, device)
+
+
+@pytest.mark.usefixtures("small_splits")
+def test_a_row_does_not_depend_on_the_batch(device):
+    spec, dtype = SPECS["shared heads, odd head"], torch.float32
+    batch, query, kv, _ = inputs(spec, ROWS, 4, dtype, device)
+    together = backend.TritonAttention().run(spec, query, kv, batch, 0, None)
+    for row, (start, count, length) in enumerate(batch.rows):
+        if count > 1:
+            continue
+        view = batch.groups[0]
+        alone = dataclasses.replace(
+            batch, rows=((0, 1, length),), row_starts=torch.tensor([0, 1], dtype=torch.int32, device=device), plans={},
+            kv_lengths=batch.kv_lengths[row : row + 1], groups=(dataclasses.replace(view, tables=view.tables[row : row + 1]),),
+        )  # fmt: skip
+        out = backend.TritonAttention().run(spec, query[start : start + 1], kv, alone, 0, None)
+        assert torch.equal(out[0], together[start])
+
+
+def test_tokens_outside_the_rows_get_zeros(device):
+    spec = SPECS["plain"]
+    batch, query, kv, _ = inputs(spec, [(2, 2), (1, 3)], 4, torch.float32, device)
+    out = backend.TritonAttention().run(spec, torch.cat((query, query)), kv, batch, 0, None)
+    assert out[:3].abs().sum() > 0
+    assert not out[3:].any()
+
+
+def test_what_it_cannot_do_is_refused_with_reasons():
+    with pytest.raises(ConfigError, match=r"triton: it needs a CUDA device, not cpu, .* at most 256 components, not 512"):
+        choose_backend(AttentionSpec(2, 2, 512, 1.0), torch.device("cpu"), torch.float32, "triton")
+
+
+@pytest.mark.gpu
+def test_it_is_the_first_choice_on_a_gpu():
+    chosen = choose_backend(SPECS["plain"], torch.device("cuda"), torch.bfloat16)
+    assert isinstance(chosen, backend.TritonAttention)

@@ -1,0 +1,67 @@
+"""The Triton kernels that treat every token by itself, against their torch references."""
+
+import pytest
+import torch
+from kernel_support import DTYPES, close, numbers
+
+from quire.ops.activation import ACTIVATIONS, reference_gated
+from quire.ops.norm import reference_rms_norm
+from quire.ops.qkv import HeadNorms, Rotation, reference_place_heads
+
+pytest.importorskip("triton")
+from quire.ops.kernels import activation, norm, qkv
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "offset"), [((5, 64), 0.0), ((3, 4, 48), 1.0), ((1, 1000), 1.0), ((2, 4096), 0.0), ((0, 8), 0.0)]
+)
+def test_rms_norm(shape, offset, dtype, device):
+    x, residual = (numbers(*shape, dtype=dtype, device=device, seed=seed) * 3 for seed in (1, 2))
+    weight = numbers(shape[-1], dtype=dtype, device=device)
+    close(norm.rms_norm(x, weight, 1e-5, offset), reference_rms_norm(x, weight, 1e-5, offset))
+    normed, total = norm.add_rms_norm(x, residual, weight, 1e-5, offset)
+    assert torch.equal(total, x + residual)
+    close(normed, reference_rms_norm(x + residual, weight, 1e-5, offset))
+
+
+def test_rms_norm_of_a_view(device):
+    x, weight = numbers(6, 4, 32, dtype=torch.float32, device=device), torch.ones(32, device=device)
+    close(norm.rms_norm(x[:, 1:3], weight, 1e-5, 0.0), reference_rms_norm(x[:, 1:3], weight, 1e-5, 0.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(4, 10), (2, 3, 2048), (3, 2500), (0, 4)])
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_gated(name, shape, dtype, device):
+    x = numbers(*shape, dtype=dtype, device=device) * 4
+    close(activation.gated(x, name), reference_gated(x, name))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("turned", [None, 1.0, 0.75, 0.5], ids=["no rotation", "whole heads", "three quarters", "half"])
+@pytest.mark.parametrize("offset", [None, 0.0, 1.0], ids=["no norm", "norm", "offset norm"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "page_size"), [(6, 2, 16, 4), (9, 3, 24, 16), (1, 1, 128, 32), (5, 5, 80, 1)]
+)
+def test_heads(heads, kv_heads, head_dim, page_size, offset, turned, dtype, device):
+    tokens, pages = 5, 40
+    projected = numbers(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
+    positions = torch.tensor([0, 7, 3, 29, 30], device=device)
+    write = (
+        torch.tensor([9, 0, 3, 2, 30], device=device) * page_size + torch.tensor([0, 3, 1, 7, 15], device=device) % page_size
+    )
+    rotation = norms = None
+    if turned is not None:
+        angles = torch.outer(torch.arange(31.0), torch.rand(int(head_dim * turned) // 2)).to(device)
+        rotation = Rotation(angles.cos(), angles.sin())
+    if offset is not None:
+        weights = (numbers(head_dim, dtype=dtype, device=device, seed=seed) for seed in (3, 4))
+        norms = HeadNorms(*weights, 1e-5, offset)
+    # pages lie further apart than they are long
+    caches = [torch.full((pages, 3, kv_heads, page_size, head_dim), -7.0, dtype=dtype, device=device)[:, :2] for _ in range(2)]
+    expected = reference_place_heads(projected.clone(), caches[0], write, positions, rotation, norms)
+    got = qkv.place_heads(projected.clone(), caches[1], write, positions, rotation, norms)
+    close(got, expected.contiguous())
+    close(caches[1], caches[0])
+    assert (caches[1] != -7.0).any(dim=-1).sum() == tokens * 2 * kv_heads
