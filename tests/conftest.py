@@ -1,4 +1,8 @@
+import os
+
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny: threads would only wait for each other
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
