@@ -25,7 +25,7 @@ from quire.text.inputs import InputProcessor, Prepared
 from quire.text.open import open_tokenizer
 from quire.text.outputs import Answer, OutputProcessor
 from quire.text.tokenizer import Tokenizer
-from quire.types.errors import EngineDead, RequestError
+from quire.types.errors import EngineDead, QuireError, RequestError
 from quire.types.outputs import RequestOutput, TokenDelta
 from quire.types.prompts import PromptType
 from quire.types.sampling import SamplingParams
@@ -254,7 +254,7 @@ class AsyncLLM:
         for observer in self.observers:
             observer.on_step(report.stats, report.tokens, now)
 
-    def on_refused(self, engine_id: str, error: RequestError) -> None:
+    def on_refused(self, engine_id: str, error: QuireError) -> None:
         name = self._outputs.user_id(engine_id)
         if name is not None:
             self._client.abort(self._outputs.forget(name))

@@ -260,34 +260,52 @@ def test_old_restarts_are_forgotten(tiny_model):
     run(scene(), llm)
 
 
-@pytest.mark.parametrize(("prefix", "restarts"), [((POISON,), 3), ((), 4)])
-def test_a_poisonous_request_fails_alone(tiny_model, prefix, restarts, monkeypatch):
-    """One whose prompt kills engines, and one that does so with a token it samples."""
+@pytest.mark.parametrize(
+    ("fault", "prefix", "seats", "restarts"),
+    [
+        ("poison", (POISON,), 64, 3),  # its prompt kills engines
+        ("poison", (POISON,), 1, 3),  # ... while the others wait
+        ("poison", (), 64, 4),  # it does so with a token it samples
+        ("schedule", (POISON,), 2, 3),  # it need only wait
+    ],
+)
+def test_a_poisonous_request_fails_alone(tiny_model, fault, prefix, seats, restarts, monkeypatch):
     monkeypatch.setenv("QUIRE_FAKE_LATENCY", "0.002")
     good = [([i, i + 1, i + 2], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)) for i in range(2, 14)]
+    poisonous = ([*prefix, 5, 6], SamplingParams(temperature=0, max_tokens=30))
     healthy = open_async(tiny_model)
 
-    async def plain():
-        answers = await asyncio.gather(*(collect(healthy, *job, f"{i}") for i, job in enumerate(good)))
-        [*_, bad] = await collect(healthy, [*prefix, 5, 6], SamplingParams(temperature=0, max_tokens=30), "bad")
-        return [outputs[-1].outputs[0].token_ids for outputs in answers], bad.outputs[0].token_ids
+    async def play(llm):
+        bad, *rest = await asyncio.gather(*(collect(llm, *job, f"{i}") for i, job in enumerate([poisonous, *good])))
+        return bad[-1].outputs[0], [outputs[-1].outputs[0].token_ids for outputs in rest]
 
-    expected, would_be = run(plain(), healthy)
-    elsewhere = {token for tokens in [*expected, would_be[:8]] for token in tokens}
-    deadly = POISON if prefix else next(token for token in would_be[8:] if token not in elsewhere)
-    llm = open_async(tiny_model, "poison", deadly)
+    would_be, expected = run(play(healthy), healthy)
+    elsewhere = {token for tokens in [*expected, would_be.token_ids[:8]] for token in tokens}
+    deadly = POISON if prefix else next(token for token in would_be.token_ids[8:] if token not in elsewhere)
+    llm = open_async(tiny_model, fault, deadly, max_num_seqs=seats)
 
     async def scene():
-        jobs = [collect(llm, *job, f"{i}") for i, job in enumerate(good)]
-        bad = collect(llm, [*prefix, 5, 6], SamplingParams(temperature=0, max_tokens=30), "bad")
-        *answers, poisonous = await asyncio.gather(*jobs, bad)
-        assert [outputs[-1].outputs[0].token_ids for outputs in answers] == expected
-        last = poisonous[-1].outputs[0]
+        last, found = await play(llm)
+        assert found == expected
         assert last.finish_reason == "error" and "lost 3 times in a row" in last.error
-        assert last.token_ids == (would_be[: would_be.index(deadly) + 1] if not prefix else [])
-        assert (llm.state, llm.restarts) == ("ready", restarts)
+        assert last.token_ids == ([] if prefix else would_be.token_ids[: would_be.token_ids.index(deadly) + 1])
+        await llm.wait_ready()
+        assert llm.restarts == restarts
 
     run(scene(), llm)
+
+
+def test_a_request_that_cannot_be_added_fails_alone(tiny_model, capsys):
+    llm = open_async(tiny_model, "add", POISON)
+
+    async def scene():
+        with pytest.raises(EngineError, match="ZeroDivisionError: on order"):
+            await collect(llm, [POISON], SamplingParams(), "bad")
+        [*_, last] = await collect(llm, [5], SamplingParams(max_tokens=3, ignore_eos=True), "good")
+        assert last.outputs[0].finish_reason == "length" and llm.restarts == 0
+
+    run(scene(), llm)
+    assert capsys.readouterr().err.count("Traceback") == 1
 
 
 def test_requests_and_aborts_during_a_restart(tiny_model):
