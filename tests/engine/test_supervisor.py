@@ -134,9 +134,8 @@ def test_our_own_pauses_are_not_held_against_the_engine(tiny_model):
 
     async def scene():
         await llm.wait_ready()
-        for _ in range(2):
-            time.sleep(2.0)
-            await asyncio.sleep(0.3)
+        time.sleep(2.0)  # the event loop itself is blocked
+        await asyncio.sleep(0.5)
         assert (llm.restarts, llm.state) == (0, "ready")
 
     run(scene(), llm)
@@ -156,14 +155,14 @@ def test_a_hung_step_is_told_apart_from_a_frozen_process(tiny_model, tmp_path, c
 
 
 def test_busy_for_says_how_long_a_step_takes(tiny_model, tmp_path):
-    llm = open_async(tiny_model, "hang", tmp_path / "once", engine_hang_timeout=2.0)
+    llm = open_async(tiny_model, "hang", tmp_path / "once", engine_hang_timeout=1.3)
 
     async def scene():
         await llm.wait_ready()
         await asyncio.sleep(0.6)
         assert llm.busy_for == 0.0
         task = asyncio.create_task(collect(llm, TEXT[0], SamplingParams(max_tokens=20), "x"))
-        await until(lambda: llm.busy_for > 1.0)
+        await until(lambda: llm.busy_for > 0.8)
         assert llm.heartbeat_age < 0.9 and llm.state == "ready"
         await task
 
@@ -232,7 +231,7 @@ def test_an_engine_that_dies_again_and_again_is_given_up(tiny_model):
 
 
 def test_restarts_that_fail_are_counted_too(tiny_model, tmp_path):
-    llm = open_async(tiny_model, "once", tmp_path / "started", max_engine_restarts=3)
+    llm = open_async(tiny_model, "once", tmp_path / "started", max_engine_restarts=2)
 
     async def scene():
         stream = llm.generate(TEXT[0], SamplingParams(max_tokens=200, ignore_eos=True), "x")
@@ -240,22 +239,21 @@ def test_restarts_that_fail_are_counted_too(tiny_model, tmp_path):
         kill(llm)
         last = [output async for output in stream][-1].outputs[0]
         assert last.finish_reason == "error" and "exit code 4" in last.error
-        assert (llm.state, llm.restarts) == ("dead", 3)
+        assert (llm.state, llm.restarts) == ("dead", 2)
 
     run(scene(), llm)
 
 
 def test_old_restarts_are_forgotten(tiny_model):
-    llm = open_async(tiny_model, max_engine_restarts=1, engine_restart_window=1.0)
+    llm = open_async(tiny_model, max_engine_restarts=1, engine_restart_window=0.8)
 
     async def scene():
-        for _ in range(3):
-            await llm.wait_ready()
+        await llm.wait_ready()
+        for restarts in (1, 2):
             kill(llm)
-            await until(lambda: llm.state == "restarting")
+            await until(lambda count=restarts: llm.restarts == count)
             await llm.wait_ready()
-            await asyncio.sleep(1.1)
-        assert llm.restarts == 3
+            await asyncio.sleep(0.9)
 
     run(scene(), llm)
 
