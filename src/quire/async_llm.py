@@ -8,6 +8,7 @@ event loop, the one in use; only tokenization leaves it, for a small pool of thr
 
 import asyncio
 import itertools
+import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -25,11 +26,13 @@ from quire.text.inputs import InputProcessor, Prepared
 from quire.text.open import open_tokenizer
 from quire.text.outputs import Answer, OutputProcessor
 from quire.text.tokenizer import Tokenizer
-from quire.types.errors import EngineDead, RequestError
+from quire.types.errors import EngineDead, QuireError, RequestError
 from quire.types.outputs import RequestOutput, TokenDelta
 from quire.types.prompts import PromptType
 from quire.types.sampling import SamplingParams
 from quire.types.stats import Observer, Stats
+
+logger = logging.getLogger(__name__)
 
 MOST_THREADS = 4  # for tokenization
 T = TypeVar("T")
@@ -46,8 +49,9 @@ class Stream:
         self._waiter: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done() and not waiter.get_loop().is_closed():
+            waiter.set_result(None)
 
     def fail(self, error: Exception) -> None:
         self._error = error
@@ -252,9 +256,12 @@ class AsyncLLM:
         self.stats = report.stats
         now = time.monotonic()
         for observer in self.observers:
-            observer.on_step(report.stats, report.tokens, now)
+            try:
+                observer.on_step(report.stats, report.tokens, now)
+            except Exception:
+                logger.exception("an observer failed")
 
-    def on_refused(self, engine_id: str, error: RequestError) -> None:
+    def on_refused(self, engine_id: str, error: QuireError) -> None:
         name = self._outputs.user_id(engine_id)
         if name is not None:
             self._client.abort(self._outputs.forget(name))

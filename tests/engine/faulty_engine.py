@@ -1,8 +1,9 @@
 """An engine process on the fake executor, with faults on order: python faulty_engine.py FAULT ARGUMENT DIRECTORY PARENT.
 
-start exit          dies while starting            step N          dies in every step from the N-th on
-start raise         fails in an unforeseen way     poison T        dies when it is to run token T
-once FILE           only the first one starts      hang FILE       the first one sleeps in its step 3
+start exit    dies while starting                step N       dies in every step from the N-th on
+start raise   fails in an unforeseen way         poison T     dies when it is to run token T
+once FILE     only the first one starts          hang FILE    the first one sleeps in its step 3
+add T         cannot add a prompt with token T   schedule T   raises while a prompt with token T is waiting
 """
 
 import os
@@ -12,9 +13,10 @@ from pathlib import Path
 
 from quire.engine import assemble, process
 from quire.engine.executor.fake import FakeExecutor
+from quire.sched.scheduler import Scheduler
 
 fault, argument = sys.argv[1:3]
-submit = FakeExecutor.submit
+submit, add, schedule = FakeExecutor.submit, Scheduler.add, Scheduler.schedule
 
 
 def first_time() -> bool:
@@ -46,6 +48,18 @@ def poison(self, plan):
     return flight
 
 
+def refuse(self, spec):
+    if int(argument) in spec.prompt:
+        raise ZeroDivisionError("on order")
+    add(self, spec)
+
+
+def stumble(self, now):
+    if any(int(argument) in request.spec.prompt for request in self._queue):
+        raise ZeroDivisionError("on order")
+    return schedule(self, now)
+
+
 def hang(self, plan):
     if plan.step == 3 and first_time():
         time.sleep(600)
@@ -57,6 +71,10 @@ if fault == "start":
 elif fault == "once":
     if not first_time():
         os._exit(4)
+elif fault == "add":
+    Scheduler.add = refuse
+elif fault == "schedule":
+    Scheduler.schedule = stumble
 else:
     FakeExecutor.submit = {"step": die, "poison": poison, "hang": hang}[fault]
 sys.exit(process.main(sys.argv[3:]))

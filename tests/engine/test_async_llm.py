@@ -10,7 +10,7 @@ from tiny import TEXT, open_model
 
 from quire import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, EngineArgs, RequestOutputKind, SamplingParams
 from quire.text.detokenizer import Detokenizer
-from quire.types.errors import EngineDead, InvalidParameter, PromptTooLong, RequestError
+from quire.types.errors import ConfigError, EngineDead, InvalidParameter, PromptTooLong, RequestError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 DELTA = RequestOutputKind.DELTA
@@ -298,6 +298,28 @@ def test_observers_hear_of_everything(crew):
     assert witness.finished[0].trace_headers == {"traceparent": "x"}
 
 
+def test_an_observer_that_fails_harms_nobody(crew, caplog):
+    class Broken:
+        def on_arrival(self, request):
+            pass
+
+        def on_step(self, stats, tokens_in_step, now):
+            raise RuntimeError("on order")
+
+        on_outputs = on_arrival
+
+    class Worse(Broken):
+        def on_outputs(self, news):
+            raise RuntimeError("on order")
+
+    crew.llm.observers += [Broken(), Worse()]
+    try:
+        assert answer(crew(collect(crew.llm, TEXT[0], GREEDY, "x"))).finish_reason == "length"
+    finally:
+        crew.llm.observers.clear()
+    assert {record.message for record in caplog.records} == {"an observer failed"}
+
+
 @leaves_nothing
 def test_two_engines_in_one_process(tiny_model):
     one, two = open_async(tiny_model), open_async(tiny_model)
@@ -379,6 +401,14 @@ def test_without_a_tokenizer(tiny_model):
             await llm.encode("text")
 
     run(scene(), llm)
+
+
+def test_the_fake_executor_serves_the_offline_api_too(tiny_model):
+    llm = open_model(tiny_model, distributed_executor_backend="fake", load_format="auto")
+    before, after = (llm.generate(TEXT, GREEDY, use_tqdm=False) for _ in range(2))
+    assert [output.outputs[0].token_ids for output in before] == [output.outputs[0].token_ids for output in after]
+    with pytest.raises(ConfigError, match="must be one of uni, fake"):
+        open_model(tiny_model, distributed_executor_backend="ray")
 
 
 def test_the_names_of_vllm():

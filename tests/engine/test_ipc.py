@@ -115,6 +115,12 @@ def test_a_refusal_is_the_same_error_here(kind):
     assert (type(error).__name__, str(error), error.parameter) == (kind, "why", "prompt")
 
 
+def test_an_unforeseen_refusal_is_the_engines_fault():
+    for kind in ("KeyError", "ConfigError", "__doc__"):
+        error = ipc.request_error(ipc.Refused("a", kind, "why", None))
+        assert type(error) is errors.EngineError and str(error) == f"{kind}: why"
+
+
 def test_a_failed_start_is_the_same_error_here():
     for kind in ("ConfigError", "ModelError", "ModelNotFound", "EngineError"):
         error = ipc.start_error(ipc.Failed(kind, "why"))

@@ -134,9 +134,8 @@ def test_our_own_pauses_are_not_held_against_the_engine(tiny_model):
 
     async def scene():
         await llm.wait_ready()
-        for _ in range(2):
-            time.sleep(2.0)
-            await asyncio.sleep(0.3)
+        time.sleep(2.0)  # the event loop itself is blocked
+        await asyncio.sleep(0.5)
         assert (llm.restarts, llm.state) == (0, "ready")
 
     run(scene(), llm)
@@ -156,14 +155,14 @@ def test_a_hung_step_is_told_apart_from_a_frozen_process(tiny_model, tmp_path, c
 
 
 def test_busy_for_says_how_long_a_step_takes(tiny_model, tmp_path):
-    llm = open_async(tiny_model, "hang", tmp_path / "once", engine_hang_timeout=2.0)
+    llm = open_async(tiny_model, "hang", tmp_path / "once", engine_hang_timeout=1.3)
 
     async def scene():
         await llm.wait_ready()
         await asyncio.sleep(0.6)
         assert llm.busy_for == 0.0
         task = asyncio.create_task(collect(llm, TEXT[0], SamplingParams(max_tokens=20), "x"))
-        await until(lambda: llm.busy_for > 1.0)
+        await until(lambda: llm.busy_for > 0.8)
         assert llm.heartbeat_age < 0.9 and llm.state == "ready"
         await task
 
@@ -232,7 +231,7 @@ def test_an_engine_that_dies_again_and_again_is_given_up(tiny_model):
 
 
 def test_restarts_that_fail_are_counted_too(tiny_model, tmp_path):
-    llm = open_async(tiny_model, "once", tmp_path / "started", max_engine_restarts=3)
+    llm = open_async(tiny_model, "once", tmp_path / "started", max_engine_restarts=2)
 
     async def scene():
         stream = llm.generate(TEXT[0], SamplingParams(max_tokens=200, ignore_eos=True), "x")
@@ -240,54 +239,71 @@ def test_restarts_that_fail_are_counted_too(tiny_model, tmp_path):
         kill(llm)
         last = [output async for output in stream][-1].outputs[0]
         assert last.finish_reason == "error" and "exit code 4" in last.error
-        assert (llm.state, llm.restarts) == ("dead", 3)
+        assert (llm.state, llm.restarts) == ("dead", 2)
 
     run(scene(), llm)
 
 
 def test_old_restarts_are_forgotten(tiny_model):
-    llm = open_async(tiny_model, max_engine_restarts=1, engine_restart_window=1.0)
+    llm = open_async(tiny_model, max_engine_restarts=1, engine_restart_window=0.8)
 
     async def scene():
-        for _ in range(3):
-            await llm.wait_ready()
+        await llm.wait_ready()
+        for restarts in (1, 2):
             kill(llm)
-            await until(lambda: llm.state == "restarting")
+            await until(lambda count=restarts: llm.restarts == count)
             await llm.wait_ready()
-            await asyncio.sleep(1.1)
-        assert llm.restarts == 3
+            await asyncio.sleep(0.9)
 
     run(scene(), llm)
 
 
-@pytest.mark.parametrize(("prefix", "restarts"), [((POISON,), 3), ((), 4)])
-def test_a_poisonous_request_fails_alone(tiny_model, prefix, restarts, monkeypatch):
-    """One whose prompt kills engines, and one that does so with a token it samples."""
+@pytest.mark.parametrize(
+    ("fault", "prefix", "seats", "restarts"),
+    [
+        ("poison", (POISON,), 64, 3),  # its prompt kills engines
+        ("poison", (POISON,), 1, 3),  # ... while the others wait
+        ("poison", (), 64, 4),  # it does so with a token it samples
+        ("schedule", (POISON,), 2, 3),  # it need only wait
+    ],
+)
+def test_a_poisonous_request_fails_alone(tiny_model, fault, prefix, seats, restarts, monkeypatch):
     monkeypatch.setenv("QUIRE_FAKE_LATENCY", "0.002")
     good = [([i, i + 1, i + 2], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)) for i in range(2, 14)]
+    poisonous = ([*prefix, 5, 6], SamplingParams(temperature=0, max_tokens=30))
     healthy = open_async(tiny_model)
 
-    async def plain():
-        answers = await asyncio.gather(*(collect(healthy, *job, f"{i}") for i, job in enumerate(good)))
-        [*_, bad] = await collect(healthy, [*prefix, 5, 6], SamplingParams(temperature=0, max_tokens=30), "bad")
-        return [outputs[-1].outputs[0].token_ids for outputs in answers], bad.outputs[0].token_ids
+    async def play(llm):
+        bad, *rest = await asyncio.gather(*(collect(llm, *job, f"{i}") for i, job in enumerate([poisonous, *good])))
+        return bad[-1].outputs[0], [outputs[-1].outputs[0].token_ids for outputs in rest]
 
-    expected, would_be = run(plain(), healthy)
-    elsewhere = {token for tokens in [*expected, would_be[:8]] for token in tokens}
-    deadly = POISON if prefix else next(token for token in would_be[8:] if token not in elsewhere)
-    llm = open_async(tiny_model, "poison", deadly)
+    would_be, expected = run(play(healthy), healthy)
+    elsewhere = {token for tokens in [*expected, would_be.token_ids[:8]] for token in tokens}
+    deadly = POISON if prefix else next(token for token in would_be.token_ids[8:] if token not in elsewhere)
+    llm = open_async(tiny_model, fault, deadly, max_num_seqs=seats)
 
     async def scene():
-        jobs = [collect(llm, *job, f"{i}") for i, job in enumerate(good)]
-        bad = collect(llm, [*prefix, 5, 6], SamplingParams(temperature=0, max_tokens=30), "bad")
-        *answers, poisonous = await asyncio.gather(*jobs, bad)
-        assert [outputs[-1].outputs[0].token_ids for outputs in answers] == expected
-        last = poisonous[-1].outputs[0]
+        last, found = await play(llm)
+        assert found == expected
         assert last.finish_reason == "error" and "lost 3 times in a row" in last.error
-        assert last.token_ids == (would_be[: would_be.index(deadly) + 1] if not prefix else [])
-        assert (llm.state, llm.restarts) == ("ready", restarts)
+        assert last.token_ids == ([] if prefix else would_be.token_ids[: would_be.token_ids.index(deadly) + 1])
+        await llm.wait_ready()
+        assert llm.restarts == restarts
 
     run(scene(), llm)
+
+
+def test_a_request_that_cannot_be_added_fails_alone(tiny_model, capsys):
+    llm = open_async(tiny_model, "add", POISON)
+
+    async def scene():
+        with pytest.raises(EngineError, match="ZeroDivisionError: on order"):
+            await collect(llm, [POISON], SamplingParams(), "bad")
+        [*_, last] = await collect(llm, [5], SamplingParams(max_tokens=3, ignore_eos=True), "good")
+        assert last.outputs[0].finish_reason == "length" and llm.restarts == 0
+
+    run(scene(), llm)
+    assert capsys.readouterr().err.count("Traceback") == 1
 
 
 def test_requests_and_aborts_during_a_restart(tiny_model):

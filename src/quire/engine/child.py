@@ -81,6 +81,13 @@ class Child:
         self._log.join(1.0)
         return "".join(f"\n  {line}" for line in self._log.lines)
 
+    def in_flight(self) -> set[str]:
+        """The requests that it worked on when it died."""
+        try:
+            return set((self._directory / ipc.JOURNAL).read_text().split("\n"))
+        except OSError:
+            return set()
+
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             self._process.kill()

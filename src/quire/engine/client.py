@@ -3,9 +3,9 @@
 For every open request the client keeps the request and the tokens told so far. When an engine was lost, the next one gets them
 all again, and each goes on where its tokens end: random numbers, penalties and limits depend on positions alone.
 
-A request that makes engines crash must not take the others with it for ever. Who was in flight at two crashes in a row without
-any progress is a suspect; suspects are sent last and one at a time, the next when the one before has made progress. Who was in
-flight at MOST_STRIKES of them ends with an error.
+A request that makes engines crash must not take the others with it for ever. Who was worked on at two crashes in a row without
+any progress is a suspect; suspects are sent last and one at a time, the next when the one before has made progress. Whoever it
+happens to MOST_STRIKES times ends with an error.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from quire.config.args import EngineArgs
 from quire.engine import ipc
 from quire.engine.child import COMMAND, Child
 from quire.engine.supervisor import Limits, Supervisor
-from quire.types.errors import EngineDead, EngineError, QuireError, RequestError
+from quire.types.errors import EngineDead, EngineError, QuireError
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest, FinishReason
 
@@ -35,7 +35,7 @@ class Hearer(Protocol):
 
     def on_step(self, report: ipc.StepReport) -> None: ...
 
-    def on_refused(self, engine_id: str, error: RequestError) -> None: ...
+    def on_refused(self, engine_id: str, error: QuireError) -> None: ...
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class _Open:
     spec: EngineRequest
     tokens: list[int] = field(default_factory=list)
     scored: int = 0  # prompt positions whose logprobs came
-    strikes: int = 0  # crashes in a row at which it was in flight without progress
+    strikes: int = 0  # crashes in a row at which it was worked on, without progress since the one before
     sent_with: int = -1  # what `told` was when the present engine got it; -1: it has not got it
 
     @property
@@ -163,10 +163,10 @@ class EngineClient:
                     else:
                         future.set_exception(EngineError(error))
 
-    def on_lost(self) -> None:
-        for entry in self._open.values():
+    def on_lost(self, in_flight: set[str]) -> None:
+        for name, entry in self._open.items():
             if entry.sent_with >= 0:
-                entry.strikes = 0 if entry.progressed else entry.strikes + 1
+                entry.strikes = 0 if entry.progressed else entry.strikes + (name in in_flight)
                 entry.sent_with = -1
         self._suspects.clear()
         self._probe = None

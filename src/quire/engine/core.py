@@ -29,6 +29,7 @@ class EngineCore:
         self._flights: deque[tuple[Scheduled, Flight]] = deque()
         self._deltas: list[TokenDelta] = []  # to be handed out by the next step
         self.tokens = 0  # run by the latest step
+        self.before_admission: Callable[[list[str]], None] | None = None  # told who runs when new ones join, before they do
 
     def add(self, request: EngineRequest) -> None:
         self.scheduler.add(request)
@@ -56,6 +57,8 @@ class EngineCore:
         scheduled = self.scheduler.schedule(self._clock())
         self.tokens = 0 if scheduled is None else scheduled.plan.tokens
         if scheduled is not None:
+            if self.before_admission is not None and scheduled.plan.admitted:
+                self.before_admission(self.scheduler.running)
             self._submit(scheduled)
         while len(self._flights) > self.depth or (self._flights and scheduled is None):
             self._land(*self._flights.popleft())

@@ -22,6 +22,7 @@ from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
 from quire.types.stats import Stats
 
+JOURNAL = "journal"  # the file in the directory that says who is being worked on: one request id per line
 RETRY = 10  # milliseconds between attempts to connect
 ARRAYS = ("<i4", "<f4")  # the kinds of numpy arrays that cross
 
@@ -137,12 +138,12 @@ decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command, de
 decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report, dec_hook=_to_array).decode
 
 
-def request_error(refused: Refused) -> errors.RequestError:
+def request_error(refused: Refused) -> errors.QuireError:
     """The same error the engine raised."""
     kind = getattr(errors, refused.kind, None)
-    if not (isinstance(kind, type) and issubclass(kind, errors.RequestError)):
-        kind = errors.RequestError
-    return kind(refused.message, refused.parameter)
+    if isinstance(kind, type) and issubclass(kind, errors.RequestError):
+        return kind(refused.message, refused.parameter)
+    return errors.EngineError(f"{refused.kind}: {refused.message}")
 
 
 def start_error(failed: Failed) -> errors.QuireError:

@@ -23,6 +23,7 @@ import zmq
 from quire.engine import ipc
 from quire.engine.core import EngineCore
 from quire.types.errors import QuireError, RequestError
+from quire.types.request import EngineRequest
 
 BEAT_EVERY = 0.25  # seconds
 IDLE_WAIT = 500  # milliseconds between looks at the stop signal
@@ -54,6 +55,18 @@ class Pulse(threading.Thread):
     def end(self) -> None:
         self._over.set()
         self.join()
+
+
+class Journal:
+    """Who is being worked on, in a file that the parent reads when this process died: no message leaves a dying process."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file = os.open(directory / ipc.JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def write(self, ids: list[str]) -> None:
+        data = "\n".join(ids).encode()
+        os.pwrite(self._file, data, 0)
+        os.ftruncate(self._file, len(data))
 
 
 @dataclass
@@ -101,10 +114,7 @@ class Engine:
         match command:
             case ipc.Add(requests):
                 for request in requests:
-                    try:
-                        self._core.add(request)
-                    except RequestError as error:
-                        self._link.send(ipc.Refused(request.id, type(error).__name__, str(error), error.parameter))
+                    self._add(request)
             case ipc.Abort(ids):
                 self._core.abort(ids)
             case ipc.Call(number, method, args):
@@ -113,6 +123,15 @@ class Engine:
                 self.stopping = True
             case ipc.Start():
                 raise RuntimeError("an engine process is started only once")
+
+    def _add(self, request: EngineRequest) -> None:
+        try:
+            self._core.add(request)
+        except RequestError as error:
+            self._link.send(ipc.Refused(request.id, type(error).__name__, str(error), error.parameter))
+        except Exception as error:
+            logger.exception("a request could not be added")
+            self._link.send(ipc.Refused(request.id, type(error).__name__, str(error), None))
 
     def _call(self, number: int, method: str, args: list[Any]) -> ipc.Reply:
         if method not in CALLS:
@@ -154,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     pulse = Pulse(channel, directory, int(parent))
     pulse.start()
     try:
-        return _serve(link, pulse)
+        return _serve(link, pulse, Journal(directory))
     finally:
         pulse.end()
         link.commands.close()
@@ -162,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         context.term()
 
 
-def _serve(link: Link, pulse: Pulse) -> int:
+def _serve(link: Link, pulse: Pulse, journal: Journal) -> int:
     first = ipc.decode_command(link.commands.recv())
     assert isinstance(first, ipc.Start), first
     try:
@@ -174,6 +193,7 @@ def _serve(link: Link, pulse: Pulse) -> int:
         logger.exception("the engine could not start")
         link.send(ipc.Failed(type(error).__name__, str(error)))
         return 1
+    core.before_admission = journal.write
     engine = Engine(core, link, pulse)
 
     def stop(*_: object) -> None:
@@ -185,6 +205,7 @@ def _serve(link: Link, pulse: Pulse) -> int:
         engine.run()
     except Exception:
         logger.exception("the engine's loop failed")
+        journal.write(core.scheduler.unfinished)  # those that only wait may be the cause as well
         return 1
     core.stop()
     return 0

@@ -45,8 +45,8 @@ class Listener(Protocol):
 
     def on_answer(self, answer: ipc.Refused | ipc.Reply) -> None: ...
 
-    def on_lost(self) -> None:
-        """The engine is gone; another one will be ready some time, unless on_dead comes first."""
+    def on_lost(self, in_flight: set[str]) -> None:
+        """The engine is gone, and with it the work on these requests. Another one will be ready, unless on_dead comes first."""
 
     def on_dead(self, error: QuireError) -> None: ...
 
@@ -230,13 +230,14 @@ class Supervisor:
         await _bury(child)
         if self._child is not child:
             return
+        in_flight = child.in_flight()
         child.close()
         if was == "starting":
             self._give_up(self._failure or EngineDead(f"the engine could not start: {reason}{child.last_words()}"))
             return
         logger.error("the engine was lost: %s", reason)
         if was == "ready":
-            self._listener.on_lost()
+            self._listener.on_lost(in_flight)
         else:
             self._failed_starts += 1
         while self._child is child and self._may_restart(reason):

@@ -100,6 +100,16 @@ class Scheduler:
         return bool(self._live)
 
     @property
+    def unfinished(self) -> list[str]:
+        """The ids of all that are not finished."""
+        return list(self._live)
+
+    @property
+    def running(self) -> list[str]:
+        """The ids of those that the device knows."""
+        return [request.spec.id for request in self._running]
+
+    @property
     def stats(self) -> Stats:
         return Stats(
             running=len(self._running),

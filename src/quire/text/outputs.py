@@ -127,7 +127,10 @@ class OutputProcessor:
 
     def _tell(self, news: OutputNews) -> None:
         for observer in self._observers:
-            observer.on_outputs(news)
+            try:
+                observer.on_outputs(news)
+            except Exception:
+                logger.exception("an observer failed")
 
 
 class Answer:

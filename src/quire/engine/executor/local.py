@@ -2,20 +2,40 @@
 
 from typing import Any
 
+from torch import AcceleratorError
+
 from quire.runner.flight import StepFlight
 from quire.runner.step import Runner
-from quire.types.errors import EngineError
-from quire.types.plan import StepPlan
+from quire.types.errors import EngineDead, EngineError
+from quire.types.plan import StepPlan, StepResult
+
+
+class LocalFlight:
+    def __init__(self, flight: StepFlight) -> None:
+        self._flight = flight
+
+    def result(self) -> StepResult:
+        try:
+            return self._flight.result()
+        except AcceleratorError as error:
+            raise _dead(error) from error
 
 
 class LocalExecutor:
-    """On a CPU a step is finished when `submit` returns; on a GPU it is only launched."""
+    """On a CPU a step is finished when `submit` returns; on a GPU it is only launched.
+
+    A step that fails may be followed by others, unless the device itself reported an error: then nothing works in this process
+    any more.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
 
-    def submit(self, plan: StepPlan) -> StepFlight:
-        return self._runner.launch(plan)
+    def submit(self, plan: StepPlan) -> LocalFlight:
+        try:
+            return LocalFlight(self._runner.launch(plan))
+        except AcceleratorError as error:
+            raise _dead(error) from error
 
     def call(self, method: str, *args: Any) -> Any:
         """Calls a public method of the runner by name."""
@@ -26,3 +46,7 @@ class LocalExecutor:
 
     def stop(self) -> None:
         self._runner.close()
+
+
+def _dead(error: AcceleratorError) -> EngineDead:
+    return EngineDead(f"the device failed: {str(error).splitlines()[0]}")
