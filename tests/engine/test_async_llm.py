@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import time
 
 import pytest
 from async_support import collect, open_async, run, until
@@ -30,7 +31,10 @@ class Crew:
 
 @pytest.fixture(scope="module")
 def shared(tiny_model):
-    crew = Crew(tiny_model)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("QUIRE_FAKE_LATENCY", "0.002")
+        crew = Crew(tiny_model)
+        crew(crew.llm.wait_ready())
     yield crew
     crew.llm.shutdown()
     crew.runner.close()
@@ -162,27 +166,31 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards(crew):
 @pytest.mark.parametrize("way", ["close", "cancel"])
 @pytest.mark.parametrize("steps", [0, 1, 5])
 def test_leaving_ends_the_request_in_the_engine(crew, way, steps):
-    llm = crew.llm
+    llm, params = crew.llm, SamplingParams(max_tokens=200, ignore_eos=True, n=2)
+
+    async def listen():
+        stream = llm.generate(TEXT[1], params, "gone")
+        for _ in range(steps):
+            await anext(stream)
+        if way == "close":
+            await stream.aclose()
+        else:
+            async for _ in stream:
+                pass
 
     async def scene():
-        stream = llm.generate(TEXT[1], SamplingParams(max_tokens=200, ignore_eos=True, n=2), "gone")
-
-        async def listen():
-            for _ in range(steps):
-                await anext(stream)
-            if way == "close":
-                await stream.aclose()
-            else:
-                await asyncio.gather(anext(stream), asyncio.sleep(60))
-
         task = asyncio.create_task(listen())
         if way == "cancel":
-            await asyncio.sleep(0.02)
+            await until(lambda: llm.num_open == 1)
+            await asyncio.sleep(steps * 0.005)
             task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await stream.aclose()
         assert llm.num_open == 0
-        await until(lambda: llm.stats is None or llm.stats.running == 0)
+        left = time.monotonic()
+        beside = llm.generate([1, 2], SamplingParams(max_tokens=200, ignore_eos=True), "stays")
+        running = [(llm.stats.running, len(output.outputs[0].token_ids)) async for output in beside]
+        assert {count for count, tokens in running if tokens > 10} == {1}, "two more would run beside it"
+        assert time.monotonic() - left > 0.2
 
     crew(scene())
 

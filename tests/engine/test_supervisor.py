@@ -15,7 +15,11 @@ from async_support import FAULTY, collect, open_async, processes, run, until
 from tiny import TEXT
 
 from quire import RequestOutputKind, SamplingParams
+from quire.engine.ipc import StepReport
+from quire.engine.supervisor import Limits, Supervisor
 from quire.types.errors import ConfigError, EngineDead, EngineError
+from quire.types.outputs import TokenDelta
+from quire.types.stats import Stats
 
 DELTA = RequestOutputKind.DELTA
 pytestmark = pytest.mark.usefixtures("traces")
@@ -411,3 +415,34 @@ asyncio.run(llm.wait_ready())
     parent = subprocess.run([sys.executable, "-W", "error", "-c", code], stderr=subprocess.PIPE, check=False)
     assert (parent.returncode, parent.stderr) == (0, b"")
     assert not processes(traces.room) and not list(traces.room.iterdir())
+
+
+def test_a_large_report_does_not_hold_the_event_loop():
+    class Listener:
+        def __init__(self):
+            self.chunks, self.turns, self.seen = [], 0, []
+
+        def on_deltas(self, deltas):
+            self.chunks.append([delta.request_id for delta in deltas])
+            self.seen.append(self.turns)
+
+        def on_step(self, report):
+            assert sum(map(len, self.chunks)) == len(report.deltas)
+
+    listener = Listener()
+    supervisor = Supervisor(lambda: None, Limits(1.0, 1.0, 1.0, 0, 1.0), listener)
+    deltas = [TokenDelta(f"{i}", [i]) for i in range(1000)]
+
+    async def others():
+        while True:
+            listener.turns += 1
+            await asyncio.sleep(0)
+
+    async def scene():
+        task = asyncio.create_task(others())
+        await supervisor._hear(StepReport(deltas, Stats(1, 0, 1, 1, 0, 0, 0), 1000))
+        task.cancel()
+
+    run(scene())
+    assert [name for chunk in listener.chunks for name in chunk] == [delta.request_id for delta in deltas]
+    assert max(map(len, listener.chunks)) <= 128 and listener.seen == sorted(set(listener.seen))
