@@ -3,9 +3,11 @@
 import random
 
 import pytest
+import torch
 from tiny import make_model, open_model
 
 from quire import SamplingParams
+from quire.runner.graphs import Graphs
 
 pytestmark = pytest.mark.gpu
 
@@ -62,3 +64,21 @@ def test_as_one_launch_after_the_other(directory, seed, args):
     graphs = recorded.llm_engine.core.executor._runner.graphs
     assert graphs.captures >= 3
     assert graphs.replays > 40  # the tight engine has few steps in which no prompt is run
+
+
+def test_a_recording_that_fails_costs_no_answer(directory, monkeypatch):
+    args = {"device": "cuda", "dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 256}
+    requests = workload(7)
+    expected = play(open_model(directory, **args, enforce_eager=True), requests)
+    forward = Graphs._forward
+
+    def fails_when_recorded(*given):
+        forward(*given)
+        if torch.cuda.is_current_stream_capturing():
+            raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(Graphs, "_forward", fails_when_recorded)
+    llm = open_model(directory, **args)
+    assert play(llm, requests) == expected
+    graphs = llm.llm_engine.core.executor._runner.graphs
+    assert (graphs.captures, graphs.replays) == (0, 0)
