@@ -120,3 +120,15 @@ def test_what_it_cannot_do_is_refused_with_reasons():
 def test_it_is_the_first_choice_on_a_gpu():
     chosen = choose_backend(SPECS["plain"], torch.device("cuda"), torch.bfloat16)
     assert isinstance(chosen, backend.TritonAttention)
+
+
+@pytest.mark.parametrize("name", ["shared heads, odd head", "window", "long window", "sinks and window"])
+def test_a_plan_with_room_to_spare_gives_the_same(small_splits, device, name):
+    spec, rows = SPECS[name], [(1, 1), (1, 70), (1, 40), (1, 129), (1, 64)]
+    batch, query, kv, sinks = inputs(spec, rows, 4, torch.float32, device)
+    expected = backend.TritonAttention().run(spec, query, kv, batch, 0, sinks)
+    fixed, lengths, room = backend.FixedSplits(), batch.kv_lengths.cpu().numpy(), 24
+    assert fixed.need(lengths, spec.window) < room
+    numbers = torch.from_numpy(fixed.numbers(lengths, spec.window, room)).to(device)
+    fixed.attach(batch, 0, numbers, room)
+    assert torch.equal(backend.TritonAttention().run(spec, query, kv, batch, 0, sinks), expected)

@@ -1,6 +1,7 @@
 """The seam between attention layers and kernels: a backend refuses with reasons, plans a batch, and runs one layer.
 
-`plan` does whatever needs the host (it may look at `batch.rows`, build index tensors); `run` only launches work.
+`plan` does whatever needs the host (it may look at `batch.rows`, build index tensors); `run` only launches work. Where plans
+can be kept in memory that stays (`fixed`), the launches of `run` do not depend on the rows, and can be recorded.
 """
 
 import importlib
@@ -9,11 +10,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quire.attn.batch import Batch
 from quire.types.errors import ConfigError
+
+Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,26 @@ class AttentionSpec:
     window: int | None = None  # positions a query sees, itself included; None = all before it
     soft_cap: float | None = None
     sinks: bool = False
+
+
+class FixedPlans(Protocol):
+    """Plans for rows of one token, as numbers in memory that stays: only the numbers change from step to step."""
+
+    def need(self, lengths: Ints, window: int | None) -> int:
+        """Pieces of work that rows with these key lengths [R] make; a plan with at least as much room can take them."""
+        ...
+
+    def size(self, rows: int, room: int) -> int:
+        """How many numbers such a plan has."""
+        ...
+
+    def numbers(self, lengths: Ints, window: int | None, room: int) -> Ints:
+        """[size(R, room)] the plan of rows with these key lengths [R]."""
+        ...
+
+    def attach(self, batch: Batch, group: int, numbers: Tensor, room: int) -> None:
+        """From now on `run` of this batch and cache group follows what stands in `numbers` [size(R, room)] int32."""
+        ...
 
 
 class AttentionBackend(Protocol):
@@ -43,6 +68,10 @@ class AttentionBackend(Protocol):
 
     def run(self, spec: AttentionSpec, query: Tensor, kv: Tensor, batch: Batch, group: int, sinks: Tensor | None) -> Tensor:
         """query [T, heads, head_dim], kv [pages, 2, kv_heads, page_size, head_dim] (this batch's keys are in) -> like query."""
+        ...
+
+    def fixed(self) -> FixedPlans | None:
+        """None = the launches of this backend depend on the rows."""
         ...
 
 

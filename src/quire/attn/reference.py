@@ -64,6 +64,9 @@ class ReferenceAttention:
             )
         return out
 
+    def fixed(self) -> None:
+        return None
+
 
 def make_tiles(batch: Batch, group: int, window: int | None, page_size: int) -> list[Tile]:
     spans = [span for row in range(len(batch.rows)) for span in _spans(row, batch.rows[row], window, page_size)]

@@ -2,6 +2,10 @@
 
 `plan` cuts the batch on the host and sends the cuts in one copy; `run` launches at most three kernels, whose grids are
 numbers the host knows. Rows of several tokens are cut into tiles of queries, rows of one token into splits of keys.
+
+A plan in memory that stays (`FixedSplits`) has a list of splits of fixed length, and one merge for each row:
+
+    splits [ row 0 | row 0 | row 1 | -1 | -1 | -1 ]      merges [ row 0 | -1 ]      programs whose row is -1 leave at once
 """
 
 import importlib.util
@@ -43,8 +47,8 @@ class Geometry:
 @dataclass(frozen=True)
 class Plan:
     tiles: Tensor  # [tiles, 2] int32: row, first token within the row
-    splits: Tensor  # [splits, 3] int32: row, split, place among the parts or -1
-    merges: Tensor  # [merges, 3] int32: row, first part, parts
+    splits: Tensor  # [splits, 3] int32: row or -1, split, place among the parts or -1
+    merges: Tensor  # [merges, 3] int32: row or -1, first part, parts
     parts: int
 
 
@@ -78,6 +82,28 @@ class TritonAttention:
         out = make(query.shape, dtype=query.dtype, device=query.device)
         _launch(spec, plan, query, kv, out, batch, batch.groups[group].tables, sinks)
         return out
+
+    def fixed(self) -> "FixedSplits":
+        return FixedSplits()
+
+
+class FixedSplits:
+    def need(self, lengths: Ints, window: int | None) -> int:
+        return int(_split_range(lengths, window)[1].sum())
+
+    def size(self, rows: int, room: int) -> int:
+        return 3 * (room + rows)
+
+    def numbers(self, lengths: Ints, window: int | None, room: int) -> Ints:
+        splits, merges, _ = _splits(np.arange(len(lengths), dtype=np.int32), lengths, window)
+        out = np.full((room + len(lengths), 3), -1, np.int32)
+        out[: len(splits)] = splits
+        out[room : room + len(merges)] = merges
+        return out.ravel()
+
+    def attach(self, batch: Batch, group: int, numbers: Tensor, room: int) -> None:
+        items = numbers.view(-1, 3)
+        batch.plans["triton", group] = Plan(items.new_empty(0, 2), items[:room], items[room:], parts=room)
 
 
 def _launch(
@@ -156,15 +182,20 @@ def _tiles(row: Ints, count: Ints, length: Ints, tokens: int) -> Ints:
 
 def _splits(row: Ints, length: Ints, window: int | None) -> tuple[Ints, Ints, int]:
     """[splits, 3], [merges, 3], number of parts."""
-    low = np.zeros_like(length) if window is None else np.maximum(length - window, 0)
-    each = (length - 1) // SPLIT - low // SPLIT + 1
+    lowest, each = _split_range(length, window)
     parts = np.where(each > 1, each, 0)
     first = (np.cumsum(parts) - parts).astype(np.int32)
     within = _ragged_arange(each)
     part = np.where(np.repeat(parts, each) > 0, np.repeat(first, each) + within, -1)
-    splits = np.stack((np.repeat(row, each), np.repeat(low // SPLIT, each) + within, part), axis=1)
+    splits = np.stack((np.repeat(row, each), np.repeat(lowest, each) + within, part), axis=1)
     merges = np.stack((row, first, parts), axis=1)[parts > 0]
     return splits.astype(np.int32), merges.astype(np.int32), int(parts.sum())
+
+
+def _split_range(length: Ints, window: int | None) -> tuple[Ints, Ints]:
+    """The first split that a row of this key length sees, and how many."""
+    lowest = np.zeros_like(length) if window is None else np.maximum(length - window, 0) // SPLIT
+    return lowest, (length - 1) // SPLIT - lowest + 1
 
 
 def _ragged_arange(lengths: Ints) -> Ints:

@@ -86,6 +86,7 @@ def start_local(config: Config, facts: ModelFacts, layout: CacheLayout) -> tuple
         seed=config.seed,
         logprobs_mode=config.logprobs_mode,
         model_impl=args.model_impl,
+        enforce_eager=args.enforce_eager,
     )
     executor = LocalExecutor(runner)
     executor.call("load")

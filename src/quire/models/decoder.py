@@ -43,6 +43,7 @@ class Decoder(nn.Module):
     # (pattern, replacement) applied in order to each checkpoint name with re.sub; a replacement of None = do not read it
     renames: ClassVar[tuple[tuple[str, str | None], ...]] = ((r"^model\.", ""), (r"rotary_emb\.inv_freq$", None))
     tied: ClassVar[bool] = False  # when the configuration does not say
+    recordable: ClassVar[bool] = True  # on a GPU its launches depend on the batch's shape alone, and the host waits for none
 
     def __init__(self, facts: "ModelFacts") -> None:
         super().__init__()

@@ -79,6 +79,8 @@ class Given(nn.Module):
 class Fallback(Decoder):
     """`body` gives hidden states. `head` is the whole model with `given` in the body's place: it scales and caps its logits."""
 
+    recordable = False  # what transformers' layers do on the host is not known
+
     body: Any
     head: Any
 

@@ -15,12 +15,14 @@ from quire.models.decoder import Decoder
 from quire.models.registry import build_model
 from quire.runner.batch import build_batch
 from quire.runner.flight import StepFlight
+from quire.runner.graphs import Graphs, allowance, fixed_plans
 from quire.runner.kv import KVBuffers
 from quire.runner.memory import device_budget, host_budget
 from quire.runner.rehearsal import rehearsal_plan
 from quire.runner.sampler.logprobs import Report
 from quire.runner.sampler.pipeline import Drawn, Sampler
 from quire.runner.slots import Slots
+from quire.runner.transfer import Longs
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError, EngineError
 from quire.types.plan import StepPlan
@@ -53,6 +55,7 @@ class Runner:
         seed: int = 0,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         model_impl: str = "auto",
+        enforce_eager: bool = False,
     ) -> None:
         self._facts = facts
         self._device = torch.device(device)
@@ -64,6 +67,8 @@ class Runner:
         self._seed = seed
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self._model_impl = model_impl
+        self._recording = self._device.type == "cuda" and not enforce_eager
+        self.graphs: Graphs | None = None  # it counts what it recorded and replayed
         self._model: Decoder | None = None
         self._tenants: tuple[Slots, KVBuffers, Sampler] | None = None
 
@@ -80,7 +85,8 @@ class Runner:
             return kv_cache_memory_bytes
         if self._device.type == "cpu":
             return host_budget()
-        return device_budget(self._device, gpu_memory_utilization, self._rehearse)
+        reserve = allowance(self._max_seqs, self._facts.vocab_size) if self._recording else 0
+        return device_budget(self._device, gpu_memory_utilization, self._rehearse, reserve)
 
     def allocate(self, pages: int, max_model_len: int) -> None:
         """The cache of `pages` usable pages (the null page comes on top), and slots for contexts of max_model_len."""
@@ -91,9 +97,11 @@ class Runner:
         slots = Slots(self._max_seqs, max_model_len, len(self._layout.groups), self._layout.page_size, self._device)
         sampler = Sampler(self._max_seqs, self._facts.vocab_size, self._device, self._logprobs_mode)
         self._tenants = slots, kv, sampler
+        planners = fixed_plans(model, len(self._layout.groups)) if self._recording else None
+        self.graphs = None if planners is None else Graphs(model, slots, planners, self._facts.vocab_size)
 
     def close(self) -> None:
-        self._model = self._tenants = None
+        self._model = self._tenants = self.graphs = None
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -115,13 +123,21 @@ class Runner:
         if not len(plan.slot):
             return StepFlight(plan, None, [])
         slots.check(plan)
-        batch, rows = build_batch(plan, slots)
-        hidden: Tensor = model(batch)
+        prompts: list[tuple[int, Report]] = []
+        reporting = _reporting(plan, slots, sampler)
+        recorded = None if self.graphs is None or len(reporting) else self.graphs.run(plan)
+        logits: Tensor | None
+        if recorded is not None:
+            logits, rows = recorded
+        else:
+            batch, rows = build_batch(plan, slots)
+            hidden: Tensor = model(batch)
+            prompts = _report_prompts(reporting, plan, batch, hidden, model, slots, sampler)
+            logits = model.logits(hidden[batch.logit_index]) if len(rows.slots) else None
         drawn: Drawn | None = None
-        if len(rows.slots):
-            drawn = sampler.sample(model.logits(hidden[batch.logit_index]), rows)
+        if logits is not None and len(logits):
+            drawn = sampler.sample(logits, rows)
             slots.tokens[rows.slot, rows.end] = drawn.ids.int()
-        prompts = _report_prompts(plan, batch, hidden, model, slots, sampler)
         slots.advance(plan)
         return StepFlight(plan, drawn, prompts)
 
@@ -135,19 +151,25 @@ class Runner:
         plan = rehearsal_plan(self._max_seqs, self._max_batched_tokens)
         self.allocate(0, int(plan.end.max()))
         self.launch(plan).result()
-        self._tenants = None
+        self._tenants = self.graphs = None
+
+
+def _reporting(plan: StepPlan, slots: Slots, sampler: Sampler) -> Longs:
+    """The rows that want logprobs of prompt tokens, and run over positions that are followed by one."""
+    wanted = sampler.logprobs.prompt_wanted(plan.slot)
+    return wanted[(plan.end - plan.count)[wanted] < slots.prompt_length[plan.slot[wanted]] - 1]
 
 
 def _report_prompts(
-    plan: StepPlan, batch: Batch, hidden: Tensor, model: Decoder, slots: Slots, sampler: Sampler
+    reporting: Longs, plan: StepPlan, batch: Batch, hidden: Tensor, model: Decoder, slots: Slots, sampler: Sampler
 ) -> list[tuple[int, Report]]:
-    """Logprobs of the prompt tokens that follow the positions of this step, for the rows that want them.
+    """Logprobs of the prompt tokens that follow the positions of this step, for the rows `reporting`.
 
     row         [ start ........................ end )
     reported      start+1 ....................... end        as far as they are in the prompt
     """
     reports = []
-    for row in sampler.logprobs.prompt_wanted(plan.slot).tolist():
+    for row in reporting.tolist():
         slot, end = int(plan.slot[row]), int(plan.end[row])
         start = end - int(plan.count[row])
         stop = min(end, int(slots.prompt_length[slot]) - 1)  # the last prompt token has no successor in the prompt

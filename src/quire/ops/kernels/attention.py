@@ -155,7 +155,7 @@ def splits_kernel(
     tables,  # [R, max_pages]
     row_starts,  # [R + 1]
     kv_lengths,  # [R]
-    splits,  # [splits, 3] row, split of its keys, place among the parts (-1 = it is the only one)
+    splits,  # [splits, 3] row (-1 = nothing to do), split of its keys, place among the parts (-1 = it is the only one)
     query_stride,
     out_stride,
     page_stride,
@@ -177,6 +177,8 @@ def splits_kernel(
     kv_head = tl.program_id(0)
     item = splits + tl.program_id(1) * 3
     row, split, part = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    if row < 0:
+        return
     token = tl.load(row_starts + row).to(tl.int64)
     length = tl.load(kv_lengths + row)
     m = tl.arange(0, BLOCK_M)
@@ -223,7 +225,7 @@ def merge_kernel(
     weights,  # [parts, heads] float32
     out,  # [T, heads, HEAD_DIM]
     row_starts,  # [R + 1]
-    merges,  # [merges, 3] row, its first part, how many
+    merges,  # [merges, 3] row (-1 = nothing to do), its first part, how many
     out_stride,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -233,6 +235,8 @@ def merge_kernel(
     head = tl.program_id(0)
     merge = merges + tl.program_id(1) * 3
     row, first, count = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2)
+    if row < 0:
+        return
     dim = tl.arange(0, DIM_BLOCK)
     in_head = dim < HEAD_DIM
     acc = tl.zeros((DIM_BLOCK,), tl.float32)

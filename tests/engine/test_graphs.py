@@ -1,0 +1,84 @@
+"""On a GPU: replayed graphs a step ahead give the tokens of one launch after the other, whatever comes and goes."""
+
+import random
+
+import pytest
+import torch
+from tiny import make_model, open_model
+
+from quire import SamplingParams
+from quire.runner.graphs import Graphs
+
+pytestmark = pytest.mark.gpu
+
+REQUESTS = 48
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def workload(seed: int) -> list[tuple[int, list[int], SamplingParams, int | None]]:
+    """(turn of arrival, prompt, parameters, turns until it is aborted) of each request."""
+    rng = random.Random(seed)
+    out = []
+    for index in range(REQUESTS):
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.0, 0.8]), seed=index, max_tokens=rng.randint(1, 90), ignore_eos=True,
+            repetition_penalty=rng.choice([1.0, 1.3]), logprobs=rng.choice([None, None, 2]),
+            prompt_logprobs=rng.choice([None, None, None, 1]),
+        )  # fmt: skip
+        prompt = [rng.randrange(2, 320) for _ in range(rng.choice([1, 2, 7, 30, 100]))]
+        out.append((rng.randint(0, 120), prompt, params, rng.choice([None, None, None, rng.randint(1, 40)])))
+    return out
+
+
+def play(llm, requests) -> dict[str, list[int]]:
+    """The tokens of every request that was not aborted."""
+    engine, tokens, turn = llm.llm_engine, {}, 0
+    aborted = {str(i) for i, (*_, after) in enumerate(requests) if after is not None}
+    while turn <= 160 or engine.has_unfinished_requests():
+        for index, (arrival, prompt, params, after) in enumerate(requests):
+            if arrival == turn:
+                engine.add_request(str(index), prompt, params)
+            if after is not None and arrival + after == turn:
+                engine.abort_request([str(index)])
+        for output in engine.step():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+        turn += 1
+    return {name: found for name, found in tokens.items() if name not in aborted}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("args", [{}, {"max_num_batched_tokens": 17}], ids=["roomy", "tight"])
+def test_as_one_launch_after_the_other(directory, seed, args):
+    args = {"device": "cuda", "dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 256, **args}
+    requests = workload(seed)
+    plain = open_model(directory, **args, enforce_eager=True, async_scheduling=False)
+    expected = play(plain, requests)
+    recorded = open_model(directory, **args, async_scheduling=True)
+    assert play(recorded, requests) == expected
+    assert len(expected) > REQUESTS // 2
+    assert plain.llm_engine.core.executor._runner.graphs is None
+    graphs = recorded.llm_engine.core.executor._runner.graphs
+    assert graphs.captures >= 3
+    assert graphs.replays > 40  # the tight engine has few steps in which no prompt is run
+
+
+def test_a_recording_that_fails_costs_no_answer(directory, monkeypatch):
+    args = {"device": "cuda", "dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 256}
+    requests = workload(7)
+    expected = play(open_model(directory, **args, enforce_eager=True), requests)
+    forward = Graphs._forward
+
+    def fails_when_recorded(*given):
+        forward(*given)
+        if torch.cuda.is_current_stream_capturing():
+            raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(Graphs, "_forward", fails_when_recorded)
+    llm = open_model(directory, **args)
+    assert play(llm, requests) == expected
+    graphs = llm.llm_engine.core.executor._runner.graphs
+    assert (graphs.captures, graphs.replays) == (0, 0)

@@ -1,0 +1,62 @@
+"""Which graph a step would take, and the numbers it would be given. Recording and replaying need a GPU (test_graphs_gpu)."""
+
+import numpy as np
+import pytest
+from runner_support import ints
+
+from quire.attn.triton import SPLIT, FixedSplits
+from quire.runner.graphs import MOST_ROOM, MOST_ROWS, Bucket, allowance, fixed_plans, pack, room_bucket, row_bucket
+
+
+@pytest.mark.parametrize(
+    ("rows", "max_seqs", "size"),
+    [(1, 512, 1), (3, 512, 4), (17, 512, 24), (65, 512, 96), (257, 512, 320), (512, 512, 512), (513, 1024, None), (5, 6, 6)],
+)
+def test_the_least_bucket_that_takes_the_rows(rows, max_seqs, size):
+    assert row_bucket(rows, max_seqs) == size
+
+
+def test_buckets_are_few():
+    assert len({row_bucket(rows, MOST_ROWS) for rows in range(1, MOST_ROWS + 1)}) <= 20
+    assert len({room_bucket(need) for need in range(1, MOST_ROOM + 1)}) <= 8
+    assert room_bucket(65) == 128 and room_bucket(MOST_ROOM) == MOST_ROOM and room_bucket(MOST_ROOM + 1) is None
+
+
+def test_the_allowance_grows_with_the_logits():
+    assert allowance(2, 1000) - allowance(1, 1000) == 12000
+    assert allowance(10**6, 1000) == allowance(MOST_ROWS, 1000)
+
+
+def test_numbers_of_a_step():
+    """Two rows in a bucket of four, a group that sees all and one with a window."""
+    fixed, bucket = FixedSplits(), Bucket(4, 8)
+    slot, end, prompt = (np.array(x, np.int64) for x in ([7, 2], [3 * SPLIT, 5], [9, 4]))
+    numbers = pack(slot, end, prompt, bucket, [(fixed, None), (fixed, SPLIT)])
+    rows = numbers[:24].view(np.int64).reshape(3, 4).tolist()
+    assert rows == [[7, 2, -1, -1], [3 * SPLIT, 5, 1, 1], [9, 4, 0, 0]]
+    full, window = numbers[24:].reshape(2, 12, 3)
+    nothing = [-1, -1, -1]
+    alone = [[1, 0, -1], [2, 0, -1], [3, 0, -1]]  # the padding attends to itself
+    assert full.tolist() == [[0, 0, 0], [0, 1, 1], [0, 2, 2], *alone, nothing, nothing, [0, 0, 3], nothing, nothing, nothing]
+    assert window.tolist() == [[0, 2, -1], *alone, *[nothing] * 8]
+    assert fixed.size(4, 8) == 36
+    assert fixed.need(ints(3 * SPLIT, 5), None) == 4 and fixed.need(ints(3 * SPLIT, 5), SPLIT) == 2
+
+
+class Layer:
+    def __init__(self, group, fixed, window):
+        self.group = group
+        self.backend = type("Backend", (), {"fixed": staticmethod(lambda: fixed)})
+        self.spec = type("Spec", (), {"window": window})
+
+
+@pytest.mark.parametrize("recordable", [True, False])
+def test_a_model_may_refuse(recordable):
+    fixed = FixedSplits()
+    model = type("Model", (), {"attentions": [Layer(1, fixed, 4), Layer(0, fixed, None)], "recordable": recordable})
+    assert fixed_plans(model, 2) == ([(fixed, None), (fixed, 4)] if recordable else None)
+
+
+def test_a_backend_may_refuse():
+    model = type("Model", (), {"attentions": [Layer(0, FixedSplits(), None), Layer(0, None, None)], "recordable": True})
+    assert fixed_plans(model, 1) is None
