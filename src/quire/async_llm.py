@@ -76,7 +76,7 @@ class AsyncLLM:
         self.observers: list[Observer] = []
         self.stats: Stats | None = None  # as of the latest step
         self.pages = 0  # of the cache; 0 until the engine is ready
-        self._client = EngineClient(config.args, self, command)
+        self._client = EngineClient(_engine_args(config), self, command)
         try:
             self.tokenizer = open_tokenizer(config)
         except BaseException:
@@ -304,6 +304,18 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         if self.state != "dead" and (self._task is None or self._task.done() or self._task.get_loop() is not loop):
             self._task = loop.create_task(self._client.supervisor.run(), name="quire-supervisor")
+
+
+def _engine_args(config: Config) -> EngineArgs:
+    """What the engine process is told. The files are found by now: neither a start nor a restart asks the hub again."""
+    return replace(
+        config.args,
+        model=str(config.facts.files.path.absolute()),
+        revision=None,
+        download_dir=None,
+        hf_token=None,
+        generation_config="vllm",  # defaults of requests are resolved here
+    )
 
 
 AsyncLLMEngine = AsyncLLM

@@ -354,6 +354,21 @@ def test_shutdown_during_a_restart(tiny_model, traces):
     run(scene(), llm)
 
 
+def test_a_restart_does_not_depend_on_where_we_are(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tiny_model.parent)
+    llm = open_async(Path(tiny_model.name))
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('a stranger')")
+
+    async def scene():
+        await llm.wait_ready()
+        monkeypatch.chdir(tmp_path)
+        kill(llm)
+        await until(lambda: llm.restarts == 1)
+        await llm.wait_ready()
+
+    run(scene(), llm)
+
+
 def test_an_event_loop_that_ends_during_a_restart(tiny_model):
     llm = open_async(tiny_model)
 
