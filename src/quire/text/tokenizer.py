@@ -200,10 +200,6 @@ class Tokenizer:
         named = {"default": template} if isinstance(template, str) else dict(template or {})
         self._chat = ChatTemplates(named)
 
-    @chat_template.setter
-    def chat_template(self, source: str) -> None:
-        self._chat = ChatTemplates({"default": source})
-
     @overload
     def apply_chat_template(
         self, conversation: Sequence[Mapping[str, Any]], *, tokenize: Literal[False], **kwargs: Any
