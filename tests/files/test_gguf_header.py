@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gguf_files import tiny_llama, write_gguf
-from quire.files.gguf import GGML_TYPES, READABLE_TYPES, read_gguf, read_gguf_shards, type_name
+from quire.files.gguf import GGML_TYPES, READABLE_TYPES, read_gguf, read_gguf_shards
 from quire.types.errors import ModelError
 
 
@@ -30,7 +30,7 @@ def test_quantized_sizes(tmp_path: Path) -> None:
     header = read_gguf(write_gguf(tmp_path / "m.gguf", tensors={"q": (block, gguf.GGMLQuantizationType.Q8_0)}))
     assert header.tensors["q"].shape == (3, 64)
     assert header.tensors["q"].nbytes == 3 * 68
-    assert type_name(header.tensors["q"].type) == "Q8_0"
+    assert GGML_TYPES[header.tensors["q"].type][0] == "Q8_0"
 
 
 def test_types_are_those_of_the_package() -> None:

@@ -75,10 +75,6 @@ class GGUFHeader:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
 
-def type_name(type_: int) -> str:
-    return GGML_TYPES[type_][0]
-
-
 def read_gguf(path: str | Path) -> GGUFHeader:
     path = Path(path)
     try:

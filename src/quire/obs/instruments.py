@@ -3,6 +3,7 @@
 They are written on the event loop and read there, so they need no locks: an observation is a search and an addition.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -14,14 +15,14 @@ from prometheus_client.registry import Collector
 Labels = tuple[str, ...]
 
 
-class Instrument:
+class Instrument(ABC):
     """`labels` are the names of its own labels, beside those that all of a board share."""
 
     def __init__(self, name: str, help: str, labels: Labels = ()) -> None:  # noqa: A002
         self.name, self.help, self.labels = name, help, labels
 
-    def family(self, prefix: str, shared: Mapping[str, str]) -> Metric:
-        raise NotImplementedError
+    @abstractmethod
+    def family(self, prefix: str, shared: Mapping[str, str]) -> Metric: ...
 
 
 class Counter(Instrument):

@@ -66,7 +66,3 @@ class Request:
     @property
     def known(self) -> int:
         return len(self.tokens) + self.pending - self.computed
-
-    @property
-    def room(self) -> int:
-        return self.limit - len(self.tokens) - self.pending
