@@ -55,7 +55,8 @@ class Full:
         self.window = sys.maxsize if spec.window is None else spec.window
 
     def need(self, request: Request, end: int) -> int:
-        return max(0, -(-end // self.page_size) - len(request.pages[self.number]))
+        missing = -(-end // self.page_size) - len(request.pages[self.number])
+        return missing if missing > 0 else 0
 
     def demand(self, request: Request, end: int) -> int:
         return self.need(request, end)
@@ -84,12 +85,7 @@ class Full:
         return self.pool.share(table[full]) if tokens % self.page_size else NULL
 
     def trim(self, request: Request, position: int) -> None:
-        table = request.pages[self.number]
-        last = first = min(self._first(position), len(table))
-        while first > 0 and table[first - 1] != NULL:
-            first -= 1
-        self.pool.drop(table[first:last])
-        table[first:last] = [NULL] * (last - first)
+        pass  # every position is seen to the end
 
     def publish(self, request: Request, first: int, last: int) -> None:
         table, size = request.pages[self.number], self.page_size
@@ -118,6 +114,14 @@ class Window(Full):
         refs = self.pool.refs
         own = sum(1 for page in request.pages[self.number] if page != NULL and refs[page] == 1)
         return min(self.need(request, end), group_pages(self.spec, end, self.page_size, self.chunk) - own)
+
+    def trim(self, request: Request, position: int) -> None:
+        table = request.pages[self.number]
+        last = first = min(self._first(position), len(table))
+        while first > 0 and table[first - 1] != NULL:
+            first -= 1
+        self.pool.drop(table[first:last])
+        table[first:last] = [NULL] * (last - first)
 
     def best(self, request: Request, pages: int) -> int:
         """Walks back until an unbroken run of hits covers the window before its own end."""

@@ -3,9 +3,10 @@
 It keeps `request.pages`, `covered`, `keys` and `published`; the scheduler keeps the cursors. It knows no slots, steps or rows.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.cache.groups import make_groups
 from quire.cache.pool import NULL, Pool
@@ -14,8 +15,7 @@ from quire.types.cache import CacheLayout
 from quire.types.request import Request
 
 
-@dataclass(frozen=True)
-class Entries:
+class Entries(NamedTuple):
     """New page-table entries: table[group][first + i] = pages[i]."""
 
     group: int
@@ -29,6 +29,7 @@ class Tables:
         self.prefix_caching = prefix_caching
         self.pool = Pool(pages)
         self.groups = make_groups(layout, self.pool, chunk)
+        self._forgetful = [group for group, spec in zip(self.groups, layout.groups, strict=True) if spec.window is not None]
 
     def find(self, request: Request) -> int:
         """How many leading tokens are cached: full pages only, and never the last token, whose logits are wanted."""
@@ -61,12 +62,11 @@ class Tables:
 
     def trim(self, request: Request) -> None:
         """Keeps what a query one position back would need, so that a fork can still repeat the last token."""
-        position = max(0, request.computed - 1)
-        for group in self.groups:
-            group.trim(request, position)
+        for group in self._forgetful:
+            group.trim(request, request.computed - 1)
 
     def need(self, request: Request, end: int) -> int:
-        return sum(group.need(request, end) for group in self.groups)
+        return sum([group.need(request, end) for group in self.groups])
 
     def demand(self, request: Request, end: int) -> int:
         return sum(group.demand(request, end) for group in self.groups)
@@ -75,8 +75,8 @@ class Tables:
         """Takes the pages for the positions below `end`; the caller has seen to it that there are enough."""
         grown = []
         for number, group in enumerate(self.groups):
-            pages = self.pool.take(group.need(request, end))
-            if pages:
+            if count := group.need(request, end):
+                pages = self.pool.take(count)
                 grown.append(Entries(number, group.grow(request, pages), pages))
         request.covered = -(-end // self.page_size) * self.page_size
         return grown
@@ -101,6 +101,10 @@ class Tables:
         for group in self.groups:
             group.publish(request, request.published, last)
         request.published = last
+
+    def next_publication(self, request: Request) -> int:
+        """With fewer tokens than this there is no further page to publish."""
+        return (request.published + 1) * self.page_size if self.prefix_caching else sys.maxsize
 
     def forget(self, request: Request) -> None:
         """What this request's pages hold cannot be trusted."""

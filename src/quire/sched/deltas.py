@@ -15,17 +15,9 @@ def delta(
     prompt_logprobs: tuple[TopLogprobs, ...] = (),
 ) -> TokenDelta:
     return TokenDelta(
-        request_id=request.spec.id,
-        token_ids=tokens,
-        finish_reason=request.finished,
-        stop_reason=stop,
-        error=error,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        cached_tokens=request.cached,
-        scheduled_at=request.scheduled_at,
-        preemptions=request.preemptions,
-    )
+        request.spec.id, tokens, request.finished, stop, error, logprobs, prompt_logprobs,
+        request.cached, request.scheduled_at, request.preemptions,
+    )  # fmt: skip
 
 
 def unscored(request: Request, scores: TopLogprobs, start: int) -> tuple[TopLogprobs, ...]:

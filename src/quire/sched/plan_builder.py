@@ -1,4 +1,7 @@
-"""Collects one step in lists and turns them into a StepPlan. It decides nothing."""
+"""Collects one step in lists and turns them into a StepPlan. It decides nothing.
+
+Nearly every row is one token that is sampled after: of those only request and end are noted. The other rows are `odd`.
+"""
 
 from dataclasses import dataclass
 from itertools import repeat
@@ -16,6 +19,7 @@ class Scheduled:
 
     plan: StepPlan
     requests: tuple[Request, ...]  # [rows]
+    silent: tuple[int, ...]  # the rows that bring no token
 
 
 class PlanBuilder:
@@ -23,9 +27,9 @@ class PlanBuilder:
         self.step = step
         self.owed = 0  # pages that requests in this plan still need for tokens they have
         self.sources: list[int] = []  # pages with a reference until the plan is complete: they will be copied from
-        self._rows: dict[Request, int] = {}  # → count
-        self._end: list[int] = []
-        self._sample: list[bool] = []
+        self.requests: list[Request] = []  # [rows]
+        self.ends: list[int] = []  # [rows]
+        self._odd: dict[int, tuple[int, bool]] = {}  # row → count, sample
         self._admitted: list[Admission] = []
         self._group: list[int] = []
         self._slot: list[int] = []
@@ -48,30 +52,47 @@ class PlanBuilder:
         )
 
     def enter(self, slot: int, entries: list[Entries]) -> None:
-        for new in entries:
-            count = len(new.pages)
-            self._group.extend(repeat(new.group, count))
+        for group, first, pages in entries:
+            count = len(pages)
+            if count == 1:  # the next page of a growing request
+                self._group.append(group)
+                self._slot.append(slot)
+                self._index.append(first)
+                self._page.append(pages[0])
+                continue
+            self._group.extend(repeat(group, count))
             self._slot.extend(repeat(slot, count))
-            self._index.extend(range(new.first, new.first + count))
-            self._page.extend(new.pages)
+            self._index.extend(range(first, first + count))
+            self._page.extend(pages)
 
     def copy(self, source: int, target: int) -> None:
         self.sources.append(source)
         self._targets.append(target)
 
     def row(self, request: Request, count: int, end: int, sample: bool) -> None:
-        self._rows[request] = count
-        self._end.append(end)
-        self._sample.append(sample)
+        if count != 1 or not sample:
+            self._odd[len(self.requests)] = (count, sample)
+        self.requests.append(request)
+        self.ends.append(end)
 
     def settled(self, request: Request) -> int:
         """Positions whose content is in place before this step's copies run."""
-        return 0 if request.admitted == self.step else request.computed - self._rows.get(request, 0)
+        if request.admitted == self.step:
+            return 0
+        if request not in self.requests:
+            return request.computed
+        return request.computed - self._odd.get(self.requests.index(request), (1, True))[0]
 
-    def build(self, retired: list[int]) -> Scheduled | None:
-        """None if nothing is to be run."""
-        if not self._rows:
+    def build(self, retired: list[int], last: Scheduled | None) -> Scheduled | None:
+        """None if nothing is to be run. What has not changed since the `last` step is taken from there."""
+        if not self.requests:
             return None
+        requests, slots = tuple(self.requests), None
+        if last is not None and not self._admitted and last.requests == requests:
+            requests, slots = last.requests, last.plan.slot
+        count, sample = np.ones(len(requests), np.int32), np.ones(len(requests), np.bool_)
+        for i, (tokens, sampled) in self._odd.items():
+            count[i], sample[i] = tokens, sampled
         plan = StepPlan(
             step=self.step,
             retired=_ints(retired),
@@ -82,12 +103,12 @@ class PlanBuilder:
             entry_page=_ints(self._page),
             copy_from=_ints(self.sources),
             copy_to=_ints(self._targets),
-            slot=_ints([request.slot for request in self._rows]),
-            count=_ints(list(self._rows.values())),
-            end=_ints(self._end),
-            sample=np.array(self._sample, dtype=np.bool_),
+            slot=_ints([request.slot for request in requests]) if slots is None else slots,
+            count=count,
+            end=_ints(self.ends),
+            sample=sample,
         )
-        return Scheduled(plan, tuple(self._rows))
+        return Scheduled(plan, requests, tuple(i for i, (_, sampled) in self._odd.items() if not sampled))
 
 
 def _ints(values: list[int]) -> Ints:

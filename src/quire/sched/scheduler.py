@@ -18,7 +18,7 @@ from quire.sched.forks import Forks, common_prefix
 from quire.sched.limits import Limits
 from quire.sched.plan_builder import PlanBuilder, Scheduled
 from quire.sched.queue import Order, Policy, Queue, Running
-from quire.sched.stop import finish
+from quire.sched.stop import attention, finish
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError, EngineError, RequestError
 from quire.types.outputs import TokenDelta
@@ -54,6 +54,7 @@ class Scheduler:
         self._void: set[Request] = set()  # their rows in flight read pages that were never written
         self._slots = list(range(max_seqs - 1, -1, -1))
         self._retired: list[int] = []  # slots whose leaving the device has not been told
+        self._last: Scheduled | None = None  # the latest step
         self._blocked: tuple[Request, int] | None = None  # who did not fit, and pool.returned at that time
         self._max_seqs = max_seqs
         self._arrivals = self._step = self._queries = self._hits = self._preemptions = 0
@@ -132,22 +133,35 @@ class Scheduler:
         left = self._advance(plan)
         self._admit(plan, left, now)
         self._pool.drop(plan.sources)
-        scheduled = plan.build(self._retired)
+        scheduled = plan.build(self._retired, self._last)
         if scheduled is not None:
             self._retired = []
             self._step += 1
+            self._last = scheduled
         return scheduled
 
     def _advance(self, plan: PlanBuilder) -> int:
-        """Rows for the running, best first; returns what is left of the budget. Only those after a request give way to it."""
-        left, i = self._limits.budget, 0
-        while i < len(self._running) and left:
-            request = self._running[i]
+        """Rows for the running, best first; returns what is left of the budget.
+
+        Only those after a request give way to it, so the list may lose its end while we go through it.
+        """
+        left, requests, ends = self._limits.budget, plan.requests, plan.ends
+        for request in self._running:
+            if not left:
+                break
+            end = request.computed + 1
+            if end <= request.easy:  # what `_place` does, for one token: most rows of most steps
+                request.computed = end
+                request.pending += 1
+                request.rows += 1
+                requests.append(request)
+                ends.append(end)
+                left -= 1
+                continue
             count = self._limits.row_length(request, left)
             if count and self._cover(request, request.computed + count, plan):
                 self._place(request, count, plan)
                 left -= count
-            i += 1
         return left
 
     def _admit(self, plan: PlanBuilder, left: int, now: float) -> None:
@@ -191,6 +205,7 @@ class Scheduler:
         sample = request.computed == len(request.tokens) + request.pending
         if sample:
             request.pending += 1
+            request.easy = min(request.covered, request.limit - 1)
         else:
             plan.owed += self._tables.demand(request, len(request.tokens))
         self._tables.publish(request)
@@ -289,7 +304,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._vacate(request)
         self._tables.free(request)
-        request.computed = 0
+        request.computed = request.easy = request.look = 0
         request.preemptions += 1
         self._preemptions += 1
         self._queue.push(request)
@@ -306,29 +321,62 @@ class Scheduler:
     def commit(self, scheduled: Scheduled, result: StepResult) -> list[TokenDelta]:
         """What a step brought. Rows of requests that have left since are dropped here, and nowhere else."""
         deltas: list[TokenDelta] = []
-        samples, tokens = scheduled.plan.sample.tolist(), result.sampled.tolist()
-        for i, request in enumerate(scheduled.requests):
-            if not self._returned(request, samples[i]):
+        requests, tokens = scheduled.requests, result.sampled.tolist()
+        special = {*scheduled.silent, *result.logprobs, *result.prompt_logprobs, *result.failed}
+        if self._void:
+            special.update(range(len(requests)))
+        for i, request in enumerate(requests):
+            if i in special:
+                deltas += self._commit_row(i, scheduled, result)
                 continue
-            news: list[int] = [tokens[i]] if samples[i] else []
-            stop = error = None
-            if i in result.failed:
-                news, error = [], result.failed[i]
-                self._tables.forget(request)
-                self._leave(request, "error")
-            elif news:
-                request.tokens += news
-                self._tables.publish(request)
-                if (ending := finish(request, tokens[i])) is not None:
-                    reason, stop = ending
-                    self._leave(request, reason)
-            logprobs = (result.logprobs[i],) if i in result.logprobs and news else ()
-            scores: tuple[TopLogprobs, ...] = ()
-            if i in result.prompt_logprobs:
-                scores = unscored(request, result.prompt_logprobs[i], int(scheduled.plan.end[i] - scheduled.plan.count[i]))
-            if news or scores or error is not None:
-                deltas.append(delta(request, news, stop=stop, error=error, logprobs=logprobs, prompt_logprobs=scores))
+            token = tokens[i]
+            request.rows -= 1
+            request.pending -= 1
+            if request.finished is not None:
+                continue
+            known, spec = request.tokens, request.spec
+            known.append(token)
+            if token in spec.stop_ids or len(known) >= request.look:
+                deltas.append(self._consider(request, token))
+            else:
+                deltas.append(TokenDelta(spec.id, [token]))
         return deltas
+
+    def _commit_row(self, i: int, scheduled: Scheduled, result: StepResult) -> list[TokenDelta]:
+        """A row that brought more than a token, or none."""
+        request, plan = scheduled.requests[i], scheduled.plan
+        sample = bool(plan.sample[i])
+        if not self._returned(request, sample):
+            return []
+        scores: tuple[TopLogprobs, ...] = ()
+        if i in result.prompt_logprobs:
+            scores = unscored(request, result.prompt_logprobs[i], int(plan.end[i] - plan.count[i]))
+        if i in result.failed:
+            self._tables.forget(request)
+            self._leave(request, "error")
+            return [delta(request, [], error=result.failed[i], prompt_logprobs=scores)]
+        if not sample:
+            return [delta(request, [], prompt_logprobs=scores)] if scores else []
+        token = int(result.sampled[i])
+        request.tokens.append(token)
+        logprobs = (result.logprobs[i],) if i in result.logprobs else ()
+        return [self._consider(request, token, logprobs, scores)]
+
+    def _consider(
+        self,
+        request: Request,
+        token: int,
+        logprobs: tuple[TopLogprobs, ...] = (),
+        scores: tuple[TopLogprobs, ...] = (),
+    ) -> TokenDelta:
+        """The newest token in full: does it fill a page, does it end the request?"""
+        self._tables.publish(request)
+        ending = finish(request, token)
+        if ending is None:
+            request.look = min(attention(request), self._tables.next_publication(request))
+            return delta(request, [token], logprobs=logprobs, prompt_logprobs=scores)
+        self._leave(request, ending[0])
+        return delta(request, [token], stop=ending[1], logprobs=logprobs, prompt_logprobs=scores)
 
     def fail(self, scheduled: Scheduled, reason: str) -> list[TokenDelta]:
         """The whole step was lost: the requests with rows in it end, and nothing is known of what the cache holds.
@@ -391,5 +439,7 @@ class Scheduler:
         for request in places:
             if request.rows < 0 or request.pending < 0 or request.known < 0:
                 raise EngineError(f"the cursors of {request.spec.id!r} are out of bounds")
-            if request.slot < 0 and (request.pages or request.computed):
+            if request.slot < 0 and (request.pages or request.computed or request.easy):
                 raise EngineError(f"{request.spec.id!r} waits but has pages")
+            if request.easy and (request.known != 1 or request.easy > request.covered):
+                raise EngineError(f"{request.spec.id!r} is thought to be easy, but is not")

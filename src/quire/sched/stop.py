@@ -17,6 +17,11 @@ def finish(request: Request, token: int) -> tuple[FinishReason, int | None] | No
     return None
 
 
+def attention(request: Request) -> int:
+    """No sooner than with this many tokens can `finish` say anything, unless a stop id comes."""
+    return 0 if request.spec.params.repetition_detection is not None else request.limit
+
+
 def repeats(tokens: list[int], prompt_length: int, pattern: RepetitionDetectionParams) -> bool:
     """Are the last sampled tokens one pattern, `min_count` times in a row? A tail with period p equals itself shifted by p."""
     for size in range(max(1, pattern.min_pattern_size), pattern.max_pattern_size + 1):

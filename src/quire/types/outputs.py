@@ -11,7 +11,11 @@ from quire.types.request import FinishReason
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """News of one request after one step. The last one carries `finish_reason`."""
+    """News of one request after one step. The last one carries `finish_reason`.
+
+    What is said last need not change with every token: it is in the first and the last delta, after every preemption, and may
+    be left out (0) in between.
+    """
 
     request_id: str
     token_ids: list[int]
@@ -20,6 +24,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: str | None = None  # set exactly when finish_reason is "error"
     logprobs: tuple[TopLogprobs, ...] = ()  # one per token id, when asked for
     prompt_logprobs: tuple[TopLogprobs, ...] = ()  # chunks in order, when asked for
+    # need not be in every delta:
     cached_tokens: int = 0
     scheduled_at: float = 0.0
     preemptions: int = 0

@@ -40,7 +40,7 @@ class EngineRequest:
     scored: int = 0  # the last prompt position whose logprobs were handed out
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """One request's mutable state; only the scheduler and the cache groups write it."""
 
@@ -51,6 +51,8 @@ class Request:
     computed: int = 0
     pending: int = 0
     rows: int = 0  # rows in flight
+    easy: int = 0  # rows of one token up to here need no page and no thought; 0 while more than one token is known
+    look: int = 0  # a new token that makes it this long may end it, fill a page, or is news beyond itself
     slot: int = -1
     pages: list[list[int]] = field(default_factory=list)  # per cache group
     covered: int = 0  # positions the pages have room for
