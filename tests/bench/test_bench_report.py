@@ -72,11 +72,11 @@ def test_a_result_of_another_program_is_compared_by_what_it_says() -> None:
 
 def test_files(tmp_path: Path) -> None:
     save(NOW, tmp_path / "a" / "b.json")
-    assert read_result(tmp_path / "a" / "b.json") == NOW
+    assert read_result(tmp_path / "a" / "b.json", "serve") == NOW
     (tmp_path / "list.json").write_text(json.dumps([1]))
     for name in ("list.json", "nothing.json"):
         with pytest.raises(ConfigError):
-            read_result(tmp_path / name)
+            read_result(tmp_path / name, "serve")
     with pytest.raises(ConfigError, match="cannot write"):
         save(NOW, tmp_path / "list.json" / "x.json")
 

@@ -1,5 +1,9 @@
-"""Measuring servers: load, timings, reports.
+"""Measuring servers and models: load, timings, reports.
 
-This room knows HTTP, the OpenAI protocol and arithmetic; it imports no engine and no torch, and nothing of Quire but
-`types`, so that it measures any OpenAI server the same way.
+    serve ...    a load client for any OpenAI server: HTTP, the protocol, arrivals, metrics
+    offline      a model in this process: throughput and latency        workloads   the named ones
+    startup      new processes, until their first token                 machine     where figures come from
+
+This room imports no engine and no torch, and nothing of Quire but `types`: servers are reached by HTTP, and a model is
+whatever can generate.
 """

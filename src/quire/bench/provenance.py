@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quire import __version__
 
-SECRET_FLAGS = ("--api-key", "--header")
+SECRET_FLAGS = ("--api-key", "--header", "--hf-token")
 
 
 def provenance(argv: Sequence[str]) -> dict[str, str | None]:

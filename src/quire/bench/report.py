@@ -30,7 +30,7 @@ COUNTS = (
 ONLY_IF_SET = ("total_cached_tokens", "request_goodput")
 IRRELEVANT = (  # to what is measured
     *("base_url", "host", "port", "ready_check_timeout_sec", "request_id_prefix", "disable_tqdm"),
-    *("save_result", "result_dir", "result_filename", "save_detailed", "metadata", "label", "compare"),
+    *("save_result", "result_dir", "result_filename", "save_detailed", "metadata", "label", "compare", "output_json"),
 )
 COMPARED = tuple(key for _, key, _ in COUNTS if key not in ("completed", "failed", "total_cached_tokens"))
 
@@ -104,25 +104,36 @@ def save(result: Mapping[str, Any], path: Path) -> None:
         raise ConfigError(f"cannot write the result to {path}: {error.strerror}") from None
 
 
-def read_result(path: Path) -> dict[str, Any]:
+def read_result(path: Path, kind: str) -> dict[str, Any]:
+    """A saved result of that measurement; those of `serve` may come from vLLM, which does not say what they are."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the result {path}: {error}") from None
-    if not isinstance(result, dict) or not isinstance(result.get("duration"), int | float):
-        raise ConfigError(f"{path} is not a result of `bench serve`")
+    if not isinstance(result, dict) or result.get("kind", "serve") != kind or not figures(result):
+        raise ConfigError(f"{path} is not a result of `bench {kind}`")
     return result
+
+
+def figures(result: Mapping[str, Any]) -> dict[str, float]:
+    """What two results of one kind are compared by."""
+    flat = result.get("figures")
+    if flat is None:
+        timings = [key for key in result if key.endswith("_ms") and not key.startswith(("std_", "p50_"))]
+        flat = {key: result.get(key) for key in (*COMPARED, *timings)}
+    return {key: value for key, value in flat.items() if isinstance(value, int | float)} if isinstance(flat, dict) else {}
 
 
 def comparison(now: Mapping[str, Any], then: Mapping[str, Any], name: str) -> str:
     """Figures that both runs have, and the ratio of this run to that one."""
-    timings = [key for key in now if key.endswith("_ms") and not key.startswith(("std_", "p50_"))]
     lines = [f" this run / {name} ".center(WIDTH, "="), _compared("", "this run", "that run", "ratio")]
-    for key in (*COMPARED, *timings):
-        new, old = now.get(key), then.get(key)
-        if isinstance(new, int | float) and isinstance(old, int | float):
-            ratio = f"{new / old:.3f}" if old else "-"
-            lines.append(_compared(key, _figure(new), _figure(old), ratio))
+    before = figures(then)
+    common = {key: (new, before[key]) for key, new in figures(now).items() if key in before}
+    lines += [
+        _compared(key, _figure(new), _figure(old), f"{new / old:.3f}" if old else "-") for key, (new, old) in common.items()
+    ]
+    if not common:
+        lines.append("they have no figure in common")
     lines += _differences(now, then)
     lines.append("=" * WIDTH)
     return "\n".join(lines)
@@ -139,7 +150,7 @@ def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
 
 
 def _figure(value: float) -> str:
-    return f"{value:,d}" if isinstance(value, int) else f"{value:,.2f}"
+    return f"{value:,d}" if isinstance(value, int) else f"{value:,.{4 if 0 < value < 1 else 2}f}"
 
 
 def _compared(key: str, new: str, old: str, ratio: str) -> str:

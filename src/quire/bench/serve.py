@@ -1,9 +1,7 @@
 """`bench serve` from beginning to end: reach the server, write the requests, warm up, offer the load, sum up."""
 
 import asyncio
-import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +11,7 @@ from quire.bench.arrivals import LoadShape, arrival_times
 from quire.bench.client import Client, Origin, allow_open_files
 from quire.bench.datasets import find
 from quire.bench.datasets.options import SYNTHETIC, DatasetOptions
+from quire.bench.garbage import little_garbage_collection
 from quire.bench.load import Load, Outgoing, sender
 from quire.bench.openai import request_body
 from quire.bench.progress import progress
@@ -104,7 +103,7 @@ async def bench_serve(settings: ServeSettings) -> Outcome:
             settings.shape.max_concurrency,
         )
         async with progress(load, len(main), disable=settings.disable_tqdm):
-            with _little_garbage_collection():
+            with little_garbage_collection():
                 await load.run(main)
     finally:
         await client.close()
@@ -112,17 +111,6 @@ async def bench_serve(settings: ServeSettings) -> Outcome:
     prompts = ("text" if alphabet.text else "ids") if synthetic else "file"
     notes = _notes(settings, server, alphabet, load, len(main))
     return Outcome(model, version, prompts, load.records, load.duration, load.interrupted, notes)
-
-
-@contextmanager
-def _little_garbage_collection() -> Iterator[None]:
-    """What exists already is not searched for garbage while times are taken."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 async def _alphabet(settings: ServeSettings, server: Server) -> Alphabet:

@@ -3,11 +3,13 @@
 import importlib
 from typing import Any
 
-MEASUREMENTS = ("serve",)
+MEASUREMENTS = ("serve", "throughput", "latency", "startup")
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("bench", help="measure a server", description="Measures throughput and latency.")
+    parser = subparsers.add_parser(
+        "bench", help="measure a server or a model", description="Measures throughput, latency and start-up."
+    )
     inner = parser.add_subparsers(title="measurements", dest="measurement", metavar="MEASUREMENT", required=True)
     for name in MEASUREMENTS:
         importlib.import_module(f"quire.cli.bench_{name}").add_parser(inner)

@@ -46,7 +46,7 @@ def run(namespace: argparse.Namespace) -> int:
     pairs(namespace.metadata, "--metadata")
     if namespace.save_result and namespace.result_filename:
         raise ConfigError("--save-result and --result-filename both name the file; drop one")
-    then = read_result(namespace.compare) if namespace.compare else None
+    then = read_result(namespace.compare, "serve") if namespace.compare else None
     where = f"{settings.origin.path(settings.endpoint)} of {settings.origin}"
     print(f"{settings.dataset.count:,} requests ({settings.dataset.name}), {settings.load_text}, to {where}", file=sys.stderr)
 
@@ -82,6 +82,7 @@ def result_of(
     hidden = ("run", "command", "measurement", "api_key", "header")
     flags = {name: plain(value) for name, value in vars(namespace).items() if name not in hidden}
     result = {
+        "kind": "serve",
         **provenance(sys.argv),
         "label": namespace.label or backend,
         "backend": backend,

@@ -1,0 +1,156 @@
+"""Measures a model in this process: all requests of a workload at once (throughput), or one batch again and again (latency).
+
+It knows a model only as something that generates; who made it, and on which device it runs, is told by others.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from quire.bench.garbage import little_garbage_collection
+from quire.types.errors import EngineError
+from quire.types.outputs import RequestOutput
+from quire.types.prompts import PromptType
+from quire.types.sampling import SamplingParams
+
+Figures = dict[str, float]  # by name, flat: what two results are compared by
+
+
+class Model(Protocol):
+    def generate(
+        self, prompts: Sequence[PromptType], sampling_params: Sequence[SamplingParams], *, use_tqdm: bool
+    ) -> list[RequestOutput]: ...
+
+    def reset_prefix_cache(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Work:
+    """Requests that are there at the start, each with the number of tokens it is to get."""
+
+    name: str
+    prompts: Sequence[PromptType]
+    params: Sequence[SamplingParams]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One pass over a workload. Times in seconds."""
+
+    elapsed_time: float
+    num_requests: int
+    input_tokens: int
+    output_tokens: int
+    ttfts: Sequence[float]  # of each request
+    tpots: Sequence[float]  # of each request with more than one token
+
+    @property
+    def ms_per_token(self) -> float | None:
+        """For one request alone."""
+        return 1000 * self.elapsed_time / self.output_tokens if self.num_requests == 1 else None
+
+    def figures(self) -> Figures:
+        """Under the names of vLLM's result files, where those have one."""
+        found = {
+            "elapsed_time": self.elapsed_time,
+            "requests_per_second": self.num_requests / self.elapsed_time,
+            "output_tokens_per_second": self.output_tokens / self.elapsed_time,
+            "tokens_per_second": (self.input_tokens + self.output_tokens) / self.elapsed_time,
+        }
+        return found if self.ms_per_token is None else {**found, "ms_per_token": self.ms_per_token}
+
+
+def run_once(model: Model, work: Work, *, use_tqdm: bool = False) -> Run:
+    """With an empty prefix cache. A request that fails or falls short makes the figures worthless, so it is an error."""
+    if not model.reset_prefix_cache():
+        raise EngineError("the prefix cache cannot be emptied: something else is running on this engine")
+    with little_garbage_collection():
+        began = time.perf_counter()
+        outputs = model.generate(work.prompts, work.params, use_tqdm=use_tqdm)
+        seconds = time.perf_counter() - began
+    for output, params in zip(outputs, work.params, strict=True):
+        (choice,) = output.outputs
+        if choice.error is not None:
+            raise EngineError(f"request {output.request_id} of {work.name} failed: {choice.error}")
+        if params.ignore_eos and len(choice.token_ids) != params.max_tokens:
+            raise EngineError(
+                f"request {output.request_id} of {work.name} has {len(choice.token_ids)} of {params.max_tokens} tokens; "
+                "a larger --max-model-len may be needed"
+            )
+    return Run(
+        seconds,
+        len(outputs),
+        sum(len(output.prompt_token_ids) for output in outputs),
+        sum(len(output.outputs[0].token_ids) for output in outputs),
+        [output.metrics.first_token_latency for output in outputs if output.metrics is not None],
+        [tpot for output in outputs if (tpot := _tpot(output)) is not None],
+    )
+
+
+def measure(model: Model, work: Work, *, warmups: int, runs: int, use_tqdm: bool = False) -> list[Run]:
+    for _ in range(warmups):
+        run_once(model, work, use_tqdm=use_tqdm)
+    return [run_once(model, work, use_tqdm=use_tqdm) for _ in range(runs)]
+
+
+def best(runs: Sequence[Run]) -> Run:
+    return min(runs, key=lambda run: run.elapsed_time)
+
+
+def throughput_of(name: str, runs: Sequence[Run]) -> dict[str, Any]:
+    """A workload's entry in the saved result: the best run, and all of them."""
+    top = best(runs)
+    return {
+        "workload": name,
+        "num_requests": top.num_requests,
+        "total_input_tokens": top.input_tokens,
+        "total_output_tokens": top.output_tokens,
+        "total_num_tokens": top.input_tokens + top.output_tokens,
+        **top.figures(),
+        "runs": [run.figures() for run in runs],
+    }
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Of one batch, run many times. Seconds for the batch, milliseconds for tokens."""
+
+    avg_latency: float
+    latencies: list[float]
+    percentiles: dict[str, float]
+    mean_ttft_ms: float
+    mean_tpot_ms: float | None
+
+    def figures(self) -> Figures:
+        found = {"avg_latency": self.avg_latency, "mean_ttft_ms": self.mean_ttft_ms}
+        found |= {f"p{cut}_latency": value for cut, value in self.percentiles.items()}
+        return found if self.mean_tpot_ms is None else {**found, "mean_tpot_ms": self.mean_tpot_ms}
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+CUTS = (10, 25, 50, 75, 90, 99)
+
+
+def latency_of(runs: Sequence[Run]) -> Latency:
+    latencies = [run.elapsed_time for run in runs]
+    tpots = [tpot for run in runs for tpot in run.tpots]
+    return Latency(
+        float(np.mean(latencies)),
+        latencies,
+        {str(cut): float(np.percentile(latencies, cut)) for cut in CUTS},
+        1000 * float(np.mean([ttft for run in runs for ttft in run.ttfts])),
+        1000 * float(np.mean(tpots)) if tpots else None,
+    )
+
+
+def _tpot(output: RequestOutput) -> float | None:
+    """Seconds per token after the first."""
+    metrics, count = output.metrics, len(output.outputs[0].token_ids)
+    if metrics is None or count < 2:
+        return None
+    return (metrics.last_token_ts - metrics.first_token_ts) / (count - 1)
