@@ -195,7 +195,8 @@ def fan_out(base: EngineRequest, n: int) -> tuple[EngineRequest, ...]:
 def _as_ids(ids: Any) -> tuple[int, ...]:
     if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
         raise InvalidParameter(f"prompt_token_ids must be a list of integers, got {type(ids).__name__}", "prompt")
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int):
-            raise InvalidParameter(f"prompt_token_ids must be integers, got {token!r}", "prompt")
+    if set(map(type, ids)) != {int}:  # slower, and says which
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise InvalidParameter(f"prompt_token_ids must be integers, got {token!r}", "prompt")
     return tuple(ids)

@@ -116,11 +116,8 @@ class OutputProcessor:
                     del self._answers[answer.prepared.id]
                     answer.metrics.finished_ts = now
                     news.finished.append(answer.finish())
-            if answer.final_only:
-                answer.due = answer.finished
-            elif choice.due():
+            if not answer.unfinished if answer.final_only else answer.due or choice.due():
                 answer.due = True
-            if answer.due:
                 due[answer] = None
         self._tell(news)
         return Absorbed(due, aborts)
@@ -160,25 +157,33 @@ class Answer:
         return not self.unfinished
 
     def note(self, delta: TokenDelta, choice: "_Choice", news: OutputNews) -> None:
-        metrics, now = self.metrics, news.now
+        metrics, now, count = self.metrics, news.now, len(delta.token_ids)
+        if delta.prompt_logprobs or not metrics.first_token_ts:
+            self._note_prompt(delta)
+        if delta.preemptions > metrics.num_preemptions:
+            metrics.num_preemptions = delta.preemptions
+        if not count:
+            return
+        if not metrics.first_token_ts:
+            metrics.first_token_ts = now
+            metrics.first_token_latency = now - metrics.queued_ts
+            news.first_tokens.append(metrics.first_token_latency)
+            news.prompts.append((len(self.prepared.prompt_ids), self.cached_tokens))
+        if choice.last_token_ts:
+            news.intervals.append(now - choice.last_token_ts)
+        choice.last_token_ts = metrics.last_token_ts = now
+        metrics.num_generation_tokens += count
+        news.tokens += count
+
+    def _note_prompt(self, delta: TokenDelta) -> None:
+        """What is learnt with the prompt. The choices have it in common, and the first one tells it."""
+        metrics = self.metrics
+        if delta.scheduled_at and not metrics.scheduled_ts:
+            metrics.scheduled_ts = delta.scheduled_at
         if delta.request_id == self.prepared.requests[0].id:
             if not metrics.first_token_ts:  # later a restarted engine may find other things cached
                 self.cached_tokens = delta.cached_tokens
             self._add_prompt_logprobs(delta.prompt_logprobs)
-        if delta.scheduled_at and not metrics.scheduled_ts:
-            metrics.scheduled_ts = delta.scheduled_at
-        if delta.token_ids:
-            if not metrics.first_token_ts:
-                metrics.first_token_ts = now
-                metrics.first_token_latency = now - metrics.queued_ts
-                news.first_tokens.append(metrics.first_token_latency)
-                news.prompts.append((len(self.prepared.prompt_ids), self.cached_tokens))
-            if choice.last_token_ts:
-                news.intervals.append(now - choice.last_token_ts)
-            choice.last_token_ts = metrics.last_token_ts = now
-            metrics.num_generation_tokens += len(delta.token_ids)
-            news.tokens += len(delta.token_ids)
-        metrics.num_preemptions = max(metrics.num_preemptions, delta.preemptions)
 
     def finish(self) -> Finished:
         """The whole request for observers; choices that have not ended were given up."""
@@ -265,6 +270,16 @@ class _Choice:
         self._stops = StopStrings(params.stops, include=params.include_stop_str_in_output) if params.stops else None
 
     def feed(self, delta: TokenDelta) -> None:
+        if self._detokenizer is None and self.logprobs is None:
+            self.token_ids += delta.token_ids
+        else:
+            self._read(delta)
+        if delta.finish_reason is not None and self.finish_reason is None:
+            self.finish_reason, self.stop_reason, self.error = delta.finish_reason, delta.stop_reason, delta.error
+            self._end_text()
+
+    def _read(self, delta: TokenDelta) -> None:
+        """Text and logprobs; ends with the token that completes a stop string."""
         for i, token in enumerate(delta.token_ids):
             self.token_ids.append(token)
             if self.logprobs is not None:
@@ -275,9 +290,6 @@ class _Choice:
             self._add_text([token])
             if self.finish_reason is not None:
                 return
-        if delta.finish_reason is not None:
-            self.finish_reason, self.stop_reason, self.error = delta.finish_reason, delta.stop_reason, delta.error
-            self._end_text()
 
     def due(self) -> bool:
         """Is there news the user should get now? (stream_interval thins it out; the first token and the finish always go.)"""

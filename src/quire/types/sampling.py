@@ -53,6 +53,9 @@ class RepetitionDetectionParams(msgspec.Struct, forbid_unknown_fields=True):
             )
 
 
+_IMMUTABLE = frozenset({int, float, bool, str, type(None), RequestOutputKind})
+
+
 class SamplingParams(msgspec.Struct, omit_defaults=True):
     """vLLM's fields, defaults and rules. A value out of range raises InvalidParameter (a ValueError) at once."""
 
@@ -114,8 +117,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         return self.prompt_logprobs is None and not self.skip_reading_prefix_cache
 
     def clone(self) -> "SamplingParams":
-        """A private copy, so that a caller may go on changing theirs."""
-        return self if self.skip_clone else copy.deepcopy(self)
+        """A private copy, so that a caller may go on changing theirs. What was changed since the check is checked."""
+        if self.skip_clone:
+            return self
+        twin = copy.copy(self)
+        for name in self.__struct_fields__:
+            value = getattr(twin, name)
+            if type(value) not in _IMMUTABLE:
+                setattr(twin, name, value.copy() if type(value) is list else copy.deepcopy(value))
+        twin.__post_init__()
+        return twin
 
     def _normalize(self) -> None:
         if self.stop is None:
