@@ -29,12 +29,14 @@ from quire.text.tokenizer import Tokenizer
 from quire.types.errors import EngineDead, QuireError, RequestError
 from quire.types.outputs import RequestOutput, TokenDelta
 from quire.types.prompts import PromptType
+from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 from quire.types.stats import Observer, Stats
 
 logger = logging.getLogger(__name__)
 
 MOST_THREADS = 4  # for tokenization
+SHORT = 4096  # token ids that are checked faster than they are handed to a thread
 T = TypeVar("T")
 
 
@@ -85,6 +87,7 @@ class AsyncLLM:
         self._inputs = InputProcessor.of(config, self.tokenizer, config.max_model_len)
         self._outputs = OutputProcessor(self.tokenizer, self.observers)
         self._streams: dict[str, Stream] = {}  # by the user's request id
+        self._fresh: list[EngineRequest] = []  # to be sent when all that happen now have been opened
         self._serials = itertools.count()
         self._threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="quire-text")
         self._task: asyncio.Task[None] | None = None
@@ -274,17 +277,31 @@ class AsyncLLM:
     ) -> Prepared:
         """The engine gets numbers for ids: a user may use an id again while the engine still talks of its last bearer."""
         arrival, serial = time.time(), f"{next(self._serials):x}"
-        prepared = await self._aside(
-            lambda: self._inputs.prepare(serial, prompt, params, arrival=arrival, priority=priority, tenant=tenant)
-        )
-        return replace(prepared, id=request_id)
+
+        def prepare() -> Prepared:
+            return self._inputs.prepare(serial, prompt, params, arrival=arrival, priority=priority, tenant=tenant)
+
+        return replace(prepare() if _is_quick(prompt, params) else await self._aside(prepare), id=request_id)
 
     def _open(self, prepared: Prepared, trace_headers: Mapping[str, str] | None, arrived: float) -> Stream:
         if prepared.id in self._streams:
             raise RequestError(f"request id {prepared.id!r} is in use", "request_id")
-        self._client.add(prepared.requests)
+        self._client.check()
         stream = self._streams[prepared.id] = Stream(self._outputs.add(prepared, trace_headers, arrived))
+        if not self._fresh:
+            asyncio.get_running_loop().call_soon(self._submit)
+        self._fresh += prepared.requests
         return stream
+
+    def _submit(self) -> None:
+        """Requests that came at the same time go to the engine as one message; those that have been left already do not go."""
+        fresh, self._fresh = self._fresh, []
+        wanted = [request for request in fresh if self._outputs.user_id(request.id) is not None]
+        try:
+            self._client.add(wanted)
+        except EngineDead as error:
+            for request in wanted:
+                self.on_refused(request.id, error)
 
     def _close(self, request_id: str, stream: Stream) -> None:
         if self._streams.get(request_id) is stream:
@@ -304,6 +321,12 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         if self.state != "dead" and (self._task is None or self._task.done() or self._task.get_loop() is not loop):
             self._task = loop.create_task(self._client.supervisor.run(), name="quire-supervisor")
+
+
+def _is_quick(prompt: PromptType, params: SamplingParams) -> bool:
+    """Is there nothing to tokenize, and little to check?"""
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+    return isinstance(ids, list) and len(ids) <= SHORT and not getattr(params, "bad_words", None)
 
 
 def _engine_args(config: Config) -> EngineArgs:

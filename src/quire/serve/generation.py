@@ -1,8 +1,8 @@
 """From a checked request to the engine's answers: one engine request per prompt, all ended together whatever happens."""
 
 import asyncio
+import itertools
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from quire.types.prompts import TokensPrompt
 from quire.types.sampling import SamplingParams
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+_serials = itertools.count()
 _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
@@ -98,7 +99,7 @@ def _start(server: Server, job: Job, i: int) -> AsyncGenerator[RequestOutput, No
     if job.cache_salt is not None:
         prompt["cache_salt"] = job.cache_salt
     # clients may use an id twice, the engine may not
-    engine_id = f"{job.id}-{i}-{uuid.uuid4().hex[:8]}"
+    engine_id = f"{job.id}-{i}-{next(_serials):x}"
     return server.llm.generate(
         prompt,
         job.params[i],
