@@ -426,3 +426,48 @@ def test_the_names_of_vllm():
 def test_this_process_does_not_need_torch():
     code = "import sys, quire.async_llm, quire.engine.process; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_requests_that_come_together_are_sent_together(crew, monkeypatch):
+    llm = crew.llm
+    sent, add = [], llm._client.add
+
+    def note(requests):
+        sent.append(len(list(requests)))
+        add(requests)
+
+    monkeypatch.setattr(llm._client, "add", note)
+
+    async def scene():
+        params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, n=1)
+        answers = await asyncio.gather(*[collect(llm, [7, i + 2, 5], params, f"together-{i}") for i in range(20)])
+        alone = await collect(llm, [7, 2, 5], params, "alone")
+        return answers, alone
+
+    answers, alone = crew(scene())
+    assert sent == [20, 1]
+    assert answer(answers[0]).token_ids == answer(alone).token_ids
+    assert len({tuple(answer(one).token_ids) for one in answers}) > 1
+
+
+def test_a_request_that_is_left_before_it_was_sent_never_goes(crew, monkeypatch):
+    llm = crew.llm
+    sent, add = [], llm._client.add
+
+    def note(requests):
+        sent.extend(requests)
+        add(requests)
+
+    monkeypatch.setattr(llm._client, "add", note)
+
+    async def scene():
+        stream = llm.generate([3, 4], GREEDY, "left")
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)  # it has been opened, and is to be sent next
+        assert llm.num_open == 1
+        first.cancel()
+        llm._close("left", llm._streams["left"])
+        await asyncio.gather(first, return_exceptions=True)
+
+    crew(scene())
+    assert sent == []

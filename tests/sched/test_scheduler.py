@@ -4,6 +4,8 @@ import pytest
 from desk import Desk, Faults
 
 from quire.types.errors import ConfigError, PromptTooLong, RequestError
+from quire.types.outputs import TokenDelta
+from quire.types.sampling import RepetitionDetectionParams
 
 A = tuple(range(10, 22))  # three pages of four
 
@@ -540,3 +542,47 @@ def test_retired_slots_of_a_lost_step_are_told_again():
     assert sorted(desk.step().retired.tolist()) == [0, 1]
     desk.finish()
     assert desk.right("c")
+
+
+# ---- deltas --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_token_in_the_middle_is_nothing_but_a_token(depth):
+    """Whatever else there is to say of a request comes with the first and the last one."""
+    desk = Desk(depth=depth)
+    desk.add("z", A, 1)
+    desk.finish()
+    desk.add("a", A, 12)
+    desk.finish()
+    assert desk.right("a")
+    first, *_, last = deltas = desk.heard["a"]
+    assert len(deltas) == 12
+    assert (first.cached_tokens, first.scheduled_at) == (last.cached_tokens, last.scheduled_at) == (8, 7.0)
+    plain = [delta for delta in deltas if delta == TokenDelta("a", delta.token_ids)]
+    assert len(plain) >= 6
+    assert [delta.finish_reason for delta in deltas] == [None] * 11 + ["length"]
+
+
+def test_a_preemption_is_told_with_the_next_token():
+    desk = Desk(pages=9)
+    desk.add("a", A, 12)
+    desk.add("b", A[::-1], 12)
+    desk.finish()
+    assert desk.right("a", "b")
+    assert desk.scheduler.stats.preemptions
+    told = [delta.preemptions for delta in desk.heard["b"]]
+    again = next(i for i, count in enumerate(told) if count)
+    assert told[:again] == [0] * again
+    assert again < len(told) - 1, "only the last one told it"
+
+
+@pytest.mark.parametrize("pattern", [None, RepetitionDetectionParams(max_pattern_size=2, min_pattern_size=1, min_count=2)])
+def test_pages_filled_by_output_are_found(pattern):
+    desk = Desk(pages=40, depth=1)
+    desk.add("a", A, 16, repetition_detection=pattern)
+    desk.finish()
+    whole = (*A, *desk.tokens("a"))
+    desk.add("b", (*whole[:-1], 1), 1)
+    desk.finish()
+    assert desk.cached("b") == (len(whole) - 1) // 4 * 4
