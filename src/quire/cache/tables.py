@@ -65,19 +65,19 @@ class Tables:
         for group in self._forgetful:
             group.trim(request, request.computed - 1)
 
-    def need(self, request: Request, end: int) -> int:
-        return sum([group.need(request, end) for group in self.groups])
-
     def demand(self, request: Request, end: int) -> int:
         return sum(group.demand(request, end) for group in self.groups)
 
-    def grow(self, request: Request, end: int) -> list[Entries]:
-        """Takes the pages for the positions below `end`; the caller has seen to it that there are enough."""
+    def grow(self, request: Request, end: int) -> list[Entries] | None:
+        """Takes the pages for the positions below `end`; None, and nothing is taken, if there are not enough."""
+        needs = [group.need(request, end) for group in self.groups]
+        if sum(needs) > self.pool.free:
+            return None
         grown = []
-        for number, group in enumerate(self.groups):
-            if count := group.need(request, end):
+        for number, count in enumerate(needs):
+            if count:
                 pages = self.pool.take(count)
-                grown.append(Entries(number, group.grow(request, pages), pages))
+                grown.append(Entries(number, self.groups[number].grow(request, pages), pages))
         request.covered = -(-end // self.page_size) * self.page_size
         return grown
 

@@ -255,14 +255,14 @@ class Scheduler:
         if end <= request.covered:
             return True
         self._tables.trim(request)
-        while self._tables.need(request, end) > self._pool.free:
+        while (grown := self._tables.grow(request, end)) is None:
             if self._drop_oldest_hold():
                 continue
             victim = self._running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
-        plan.enter(request.slot, self._tables.grow(request, end))
+        plan.enter(request.slot, grown)
         return True
 
     def _drop_oldest_hold(self) -> bool:
