@@ -22,6 +22,7 @@ from quire.engine import ipc
 from quire.engine.child import COMMAND
 from quire.engine.client import EngineClient
 from quire.engine.supervisor import State
+from quire.engine.timeline import Timeline
 from quire.text.inputs import InputProcessor, Prepared
 from quire.text.open import open_tokenizer
 from quire.text.outputs import Answer, OutputProcessor
@@ -76,6 +77,7 @@ class AsyncLLM:
         self.observers: list[Observer] = []
         self.stats: Stats | None = None  # as of the latest step
         self.pages = 0  # of the cache; 0 until the engine is ready
+        self.timeline: Timeline | None = None  # of the latest start of the engine process
         self._client = EngineClient(_engine_args(config), self, command)
         try:
             self.tokenizer = open_tokenizer(config)
@@ -244,6 +246,7 @@ class AsyncLLM:
         )
         self._inputs.max_model_len = ready.max_model_len
         self.pages = ready.pages
+        self.timeline = ready.timeline
 
     def on_deltas(self, deltas: Sequence[TokenDelta]) -> None:
         absorbed = self._outputs.absorb(deltas)

@@ -17,6 +17,7 @@ import numpy as np
 import zmq
 
 from quire.config.args import EngineArgs
+from quire.engine.timeline import Timeline
 from quire.types import errors
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
@@ -72,6 +73,7 @@ class Ready(_Frame):
     max_batched_tokens: int
     max_seqs: int
     depth: int
+    timeline: Timeline
 
 
 class StepReport(_Frame):

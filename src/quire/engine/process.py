@@ -22,6 +22,7 @@ import zmq
 
 from quire.engine import ipc
 from quire.engine.core import EngineCore
+from quire.engine.timeline import Stopwatch
 from quire.types.errors import QuireError, RequestError
 from quire.types.request import EngineRequest
 
@@ -142,14 +143,13 @@ class Engine:
             return ipc.Reply(number, None, f"{type(error).__name__}: {error}")
 
 
-def start(command: ipc.Start) -> tuple[EngineCore, ipc.Ready]:
-    from quire.config.resolve import resolve
-    from quire.engine.assemble import device_facts, find_device, start_core
+def start(command: ipc.Start, watch: Stopwatch) -> tuple[EngineCore, ipc.Ready]:
+    from quire.engine.assemble import resolve_here, start_core
 
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("quire").setLevel(command.log_level)
-    config = resolve(command.args, find_device, device_facts)
-    started = start_core(config)
+    config = resolve_here(command.args, watch)
+    started = start_core(config, watch)
     gc.collect()
     gc.freeze()  # what lives now lives to the end
     return started.core, ipc.Ready(
@@ -160,6 +160,7 @@ def start(command: ipc.Start) -> tuple[EngineCore, ipc.Ready]:
         max_batched_tokens=config.max_batched_tokens,
         max_seqs=config.max_seqs,
         depth=config.depth,
+        timeline=started.timeline,
     )
 
 
@@ -182,10 +183,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(link: Link, pulse: Pulse, journal: Journal) -> int:
+    watch = Stopwatch.of_engine("python")
     first = ipc.decode_command(link.commands.recv())
     assert isinstance(first, ipc.Start), first
+    watch.lap("wait for orders")
     try:
-        core, ready = start(first)
+        core, ready = start(first, watch)
     except QuireError as error:  # told once, by the parent
         link.send(ipc.Failed(type(error).__name__, str(error)))
         return 1
