@@ -121,6 +121,8 @@ def start_local(config: Config, facts: ModelFacts, layout: CacheLayout, watch: S
     executor = LocalExecutor(runner)
     executor.call("load")
     watch.lap("load weights")
+    executor.call("warm_up")
+    watch.lap("warm-up")
     budget = executor.call("profile", args.gpu_memory_utilization, args.kv_cache_memory_bytes)
     watch.lap("profile")
     capacity = _fit(config, layout, budget, args.num_gpu_blocks_override)
