@@ -1,15 +1,23 @@
 """The parts of a start add up to its wall clock."""
 
+import logging
 import os
+import re
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
+from async_support import run
 
+from quire import AsyncLLM, EngineArgs
+from quire.config.resolve import resolve
 from quire.engine import timeline as module
+from quire.engine.child import Child
 from quire.engine.timeline import Stopwatch, Timeline, process_start
+from quire.serve import launch
 
 
 def total(timeline: Timeline) -> float:
@@ -32,6 +40,7 @@ def test_time_without_a_name_is_shown_only_where_it_matters():
     shown = Timeline.of([("load", 9.0)], 100.0, 110.0)
     assert shown.parts == [("load", 9.0), ("other", 1.0)]
     assert str(shown) == "10.00 s = load 9.00 + other 1.00"
+    assert str(Timeline.of([("load", 0.996), ("device", 0.004)], 0.0, 1.0)) == "1.00 s = load 1.00"
 
 
 def test_a_longer_stretch_names_what_came_before_and_after():
@@ -74,3 +83,25 @@ def test_an_engine_knows_where_its_start_went(shared_llm):
     timeline = shared_llm.llm_engine.timeline
     assert total(timeline) == pytest.approx(timeline.total, rel=0.02)
     assert {"configuration", "load weights", "profile", "allocate cache"} <= set(dict(timeline.parts))
+
+
+def test_a_server_tells_where_its_start_went(caplog):
+    engine = SimpleNamespace(config=SimpleNamespace(served_names=("m",)), timeline=Timeline([("load", 2.0)], 2.0, 3.0))
+    with caplog.at_level(logging.INFO):
+        launch._tell_ready(engine, "http://x", started=time.monotonic() - 9.0)
+    assert re.search(r"ready: serving m on http://x after 9\.\d s", caplog.text)
+    assert "open the API" in caplog.text
+
+
+def test_a_process_started_ahead_imports_what_it_needs_and_then_waits(tiny_model, traces):
+    config = resolve(EngineArgs(str(tiny_model), device="cpu", max_model_len=64), lambda: "cpu")
+    llm = AsyncLLM(config, spare=Child(None))
+
+    async def scene():
+        await llm.wait_ready()
+        return llm.timeline
+
+    timeline = run(scene(), llm)
+    assert [name for name, _ in timeline.parts][:3] == ["python", "imports", "wait for orders"]
+    assert dict(timeline.parts)["imports"] > 0.3
+    assert total(timeline) == pytest.approx(timeline.total, rel=0.02)

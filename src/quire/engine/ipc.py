@@ -23,6 +23,7 @@ from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
 from quire.types.stats import Stats
 
+AHEAD = "ahead"  # to an engine process that is started before its arguments are known: import what a model needs
 JOURNAL = "journal"  # the file in the directory that says who is being worked on: one request id per line
 RETRY = 10  # milliseconds between attempts to connect
 ARRAYS = ("<i4", "<f4")  # the kinds of numpy arrays that cross

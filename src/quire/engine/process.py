@@ -1,11 +1,13 @@
-"""The engine process: `python -m quire.engine.process DIRECTORY PARENT`, started by the supervisor and by nobody else.
+"""The engine process: `python -m quire.engine.process DIRECTORY PARENT [ahead]`, started by the supervisor and by nobody else.
 
 It receives its arguments, starts a core and turns it: take commands, step, report. A thread tells the parent that the process
 lives and for how long the loop has been in the present turn, and ends the process when the parent is gone.
 It ignores Ctrl-C, because the parent decides; SIGTERM stops it.
 """
 
+import contextlib
 import gc
+import importlib
 import logging
 import os
 import shutil
@@ -165,7 +167,7 @@ def start(command: ipc.Start, watch: Stopwatch) -> tuple[EngineCore, ipc.Ready]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    place, parent = (sys.argv[1:] if argv is None else argv)[:2]
+    place, parent, *options = sys.argv[1:] if argv is None else argv
     directory = Path(place)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -174,7 +176,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     pulse = Pulse(channel, directory, int(parent))
     pulse.start()
     try:
-        return _serve(link, pulse, Journal(directory))
+        watch = Stopwatch.of_engine("python")
+        if ipc.AHEAD in options:
+            with contextlib.suppress(ImportError):  # told by whoever really needs it
+                importlib.import_module("quire.runner.step")
+            watch.lap("imports")
+        return _serve(link, pulse, Journal(directory), watch)
     finally:
         pulse.end()
         link.commands.close()
@@ -182,8 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         context.term()
 
 
-def _serve(link: Link, pulse: Pulse, journal: Journal) -> int:
-    watch = Stopwatch.of_engine("python")
+def _serve(link: Link, pulse: Pulse, journal: Journal, watch: Stopwatch) -> int:
     first = ipc.decode_command(link.commands.recv())
     assert isinstance(first, ipc.Start), first
     watch.lap("wait for orders")

@@ -43,7 +43,9 @@ class Timeline(msgspec.Struct, frozen=True, array_like=True):
         return Timeline.of([(before, max(0.0, self.began - began)), *self.parts, (after, max(0.0, ended - end))], began, ended)
 
     def __str__(self) -> str:
-        return f"{self.total:.2f} s = " + " + ".join(f"{name} {seconds:.2f}" for name, seconds in self.parts)
+        """What takes a hundredth of a second is worth a word."""
+        told = [f"{name} {seconds:.2f}" for name, seconds in self.parts if seconds >= 0.005]
+        return f"{self.total:.2f} s = {' + '.join(told)}"
 
 
 class Stopwatch:
