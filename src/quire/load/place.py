@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 
-PIECE = 8 << 20  # bytes
-WORKERS = min(8, os.cpu_count() or 1)
+PIECE = 16 << 20  # bytes
+WORKERS = min(6, os.cpu_count() or 1)
 WAITING = 4 * WORKERS  # pieces that may be on their way
 LONG = 2.0  # seconds after which progress is shown
 LOG_EVERY = 10.0  # seconds

@@ -23,7 +23,7 @@ from quire.runner.sampler.logprobs import Report
 from quire.runner.sampler.pipeline import Drawn, Sampler
 from quire.runner.slots import Slots
 from quire.runner.transfer import Longs
-from quire.runner.warmup import LONG, warm_up_steps, watch_kernels
+from quire.runner.warmup import LONG, warm_up_layers, warm_up_steps, watch_kernels
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError, EngineError
 from quire.types.plan import StepPlan
@@ -94,8 +94,10 @@ class Runner:
         """Runs the steps that traffic is made of, so that no request has to wait for a kernel. On a CPU there are none."""
         if self._device.type == "cpu":
             return
+        self.allocate(0, self._facts.max_position)
+        assert self._tenants is not None
         longest = min(LONG, self._facts.max_position)
-        self.allocate(0, longest)
+        warm_up_layers(self._loaded(), self._tenants[0], longest)
         for plan in warm_up_steps(self._max_seqs, self._max_batched_tokens, longest):
             self.launch(plan)
         torch.cuda.synchronize(self._device)
