@@ -19,9 +19,10 @@ from typing import Any, TypeVar, cast
 from quire.config.args import EngineArgs
 from quire.config.resolve import Config, Device, resolve
 from quire.engine import ipc
-from quire.engine.child import COMMAND
+from quire.engine.child import COMMAND, Child
 from quire.engine.client import EngineClient
 from quire.engine.supervisor import State
+from quire.engine.timeline import Timeline
 from quire.text.inputs import InputProcessor, Prepared
 from quire.text.open import open_tokenizer
 from quire.text.outputs import Answer, OutputProcessor
@@ -73,12 +74,13 @@ class AsyncLLM:
     `config` is complete when the engine is ready: until then, what depends on the device is a guess.
     """
 
-    def __init__(self, config: Config, command: Sequence[str] = COMMAND) -> None:
+    def __init__(self, config: Config, command: Sequence[str] = COMMAND, spare: Child | None = None) -> None:
         self.config = config
         self.observers: list[Observer] = []
         self.stats: Stats | None = None  # as of the latest step
         self.pages = 0  # of the cache; 0 until the engine is ready
-        self._client = EngineClient(_engine_args(config), self, command)
+        self.timeline: Timeline | None = None  # of the latest start of the engine process
+        self._client = EngineClient(_engine_args(config), self, command, spare)
         try:
             self.tokenizer = open_tokenizer(config)
         except BaseException:
@@ -93,9 +95,12 @@ class AsyncLLM:
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs) -> "AsyncLLM":
-        """The model is found (and fetched) here; it is loaded in the engine process. The device is decided there, too."""
-        return cls(resolve(args, find_device=lambda: "cpu"))
+    def from_engine_args(cls, args: EngineArgs, spare: Child | None = None) -> "AsyncLLM":
+        """The model is found (and fetched) here; it is loaded in the engine process. The device is decided there, too.
+
+        `spare` is an engine process that was started ahead.
+        """
+        return cls(resolve(args, find_device=lambda: "cpu"), spare=spare)
 
     # ---- how it is ------------------------------------------------------------------------------------------------------
 
@@ -247,6 +252,7 @@ class AsyncLLM:
         )
         self._inputs.max_model_len = ready.max_model_len
         self.pages = ready.pages
+        self.timeline = ready.timeline
 
     def on_deltas(self, deltas: Sequence[TokenDelta]) -> None:
         absorbed = self._outputs.absorb(deltas)

@@ -3,14 +3,16 @@
 prompt ─► InputProcessor ─► EngineCore.add ... EngineCore.step ─► TokenDelta ─► OutputProcessor ─► RequestOutput
 """
 
+import logging
 import time
 from collections.abc import Iterable
 from typing import Any
 
 from quire.config.args import EngineArgs
-from quire.config.resolve import Config, resolve
-from quire.engine.assemble import device_facts, find_device, start_core
+from quire.config.resolve import Config
+from quire.engine.assemble import resolve_here, start_core
 from quire.engine.core import EngineCore
+from quire.engine.timeline import Stopwatch
 from quire.text.inputs import InputProcessor, Prepared
 from quire.text.open import open_tokenizer
 from quire.text.outputs import OutputProcessor
@@ -20,20 +22,27 @@ from quire.types.outputs import RequestOutput
 from quire.types.prompts import PromptType
 from quire.types.sampling import SamplingParams
 
+logger = logging.getLogger(__name__)
+
 
 class LLMEngine:
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, watch: Stopwatch | None = None) -> None:
+        watch = watch or Stopwatch()
         self.config = config
         self.tokenizer = open_tokenizer(config)
-        started = start_core(config)
+        watch.lap("tokenizer")
+        started = start_core(config, watch)
         self.core: EngineCore = started.core
+        self.timeline = started.timeline
         self.max_model_len = started.max_model_len
         self.inputs = InputProcessor.of(config, self.tokenizer, self.max_model_len)
         self.outputs = OutputProcessor(self.tokenizer)
+        logger.info("ready after %s", self.timeline)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "LLMEngine":
-        return cls(resolve(args, find_device, device_facts))
+        watch = Stopwatch.of_engine("until the call")
+        return cls(resolve_here(args, watch), watch)
 
     def add_request(
         self,

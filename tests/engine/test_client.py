@@ -9,12 +9,13 @@ from quire import EngineArgs, SamplingParams
 from quire.engine import client as client_module
 from quire.engine import ipc
 from quire.engine.client import EngineClient
+from quire.engine.timeline import Timeline
 from quire.types.errors import EngineDead, EngineError, PromptTooLong
 from quire.types.outputs import TokenDelta
 from quire.types.plan import TopLogprobs
 from quire.types.request import EngineRequest
 
-READY = ipc.Ready(100, 10, "cpu", "float32", 64, 8, 0)
+READY = ipc.Ready(100, 10, "cpu", "float32", 64, 8, 0, Timeline([], 0.0, 0.0))
 
 
 class Stage:

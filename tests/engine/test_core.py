@@ -13,6 +13,7 @@ from quire.types.errors import EngineDead
 from quire.types.plan import StepPlan, StepResult
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
+from quire.types.stats import DeviceCounts
 
 LAYOUT = make_layout([LayerCache(1, 8), LayerCache(1, 8, 6)], 4, 2)
 MODEL = FakeModel.of(LAYOUT)
@@ -47,6 +48,7 @@ class Diary:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.counts = DeviceCounts(captures=2)
 
     def submit(self, plan: StepPlan):
         self.lines.append(f"submit {plan.step}")
@@ -80,6 +82,7 @@ def test_depth_is_the_number_of_steps_in_flight(depth, lines):
     core.add(spec("a", max_tokens=3))
     heard = collect(core)
     assert diary.lines == lines
+    assert core.stats.device is diary.counts
     assert [delta.token_ids for delta in heard["a"]] == [[9], [9], [9]]
     core.stop()
     assert diary.lines[-1] == "stop"

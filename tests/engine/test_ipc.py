@@ -11,6 +11,7 @@ import zmq
 from quire import EngineArgs, SamplingParams
 from quire.engine import ipc
 from quire.engine.child import Child
+from quire.engine.timeline import Timeline
 from quire.types import errors
 from quire.types.outputs import TokenDelta
 from quire.types.plan import TopLogprobs
@@ -63,7 +64,7 @@ def test_commands_arrive_as_they_were_sent(command):
 @pytest.mark.parametrize(
     "report",
     [
-        ipc.Ready(256, 100, "cpu", "float32", 64, 8, 1),
+        ipc.Ready(256, 100, "cpu", "float32", 64, 8, 1, Timeline([("imports", 1.5)], 1.5, 7.25)),
         ipc.StepReport([TokenDelta("a", [1, 2], "stop", 2), TokenDelta("b", [], "error", error="why")], STATS, 17),
         ipc.Beat(0.25),
         ipc.Refused("a", "PromptTooLong", "too long", "prompt"),

@@ -9,7 +9,7 @@ from quire.obs.metrics import Metrics, one_two_five
 from quire.types.news import Finished, OutputNews
 from quire.types.outputs import RequestMetrics
 from quire.types.sampling import SamplingParams
-from quire.types.stats import Stats
+from quire.types.stats import DeviceCounts, Stats
 
 # name -> type, labels beside model_name and engine, and how many buckets a histogram has
 EXPECTED = {
@@ -21,6 +21,10 @@ EXPECTED = {
     "prefix_cache_queries": ("counter", (), 0),
     "prefix_cache_hits": ("counter", (), 0),
     "num_preemptions": ("counter", (), 0),
+    "kernel_compilations": ("counter", (), 0),
+    "kernel_loads": ("counter", (), 0),
+    "graph_captures": ("counter", (), 0),
+    "graph_replays": ("counter", (), 0),
     "prompt_tokens": ("counter", (), 0),
     "generation_tokens": ("counter", (), 0),
     "prompt_tokens_by_source": ("counter", ("source",), 0),
@@ -119,6 +123,16 @@ def test_the_engines_numbers() -> None:
     assert seen["engine_heartbeat_age_seconds"] == 0.25
     assert (seen["iteration_tokens_total_count"], seen["iteration_tokens_total_sum"]) == (3, 11)
     assert (seen["iteration_tokens_total_bucket 1.0"], seen["iteration_tokens_total_bucket 8.0"]) == (1, 3)
+
+
+def test_the_devices_counters() -> None:
+    metrics = make()
+    metrics.on_step(Stats(1, 0, 10, 4, 0, 0, 0, DeviceCounts(compilations=9, loads=3, captures=1, replays=4)), 7, 0.0)
+    metrics.on_step(Stats(1, 0, 10, 4, 0, 0, 0, DeviceCounts(compilations=9, loads=4, captures=1, replays=9)), 7, 0.0)
+    metrics.on_step(Stats(1, 0, 10, 4, 0, 0, 0, DeviceCounts(loads=12, replays=1)), 7, 0.0)  # the engine was restarted
+    seen = values(metrics)
+    assert (seen["kernel_compilations_total"], seen["kernel_loads_total"]) == (9, 16)
+    assert (seen["graph_captures_total"], seen["graph_replays_total"]) == (1, 10)
 
 
 def test_requests() -> None:

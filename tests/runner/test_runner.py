@@ -1,5 +1,6 @@
 """The runner with a tiny Llama: whatever the pages, chunks, slots and company, a request computes the same."""
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from quire.config.facts import ModelFacts
 from quire.engine.executor.local import LocalExecutor
 from quire.files.resolve import ModelFiles
 from quire.runner.step import Runner
+from quire.runner.warmup import kinds_of_layers, warm_up_layers, warm_up_steps
 from quire.types.cache import CacheGroup, CacheLayout, LayerCache
 from quire.types.errors import ConfigError, EngineError
 
@@ -270,3 +272,30 @@ def test_the_rehearsal_runs_and_leaves_room(runner):
         runner.launch(plan())
     runner.allocate(PAGES, LENGTH)
     runner.launch(plan())
+
+
+def test_every_layer_and_step_of_the_warm_up_can_be_run(caplog):
+    runner = make_runner()
+    runner.allocate(0, LENGTH)
+    with caplog.at_level(logging.DEBUG):
+        warm_up_layers(runner._model, runner._tenants[0], LENGTH)
+    assert not caplog.records
+    attentions, norms, others = kinds_of_layers(runner._model)
+    assert (len(attentions), len(norms), len(others)) == (2, 1, 1)
+    for step in warm_up_steps(6, 64, LENGTH):
+        assert not runner.launch(step).result().failed
+    assert not runner._tenants[0].known.any()
+
+
+@pytest.mark.gpu
+def test_traffic_finds_its_kernels_compiled():
+    runner = make_runner("cuda")
+    runner.warm_up()
+    runner.allocate(PAGES, LENGTH)
+    before = runner.counts
+    assert before.compilations + before.loads >= 5
+    Driver(runner).run(admission(0, PROMPT, temperature=0.9), [16, 7], 8)
+    after = runner.counts
+    assert (after.compilations, after.loads) == (before.compilations, before.loads)
+    assert after.captures == 1
+    assert after.replays > 0

@@ -2,11 +2,11 @@
 
 import argparse
 import dataclasses
-import time
 from typing import Any
 
 from quire.config.args import EngineArgs, add_cli_arguments
 from quire.config.server_args import SERVER_NAMES, ServerArgs, add_server_arguments
+from quire.engine.timeline import process_start
 from quire.types.errors import ConfigError
 
 
@@ -28,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    started = time.monotonic()
     settings = ServerArgs.take_from(namespace)
     args = EngineArgs.from_cli(namespace)
     if namespace.model_tag is not None:
@@ -36,9 +35,13 @@ def run(namespace: argparse.Namespace) -> int:
             raise ConfigError(f"the model was given twice: {namespace.model_tag!r} and --model {args.model!r}; drop one")
         args = dataclasses.replace(args, model=namespace.model_tag)
     try:
+        from quire.engine.child import Child
+
+        # the engine's libraries and ours are imported at the same time
+        spare = None if args.distributed_executor_backend == "fake" else Child(None)
         from quire.serve.launch import run_server
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "quire":
             raise
         raise ConfigError(f"the server needs the extra serve: pip install 'quire[serve]' ({error.name} is missing)") from None
-    return run_server(args, settings, started)
+    return run_server(args, settings, process_start(), spare)

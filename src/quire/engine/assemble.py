@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 
 from quire.cache.capacity import Capacity, fit, pages_for
 from quire.cache.layout import make_layout
+from quire.config.args import EngineArgs
 from quire.config.facts import DeviceFacts, ModelFacts
-from quire.config.resolve import Config
+from quire.config.resolve import Config, resolve
 from quire.engine.core import EngineCore
 from quire.engine.executor.base import Executor
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
+from quire.engine.timeline import Stopwatch, Timeline
 from quire.sched.scheduler import Scheduler
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError
@@ -31,6 +33,7 @@ class Started:
     core: EngineCore
     max_model_len: int
     pages: int
+    timeline: Timeline  # of everything since the stopwatch was started
 
 
 def find_device() -> str:
@@ -49,12 +52,36 @@ def device_facts(device: str) -> DeviceFacts:
     return DeviceFacts("cuda", torch.cuda.get_device_name(device), total_bytes=total, free_bytes=free)
 
 
-def start_core(config: Config) -> Started:
+def resolve_here(args: EngineArgs, watch: Stopwatch) -> Config:
+    """The configuration of an engine in this process. Whatever can be wrong without torch is found before it is imported."""
+
+    def find() -> str:
+        watch.lap("configuration")
+        import torch  # noqa: F401
+
+        watch.lap("imports")
+        found = find_device()
+        watch.lap("device")
+        return found
+
+    def describe(device: str) -> DeviceFacts:
+        facts = device_facts(device)
+        watch.lap("device")
+        return facts
+
+    config = resolve(args, find, describe)
+    watch.lap("configuration")
+    return config
+
+
+def start_core(config: Config, watch: Stopwatch | None = None) -> Started:
+    """`watch` runs since whatever belongs to the start began; it is stopped here."""
+    watch = watch or Stopwatch()
     # rope tables are made for the longest context that can come, so a shorter one may choose finer factors
     facts = replace(config.facts, max_position=config.max_model_len)
     layout = make_layout(facts.layers, config.page_size, ELEMENT_BYTES[config.dtype])
     start = start_fake if config.args.distributed_executor_backend == "fake" else start_local
-    executor, capacity = start(config, facts, layout)
+    executor, capacity = start(config, facts, layout, watch)
     scheduler = Scheduler(
         layout,
         pages=capacity.pages,
@@ -66,14 +93,17 @@ def start_core(config: Config) -> Started:
         prefix_caching=config.prefix_caching,
         policy=config.policy,
     )
-    return Started(EngineCore(scheduler, executor, config.depth), capacity.max_model_len, capacity.pages)
+    core = EngineCore(scheduler, executor, config.depth)
+    watch.lap("scheduler")
+    return Started(core, capacity.max_model_len, capacity.pages, watch.read())
 
 
-def start_local(config: Config, facts: ModelFacts, layout: CacheLayout) -> tuple[Executor, Capacity]:
+def start_local(config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch) -> tuple[Executor, Capacity]:
     """The model in this process."""
     from quire.engine.executor.local import LocalExecutor
     from quire.runner.step import Runner
 
+    watch.lap("imports")
     args = config.args
     runner = Runner(
         facts,
@@ -90,13 +120,18 @@ def start_local(config: Config, facts: ModelFacts, layout: CacheLayout) -> tuple
     )
     executor = LocalExecutor(runner)
     executor.call("load")
+    watch.lap("load weights")
+    executor.call("warm_up")
+    watch.lap("warm-up")
     budget = executor.call("profile", args.gpu_memory_utilization, args.kv_cache_memory_bytes)
+    watch.lap("profile")
     capacity = _fit(config, layout, budget, args.num_gpu_blocks_override)
     executor.call("allocate", capacity.pages, capacity.max_model_len)
+    watch.lap("allocate cache")
     return executor, capacity
 
 
-def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout) -> tuple[Executor, Capacity]:
+def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch) -> tuple[Executor, Capacity]:
     """No model. Unless the cache's size is given there is room for a full batch of the longest requests, within reason."""
     args = config.args
     override = args.num_gpu_blocks_override
@@ -112,6 +147,7 @@ def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout) -> tuple[
         max_model_len=capacity.max_model_len,
         latency=_fake_latency(),
     )
+    watch.lap("fake model")
     return executor, capacity
 
 

@@ -33,8 +33,10 @@ LAST_LINES = 20
 
 
 class Child:
-    def __init__(self, args: EngineArgs, command: Sequence[str] = COMMAND) -> None:
-        start = _first_frame(args)
+    """Without arguments, the process waits for `begin`, and spends the time importing what an engine with a model needs."""
+
+    def __init__(self, args: EngineArgs | None, command: Sequence[str] = COMMAND) -> None:
+        start = None if args is None else _first_frame(args)
         self._directory = _make_directory()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         process = None
@@ -42,7 +44,7 @@ class Child:
             channel = ipc.Channel(self._context, self._directory)
             self._commands, self._reports = channel.sender("commands"), channel.receiver("reports")
             process = subprocess.Popen(
-                [*command, str(self._directory), str(os.getpid())],
+                [*command, str(self._directory), str(os.getpid()), *([ipc.AHEAD] if args is None else [])],
                 env=_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -56,12 +58,16 @@ class Child:
         self._process = process
         assert process.stdout is not None
         self._log = Log(process.stdout, process.pid)
-        self._commands.send(start)
+        if start is not None:
+            self._commands.send(start)
         self.fd = int(self._reports.getsockopt(zmq.FD))
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def begin(self, args: EngineArgs) -> None:
+        self._commands.send(_first_frame(args))
 
     def send(self, command: ipc.Command) -> None:
         self._commands.send(ipc.encode(command))

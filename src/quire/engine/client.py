@@ -62,7 +62,9 @@ class _Open:
 
 
 class EngineClient:
-    def __init__(self, args: EngineArgs, hearer: Hearer, command: Sequence[str] = COMMAND) -> None:
+    """`spare` is a process that waits for its arguments: it becomes the first engine."""
+
+    def __init__(self, args: EngineArgs, hearer: Hearer, command: Sequence[str] = COMMAND, spare: Child | None = None) -> None:
         self._hearer = hearer
         self._open: dict[str, _Open] = {}
         self._suspects: deque[_Open] = deque()
@@ -70,7 +72,16 @@ class EngineClient:
         self._calls: dict[int, tuple[ipc.Call, asyncio.Future[Any]]] = {}
         self._numbers = itertools.count()
         self.replayed = 0  # requests that another engine had before
-        self.supervisor = Supervisor(lambda: Child(args, command), Limits.of(args), self)
+        spares = [] if spare is None else [spare]
+
+        def start() -> Child:
+            if not spares:
+                return Child(args, command)
+            child = spares.pop()
+            child.begin(args)
+            return child
+
+        self.supervisor = Supervisor(start, Limits.of(args), self)
 
     @property
     def num_open(self) -> int:

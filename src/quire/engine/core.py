@@ -8,6 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from quire.engine.executor.base import Executor, Flight
 from quire.sched.plan_builder import Scheduled
 from quire.sched.scheduler import Scheduler
@@ -50,7 +52,7 @@ class EngineCore:
 
     @property
     def stats(self) -> Stats:
-        return self.scheduler.stats
+        return msgspec.structs.replace(self.scheduler.stats, device=self.executor.counts)
 
     def step(self) -> list[TokenDelta]:
         """One turn of the loop: plan and submit a step, take in those that are due."""

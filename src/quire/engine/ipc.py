@@ -17,11 +17,13 @@ import numpy as np
 import zmq
 
 from quire.config.args import EngineArgs
+from quire.engine.timeline import Timeline
 from quire.types import errors
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
 from quire.types.stats import Stats
 
+AHEAD = "ahead"  # to an engine process that is started before its arguments are known: import what a model needs
 JOURNAL = "journal"  # the file in the directory that says who is being worked on: one request id per line
 RETRY = 10  # milliseconds between attempts to connect
 ARRAYS = ("<i4", "<f4")  # the kinds of numpy arrays that cross
@@ -72,6 +74,7 @@ class Ready(_Frame):
     max_batched_tokens: int
     max_seqs: int
     depth: int
+    timeline: Timeline
 
 
 class StepReport(_Frame):

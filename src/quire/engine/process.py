@@ -1,11 +1,13 @@
-"""The engine process: `python -m quire.engine.process DIRECTORY PARENT`, started by the supervisor and by nobody else.
+"""The engine process: `python -m quire.engine.process DIRECTORY PARENT [ahead]`, started by the supervisor and by nobody else.
 
 It receives its arguments, starts a core and turns it: take commands, step, report. A thread tells the parent that the process
 lives and for how long the loop has been in the present turn, and ends the process when the parent is gone.
 It ignores Ctrl-C, because the parent decides; SIGTERM stops it.
 """
 
+import contextlib
 import gc
+import importlib
 import logging
 import os
 import shutil
@@ -22,6 +24,7 @@ import zmq
 
 from quire.engine import ipc
 from quire.engine.core import EngineCore
+from quire.engine.timeline import Stopwatch
 from quire.types.errors import QuireError, RequestError
 from quire.types.request import EngineRequest
 
@@ -142,14 +145,13 @@ class Engine:
             return ipc.Reply(number, None, f"{type(error).__name__}: {error}")
 
 
-def start(command: ipc.Start) -> tuple[EngineCore, ipc.Ready]:
-    from quire.config.resolve import resolve
-    from quire.engine.assemble import device_facts, find_device, start_core
+def start(command: ipc.Start, watch: Stopwatch) -> tuple[EngineCore, ipc.Ready]:
+    from quire.engine.assemble import resolve_here, start_core
 
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("quire").setLevel(command.log_level)
-    config = resolve(command.args, find_device, device_facts)
-    started = start_core(config)
+    config = resolve_here(command.args, watch)
+    started = start_core(config, watch)
     gc.collect()
     gc.freeze()  # what lives now lives to the end
     return started.core, ipc.Ready(
@@ -160,11 +162,12 @@ def start(command: ipc.Start) -> tuple[EngineCore, ipc.Ready]:
         max_batched_tokens=config.max_batched_tokens,
         max_seqs=config.max_seqs,
         depth=config.depth,
+        timeline=started.timeline,
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    place, parent = (sys.argv[1:] if argv is None else argv)[:2]
+    place, parent, *options = sys.argv[1:] if argv is None else argv
     directory = Path(place)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -173,7 +176,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     pulse = Pulse(channel, directory, int(parent))
     pulse.start()
     try:
-        return _serve(link, pulse, Journal(directory))
+        watch = Stopwatch.of_engine("python")
+        if ipc.AHEAD in options:
+            with contextlib.suppress(ImportError):  # told by whoever really needs it
+                importlib.import_module("quire.runner.step")
+            watch.lap("imports")
+        return _serve(link, pulse, Journal(directory), watch)
     finally:
         pulse.end()
         link.commands.close()
@@ -181,11 +189,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         context.term()
 
 
-def _serve(link: Link, pulse: Pulse, journal: Journal) -> int:
+def _serve(link: Link, pulse: Pulse, journal: Journal, watch: Stopwatch) -> int:
     first = ipc.decode_command(link.commands.recv())
     assert isinstance(first, ipc.Start), first
+    watch.lap("wait for orders")
     try:
-        core, ready = start(first)
+        core, ready = start(first, watch)
     except QuireError as error:  # told once, by the parent
         link.send(ipc.Failed(type(error).__name__, str(error)))
         return 1

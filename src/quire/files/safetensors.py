@@ -1,4 +1,4 @@
-"""The header of a safetensors file: names, dtypes and shapes. No tensor data is read here."""
+"""The header of a safetensors file: names, dtypes, shapes and places. No tensor data is read here."""
 
 import json
 import struct
@@ -22,6 +22,7 @@ class TensorInfo:
     dtype: str  # as the file spells it: "BF16", "F32", ...
     shape: tuple[int, ...]
     nbytes: int
+    offset: int  # of its first byte in the file
 
     @property
     def elements(self) -> int:
@@ -49,10 +50,11 @@ def read_header(path: str | Path) -> dict[str, TensorInfo]:
     if not isinstance(header, dict):
         raise _broken(path, "its header is not a JSON object")
     header.pop("__metadata__", None)
-    return {name: _info(path, name, entry, size - 8 - length) for name, entry in header.items()}
+    return {name: _info(path, name, entry, 8 + length, size) for name, entry in header.items()}
 
 
-def _info(path: Path, name: str, entry: Any, data_bytes: int) -> TensorInfo:
+def _info(path: Path, name: str, entry: Any, data_start: int, size: int) -> TensorInfo:
+    data_bytes = size - data_start
     try:
         dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
         begin, end = (int(n) for n in entry["data_offsets"])
@@ -67,7 +69,7 @@ def _info(path: Path, name: str, entry: Any, data_bytes: int) -> TensorInfo:
             path,
             f"tensor {name!r} ends at byte {end:,} of {data_bytes:,} bytes of data; it is truncated, download it again",
         )
-    return TensorInfo(dtype, shape, end - begin)
+    return TensorInfo(dtype, shape, end - begin, data_start + begin)
 
 
 def _broken(path: Path, why: str) -> ModelError:

@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from quire.load.place import Mover, Progress
 from quire.load.source import Source
 from quire.types.errors import ModelError
 
@@ -46,9 +47,10 @@ def assign(table: Mapping[str, Tensor | None], source: Source, renames: Renames,
     places, problems = _match(table, source.shapes, renames)
     if problems:
         raise ModelError(f"{where} does not fit the model:\n" + "\n".join(problems))
-    with torch.no_grad():
+    total = sum(place.nbytes for place in places.values())
+    with torch.no_grad(), Progress(total) as progress, Mover(progress) as mover:
         for name, tensor in source.read(frozenset(places)):
-            places[name].copy_(tensor)
+            mover.put(name, tensor, places[name])
 
 
 def _match(

@@ -1,18 +1,26 @@
-"""Weights from safetensors files: one, or shards with an index."""
+"""Weights from safetensors files: one, or shards with an index. Files are mapped: a tensor is read when it is used."""
 
 import json
+import mmap
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
-from quire.files.safetensors import read_header
+from quire.files.safetensors import TensorInfo, read_header
 from quire.types.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
+BEHIND = 256 << 20  # bytes that were read and may stay in memory
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+    "C64": torch.complex64,
+}  # fmt: skip
 
 
 class SafetensorsSource:
@@ -31,13 +39,13 @@ class SafetensorsSource:
         self.files = shards
 
     @cached_property
-    def _found(self) -> Mapping[str, tuple[Path, tuple[int, ...]]]:
-        found: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    def _found(self) -> Mapping[str, tuple[Path, TensorInfo]]:
+        found: dict[str, tuple[Path, TensorInfo]] = {}
         for path in self.files:
             for name, info in read_header(path).items():
                 if name in found:
                     raise ModelError(f"tensor {name!r} is in both {found[name][0]} and {path}")
-                found[name] = (path, info.shape)
+                found[name] = (path, info)
         if self.index is not None:
             absent = [name for name, file in self.index.items() if name not in found or found[name][0].name != file]
             if absent:
@@ -47,17 +55,43 @@ class SafetensorsSource:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: shape for name, (_, shape) in self._found.items()}
+        return {name: info.shape for name, (_, info) in self._found.items()}
 
     def read(self, names: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
+        """In file order, so that the disk is read from front to back. What was read is let go of; it can be read again."""
         for path in self.files:
-            try:
-                with safe_open(path, framework="pt", device="cpu") as file:
-                    for name in file.offset_keys():
-                        if name in names:
-                            yield name, file.get_tensor(name)
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{path}: cannot be read as safetensors: {error}") from error
+            here = [(name, info) for name, (file, info) in self._found.items() if file == path and name in names]
+            for name, info in here:
+                if info.dtype not in DTYPES:
+                    raise ModelError(f"{path}: tensor {name!r} is stored as {info.dtype}, which cannot be read")
+            data, let_go = _map(path), 0
+            for name, info in sorted(here, key=lambda entry: entry[1].offset):
+                if info.offset - let_go > BEHIND:
+                    behind = (info.offset - let_go) // mmap.PAGESIZE * mmap.PAGESIZE
+                    data.madvise(mmap.MADV_DONTNEED, let_go, behind)
+                    let_go += behind
+                yield name, _view(data, info)
+
+
+def _map(path: Path) -> mmap.mmap:
+    """Copy-on-write, because torch wants memory it could write to; nothing is ever written."""
+    try:
+        with path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error
+    data.madvise(mmap.MADV_WILLNEED)
+    return data
+
+
+def _view(data: mmap.mmap, info: TensorInfo) -> Tensor:
+    """The tensor where it lies in the file. The mapping lives as long as a tensor does."""
+    dtype = DTYPES[info.dtype]
+    if not info.nbytes:
+        return torch.empty(info.shape, dtype=dtype)
+    raw = torch.frombuffer(data, dtype=torch.uint8, count=info.nbytes, offset=info.offset)
+    aligned = raw if info.offset % dtype.itemsize == 0 else raw.clone()
+    return aligned.view(dtype).view(info.shape)
 
 
 def _read_index(path: Path) -> dict[str, str]:

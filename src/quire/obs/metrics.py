@@ -73,9 +73,15 @@ class Metrics:
         self.replayed = board.add(Counter("requests_replayed", "Requests continued in a restarted engine"))
 
     def _add_tokens(self, board: Board) -> None:
-        self.queries = board.add(Counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache"))
-        self.hits = board.add(Counter("prefix_cache_hits", "Prompt tokens found in the prefix cache"))
-        self.preemptions = board.add(Counter("num_preemptions", "Times a request gave its pages back and had to wait"))
+        self._counters = (  # the engine's, as in _counted
+            board.add(Counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")),
+            board.add(Counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")),
+            board.add(Counter("num_preemptions", "Times a request gave its pages back and had to wait")),
+            board.add(Counter("kernel_compilations", "Kernel variants compiled")),
+            board.add(Counter("kernel_loads", "Kernel variants taken from the disk cache")),
+            board.add(Counter("graph_captures", "CUDA graphs recorded")),
+            board.add(Counter("graph_replays", "Steps that replayed a CUDA graph")),
+        )
         self.prompt_tokens = board.add(Counter("prompt_tokens", "Prompt tokens taken in"))
         self.generation_tokens = board.add(Counter("generation_tokens", "Tokens generated"))
         self.by_source = board.add(
@@ -121,11 +127,10 @@ class Metrics:
     def on_step(self, stats: Stats, tokens_in_step: int, now: float) -> None:  # noqa: ARG002
         self.step_tokens.observe(tokens_in_step)
         last = self._last
-        if stats.queries < last.queries or stats.hits < last.hits or stats.preemptions < last.preemptions:
+        if any(new < old for new, old in zip(_counted(stats), _counted(last), strict=True)):
             last = NOTHING  # another engine, which counts from zero
-        self.queries.add(stats.queries - last.queries)
-        self.hits.add(stats.hits - last.hits)
-        self.preemptions.add(stats.preemptions - last.preemptions)
+        for counter, new, old in zip(self._counters, _counted(stats), _counted(last), strict=True):
+            counter.add(new - old)
         self._last = stats
 
     def on_arrival(self, request: Arrived) -> None:
@@ -183,6 +188,14 @@ class Metrics:
         self.heartbeat.set(engine.heartbeat_age)
         self.restarts.values[()] = float(engine.restarts)
         self.replayed.values[()] = float(engine.replayed)
+
+
+def _counted(stats: Stats) -> tuple[int, ...]:
+    """What counts from the start of an engine."""
+    device = stats.device
+    return (
+        stats.queries, stats.hits, stats.preemptions, device.compilations, device.loads, device.captures, device.replays,
+    )  # fmt: skip
 
 
 def one_two_five(most: int) -> tuple[float, ...]:

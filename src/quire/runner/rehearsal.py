@@ -1,29 +1,57 @@
-"""The plan of the largest step an engine may be asked for, to see what it costs."""
+"""Steps that nobody asked for, made up to see what they cost or to have run them once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from quire.types.plan import Admission, StepPlan
 from quire.types.sampling import SamplingParams
 
+GREEDY = SamplingParams(temperature=0.0)
+SORTED = SamplingParams(temperature=1.0, top_p=0.9)
 
-def rehearsal_plan(max_seqs: int, max_batched_tokens: int) -> StepPlan:
-    """As many rows as there may be, sharing the tokens there may be; each draws with a full sort of the vocabulary.
+
+@dataclass(frozen=True)
+class Tenant:
+    """A context of `length` tokens of which the last `count` are run."""
+
+    length: int
+    count: int
+    params: SamplingParams = GREEDY
+
+
+def rehearsal_plan(max_seqs: int, max_batched_tokens: int, longest: int) -> StepPlan:
+    """The largest step: as many rows as there may be, sharing the tokens there may be; each draws from a filtered vocabulary.
+
+    No row is longer than `longest`.
+    """
+    rows = min(max_seqs, max_batched_tokens)
+    each, more = divmod(min(max_batched_tokens, rows * longest), rows)
+    more = min(more, longest - each)
+    return make_step([Tenant(size, size, SORTED) for size in [each + more] + [each] * (rows - 1)])
+
+
+def make_step(tenants: Sequence[Tenant], retired: int = 0) -> StepPlan:
+    """A step of new tenants in slots 0, 1, ..., all of whom draw; the tenants of the first `retired` slots leave before.
 
     No table entry is written: every token lands on the null page.
     """
-    rows = min(max_seqs, max_batched_tokens)
-    count = np.full(rows, max_batched_tokens // rows, np.int32)
-    count[0] += max_batched_tokens % rows
-    params = SamplingParams(temperature=1.0, top_p=0.9)
     nothing = np.empty(0, np.int32)
+    rows = len(tenants)
     return StepPlan(
         step=0,
-        retired=nothing,
-        admitted=tuple(
-            Admission(slot, np.zeros(length, np.int32), int(length), 0, params, seed=0, stop_ids=(), bad_words=())
-            for slot, length in enumerate(count)
-        ),
+        retired=np.arange(retired, dtype=np.int32),
+        admitted=tuple(_admit(slot, tenant) for slot, tenant in enumerate(tenants)),
         entry_group=nothing, entry_slot=nothing, entry_index=nothing, entry_page=nothing,
         copy_from=nothing, copy_to=nothing,
-        slot=np.arange(rows, dtype=np.int32), count=count, end=count.copy(), sample=np.ones(rows, np.bool_),
+        slot=np.arange(rows, dtype=np.int32),
+        count=np.array([tenant.count for tenant in tenants], np.int32),
+        end=np.array([tenant.length for tenant in tenants], np.int32),
+        sample=np.ones(rows, np.bool_),
     )  # fmt: skip
+
+
+def _admit(slot: int, tenant: Tenant) -> Admission:
+    tokens, start = np.zeros(tenant.length, np.int32), tenant.length - tenant.count
+    return Admission(slot, tokens, tenant.length, start, tenant.params, seed=slot, stop_ids=(), bad_words=())

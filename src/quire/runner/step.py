@@ -23,10 +23,12 @@ from quire.runner.sampler.logprobs import Report
 from quire.runner.sampler.pipeline import Drawn, Sampler
 from quire.runner.slots import Slots
 from quire.runner.transfer import Longs
+from quire.runner.warmup import LONG, warm_up_layers, warm_up_steps, watch_kernels
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError, EngineError
 from quire.types.plan import StepPlan
 from quire.types.sampling import LogprobsMode
+from quire.types.stats import DeviceCounts
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
@@ -69,13 +71,37 @@ class Runner:
         self._model_impl = model_impl
         self._recording = self._device.type == "cuda" and not enforce_eager
         self.graphs: Graphs | None = None  # it counts what it recorded and replayed
+        self._kernels = watch_kernels() if self._device.type == "cuda" else None
         self._model: Decoder | None = None
         self._tenants: tuple[Slots, KVBuffers, Sampler] | None = None
+
+    @property
+    def counts(self) -> DeviceCounts:
+        graphs, kernels = self.graphs, self._kernels
+        return DeviceCounts(
+            compilations=0 if kernels is None else kernels.compilations,
+            loads=0 if kernels is None else kernels.loads,
+            captures=0 if graphs is None else graphs.captures,
+            replays=0 if graphs is None else graphs.replays,
+        )
 
     def load(self) -> None:
         model = build_model(self._facts, self._model_impl)
         load_weights(model, self._facts, device=self._device, dtype=self._dtype, load_format=self._load_format, seed=self._seed)
         self._model = model
+
+    def warm_up(self) -> None:
+        """Runs the steps that traffic is made of, so that no request has to wait for a kernel. On a CPU there are none."""
+        if self._device.type == "cpu":
+            return
+        self.allocate(0, self._facts.max_position)
+        assert self._tenants is not None
+        longest = min(LONG, self._facts.max_position)
+        warm_up_layers(self._loaded(), self._tenants[0], longest)
+        for plan in warm_up_steps(self._max_seqs, self._max_batched_tokens, longest):
+            self.launch(plan)
+        torch.cuda.synchronize(self._device)
+        self._tenants = self.graphs = None
 
     def profile(self, gpu_memory_utilization: float, kv_cache_memory_bytes: int | None) -> int:
         """Bytes for the cache: as told, or what a rehearsal of the largest step leaves."""
@@ -148,7 +174,7 @@ class Runner:
 
     def _rehearse(self) -> None:
         """The largest step, on a cache of the null page alone; what it computes is meaningless, what it takes is not."""
-        plan = rehearsal_plan(self._max_seqs, self._max_batched_tokens)
+        plan = rehearsal_plan(self._max_seqs, self._max_batched_tokens, self._facts.max_position)
         self.allocate(0, int(plan.end.max()))
         self.launch(plan).result()
         self._tenants = self.graphs = None

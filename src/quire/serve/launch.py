@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 from quire.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
 from quire.config.server_args import ServerArgs
+from quire.engine.child import Child
 from quire.obs.http_metrics import HttpMetrics
 from quire.obs.logs import set_http_levels, set_up_logging
 from quire.obs.metrics import Metrics
@@ -47,10 +48,10 @@ GLANCE = 0.1  # seconds between looks at the engine
 ENGINE_FAREWELL = 5.0  # seconds for the engine to end by itself
 
 
-def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float) -> int:
+def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float, spare: Child | None = None) -> int:
     """Serves until told to stop; returns the exit code. What is wrong with the settings is raised before anything is loaded.
 
-    `started` is when the user asked, in seconds of time.monotonic().
+    `started` is when the user asked, in seconds of time.monotonic(); `spare` an engine process that was started meanwhile.
     """
     set_up_logging()
     quiet = (settings.disable_access_log_for_endpoints or "").split(",")
@@ -62,7 +63,7 @@ def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float) ->
     exporter = None if settings.otlp_traces_endpoint is None else make_exporter(settings.otlp_traces_endpoint)
     tracing = None if exporter is None else Tracing(exporter)
     with _listening(settings, addresses) as sockets, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Launch(engine_args, settings, Keys(keys), sockets, tracing, interval).run(started))
+        return runner.run(Launch(engine_args, settings, Keys(keys), sockets, tracing, interval, spare).run(started))
 
 
 @contextlib.contextmanager
@@ -94,7 +95,9 @@ class Launch:
         sockets: list[socket.socket],
         tracing: Tracing | None,
         stats_interval: float,
+        spare: Child | None,
     ) -> None:
+        self._spare = spare
         self._engine_args, self._settings, self._sockets, self._tracing = engine_args, settings, sockets, tracing
         self._stats_interval = stats_interval
         self._state = ServerState(settings)
@@ -163,7 +166,7 @@ class Launch:
         metrics = self._observe(llm)
         app = build_app(llm, self._settings)
         self._state.service = Service(llm, app, metrics, HttpMetrics(metrics.registry))
-        logger.info("ready: serving %s on %s after %.1f s", llm.config.served_names[0], url, time.monotonic() - started)
+        _tell_ready(llm, url, started)
         if self._settings.sample is not None:
             self._start(print_sample(llm, self._settings.sample))
         if await self._unless_asked(self._start(_death(llm))):
@@ -193,7 +196,7 @@ class Launch:
         def make() -> None:
             llm, failure = None, None
             try:
-                llm = AsyncLLM.from_engine_args(self._engine_args)
+                llm = AsyncLLM.from_engine_args(self._engine_args, self._spare)
             except Exception as error:
                 failure = error
             with contextlib.suppress(RuntimeError):  # the event loop is gone, and so will we be
@@ -240,6 +243,13 @@ class Launch:
         if not await self._state.wait_idle(LAST_WORDS):
             logger.error("%d responses could not be written", self._state.open)
         return FAILED
+
+
+def _tell_ready(llm: AsyncLLM, url: str, started: float) -> None:
+    now = time.monotonic()
+    logger.info("ready: serving %s on %s after %.1f s", llm.config.served_names[0], url, now - started)
+    if llm.timeline is not None:
+        logger.info("ready after %s", llm.timeline.within(started, "command line", "open the API", now))
 
 
 async def _death(llm: AsyncLLM) -> None:

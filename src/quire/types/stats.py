@@ -7,6 +7,19 @@ import msgspec
 from quire.types.news import OutputObserver
 
 
+class DeviceCounts(msgspec.Struct, frozen=True, array_like=True):
+    """What the device side had to prepare, and how often it could use what was prepared. All but replays stand still under
+    steady traffic."""
+
+    compilations: int = 0  # kernel variants compiled
+    loads: int = 0  # kernel variants taken from the disk cache
+    captures: int = 0  # CUDA graphs recorded
+    replays: int = 0  # steps that were one
+
+
+NO_COUNTS = DeviceCounts()
+
+
 class Stats(msgspec.Struct, frozen=True, array_like=True):
     running: int
     waiting: int  # parked children included
@@ -15,6 +28,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     queries: int  # prompt tokens looked up in the prefix cache
     hits: int  # ... and found
     preemptions: int
+    device: DeviceCounts = NO_COUNTS
 
 
 class Observer(OutputObserver, Protocol):
@@ -23,5 +37,5 @@ class Observer(OutputObserver, Protocol):
     def on_step(self, stats: Stats, tokens_in_step: int, now: float) -> None:
         """One turn of the engine's loop. `tokens_in_step` were run, prompt and output together; `now` is time.monotonic().
 
-        `queries`, `hits` and `preemptions` count from the start of the engine process: they begin again after a restart.
+        `queries`, `hits`, `preemptions` and `device` count from the start of the engine process, and again after a restart.
         """

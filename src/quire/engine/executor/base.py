@@ -3,6 +3,7 @@
 from typing import Any, Protocol
 
 from quire.types.plan import StepPlan, StepResult
+from quire.types.stats import DeviceCounts
 
 
 class Flight(Protocol):
@@ -13,6 +14,10 @@ class Flight(Protocol):
 
 
 class Executor(Protocol):
+    @property
+    def counts(self) -> DeviceCounts:
+        """Since the start. Asked after every step."""
+
     def submit(self, plan: StepPlan) -> Flight:
         """Starts a step without waiting for it. Steps take effect in the order they were submitted."""
 

@@ -16,6 +16,7 @@ from quire.engine.executor.fake_model import FakeModel, Words
 from quire.types.cache import CacheLayout
 from quire.types.errors import EngineDead, EngineError
 from quire.types.plan import Admission, Ints, StepPlan, StepResult, TopLogprobs
+from quire.types.stats import NO_COUNTS, DeviceCounts
 
 POISON = np.uint64(0xDEADDEADDEADDEAD)
 Longs = npt.NDArray[np.int64]
@@ -71,6 +72,10 @@ class FakeExecutor:
         self._special: set[int] = set()  # slots whose params ask for more than a token
         self._busy_until = 0.0
         self._stopped = False
+
+    @property
+    def counts(self) -> DeviceCounts:
+        return NO_COUNTS
 
     def submit(self, plan: StepPlan) -> FakeFlight:
         if self._stopped:

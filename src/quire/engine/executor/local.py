@@ -8,6 +8,7 @@ from quire.runner.flight import StepFlight
 from quire.runner.step import Runner
 from quire.types.errors import EngineDead, EngineError
 from quire.types.plan import StepPlan, StepResult
+from quire.types.stats import DeviceCounts
 
 
 class LocalFlight:
@@ -30,6 +31,10 @@ class LocalExecutor:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+
+    @property
+    def counts(self) -> DeviceCounts:
+        return self._runner.counts
 
     def submit(self, plan: StepPlan) -> LocalFlight:
         try:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 BLOCK = 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "ends"])
 def _fill_rows(
     slots,  # [R] int64
     ends,  # [R] int64

@@ -1,0 +1,86 @@
+"""Where the seconds of a start went: laps that follow each other without gaps, so that they add up to the wall clock.
+
+A stopwatch is read as a timeline, which can be logged, measured and sent to another process: the clock is the
+machine's, the same for every process on it. What a lap contains is not known here.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+UNNAMED = 0.02  # the share of the whole from which time without a name is shown
+OTHER = "other"
+STAT = Path("/proc/self/stat")
+_imported = time.monotonic()
+_first = True  # no engine has been started in this process
+
+
+class Timeline(msgspec.Struct, frozen=True, array_like=True):
+    """`parts` are seconds by name, in order; they add up to `total` (but for less than UNNAMED of it)."""
+
+    parts: list[tuple[str, float]]
+    total: float
+    began: float  # time.monotonic()
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[str, float]], began: float, ended: float) -> "Timeline":
+        """Equal names become one part; what has no name becomes a part of its own if it is long enough to be asked about."""
+        merged: dict[str, float] = {}
+        for name, seconds in parts:
+            merged[name] = merged.get(name, 0.0) + seconds
+        total = ended - began
+        rest = total - sum(merged.values())
+        if rest > UNNAMED * total:
+            merged[OTHER] = merged.get(OTHER, 0.0) + rest
+        return cls(list(merged.items()), total, began)
+
+    def within(self, began: float, before: str, after: str, ended: float) -> "Timeline":
+        """The timeline of a longer stretch of which this is the middle: what came before and after gets a name each."""
+        end = self.began + self.total
+        return Timeline.of([(before, max(0.0, self.began - began)), *self.parts, (after, max(0.0, ended - end))], began, ended)
+
+    def __str__(self) -> str:
+        """What takes a hundredth of a second is worth a word."""
+        told = [f"{name} {seconds:.2f}" for name, seconds in self.parts if seconds >= 0.005]
+        return f"{self.total:.2f} s = {' + '.join(told)}"
+
+
+class Stopwatch:
+    """Laps without gaps. `since` is when the first lap began, in seconds of time.monotonic(); now unless told."""
+
+    def __init__(self, since: float | None = None) -> None:
+        self._began = self._last = time.monotonic() if since is None else since
+        self._laps: list[tuple[str, float]] = []
+
+    @classmethod
+    def of_engine(cls, before: str) -> "Stopwatch":
+        """For an engine that is started now. The life of the process so far is the first lap of its first engine."""
+        global _first
+        if not _first:
+            return cls()
+        _first = False
+        watch = cls(process_start())
+        watch.lap(before)
+        return watch
+
+    def lap(self, name: str) -> None:
+        """What happened since the lap before was `name`."""
+        now = time.monotonic()
+        self._laps.append((name, now - self._last))
+        self._last = now
+
+    def read(self) -> Timeline:
+        return Timeline.of(self._laps, self._began, time.monotonic())
+
+
+def process_start() -> float:
+    """When this process began, in seconds of time.monotonic(); where the system does not say, when this file was imported."""
+    try:
+        ticks = int(STAT.read_text().rpartition(")")[2].split()[19])  # field 22, counted behind the name in parentheses
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return _imported
+    return min(_imported, time.monotonic() - age)

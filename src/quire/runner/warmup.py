@@ -1,0 +1,138 @@
+"""What is run before the engine is ready, so that the first requests find their kernels compiled and loaded.
+
+First one layer of each kind by itself, all at once: kernels that were never compiled on this machine are compiled side by side.
+Then steps of the shapes that traffic has: rows of one token, few and many, with short and long contexts; prompts of several
+lengths; both together; each with the kinds of sampling there are. Everything runs on the null page, and what it computes is
+thrown away. Which kernels there are is not known here: layers and steps are run as any are.
+"""
+
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from quire.attn.batch import Batch
+from quire.layers.attention import SelfAttention
+from quire.models.decoder import Decoder
+from quire.runner.batch import build_batch
+from quire.runner.rehearsal import GREEDY, Tenant, make_step
+from quire.runner.slots import Slots
+from quire.types.plan import StepPlan
+from quire.types.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.ops.kernels.variants import Variants
+
+logger = logging.getLogger(__name__)
+
+RANDOM = SamplingParams(temperature=1.0)
+FILTERED = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01)
+PENALIZED = SamplingParams(temperature=0.7, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1, logprobs=5)
+KINDS = (GREEDY, RANDOM, FILTERED, PENALIZED)
+LONG = 1024  # tokens of a context that is worked on in several pieces
+SINGLES = (1, 4, 16, 64, 256)  # rows of one token
+PROMPTS = (2, 16, 128, 1024)  # tokens
+MIXED = 3  # rows of one token beside a prompt
+RECORDED = 4  # times a step is repeated, so that it is recorded and replayed where steps are
+THREADS = 8
+
+
+def watch_kernels() -> "Variants | None":
+    """What counts compiled kernels; None where there is no compiler."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from quire.ops.kernels.variants import VARIANTS
+
+    return VARIANTS
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------------
+
+
+def warm_up_layers(model: Decoder, slots: Slots, longest: int) -> None:
+    """Each kind of layer on a thread of its own, for a row of one token and for a prompt. The slots must be free.
+
+    A layer that cannot be run like this is left to the steps.
+    """
+    jobs = list(_jobs(model, slots, longest))
+    with ThreadPoolExecutor(THREADS, "quire-warm-up") as pool:
+        for group in (jobs[:1], jobs[1:]):  # the compiler itself gets ready, once
+            for future in [pool.submit(job) for job in group]:
+                if (error := future.exception()) is not None:
+                    logger.debug("a layer could not be run by itself", exc_info=error)
+
+
+def _jobs(model: Decoder, slots: Slots, longest: int) -> Iterator[Callable[[], None]]:
+    """Norms first: their kernels are small."""
+    attentions, norms, others = kinds_of_layers(model)
+    one, prompt = [Tenant(longest, 1)], [Tenant(longest, min(longest, 16))]
+    for layer in norms:
+        yield partial(_run, model, _batch(one, slots), lambda x, _, layer=layer: layer.add(x, None))
+        yield partial(_run, model, _batch(one, slots), lambda x, _, layer=layer: layer.add(x, x))
+    for tenants in (prompt, one):
+        for layer in attentions:
+            yield partial(_run, model, _batch(tenants, slots), layer)
+        for layer in others:
+            yield partial(_run, model, _batch(tenants, slots), lambda x, _, layer=layer: layer(x))
+
+
+def kinds_of_layers(model: Decoder) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
+    """One layer of each kind: attentions, norms, and the rest."""
+    attentions: dict[object, nn.Module] = {}
+    norms: dict[object, nn.Module] = {}
+    others: dict[object, nn.Module] = {}
+    for block in getattr(model, "layers", ()):
+        for name, layer in block.named_children():
+            if isinstance(layer, SelfAttention):
+                attentions.setdefault(layer.core.spec, layer)
+            elif hasattr(layer, "add"):
+                norms.setdefault(type(layer), layer)
+            else:
+                others.setdefault((type(layer), name), layer)
+    return list(attentions.values()), list(norms.values()), list(others.values())
+
+
+def _batch(tenants: Sequence[Tenant], slots: Slots) -> Batch:
+    plan = make_step(tenants)
+    slots.admit(plan.admitted)
+    batch, _ = build_batch(plan, slots)
+    slots.retire(plan.slot)
+    return batch
+
+
+@torch.inference_mode()
+def _run(model: Decoder, batch: Batch, layer: Callable[..., object]) -> None:
+    layer(model.embed(batch), batch)
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------------
+
+
+def warm_up_steps(max_seqs: int, max_tokens: int, longest: int) -> Iterator[StepPlan]:
+    """Each with tenants of its own, who leave as the next step comes; the last step has none. No context exceeds `longest`."""
+    before = 0
+    for tenants in _shapes(max_seqs, max_tokens, longest):
+        yield make_step(tenants, retired=before)
+        before = len(tenants)
+    yield make_step((), retired=before)
+
+
+def _shapes(max_seqs: int, max_tokens: int, long: int) -> Iterator[Sequence[Tenant]]:
+    for params in KINDS:
+        yield [Tenant(1, 1, params)]
+    most = min(max_seqs, max_tokens)
+    for rows in sorted({min(size, most) for size in SINGLES}):
+        yield [Tenant(1 if row % 2 else long, 1, KINDS[row % len(KINDS)]) for row in range(rows)]
+    for rows in sorted({1, min(4, most)}):
+        for _ in range(RECORDED):
+            yield [Tenant(long, 1, RANDOM)] * rows
+    for tokens in (size for size in PROMPTS if size <= min(max_tokens, long)):
+        yield [Tenant(tokens, tokens)]
+        beside = min(MIXED, max_seqs - 1, max_tokens - tokens)
+        if beside > 0:
+            yield [Tenant(tokens, tokens, RANDOM), *[Tenant(long, 1)] * beside]
