@@ -1,9 +1,10 @@
 """Many tokens through their experts: slots are sorted by expert, then a grouped matrix product runs over them.
 
-    order   [ slots of expert 0 | expert 1 | ... ]        tiles [ expert, first, end ]: places of `order` that share an expert
+    order   [ slots of expert 0 | expert 1 | ... ]        ends [ e0, e1, ... ]: where each expert's slots end
 
-Sorting counts: each chunk of slots counts its own experts, and then finds its places from everybody's counts. There are as many
-tiles as there could be, since the host knows nothing of who goes where; those left over are empty.
+Sorting counts: each chunk of slots counts its own experts, and then finds its places from everybody's counts. The host knows
+nothing of who goes where: a product has as many programs as there could be tiles of rows; each finds its expert in `ends`, and
+those left over leave.
 """
 
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor
 from quire.ops.kernels.activation import KINDS, activate
 
 SUM_BLOCK = 1024
-STEP = 64  # slots a program sorts at a time
+STEP = 128  # slots a program sorts at a time
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -38,39 +39,19 @@ def _count(
     tl.store(counts + tl.program_id(0) * EXPERTS + expert, count, mask=expert < EXPERTS)
 
 
-@triton.jit
-def _tiles(tiles, total, end, most, mine, chunks, EXPERT_BLOCK: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr):
-    """This program's share of the tiles, from the number of each expert's slots and where they end, [EXPERT_BLOCK] both."""
-    expert = tl.arange(0, EXPERT_BLOCK)
-    count = (total + TILE - 1) // TILE
-    last = tl.cumsum(count, 0)
-    shift = end - total - (last - count) * TILE  # from a tile's number to its place
-    for begin in tl.range(mine * STEP, most, chunks * STEP):
-        tile = begin + tl.arange(0, STEP)
-        owner = tl.sum((last[:, None] <= tile[None, :]).to(tl.int32), 0)
-        its = expert[:, None] == owner[None, :]
-        first = tile * TILE + tl.sum(tl.where(its, shift[:, None], 0), 0)
-        stop = tl.sum(tl.where(its, end[:, None], 0), 0)
-        tl.store(tiles + tile * 3, owner, mask=tile < most)
-        tl.store(tiles + tile * 3 + 1, first, mask=tile < most)
-        tl.store(tiles + tile * 3 + 2, tl.minimum(stop, first + TILE), mask=tile < most)
-
-
-@triton.jit(do_not_specialize=["slots", "chunks", "most"])
+@triton.jit(do_not_specialize=["slots", "chunks"])
 def _place(
     experts,  # [slots]
     counts,  # [chunks, EXPERTS]
     order,  # [slots]
-    tiles,  # [most, 3]
+    ends,  # [EXPERTS]
     slots,
     chunks,
-    most,
     EXPERTS: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
     ROWS: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     """A slot's place: all slots of lower experts, its expert's in earlier chunks, and its expert's before it in the chunk."""
     mine = tl.program_id(0)
@@ -84,7 +65,8 @@ def _place(
         total += tl.sum(count, 0)
         earlier += tl.sum(tl.where((chunk < mine)[:, None], count, 0), 0)
     end = tl.cumsum(total, 0)
-    _tiles(tiles, total, end, most, mine, chunks, EXPERT_BLOCK, 32, TILE)
+    if mine == 0:
+        tl.store(ends + expert, end, mask=expert < EXPERTS)
     place = end - total + earlier  # of the expert's next slot
     at = tl.arange(0, STEP)
     for begin in tl.range(mine * CHUNK, tl.minimum(mine * CHUNK + CHUNK, slots), STEP):
@@ -96,22 +78,18 @@ def _place(
         place += tl.sum((own[:, None] == expert[None, :]).to(tl.int32), 0)
 
 
-def sort_slots(experts: Tensor, count: int, tile: int) -> tuple[Tensor, Tensor]:
-    """experts [slots] of `count` -> order [slots] int64, tiles of at most so many slots [most, 3] int32.
-
-    Slots of one expert keep their order.
-    """
+def sort_slots(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """experts [slots] of `count` -> order [slots] int64, ends [count] int32; slots of one expert keep their order."""
     slots = len(experts)
-    chunk = STEP if slots <= 64 * STEP else 16 * STEP
+    chunk = STEP if slots <= 64 * STEP else 8 * STEP
     chunks = triton.cdiv(slots, chunk)
-    most = min(slots, slots // tile + count)  # tiles that could have slots
     sizes = {"EXPERTS": count, "EXPERT_BLOCK": triton.next_power_of_2(count), "CHUNK": chunk, "STEP": STEP}
     counts = torch.empty(chunks, count, dtype=torch.int32, device=experts.device)
     order = torch.empty_like(experts)
-    tiles = torch.empty(most, 3, dtype=torch.int32, device=experts.device)
+    ends = torch.empty(count, dtype=torch.int32, device=experts.device)
     _count[(chunks,)](experts, counts, slots, **sizes)
-    _place[(chunks,)](experts, counts, order, tiles, slots, chunks, most, **sizes, ROWS=16, TILE=tile, num_warps=8)
-    return order, tiles
+    _place[(chunks,)](experts, counts, order, ends, slots, chunks, **sizes, ROWS=16)
+    return order, ends
 
 
 @triton.jit
@@ -120,18 +98,28 @@ def _product(
     matrices,  # [EXPERTS, outputs, INNER]; gated: [EXPERTS, 2 * outputs, INNER], gate above up
     out,  # [slots, outputs]
     order,  # [slots] slots sorted by expert
-    tiles,  # [most, 3]
+    ends,  # [EXPERTS]
     outputs,
     INNER: tl.constexpr,
+    EXPERTS: tl.constexpr,
     SHARING: tl.constexpr,  # slots that read the same row of x
     KIND: tl.constexpr,  # an activation: the matrices are gated. "": they are plain
+    EXPERT_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    tiles += tl.program_id(1) * 3
-    expert, first, stop = tl.load(tiles).to(tl.int64), tl.load(tiles + 1), tl.load(tiles + 2)
-    if first < stop:
+    tile = tl.program_id(1)
+    each = tl.arange(0, EXPERT_BLOCK)
+    end = tl.load(ends + each, mask=each < EXPERTS, other=0)
+    begin = tl.load(ends + each - 1, mask=(each > 0) & (each < EXPERTS), other=0)
+    tiles = tl.where(each < EXPERTS, (end - begin + BLOCK_M - 1) // BLOCK_M, 0)
+    last = tl.cumsum(tiles, 0)
+    expert = tl.sum((last <= tile).to(tl.int32), 0)
+    if expert < EXPERTS:
+        mine = each == expert
+        first = tl.sum(tl.where(mine, begin + (tile - last + tiles) * BLOCK_M, 0), 0)
+        stop = tl.sum(tl.where(mine, end, 0), 0)
         at = first + tl.arange(0, BLOCK_M)
         slot = tl.load(order + at, mask=at < stop, other=0)
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -140,7 +128,7 @@ def _product(
             high, row = 2 * outputs, (n % 2) * outputs + (n // 2).to(tl.int64)
         k = tl.arange(0, BLOCK_K)
         rows = x + (slot // SHARING)[:, None] * INNER + k[None, :]
-        columns = matrices + expert * high * INNER + row[:, None] * INNER + k[None, :]
+        columns = matrices + expert.to(tl.int64) * high * INNER + row[:, None] * INNER + k[None, :]
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for done in tl.range(0, INNER, BLOCK_K):
             inside = (k < INNER - done)[None, :]
@@ -177,17 +165,19 @@ def blocks(rows: float, dtype: torch.dtype) -> Blocks:
 
 
 def product(
-    x: Tensor, matrices: Tensor, order: Tensor, tiles: Tensor, block: Blocks, sharing: int, activation: str = ""
+    x: Tensor, matrices: Tensor, order: Tensor, ends: Tensor, block: Blocks, sharing: int, activation: str = ""
 ) -> Tensor:
     """x [slots / sharing, inner], matrices [E, outputs, inner] -> [slots, outputs]: each slot's row through its expert.
 
     With an activation the matrices are [E, 2 * outputs, inner], gate above up.
     """
-    _, high, inner = matrices.shape
-    outputs = high // 2 if activation else high
-    out = x.new_empty(len(order), outputs)
-    _product[(triton.cdiv(high, block.n), len(tiles))](
-        x, matrices, out, order, tiles, outputs, INNER=inner, SHARING=sharing, KIND=KINDS[activation] if activation else "",
+    experts, high, inner = matrices.shape
+    slots, outputs = len(order), high // 2 if activation else high
+    out = x.new_empty(slots, outputs)
+    most = min(slots, slots // block.m + experts)  # tiles that could have rows
+    _product[(triton.cdiv(high, block.n), most)](
+        x, matrices, out, order, ends, outputs, INNER=inner, EXPERTS=experts, SHARING=sharing,
+        KIND=KINDS[activation] if activation else "", EXPERT_BLOCK=triton.next_power_of_2(experts),
         BLOCK_M=block.m, BLOCK_N=block.n, BLOCK_K=block.k, num_warps=block.warps, num_stages=block.stages,
     )  # fmt: skip
     return out
@@ -215,9 +205,9 @@ def experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, dow
     tokens, top_k = experts.shape
     out = torch.empty_like(x)
     block = blocks(experts.numel() / len(up), x.dtype)
-    order, tiles = sort_slots(experts.flatten(), len(up), block.m)
-    inner = product(x, up, order, tiles, block, top_k, activation)
-    y = product(inner, down, order, tiles, block, 1)
+    order, ends = sort_slots(experts.flatten(), len(up))
+    inner = product(x, up, order, ends, block, top_k, activation)
+    y = product(inner, down, order, ends, block, 1)
     size = x.shape[1]
     _weighted_sum[(tokens, triton.cdiv(size, SUM_BLOCK))](y, weights, out, size, TOP_K=top_k, BLOCK=SUM_BLOCK)
     return out
