@@ -1,17 +1,30 @@
-"""Routing and the grouped products in Triton, against their torch references."""
+"""Routing, sorting and both ways through the experts in Triton, against their torch references."""
 
 import pytest
 import torch
 from kernel_support import DTYPES, close, numbers
 
+from quire.ops.activation import ACTIVATIONS
 from quire.ops.moe import reference_experts_forward, reference_route
 
 pytest.importorskip("triton")
-from quire.ops.kernels import moe
+from quire.ops.kernels import moe, moe_few, moe_many
+
+WAYS = pytest.mark.parametrize("way", [moe_few, moe_many], ids=["few", "many"])
+
+
+def problem(tokens, experts, top_k, hidden, inner, dtype, device):
+    """x, weights, experts, up, down."""
+    x = numbers(tokens, hidden, dtype=dtype, device=device)
+    up, down = (
+        numbers(experts, *shape, dtype=dtype, device=device, seed=5) * 0.1 for shape in ((2 * inner, hidden), (hidden, inner))
+    )
+    logits = numbers(tokens, experts, dtype=torch.float32, device=device, seed=6)
+    return x, *reference_route(logits, top_k, True), up, down
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(5, 128, 8), (3, 6, 3), (1, 5, 1), (0, 4, 2)])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(5, 128, 8), (3, 6, 3), (1, 5, 1), (2, 70, 4), (0, 4, 2)])
 def test_routing(tokens, experts, top_k, renormalize, device):
     logits = numbers(tokens, experts, dtype=torch.float32, device=device)
     weights, chosen = moe.route(logits, top_k, renormalize)
@@ -20,38 +33,65 @@ def test_routing(tokens, experts, top_k, renormalize, device):
     close(weights, expected_weights)
 
 
-@pytest.mark.parametrize(("slots", "experts"), [(1, 4), (100, 3), (300, 128), (33, 60)])
-@pytest.mark.parametrize("few", [0, 4096], ids=["many", "few"])
-def test_sorting(slots, experts, few, device, monkeypatch):
-    monkeypatch.setattr(moe, "FEW_SLOTS", few)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_routing_of_equal_and_broken_logits(device):
+    """The lower number goes first; what is not a number is greatest, and every place still names an expert."""
+    logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [torch.nan] * 5, [0.0, torch.nan, 1.0, torch.nan, 2.0]], device=device)
+    weights, chosen = moe.route(logits, 4, True)
+    assert chosen.tolist() == [[1, 2, 4, 0], [0, 1, 2, 3], [1, 3, 4, 2]]
+    assert weights[0].isfinite().all()
+    assert weights[1:].isnan().all()
+
+
+@pytest.mark.parametrize(("slots", "experts"), [(1, 4), (100, 3), (300, 128), (33, 60), (1111, 5), (2049, 7), (9000, 20)])
+def test_sorting(slots, experts, device):
     chosen = torch.randint(experts, (slots,), generator=torch.Generator().manual_seed(1)).to(device)
-    order, ends = moe.sort_slots(chosen, experts)
+    order, ends = moe_many.sort_slots(chosen, experts)
     assert torch.equal(order, chosen.argsort(stable=True))
     assert torch.equal(ends, torch.bincount(chosen, minlength=experts).cumsum(0).int())
 
 
+@WAYS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "hidden", "inner"),
-    [(1, 8, 2, 48, 24), (13, 5, 2, 40, 72), (40, 3, 1, 32, 16), (9, 6, 6, 64, 20), (0, 4, 2, 16, 16)],
+    [(1, 8, 2, 48, 24), (5, 3, 2, 40, 30), (18, 2, 1, 8, 16), (2, 6, 6, 32, 20), (2, 4, 3, 37, 11)],
 )
-def test_experts(tokens, experts, top_k, hidden, inner, dtype, device):
-    x = numbers(tokens, hidden, dtype=dtype, device=device)
-    up, down = (
-        numbers(experts, *shape, dtype=dtype, device=device, seed=5) * 0.1 for shape in ((2 * inner, hidden), (hidden, inner))
-    )
-    weights, chosen = reference_route(numbers(tokens, experts, dtype=torch.float32, device=device, seed=6), top_k, True)
+def test_experts(way, tokens, experts, top_k, hidden, inner, dtype, device):
+    x, weights, chosen, up, down = problem(tokens, experts, top_k, hidden, inner, dtype, device)
     expected = reference_experts_forward(x, weights, chosen, up, down, "silu")
-    close(moe.experts_forward(x, weights, chosen, up, down, "silu"), expected)
+    close(way.experts_forward(x, weights, chosen, up, down, "silu"), expected)
+
+
+@WAYS
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_activations_of_experts(way, name, device):
+    x, weights, chosen, up, down = problem(3, 4, 2, 24, 16, torch.float32, device)
+    expected = reference_experts_forward(x, weights, chosen, up, down, name)
+    close(way.experts_forward(x, weights, chosen, up, down, name), expected)
+
+
+def test_no_tokens(device):
+    x, weights, chosen, up, down = problem(0, 4, 2, 16, 16, torch.float32, device)
+    assert moe.experts_forward(x, weights, chosen, up, down, "silu").shape == (0, 16)
+
+
+@pytest.mark.parametrize("tokens", [2, 33])
+def test_other_tokens_change_nothing(tokens, device):
+    """Among as many others, whatever they are."""
+    x, weights, chosen, up, down = problem(tokens, 5, 2, 16, 8, torch.float32, device)
+    before = moe.experts_forward(x, weights, chosen, up, down, "silu")[0]
+    others, _, elsewhere, _, _ = problem(tokens, 5, 2, 16, 8, torch.float32, device)
+    others, elsewhere = others.flip(0) * 3, elsewhere.flip(0)
+    others[0], elsewhere[0] = x[0], chosen[0]
+    assert torch.equal(moe.experts_forward(others, weights, elsewhere, up, down, "silu")[0], before)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 3, 300, 700, 2000, 9000])
+@pytest.mark.parametrize("tokens", [1, 3, 16, 100, 300, 700, 2000, 9000])
 def test_many_experts(tokens, device):
     """Every size of block."""
-    x = numbers(tokens, 256, dtype=torch.bfloat16, device=device)
-    up, down = (numbers(64, *shape, dtype=torch.bfloat16, device=device, seed=5) * 0.1 for shape in ((192, 256), (256, 96)))
-    weights, chosen = reference_route(numbers(tokens, 64, dtype=torch.float32, device=device, seed=6), 4, True)
+    x, weights, chosen, up, down = problem(tokens, 64, 4, 256, 96, torch.bfloat16, device)
     wide = reference_experts_forward(x.float(), weights, chosen, up.float(), down.float(), "silu")
     got = moe.experts_forward(x, weights, chosen, up, down, "silu")
     assert (got.float() - wide).norm() < 1e-2 * wide.norm()

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.layers.parameter import parameter
+from quire.ops.linear import linear
 
 
 class LinearMethod(Protocol):
@@ -41,7 +41,7 @@ class Plain:
         pass
 
     def apply(self, layer: "Linear", x: Tensor) -> Tensor:
-        return F.linear(x, layer.weight, layer.bias)
+        return linear(x, layer.weight, layer.bias)
 
 
 class Linear(nn.Module):

@@ -20,7 +20,7 @@ KINDS = {
 
 
 @triton.jit
-def _activate(x, KIND: tl.constexpr):
+def activate(x, KIND: tl.constexpr):
     if KIND == "silu":
         y = x / (1.0 + tl.exp(-x))
     elif KIND == "gelu":
@@ -45,7 +45,7 @@ def _gated(
     inside = at < size
     gate = tl.load(x + row * 2 * size + at, mask=inside, other=0.0)
     up = tl.load(x + row * 2 * size + size + at, mask=inside, other=0.0)
-    active = _activate(gate.to(tl.float32), KIND).to(gate.dtype).to(tl.float32)
+    active = activate(gate.to(tl.float32), KIND).to(gate.dtype).to(tl.float32)
     tl.store(out + row * size + at, (active * up.to(tl.float32)).to(gate.dtype), mask=inside)
 
 

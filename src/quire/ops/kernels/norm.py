@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor, empty_like
 
+from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
+
 
 @triton.jit
 def _rms_norm(
@@ -17,9 +19,13 @@ def _rms_norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
     at = tl.arange(0, BLOCK)
     inside = at < SIZE
+    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset
+    wait_for_previous(EARLY)
     place = tl.program_id(0).to(tl.int64) * SIZE + at
     value = tl.load(x + place, mask=inside, other=0.0)
     if ADD:
@@ -28,8 +34,7 @@ def _rms_norm(
         tl.store(total + place, value, mask=inside)
     wide = value.to(tl.float32)
     wide *= tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
-    wide *= tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset
-    tl.store(out + place, wide.to(value.dtype), mask=inside)
+    tl.store(out + place, (wide * scale).to(value.dtype), mask=inside)
 
 
 def _launch(x: Tensor, residual: Tensor, weight: Tensor, total: Tensor, eps: float, offset: float, add: bool) -> Tensor:
@@ -39,7 +44,9 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, total: Tensor, eps: flo
     rows = x.numel() // size
     if rows:
         warps = min(max(block // 512, 1), 8)
-        _rms_norm[(rows,)](x, residual, weight, out, total, eps, offset, SIZE=size, BLOCK=block, ADD=add, num_warps=warps)
+        _rms_norm[(rows,)](
+            x, residual, weight, out, total, eps, offset, SIZE=size, BLOCK=block, ADD=add, num_warps=warps, **overlapping()
+        )  # fmt: skip
     return out
 
 

@@ -1,0 +1,107 @@
+"""A few tokens through their experts: every slot reads its expert's matrices by itself, nothing is sorted.
+
+Two launches: the gated product of each slot, and the weighted sum over a token's slots of the second product. A program of the
+second takes some outputs of one token and adds its slots in their order, so the other tokens cannot change the result.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.kernels.activation import KINDS
+from quire.ops.kernels.linear import eighths, pair_rows, pair_values, stream
+from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
+
+
+class Program(NamedTuple):
+    outputs: int
+    warps: int
+
+
+UP, DOWN, DOWN_MORE = Program(1, 4), Program(1, 4), Program(2, 1)  # by measurement; the last for more than one token
+
+
+@triton.jit
+def _up(
+    x,  # [T, INNER]
+    experts,  # [T * TOP_K]
+    matrices,  # [E, 2 * outputs, INNER] gate above up
+    out,  # [T * TOP_K, outputs]
+    outputs,
+    INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    wait_for_previous(EARLY)
+    let_next_start(EARLY)
+    slot = tl.program_id(0)
+    first = tl.program_id(1) * BLOCK_N
+    expert = tl.load(experts + slot)
+    row, inside = pair_rows(first, outputs, BLOCK_N)
+    both = stream(x + slot // TOP_K * INNER, matrices + expert * 2 * outputs * INNER, row, inside, INNER, BLOCK_K, False)
+    value = pair_values(both, BLOCK_N, KIND, out.dtype.element_ty)
+    n = first + tl.arange(0, BLOCK_N)
+    tl.store(out + slot * outputs + n, value.to(out.dtype.element_ty), mask=n < outputs)
+
+
+@triton.jit
+def _down(
+    inner,  # [T * TOP_K, INNER]
+    weights,  # [T * TOP_K] float32
+    experts,  # [T * TOP_K]
+    matrices,  # [E, outputs, INNER]
+    out,  # [T, outputs]
+    outputs,
+    INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """May begin when all before `_up` has ended: until it waits it reads only what was there then, past the near cache."""
+    let_next_start(EARLY)
+    at = tl.arange(0, BLOCK_N * TOP_BLOCK)  # all slots of the first output, of the second, ...
+    output = tl.program_id(1) * BLOCK_N + at // TOP_BLOCK
+    slot = tl.program_id(0) * TOP_K + at % TOP_BLOCK
+    inside = (output < outputs) & (at % TOP_BLOCK < TOP_K)
+    expert = tl.load(experts + slot, mask=inside, other=0, cache_modifier=".cg")
+    weight = tl.load(weights + slot, mask=inside, other=0.0, cache_modifier=".cg")
+    k = tl.arange(0, BLOCK_K)
+    rows = matrices + ((expert * outputs + output) * INNER)[:, None] + k[None, :]
+    parts = inner + (slot * INNER)[:, None] + k[None, :]
+    tile = tl.load(rows, mask=inside[:, None] & (k < INNER)[None, :], other=0.0)
+    wait_for_previous(EARLY)
+    acc = tl.zeros((BLOCK_N * TOP_BLOCK, BLOCK_K // 8), tl.float32)
+    for begin in tl.range(0, INNER, BLOCK_K):
+        following = begin + BLOCK_K
+        coming = tl.load(rows + following, mask=inside[:, None] & (k < INNER - following)[None, :], other=0.0)
+        part = tl.load(parts + begin, mask=inside[:, None] & (k < INNER - begin)[None, :], other=0.0)
+        acc += eighths(tile.to(tl.float32) * part.to(tl.float32))
+        tile = coming
+    value = tl.sum(tl.reshape(tl.sum(acc, 1) * weight, (BLOCK_N, TOP_BLOCK)), 1)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tl.store(out + tl.program_id(0) * outputs + n, value.to(out.dtype.element_ty), mask=n < outputs)
+
+
+def experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
+    tokens, top_k = experts.shape
+    _, size, inner_size = down.shape
+    inner = x.new_empty(tokens * top_k, inner_size)
+    out = torch.empty_like(x)
+    _up[(tokens * top_k, triton.cdiv(inner_size, UP.outputs))](
+        x, experts, up, inner, inner_size, INNER=size, TOP_K=top_k, KIND=KINDS[activation],
+        BLOCK_N=UP.outputs, BLOCK_K=256 * UP.warps, num_warps=UP.warps, **overlapping(),
+    )  # fmt: skip
+    program = DOWN if tokens == 1 else DOWN_MORE
+    _down[(tokens, triton.cdiv(size, program.outputs))](
+        inner, weights, experts, down, out, size, INNER=inner_size, TOP_K=top_k, TOP_BLOCK=triton.next_power_of_2(top_k),
+        BLOCK_N=program.outputs, BLOCK_K=256 * program.warps, num_warps=program.warps, **overlapping(),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,213 @@
+"""Many tokens through their experts: slots are sorted by expert, then a grouped matrix product runs over them.
+
+    order   [ slots of expert 0 | expert 1 | ... ]        ends [ e0, e1, ... ]: where each expert's slots end
+
+Sorting counts: each chunk of slots counts its own experts, and then finds its places from everybody's counts. The host knows
+nothing of who goes where: a product has as many programs as there could be tiles of rows; each finds its expert in `ends`, and
+those left over leave.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.kernels.activation import KINDS, activate
+
+SUM_BLOCK = 1024
+STEP = 128  # slots a program sorts at a time
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _count(
+    experts,  # [slots]
+    counts,  # [chunks, EXPERTS]
+    slots,
+    EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    expert = tl.arange(0, EXPERT_BLOCK)
+    count = tl.zeros((EXPERT_BLOCK,), tl.int32)
+    for begin in tl.range(tl.program_id(0) * CHUNK, tl.minimum(tl.program_id(0) * CHUNK + CHUNK, slots), STEP):
+        slot = begin + tl.arange(0, STEP)
+        own = tl.load(experts + slot, mask=slot < slots, other=EXPERTS)
+        count += tl.sum((own[:, None] == expert[None, :]).to(tl.int32), 0)
+    tl.store(counts + tl.program_id(0) * EXPERTS + expert, count, mask=expert < EXPERTS)
+
+
+@triton.jit(do_not_specialize=["slots", "chunks"])
+def _place(
+    experts,  # [slots]
+    counts,  # [chunks, EXPERTS]
+    order,  # [slots]
+    ends,  # [EXPERTS]
+    slots,
+    chunks,
+    EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """A slot's place: all slots of lower experts, its expert's in earlier chunks, and its expert's before it in the chunk."""
+    mine = tl.program_id(0)
+    expert = tl.arange(0, EXPERT_BLOCK)
+    total = tl.zeros((EXPERT_BLOCK,), tl.int32)
+    earlier = tl.zeros((EXPERT_BLOCK,), tl.int32)
+    for first in tl.range(0, chunks, ROWS):
+        chunk = first + tl.arange(0, ROWS)
+        there = (chunk < chunks)[:, None] & (expert < EXPERTS)[None, :]
+        count = tl.load(counts + chunk[:, None] * EXPERTS + expert[None, :], mask=there, other=0)
+        total += tl.sum(count, 0)
+        earlier += tl.sum(tl.where((chunk < mine)[:, None], count, 0), 0)
+    end = tl.cumsum(total, 0)
+    if mine == 0:
+        tl.store(ends + expert, end, mask=expert < EXPERTS)
+    place = end - total + earlier  # of the expert's next slot
+    at = tl.arange(0, STEP)
+    for begin in tl.range(mine * CHUNK, tl.minimum(mine * CHUNK + CHUNK, slots), STEP):
+        slot = begin + at
+        own = tl.load(experts + slot, mask=slot < slots, other=EXPERTS).to(tl.int32)
+        before = tl.sum(((own[:, None] == own[None, :]) & (at[:, None] < at[None, :])).to(tl.int32), 0)
+        start = tl.sum(tl.where(expert[:, None] == own[None, :], place[:, None], 0), 0)
+        tl.store(order + start + before, slot.to(tl.int64), mask=slot < slots)
+        place += tl.sum((own[:, None] == expert[None, :]).to(tl.int32), 0)
+
+
+def sort_slots(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """experts [slots] of `count` -> order [slots] int64, ends [count] int32; slots of one expert keep their order."""
+    slots = len(experts)
+    chunk = STEP if slots <= 64 * STEP else 8 * STEP
+    chunks = triton.cdiv(slots, chunk)
+    sizes = {"EXPERTS": count, "EXPERT_BLOCK": triton.next_power_of_2(count), "CHUNK": chunk, "STEP": STEP}
+    counts = torch.empty(chunks, count, dtype=torch.int32, device=experts.device)
+    order = torch.empty_like(experts)
+    ends = torch.empty(count, dtype=torch.int32, device=experts.device)
+    _count[(chunks,)](experts, counts, slots, **sizes)
+    _place[(chunks,)](experts, counts, order, ends, slots, chunks, **sizes, ROWS=16)
+    return order, ends
+
+
+@triton.jit
+def _product(
+    x,  # [rows, INNER]
+    matrices,  # [EXPERTS, outputs, INNER]; gated: [EXPERTS, 2 * outputs, INNER], gate above up
+    out,  # [slots, outputs]
+    order,  # [slots] slots sorted by expert
+    ends,  # [EXPERTS]
+    outputs,
+    INNER: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SHARING: tl.constexpr,  # slots that read the same row of x
+    KIND: tl.constexpr,  # an activation: the matrices are gated. "": they are plain
+    EXPERT_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    tile = tl.program_id(1)
+    each = tl.arange(0, EXPERT_BLOCK)
+    end = tl.load(ends + each, mask=each < EXPERTS, other=0)
+    begin = tl.load(ends + each - 1, mask=(each > 0) & (each < EXPERTS), other=0)
+    tiles = tl.where(each < EXPERTS, (end - begin + BLOCK_M - 1) // BLOCK_M, 0)
+    last = tl.cumsum(tiles, 0)
+    expert = tl.sum((last <= tile).to(tl.int32), 0)
+    if expert < EXPERTS:
+        mine = each == expert
+        first = tl.sum(tl.where(mine, begin + (tile - last + tiles) * BLOCK_M, 0), 0)
+        stop = tl.sum(tl.where(mine, end, 0), 0)
+        at = first + tl.arange(0, BLOCK_M)
+        slot = tl.load(order + at, mask=at < stop, other=0)
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        high, row = outputs, n.to(tl.int64)
+        if KIND != "":  # gate and up in turn, so that both halves of a pair meet in the tile
+            high, row = 2 * outputs, (n % 2) * outputs + (n // 2).to(tl.int64)
+        k = tl.arange(0, BLOCK_K)
+        rows = x + (slot // SHARING)[:, None] * INNER + k[None, :]
+        columns = matrices + expert.to(tl.int64) * high * INNER + row[:, None] * INNER + k[None, :]
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for done in tl.range(0, INNER, BLOCK_K):
+            inside = (k < INNER - done)[None, :]
+            a = tl.load(rows + done, mask=(at < stop)[:, None] & inside, other=0.0)
+            b = tl.load(columns + done, mask=(n < high)[:, None] & inside, other=0.0)
+            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+        value = acc.to(out.dtype.element_ty)
+        if KIND != "":
+            gate, up = tl.split(tl.reshape(value, (BLOCK_M, BLOCK_N // 2, 2)))
+            value = (activate(gate.to(tl.float32), KIND).to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+            n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        tl.store(out + slot[:, None] * outputs + n[None, :], value, mask=(at < stop)[:, None] & (n < outputs)[None, :])
+
+
+class Blocks(NamedTuple):
+    m: int  # rows
+    n: int  # rows of the matrix
+    k: int
+    warps: int
+    stages: int
+
+
+def blocks(rows: float, dtype: torch.dtype) -> Blocks:
+    """For so many rows an expert on average."""
+    if dtype == torch.float32:
+        return Blocks(16, 32, 32, 4, 1)
+    if rows <= 2:
+        return Blocks(16, 128, 128, 4, 3)
+    if rows <= 20:
+        return Blocks(32, 128, 128, 4, 3)
+    if rows <= 80:
+        return Blocks(64, 128, 64, 4, 4)
+    return Blocks(128, 256, 64, 8, 3)
+
+
+def product(
+    x: Tensor, matrices: Tensor, order: Tensor, ends: Tensor, block: Blocks, sharing: int, activation: str = ""
+) -> Tensor:
+    """x [slots / sharing, inner], matrices [E, outputs, inner] -> [slots, outputs]: each slot's row through its expert.
+
+    With an activation the matrices are [E, 2 * outputs, inner], gate above up.
+    """
+    experts, high, inner = matrices.shape
+    slots, outputs = len(order), high // 2 if activation else high
+    out = x.new_empty(slots, outputs)
+    most = min(slots, slots // block.m + experts)  # tiles that could have rows
+    _product[(triton.cdiv(high, block.n), most)](
+        x, matrices, out, order, ends, outputs, INNER=inner, EXPERTS=experts, SHARING=sharing,
+        KIND=KINDS[activation] if activation else "", EXPERT_BLOCK=triton.next_power_of_2(experts),
+        BLOCK_M=block.m, BLOCK_N=block.n, BLOCK_K=block.k, num_warps=block.warps, num_stages=block.stages,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _weighted_sum(
+    y,  # [T, TOP_K, size]
+    weights,  # [T, TOP_K] float32
+    out,  # [T, size]
+    size,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for i in tl.static_range(TOP_K):
+        part = tl.load(y + (token * TOP_K + i) * size + at, mask=at < size, other=0.0).to(tl.float32)
+        acc += part * tl.load(weights + token * TOP_K + i)
+    tl.store(out + token * size + at, acc.to(out.dtype.element_ty), mask=at < size)
+
+
+def experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
+    tokens, top_k = experts.shape
+    out = torch.empty_like(x)
+    block = blocks(experts.numel() / len(up), x.dtype)
+    order, ends = sort_slots(experts.flatten(), len(up))
+    inner = product(x, up, order, ends, block, top_k, activation)
+    y = product(inner, down, order, ends, block, 1)
+    size = x.shape[1]
+    _weighted_sum[(tokens, triton.cdiv(size, SUM_BLOCK))](y, weights, out, size, TOP_K=top_k, BLOCK=SUM_BLOCK)
+    return out
