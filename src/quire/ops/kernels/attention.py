@@ -5,8 +5,10 @@ all of them. Logits are kept in powers of two.
 
     tile    m = token * SHARE + head      x      keys of the row, as far as the tile's queries see
     split   m = head                      x      keys split * SPLIT ... (split + 1) * SPLIT
+    shared  m = row * SHARE + head        x      the same, of many rows whose pages for these keys are the same
 
-Where a split begins and how the parts of a row are merged depends on that row alone: the batch cannot change its result.
+Where a split begins, where its part is stored and how the parts of a row are merged depends on that row alone, not on the
+batch; a part from a shared split may differ from the row's own in the last bits, as matrix units of other shapes make it.
 """
 
 import triton
@@ -154,8 +156,7 @@ def splits_kernel(
     sinks,  # [heads]
     tables,  # [R, max_pages]
     row_starts,  # [R + 1]
-    kv_lengths,  # [R]
-    splits,  # [splits, 3] row (-1 = nothing to do), split of its keys, place among the parts (-1 = it is the only one)
+    splits,  # [splits, 4] row (-1 = nothing to do), split of its keys, place among the parts (-1 = the only one), key length
     query_stride,
     out_stride,
     page_stride,
@@ -175,12 +176,11 @@ def splits_kernel(
     BLOCK_N: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
-    item = splits + tl.program_id(1) * 3
-    row, split, part = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    item = splits + tl.program_id(1) * 4
+    row, split, part, length = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     if row < 0:
         return
     token = tl.load(row_starts + row).to(tl.int64)
-    length = tl.load(kv_lengths + row)
     m = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, DIM_BLOCK)
     head = kv_head * SHARE + m
@@ -217,6 +217,68 @@ def splits_kernel(
         where_part = part.to(tl.int64) * HEADS + head
         tl.store(parts + (where_part * HEAD_DIM)[:, None] + dim[None, :], acc, mask=stored)
         tl.store(weights + where_part, peak + tl.log2(total), mask=real)
+
+
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["shared", "members"])
+def shared_kernel(
+    query,  # [T, heads, HEAD_DIM]
+    kv,  # [pages, 2, kv_heads, PAGE_SIZE, HEAD_DIM]
+    parts,  # [parts, heads, HEAD_DIM] float32
+    weights,  # [parts, heads] float32
+    sinks,  # [heads]
+    tables,  # [R, max_pages]
+    row_starts,  # [R + 1]
+    shared,  # [shared, 3] split, its first member, how many (at most BLOCK_M // SHARE; -1 = nothing to do)
+    members,  # [members, 2] row, its first part
+    query_stride,
+    page_stride,
+    value_offset,
+    table_stride,
+    scale,
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The members see all keys of the split, and have more after it. Any member's page table leads to the keys."""
+    kv_head = tl.program_id(0)
+    item = shared + tl.program_id(1) * 3
+    split, first, count = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    if count < 0:
+        return
+    m = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, DIM_BLOCK)
+    real = m // SHARE < count
+    member = members + (first + m // SHARE) * 2
+    token = tl.load(row_starts + tl.load(member, mask=real, other=0)).to(tl.int64)
+    part = tl.load(member + 1, mask=real, other=0).to(tl.int64) + split
+    head = kv_head * SHARE + m % SHARE
+    stored = real[:, None] & (dim < HEAD_DIM)[None, :]
+    q = tl.load(query + (token * query_stride + head * HEAD_DIM)[:, None] + dim[None, :], mask=stored, other=0.0)
+    acc = tl.zeros((BLOCK_M, DIM_BLOCK), tl.float32)
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS:
+        counts = split == 0
+        peak = tl.where(counts, tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E, peak)
+        total = tl.where(counts, 1.0, total)
+    keys = kv + kv_head * (PAGE_SIZE * HEAD_DIM)
+    table = tables + tl.load(members + first * 2).to(tl.int64) * table_stride
+    n = tl.arange(0, BLOCK_N)
+    for at in tl.range(split * SPLIT, (split + 1) * SPLIT, BLOCK_N):
+        acc, peak, total = _attend(
+            q, acc, peak, total, keys, table, at + n, 0, 0, m, page_stride, value_offset, scale,
+            HEAD_DIM, DIM_BLOCK, PAGE_SIZE, 0, SOFT_CAP, False,
+        )  # fmt: skip
+    where_part = part * HEADS + head
+    tl.store(parts + (where_part * HEAD_DIM)[:, None] + dim[None, :], acc / total[:, None], mask=stored)
+    tl.store(weights + where_part, peak + tl.log2(total), mask=real)
 
 
 @triton.jit(do_not_specialize_on_alignment=["merges"])
