@@ -1,7 +1,8 @@
 """How the rows of a batch are cut into pieces of work, as numbers on the host.
 
-Rows of several tokens are cut into tiles of queries, rows of one token into splits of keys. A split's result is a part; parts
-lie row after row, and are merged. Where rows begin with the same pages, one shared split makes the parts of many rows:
+Rows of several tokens are cut into tiles of queries; the keys of long ones may be copied to one place before. Rows of one token
+are cut into splits of keys. A split's result is a part; parts lie row after row, and are merged. Where rows begin with the same
+pages, one shared split makes the parts of many rows:
 
     rows        0: 600 keys     1: 700 keys, 512 of them on the pages of row 0     2: 20 keys
     shared      split 0 and split 1, each with the members 0 and 1
@@ -32,12 +33,20 @@ class Cuts:
     parts: int
 
 
-def cut_tiles(row: Ints, count: Ints, length: Ints, tokens: int) -> Ints:
-    """[tiles, 2] row, first token: those that see most come first, so that none of them is left over at the end."""
+def cut_tiles(row: Ints, count: Ints, length: Ints, tokens: int, place: Ints) -> Ints:
+    """[tiles, 3] row, first token, place: those that see most come first, so that none of them is left over at the end."""
     each = -(-count // tokens)
     first = _ragged_arange(each) * tokens
     seen = np.repeat(length - count, each) + first
-    return np.stack((np.repeat(row, each), first), axis=1)[np.argsort(-seen, kind="stable")]
+    return np.stack((np.repeat(row, each), first, np.repeat(place, each)), axis=1)[np.argsort(-seen, kind="stable")]
+
+
+def cut_copies(row: Ints, length: Ints, block: int) -> tuple[Ints, Ints, int]:
+    """The keys of some rows one after the other, in blocks: [copies, 3] row, first key, place; [rows] its place; size."""
+    each = -(-length // block)
+    place = (np.cumsum(each, dtype=np.int32) - each) * block
+    first = _ragged_arange(each) * block
+    return np.stack((np.repeat(row, each), first, np.repeat(place, each) + first), axis=1), place, int(each.sum()) * block
 
 
 def cut_rows(row: Ints, length: Ints, window: int | None, alike: Alike, most_members: int) -> Cuts:
@@ -55,7 +64,9 @@ def cut_rows(row: Ints, length: Ints, window: int | None, alike: Alike, most_mem
         members = np.stack((alike.order, first[place]), axis=1)
     own = each - done
     splits = np.stack((row, lowest + done, np.where(parts > 0, first + done, -1), length), axis=1).repeat(own, axis=0)
-    splits[:, 1:3] += _ragged_arange(own)[:, None]
+    within = _ragged_arange(own)
+    splits[:, 1] += within
+    splits[:, 2] += within
     merging = np.flatnonzero(parts)
     merges = np.stack((row[merging], first[merging], parts[merging]), axis=1)
     return Cuts(splits, merges, shared, members, int(parts.sum()))

@@ -1,7 +1,7 @@
 """Attention in Triton over page tables, for CUDA devices.
 
-`plan` cuts the batch on the host (`cuts.py`) and sends the cuts in one copy; `run` launches at most four kernels, whose grids
-are numbers the host knows. A plan in memory that stays (`FixedSplits`) has lists of fixed length, filled up with -1:
+`plan` cuts the batch on the host (`cuts.py`) and sends the cuts in one copy; `run` launches a few kernels (`launch.py`), whose
+grids are numbers the host knows. A plan in memory that stays (`FixedSplits`) has lists of fixed length, filled up with -1:
 
     splits [ row 0 | row 0 | row 1 | -1 | -1 ]    merges [ row 0 | -1 ]    shared [ split 0 | -1 ]    members [ row 0 | -1 ]
 
@@ -10,7 +10,6 @@ Programs that find -1 leave at once.
 
 import importlib.util
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 
 import numpy as np
@@ -21,41 +20,15 @@ from quire.attn import cuts
 from quire.attn.alike import NOTHING_ALIKE, Alike, FindAlike, Ints
 from quire.attn.backend import AttentionSpec, Room
 from quire.attn.batch import Batch
-from quire.attn.cuts import Cuts, cut_rows, cut_tiles
+from quire.attn.cuts import Cuts, cut_copies, cut_rows, cut_tiles
+from quire.attn.launch import Geometry, Launch, Plan, geometry, reads_in_blocks
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
 MOST_SHARING = 64
-MERGED_AT_ONCE = 16
-PARTS = 8192  # at a time: they bound the memory of a run, which every run takes, so that a rehearsal sees it
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """How one kind of layer is cut into programs."""
-
-    dim_block: int
-    tile_m: int  # queries times sharing heads
-    tile_n: int  # keys
-    tile_warps: int
-    tile_stages: int
-    split_m: int
-    split_n: int
-    split_warps: int
-    split_stages: int
-    shared_m: int  # rows times sharing heads; its keys come as those of a split
-    shared_warps: int
-    shared_stages: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    tiles: Tensor  # [tiles, 2] int32: row, first token within the row
-    splits: Tensor  # [splits, 4] int32: row or -1, split, place among the parts or -1, key length
-    merges: Tensor  # [merges, 3] int32: row or -1, first part, parts
-    shared: Tensor  # [shared, 3] int32: split, first member, members or -1
-    members: Tensor  # [members, 2] int32: row, its first part
-    parts: int
+PARTS = 8192  # at a time
+COPIED = 1 << 18  # keys times heads that are copied at a time
+LONG = 512  # tokens in a row whose keys are worth copying
 
 
 class TritonAttention:
@@ -79,7 +52,7 @@ class TritonAttention:
         share = spec.heads // spec.kv_heads
         shape = geometry(share, spec.head_dim, kv.dtype)
         alike = batch.groups[group].alike(cuts.SPLIT) if spec.window is None else NOTHING_ALIKE
-        batch.plans["triton", group] = cut(batch, spec.window, alike, shape.tile_m // share, shape.shared_m // share)
+        batch.plans["triton", group] = cut(batch, spec.window, alike, shape, share, reads_in_blocks(spec, kv))
 
     def run(self, spec: AttentionSpec, query: Tensor, kv: Tensor, batch: Batch, group: int, sinks: Tensor | None) -> Tensor:
         if ("triton", group) not in batch.plans:
@@ -89,7 +62,7 @@ class TritonAttention:
         make = torch.empty if covered == len(query) else torch.zeros
         out = make(query.shape, dtype=query.dtype, device=query.device)
         for plan in plans:
-            _launch(spec, plan, query, kv, out, batch, batch.groups[group].tables, sinks)
+            Launch(spec, plan, query, kv, out, batch, batch.groups[group].tables, sinks).run()
         return out
 
     def fixed(self, spec: AttentionSpec, dtype: torch.dtype) -> "FixedSplits":
@@ -119,9 +92,13 @@ class FixedSplits:
 
     def attach(self, batch: Batch, group: int, numbers: Tensor, rows: int, room: Room) -> None:
         splits, merges, shared, members = torch.split(numbers, _counts(rows, room))
-        nothing = numbers.new_empty(0, 2)
-        plan = Plan(nothing, splits.view(-1, 4), merges.view(-1, 3), shared.view(-1, 3), members.view(-1, 2), PARTS)
-        batch.plans["triton", group] = [plan]
+        nothing = numbers.new_empty(0, 3)
+        batch.plans["triton", group] = [
+            Plan(
+                tiles=nothing, copies=nothing, long_tiles=nothing, splits=splits.view(-1, 4), merges=merges.view(-1, 3),
+                shared=shared.view(-1, 3), members=members.view(-1, 2), parts=PARTS, keys=0, copied=0,
+            )
+        ]  # fmt: skip
 
 
 def _counts(rows: int, room: Room) -> list[int]:
@@ -129,81 +106,46 @@ def _counts(rows: int, room: Room) -> list[int]:
     return [4 * room.splits, 3 * rows, 3 * room.shared, 2 * rows if room.shared else 0]
 
 
-def _launch(
-    spec: AttentionSpec, plan: Plan, query: Tensor, kv: Tensor, out: Tensor, batch: Batch, tables: Tensor, sinks: Tensor | None
-) -> None:
-    from quire.ops.kernels.attention import merge_kernel, shared_kernel, splits_kernel, tiles_kernel
-
-    assert kv[0].is_contiguous() and query.stride(2) == 1 and query.stride(1) == spec.head_dim
-    shape = geometry(spec.heads // spec.kv_heads, spec.head_dim, kv.dtype)
-    strides = (kv.stride(0), kv.stride(1), tables.stride(0), spec.scale)
-    options = {
-        "SHARE": spec.heads // spec.kv_heads, "HEAD_DIM": spec.head_dim, "DIM_BLOCK": shape.dim_block,
-        "PAGE_SIZE": kv.shape[3], "SOFT_CAP": spec.soft_cap or 0.0, "SINKS": sinks is not None,
-    }  # fmt: skip
-    in_splits = {"HEADS": spec.heads, "SPLIT": cuts.SPLIT, "BLOCK_N": shape.split_n}
-    window, starts = spec.window or 0, batch.row_starts
-    biases = out if sinks is None else sinks
-    parts = torch.empty(plan.parts, spec.heads, spec.head_dim, dtype=torch.float32, device=out.device)
-    weights = torch.empty(plan.parts, spec.heads, dtype=torch.float32, device=out.device)
-    if len(plan.tiles):
-        tiles_kernel[(spec.kv_heads, len(plan.tiles))](
-            query, kv, out, biases, tables, starts, batch.kv_lengths, plan.tiles, query.stride(0), out.stride(0), *strides,
-            **options, WINDOW=window, BLOCK_M=shape.tile_m, BLOCK_N=shape.tile_n,
-            num_warps=shape.tile_warps, num_stages=shape.tile_stages,
-        )  # fmt: skip
-    if len(plan.shared):
-        shared_kernel[(spec.kv_heads, len(plan.shared))](
-            query, kv, parts, weights, biases, tables, starts, plan.shared, plan.members, query.stride(0), *strides,
-            **options, **in_splits, BLOCK_M=shape.shared_m, num_warps=shape.shared_warps, num_stages=shape.shared_stages,
-        )  # fmt: skip
-    if len(plan.splits):
-        splits_kernel[(spec.kv_heads, len(plan.splits))](
-            query, kv, out, parts, weights, biases, tables, starts, plan.splits, query.stride(0), out.stride(0), *strides,
-            **options, **in_splits, WINDOW=window, BLOCK_M=shape.split_m,
-            num_warps=shape.split_warps, num_stages=shape.split_stages,
-        )  # fmt: skip
-    if len(plan.merges):
-        merge_kernel[(spec.heads, len(plan.merges))](
-            parts, weights, out, starts, plan.merges, out.stride(0),
-            HEADS=spec.heads, HEAD_DIM=spec.head_dim, DIM_BLOCK=shape.dim_block, BLOCK=MERGED_AT_ONCE, num_warps=1,
-        )  # fmt: skip
-
-
-@lru_cache
-def geometry(share: int, head_dim: int, dtype: torch.dtype) -> Geometry:
-    dim_block = max(16, _power_of_two(head_dim))
-    heads = _power_of_two(share)
-    if dtype == torch.float32:  # exact products take no tensor cores: small blocks, for registers' sake
-        return Geometry(dim_block, max(32, heads), 32, 4, 1, max(16, heads), 32, 4, 1, max(32, heads), 4, 1)
-    if dim_block > 128:
-        return Geometry(dim_block, max(128, heads), 64, 8, 2, max(16, heads), 64, 4, 2, max(64, heads), 4, 2)
-    if dim_block > 64:
-        return Geometry(dim_block, max(256, heads), 64, 8, 3, max(16, heads), 128, 4, 2, max(128, heads), 8, 2)
-    return Geometry(dim_block, max(128, heads), 64, 4, 3, max(16, heads), 128, 4, 2, max(128, heads), 8, 2)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-def cut(batch: Batch, window: int | None, alike: Alike, tokens: int, most_members: int) -> list[Plan]:
-    """`tokens` of one row go into a tile, `most_members` rows into a shared split. Plans are to be run one after the other."""
+def cut(batch: Batch, window: int | None, alike: Alike, shape: Geometry, share: int, in_blocks: bool) -> list[Plan]:
+    """Plans to be run one after the other. `in_blocks`: the keys of long rows are to be copied to one place."""
     rows = np.fromiter(chain.from_iterable(batch.rows), np.int32, 3 * len(batch.rows)).reshape(-1, 3)
-    several = np.flatnonzero(rows[:, 1] > 1).astype(np.int32)
     single = np.flatnonzero(rows[:, 1] == 1).astype(np.int32)
-    tiles = cut_tiles(several, rows[several, 1], rows[several, 2], tokens) if len(several) else np.empty((0, 2), np.int32)
-    made = cut_rows(single, rows[single, 2], window, alike, most_members)
+    prompts = NO_PROMPTS if len(single) == len(rows) else _cut_prompts(rows, shape, share, in_blocks)
+    device, members = batch.row_starts.device, shape.shared_m // share
+    made = cut_rows(single, rows[single, 2], window, alike, members)
     if made.parts <= PARTS:
-        return [_send(tiles, made, batch.row_starts.device)]
-    pieces = np.split(single, _borders(-(-rows[single, 2] // cuts.SPLIT)))
-    plans = [_send(tiles, cut_rows(single[:0], single[:0], window, NOTHING_ALIKE, most_members), batch.row_starts.device)]
-    for piece in pieces:
+        return [_send(prompts, made, device)]
+    plans: list[Plan] = []
+    for piece in np.split(single, _borders(-(-rows[single, 2] // cuts.SPLIT))):
         chosen = np.zeros(len(rows), np.bool_)
         chosen[piece] = True
-        made = cut_rows(piece, rows[piece, 2], window, alike.among(chosen), most_members)
-        plans.append(_send(tiles[:0], made, batch.row_starts.device))
+        made = cut_rows(piece, rows[piece, 2], window, alike.among(chosen), members)
+        plans.append(_send(NO_PROMPTS if plans else prompts, made, device))
     return plans
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What is done for rows of several tokens."""
+
+    tiles: Ints  # [tiles, 3]
+    copies: Ints  # [copies, 3]
+    long_tiles: Ints  # [long tiles, 3]
+    keys: int
+
+
+NOTHING = np.empty((0, 3), np.int32)
+NO_PROMPTS = Prompts(NOTHING, NOTHING, NOTHING, keys=0)
+
+
+def _cut_prompts(rows: Ints, shape: Geometry, share: int, in_blocks: bool) -> Prompts:
+    count, length = rows[:, 1], rows[:, 2]
+    far = (count >= LONG) & in_blocks
+    long, several = (np.flatnonzero(mask).astype(np.int32) for mask in (far, (count > 1) & ~far))
+    tiles = cut_tiles(several, count[several], length[several], shape.tile_m // share, np.zeros_like(several))
+    copies, place, keys = cut_copies(long, length[long], shape.long_n)
+    long_tiles = cut_tiles(long, count[long], length[long], shape.long_m // share, place)
+    return Prompts(tiles, copies, long_tiles, keys)
 
 
 def _borders(parts: Ints) -> list[int]:
@@ -216,11 +158,15 @@ def _borders(parts: Ints) -> list[int]:
     return borders
 
 
-def _send(tiles: Ints, made: Cuts, device: torch.device) -> Plan:
-    arrays = (tiles, made.splits, made.merges, made.shared, made.members)
+def _send(prompts: Prompts, made: Cuts, device: torch.device) -> Plan:
+    arrays = (
+        prompts.tiles, prompts.copies, prompts.long_tiles, made.splits, made.merges, made.shared, made.members
+    )  # fmt: skip
     packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
     if device.type == "cuda":
         packed = packed.pin_memory().to(device, non_blocking=True)
     views = torch.split(packed, [array.size for array in arrays])
-    there, splits, merges, shared, members = (view.view(array.shape) for view, array in zip(views, arrays, strict=True))
-    return Plan(there, splits, merges, shared, members, max(PARTS, made.parts))
+    tiles, copies, long_tiles, *rest = (view.view(array.shape) for view, array in zip(views, arrays, strict=True))
+    splits, merges, shared, members = rest
+    parts, copied = max(PARTS, made.parts), max(COPIED, prompts.keys)
+    return Plan(tiles, copies, long_tiles, splits, merges, shared, members, parts, prompts.keys, copied)
