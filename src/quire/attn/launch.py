@@ -169,7 +169,7 @@ class Launch:
         parts, weights = floats[: count * spec.head_dim], floats[count * spec.head_dim :]
         options = {
             **self._options(), "DIM_BLOCK": shape.dim_block, "PAGE_SIZE": self.kv.shape[3],
-            "HEADS": spec.heads, "SPLIT": cuts.SPLIT, "BLOCK_N": shape.split_n,
+            "HEADS": spec.heads, "SPLIT": cuts.SPLIT, "BLOCK_N": min(shape.split_n, cuts.SPLIT),
         }  # fmt: skip
         if len(plan.shared):
             shared_kernel[(spec.kv_heads, len(plan.shared))](
