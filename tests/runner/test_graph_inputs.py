@@ -31,12 +31,12 @@ def test_the_least_bucket_that_takes_the_rows(rows, max_seqs, size):
 
 def test_buckets_are_few():
     assert len({row_bucket(rows, MOST_ROWS) for rows in range(1, MOST_ROWS + 1)}) <= 20
-    assert len({room_bucket([Room(need, 0)]) for need in range(1, MOST_ROOM + 1)}) <= 8
-    assert len({room_bucket([Room(70, shared)]) for shared in range(SHARED_BUCKETS[-1] + 1)}) == 5
-    assert room_bucket([Room(65, 0), Room(9, 0)]) == Room(128, 0)
-    assert room_bucket([Room(MOST_ROOM, 65), Room(9, 1)]) == Room(MOST_ROOM, 256)
-    assert room_bucket([Room(MOST_ROOM + 1, 0)]) is None
-    assert room_bucket([Room(64, SHARED_BUCKETS[-1] + 1)]) is None
+    assert len({room_bucket([Room(need, 0)], 0) for need in range(1, MOST_ROOM + 1)}) <= 8
+    assert len({room_bucket([Room(70, shared)], 0) for shared in range(SHARED_BUCKETS[-1] + 1)}) == 5
+    assert room_bucket([Room(65, 0), Room(9, 0)], 0) == Room(128, 0)
+    assert room_bucket([Room(MOST_ROOM, 65), Room(9, 1)], 0) == Room(MOST_ROOM, 256)
+    assert room_bucket([Room(MOST_ROOM, 0)], 1) is None and room_bucket([Room(64, 0)], 1) == Room(128, 0)
+    assert room_bucket([Room(64, SHARED_BUCKETS[-1] + 1)], 0) is None
 
 
 def test_the_allowance_grows_with_the_logits():
@@ -54,11 +54,11 @@ def numbers_of(lengths, window, bucket, find=nothing_alike):
 
 def test_numbers_of_a_step():
     """Two rows in a bucket of four, a group that sees all and one with a window."""
-    bucket, lengths = Bucket(4, Room(8, 0)), [3 * SPLIT, 5, 1, 1]
+    bucket, lengths = Bucket(4, Room(8, 0)), [3 * SPLIT, 5]
     slot, end, prompt = (np.array(x, np.int64) for x in ([7, 2], [3 * SPLIT, 5], [9, 4]))
     full, need = numbers_of(lengths, None, bucket)
     window, less = numbers_of(lengths, SPLIT, bucket)
-    assert (need, less) == (Room(6, 0), Room(4, 0))
+    assert (need, less) == (Room(4, 0), Room(2, 0))
     numbers = pack(slot, end, prompt, bucket, [full, window])
     rows = numbers[:24].view(np.int64).reshape(3, 4).tolist()
     assert rows == [[7, 2, -1, -1], [3 * SPLIT, 5, 1, 1], [9, 4, 0, 0]]

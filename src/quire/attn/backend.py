@@ -51,7 +51,7 @@ class FixedPlans(Protocol):
         ...
 
     def numbers(self, cut: Any, rows: int, room: Room) -> Ints:
-        """[size(rows, room)] what was cut."""
+        """[size(rows, room)] what was cut, and one split for each row beyond those that were: its key length is 1."""
         ...
 
     def attach(self, batch: Batch, group: int, numbers: Tensor, rows: int, room: Room) -> None:

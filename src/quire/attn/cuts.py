@@ -26,6 +26,7 @@ SPLIT = 256  # keys of one split; the same for every batch, so that a row's resu
 class Cuts:
     """Rows of one token."""
 
+    rows: int
     splits: Ints  # [splits, 4]: row, split, place among the parts or -1, key length
     merges: Ints  # [merges, 3]: row, first part, parts
     shared: Ints  # [shared, 3]: split, first member, members
@@ -69,7 +70,7 @@ def cut_rows(row: Ints, length: Ints, window: int | None, alike: Alike, most_mem
     splits[:, 2] += within
     merging = np.flatnonzero(parts)
     merges = np.stack((row[merging], first[merging], parts[merging]), axis=1)
-    return Cuts(splits, merges, shared, members, int(parts.sum()))
+    return Cuts(len(row), splits, merges, shared, members, int(parts.sum()))
 
 
 @lru_cache(maxsize=8)  # rows stay together for many steps

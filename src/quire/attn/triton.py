@@ -84,9 +84,13 @@ class FixedSplits:
 
     def numbers(self, cut: Cuts, rows: int, room: Room) -> Ints:
         out = np.full(self.size(rows, room), -1, np.int32)
+        padding = np.array([(row, 0, -1, 1) for row in range(cut.rows, rows)], np.int32)  # attends to itself
         at = 0
-        for array, count in zip((cut.splits, cut.merges, cut.shared, cut.members), _counts(rows, room), strict=True):
-            out[at : at + array.size] = array.ravel()
+        for arrays, count in zip(
+            ((cut.splits, padding), (cut.merges,), (cut.shared,), (cut.members,)), _counts(rows, room), strict=True
+        ):
+            filled = np.concatenate([array.ravel() for array in arrays])
+            out[at : at + len(filled)] = filled
             at += count
         return out
 

@@ -56,9 +56,9 @@ def row_bucket(rows: int, max_seqs: int) -> int | None:
     return min((min(size, max_seqs) for size in ROW_BUCKETS if size >= rows), default=None)
 
 
-def room_bucket(needs: list[Room]) -> Room | None:
-    """The least room that is made for plans of these needs; None = there is none so large."""
-    splits, shared = max(need.splits for need in needs), max(need.shared for need in needs)
+def room_bucket(needs: list[Room], padding: int) -> Room | None:
+    """The least room that is made for plans of these needs and so many rows more; None = there is none so large."""
+    splits, shared = max(need.splits for need in needs) + padding, max(need.shared for need in needs)
     if splits > MOST_ROOM or shared > SHARED_BUCKETS[-1]:
         return None
     return Room(max(LEAST_ROOM, 1 << (splits - 1).bit_length()), min(size for size in SHARED_BUCKETS if size >= shared))
@@ -114,12 +114,11 @@ class Graphs:
         return logits[upload(drawing, self._slots.device)], rows.take(drawing)
 
     def _cut(self, plan: StepPlan) -> tuple[Bucket, list[Any]] | None:
-        """The bucket that takes these rows, and each group's attention work; padding attends to itself."""
+        """The bucket that takes these rows, and each group's attention work."""
         rows = None if (plan.count != 1).any() else row_bucket(len(plan.slot), self._max_rows)
         if rows is None:
             return None
-        lengths = np.ones(rows, np.int32)
-        lengths[: len(plan.slot)] = plan.end
+        lengths = plan.end.astype(np.int32)
         pieces, needs = [], []
         for group, (planner, window) in enumerate(self._planners):
             find = self._slots.prefixes.finder(group, plan.slot, plan.count, plan.end)
@@ -128,7 +127,7 @@ class Graphs:
                 return None
             pieces.append(found[0])
             needs.append(found[1])
-        room = room_bucket(needs)
+        room = room_bucket(needs, rows - len(lengths))
         return None if room is None else (Bucket(rows, room), pieces)
 
     def _due(self, bucket: Bucket) -> bool:
