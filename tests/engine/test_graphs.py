@@ -7,7 +7,10 @@ import torch
 from tiny import make_model, open_model
 
 from quire import SamplingParams
+from quire.attn import cuts
+from quire.attn.alike import NOTHING_ALIKE
 from quire.runner.graphs import Graphs
+from quire.runner.prefixes import Prefixes
 
 pytestmark = pytest.mark.gpu
 
@@ -82,3 +85,36 @@ def test_a_recording_that_fails_costs_no_answer(directory, monkeypatch):
     assert play(llm, requests) == expected
     graphs = llm.llm_engine.core.executor._runner.graphs
     assert (graphs.captures, graphs.replays) == (0, 0)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_prompts_that_begin_alike(directory, monkeypatch, eager):
+    """Two prefixes, one of them going on for some requests, and requests of their own: tokens as if each read for itself."""
+    monkeypatch.setattr(cuts, "SPLIT", 32)
+    rng = random.Random(5)
+    heads = [[rng.randrange(2, 320) for _ in range(length)] for length in (70, 100)]
+    heads.append(heads[0] + [rng.randrange(2, 320) for _ in range(40)])
+    requests = []
+    for index in range(36):
+        head = heads[index % 3] if index % 6 else []
+        prompt = head + [rng.randrange(2, 320) for _ in range(rng.choice([1, 3, 20]))]
+        params = SamplingParams(temperature=0.0, max_tokens=rng.randint(5, 60), ignore_eos=True)
+        requests.append((rng.randint(0, 30), prompt, params, None))
+    args = {"device": "cuda", "dtype": "float32", "max_num_seqs": 32, "max_num_batched_tokens": 256, "max_model_len": 256}
+    with monkeypatch.context() as patch:
+        patch.setattr(Prefixes, "_find", lambda *given: NOTHING_ALIKE)
+        expected = play(open_model(directory, **args, enforce_eager=True), requests)
+    found = []
+    find = Prefixes._find
+
+    def watched(*given):
+        found.append(find(*given))
+        return found[-1]
+
+    monkeypatch.setattr(Prefixes, "_find", watched)
+    llm = open_model(directory, **args, enforce_eager=eager)
+    assert play(llm, requests) == expected
+    assert sum(len(alike.order) > 0 for alike in found) > 20
+    if not eager:
+        graphs = llm.llm_engine.core.executor._runner.graphs
+        assert any(bucket.room.shared for bucket in graphs._graphs)

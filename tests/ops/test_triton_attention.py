@@ -2,12 +2,15 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from kernel_support import DTYPES
 from test_paged_attention import make_batch
 
-from quire.attn.backend import AttentionSpec, choose_backend
+from quire.attn import cuts, launch
+from quire.attn.alike import find_alike, nothing_alike
+from quire.attn.backend import AttentionSpec, Room, choose_backend
 from quire.attn.reference import ReferenceAttention
 from quire.types.errors import ConfigError
 
@@ -35,13 +38,18 @@ LARGE = {
 
 @pytest.fixture
 def small_splits(monkeypatch):
-    monkeypatch.setattr(backend, "SPLIT", 32)
-    monkeypatch.setattr(backend, "MERGED_AT_ONCE", 2)
+    monkeypatch.setattr(cuts, "SPLIT", 32)
+    monkeypatch.setattr(launch, "MERGED_AT_ONCE", 2)
 
 
-def inputs(spec, rows, page_size, dtype, device):
-    """A batch, its queries as a view of wider rows, and a cache that holds NaN wherever no key of a row lies."""
+def inputs(spec, rows, page_size, dtype, device, prefixes=()):
+    """A batch, its queries as a view of wider rows, and a cache that holds NaN wherever no key of a row lies.
+
+    prefixes: (rows, pages) each; those rows have the first so many pages of the first of them.
+    """
     batch, pages = make_batch(rows, page_size)
+    for same, count in prefixes:
+        batch.groups[0].tables[same, :count] = batch.groups[0].tables[same[0], :count].clone()
     generator = torch.Generator().manual_seed(2)
     kv = torch.full((pages, 3, spec.kv_heads, page_size, spec.head_dim), float("nan"))[:, :2]
     for row, (_, length) in enumerate(rows):
@@ -60,6 +68,15 @@ def inputs(spec, rows, page_size, dtype, device):
     return there, query, kv.to(device, dtype), sinks
 
 
+def sharing(batch, page_size):
+    """The batch, with a finder of the rows of one token that begin alike."""
+    view = batch.groups[0]
+    tables, slots = view.tables.cpu().numpy(), np.arange(len(batch.rows), dtype=np.int32)
+    full = np.array([(length - 1) // page_size if count == 1 else 0 for _, count, length in batch.rows], np.int32)
+    found = dataclasses.replace(view, alike=lambda keys: find_alike(tables, slots, full, page_size, keys))
+    return dataclasses.replace(batch, groups=(found,), plans={})
+
+
 def compare(spec, rows, page_size, dtype, device):
     batch, query, kv, sinks = inputs(spec, rows, page_size, dtype, device)
     expected = ReferenceAttention().run(spec, query.float(), kv.float(), batch, 0, sinks)
@@ -67,6 +84,7 @@ def compare(spec, rows, page_size, dtype, device):
     assert out.dtype == dtype
     loose = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(out.float(), expected, atol=loose, rtol=loose)
+    return batch
 
 
 @pytest.mark.usefixtures("small_splits")
@@ -122,13 +140,113 @@ def test_it_is_the_first_choice_on_a_gpu():
     assert isinstance(chosen, backend.TritonAttention)
 
 
-@pytest.mark.parametrize("name", ["shared heads, odd head", "window", "long window", "sinks and window"])
-def test_a_plan_with_room_to_spare_gives_the_same(small_splits, device, name):
-    spec, rows = SPECS[name], [(1, 1), (1, 70), (1, 40), (1, 129), (1, 64)]
-    batch, query, kv, sinks = inputs(spec, rows, 4, torch.float32, device)
+@pytest.mark.usefixtures("small_splits")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("copied", [1, 700, 1 << 18])
+@pytest.mark.parametrize("name", ["plain", "many share", "soft cap", "sinks"])
+def test_long_rows_over_a_copy_of_their_keys(name, copied, dtype, device, monkeypatch):
+    """The rows' keys fill blocks of 128 by no means; memory is for one head, for some, and for all."""
+    monkeypatch.setattr(backend, "LONG", 5)
+    monkeypatch.setattr(backend, "COPIED", copied)
+    monkeypatch.setattr(backend, "reads_in_blocks", lambda spec, kv: True)
+    batch = compare(SPECS[name], [(9, 9), (1, 70), (37, 161), (130, 130), (3, 52), (5, 260)], 16, dtype, device)
+    (plan,) = batch.plans["triton", 0]
+    assert (len(plan.copies), plan.keys, plan.copied) == (1 + 2 + 2 + 3, 8 * 128, max(copied, 8 * 128))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["32 over 8 of 128", "14 over 2 of 64"])
+def test_real_long_rows(name, dtype, device):
+    rows = [(2048, 2048), (1, 900), (513, 3000), (512, 512), (511, 511), (1000, 1129)]
+    for changes in ({}, {"soft_cap": 30.0}, {"sinks": True}):
+        batch = compare(dataclasses.replace(LARGE[name], **changes), rows, 16, dtype, device)
+        assert len(batch.plans["triton", 0][0].long_tiles) > 30
+
+
+# two prefixes, one of them going on for some of its rows, among rows of other kinds
+FAMILY = [
+    (1, 70),
+    (1, 140),
+    (9, 140),
+    (1, 129),
+    (1, 66),
+    (1, 40),
+    (1, 133),
+    (1, 97),
+    (1, 98),
+    (1, 99),
+    (1, 100),
+    (37, 61),
+    (1, 150),
+]
+PREFIXES = [([0, 1, 3, 4, 6, 12, 2], 16), ([1, 3, 6, 12], 32), ([7, 8, 9, 10], 24)]  # of pages of 4 keys
+
+
+@pytest.mark.usefixtures("small_splits")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SPECS)
+def test_rows_that_begin_alike(name, dtype, device):
+    spec = SPECS[name]
+    batch, query, kv, sinks = inputs(spec, FAMILY, 4, dtype, device, PREFIXES)
+    expected = ReferenceAttention().run(spec, query.float(), kv.float(), batch, 0, sinks)
+    together = sharing(batch, 4)
+    out = backend.TritonAttention().run(spec, query, kv, together, 0, sinks)
+    (plan,) = together.plans["triton", 0]
+    assert (len(plan.shared) > 0) == (spec.window is None)
+    loose = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(out.float(), expected, atol=loose, rtol=loose)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", LARGE)
+def test_many_rows_that_begin_alike(name, dtype, device):
+    spec = LARGE[name]
+    rows = [(1, 1030 + 7 * row) for row in range(90)] + [(5, 700), (1, 3)]
+    prefixes = [(list(range(70)), 64), (list(range(20, 50)), 70), (list(range(70, 90)), 50)]
+    batch, query, kv, sinks = inputs(spec, rows, 16, dtype, device, prefixes)
+    expected = ReferenceAttention().run(spec, query.float(), kv.float(), batch, 0, sinks)
+    apart = backend.TritonAttention().run(spec, query, kv, batch, 0, sinks)
+    together = sharing(batch, 16)
+    out = backend.TritonAttention().run(spec, query, kv, together, 0, sinks)
+    assert len(together.plans["triton", 0][0].shared) >= 8
+    loose = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(out.float(), expected, atol=loose, rtol=loose)
+    differ = (out != apart).float().mean().item()
+    print(f"{name} {dtype}: {differ:.2%} of the numbers differ from those of rows on their own")
+
+
+@pytest.mark.usefixtures("small_splits")
+def test_more_parts_than_are_held_at_a_time(device, monkeypatch):
+    spec = SPECS["shared heads, odd head"]
+    batch, query, kv, _ = inputs(spec, FAMILY, 4, torch.float32, device, PREFIXES)
+    expected = backend.TritonAttention().run(spec, query, kv, sharing(batch, 4), 0, None)
+    for most in (4, 9, 25):
+        monkeypatch.setattr(backend, "PARTS", most)
+        several = sharing(batch, 4)
+        torch.testing.assert_close(backend.TritonAttention().run(spec, query, kv, several, 0, None), expected)
+        assert len(several.plans["triton", 0]) > 1
+
+
+@pytest.mark.parametrize("name", ["shared heads, odd head", "window", "long window", "sinks and window", "sinks"])
+@pytest.mark.parametrize("prefixes", [(), [([1, 3, 4, 5, 6], 16)]])
+def test_a_plan_with_room_to_spare_gives_the_same(small_splits, device, name, prefixes):
+    spec, rows = SPECS[name], [(1, 1), (1, 70), (1, 40), (1, 129), (1, 66), (1, 90), (1, 91)]
+    batch, query, kv, sinks = inputs(spec, rows, 4, torch.float32, device, prefixes)
+    batch = sharing(batch, 4)
     expected = backend.TritonAttention().run(spec, query, kv, batch, 0, sinks)
-    fixed, lengths, room = backend.FixedSplits(), batch.kv_lengths.cpu().numpy(), 24
-    assert fixed.need(lengths, spec.window) < room
-    numbers = torch.from_numpy(fixed.numbers(lengths, spec.window, room)).to(device)
-    fixed.attach(batch, 0, numbers, room)
+    fixed, lengths = backend.TritonAttention().fixed(spec, torch.float32), batch.kv_lengths.cpu().numpy()
+    cut, need = fixed.cut(lengths, spec.window, batch.groups[0].alike)
+    assert need.splits < 30 and (need.shared > 0) == (bool(prefixes) and spec.window is None)
+    room = Room(30, 5 if need.shared else 0)
+    numbers = torch.from_numpy(fixed.numbers(cut, len(rows), room)).to(device)
+    fixed.attach(batch, 0, numbers, len(rows), room)
     assert torch.equal(backend.TritonAttention().run(spec, query, kv, batch, 0, sinks), expected)
+
+
+def test_plans_in_memory_that_stays_have_an_end(small_splits, monkeypatch):
+    monkeypatch.setattr(backend, "PARTS", 10)
+    fixed = backend.TritonAttention().fixed(SPECS["plain"], torch.float32)
+    assert fixed.cut(np.array([300, 40], np.int32), None, nothing_alike) is None
+    assert fixed.cut(np.array([250, 40], np.int32), None, nothing_alike) is not None

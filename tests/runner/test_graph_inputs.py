@@ -4,8 +4,21 @@ import numpy as np
 import pytest
 from runner_support import ints
 
-from quire.attn.triton import SPLIT, FixedSplits
-from quire.runner.graphs import MOST_ROOM, MOST_ROWS, Bucket, allowance, fixed_plans, pack, room_bucket, row_bucket
+from quire.attn.alike import Alike, nothing_alike
+from quire.attn.backend import Room
+from quire.attn.cuts import SPLIT
+from quire.attn.triton import FixedSplits
+from quire.runner.graphs import (
+    MOST_ROOM,
+    MOST_ROWS,
+    SHARED_BUCKETS,
+    Bucket,
+    allowance,
+    fixed_plans,
+    pack,
+    room_bucket,
+    row_bucket,
+)
 
 
 @pytest.mark.parametrize(
@@ -18,8 +31,12 @@ def test_the_least_bucket_that_takes_the_rows(rows, max_seqs, size):
 
 def test_buckets_are_few():
     assert len({row_bucket(rows, MOST_ROWS) for rows in range(1, MOST_ROWS + 1)}) <= 20
-    assert len({room_bucket(need) for need in range(1, MOST_ROOM + 1)}) <= 8
-    assert room_bucket(65) == 128 and room_bucket(MOST_ROOM) == MOST_ROOM and room_bucket(MOST_ROOM + 1) is None
+    assert len({room_bucket([Room(need, 0)], 0) for need in range(1, MOST_ROOM + 1)}) <= 8
+    assert len({room_bucket([Room(70, shared)], 0) for shared in range(SHARED_BUCKETS[-1] + 1)}) == 5
+    assert room_bucket([Room(65, 0), Room(9, 0)], 0) == Room(128, 0)
+    assert room_bucket([Room(MOST_ROOM, 65), Room(9, 1)], 0) == Room(MOST_ROOM, 256)
+    assert room_bucket([Room(MOST_ROOM, 0)], 1) is None and room_bucket([Room(64, 0)], 1) == Room(128, 0)
+    assert room_bucket([Room(64, SHARED_BUCKETS[-1] + 1)], 0) is None
 
 
 def test_the_allowance_grows_with_the_logits():
@@ -27,36 +44,58 @@ def test_the_allowance_grows_with_the_logits():
     assert allowance(10**6, 1000) == allowance(MOST_ROWS, 1000)
 
 
+def numbers_of(lengths, window, bucket, find=nothing_alike):
+    fixed = FixedSplits(8)
+    cut, need = fixed.cut(ints(*lengths), window, find)
+    numbers = fixed.numbers(cut, bucket.rows, bucket.room)
+    assert len(numbers) == fixed.size(bucket.rows, bucket.room)
+    return numbers, need
+
+
 def test_numbers_of_a_step():
     """Two rows in a bucket of four, a group that sees all and one with a window."""
-    fixed, bucket = FixedSplits(), Bucket(4, 8)
+    bucket, lengths = Bucket(4, Room(8, 0)), [3 * SPLIT, 5]
     slot, end, prompt = (np.array(x, np.int64) for x in ([7, 2], [3 * SPLIT, 5], [9, 4]))
-    numbers = pack(slot, end, prompt, bucket, [(fixed, None), (fixed, SPLIT)])
+    full, need = numbers_of(lengths, None, bucket)
+    window, less = numbers_of(lengths, SPLIT, bucket)
+    assert (need, less) == (Room(4, 0), Room(2, 0))
+    numbers = pack(slot, end, prompt, bucket, [full, window])
     rows = numbers[:24].view(np.int64).reshape(3, 4).tolist()
     assert rows == [[7, 2, -1, -1], [3 * SPLIT, 5, 1, 1], [9, 4, 0, 0]]
-    full, window = numbers[24:].reshape(2, 12, 3)
-    nothing = [-1, -1, -1]
-    alone = [[1, 0, -1], [2, 0, -1], [3, 0, -1]]  # the padding attends to itself
-    assert full.tolist() == [[0, 0, 0], [0, 1, 1], [0, 2, 2], *alone, nothing, nothing, [0, 0, 3], nothing, nothing, nothing]
-    assert window.tolist() == [[0, 2, -1], *alone, *[nothing] * 8]
-    assert fixed.size(4, 8) == 36
-    assert fixed.need(ints(3 * SPLIT, 5), None) == 4 and fixed.need(ints(3 * SPLIT, 5), SPLIT) == 2
+    assert numbers[24:].tolist() == [*full, *window]
+    nothing = [-1, -1, -1, -1]
+    alone = [[1, 0, -1, 5], [2, 0, -1, 1], [3, 0, -1, 1]]  # the padding attends to itself
+    long = [[0, split, split, 3 * SPLIT] for split in range(3)]
+    assert full[:32].reshape(8, 4).tolist() == [*long, *alone, nothing, nothing]
+    assert full[32:].reshape(4, 3).tolist() == [[0, 0, 3], *[nothing[:3]] * 3]
+    assert window[:32].reshape(8, 4).tolist() == [[0, 2, -1, 3 * SPLIT], *alone, *[nothing] * 4]
+    assert (window[32:] == -1).all()
+
+
+def test_numbers_of_rows_that_begin_alike():
+    bucket = Bucket(6, Room(8, 3))
+    alike = Alike(ints(5, 1, 3, 4), ints(2, 1, 1))
+    numbers, need = numbers_of([9, 700, 9, 600, 300, 800], None, bucket, lambda keys: alike)
+    assert need == Room(2 + 2 + 2 + 1 + 3, 1) and (numbers[-12:-8].tolist(), need.shared) == ([5, 8, 1, 0], 1)
 
 
 class Layer:
     def __init__(self, group, fixed, window):
         self.group = group
-        self.backend = type("Backend", (), {"fixed": staticmethod(lambda: fixed)})
+        self.backend = type("Backend", (), {"fixed": staticmethod(lambda spec, dtype: fixed)})
         self.spec = type("Spec", (), {"window": window})
+
+    def bound(self):
+        return np.zeros(0)
 
 
 @pytest.mark.parametrize("recordable", [True, False])
 def test_a_model_may_refuse(recordable):
-    fixed = FixedSplits()
+    fixed = FixedSplits(8)
     model = type("Model", (), {"attentions": [Layer(1, fixed, 4), Layer(0, fixed, None)], "recordable": recordable})
     assert fixed_plans(model, 2) == ([(fixed, None), (fixed, 4)] if recordable else None)
 
 
 def test_a_backend_may_refuse():
-    model = type("Model", (), {"attentions": [Layer(0, FixedSplits(), None), Layer(0, None, None)], "recordable": True})
+    model = type("Model", (), {"attentions": [Layer(0, FixedSplits(8), None), Layer(0, None, None)], "recordable": True})
     assert fixed_plans(model, 1) is None

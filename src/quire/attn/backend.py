@@ -8,17 +8,14 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.attn.alike import FindAlike, Ints
 from quire.attn.batch import Batch
 from quire.types.errors import ConfigError
-
-Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -34,23 +31,31 @@ class AttentionSpec:
     sinks: bool = False
 
 
+@dataclass(frozen=True)
+class Room:
+    """Pieces of attention work."""
+
+    splits: int
+    shared: int
+
+
 class FixedPlans(Protocol):
     """Plans for rows of one token, as numbers in memory that stays: only the numbers change from step to step."""
 
-    def need(self, lengths: Ints, window: int | None) -> int:
-        """Pieces of work that rows with these key lengths [R] make; a plan with at least as much room can take them."""
+    def cut(self, lengths: Ints, window: int | None, find: FindAlike) -> tuple[Any, Room] | None:
+        """The work of rows with these key lengths [R], and how much it is; None = it is more than any plan can take."""
         ...
 
-    def size(self, rows: int, room: int) -> int:
-        """How many numbers such a plan has."""
+    def size(self, rows: int, room: Room) -> int:
+        """How many numbers a plan with so much room has."""
         ...
 
-    def numbers(self, lengths: Ints, window: int | None, room: int) -> Ints:
-        """[size(R, room)] the plan of rows with these key lengths [R]."""
+    def numbers(self, cut: Any, rows: int, room: Room) -> Ints:
+        """[size(rows, room)] what was cut, and one split for each row beyond those that were: its key length is 1."""
         ...
 
-    def attach(self, batch: Batch, group: int, numbers: Tensor, room: int) -> None:
-        """From now on `run` of this batch and cache group follows what stands in `numbers` [size(R, room)] int32."""
+    def attach(self, batch: Batch, group: int, numbers: Tensor, rows: int, room: Room) -> None:
+        """From now on `run` of this batch and cache group follows what stands in `numbers` [size(rows, room)] int32."""
         ...
 
 
@@ -70,7 +75,7 @@ class AttentionBackend(Protocol):
         """query [T, heads, head_dim], kv [pages, 2, kv_heads, page_size, head_dim] (this batch's keys are in) -> like query."""
         ...
 
-    def fixed(self) -> FixedPlans | None:
+    def fixed(self, spec: AttentionSpec, dtype: torch.dtype) -> FixedPlans | None:
         """None = the launches of this backend depend on the rows."""
         ...
 

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from quire.attn.alike import FindAlike, nothing_alike
+
 
 @dataclass(frozen=True)
 class GroupView:
@@ -12,6 +14,7 @@ class GroupView:
 
     tables: Tensor  # [R, max_pages] int32; entry i holds positions i * page_size ...; 0 = no page
     write: Tensor  # [T] int64 page * page_size + offset of each token's own place
+    alike: FindAlike = nothing_alike  # which rows of one token have the same first pages; asked for by those who can use it
 
 
 @dataclass(frozen=True)

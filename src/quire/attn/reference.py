@@ -64,7 +64,7 @@ class ReferenceAttention:
             )
         return out
 
-    def fixed(self) -> None:
+    def fixed(self, spec: AttentionSpec, dtype: torch.dtype) -> None:  # noqa: ARG002
         return None
 
 

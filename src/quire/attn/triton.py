@@ -1,55 +1,34 @@
 """Attention in Triton over page tables, for CUDA devices.
 
-`plan` cuts the batch on the host and sends the cuts in one copy; `run` launches at most three kernels, whose grids are
-numbers the host knows. Rows of several tokens are cut into tiles of queries, rows of one token into splits of keys.
+`plan` cuts the batch on the host (`cuts.py`) and sends the cuts in one copy; `run` launches a few kernels (`launch.py`), whose
+grids are numbers the host knows. A plan in memory that stays (`FixedSplits`) has lists of fixed length, filled up with -1:
 
-A plan in memory that stays (`FixedSplits`) has a list of splits of fixed length, and one merge for each row:
+    splits [ row 0 | row 0 | row 1 | -1 | -1 ]    merges [ row 0 | -1 ]    shared [ split 0 | -1 ]    members [ row 0 | -1 ]
 
-    splits [ row 0 | row 0 | row 1 | -1 | -1 | -1 ]      merges [ row 0 | -1 ]      programs whose row is -1 leave at once
+Programs that find -1 leave at once.
 """
 
 import importlib.util
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.attn.backend import AttentionSpec
+from quire.attn import cuts
+from quire.attn.alike import NOTHING_ALIKE, Alike, FindAlike, Ints
+from quire.attn.backend import AttentionSpec, Room
 from quire.attn.batch import Batch
+from quire.attn.cuts import Cuts, cut_copies, cut_rows, cut_tiles
+from quire.attn.launch import Geometry, Launch, Plan, geometry, reads_in_blocks
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
 MOST_SHARING = 64
-SPLIT = 256  # keys of one split; the same for every batch, so that a row's result is its own
-MERGED_AT_ONCE = 16
-
-Ints = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """How one kind of layer is cut into programs."""
-
-    dim_block: int
-    tile_m: int  # queries times sharing heads
-    tile_n: int  # keys
-    tile_warps: int
-    tile_stages: int
-    split_m: int
-    split_n: int
-    split_warps: int
-    split_stages: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    tiles: Tensor  # [tiles, 2] int32: row, first token within the row
-    splits: Tensor  # [splits, 3] int32: row or -1, split, place among the parts or -1
-    merges: Tensor  # [merges, 3] int32: row or -1, first part, parts
-    parts: int
+PARTS = 8192  # at a time
+COPIED = 1 << 18  # keys times heads that are copied at a time
+LONG = 512  # tokens in a row whose keys are worth copying
 
 
 class TritonAttention:
@@ -70,136 +49,128 @@ class TritonAttention:
         return reasons
 
     def plan(self, batch: Batch, group: int, spec: AttentionSpec, kv: Tensor) -> None:
-        tokens = geometry(spec.heads // spec.kv_heads, spec.head_dim, kv.dtype).tile_m // (spec.heads // spec.kv_heads)
-        batch.plans["triton", group] = cut(batch, spec.window, tokens)
+        share = spec.heads // spec.kv_heads
+        shape = geometry(share, spec.head_dim, kv.dtype)
+        alike = batch.groups[group].alike(cuts.SPLIT) if spec.window is None else NOTHING_ALIKE
+        batch.plans["triton", group] = cut(batch, spec.window, alike, shape, share, reads_in_blocks(spec, kv))
 
     def run(self, spec: AttentionSpec, query: Tensor, kv: Tensor, batch: Batch, group: int, sinks: Tensor | None) -> Tensor:
         if ("triton", group) not in batch.plans:
             self.plan(batch, group, spec, kv)
-        plan: Plan = batch.plans["triton", group]
+        plans: list[Plan] = batch.plans["triton", group]
         covered = batch.rows[-1][0] + batch.rows[-1][1] if batch.rows else 0
         make = torch.empty if covered == len(query) else torch.zeros
         out = make(query.shape, dtype=query.dtype, device=query.device)
-        _launch(spec, plan, query, kv, out, batch, batch.groups[group].tables, sinks)
+        for plan in plans:
+            Launch(spec, plan, query, kv, out, batch, batch.groups[group].tables, sinks).run()
         return out
 
-    def fixed(self) -> "FixedSplits":
-        return FixedSplits()
+    def fixed(self, spec: AttentionSpec, dtype: torch.dtype) -> "FixedSplits":
+        share = spec.heads // spec.kv_heads
+        return FixedSplits(geometry(share, spec.head_dim, dtype).shared_m // share)
 
 
 class FixedSplits:
-    def need(self, lengths: Ints, window: int | None) -> int:
-        return int(_split_range(lengths, window)[1].sum())
+    def __init__(self, most_members: int) -> None:
+        self._most_members = most_members
 
-    def size(self, rows: int, room: int) -> int:
-        return 3 * (room + rows)
+    def cut(self, lengths: Ints, window: int | None, find: FindAlike) -> tuple[Cuts, Room] | None:
+        alike = find(cuts.SPLIT) if window is None else NOTHING_ALIKE
+        made = cut_rows(np.arange(len(lengths), dtype=np.int32), lengths, window, alike, self._most_members)
+        return None if made.parts > PARTS else (made, Room(len(made.splits), len(made.shared)))
 
-    def numbers(self, lengths: Ints, window: int | None, room: int) -> Ints:
-        splits, merges, _ = _splits(np.arange(len(lengths), dtype=np.int32), lengths, window)
-        out = np.full((room + len(lengths), 3), -1, np.int32)
-        out[: len(splits)] = splits
-        out[room : room + len(merges)] = merges
-        return out.ravel()
+    def size(self, rows: int, room: Room) -> int:
+        return sum(_counts(rows, room))
 
-    def attach(self, batch: Batch, group: int, numbers: Tensor, room: int) -> None:
-        items = numbers.view(-1, 3)
-        batch.plans["triton", group] = Plan(items.new_empty(0, 2), items[:room], items[room:], parts=room)
+    def numbers(self, cut: Cuts, rows: int, room: Room) -> Ints:
+        out = np.full(self.size(rows, room), -1, np.int32)
+        padding = np.array([(row, 0, -1, 1) for row in range(cut.rows, rows)], np.int32)  # attends to itself
+        at = 0
+        for arrays, count in zip(
+            ((cut.splits, padding), (cut.merges,), (cut.shared,), (cut.members,)), _counts(rows, room), strict=True
+        ):
+            filled = np.concatenate([array.ravel() for array in arrays])
+            out[at : at + len(filled)] = filled
+            at += count
+        return out
 
-
-def _launch(
-    spec: AttentionSpec, plan: Plan, query: Tensor, kv: Tensor, out: Tensor, batch: Batch, tables: Tensor, sinks: Tensor | None
-) -> None:
-    from quire.ops.kernels.attention import merge_kernel, splits_kernel, tiles_kernel
-
-    assert kv[0].is_contiguous() and query.stride(2) == 1 and query.stride(1) == spec.head_dim
-    shape = geometry(spec.heads // spec.kv_heads, spec.head_dim, kv.dtype)
-    numbers = (query.stride(0), out.stride(0), kv.stride(0), kv.stride(1), tables.stride(0), spec.scale)
-    options = {
-        "SHARE": spec.heads // spec.kv_heads, "HEAD_DIM": spec.head_dim, "DIM_BLOCK": shape.dim_block,
-        "PAGE_SIZE": kv.shape[3], "WINDOW": spec.window or 0, "SOFT_CAP": spec.soft_cap or 0.0, "SINKS": sinks is not None,
-    }  # fmt: skip
-    biases = out if sinks is None else sinks
-    if len(plan.tiles):
-        tiles_kernel[(spec.kv_heads, len(plan.tiles))](
-            query, kv, out, biases, tables, batch.row_starts, batch.kv_lengths, plan.tiles, *numbers, **options,
-            BLOCK_M=shape.tile_m, BLOCK_N=shape.tile_n, num_warps=shape.tile_warps, num_stages=shape.tile_stages,
-        )  # fmt: skip
-    if not len(plan.splits):
-        return
-    parts = torch.empty(plan.parts, spec.heads, spec.head_dim, dtype=torch.float32, device=out.device)
-    weights = torch.empty(plan.parts, spec.heads, dtype=torch.float32, device=out.device)
-    splits_kernel[(spec.kv_heads, len(plan.splits))](
-        query, kv, out, parts, weights, biases, tables, batch.row_starts, batch.kv_lengths, plan.splits, *numbers, **options,
-        HEADS=spec.heads, SPLIT=SPLIT, BLOCK_M=shape.split_m, BLOCK_N=shape.split_n,
-        num_warps=shape.split_warps, num_stages=shape.split_stages,
-    )  # fmt: skip
-    if len(plan.merges):
-        merge_kernel[(spec.heads, len(plan.merges))](
-            parts, weights, out, batch.row_starts, plan.merges, out.stride(0),
-            HEADS=spec.heads, HEAD_DIM=spec.head_dim, DIM_BLOCK=shape.dim_block, BLOCK=MERGED_AT_ONCE, num_warps=1,
-        )  # fmt: skip
+    def attach(self, batch: Batch, group: int, numbers: Tensor, rows: int, room: Room) -> None:
+        splits, merges, shared, members = torch.split(numbers, _counts(rows, room))
+        nothing = numbers.new_empty(0, 3)
+        batch.plans["triton", group] = [
+            Plan(
+                tiles=nothing, copies=nothing, long_tiles=nothing, splits=splits.view(-1, 4), merges=merges.view(-1, 3),
+                shared=shared.view(-1, 3), members=members.view(-1, 2), parts=PARTS, keys=0, copied=0,
+            )
+        ]  # fmt: skip
 
 
-@lru_cache
-def geometry(share: int, head_dim: int, dtype: torch.dtype) -> Geometry:
-    dim_block = max(16, _power_of_two(head_dim))
-    heads = _power_of_two(share)
-    if dtype == torch.float32:  # exact products take no tensor cores: small blocks, for registers' sake
-        return Geometry(dim_block, max(32, heads), 32, 4, 1, max(16, heads), 32, 4, 1)
-    if dim_block > 128:
-        return Geometry(dim_block, max(128, heads), 64, 8, 2, max(16, heads), 64, 4, 2)
-    if dim_block > 64:
-        return Geometry(dim_block, max(256, heads), 64, 8, 3, max(16, heads), 128, 4, 2)
-    return Geometry(dim_block, max(128, heads), 64, 4, 3, max(16, heads), 128, 4, 2)
+def _counts(rows: int, room: Room) -> list[int]:
+    """Of the numbers of splits, merges, shared splits and members."""
+    return [4 * room.splits, 3 * rows, 3 * room.shared, 2 * rows if room.shared else 0]
 
 
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-def cut(batch: Batch, window: int | None, tokens: int) -> Plan:
-    """`tokens` of one row go into a tile."""
-    rows = np.array(batch.rows, np.int32).reshape(-1, 3)
-    several = np.flatnonzero(rows[:, 1] > 1).astype(np.int32)
+def cut(batch: Batch, window: int | None, alike: Alike, shape: Geometry, share: int, in_blocks: bool) -> list[Plan]:
+    """Plans to be run one after the other. `in_blocks`: the keys of long rows are to be copied to one place."""
+    rows = np.fromiter(chain.from_iterable(batch.rows), np.int32, 3 * len(batch.rows)).reshape(-1, 3)
     single = np.flatnonzero(rows[:, 1] == 1).astype(np.int32)
-    splits, merges, parts = _splits(single, rows[single, 2], window)
-    arrays = (_tiles(several, rows[several, 1], rows[several, 2], tokens), splits, merges)
+    prompts = NO_PROMPTS if len(single) == len(rows) else _cut_prompts(rows, shape, share, in_blocks)
+    device, members = batch.row_starts.device, shape.shared_m // share
+    made = cut_rows(single, rows[single, 2], window, alike, members)
+    if made.parts <= PARTS:
+        return [_send(prompts, made, device)]
+    plans: list[Plan] = []
+    for piece in np.split(single, _borders(-(-rows[single, 2] // cuts.SPLIT))):
+        chosen = np.zeros(len(rows), np.bool_)
+        chosen[piece] = True
+        made = cut_rows(piece, rows[piece, 2], window, alike.among(chosen), members)
+        plans.append(_send(NO_PROMPTS if plans else prompts, made, device))
+    return plans
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What is done for rows of several tokens."""
+
+    tiles: Ints  # [tiles, 3]
+    copies: Ints  # [copies, 3]
+    long_tiles: Ints  # [long tiles, 3]
+    keys: int
+
+
+NOTHING = np.empty((0, 3), np.int32)
+NO_PROMPTS = Prompts(NOTHING, NOTHING, NOTHING, keys=0)
+
+
+def _cut_prompts(rows: Ints, shape: Geometry, share: int, in_blocks: bool) -> Prompts:
+    count, length = rows[:, 1], rows[:, 2]
+    far = (count >= LONG) & in_blocks
+    long, several = (np.flatnonzero(mask).astype(np.int32) for mask in (far, (count > 1) & ~far))
+    tiles = cut_tiles(several, count[several], length[several], shape.tile_m // share, np.zeros_like(several))
+    copies, place, keys = cut_copies(long, length[long], shape.long_n)
+    long_tiles = cut_tiles(long, count[long], length[long], shape.long_m // share, place)
+    return Prompts(tiles, copies, long_tiles, keys)
+
+
+def _borders(parts: Ints) -> list[int]:
+    """Where to divide rows with so many parts, so that each piece has at most PARTS, or one row."""
+    borders, ends = [], np.cumsum(parts)
+    begin = 0
+    while (reach := int(np.searchsorted(ends, (ends[begin - 1] if begin else 0) + PARTS, "right"))) < len(parts):
+        begin = max(begin + 1, reach)
+        borders.append(begin)
+    return borders
+
+
+def _send(prompts: Prompts, made: Cuts, device: torch.device) -> Plan:
+    arrays = (
+        prompts.tiles, prompts.copies, prompts.long_tiles, made.splits, made.merges, made.shared, made.members
+    )  # fmt: skip
     packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
-    if batch.row_starts.is_cuda:
-        packed = packed.pin_memory().to(batch.row_starts.device, non_blocking=True)
+    if device.type == "cuda":
+        packed = packed.pin_memory().to(device, non_blocking=True)
     views = torch.split(packed, [array.size for array in arrays])
-    tiles, splits_there, merges_there = (view.view(array.shape) for view, array in zip(views, arrays, strict=True))
-    return Plan(tiles, splits_there, merges_there, parts)
-
-
-def _tiles(row: Ints, count: Ints, length: Ints, tokens: int) -> Ints:
-    """[tiles, 2]: those that see most come first, so that none of them is left over at the end."""
-    each = -(-count // tokens)
-    first = _ragged_arange(each) * tokens
-    seen = np.repeat(length - count, each) + first
-    return np.stack((np.repeat(row, each), first), axis=1)[np.argsort(-seen, kind="stable")]
-
-
-def _splits(row: Ints, length: Ints, window: int | None) -> tuple[Ints, Ints, int]:
-    """[splits, 3], [merges, 3], number of parts."""
-    lowest, each = _split_range(length, window)
-    parts = np.where(each > 1, each, 0)
-    first = (np.cumsum(parts) - parts).astype(np.int32)
-    within = _ragged_arange(each)
-    part = np.where(np.repeat(parts, each) > 0, np.repeat(first, each) + within, -1)
-    splits = np.stack((np.repeat(row, each), np.repeat(lowest, each) + within, part), axis=1)
-    merges = np.stack((row, first, parts), axis=1)[parts > 0]
-    return splits.astype(np.int32), merges.astype(np.int32), int(parts.sum())
-
-
-def _split_range(length: Ints, window: int | None) -> tuple[Ints, Ints]:
-    """The first split that a row of this key length sees, and how many."""
-    lowest = np.zeros_like(length) if window is None else np.maximum(length - window, 0) // SPLIT
-    return lowest, (length - 1) // SPLIT - lowest + 1
-
-
-def _ragged_arange(lengths: Ints) -> Ints:
-    """[3, 2] -> [0, 1, 2, 0, 1]."""
-    ends = np.cumsum(lengths, dtype=np.int32)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total, dtype=np.int32) - np.repeat(ends - lengths, lengths)
+    tiles, copies, long_tiles, *rest = (view.view(array.shape) for view, array in zip(views, arrays, strict=True))
+    splits, merges, shared, members = rest
+    parts, copied = max(PARTS, made.parts), max(COPIED, prompts.keys)
+    return Plan(tiles, copies, long_tiles, splits, merges, shared, members, parts, prompts.keys, copied)

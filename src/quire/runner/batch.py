@@ -11,6 +11,7 @@ The token ids are read from the slots on the device, so a row can follow a draw 
 import numpy as np
 from torch import Tensor
 
+from quire.attn.alike import FindAlike
 from quire.attn.batch import Batch, GroupView
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots, ragged_arange
@@ -30,6 +31,7 @@ def build_batch(plan: StepPlan, slots: Slots) -> tuple[Batch, Rows]:
     ]  # fmt: skip
     token_slot, position, row_slot, starts, lengths, logit_index, *rest = upload_together(arrays, slots.device)
     width = -(-int(end.max()) // slots.page_size)
+    host = plan.slot, plan.count, plan.end
     batch = Batch(
         ids=slots.tokens[token_slot, position].long(),
         positions=position,
@@ -37,14 +39,19 @@ def build_batch(plan: StepPlan, slots: Slots) -> tuple[Batch, Rows]:
         kv_lengths=lengths.int(),
         rows=tuple(zip(row_starts.tolist(), count.tolist(), end.tolist(), strict=False)),
         logit_index=logit_index,
-        groups=tuple(_view(table, row_slot, token_slot, position, width, slots.page_size) for table in slots.tables),
+        groups=tuple(
+            _view(table, row_slot, token_slot, position, width, slots.page_size, slots.prefixes.finder(group, *host))
+            for group, table in enumerate(slots.tables)
+        ),
     )
     rows = Rows(drawing_slot, drawing_end, prompt, slot=rest[0], end=rest[1], prompt=rest[2], tokens=slots.tokens)
     return batch, rows
 
 
-def _view(table: Tensor, row_slot: Tensor, token_slot: Tensor, position: Tensor, width: int, page_size: int) -> GroupView:
+def _view(
+    table: Tensor, row_slot: Tensor, token_slot: Tensor, position: Tensor, width: int, page_size: int, alike: FindAlike
+) -> GroupView:
     """table [S, P]: one group's pages."""
     page = position // page_size
     own = table[token_slot, page].long()
-    return GroupView(tables=table[row_slot, :width], write=own * page_size + (position - page * page_size))
+    return GroupView(table[row_slot, :width], own * page_size + (position - page * page_size), alike)

@@ -15,12 +15,13 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attn.backend import FixedPlans
+from quire.attn.backend import FixedPlans, Room
 from quire.attn.batch import Batch, GroupView
 from quire.models.decoder import Decoder
 from quire.ops.rows import RowInputs, fill_rows
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 MOST_ROWS = 512
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, *range(96, 257, 32), *range(320, MOST_ROWS + 1, 64))
 LEAST_ROOM, MOST_ROOM = 64, 8192  # pieces of attention work
+SHARED_BUCKETS = (0, 64, 256, 1024, 4096)  # pieces that several rows share
 WANTED = 3  # times a bucket is asked for before it is recorded
 ACTIVATION_BYTES = 512 << 20
 
@@ -41,7 +43,7 @@ ACTIVATION_BYTES = 512 << 20
 @dataclass(frozen=True)
 class Bucket:
     rows: int
-    room: int
+    room: Room
 
 
 def allowance(max_seqs: int, vocabulary: int) -> int:
@@ -54,15 +56,19 @@ def row_bucket(rows: int, max_seqs: int) -> int | None:
     return min((min(size, max_seqs) for size in ROW_BUCKETS if size >= rows), default=None)
 
 
-def room_bucket(need: int) -> int | None:
-    return None if need > MOST_ROOM else max(LEAST_ROOM, 1 << (need - 1).bit_length())
+def room_bucket(needs: list[Room], padding: int) -> Room | None:
+    """The least room that is made for plans of these needs and so many rows more; None = there is none so large."""
+    splits, shared = max(need.splits for need in needs) + padding, max(need.shared for need in needs)
+    if splits > MOST_ROOM or shared > SHARED_BUCKETS[-1]:
+        return None
+    return Room(max(LEAST_ROOM, 1 << (splits - 1).bit_length()), min(size for size in SHARED_BUCKETS if size >= shared))
 
 
 def fixed_plans(model: Decoder, groups: int) -> list[tuple[FixedPlans, int | None]] | None:
     """How each cache group's attention is planned, and its window; None = this model cannot be recorded."""
     found: dict[int, tuple[FixedPlans, int | None]] = {}
     for attention in model.attentions:
-        fixed = None if attention.backend is None else attention.backend.fixed()
+        fixed = None if attention.backend is None else attention.backend.fixed(attention.spec, attention.bound().dtype)
         if fixed is None:
             return None
         found[attention.group] = fixed, attention.spec.window
@@ -84,9 +90,10 @@ class Graphs:
 
     def run(self, plan: StepPlan) -> tuple[Tensor, Rows] | None:
         """Logits [N, V] float32 of the rows that draw, good until the next step; None = this step is to be run eagerly."""
-        bucket = self._bucket(plan)
-        if bucket is None:
+        cut = self._cut(plan)
+        if cut is None:
             return None
+        bucket, pieces = cut
         graph = self._graphs.get(bucket)
         if graph is None and not self._due(bucket):
             return None
@@ -94,7 +101,7 @@ class Graphs:
             before = torch.cuda.mem_get_info(self._slots.device)[0]
             self._inputs = Inputs(self._slots, self._planners, self._max_rows, self._vocabulary)
             self._taken += before - torch.cuda.mem_get_info(self._slots.device)[0]
-        rows = self._inputs.write(plan, bucket)
+        rows = self._inputs.write(plan, bucket, pieces)
         if graph is None:
             self._record(bucket, self._inputs)
         else:
@@ -106,16 +113,22 @@ class Graphs:
         drawing = np.flatnonzero(plan.sample)
         return logits[upload(drawing, self._slots.device)], rows.take(drawing)
 
-    def _bucket(self, plan: StepPlan) -> Bucket | None:
-        if (plan.count != 1).any():
-            return None
-        rows = row_bucket(len(plan.slot), self._max_rows)
+    def _cut(self, plan: StepPlan) -> tuple[Bucket, list[Any]] | None:
+        """The bucket that takes these rows, and each group's attention work."""
+        rows = None if (plan.count != 1).any() else row_bucket(len(plan.slot), self._max_rows)
         if rows is None:
             return None
         lengths = plan.end.astype(np.int32)
-        need = max(planner.need(lengths, window) for planner, window in self._planners)
-        room = room_bucket(need + rows - len(lengths))
-        return None if room is None else Bucket(rows, room)
+        pieces, needs = [], []
+        for group, (planner, window) in enumerate(self._planners):
+            find = self._slots.prefixes.finder(group, plan.slot, plan.count, plan.end)
+            found = planner.cut(lengths, window, find)
+            if found is None:
+                return None
+            pieces.append(found[0])
+            needs.append(found[1])
+        room = room_bucket(needs, rows - len(lengths))
+        return None if room is None else (Bucket(rows, room), pieces)
 
     def _due(self, bucket: Bucket) -> bool:
         self._wanted[bucket] += 1
@@ -155,7 +168,7 @@ class Inputs:
     def __init__(self, slots: Slots, planners: list[tuple[FixedPlans, int | None]], max_rows: int, vocabulary: int) -> None:
         device, groups = slots.device, len(planners)
         self._slots, self._planners = slots, planners
-        size = 6 * max_rows + sum(planner.size(max_rows, MOST_ROOM) for planner, _ in planners)
+        size = 6 * max_rows + sum(planner.size(max_rows, Room(MOST_ROOM, SHARED_BUCKETS[-1])) for planner, _ in planners)
         width = -(-slots.tables.shape[2] // 4) * 4  # rows of tables begin at multiples of 16 bytes
         self._numbers = torch.zeros(size, dtype=torch.int32, device=device)
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
@@ -171,12 +184,15 @@ class Inputs:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.pool = torch.cuda.graph_pool_handle()
 
-    def write(self, plan: StepPlan, bucket: Bucket) -> Rows:
+    def write(self, plan: StepPlan, bucket: Bucket, pieces: list[Any]) -> Rows:
         """Sends a step's numbers to the device; -> all its rows, as the sampler sees them."""
         count = len(plan.slot)
         slot, end = plan.slot.astype(np.int64), plan.end.astype(np.int64)
         prompt = self._slots.prompt_length[slot]
-        packed = torch.from_numpy(pack(slot, end, prompt, bucket, self._planners)).pin_memory()
+        plans = [
+            planner.numbers(cut, bucket.rows, bucket.room) for (planner, _), cut in zip(self._planners, pieces, strict=True)
+        ]
+        packed = torch.from_numpy(pack(slot, end, prompt, bucket, plans)).pin_memory()
         self._numbers[: len(packed)].copy_(packed, non_blocking=True)
         slot_there, end_there, prompt_there = (numbers[:count] for numbers in self.row_numbers(bucket))
         return Rows(slot, end, prompt, slot_there, end_there, prompt_there, self._slots.tokens)
@@ -204,16 +220,14 @@ class Inputs:
         at = 6 * n
         for group, (planner, _) in enumerate(self._planners):
             size = planner.size(n, bucket.room)
-            planner.attach(batch, group, self._numbers[at : at + size], bucket.room)
+            planner.attach(batch, group, self._numbers[at : at + size], n, bucket.room)
             at += size
         return batch
 
 
-def pack(slot: Longs, end: Longs, prompt: Longs, bucket: Bucket, planners: list[tuple[FixedPlans, int | None]]) -> Ints:
+def pack(slot: Longs, end: Longs, prompt: Longs, bucket: Bucket, plans: list[Ints]) -> Ints:
     """slot, end, prompt [n] int64 of a step's rows -> its numbers, with rows of no slot up to the bucket's size."""
     numbers = np.zeros((3, bucket.rows), np.int64)
     numbers[:, len(slot) :] = [[-1], [1], [0]]
     numbers[:, : len(slot)] = slot, end, prompt
-    lengths = numbers[1].astype(np.int32)
-    plans = [planner.numbers(lengths, window, bucket.room) for planner, window in planners]
     return np.concatenate([numbers.view(np.int32).ravel(), *plans])

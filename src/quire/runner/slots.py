@@ -10,6 +10,7 @@ Token values live on the device only: the host knows how many there are, never w
 import numpy as np
 import torch
 
+from quire.runner.prefixes import Prefixes
 from quire.runner.transfer import Longs, upload_together
 from quire.types.errors import EngineError
 from quire.types.plan import Admission, Ints, StepPlan
@@ -22,7 +23,9 @@ class Slots:
         self.length = length
         self.page_size = page_size
         self.tokens = torch.zeros(slots, length + 1, dtype=torch.int32, device=device)  # [S, L]
-        self.tables = torch.zeros(groups, slots, -(-length // page_size), dtype=torch.int32, device=device)  # [G, S, P]
+        width = -(-length // page_size)
+        self.tables = torch.zeros(groups, slots, width, dtype=torch.int32, device=device)  # [G, S, P]
+        self.prefixes = Prefixes(groups, slots, width, page_size)
         self.cursor = np.zeros(slots, np.int64)  # [S]
         self.known = np.zeros(slots, np.int64)  # [S]
         self.prompt_length = np.zeros(slots, np.int64)  # [S]
@@ -50,15 +53,16 @@ class Slots:
             ],
             self.device,
         )
+        self.prefixes.clear(slots)
         self.tables[:, slot] = 0
         self.tokens[row, column] = token.int()
 
     def write_tables(self, plan: StepPlan) -> None:
         if not len(plan.entry_page):
             return
-        group, slot, index, page = upload_together(
-            [plan.entry_group, plan.entry_slot, plan.entry_index, plan.entry_page], self.device
-        )
+        entries = [plan.entry_group, plan.entry_slot, plan.entry_index, plan.entry_page]
+        self.prefixes.write(*entries)
+        group, slot, index, page = upload_together(entries, self.device)
         self.tables[group, slot, index] = page.int()
 
     def check(self, plan: StepPlan) -> None:

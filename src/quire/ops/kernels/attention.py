@@ -5,8 +5,10 @@ all of them. Logits are kept in powers of two.
 
     tile    m = token * SHARE + head      x      keys of the row, as far as the tile's queries see
     split   m = head                      x      keys split * SPLIT ... (split + 1) * SPLIT
+    shared  m = row * SHARE + head        x      the same, of many rows whose pages for these keys are the same
 
-Where a split begins and how the parts of a row are merged depends on that row alone: the batch cannot change its result.
+Where a split begins, where its part is stored and how the parts of a row are merged depends on that row alone, not on the
+batch; a part from a shared split may differ from the row's own in the last bits, as matrix units of other shapes make it.
 """
 
 import triton
@@ -18,27 +20,20 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _attend(
-    query,  # [M, DIM_BLOCK]
-    acc,  # [M, DIM_BLOCK] float32
-    peak,  # [M] largest logit so far
-    total,  # [M] sum of the weights relative to it
+def _read(
     keys,  # pointer to this KV head's lane of page 0
     table,  # pointer to the row's page table
     at,  # [N] positions of the keys
     low,  # first position that may be read
     high,  # position after the last
-    position,  # [M] of the queries
     page_stride,
     value_offset,
-    scale,
     HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
+    """Keys and values, each [N, DIM_BLOCK]; those that may not be read are zeros."""
     dim = tl.arange(0, DIM_BLOCK)
     if MASKED:
         there = (at >= low) & (at < high)
@@ -54,13 +49,34 @@ def _attend(
     else:
         key = tl.load(place)
         value = tl.load(place + value_offset)
+    return key, value
+
+
+@triton.jit
+def _fold(
+    query,  # [M, DIM_BLOCK]
+    acc,  # [M, DIM_BLOCK] float32
+    peak,  # [M] largest logit so far
+    total,  # [M] sum of the weights relative to it
+    key,  # [N, DIM_BLOCK]
+    value,  # [N, DIM_BLOCK]
+    at,  # [N] positions of the keys
+    low,  # first position that is seen
+    high,  # position after the last
+    position,  # [M] of the queries
+    scale,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """acc, peak and total with these keys taken in."""
     logit = tl.dot(query, tl.trans(key), input_precision="ieee")
     if SOFT_CAP > 0:
         logit = tanh(logit * (scale / SOFT_CAP))
         scale = SOFT_CAP
     scale *= LOG2_E
     if MASKED:
-        visible = there[None, :] & (at[None, :] <= position[:, None])
+        visible = ((at >= low) & (at < high))[None, :] & (at[None, :] <= position[:, None])
         if WINDOW > 0:
             visible &= at[None, :] > position[:, None] - WINDOW
         logit = tl.where(visible, logit, float("-inf"))
@@ -72,6 +88,46 @@ def _attend(
     return acc, higher, total * fade + tl.sum(weight, 1)
 
 
+@triton.jit
+def _attend(
+    query, acc, peak, total, keys, table, at, low, high, position, page_stride, value_offset, scale,
+    HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """_fold of what _read reads."""
+    key, value = _read(keys, table, at, low, high, page_stride, value_offset, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, MASKED)
+    return _fold(query, acc, peak, total, key, value, at, low, high, position, scale, WINDOW, SOFT_CAP, MASKED)
+
+
+@triton.jit
+def _tile(
+    query, sinks, row_starts, kv_lengths, row, first, kv_head, query_stride,
+    SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SINKS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """The queries of a tile, peak and total, positions, the lowest and the one after the highest, token, head, what is real."""
+    start = tl.load(row_starts + row)
+    count = tl.load(row_starts + row + 1) - start
+    length = tl.load(kv_lengths + row)
+    m = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, DIM_BLOCK)
+    TOKENS: tl.constexpr = BLOCK_M // SHARE
+    token = first + m // SHARE
+    head = kv_head * SHARE + m % SHARE
+    real = (m < TOKENS * SHARE) & (token < count)
+    lowest = length - count + first
+    high = tl.minimum(lowest + TOKENS, length)
+    position = tl.minimum(length - count + token, high - 1)  # padding looks at what is there
+    token = (start + token).to(tl.int64)
+    stored = real[:, None] & (dim < HEAD_DIM)[None, :]
+    q = tl.load(query + (token * query_stride + head * HEAD_DIM)[:, None] + dim[None, :], mask=stored, other=0.0)
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS:
+        peak = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E
+        total += 1.0
+    return q, peak, total, position, lowest, high, token, head, stored
+
+
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tiles"])
 def tiles_kernel(
     query,  # [T, heads, HEAD_DIM]
@@ -81,7 +137,7 @@ def tiles_kernel(
     tables,  # [R, max_pages]
     row_starts,  # [R + 1]
     kv_lengths,  # [R]
-    tiles,  # [tiles, 2] row, its first token within the row
+    tiles,  # [tiles, 3] row, its first token within the row, nothing
     query_stride,
     out_stride,
     page_stride,
@@ -99,29 +155,12 @@ def tiles_kernel(
     BLOCK_N: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
-    tile = tiles + tl.program_id(1) * 2
+    tile = tiles + tl.program_id(1) * 3
     row, first = tl.load(tile), tl.load(tile + 1)
-    start = tl.load(row_starts + row)
-    count = tl.load(row_starts + row + 1) - start
-    length = tl.load(kv_lengths + row)
-    m = tl.arange(0, BLOCK_M)
-    dim = tl.arange(0, DIM_BLOCK)
-    TOKENS: tl.constexpr = BLOCK_M // SHARE
-    token = first + m // SHARE
-    head = kv_head * SHARE + m % SHARE
-    real = (m < TOKENS * SHARE) & (token < count)
-    lowest_query = length - count + first
-    high = tl.minimum(lowest_query + TOKENS, length)
-    position = tl.minimum(length - count + token, high - 1)  # padding looks at what is there
-    where_q = (start + token).to(tl.int64) * query_stride + head * HEAD_DIM
-    stored = real[:, None] & (dim < HEAD_DIM)[None, :]
-    q = tl.load(query + where_q[:, None] + dim[None, :], mask=stored, other=0.0)
+    q, peak, total, position, lowest_query, high, token, head, stored = _tile(
+        query, sinks, row_starts, kv_lengths, row, first, kv_head, query_stride, SHARE, HEAD_DIM, DIM_BLOCK, SINKS, BLOCK_M
+    )
     acc = tl.zeros((BLOCK_M, DIM_BLOCK), tl.float32)
-    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    if SINKS:
-        peak = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E
-        total += 1.0
     keys = kv + kv_head * (PAGE_SIZE * HEAD_DIM)
     table = tables + row.to(tl.int64) * table_stride
     low = 0
@@ -140,8 +179,86 @@ def tiles_kernel(
             q, acc, peak, total, keys, table, begin + n, low, high, position, page_stride, value_offset, scale,
             HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, True,
         )  # fmt: skip
-    where_out = (start + token).to(tl.int64) * out_stride + head * HEAD_DIM
-    tl.store(out + where_out[:, None] + dim[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
+    where_out = out + (token * out_stride + head * HEAD_DIM)[:, None] + tl.arange(0, DIM_BLOCK)[None, :]
+    tl.store(where_out, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["table_stride", "first_head", "size"], do_not_specialize_on_alignment=["copies"])
+def copy_kernel(
+    kv,  # [pages, 2, kv_heads, PAGE_SIZE, HEAD_DIM]
+    keys,  # [2, heads at once, size, HEAD_DIM]: the values lie after the keys
+    tables,  # [R, max_pages]
+    kv_lengths,  # [R]
+    copies,  # [copies, 3] row, its first key, place
+    page_stride,
+    value_offset,
+    table_stride,
+    first_head,
+    size,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK keys and values of one head; there are zeros after the end of a row."""
+    head = tl.program_id(0)
+    item = copies + tl.program_id(1) * 3
+    row, first, place = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    at = first + tl.arange(0, BLOCK)
+    lane = kv + (first_head + head) * (PAGE_SIZE * HEAD_DIM)
+    table = tables + row.to(tl.int64) * table_stride
+    length = tl.load(kv_lengths + row)
+    key, value = _read(lane, table, at, 0, length, page_stride, value_offset, HEAD_DIM, HEAD_DIM, PAGE_SIZE, True)
+    rows = head.to(tl.int64) * size + place + tl.arange(0, BLOCK)
+    there = keys + rows[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    tl.store(there, key)
+    tl.store(there + tl.num_programs(0).to(tl.int64) * size * HEAD_DIM, value)
+
+
+@triton.jit(do_not_specialize=["first_head", "size"], do_not_specialize_on_alignment=["tiles"])
+def long_tiles_kernel(
+    query,  # [T, heads, HEAD_DIM]
+    keys,  # descriptor of [heads at once * size, HEAD_DIM]
+    values,  # descriptor of the same shape
+    out,  # [T, heads, HEAD_DIM]
+    sinks,  # [heads]
+    row_starts,  # [R + 1]
+    kv_lengths,  # [R]
+    tiles,  # [tiles, 3] row, its first token within the row, place of its first key
+    query_stride,
+    out_stride,
+    first_head,
+    size,
+    scale,
+    SHARE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """As tiles_kernel, over keys and values that lie one after the other: blocks of them come by the tensor copy engine."""
+    kv_head = first_head + tl.program_id(0)
+    tile = tiles + tl.program_id(1) * 3
+    row, first, place = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    q, peak, total, position, lowest_query, high, token, head, stored = _tile(
+        query, sinks, row_starts, kv_lengths, row, first, kv_head, query_stride, SHARE, HEAD_DIM, HEAD_DIM, SINKS, BLOCK_M
+    )
+    acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+    clear = (lowest_query + 1) // BLOCK_N * BLOCK_N  # keys before this are seen by every query of the tile
+    base = tl.program_id(0) * size + place
+    n = tl.arange(0, BLOCK_N)
+    for begin in tl.range(0, clear, BLOCK_N):
+        key, value = keys.load([base + begin, 0]), values.load([base + begin, 0])
+        acc, peak, total = _fold(
+            q, acc, peak, total, key, value, begin + n, 0, high, position, scale, 0, SOFT_CAP, False
+        )  # fmt: skip
+    for begin in tl.range(clear, high, BLOCK_N):
+        key, value = keys.load([base + begin, 0]), values.load([base + begin, 0])
+        acc, peak, total = _fold(
+            q, acc, peak, total, key, value, begin + n, 0, high, position, scale, 0, SOFT_CAP, True
+        )  # fmt: skip
+    where_out = out + (token * out_stride + head * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
+    tl.store(where_out, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["splits"])
@@ -154,8 +271,7 @@ def splits_kernel(
     sinks,  # [heads]
     tables,  # [R, max_pages]
     row_starts,  # [R + 1]
-    kv_lengths,  # [R]
-    splits,  # [splits, 3] row (-1 = nothing to do), split of its keys, place among the parts (-1 = it is the only one)
+    splits,  # [splits, 4] row (-1 = nothing to do), split of its keys, place among the parts (-1 = the only one), key length
     query_stride,
     out_stride,
     page_stride,
@@ -175,12 +291,11 @@ def splits_kernel(
     BLOCK_N: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
-    item = splits + tl.program_id(1) * 3
-    row, split, part = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    item = splits + tl.program_id(1) * 4
+    row, split, part, length = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     if row < 0:
         return
     token = tl.load(row_starts + row).to(tl.int64)
-    length = tl.load(kv_lengths + row)
     m = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, DIM_BLOCK)
     head = kv_head * SHARE + m
@@ -217,6 +332,68 @@ def splits_kernel(
         where_part = part.to(tl.int64) * HEADS + head
         tl.store(parts + (where_part * HEAD_DIM)[:, None] + dim[None, :], acc, mask=stored)
         tl.store(weights + where_part, peak + tl.log2(total), mask=real)
+
+
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["shared", "members"])
+def shared_kernel(
+    query,  # [T, heads, HEAD_DIM]
+    kv,  # [pages, 2, kv_heads, PAGE_SIZE, HEAD_DIM]
+    parts,  # [parts, heads, HEAD_DIM] float32
+    weights,  # [parts, heads] float32
+    sinks,  # [heads]
+    tables,  # [R, max_pages]
+    row_starts,  # [R + 1]
+    shared,  # [shared, 3] split, its first member, how many (at most BLOCK_M // SHARE; -1 = nothing to do)
+    members,  # [members, 2] row, its first part
+    query_stride,
+    page_stride,
+    value_offset,
+    table_stride,
+    scale,
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The members see all keys of the split, and have more after it. Any member's page table leads to the keys."""
+    kv_head = tl.program_id(0)
+    item = shared + tl.program_id(1) * 3
+    split, first, count = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    if count < 0:
+        return
+    m = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, DIM_BLOCK)
+    real = m // SHARE < count
+    member = members + (first + m // SHARE) * 2
+    token = tl.load(row_starts + tl.load(member, mask=real, other=0)).to(tl.int64)
+    part = tl.load(member + 1, mask=real, other=0).to(tl.int64) + split
+    head = kv_head * SHARE + m % SHARE
+    stored = real[:, None] & (dim < HEAD_DIM)[None, :]
+    q = tl.load(query + (token * query_stride + head * HEAD_DIM)[:, None] + dim[None, :], mask=stored, other=0.0)
+    acc = tl.zeros((BLOCK_M, DIM_BLOCK), tl.float32)
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS:
+        counts = split == 0
+        peak = tl.where(counts, tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E, peak)
+        total = tl.where(counts, 1.0, total)
+    keys = kv + kv_head * (PAGE_SIZE * HEAD_DIM)
+    table = tables + tl.load(members + first * 2).to(tl.int64) * table_stride
+    n = tl.arange(0, BLOCK_N)
+    for at in tl.range(split * SPLIT, (split + 1) * SPLIT, BLOCK_N):
+        acc, peak, total = _attend(
+            q, acc, peak, total, keys, table, at + n, 0, 0, m, page_stride, value_offset, scale,
+            HEAD_DIM, DIM_BLOCK, PAGE_SIZE, 0, SOFT_CAP, False,
+        )  # fmt: skip
+    where_part = part * HEADS + head
+    tl.store(parts + (where_part * HEAD_DIM)[:, None] + dim[None, :], acc / total[:, None], mask=stored)
+    tl.store(weights + where_part, peak + tl.log2(total), mask=real)
 
 
 @triton.jit(do_not_specialize_on_alignment=["merges"])

@@ -1,0 +1,190 @@
+"""The kernels of one attention layer: their shapes, their memory, their order.
+
+    tiles        rows of several tokens, over the pages
+    long tiles   the same for long rows, over a copy of their keys and values in one place, some heads at a time
+    shared       splits that several rows of one token have in common
+    splits       the other splits of rows of one token
+    merges       rows with several splits
+
+It does not know how a batch was cut.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.attn import cuts
+from quire.attn.backend import AttentionSpec
+from quire.attn.batch import Batch
+
+MERGED_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How one kind of layer is cut into programs."""
+
+    dim_block: int
+    tile_m: int  # queries times sharing heads
+    tile_n: int  # keys
+    tile_warps: int
+    tile_stages: int
+    split_m: int
+    split_n: int
+    split_warps: int
+    split_stages: int
+    shared_m: int  # rows times sharing heads; its keys come as those of a split
+    shared_warps: int
+    shared_stages: int
+    long_m: int = 128
+    long_n: int = 128
+    long_warps: int = 8
+    long_stages: int = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    tiles: Tensor  # [tiles, 3] int32: row, first token within the row, 0
+    copies: Tensor  # [copies, 3] int32: row, first key, place in the copy
+    long_tiles: Tensor  # [long tiles, 3] int32: row, first token within the row, place of the row's first key in the copy
+    splits: Tensor  # [splits, 4] int32: row or -1, split, place among the parts or -1, key length
+    merges: Tensor  # [merges, 3] int32: row or -1, first part, parts
+    shared: Tensor  # [shared, 3] int32: split, first member, members or -1
+    members: Tensor  # [members, 2] int32: row, its first part
+    parts: int
+    keys: int  # in the copy
+    copied: int  # keys times heads that there is memory for
+
+
+@lru_cache
+def geometry(share: int, head_dim: int, dtype: torch.dtype) -> Geometry:
+    dim_block = max(16, _power_of_two(head_dim))
+    heads = _power_of_two(share)
+    if dtype == torch.float32:  # exact products take no tensor cores: small blocks, for registers' sake
+        return Geometry(dim_block, max(32, heads), 32, 4, 1, max(16, heads), 32, 4, 1, max(32, heads), 4, 1)
+    if dim_block > 128:
+        return Geometry(dim_block, max(128, heads), 64, 8, 2, max(16, heads), 64, 4, 2, max(64, heads), 4, 2)
+    if dim_block > 64:
+        return Geometry(dim_block, max(256, heads), 64, 8, 3, max(16, heads), 128, 4, 2, max(128, heads), 8, 2)
+    return Geometry(dim_block, max(128, heads), 64, 4, 3, max(16, heads), 128, 4, 2, max(128, heads), 8, 2)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def reads_in_blocks(spec: AttentionSpec, kv: Tensor) -> bool:
+    """Whether blocks of keys that lie in one place can be fetched by the tensor copy engine, and that is worth a copy."""
+    if kv.device.type != "cuda" or torch.cuda.get_device_capability(kv.device) != (9, 0):
+        return False
+    return spec.window is None and spec.head_dim in (64, 128) and kv.dtype != torch.float32
+
+
+@dataclass(frozen=True)
+class Launch:
+    spec: AttentionSpec
+    plan: Plan
+    query: Tensor  # [T, heads, head_dim]
+    kv: Tensor  # [pages, 2, kv_heads, page_size, head_dim]
+    out: Tensor  # [T, heads, head_dim]
+    batch: Batch
+    tables: Tensor  # [R, max_pages] int32
+    sinks: Tensor | None  # [heads]
+
+    def run(self) -> None:
+        assert self.kv[0].is_contiguous() and self.query.stride(2) == 1 and self.query.stride(1) == self.spec.head_dim
+        # Taken whether it is needed or not: the rehearsal of a large step sees what any step may take.
+        memory = torch.empty(self._bytes(), dtype=torch.uint8, device=self.out.device)
+        self._tiles()
+        self._long_tiles(memory)
+        self._splits(memory)
+
+    def _bytes(self) -> int:
+        spec, plan = self.spec, self.plan
+        parts = plan.parts * spec.heads * (spec.head_dim + 1) * 4
+        return max(parts, 2 * plan.copied * spec.head_dim * self.kv.element_size())
+
+    def _shape(self) -> Geometry:
+        return geometry(self.spec.heads // self.spec.kv_heads, self.spec.head_dim, self.kv.dtype)
+
+    def _options(self) -> dict[str, Any]:
+        spec = self.spec
+        return {
+            "SHARE": spec.heads // spec.kv_heads, "HEAD_DIM": spec.head_dim,
+            "SOFT_CAP": spec.soft_cap or 0.0, "SINKS": self.sinks is not None,
+        }  # fmt: skip
+
+    def _biases(self) -> Tensor:
+        return self.out if self.sinks is None else self.sinks
+
+    def _page_strides(self) -> tuple[int, int, int]:
+        return self.kv.stride(0), self.kv.stride(1), self.tables.stride(0)
+
+    def _tiles(self) -> None:
+        from quire.ops.kernels.attention import tiles_kernel
+
+        if not len(self.plan.tiles):
+            return
+        batch, shape = self.batch, self._shape()
+        tiles_kernel[(self.spec.kv_heads, len(self.plan.tiles))](
+            self.query, self.kv, self.out, self._biases(), self.tables, batch.row_starts, batch.kv_lengths, self.plan.tiles,
+            self.query.stride(0), self.out.stride(0), *self._page_strides(), self.spec.scale, **self._options(),
+            DIM_BLOCK=shape.dim_block, PAGE_SIZE=self.kv.shape[3], WINDOW=self.spec.window or 0,
+            BLOCK_M=shape.tile_m, BLOCK_N=shape.tile_n, num_warps=shape.tile_warps, num_stages=shape.tile_stages,
+        )  # fmt: skip
+
+    def _long_tiles(self, memory: Tensor) -> None:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        from quire.ops.kernels.attention import copy_kernel, long_tiles_kernel
+
+        plan, spec, batch, shape = self.plan, self.spec, self.batch, self._shape()
+        if not plan.keys:
+            return
+        at_once = min(spec.kv_heads, plan.copied // plan.keys)
+        for first in range(0, spec.kv_heads, at_once):
+            heads = min(at_once, spec.kv_heads - first)
+            size = 2 * heads * plan.keys * spec.head_dim * self.kv.element_size()
+            copy = memory[:size].view(self.kv.dtype).view(2, heads * plan.keys, spec.head_dim)
+            copy_kernel[(heads, len(plan.copies))](
+                self.kv, copy, self.tables, batch.kv_lengths, plan.copies, *self._page_strides(), first, plan.keys,
+                HEAD_DIM=spec.head_dim, PAGE_SIZE=self.kv.shape[3], BLOCK=shape.long_n, num_warps=4,
+            )  # fmt: skip
+            keys, values = (TensorDescriptor.from_tensor(lane, [shape.long_n, spec.head_dim]) for lane in copy)
+            long_tiles_kernel[(heads, len(plan.long_tiles))](
+                self.query, keys, values, self.out, self._biases(), batch.row_starts, batch.kv_lengths, plan.long_tiles,
+                self.query.stride(0), self.out.stride(0), first, plan.keys, spec.scale, **self._options(),
+                BLOCK_M=shape.long_m, BLOCK_N=shape.long_n, num_warps=shape.long_warps, num_stages=shape.long_stages,
+            )  # fmt: skip
+
+    def _splits(self, memory: Tensor) -> None:
+        from quire.ops.kernels.attention import merge_kernel, shared_kernel, splits_kernel
+
+        plan, spec, shape, starts = self.plan, self.spec, self._shape(), self.batch.row_starts
+        count = plan.parts * spec.heads
+        floats = memory[: 4 * count * (spec.head_dim + 1)].view(torch.float32)
+        parts, weights = floats[: count * spec.head_dim], floats[count * spec.head_dim :]
+        options = {
+            **self._options(), "DIM_BLOCK": shape.dim_block, "PAGE_SIZE": self.kv.shape[3],
+            "HEADS": spec.heads, "SPLIT": cuts.SPLIT, "BLOCK_N": min(shape.split_n, cuts.SPLIT),
+        }  # fmt: skip
+        if len(plan.shared):
+            shared_kernel[(spec.kv_heads, len(plan.shared))](
+                self.query, self.kv, parts, weights, self._biases(), self.tables, starts, plan.shared, plan.members,
+                self.query.stride(0), *self._page_strides(), spec.scale, **options,
+                BLOCK_M=shape.shared_m, num_warps=shape.shared_warps, num_stages=shape.shared_stages,
+            )  # fmt: skip
+        if len(plan.splits):
+            splits_kernel[(spec.kv_heads, len(plan.splits))](
+                self.query, self.kv, self.out, parts, weights, self._biases(), self.tables, starts, plan.splits,
+                self.query.stride(0), self.out.stride(0), *self._page_strides(), spec.scale, **options,
+                WINDOW=spec.window or 0, BLOCK_M=shape.split_m, num_warps=shape.split_warps, num_stages=shape.split_stages,
+            )  # fmt: skip
+        if len(plan.merges):
+            merge_kernel[(spec.heads, len(plan.merges))](
+                parts, weights, self.out, starts, plan.merges, self.out.stride(0),
+                HEADS=spec.heads, HEAD_DIM=spec.head_dim, DIM_BLOCK=shape.dim_block, BLOCK=MERGED_AT_ONCE, num_warps=1,
+            )  # fmt: skip
