@@ -5,12 +5,13 @@ import pytest
 from runner_support import ints
 
 from quire.attn.triton import SPLIT, FixedSplits
-from quire.runner.graphs import MOST_ROOM, MOST_ROWS, Bucket, allowance, fixed_plans, pack, room_bucket, row_bucket
+from quire.runner.buckets import MOST_ROOM, MOST_ROWS, Bucket, room_bucket, row_bucket, substitute, worth_having
+from quire.runner.graphs import allowance, fixed_plans, pack
 
 
 @pytest.mark.parametrize(
     ("rows", "max_seqs", "size"),
-    [(1, 512, 1), (3, 512, 4), (17, 512, 24), (65, 512, 96), (257, 512, 320), (512, 512, 512), (513, 1024, None), (5, 6, 6)],
+    [(1, 512, 1), (3, 512, 4), (17, 512, 32), (65, 512, 96), (257, 512, 320), (512, 512, 512), (513, 1024, None), (5, 6, 6)],
 )
 def test_the_least_bucket_that_takes_the_rows(rows, max_seqs, size):
     assert row_bucket(rows, max_seqs) == size
@@ -22,6 +23,23 @@ def test_buckets_are_few():
     assert room_bucket(65) == 128 and room_bucket(MOST_ROOM) == MOST_ROOM and room_bucket(MOST_ROOM + 1) is None
 
 
+def test_a_somewhat_larger_graph_can_be_borrowed():
+    own = Bucket(8, 128)
+    assert substitute(own, 60, [Bucket(4, 128), Bucket(32, 128), Bucket(16, 512), Bucket(8, 64)]) is None
+    assert substitute(own, 60, [Bucket(16, 256), Bucket(16, 128), Bucket(8, 256)]) == Bucket(8, 256)
+    assert substitute(own, 60, [Bucket(16, 128)]) == Bucket(16, 128)
+    assert substitute(own, 120, [Bucket(16, 128), Bucket(16, 256)]) == Bucket(16, 256)  # its unused rows need room as well
+
+
+@pytest.mark.parametrize("max_seqs", [1, 6, 256, 512])
+def test_what_is_recorded_in_idle_time_serves_usual_traffic(max_seqs):
+    buckets = worth_having(max_seqs)
+    assert buckets[0].rows == 1 and len(buckets) == len(set(buckets)) <= 45
+    for rows in range(1, max_seqs + 1):
+        own = Bucket(row_bucket(rows, max_seqs), room_bucket(4 * row_bucket(rows, max_seqs)))
+        assert own in buckets
+
+
 def test_the_allowance_grows_with_the_logits():
     assert allowance(2, 1000) - allowance(1, 1000) == 12000
     assert allowance(10**6, 1000) == allowance(MOST_ROWS, 1000)
@@ -30,11 +48,12 @@ def test_the_allowance_grows_with_the_logits():
 def test_numbers_of_a_step():
     """Two rows in a bucket of four, a group that sees all and one with a window."""
     fixed, bucket = FixedSplits(), Bucket(4, 8)
-    slot, end, prompt = (np.array(x, np.int64) for x in ([7, 2], [3 * SPLIT, 5], [9, 4]))
-    numbers = pack(slot, end, prompt, bucket, [(fixed, None), (fixed, SPLIT)])
-    rows = numbers[:24].view(np.int64).reshape(3, 4).tolist()
-    assert rows == [[7, 2, -1, -1], [3 * SPLIT, 5, 1, 1], [9, 4, 0, 0]]
-    full, window = numbers[24:].reshape(2, 12, 3)
+    numbers = np.full(32 + 2 * fixed.size(4, 8), 99, np.int32)
+    given = (np.array(x, np.int64) for x in ([7, 2], [3 * SPLIT, 5], [9, 4], [7, -1]))
+    pack(*given, bucket, [(fixed, None), (fixed, SPLIT)], numbers)
+    rows = numbers[:32].view(np.int64).reshape(4, 4).tolist()
+    assert rows == [[7, 2, -1, -1], [3 * SPLIT, 5, 1, 1], [9, 4, 0, 0], [7, -1, -1, -1]]
+    full, window = numbers[32:].reshape(2, 12, 3)
     nothing = [-1, -1, -1]
     alone = [[1, 0, -1], [2, 0, -1], [3, 0, -1]]  # the padding attends to itself
     assert full.tolist() == [[0, 0, 0], [0, 1, 1], [0, 2, 2], *alone, nothing, nothing, [0, 0, 3], nothing, nothing, nothing]
