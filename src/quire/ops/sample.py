@@ -34,6 +34,7 @@ class DrawScratch:
         self.places, self.noisy_places = torch.zeros(2, rows, chunks, dtype=torch.int32, device=device).unbind()
         self.groups = torch.zeros(rows, groups, dtype=torch.float32, device=device)
         self.members = torch.zeros(rows, groups, dtype=torch.int32, device=device)
+        self.unedited = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self.out = torch.zeros(2, rows, dtype=torch.int32, device=device)  # ids and faults of the latest draw
 
 

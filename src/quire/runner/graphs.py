@@ -185,7 +185,7 @@ class Inputs:
     def __init__(self, slots: Slots, planners: Planners, max_rows: int) -> None:
         device, groups = slots.device, len(planners)
         self._slots, self._planners = slots, planners
-        size = 2 * NUMBERS * max_rows + sum(planner.size(max_rows, MOST_ROOM) for planner, _ in planners)
+        size = number_size(max_rows) + sum(planner.size(max_rows, MOST_ROOM) for planner, _ in planners)
         width = -(-slots.tables.shape[2] // 4) * 4  # rows of tables begin at multiples of 16 bytes
         self._numbers = torch.zeros(size, dtype=torch.int32, device=device)
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
@@ -215,14 +215,15 @@ class Inputs:
         self._send(nothing, nothing, nothing, nothing, bucket)
 
     def _send(self, slot: Longs, end: Longs, prompt: Longs, drawer: Longs, bucket: Bucket) -> None:
-        size = 2 * NUMBERS * bucket.rows + sum(planner.size(bucket.rows, bucket.room) for planner, _ in self._planners)
+        size = number_size(bucket.rows) + sum(planner.size(bucket.rows, bucket.room) for planner, _ in self._planners)
         staged = torch.empty(size, dtype=torch.int32, pin_memory=True)  # not used again before the copy has happened
         pack(slot, end, prompt, drawer, bucket, self._planners, staged.numpy())
         self._numbers[:size].copy_(staged, non_blocking=True)
 
     def row_numbers(self, bucket: Bucket) -> tuple[Tensor, ...]:
         """slot, end, prompt and drawer, each [rows] int64."""
-        return self._numbers[: 2 * NUMBERS * bucket.rows].view(torch.int64).view(NUMBERS, bucket.rows).unbind()
+        numbers = self._numbers[: number_size(bucket.rows)].view(torch.int64).view(NUMBERS, -1)
+        return numbers[:, : bucket.rows].unbind()
 
     def rows(self, bucket: Bucket) -> RowInputs:
         n, rows = bucket.rows, self._rows
@@ -240,7 +241,7 @@ class Inputs:
             logit_index=self._index[:n],
             groups=tuple(GroupView(tables, write) for tables, write in zip(rows.tables, rows.write, strict=True)),
         )
-        at = 2 * NUMBERS * n
+        at = number_size(n)
         for group, (planner, _) in enumerate(self._planners):
             size = planner.size(n, bucket.room)
             planner.attach(batch, group, self._numbers[at : at + size], bucket.room)
@@ -248,10 +249,15 @@ class Inputs:
         return batch
 
 
+def number_size(rows: int) -> int:
+    """In int32. Each of the numbers begins at a multiple of 16 bytes: kernels are compiled anew for pointers that do not."""
+    return 2 * NUMBERS * (rows + rows % 2)
+
+
 def pack(slot: Longs, end: Longs, prompt: Longs, drawer: Longs, bucket: Bucket, planners: Planners, out: Ints) -> None:
     """slot, end, prompt, drawer [n] of a step's rows -> its numbers, with rows of no slot up to the bucket's size."""
-    at = 2 * NUMBERS * bucket.rows
-    numbers = out[:at].view(np.int64).reshape(NUMBERS, bucket.rows)
+    at = number_size(bucket.rows)
+    numbers = out[:at].view(np.int64).reshape(NUMBERS, -1)[:, : bucket.rows]
     for part, given, padding in zip(numbers, (slot, end, prompt, drawer), (NOBODY, 1, 0, NOBODY), strict=True):
         part[: len(given)] = given
         part[len(given) :] = padding

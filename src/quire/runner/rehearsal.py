@@ -7,14 +7,14 @@ from quire.types.sampling import SamplingParams
 
 
 def rehearsal_plan(max_seqs: int, max_batched_tokens: int) -> StepPlan:
-    """As many rows as there may be, sharing the tokens there may be; each draws with a full sort of the vocabulary.
+    """As many rows as there may be, sharing the tokens there may be; each asks the sampler for what takes most memory.
 
     No table entry is written: every token lands on the null page.
     """
     rows = min(max_seqs, max_batched_tokens)
     count = np.full(rows, max_batched_tokens // rows, np.int32)
     count[0] += max_batched_tokens % rows
-    params = SamplingParams(temperature=1.0, top_p=0.9)
+    params = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.1, logprobs=1)
     nothing = np.empty(0, np.int32)
     return StepPlan(
         step=0,

@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from quire.ops.rows import RowInputs
 
 BLOCK = 512
+STRIDES = ["token_stride", "group_stride", "slot_stride", "row_group_stride", "row_stride", "write_stride"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=STRIDES)  # they change from step to step, and nothing here gains by knowing them
 def _fill_rows(
     slots,  # [R] int64
     ends,  # [R] int64

@@ -220,7 +220,7 @@ def _noisiest_before(
     return tl.min(tl.where(best == tl.max(best), where, NOWHERE))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_stride", "out_stride"])
 def _pick(
     logits,  # [N, V] float32
     drawers,  # [N] int64
@@ -237,13 +237,12 @@ def _pick(
     masses,  # [N, chunks] float32
     groups,  # [N, groups] float32
     members,  # [N, groups] int32, ours to write
-    faults,  # [N] int32 known before the logits were edited
+    faults,  # [N] int32 known before the logits were edited; -1 = they were not
     tokens,  # [S, L] int32
     out,  # [2, ...] int32: ids, faults
     row_stride,
     token_stride,
     out_stride,
-    EDITED: tl.constexpr,
     BROKEN: tl.constexpr,
     NOTHING_ALLOWED: tl.constexpr,
     VOCABULARY: tl.constexpr,
@@ -264,11 +263,9 @@ def _pick(
         largest = tl.max(peak)
         token = tl.min(tl.where(peak == largest, tl.load(places + mine, mask=chunk < CHUNKS, other=NOWHERE), NOWHERE))
         finite = (largest > LOWEST) & (largest < INFINITY)
-        if EDITED:
-            known = tl.load(faults + row)
-            fault = tl.where((known == 0) & (largest == LOWEST), NOTHING_ALLOWED, known)
-        else:
-            fault = tl.where(finite, 0, BROKEN)
+        known = tl.load(faults + row)
+        fault = tl.where((known == 0) & (largest == LOWEST), NOTHING_ALLOWED, known)
+        fault = tl.where(known >= 0, fault, tl.where(finite, 0, BROKEN))
         temperature = tl.load(temperatures + slot)
         if finite & (temperature > 0):
             x = logits + row * row_stride
@@ -331,9 +328,9 @@ def draw(
     )  # fmt: skip
     _pick[(len(logits),)](
         logits, drawer, end, columns.temperature, columns.top_k, columns.top_p, columns.min_p, columns.seed, *stats,
-        scratch.members, drawer if fault is None else fault, tokens, scratch.out,
+        scratch.members, scratch.unedited if fault is None else fault, tokens, scratch.out,
         logits.stride(0), tokens.stride(0), scratch.out.stride(0),
-        **shape, EDITED=fault is not None, BROKEN=BROKEN, NOTHING_ALLOWED=NOTHING_ALLOWED,
+        **shape, BROKEN=BROKEN, NOTHING_ALLOWED=NOTHING_ALLOWED,
         CHUNKS_BLOCK=triton.next_power_of_2(chunks), GROUPS_BLOCK=max(triton.next_power_of_2(groups), TILE // GROUP),
         TILE=TILE, num_warps=WARPS,
     )  # fmt: skip

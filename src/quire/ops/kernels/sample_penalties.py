@@ -10,7 +10,7 @@ BLOCK = 1024
 SAID: tl.constexpr = tl.constexpr(1 << 30)  # a bit for the prompt's tokens; those of the output are counted below it
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_stride"])
 def _penalize(
     logits,  # [N, V] float32
     rows,  # [n] int64
