@@ -19,7 +19,7 @@ EXTRAS = [
     {"presence_penalty": 0.7, "frequency_penalty": 0.2, "logprobs": 0},
     {"logprobs": 2},
     {"prompt_logprobs": 1},
-    {"logit_bias": {5: 2.0}, "min_tokens": 20},
+    {"logit_bias": {5: 2.0}, "min_tokens": 1},
 ]  # fmt: skip
 
 

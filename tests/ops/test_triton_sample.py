@@ -88,14 +88,14 @@ def test_draws_are_those_of_the_stages(device, vocabulary, levels):
 
 @pytest.mark.parametrize("value", [-0.0, -3.5, 1e30])
 def test_rows_of_equals(device, value):
-    logits = torch.full((1 + len(PARAMS), 300), value)
+    logits = torch.full((1 + len(PARAMS), 700), value)
     logits[:, ::7] = -INF
     got, _, expected = draw_both(logits, [{}, *PARAMS], device)
     assert got.tolist() == expected.tolist()
 
 
 def test_a_single_token_left(device):
-    logits = torch.full((1 + len(PARAMS), 300), -INF)
+    logits = torch.full((1 + len(PARAMS), 700), -INF)
     logits[:, 177] = -2.0
     got, _, _ = draw_both(logits, [{}, *PARAMS], device)
     assert got.tolist() == [[177] * len(PARAMS), [GOOD] * len(PARAMS)]
@@ -104,16 +104,16 @@ def test_a_single_token_left(device):
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("params", [{"temperature": 0}, {}, {"top_k": 2, "top_p": 0.9}, {"min_p": 0.5}])
 def test_broken_rows(device, params):
-    logits = torch.zeros(5, 200)
+    logits = torch.zeros(5, 700)
     logits[1, 130], logits[2, 130], logits[3] = float("nan"), INF, -INF
     logits[4, 60] = 9e9
     got, _, _ = draw_both(logits, [{}, *[params] * 4], device)
     assert got[1].tolist() == [BROKEN, BROKEN, BROKEN, GOOD]
-    assert ((got[0] >= 0) & (got[0] < 200)).all() and got[0, 3] == 60
+    assert ((got[0] >= 0) & (got[0] < 700)).all() and got[0, 3] == 60
 
 
 def test_faults_of_edited_logits(device):
-    logits = torch.zeros(4, 200)
+    logits = torch.zeros(4, 700)
     logits[1:3] = -INF
     fault = torch.tensor([GOOD, GOOD, BROKEN, GOOD], dtype=torch.int32)
     got, _, expected = draw_both(logits, [{}, {}, {}, {"top_k": 3}], device, fault=fault)
@@ -123,7 +123,7 @@ def test_faults_of_edited_logits(device):
 @pytest.mark.parametrize("spread", [0.0, 0.05, 8.0])
 def test_many_groups_and_tiles(device, spread):
     """Flat rows look at everything, again and again; steep ones at a few groups."""
-    logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(5)) * spread
+    logits = torch.randn(6, 2177, generator=torch.Generator().manual_seed(5)) * spread
     params = [{}, {"top_p": 0.3}, {"top_k": 20, "top_p": 0.3}, {"top_k": 1000, "top_p": 0.95}, {"top_k": 20}, {"min_p": 0.9}]
     got, _, expected = draw_both(logits, params, device)
     assert got.tolist() == expected.tolist()
