@@ -61,6 +61,9 @@ class Diary:
 
         return Landing()
 
+    def idle(self) -> bool:
+        raise AssertionError("idle")
+
     def call(self, method, *args):
         raise AssertionError((method, args))
 

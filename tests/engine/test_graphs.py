@@ -9,12 +9,22 @@ from tiny import make_model, open_model
 from quire import SamplingParams
 from quire.attn import cuts
 from quire.attn.alike import NOTHING_ALIKE
+from quire.attn.backend import Room
+from quire.runner.buckets import Bucket
 from quire.runner.graphs import Graphs
 from quire.runner.prefixes import Prefixes
 
 pytestmark = pytest.mark.gpu
 
 REQUESTS = 48
+EXTRAS = [
+    {}, {}, {}, {}, {},
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.7, "frequency_penalty": 0.2, "logprobs": 0},
+    {"logprobs": 2},
+    {"prompt_logprobs": 1},
+    {"logit_bias": {5: 2.0}, "min_tokens": 1},
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -22,15 +32,15 @@ def directory(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"))
 
 
-def workload(seed: int) -> list[tuple[int, list[int], SamplingParams, int | None]]:
-    """(turn of arrival, prompt, parameters, turns until it is aborted) of each request."""
+def workload(seed: int, special: bool = True) -> list[tuple[int, list[int], SamplingParams, int | None]]:
+    """(turn of arrival, prompt, parameters, turns until it is aborted) of each request; special ones want more than a draw."""
     rng = random.Random(seed)
     out = []
     for index in range(REQUESTS):
         params = SamplingParams(
-            temperature=rng.choice([0.0, 0.0, 0.8]), seed=index, max_tokens=rng.randint(1, 90), ignore_eos=True,
-            repetition_penalty=rng.choice([1.0, 1.3]), logprobs=rng.choice([None, None, 2]),
-            prompt_logprobs=rng.choice([None, None, None, 1]),
+            temperature=rng.choice([0.0, 0.0, 0.8, 1.2]), seed=index, max_tokens=rng.randint(1, 90), ignore_eos=True,
+            top_k=rng.choice([0, 0, 7, 100]), top_p=rng.choice([1.0, 1.0, 0.8]), min_p=rng.choice([0.0, 0.0, 0.05]),
+            **rng.choice(EXTRAS if special else [{}]),
         )  # fmt: skip
         prompt = [rng.randrange(2, 320) for _ in range(rng.choice([1, 2, 7, 30, 100]))]
         out.append((rng.randint(0, 120), prompt, params, rng.choice([None, None, None, rng.randint(1, 40)])))
@@ -67,6 +77,40 @@ def test_as_one_launch_after_the_other(directory, seed, args):
     graphs = recorded.llm_engine.core.executor._runner.graphs
     assert graphs.captures >= 3
     assert graphs.replays > 40  # the tight engine has few steps in which no prompt is run
+
+
+def test_idle_time_is_enough(directory):
+    """Once the usual buckets are there, traffic records nothing and runs nothing eagerly."""
+    args = {"device": "cuda", "dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 256}
+    requests = workload(11, special=False)
+    expected = play(open_model(directory, **args, enforce_eager=True, async_scheduling=False), requests)
+    llm = open_model(directory, **args)
+    core = llm.llm_engine.core
+    while core.idle():
+        pass
+    graphs = core.executor._runner.graphs
+    before = graphs.captures
+    assert before >= 5
+    assert play(llm, requests) == expected
+    assert (graphs.captures, graphs.eager) == (before, 0)
+    assert graphs.replays > 40
+
+
+def test_larger_graphs_are_borrowed(directory, monkeypatch):
+    args = {"device": "cuda", "dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 256}
+    requests = workload(12)
+    expected = play(open_model(directory, **args, enforce_eager=True, async_scheduling=False), requests)
+    monkeypatch.setattr("quire.runner.graphs.WANTED", 10**9)
+    monkeypatch.setattr(
+        "quire.runner.graphs.worth_having", lambda _: [Bucket(2, Room(64, 0)), Bucket(8, Room(128, 0)), Bucket(16, Room(64, 0))]
+    )
+    llm = open_model(directory, **args)
+    core = llm.llm_engine.core
+    while core.idle():
+        pass
+    assert play(llm, requests) == expected
+    graphs = core.executor._runner.graphs
+    assert graphs.captures == 3 and graphs.replays > 40
 
 
 def test_a_recording_that_fails_costs_no_answer(directory, monkeypatch):

@@ -61,7 +61,9 @@ def test_a_batch_is_what_walking_the_plan_gives(tenants, seed):
     width = -(-max(row[2] for row in rows) // PAGE)
     for g, view in enumerate(batch.groups):
         assert view.write.tolist() == places[g]
-        assert view.tables.tolist() == [pages[g, row[0], :width].tolist() for row in rows]
+        for table, (slot, _, end, _) in zip(view.tables.tolist(), rows, strict=True):
+            own = -(-end // PAGE)
+            assert table == [*pages[g, slot, :own].tolist(), *[0] * (width - own)]
     assert drawing.slot.tolist() == drawing.slots.tolist() == [row[0] for row in rows if row[3]]
     assert drawing.end.tolist() == drawing.ends.tolist() == [row[2] for row in rows if row[3]]
     assert drawing.prompt.tolist() == [t[2] for t, row in zip(tenants, rows, strict=True) if row[3]]

@@ -8,22 +8,22 @@ from quire.attn.alike import Alike, nothing_alike
 from quire.attn.backend import Room
 from quire.attn.cuts import SPLIT
 from quire.attn.triton import FixedSplits
-from quire.runner.graphs import (
+from quire.runner.buckets import (
     MOST_ROOM,
     MOST_ROWS,
-    SHARED_BUCKETS,
     Bucket,
-    allowance,
-    fixed_plans,
-    pack,
     room_bucket,
     row_bucket,
+    substitute,
+    usual_room,
+    worth_having,
 )
+from quire.runner.graphs import allowance, fixed_plans, pack
 
 
 @pytest.mark.parametrize(
     ("rows", "max_seqs", "size"),
-    [(1, 512, 1), (3, 512, 4), (17, 512, 24), (65, 512, 96), (257, 512, 320), (512, 512, 512), (513, 1024, None), (5, 6, 6)],
+    [(1, 512, 1), (3, 512, 4), (17, 512, 32), (65, 512, 96), (257, 512, 320), (512, 512, 512), (513, 1024, None), (5, 6, 6)],
 )
 def test_the_least_bucket_that_takes_the_rows(rows, max_seqs, size):
     assert row_bucket(rows, max_seqs) == size
@@ -31,12 +31,34 @@ def test_the_least_bucket_that_takes_the_rows(rows, max_seqs, size):
 
 def test_buckets_are_few():
     assert len({row_bucket(rows, MOST_ROWS) for rows in range(1, MOST_ROWS + 1)}) <= 20
-    assert len({room_bucket([Room(need, 0)], 0) for need in range(1, MOST_ROOM + 1)}) <= 8
-    assert len({room_bucket([Room(70, shared)], 0) for shared in range(SHARED_BUCKETS[-1] + 1)}) == 5
-    assert room_bucket([Room(65, 0), Room(9, 0)], 0) == Room(128, 0)
-    assert room_bucket([Room(MOST_ROOM, 65), Room(9, 1)], 0) == Room(MOST_ROOM, 256)
-    assert room_bucket([Room(MOST_ROOM, 0)], 1) is None and room_bucket([Room(64, 0)], 1) == Room(128, 0)
-    assert room_bucket([Room(64, SHARED_BUCKETS[-1] + 1)], 0) is None
+    assert len({room_bucket(Room(need, 0), 1) for need in range(MOST_ROOM.splits)}) <= 8
+    assert len({room_bucket(Room(70, shared), 1) for shared in range(MOST_ROOM.shared + 1)}) == 5
+    assert room_bucket(Room(64, 0), 1) == Room(128, 0) and room_bucket(Room(9, 65), 7) == Room(64, 256)
+    assert room_bucket(Room(MOST_ROOM.splits - 1, 0), 1) == Room(MOST_ROOM.splits, 0)
+    assert room_bucket(Room(MOST_ROOM.splits, 0), 1) is None and room_bucket(Room(9, MOST_ROOM.shared + 1), 1) is None
+
+
+def test_a_somewhat_larger_graph_can_be_borrowed():
+    def others(*sizes):
+        return [Bucket(rows, Room(splits, shared)) for rows, splits, shared in sizes]
+
+    own = Bucket(8, Room(128, 0))
+    assert substitute(own, Room(60, 0), others((4, 128, 0), (32, 128, 0), (16, 512, 0), (8, 64, 0), (8, 128, 256))) is None
+    assert substitute(own, Room(60, 0), others((16, 256, 0), (16, 128, 0), (8, 256, 0))) == Bucket(8, Room(256, 0))
+    assert substitute(own, Room(60, 0), others((16, 128, 64))) == Bucket(16, Room(128, 64))
+    # unused rows need room as well
+    assert substitute(own, Room(120, 0), others((16, 128, 0), (16, 256, 0))) == Bucket(16, Room(256, 0))
+    sharing = Bucket(8, Room(128, 64))
+    assert substitute(sharing, Room(60, 9), others((8, 128, 0), (8, 128, 256))) == Bucket(8, Room(128, 256))
+
+
+@pytest.mark.parametrize("max_seqs", [1, 6, 256, 512])
+def test_what_is_recorded_in_idle_time_serves_usual_traffic(max_seqs):
+    buckets = worth_having(max_seqs)
+    assert buckets[0].rows == 1 and len(buckets) == len(set(buckets)) <= 45
+    for rows in range(1, max_seqs + 1):
+        own = Bucket(row_bucket(rows, max_seqs), usual_room(row_bucket(rows, max_seqs), 4))
+        assert own in buckets
 
 
 def test_the_allowance_grows_with_the_logits():
@@ -55,14 +77,15 @@ def numbers_of(lengths, window, bucket, find=nothing_alike):
 def test_numbers_of_a_step():
     """Two rows in a bucket of four, a group that sees all and one with a window."""
     bucket, lengths = Bucket(4, Room(8, 0)), [3 * SPLIT, 5]
-    slot, end, prompt = (np.array(x, np.int64) for x in ([7, 2], [3 * SPLIT, 5], [9, 4]))
     full, need = numbers_of(lengths, None, bucket)
     window, less = numbers_of(lengths, SPLIT, bucket)
     assert (need, less) == (Room(4, 0), Room(2, 0))
-    numbers = pack(slot, end, prompt, bucket, [full, window])
-    rows = numbers[:24].view(np.int64).reshape(3, 4).tolist()
-    assert rows == [[7, 2, -1, -1], [3 * SPLIT, 5, 1, 1], [9, 4, 0, 0]]
-    assert numbers[24:].tolist() == [*full, *window]
+    numbers = np.full(32 + len(full) + len(window), 99, np.int32)
+    given = [np.array(x, np.int64) for x in ([7, 2], [3 * SPLIT, 5], [9, 4], [7, -1])]
+    pack(given, bucket, [full, window], numbers)
+    rows = numbers[:32].view(np.int64).reshape(4, 4).tolist()
+    assert rows == [[7, 2, -1, -1], [3 * SPLIT, 5, 1, 1], [9, 4, 0, 0], [7, -1, -1, -1]]
+    assert numbers[32:].tolist() == [*full, *window]
     nothing = [-1, -1, -1, -1]
     alone = [[1, 0, -1, 5], [2, 0, -1, 1], [3, 0, -1, 1]]  # the padding attends to itself
     long = [[0, split, split, 3 * SPLIT] for split in range(3)]

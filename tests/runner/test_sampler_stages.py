@@ -13,6 +13,7 @@ from quire.runner.sampler.bias import Bias
 from quire.runner.sampler.min_p import MinP
 from quire.runner.sampler.min_tokens import MinTokens
 from quire.runner.sampler.penalties import Penalties
+from quire.runner.sampler.stage import Columns
 from quire.runner.sampler.temperature import Temperature
 from quire.runner.sampler.truncation import FIRST_LOOK, Truncation
 
@@ -94,18 +95,19 @@ def test_penalties(data):
             )
         )
         expected.append(penalties_reference(logits[slot], tokens, prompt, repetition, frequency, presence))
-    np.testing.assert_allclose(apply(Penalties(SLOTS, CPU), logits, *rows), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(apply(Penalties(Columns(SLOTS, CPU), 6), logits, *rows), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_temperature_divides():
-    out = apply(Temperature(SLOTS, CPU), [[1, 2], [1, 2]], admission(0, temperature=0.5), admission(1, temperature=1.0))
+    rows = admission(0, temperature=0.5), admission(1, temperature=1.0)
+    out = apply(Temperature(Columns(SLOTS, CPU)), [[1, 2], [1, 2]], *rows)
     assert out.tolist() == [[2, 4], [1, 2]]
 
 
 @settings(max_examples=60, deadline=None)
 @given(logits=st.lists(st.floats(-9, 9, width=32), min_size=5, max_size=5), min_p=st.sampled_from([0.0, 0.05, 0.3, 1.0]))
 def test_min_p_keeps_what_is_likely_beside_the_likeliest(logits, min_p):
-    out = apply(MinP(SLOTS, CPU), [logits], admission(min_p=min_p))[0]
+    out = apply(MinP(Columns(SLOTS, CPU)), [logits], admission(min_p=min_p))[0]
     relative = np.exp(np.array(logits) - max(logits))
     assert out[relative > min_p + 1e-5].tolist() == [x for x, r in zip(logits, relative, strict=True) if r > min_p + 1e-5]
     assert (out[relative < min_p - 1e-5] == -INF).all()
@@ -133,7 +135,7 @@ def truncation_reference(logits, k, p):
     p=st.sampled_from([1.0, 0.93, 0.71, 0.42, 0.0011]),
 )
 def test_truncation_with_ties(logits, k, p):
-    out = apply(Truncation(SLOTS, 12, CPU), [logits], admission(top_k=k, top_p=p))
+    out = apply(Truncation(Columns(SLOTS, CPU), 12), [logits], admission(top_k=k, top_p=p))
     np.testing.assert_array_equal(out[0], truncation_reference(logits, k, p).astype(np.float32))
 
 
@@ -145,7 +147,7 @@ def test_truncation_of_a_large_vocabulary(spread, levels):
     noise = np.random.default_rng(3).normal(size=(4, size)) * spread
     logits = (np.round(noise * levels) / levels if levels else noise).astype(np.float32)
     params = [{"top_p": 0.9}, {"top_k": 40, "top_p": 0.8}, {"top_k": 5000}, {}]
-    out = apply(Truncation(SLOTS, size, CPU), logits, *(admission(i, **p) for i, p in enumerate(params)))
+    out = apply(Truncation(Columns(SLOTS, CPU), size), logits, *(admission(i, **p) for i, p in enumerate(params)))
     for i, p in enumerate(params):
         expected = truncation_reference(logits[i], p.get("top_k", 0), p.get("top_p", 1.0)) > -INF
         differing = np.flatnonzero((out[i] > -INF) != expected)
@@ -160,10 +162,10 @@ def test_truncation_of_a_large_vocabulary(spread, levels):
         BadWords(CPU),
         MinTokens(SLOTS, CPU),
         Bias(CPU),
-        Penalties(SLOTS, CPU),
-        Temperature(SLOTS, CPU),
-        MinP(SLOTS, CPU),
-        Truncation(SLOTS, 5, CPU),
+        Penalties(Columns(SLOTS, CPU), 6),
+        Temperature(Columns(SLOTS, CPU)),
+        MinP(Columns(SLOTS, CPU)),
+        Truncation(Columns(SLOTS, CPU), 5),
     ],
     ids=lambda stage: type(stage).__name__,
 )

@@ -67,6 +67,10 @@ class EngineCore:
         deltas, self._deltas = self._deltas, []
         return deltas
 
+    def idle(self) -> bool:
+        """For moments without work: lets the executor prepare for some. False = it has nothing left to prepare."""
+        return self.executor.idle()
+
     def stop(self) -> None:
         """Lets the executor go. Requests that are not finished by now get no answer."""
         self._flights.clear()

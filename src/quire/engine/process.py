@@ -101,11 +101,15 @@ class Engine:
         self.stopping = False
 
     def run(self) -> None:
+        preparing = True  # idle time is still of use
         while not self.stopping:
             if not self._core.has_unfinished:
                 self._pulse.busy_since = 0.0
-                if not self._link.wait(IDLE_WAIT):
+                if not self._link.wait(0 if preparing else IDLE_WAIT):
+                    self._pulse.busy_since = time.monotonic() if preparing else 0.0
+                    preparing = preparing and self._core.idle()
                     continue
+            preparing = True
             self._pulse.busy_since = time.monotonic()
             while not self.stopping and (command := self._link.receive()) is not None:
                 self._obey(command)

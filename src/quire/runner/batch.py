@@ -9,12 +9,12 @@ The token ids are read from the slots on the device, so a row can follow a draw 
 """
 
 import numpy as np
-from torch import Tensor
+import torch
 
-from quire.attn.alike import FindAlike
 from quire.attn.batch import Batch, GroupView
+from quire.ops.rows import RowInputs, fill_rows
 from quire.runner.sampler.stage import Rows
-from quire.runner.slots import Slots, ragged_arange
+from quire.runner.slots import Slots
 from quire.runner.transfer import upload_together
 from quire.types.plan import StepPlan
 
@@ -22,36 +22,37 @@ from quire.types.plan import StepPlan
 def build_batch(plan: StepPlan, slots: Slots) -> tuple[Batch, Rows]:
     slot, count, end = (array.astype(np.int64) for array in (plan.slot, plan.count, plan.end))
     row_starts = np.concatenate([[0], np.cumsum(count)])
-    positions = ragged_arange(count) + np.repeat(end - count, count)
     drawing = np.flatnonzero(plan.sample)
     drawing_slot, drawing_end, prompt = slot[drawing], end[drawing], slots.prompt_length[slot[drawing]]
-    arrays = [
-        np.repeat(slot, count), positions, slot, row_starts, end,
-        row_starts[1:][drawing] - 1, drawing_slot, drawing_end, prompt,
-    ]  # fmt: skip
-    token_slot, position, row_slot, starts, lengths, logit_index, *rest = upload_together(arrays, slots.device)
-    width = -(-int(end.max()) // slots.page_size)
-    host = plan.slot, plan.count, plan.end
+    starts_there, slot_there, end_there, logit_index, *rest = upload_together(
+        [row_starts, slot, end, row_starts[1:][drawing] - 1, drawing_slot, drawing_end, prompt], slots.device
+    )
+    starts_there = starts_there.int()
+    inputs = _blank(len(slot), int(row_starts[-1]), -(-int(end.max()) // slots.page_size), slots)
+    fill_rows(slot_there, end_there, starts_there, slots.tokens, slots.tables, slots.page_size, inputs)
     batch = Batch(
-        ids=slots.tokens[token_slot, position].long(),
-        positions=position,
-        row_starts=starts.int(),
-        kv_lengths=lengths.int(),
+        ids=inputs.ids,
+        positions=inputs.positions,
+        row_starts=starts_there,
+        kv_lengths=inputs.kv_lengths,
         rows=tuple(zip(row_starts.tolist(), count.tolist(), end.tolist(), strict=False)),
         logit_index=logit_index,
         groups=tuple(
-            _view(table, row_slot, token_slot, position, width, slots.page_size, slots.prefixes.finder(group, *host))
-            for group, table in enumerate(slots.tables)
+            GroupView(tables, write, slots.prefixes.finder(group, plan.slot, plan.count, plan.end))
+            for group, (tables, write) in enumerate(zip(inputs.tables, inputs.write, strict=True))
         ),
     )
     rows = Rows(drawing_slot, drawing_end, prompt, slot=rest[0], end=rest[1], prompt=rest[2], tokens=slots.tokens)
     return batch, rows
 
 
-def _view(
-    table: Tensor, row_slot: Tensor, token_slot: Tensor, position: Tensor, width: int, page_size: int, alike: FindAlike
-) -> GroupView:
-    """table [S, P]: one group's pages."""
-    page = position // page_size
-    own = table[token_slot, page].long()
-    return GroupView(table[row_slot, :width], own * page_size + (position - page * page_size), alike)
+def _blank(rows: int, tokens: int, width: int, slots: Slots) -> RowInputs:
+    """Memory for `rows` rows of `tokens` tokens in all, whose tables are `width` pages wide."""
+    groups, device = len(slots.tables), slots.device
+    return RowInputs(
+        ids=torch.empty(tokens, dtype=torch.int64, device=device),
+        positions=torch.empty(tokens, dtype=torch.int64, device=device),
+        kv_lengths=torch.empty(rows, dtype=torch.int32, device=device),
+        tables=torch.zeros(groups, rows, width, dtype=torch.int32, device=device),
+        write=torch.empty(groups, tokens, dtype=torch.int64, device=device),
+    )

@@ -1,10 +1,13 @@
 """A step on its way: what was launched, and how its result is read once it has landed."""
 
-import numpy as np
-from torch import Tensor, stack
+from collections.abc import Sequence
 
+import numpy as np
+from torch import Tensor
+
+from quire.ops.sample import GOOD
 from quire.runner.sampler.logprobs import Report, to_top_logprobs
-from quire.runner.sampler.pipeline import FAULTS, GOOD, Drawn
+from quire.runner.sampler.pipeline import FAULTS, Drawn
 from quire.runner.transfer import Download, Longs
 from quire.types.plan import StepPlan, StepResult, TopLogprobs
 
@@ -20,7 +23,7 @@ class StepFlight:
         self._plan = plan
         self._drawn = drawn
         self._prompts = prompts
-        tensors: list[Tensor] = [] if drawn is None else [stack([drawn.ids, drawn.fault])]
+        tensors: list[Tensor] = [] if drawn is None else [drawn.result]
         for report in [*([drawn.report] if drawn and drawn.report else []), *(report for _, report in prompts)]:
             tensors += report.tensors
         self._download = Download(tensors)
@@ -38,7 +41,8 @@ class StepFlight:
         logprobs: dict[int, TopLogprobs] = {}
         if self._drawn is not None:
             rows = np.flatnonzero(self._plan.sample)
-            ids, fault = next(arrays)
+            column = rows if self._drawn.of_all else slice(len(rows))
+            ids, fault = next(arrays)[:, column]
             good = fault == GOOD
             sampled[rows[good]] = ids[good]
             failed = {int(rows[i]): FAULTS[int(fault[i])] for i in np.flatnonzero(~good)}
@@ -61,7 +65,7 @@ class StepFlight:
         )
 
 
-def _split_rows(top: TopLogprobs, rows: Longs, widths: list[int]) -> dict[int, TopLogprobs]:
+def _split_rows(top: TopLogprobs, rows: Longs, widths: Sequence[int]) -> dict[int, TopLogprobs]:
     """One entry per row, each cut to its own width."""
     return {
         int(row): TopLogprobs(top.ids[i : i + 1, : width + 1], top.values[i : i + 1, : width + 1], top.rank[i : i + 1])

@@ -1,30 +1,37 @@
-"""CUDA graphs of the steps whose rows are all one token long: everything from slots to logits in one launch.
+"""CUDA graphs of the steps whose rows are all one token long: everything from slots to drawn tokens in one launch.
 
 A graph is recorded for a bucket, so many rows with room for so much attention work, over inputs that stay where they are:
 
-    numbers   [ slot, end, prompt of each row (int64) | attention plan of group 0 | group 1 ... ]     one copy a step
-    fill      numbers, slots ─► ids, positions, key lengths, tables, places to write                  in the graph
-    model     ─► logits [rows, V]                                                                     in the graph
+    numbers   [ slot, end, prompt, drawer of each row (int64) | attention plan of group 0 | group 1 ... ]   one copy a step
+    fill      numbers, slots ─► ids, positions, key lengths, tables, places to write                        in the graph
+    model     ─► logits [rows, V]                                                                           in the graph
+    draw      ─► ids and faults [2, rows], tokens to their slots                                            in the graph
 
-Rows beyond the step's own run token 0 on the null page, and nobody reads what they give. A bucket runs eagerly until it has
-been wanted a few times; then a step runs on the persistent inputs and is recorded behind its own launch. This file does not
-know how tokens are drawn.
+Rows beyond the step's own run token 0 on the null page, and nobody reads what they give. Where rows ask for more than a draw
+(edits, logprobs), nobody is a drawer, and the sampler goes on from the logits.
+
+A bucket without a graph borrows that of a somewhat larger one, or runs eagerly; one that is wanted often enough is recorded
+within a step, behind its own launch, and idle time is used to record buckets before anybody wants them. `buckets.py` has the
+sizes and the order.
 """
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quire.attn.alike import nothing_alike
 from quire.attn.backend import FixedPlans, Room
 from quire.attn.batch import Batch, GroupView
 from quire.models.decoder import Decoder
 from quire.ops.rows import RowInputs, fill_rows
+from quire.runner.buckets import MOST_ROOM, MOST_ROWS, Bucket, room_bucket, row_bucket, substitute, worth_having
+from quire.runner.sampler.pipeline import Sampler
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.runner.transfer import Longs, upload
@@ -32,39 +39,20 @@ from quire.types.plan import Ints, StepPlan
 
 logger = logging.getLogger(__name__)
 
-MOST_ROWS = 512
-ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, *range(96, 257, 32), *range(320, MOST_ROWS + 1, 64))
-LEAST_ROOM, MOST_ROOM = 64, 8192  # pieces of attention work
-SHARED_BUCKETS = (0, 64, 256, 1024, 4096)  # pieces that several rows share
-WANTED = 3  # times a bucket is asked for before it is recorded
+WANTED = 3  # steps that would have run eagerly before their bucket is recorded
+MISSED = 200  # steps that borrowed before theirs is
 ACTIVATION_BYTES = 512 << 20
-
-
-@dataclass(frozen=True)
-class Bucket:
-    rows: int
-    room: Room
+NUMBERS = 4  # int64 of each row
+NOBODY = -1
+Planners = list[tuple[FixedPlans, int | None]]
 
 
 def allowance(max_seqs: int, vocabulary: int) -> int:
-    """Bytes all graphs together may take: logits (kept, and on their way in two types), activations, the graphs themselves."""
+    """Bytes all graphs together may take: logits (of several sizes, on their way in two types), activations, the graphs."""
     return ACTIVATION_BYTES + 3 * 4 * min(max_seqs, MOST_ROWS) * vocabulary
 
 
-def row_bucket(rows: int, max_seqs: int) -> int | None:
-    """The least number of rows a graph is made for that takes these; None = there are too many."""
-    return min((min(size, max_seqs) for size in ROW_BUCKETS if size >= rows), default=None)
-
-
-def room_bucket(needs: list[Room], padding: int) -> Room | None:
-    """The least room that is made for plans of these needs and so many rows more; None = there is none so large."""
-    splits, shared = max(need.splits for need in needs) + padding, max(need.shared for need in needs)
-    if splits > MOST_ROOM or shared > SHARED_BUCKETS[-1]:
-        return None
-    return Room(max(LEAST_ROOM, 1 << (splits - 1).bit_length()), min(size for size in SHARED_BUCKETS if size >= shared))
-
-
-def fixed_plans(model: Decoder, groups: int) -> list[tuple[FixedPlans, int | None]] | None:
+def fixed_plans(model: Decoder, groups: int) -> Planners | None:
     """How each cache group's attention is planned, and its window; None = this model cannot be recorded."""
     found: dict[int, tuple[FixedPlans, int | None]] = {}
     for attention in model.attentions:
@@ -75,100 +63,146 @@ def fixed_plans(model: Decoder, groups: int) -> list[tuple[FixedPlans, int | Non
     return [found[group] for group in range(groups)] if model.recordable else None
 
 
-class Graphs:
-    """`captures` and `replays` count since the cache was allocated."""
+@dataclass(frozen=True)
+class Replayed:
+    """What a graph gave; it is good until the next step."""
 
-    def __init__(self, model: Decoder, slots: Slots, planners: list[tuple[FixedPlans, int | None]], vocabulary: int) -> None:
-        self._model, self._slots, self._planners, self._vocabulary = model, slots, planners, vocabulary
+    drawn: bool  # into the sampler's latest result, by row of the step; else the sampler has yet to draw
+    logits: Tensor  # [N, V] float32 of the rows that draw, which the sampler may overwrite
+    rows: Rows  # those rows
+
+
+@dataclass(frozen=True)
+class Recorded:
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor  # [rows, V] float32
+
+
+class Graphs:
+    """`captures`, `replays` and `eager` (steps of one-token rows that no graph ran) count since the cache was allocated."""
+
+    def __init__(self, model: Decoder, slots: Slots, sampler: Sampler, planners: Planners, vocabulary: int) -> None:
+        self._model, self._slots, self._sampler, self._planners = model, slots, sampler, planners
         self._max_rows = min(len(slots.tokens), MOST_ROWS)
         self._allowance = allowance(len(slots.tokens), vocabulary)
         self._taken = 0  # bytes
         self._wanted: Counter[Bucket] = Counter()
-        self._graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
-        self._inputs: Inputs | None = None
-        self.captures = self.replays = 0
+        self._recorded: dict[Bucket, Recorded] = {}
+        self._inputs = Inputs(slots, planners, self._max_rows)
+        self.captures = self.replays = self.eager = 0
 
-    def run(self, plan: StepPlan) -> tuple[Tensor, Rows] | None:
-        """Logits [N, V] float32 of the rows that draw, good until the next step; None = this step is to be run eagerly."""
-        cut = self._cut(plan)
-        if cut is None:
+    def run(self, plan: StepPlan, plain: bool) -> Replayed | None:
+        """`plain`: a draw is all that the rows ask for. None = this step is to be run eagerly."""
+        if (plan.count != 1).any():
             return None
-        bucket, pieces = cut
-        graph = self._graphs.get(bucket)
-        if graph is None and not self._due(bucket):
+        chosen = self._choose(plan)
+        if chosen is None:
+            self.eager += 1
             return None
-        if self._inputs is None:
-            before = torch.cuda.mem_get_info(self._slots.device)[0]
-            self._inputs = Inputs(self._slots, self._planners, self._max_rows, self._vocabulary)
-            self._taken += before - torch.cuda.mem_get_info(self._slots.device)[0]
-        rows = self._inputs.write(plan, bucket, pieces)
-        if graph is None:
-            self._record(bucket, self._inputs)
+        bucket, pieces = chosen
+        rows = self._inputs.write(plan, bucket, plain, pieces)
+        recorded = self._recorded.get(bucket)
+        if recorded is None:
+            logits = self._record(bucket)
         else:
-            graph.replay()
+            recorded.graph.replay()
             self.replays += 1
-        logits = self._inputs.logits[: len(plan.slot)]
-        if plan.sample.all():
-            return logits, rows
+            logits = recorded.logits
+        if plain or plan.sample.all():
+            return Replayed(plain, logits[: len(plan.slot)], rows)
         drawing = np.flatnonzero(plan.sample)
-        return logits[upload(drawing, self._slots.device)], rows.take(drawing)
+        return Replayed(False, logits[upload(drawing, self._slots.device)], rows.take(drawing))
 
-    def _cut(self, plan: StepPlan) -> tuple[Bucket, list[Any]] | None:
-        """The bucket that takes these rows, and each group's attention work."""
-        rows = None if (plan.count != 1).any() else row_bucket(len(plan.slot), self._max_rows)
-        if rows is None:
+    def record_next(self) -> bool:
+        """Records the most useful bucket that has no graph, without any row; False = there is none, or no memory."""
+        likely = [bucket for bucket, _ in self._wanted.most_common()] + worth_having(self._max_rows)
+        bucket = next((bucket for bucket in likely if bucket not in self._recorded), None)
+        if bucket is None or self._taken >= self._allowance:
+            return False
+        self._inputs.write_nothing(bucket)
+        self._record(bucket)
+        return True
+
+    def _choose(self, plan: StepPlan) -> tuple[Bucket, list[Any]] | None:
+        """The bucket whose graph runs this step, or is to be recorded by it, and each group's attention work."""
+        rows = row_bucket(len(plan.slot), self._max_rows)
+        cuts = None if rows is None else self._cut(plan)
+        if rows is None or cuts is None:
             return None
+        pieces, need = cuts
+        room = room_bucket(need, rows)
+        if room is None:
+            return None
+        own = Bucket(rows, room)
+        if own in self._recorded:
+            return own, pieces
+        other = substitute(own, need, self._recorded)
+        self._wanted[own] += 1
+        due = self._wanted[own] >= (WANTED if other is None else MISSED) and self._taken < self._allowance
+        chosen = own if due else other
+        return None if chosen is None else (chosen, pieces)
+
+    def _cut(self, plan: StepPlan) -> tuple[list[Any], Room] | None:
+        """Each group's attention work, and the most of it beyond one split a row; None = it is too much for any graph."""
         lengths = plan.end.astype(np.int32)
-        pieces, needs = [], []
+        pieces, splits, shared = [], 0, 0
         for group, (planner, window) in enumerate(self._planners):
-            find = self._slots.prefixes.finder(group, plan.slot, plan.count, plan.end)
-            found = planner.cut(lengths, window, find)
-            if found is None:
+            cut = planner.cut(lengths, window, self._slots.prefixes.finder(group, plan.slot, plan.count, plan.end))
+            if cut is None:
                 return None
-            pieces.append(found[0])
-            needs.append(found[1])
-        room = room_bucket(needs, rows - len(lengths))
-        return None if room is None else (Bucket(rows, room), pieces)
+            pieces.append(cut[0])
+            splits, shared = max(splits, cut[1].splits), max(shared, cut[1].shared)
+        return pieces, Room(splits - len(lengths), shared)
 
-    def _due(self, bucket: Bucket) -> bool:
-        self._wanted[bucket] += 1
-        return self._wanted[bucket] >= WANTED and self._taken < self._allowance
-
-    def _record(self, bucket: Bucket, inputs: "Inputs") -> None:
+    def _record(self, bucket: Bucket) -> Tensor:
         """Runs the step for its result, then records the same launches, which runs nothing."""
         before = torch.cuda.mem_get_info(self._slots.device)[0]
-        run = partial(self._forward, inputs, bucket, inputs.batch(bucket))
-        run()
+        batch = self._inputs.batch(bucket)
+        logits = self._forward(bucket, batch)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.stream(inputs.stream):
-                graph.capture_begin(pool=inputs.pool, capture_error_mode="thread_local")
+            with torch.cuda.stream(self._inputs.stream):
+                graph.capture_begin(pool=self._inputs.pool, capture_error_mode="thread_local")
                 try:
-                    run()
+                    place = Place(self._forward(bucket, batch))
                 finally:
                     graph.capture_end()
         except RuntimeError as error:  # most likely there is no memory left
             logger.warning("no more CUDA graphs are recorded: the one for %s failed", bucket, exc_info=error)
             self._taken = self._allowance
-            return
-        self._graphs[bucket] = graph
+            return logits
+        self._recorded[bucket] = Recorded(graph, torch.as_tensor(place, device=self._slots.device))
         self.captures += 1
         self._taken += before - torch.cuda.mem_get_info(self._slots.device)[0]
+        return logits
 
-    def _forward(self, inputs: "Inputs", bucket: Bucket, batch: Batch) -> None:
-        slots = self._slots
-        slot, end, _ = inputs.row_numbers(bucket)
-        fill_rows(slot, end, slots.tokens, slots.tables, slots.page_size, inputs.rows(bucket))
-        inputs.logits[: bucket.rows].copy_(self._model.logits(self._model(batch)))
+    def _forward(self, bucket: Bucket, batch: Batch) -> Tensor:
+        """-> logits [rows, V]; what was drawn is in the slots and in the sampler's result."""
+        slots, inputs = self._slots, self._inputs
+        slot, end, _, drawer = inputs.row_numbers(bucket)
+        fill_rows(slot, end, batch.row_starts, slots.tokens, slots.tables, slots.page_size, inputs.rows(bucket))
+        logits = self._model.logits(self._model(batch))
+        self._sampler.draw(logits, drawer, end, slots.tokens)
+        return logits
+
+
+class Place:
+    """Where a recorded step leaves a tensor. It belongs to the pool that all graphs share, and is not held: the next graph may
+    be recorded over the same memory, because what one step leaves there is used before the next step runs."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        assert tensor.dtype == torch.float32 and tensor.is_contiguous()
+        shape, data = tuple(tensor.shape), (tensor.data_ptr(), False)
+        self.__cuda_array_interface__ = {"shape": shape, "typestr": "<f4", "data": data, "version": 2}
 
 
 class Inputs:
-    """The memory that graphs read and write, shared by all of them: steps run one after the other."""
+    """The memory that graphs read, shared by all of them: steps run one after the other."""
 
-    def __init__(self, slots: Slots, planners: list[tuple[FixedPlans, int | None]], max_rows: int, vocabulary: int) -> None:
+    def __init__(self, slots: Slots, planners: Planners, max_rows: int) -> None:
         device, groups = slots.device, len(planners)
         self._slots, self._planners = slots, planners
-        size = 6 * max_rows + sum(planner.size(max_rows, Room(MOST_ROOM, SHARED_BUCKETS[-1])) for planner, _ in planners)
+        size = number_size(max_rows) + sum(planner.size(max_rows, MOST_ROOM) for planner, _ in planners)
         width = -(-slots.tables.shape[2] // 4) * 4  # rows of tables begin at multiples of 16 bytes
         self._numbers = torch.zeros(size, dtype=torch.int32, device=device)
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
@@ -180,26 +214,40 @@ class Inputs:
             tables=torch.zeros(groups, max_rows, width, dtype=torch.int32, device=device),
             write=torch.zeros(groups, max_rows, dtype=torch.int64, device=device),
         )
-        self.logits = torch.zeros(max_rows, vocabulary, dtype=torch.float32, device=device)  # [max_rows, V]
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.pool = torch.cuda.graph_pool_handle()
 
-    def write(self, plan: StepPlan, bucket: Bucket, pieces: list[Any]) -> Rows:
+    def write(self, plan: StepPlan, bucket: Bucket, plain: bool, pieces: list[Any]) -> Rows:
         """Sends a step's numbers to the device; -> all its rows, as the sampler sees them."""
         count = len(plan.slot)
         slot, end = plan.slot.astype(np.int64), plan.end.astype(np.int64)
         prompt = self._slots.prompt_length[slot]
-        plans = [
-            planner.numbers(cut, bucket.rows, bucket.room) for (planner, _), cut in zip(self._planners, pieces, strict=True)
-        ]
-        packed = torch.from_numpy(pack(slot, end, prompt, bucket, plans)).pin_memory()
-        self._numbers[: len(packed)].copy_(packed, non_blocking=True)
-        slot_there, end_there, prompt_there = (numbers[:count] for numbers in self.row_numbers(bucket))
+        drawer = np.where(plan.sample, slot, NOBODY) if plain else np.full(count, NOBODY)
+        self._send((slot, end, prompt, drawer), bucket, pieces)
+        slot_there, end_there, prompt_there, _ = (numbers[:count] for numbers in self.row_numbers(bucket))
         return Rows(slot, end, prompt, slot_there, end_there, prompt_there, self._slots.tokens)
 
+    def write_nothing(self, bucket: Bucket) -> None:
+        """A step without rows: all of the bucket's are padding."""
+        pieces = []
+        for planner, window in self._planners:
+            cut = planner.cut(np.empty(0, np.int32), window, nothing_alike)
+            assert cut is not None
+            pieces.append(cut[0])
+        self._send([np.empty(0, np.int64)] * NUMBERS, bucket, pieces)
+
+    def _send(self, numbers: Sequence[Longs], bucket: Bucket, pieces: list[Any]) -> None:
+        planned = zip(self._planners, pieces, strict=True)
+        plans = [planner.numbers(cut, bucket.rows, bucket.room) for (planner, _), cut in planned]
+        size = number_size(bucket.rows) + sum(len(plan) for plan in plans)
+        staged = torch.empty(size, dtype=torch.int32, pin_memory=True)  # not used again before the copy has happened
+        pack(numbers, bucket, plans, staged.numpy())
+        self._numbers[:size].copy_(staged, non_blocking=True)
+
     def row_numbers(self, bucket: Bucket) -> tuple[Tensor, ...]:
-        """slot, end and prompt, each [rows] int64."""
-        return self._numbers[: 6 * bucket.rows].view(torch.int64).view(3, bucket.rows).unbind()
+        """slot, end, prompt and drawer, each [rows] int64."""
+        numbers = self._numbers[: number_size(bucket.rows)].view(torch.int64).view(NUMBERS, -1)
+        return numbers[:, : bucket.rows].unbind()
 
     def rows(self, bucket: Bucket) -> RowInputs:
         n, rows = bucket.rows, self._rows
@@ -217,7 +265,7 @@ class Inputs:
             logit_index=self._index[:n],
             groups=tuple(GroupView(tables, write) for tables, write in zip(rows.tables, rows.write, strict=True)),
         )
-        at = 6 * n
+        at = number_size(n)
         for group, (planner, _) in enumerate(self._planners):
             size = planner.size(n, bucket.room)
             planner.attach(batch, group, self._numbers[at : at + size], n, bucket.room)
@@ -225,9 +273,18 @@ class Inputs:
         return batch
 
 
-def pack(slot: Longs, end: Longs, prompt: Longs, bucket: Bucket, plans: list[Ints]) -> Ints:
-    """slot, end, prompt [n] int64 of a step's rows -> its numbers, with rows of no slot up to the bucket's size."""
-    numbers = np.zeros((3, bucket.rows), np.int64)
-    numbers[:, len(slot) :] = [[-1], [1], [0]]
-    numbers[:, : len(slot)] = slot, end, prompt
-    return np.concatenate([numbers.view(np.int32).ravel(), *plans])
+def number_size(rows: int) -> int:
+    """In int32. Each of the numbers begins at a multiple of 16 bytes: kernels are compiled anew for pointers that do not."""
+    return 2 * NUMBERS * (rows + rows % 2)
+
+
+def pack(numbers: Sequence[Longs], bucket: Bucket, plans: list[Ints], out: Ints) -> None:
+    """slot, end, prompt, drawer [n] of a step's rows -> its numbers, with rows of no slot up to the bucket's size."""
+    at = number_size(bucket.rows)
+    rows = out[:at].view(np.int64).reshape(NUMBERS, -1)[:, : bucket.rows]
+    for part, given, padding in zip(rows, numbers, (NOBODY, 1, 0, NOBODY), strict=True):
+        part[: len(given)] = given
+        part[len(given) :] = padding
+    for plan in plans:
+        out[at : at + len(plan)] = plan
+        at += len(plan)

@@ -9,7 +9,7 @@ from quire.types.plan import Admission, StepPlan
 from quire.types.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
-SORTED = SamplingParams(temperature=1.0, top_p=0.9)
+COSTLY = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.1, logprobs=1)  # what takes the most memory
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Tenant:
 
 
 def rehearsal_plan(max_seqs: int, max_batched_tokens: int, longest: int) -> StepPlan:
-    """The largest step: as many rows as there may be, sharing the tokens there may be; each draws from a filtered vocabulary.
+    """The largest step: as many rows as there may be, sharing the tokens there may be; each asks the sampler for the most.
 
     No row is longer than `longest`.
     """
     rows = min(max_seqs, max_batched_tokens)
     each, more = divmod(min(max_batched_tokens, rows * longest), rows)
     more = min(more, longest - each)
-    return make_step([Tenant(size, size, SORTED) for size in [each + more] + [each] * (rows - 1)])
+    return make_step([Tenant(size, size, COSTLY) for size in [each + more] + [each] * (rows - 1)])
 
 
 def make_step(tenants: Sequence[Tenant], retired: int = 0) -> StepPlan:

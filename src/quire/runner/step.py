@@ -124,7 +124,7 @@ class Runner:
         sampler = Sampler(self._max_seqs, self._facts.vocab_size, self._device, self._logprobs_mode)
         self._tenants = slots, kv, sampler
         planners = fixed_plans(model, len(self._layout.groups)) if self._recording else None
-        self.graphs = None if planners is None else Graphs(model, slots, planners, self._facts.vocab_size)
+        self.graphs = None if planners is None else Graphs(model, slots, sampler, planners, self._facts.vocab_size)
 
     def close(self) -> None:
         self._model = self._tenants = self.graphs = None
@@ -144,6 +144,7 @@ class Runner:
         slots.admit(plan.admitted)
         for admission in plan.admitted:
             sampler.admit(admission.slot, admission)
+        sampler.refresh()
         slots.write_tables(plan)
         kv.copy(plan.copy_from, plan.copy_to)
         if not len(plan.slot):
@@ -151,21 +152,25 @@ class Runner:
         slots.check(plan)
         prompts: list[tuple[int, Report]] = []
         reporting = _reporting(plan, slots, sampler)
-        recorded = None if self.graphs is None or len(reporting) else self.graphs.run(plan)
-        logits: Tensor | None
-        if recorded is not None:
-            logits, rows = recorded
-        else:
+        replayed = None if self.graphs is None or len(reporting) else self.graphs.run(plan, sampler.plain(plan.slot))
+        drawn: Drawn | None = None
+        if replayed is None:
             batch, rows = build_batch(plan, slots)
             hidden: Tensor = model(batch)
             prompts = _report_prompts(reporting, plan, batch, hidden, model, slots, sampler)
-            logits = model.logits(hidden[batch.logit_index]) if len(rows.slots) else None
-        drawn: Drawn | None = None
-        if logits is not None and len(logits):
-            drawn = sampler.sample(logits, rows)
-            slots.tokens[rows.slot, rows.end] = drawn.ids.int()
+            if len(rows.slots):
+                drawn = sampler.sample(model.logits(hidden[batch.logit_index]), rows)
+        elif replayed.drawn:
+            drawn = Drawn(sampler.latest, of_all=True)
+        elif len(replayed.rows.slots):
+            drawn = sampler.sample(replayed.logits, replayed.rows)
         slots.advance(plan)
         return StepFlight(plan, drawn, prompts)
+
+    @torch.inference_mode()
+    def idle(self) -> bool:
+        """Uses a moment without work to prepare for some: records one CUDA graph. False = there is nothing left to prepare."""
+        return self.graphs is not None and self.graphs.record_next()
 
     def _loaded(self) -> Decoder:
         if self._model is None:

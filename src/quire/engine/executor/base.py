@@ -21,6 +21,10 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan) -> Flight:
         """Starts a step without waiting for it. Steps take effect in the order they were submitted."""
 
+    def idle(self) -> bool:
+        """Told when there is nothing to run: it may prepare for later steps, a fraction of a second at a time. False = no more
+        to prepare."""
+
     def call(self, method: str, *args: Any) -> Any:
         """Anything else asked of the device side, by name; waits for the answer."""
 

@@ -90,6 +90,9 @@ class FakeExecutor:
         self._busy_until = max(self._busy_until, time.monotonic()) + self.latency
         return FakeFlight(outcome, self._busy_until)
 
+    def idle(self) -> bool:
+        return False
+
     def call(self, method: str, *args: Any) -> Any:
         raise EngineError(f"the fake executor has no method {method!r} (called with {len(args)} arguments)")
 

@@ -42,6 +42,12 @@ class LocalExecutor:
         except AcceleratorError as error:
             raise _dead(error) from error
 
+    def idle(self) -> bool:
+        try:
+            return self._runner.idle()
+        except AcceleratorError as error:
+            raise _dead(error) from error
+
     def call(self, method: str, *args: Any) -> Any:
         """Calls a public method of the runner by name."""
         target = None if method.startswith("_") else getattr(self._runner, method, None)

@@ -1,4 +1,4 @@
-"""The inputs of one-token rows in one launch: a program takes one row of one cache group."""
+"""The inputs of rows in one launch: a program takes one row of one cache group."""
 
 from typing import TYPE_CHECKING
 
@@ -10,19 +10,22 @@ if TYPE_CHECKING:
     from quire.ops.rows import RowInputs
 
 BLOCK = 512
+STRIDES = ["token_stride", "group_stride", "slot_stride", "row_group_stride", "row_stride", "write_stride"]
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "ends"])
+# strides change from step to step, and nothing here gains by knowing them or how the numbers lie
+@triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=["slots", "ends"])
 def _fill_rows(
     slots,  # [R] int64
     ends,  # [R] int64
+    starts,  # [R + 1] int32
     tokens,  # [S, L] int32
     tables,  # [G, S, P] int32
-    ids,  # [R] int64
-    positions,  # [R] int64
+    ids,  # [T] int64
+    positions,  # [T] int64
     kv_lengths,  # [R] int32
     row_tables,  # [G, R, P] int32
-    write,  # [G, R] int64
+    write,  # [G, T] int64
     token_stride,
     group_stride,
     slot_stride,
@@ -38,25 +41,34 @@ def _fill_rows(
     end = tl.load(ends + row)
     real = slot >= 0
     held = tl.maximum(slot, 0)
-    position = end - 1
+    first = tl.load(starts + row)
+    count = tl.load(starts + row + 1) - first
     source = tables + group * group_stride + held * slot_stride
     target = row_tables + group * row_group_stride + row * row_stride
-    last = position // PAGE_SIZE
-    own = tl.where(real, tl.load(source + last), 0).to(tl.int64)
-    tl.store(write + group * write_stride + row, own * PAGE_SIZE + position % PAGE_SIZE)
+    for begin in tl.range(0, count, BLOCK):
+        lane = begin + tl.arange(0, BLOCK)
+        inside = lane < count
+        position = end - count + lane
+        own = tl.where(real, tl.load(source + position // PAGE_SIZE, mask=inside, other=0), 0).to(tl.int64)
+        tl.store(write + group * write_stride + first + lane, own * PAGE_SIZE + position % PAGE_SIZE, mask=inside)
+        if group == 0:
+            token = tl.load(tokens + held * token_stride + position, mask=inside, other=0)
+            tl.store(ids + first + lane, tl.where(real, token, 0).to(tl.int64), mask=inside)
+            tl.store(positions + first + lane, position, mask=inside)
+    last = (end - 1) // PAGE_SIZE
     for begin in tl.range(0, last + 1, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         page = tl.load(source + at, mask=at <= last, other=0)
         tl.store(target + at, tl.where(real, page, 0), mask=at <= last)
     if group == 0:
-        tl.store(ids + row, tl.where(real, tl.load(tokens + held * token_stride + position), 0).to(tl.int64))
-        tl.store(positions + row, position)
         tl.store(kv_lengths + row, end.to(tl.int32))
 
 
-def fill_rows(slot: Tensor, end: Tensor, tokens: Tensor, tables: Tensor, page_size: int, out: "RowInputs") -> None:
+def fill_rows(
+    slot: Tensor, end: Tensor, starts: Tensor, tokens: Tensor, tables: Tensor, page_size: int, out: "RowInputs"
+) -> None:
     _fill_rows[(len(slot), len(tables))](
-        slot, end, tokens, tables, out.ids, out.positions, out.kv_lengths, out.tables, out.write,
+        slot, end, starts, tokens, tables, out.ids, out.positions, out.kv_lengths, out.tables, out.write,
         tokens.stride(0), tables.stride(0), tables.stride(1), out.tables.stride(0), out.tables.stride(1), out.write.stride(0),
         PAGE_SIZE=page_size, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip

@@ -6,26 +6,26 @@ from torch import Tensor
 
 from quire.runner.sampler.extremes import largest
 from quire.runner.sampler.random import as_signed, gumbel, row_keys, steps
-from quire.runner.sampler.stage import Column, Rows
+from quire.runner.sampler.stage import Columns, Rows
 from quire.types.plan import Admission
 
 FEW = 8  # noise is made for the tokens left alone when they are less than a FEW-th of the vocabulary
 
 
 class Draw:
-    def __init__(self, slots: int, vocabulary: int, device: torch.device) -> None:
-        self._seed = Column(slots, np.int64, 0, device)
-        self._steps = steps(vocabulary, device)  # [V]
+    def __init__(self, columns: Columns, vocabulary: int) -> None:
+        self.seed = columns.make(np.int64, 0)
+        self._steps = steps(vocabulary, columns.device)  # [V]
 
     def admit(self, slot: int, admission: Admission) -> None:
-        self._seed[slot] = as_signed(admission.seed)
+        self.seed[slot] = as_signed(admission.seed)
 
     def retire(self, slot: int) -> None:
-        self._seed.reset(slot)
+        self.seed.reset(slot)
 
     def choose(self, logits: Tensor, rows: Rows) -> Tensor:
         """logits [N, V] -> ids [N] int64."""
-        keys = row_keys(self._seed.at(rows.slot), rows.end)
+        keys = row_keys(self.seed.at(rows.slot), rows.end)
         if logits.device.type == "cpu":
             return torch.stack([self._choose_one(row, key) for row, key in zip(logits, keys, strict=True)])
         return largest(gumbel(keys[:, None], self._steps).add_(logits))[1]

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.ops.sample_scores import score
 from quire.runner.sampler.stage import Rows
 from quire.runner.transfer import Longs, upload
 from quire.types.plan import Admission, TopLogprobs
@@ -28,21 +29,13 @@ class Report:
         return [self.ids, self.values, self.rank]
 
 
-def report(values: Tensor, chosen: Tensor, others: Tensor) -> Report:
-    """values [n, V], chosen [n] and others [n, k] int64. Rank 1 is the most likely token; equals share the better rank."""
-    ids = torch.cat([chosen[:, None], others], dim=1)
-    of_chosen = values.gather(1, chosen[:, None])
-    rank = (values > of_chosen).sum(dim=1) + 1
-    return Report(ids.int(), values.gather(1, ids), rank.int())
-
-
-def top_ids(values: Tensor, count: int) -> Tensor:
-    """values [n, V] -> the ids of the `count` largest of each row [n, count], falling."""
+def top_ids(logits: Tensor, count: int) -> Tensor:
+    """logits [n, V] -> the ids of the `count` largest of each row [n, count], falling."""
     if count == 0:
-        return torch.empty(len(values), 0, dtype=torch.int64, device=values.device)
-    if count == values.shape[1]:
-        return values.sort(dim=1, descending=True, stable=True).indices
-    return values.topk(count, dim=1).indices
+        return torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
+    if count == logits.shape[1]:
+        return logits.sort(dim=1, descending=True, stable=True).indices
+    return logits.topk(count, dim=1).indices
 
 
 class Logprobs:
@@ -78,26 +71,30 @@ class Logprobs:
         """The rows that want logprobs of the prompt tokens they run over."""
         return np.flatnonzero(self._prompt_width[slots] != NOT_WANTED)
 
-    def values(self, logits: Tensor) -> Tensor:
-        """[n, V] what is reported of logits [n, V], in a tensor of its own."""
-        return logits.clone() if self.mode.endswith("logits") else logits.log_softmax(dim=1)
-
-    def of_draws(self, values: Tensor, chosen: Tensor, rows: Rows) -> Report:
-        """values [n, V] of `rows`, which all want logprobs; their widths differ, and the report is as wide as the widest."""
+    def of_draws(self, logits: Tensor, chosen: Tensor, rows: Rows) -> Report:
+        """logits [n, V] of `rows`, which all want logprobs; their widths differ, and the report is as wide as the widest."""
         widths = self._width[rows.slots]
-        others = top_ids(values, int(widths.max()))
+        others = top_ids(logits, int(widths.max()))
         named = [row for row, slot in enumerate(rows.slots.tolist()) if slot in self._ids]
         if named:
             ids = np.zeros((len(named), others.shape[1]), np.int64)
             for i, row in enumerate(named):
                 ids[i, : widths[row]] = self._ids[int(rows.slots[row])]
             others[upload(np.array(named, np.int64), self._device)] = upload(ids, self._device)
-        return report(values, chosen, others)
+        return self._report(logits, chosen, others)
 
     def of_prompt(self, logits: Tensor, targets: Tensor, slot: int) -> Report:
         """logits [n, V] at positions of a prompt, targets [n] the tokens that follow them."""
-        values = self.values(logits)
-        return report(values, targets, top_ids(values, int(self._prompt_width[slot])))
+        return self._report(logits, targets, top_ids(logits, int(self._prompt_width[slot])))
+
+    def _report(self, logits: Tensor, chosen: Tensor, others: Tensor) -> Report:
+        """logits [n, V], chosen [n] and others [n, k] int64."""
+        ids = torch.cat([chosen[:, None], others], dim=1)
+        peak, spread, rank = score(logits, chosen)
+        values = logits.gather(1, ids)
+        if not self.mode.endswith("logits"):
+            values = values - peak[:, None] - spread[:, None]
+        return Report(ids.int(), values, rank)
 
     def widths(self, rows: Rows) -> list[int]:
         widths: list[int] = self._width[rows.slots].tolist()

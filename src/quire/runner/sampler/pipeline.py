@@ -1,11 +1,13 @@
 """The stages in their order, applied to the rows of one step."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quire.ops.sample import BROKEN, GOOD, NOTHING_ALLOWED, DrawColumns, DrawScratch, draw
 from quire.runner.sampler.allowed import Allowed
 from quire.runner.sampler.bad_words import BadWords
 from quire.runner.sampler.bias import Bias
@@ -15,15 +17,14 @@ from quire.runner.sampler.logprobs import Logprobs, Report
 from quire.runner.sampler.min_p import MinP
 from quire.runner.sampler.min_tokens import MinTokens
 from quire.runner.sampler.penalties import Penalties
-from quire.runner.sampler.stage import Rows, Stage, Tenancy
+from quire.runner.sampler.stage import Columns, Rows, Stage, Tenancy
 from quire.runner.sampler.temperature import Temperature
 from quire.runner.sampler.truncation import Truncation
 from quire.runner.transfer import Longs, upload
-from quire.types.plan import Admission
+from quire.types.plan import Admission, Ints
 from quire.types.sampling import LogprobsMode
 
 CACHED_LOGITS = 2**18  # as many stay in a processor's cache while a CPU filters them
-GOOD, BROKEN, NOTHING_ALLOWED = 0, 1, 2
 FAULTS = {
     BROKEN: "the model's logits are broken: they contain NaN or +inf, or no finite value at all",
     NOTHING_ALLOWED: "no token is allowed: allowed_token_ids, bad_words, min_tokens and logit_bias together forbid every one",
@@ -34,62 +35,111 @@ FAULTS = {
 class Drawn:
     """What one step drew, still on the device."""
 
-    ids: Tensor  # [N] int64; a valid id even where there is a fault
-    fault: Tensor  # [N] int64: GOOD or a key of FAULTS
-    reported: Longs  # [n] the rows with logprobs
-    widths: list[int]  # [n] tokens beside the chosen one
-    report: Report | None  # of those rows
+    result: Tensor  # [2, >= N] int32: ids (valid even where there is a fault), and GOOD or a key of FAULTS
+    reported: Longs = field(default_factory=lambda: np.empty(0, np.int64))  # [n] the rows with logprobs
+    widths: Sequence[int] = ()  # [n] tokens beside the chosen one
+    report: Report | None = None  # of those rows
+    of_all: bool = False  # N are all rows of the step, whether they draw or not
+
+    @property
+    def ids(self) -> Tensor:
+        return self.result[0]
+
+    @property
+    def fault(self) -> Tensor:
+        return self.result[1]
 
 
 class Sampler:
     """Edits change what may be said and how much, for every row; filters and the draw are for rows that draw at random.
 
     A greedy row takes the largest logit after the edits. Rows do not see each other: each follows its own parameters.
+    On a GPU filters and draw are two launches (`ops/sample.py`), which may be recorded; on a CPU they are stages.
     """
 
     def __init__(self, slots: int, vocabulary: int, device: torch.device, logprobs_mode: LogprobsMode) -> None:
         self._device = device
         self._together = max(1, CACHED_LOGITS // vocabulary) if device.type == "cpu" else slots
+        self._columns = columns = Columns(slots, device)
         self.logprobs = Logprobs(slots, vocabulary, logprobs_mode, device)
-        self._temperature = Temperature(slots, device)
-        self._draw = Draw(slots, vocabulary, device)
+        self._temperature = Temperature(columns)
+        self._draw = Draw(columns, vocabulary)
         self._edits: tuple[Stage, ...] = (
-            Allowed(device), BadWords(device), MinTokens(slots, device), Bias(device), Penalties(slots, device),
+            Allowed(device), BadWords(device), MinTokens(slots, device), Bias(device), Penalties(columns, vocabulary),
         )  # fmt: skip
-        self._filters: tuple[Stage, ...] = (self._temperature, MinP(slots, device), Truncation(slots, vocabulary, device))
+        min_p, truncation = MinP(columns), Truncation(columns, vocabulary)
+        self._filters: tuple[Stage, ...] = (self._temperature, min_p, truncation)
         self._parts: tuple[Tenancy, ...] = (self.logprobs, self._draw, *self._edits, *self._filters)
+        self._special: set[int] = set()  # slots for which a draw is not all there is to do
+        parameters = (self._temperature.column, truncation.top_k, truncation.top_p, min_p.column, self._draw.seed)
+        self._parameters = DrawColumns(*(column.there for column in parameters))
+        self._scratch = None if device.type == "cpu" else DrawScratch(slots, vocabulary, device)
 
     def admit(self, slot: int, admission: Admission) -> None:
         self.retire(slot)
         for part in self._parts:
             part.admit(slot, admission)
+        probe = _first_row(slot, admission, self._device)
+        if self.logprobs.wanted(probe).size or any(stage.active(probe) for stage in self._edits):
+            self._special.add(slot)
 
     def retire(self, slot: int) -> None:
+        self._special.discard(slot)
         for part in self._parts:
             part.retire(slot)
 
+    def plain(self, slots: Ints) -> bool:
+        """Whether `draw` is all that these slots ask for: no edits, no logprobs."""
+        return not self._special or self._special.isdisjoint(slots.tolist())
+
+    def refresh(self) -> None:
+        """What was admitted reaches the device: before anything is drawn or replayed."""
+        self._columns.refresh()
+
+    def draw(self, logits: Tensor, drawer: Tensor, end: Tensor, tokens: Tensor, fault: Tensor | None = None) -> Tensor:
+        """On a GPU, for rows as they come: see `ops/sample.py`."""
+        assert self._scratch is not None
+        return draw(logits, drawer, end, self._parameters, tokens, self._scratch, fault)
+
+    @property
+    def latest(self) -> Tensor:
+        """What the latest `draw` gave, recorded or not."""
+        assert self._scratch is not None
+        return self._scratch.out
+
     def sample(self, logits: Tensor, rows: Rows) -> Drawn:
-        """logits [N, V] float32, which this may overwrite."""
+        """logits [N, V] float32, which this may overwrite; the tokens drawn are also written to their slots."""
         wanted = self.logprobs.wanted(rows)
-        raw = self._reported_values(logits, wanted) if len(wanted) and not self.logprobs.processed else None
-        peak, ids = largest(logits)
-        fault = torch.where(peak.isfinite(), GOOD, BROKEN)
         edits = [stage for stage in self._edits if stage.active(rows)]
+        fault, raw = None, None
+        if edits:
+            fault = torch.where(largest(logits)[0].isfinite(), GOOD, BROKEN).int()
+            if len(wanted) and not self.logprobs.processed:
+                raw = logits[upload(wanted, self._device)]
         for stage in edits:
             logits = stage.apply(logits, rows)
-        if edits:
-            peak, ids = largest(logits)
+        if self._scratch is not None and not (len(wanted) and self.logprobs.processed):
+            result = self.draw(logits, rows.slot, rows.end, rows.tokens, fault)
+        else:
+            result = self._draw_in_stages(logits, rows, fault)
+        if not len(wanted):
+            return Drawn(result)
+        chosen = upload(wanted, self._device)
+        asking = rows.take(wanted)
+        report = self.logprobs.of_draws(logits[chosen] if raw is None else raw, result[0].long()[chosen], asking)
+        return Drawn(result, wanted, self.logprobs.widths(asking), report)
+
+    def _draw_in_stages(self, logits: Tensor, rows: Rows, fault: Tensor | None) -> Tensor:
+        """[2, N] int32 ids and faults; `fault` is what was wrong before the edits, if there were any."""
+        peak, ids = largest(logits)
+        if fault is None:
+            fault = torch.where(peak.isfinite(), GOOD, BROKEN)
+        else:
             fault = torch.where((peak == -torch.inf) & (fault == GOOD), NOTHING_ALLOWED, fault)
         self._draw_at_random(logits, ids, rows)
-        if not len(wanted):
-            return Drawn(ids, fault, wanted, [], None)
-        values = self._reported_values(logits, wanted) if raw is None else raw
-        asking = rows.take(wanted)
-        report = self.logprobs.of_draws(values, ids[upload(wanted, self._device)], asking)
-        return Drawn(ids, fault, wanted, self.logprobs.widths(asking), report)
-
-    def _reported_values(self, logits: Tensor, wanted: Longs) -> Tensor:
-        return self.logprobs.values(logits if len(wanted) == len(logits) else logits[upload(wanted, self._device)])
+        result = torch.stack([ids.int(), fault.int()])
+        rows.tokens[rows.slot, rows.end] = result[0]
+        return result
 
     def _draw_at_random(self, logits: Tensor, ids: Tensor, rows: Rows) -> None:
         """Filters and draws, into `ids`, for the rows that want it."""
@@ -103,3 +153,10 @@ class Sampler:
             ids[chosen] = self._draw.choose(filtered, drawing)
             if self.logprobs.processed:
                 logits[chosen] = filtered
+
+
+def _first_row(slot: int, admission: Admission, device: torch.device) -> Rows:
+    """The row in which a tenant draws its first token, as far as the host knows it."""
+    slots, ends = np.array([slot], np.int64), np.array([admission.prompt_length], np.int64)
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    return Rows(slots, ends, ends, nothing, nothing, nothing, nothing)

@@ -1,7 +1,7 @@
 """What every stage is made of: the rows to sample, the seam itself, and the two forms of per-slot state."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from quire.runner.transfer import Longs, upload
+from quire.types.errors import EngineError
 from quire.types.plan import Admission
+
+MOST_COLUMNS = 16
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Rows:
         return self.ends - self.prompts
 
     def take(self, index: Longs) -> "Rows":
+        if len(index) == len(self.slots):
+            return self
         chosen = upload(index, self.slot.device)
         return Rows(
             self.slots[index], self.ends[index], self.prompts[index],
@@ -53,19 +58,50 @@ class Stage(Tenancy, Protocol):
     def apply(self, logits: Tensor, rows: Rows) -> Tensor: ...
 
 
-class Column:
-    """One number per slot, written by the host and read by the device; on a CPU both are the same memory."""
+class Columns:
+    """Numbers of every slot, in one piece of memory: one copy brings the device up to date, and what is on the device stays
+    where it is, so that recorded launches may read it. On a CPU both sides are the same memory."""
 
-    def __init__(self, slots: int, dtype: npt.DTypeLike, neutral: float, device: torch.device) -> None:
-        self.host = np.full(slots, neutral, dtype)  # [S]
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self.device = device
+        self._words = np.zeros((MOST_COLUMNS, slots), np.int64)  # [columns, S]; a narrower type uses the first part of its row
+        self._there = (
+            torch.from_numpy(self._words) if device.type == "cpu" else torch.zeros(self._words.shape, dtype=torch.int64)
+        )
+        self._there = self._there.to(device)
+        self._made = 0
+        self.stale = False
+
+    def make(self, dtype: npt.DTypeLike, neutral: float) -> "Column":
+        if self._made == MOST_COLUMNS:
+            raise EngineError(f"a sampler has at most {MOST_COLUMNS} columns")
+        host = self._words[self._made].view(dtype)[: self._words.shape[1]]
+        there = self._there[self._made].view(torch.from_numpy(host).dtype)[: len(host)]
+        self._made += 1
+        return Column(self, host, there, neutral)
+
+    def refresh(self) -> None:
+        """What was set since the last time reaches the device."""
+        if self.stale and self.device.type != "cpu":
+            self._there.copy_(torch.from_numpy(self._words).pin_memory(), non_blocking=True)
+        self.stale = False
+
+
+class Column:
+    """One number per slot, written by the host and read by the device (after a refresh)."""
+
+    def __init__(self, columns: Columns, host: npt.NDArray[Any], there: Tensor, neutral: float) -> None:
+        self.host = host  # [S]
+        self.there = there  # [S] on the device
+        self._columns = columns
         self._neutral = neutral
-        self._device = device
-        self._copy: Tensor | None = None
+        host[:] = neutral
+        columns.stale = True
 
     def __setitem__(self, slot: int, value: float) -> None:
-        self.host[slot] = value
-        if self._device.type != "cpu":
-            self._copy = None
+        if self.host[slot] != value:
+            self.host[slot] = value
+            self._columns.stale = True
 
     def reset(self, slot: int) -> None:
         self[slot] = self._neutral
@@ -77,9 +113,7 @@ class Column:
 
     def at(self, slot: Tensor) -> Tensor:
         """[N] the values of these slots."""
-        if self._copy is None:
-            self._copy = upload(self.host if self._device.type == "cpu" else self.host.copy(), self._device)
-        return self._copy[slot]
+        return self.there[slot]
 
 
 class Lists:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.runner.sampler.extremes import drop_below, top_values
-from quire.runner.sampler.stage import Column, Rows
+from quire.runner.sampler.stage import Columns, Rows
 from quire.runner.transfer import upload
 from quire.types.plan import Admission
 
@@ -17,26 +17,26 @@ FIRST_LOOK = 1024  # as many of the most likely tokens hold the mass of nearly e
 
 
 class Truncation:
-    def __init__(self, slots: int, vocabulary: int, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, columns: Columns, vocabulary: int) -> None:
+        self._device = columns.device
         self._vocabulary = vocabulary
-        self._top_k = Column(slots, np.int64, vocabulary, device)
-        self._top_p = Column(slots, np.float32, 1.0, device)
+        self.top_k = columns.make(np.int64, vocabulary)
+        self.top_p = columns.make(np.float32, 1.0)
 
     def admit(self, slot: int, admission: Admission) -> None:
         k = admission.params.top_k
-        self._top_k[slot] = k if 0 < k < self._vocabulary else self._vocabulary
-        self._top_p[slot] = admission.params.top_p
+        self.top_k[slot] = k if 0 < k < self._vocabulary else self._vocabulary
+        self.top_p[slot] = admission.params.top_p
 
     def retire(self, slot: int) -> None:
-        self._top_k.reset(slot)
-        self._top_p.reset(slot)
+        self.top_k.reset(slot)
+        self.top_p.reset(slot)
 
     def active(self, rows: Rows) -> bool:
-        return bool((self._top_k.used(rows.slots) | self._top_p.used(rows.slots)).any())
+        return bool((self.top_k.used(rows.slots) | self.top_p.used(rows.slots)).any())
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
-        index = np.flatnonzero(self._top_k.used(rows.slots) | self._top_p.used(rows.slots))
+        index = np.flatnonzero(self.top_k.used(rows.slots) | self.top_p.used(rows.slots))
         if len(index) == len(rows.slots):
             return self._cut(logits, rows)
         chosen = upload(index, self._device)
@@ -44,11 +44,11 @@ class Truncation:
         return logits
 
     def _cut(self, logits: Tensor, rows: Rows) -> Tensor:
-        k, p = self._top_k.at(rows.slot), self._top_p.at(rows.slot)
-        nucleus = bool(self._top_p.used(rows.slots).any())
+        k, p = self.top_k.at(rows.slot), self.top_p.at(rows.slot)
+        nucleus = bool(self.top_p.used(rows.slots).any())
         look = self._look(rows, nucleus)
         values = top_values(logits, look)
-        if self._top_k.used(rows.slots).any():
+        if self.top_k.used(rows.slots).any():
             least = values.gather(1, (k - 1).clamp(max=look - 1)[:, None])
             least = torch.where((k < self._vocabulary)[:, None], least, -torch.inf)
             drop_below(logits, least.squeeze(1))
@@ -60,7 +60,7 @@ class Truncation:
         whether it was enough, which is free on a CPU only."""
         if nucleus and self._device.type != "cpu":
             return self._vocabulary
-        ks = self._top_k.host[rows.slots]
+        ks = self.top_k.host[rows.slots]
         look = int(np.where(ks < self._vocabulary, ks, FIRST_LOOK if nucleus else 1).max())
         return look if look < self._vocabulary // 4 else self._vocabulary
 

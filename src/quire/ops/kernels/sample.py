@@ -1,0 +1,336 @@
+"""Drawing tokens in two launches, for greedy and random rows alike, without sorting the vocabulary.
+
+    _scan   a program takes a chunk of a row: its largest logit, the noisiest one, its mass, and the maximum of each GROUP
+    _pick   a program takes a row and puts its chunks together: all there is to do for greedy and for unfiltered rows
+
+The filters keep the head of the order "larger first, lower id first among equals", so a filtered row is drawn without knowing
+where the head ends: the noisiest token is the draw if it is kept; if it is not, nothing after it is, and the question remains
+for those before it. Only groups whose maximum reaches a bound are read again, which is few groups for the usual filters.
+"""
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.sample import BROKEN, CHUNK, GROUP, NOTHING_ALLOWED
+
+if TYPE_CHECKING:
+    from quire.ops.sample import DrawColumns, DrawScratch
+
+TILE = 4096  # tokens that _pick looks at together
+WARPS = 8
+
+GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
+FIRST_FACTOR: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
+SECOND_FACTOR: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
+NOWHERE: tl.constexpr = tl.constexpr(2**31 - 1)
+LOWEST: tl.constexpr = tl.constexpr(float("-inf"))
+INFINITY: tl.constexpr = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def _mix(words):
+    words = (words ^ (words >> 30)) * FIRST_FACTOR
+    words = (words ^ (words >> 27)) * SECOND_FACTOR
+    return words ^ (words >> 31)
+
+
+@triton.jit
+def _row_key(seeds, slot, end):
+    """[1] uint64: a block, because that is what wraps around everywhere."""
+    one = tl.arange(0, 1)
+    seed = tl.load(seeds + slot + one).to(tl.uint64, bitcast=True)
+    return _mix(seed + (one + end + 1).to(tl.uint64) * GOLDEN)
+
+
+@triton.jit
+def _noise(key, at):
+    """Gumbel noise of the ids `at` (any shape): -log(-log(1 - u)), where the inner logarithm is exact for small u."""
+    bits = _mix(key + (at + 1).to(tl.uint64) * GOLDEN)
+    u = (bits >> 11).to(tl.float32) * 1.1102230246251565e-16
+    u = tl.minimum(tl.maximum(u, 5.551115123125783e-17), 0.9999999403953552)
+    rest = 1.0 - u
+    waiting = tl.where(rest == 1.0, u, -tl.log(rest) * tl.div_rn(u, tl.where(rest == 1.0, 1.0, 1.0 - rest)))
+    return -tl.log(waiting)
+
+
+@triton.jit
+def _in_order(values):
+    """uint32 that compare as the floats do."""
+    bits = values.to(tl.uint32, bitcast=True)
+    return tl.where((bits >> 31) == 1, ~bits, bits | 0x80000000)
+
+
+@triton.jit
+def _from_order(key):
+    bits = tl.where((key >> 31) == 1, key & 0x7FFFFFFF, ~key)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _alike(keys, prefix, SHIFT: tl.constexpr):
+    """Which keys have the bits that are known of the key that is looked for."""
+    return ((keys ^ prefix) >> SHIFT) >> 8 == 0
+
+
+@triton.jit
+def _digits(keys, SHIFT: tl.constexpr):
+    return ((keys >> SHIFT) & 255).to(tl.int32)
+
+
+@triton.jit
+def _narrow(counts, prefix, rank, SHIFT: tl.constexpr):
+    """counts [256] of the next digit among keys that share `prefix` -> the prefix with the digit of the rank-th largest key,
+    and its rank among those that share that too."""
+    digit = tl.arange(0, 256)
+    reaching = tl.sum(counts) - tl.cumsum(counts) + counts
+    found = tl.sum((reaching >= rank).to(tl.int32)) - 1
+    rank -= tl.sum(tl.where(digit > found, counts, 0))
+    return prefix | (found.to(tl.uint32) << SHIFT), rank
+
+
+@triton.jit
+def _scan(
+    logits,  # [N, V] float32
+    drawers,  # [N] int64 slot, -1 = nobody draws
+    ends,  # [N] int64
+    temperatures,  # [S] float32
+    top_ks,  # [S] int64
+    min_ps,  # [S] float32
+    seeds,  # [S] int64
+    peaks,  # [N, chunks] float32 largest logit
+    places,  # [N, chunks] int32 and its id
+    noisy_peaks,  # [N, chunks] float32 largest logit with noise
+    noisy_places,  # [N, chunks] int32
+    masses,  # [N, chunks] float32 sum of exponentials, relative to the chunk's own largest
+    groups,  # [N, groups] float32 maxima after temperature
+    row_stride,
+    VOCABULARY: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.load(drawers + row)
+    if slot >= 0:
+        group = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
+        at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        x = tl.load(logits + row * row_stride + at, mask=at < VOCABULARY, other=float("-inf"))
+        x = tl.where(x != x, INFINITY, x)  # what is no number counts as largest
+        peak = tl.max(x)
+        mine = row * CHUNKS + chunk
+        tl.store(peaks + mine, peak)
+        tl.store(places + mine, tl.min(tl.where(x == peak, at, NOWHERE)))
+        temperature = tl.load(temperatures + slot)
+        if temperature > 0:
+            y = tl.div_rn(x, temperature)
+            tl.store(groups + row * GROUPS + group, tl.max(y, axis=1), mask=group < GROUPS)
+            if (tl.load(top_ks + slot) >= VOCABULARY) & (tl.load(min_ps + slot) == 0):
+                top = tl.max(y)
+                tl.store(masses + mine, tl.sum(tl.exp(y - tl.where(top > LOWEST, top, 0.0))))
+                noisy = y + _noise(_row_key(seeds, slot, tl.load(ends + row))[:, None], at)
+                noisiest = tl.max(noisy)
+                tl.store(noisy_peaks + mine, noisiest)
+                tl.store(noisy_places + mine, tl.min(tl.where(noisy == noisiest, at, NOWHERE)))
+
+
+@triton.jit
+def _list_groups(groups, members, bound, GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr):
+    """Writes which groups have a maximum of at least `bound`; -> how many."""
+    group = tl.arange(0, GROUPS_BLOCK)
+    reaches = (tl.load(groups + group, mask=group < GROUPS, other=float("-inf")) >= bound) & (group < GROUPS)
+    place = tl.cumsum(reaches.to(tl.int32)) - 1
+    tl.debug_barrier()  # whoever still reads the last list
+    tl.store(members + place, group, mask=reaches)
+    tl.debug_barrier()
+    return tl.sum(reaches.to(tl.int32))
+
+
+@triton.jit
+def _listed(logits, members, begin, listed, temperature, VOCABULARY: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """A tile of the tokens in listed groups: ids and logits after temperature; -inf where there is none."""
+    lane = tl.arange(0, TILE)
+    entry = begin + lane // GROUP
+    group = tl.load(members + entry, mask=entry < listed, other=0)
+    at = group * GROUP + lane % GROUP
+    there = (entry < listed) & (at < VOCABULARY)
+    return at, tl.div_rn(tl.load(logits + at, mask=there, other=float("-inf")), temperature), there
+
+
+@triton.jit
+def _kth_largest(
+    logits, groups, members, rank, temperature,
+    VOCABULARY: tl.constexpr, GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The rank-th largest logit after temperature. The rank-th largest of the groups' maxima is a bound below it."""
+    bound = tl.full((), float("-inf"), tl.float32)
+    if rank < GROUPS:
+        group = tl.arange(0, GROUPS_BLOCK)
+        keys = _in_order(tl.load(groups + group, mask=group < GROUPS, other=0.0))
+        prefix = tl.full((), 0, tl.uint32)
+        left = rank
+        for level in tl.static_range(4):
+            alike = _alike(keys, prefix, 24 - 8 * level) & (group < GROUPS)
+            prefix, left = _narrow(tl.histogram(_digits(keys, 24 - 8 * level), 256, alike), prefix, left, 24 - 8 * level)
+        bound = _from_order(prefix)
+    listed = _list_groups(groups, members, bound, GROUPS, GROUPS_BLOCK)
+    found = tl.full((), 0, tl.uint32)
+    for level in tl.static_range(4):
+        counts = tl.zeros([256], tl.int32)
+        for begin in tl.range(0, listed, TILE // GROUP):
+            _, y, there = _listed(logits, members, begin, listed, temperature, VOCABULARY, TILE, GROUP)
+            keys = _in_order(y)
+            counts += tl.histogram(_digits(keys, 24 - 8 * level), 256, there & _alike(keys, found, 24 - 8 * level))
+        found, rank = _narrow(counts, found, rank, 24 - 8 * level)
+    return _from_order(found)
+
+
+@triton.jit
+def _mass_before(
+    logits, groups, members, pivot, place, temperature, top,
+    VOCABULARY: tl.constexpr, GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Exponentials, relative to `top`, of the tokens that come before (pivot, place)."""
+    listed = _list_groups(groups, members, pivot, GROUPS, GROUPS_BLOCK)
+    mass = tl.zeros([TILE], tl.float32)
+    for begin in tl.range(0, listed, TILE // GROUP):
+        at, y, _ = _listed(logits, members, begin, listed, temperature, VOCABULARY, TILE, GROUP)
+        mass += tl.where((y > pivot) | ((y == pivot) & (at < place)), tl.exp(y - top), 0.0)
+    return tl.sum(mass)
+
+
+@triton.jit
+def _noisiest_before(
+    logits, groups, members, key, pivot, place, temperature,
+    VOCABULARY: tl.constexpr, GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The id of the largest noisy logit of the tokens that come before (pivot, place)."""
+    listed = _list_groups(groups, members, pivot, GROUPS, GROUPS_BLOCK)
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    where = tl.full([TILE], NOWHERE, tl.int32)
+    for begin in tl.range(0, listed, TILE // GROUP):
+        at, y, _ = _listed(logits, members, begin, listed, temperature, VOCABULARY, TILE, GROUP)
+        noisy = tl.where((y > pivot) | ((y == pivot) & (at < place)), y + _noise(key, at), float("-inf"))
+        where = tl.where(noisy > best, at, where)
+        best = tl.maximum(noisy, best)
+    return tl.min(tl.where(best == tl.max(best), where, NOWHERE))
+
+
+@triton.jit(do_not_specialize=["token_stride", "out_stride"])
+def _pick(
+    logits,  # [N, V] float32
+    drawers,  # [N] int64
+    ends,  # [N] int64
+    temperatures,  # [S] float32
+    top_ks,  # [S] int64
+    top_ps,  # [S] float32
+    min_ps,  # [S] float32
+    seeds,  # [S] int64
+    peaks,  # [N, chunks] float32
+    places,  # [N, chunks] int32
+    noisy_peaks,  # [N, chunks] float32
+    noisy_places,  # [N, chunks] int32
+    masses,  # [N, chunks] float32
+    groups,  # [N, groups] float32
+    members,  # [N, groups] int32, ours to write
+    faults,  # [N] int32 known before the logits were edited; -1 = they were not
+    tokens,  # [S, L] int32
+    out,  # [2, ...] int32: ids, faults
+    row_stride,
+    token_stride,
+    out_stride,
+    BROKEN: tl.constexpr,
+    NOTHING_ALLOWED: tl.constexpr,
+    VOCABULARY: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNKS_BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(drawers + row)
+    if slot >= 0:
+        end = tl.load(ends + row)
+        chunk = tl.arange(0, CHUNKS_BLOCK)
+        mine = row * CHUNKS + chunk
+        peak = tl.load(peaks + mine, mask=chunk < CHUNKS, other=float("-inf"))
+        largest = tl.max(peak)
+        token = tl.min(tl.where(peak == largest, tl.load(places + mine, mask=chunk < CHUNKS, other=NOWHERE), NOWHERE))
+        finite = (largest > LOWEST) & (largest < INFINITY)
+        known = tl.load(faults + row)
+        fault = tl.where((known == 0) & (largest == LOWEST), NOTHING_ALLOWED, known)
+        fault = tl.where(known >= 0, fault, tl.where(finite, 0, BROKEN))
+        temperature = tl.load(temperatures + slot)
+        if finite & (temperature > 0):
+            x = logits + row * row_stride
+            maxima, list_ = groups + row * GROUPS, members + row * GROUPS
+            key = _row_key(seeds, slot, end)
+            top = tl.div_rn(largest, temperature)
+            rank, share, least = tl.load(top_ks + slot), tl.load(top_ps + slot), tl.load(min_ps + slot)
+            floor = tl.full((), float("-inf"), tl.float32)
+            if least > 0:
+                floor = top + tl.log(least)
+            if rank < VOCABULARY:
+                kth = _kth_largest(
+                    x, maxima, list_, rank.to(tl.int32), temperature, VOCABULARY, GROUPS, GROUPS_BLOCK, TILE, GROUP
+                )
+                floor = tl.maximum(floor, kth)
+            if (rank < VOCABULARY) | (least > 0):
+                token = _noisiest_before(
+                    x, maxima, list_, key, floor, VOCABULARY, temperature, VOCABULARY, GROUPS, GROUPS_BLOCK, TILE, GROUP
+                )
+            else:
+                noisy = tl.load(noisy_peaks + mine, mask=chunk < CHUNKS, other=float("-inf"))
+                place = tl.load(noisy_places + mine, mask=chunk < CHUNKS, other=NOWHERE)
+                token = tl.min(tl.where(noisy == tl.max(noisy), place, NOWHERE))
+            if share < 1:
+                if (rank < VOCABULARY) | (least > 0):
+                    mass = _mass_before(
+                        x, maxima, list_, floor, VOCABULARY, temperature, top, VOCABULARY, GROUPS, GROUPS_BLOCK, TILE, GROUP
+                    )
+                else:
+                    each = tl.load(masses + mine, mask=chunk < CHUNKS, other=0.0)
+                    mass = tl.sum(each * tl.exp(tl.div_rn(peak, temperature) - top))
+                undecided = tl.full((), 1, tl.int32)
+                while undecided > 0:
+                    pivot = tl.div_rn(tl.load(x + token), temperature)
+                    before = _mass_before(
+                        x, maxima, list_, pivot, token, temperature, top, VOCABULARY, GROUPS, GROUPS_BLOCK, TILE, GROUP
+                    )
+                    if before < share * mass:
+                        undecided = tl.full((), 0, tl.int32)
+                    else:
+                        token = _noisiest_before(
+                            x, maxima, list_, key, pivot, token, temperature, VOCABULARY, GROUPS, GROUPS_BLOCK, TILE, GROUP
+                        )
+        tl.store(out + row, token)
+        tl.store(out + out_stride + row, fault)
+        tl.store(tokens + slot * token_stride + end, token)
+
+
+def draw(
+    logits: Tensor, drawer: Tensor, end: Tensor, columns: "DrawColumns", tokens: Tensor, scratch: "DrawScratch",
+    fault: Tensor | None,
+) -> None:  # fmt: skip
+    vocabulary = logits.shape[1]
+    chunks, groups = scratch.peaks.shape[1], scratch.groups.shape[1]
+    shape = {"VOCABULARY": vocabulary, "CHUNKS": chunks, "GROUPS": groups, "GROUP": GROUP}
+    stats = (scratch.peaks, scratch.places, scratch.noisy_peaks, scratch.noisy_places, scratch.masses, scratch.groups)
+    _scan[(chunks, len(logits))](
+        logits, drawer, end, columns.temperature, columns.top_k, columns.min_p, columns.seed, *stats, logits.stride(0),
+        **shape, CHUNK=CHUNK, num_warps=4,
+    )  # fmt: skip
+    _pick[(len(logits),)](
+        logits, drawer, end, columns.temperature, columns.top_k, columns.top_p, columns.min_p, columns.seed, *stats,
+        scratch.members, scratch.unedited if fault is None else fault, tokens, scratch.out,
+        logits.stride(0), tokens.stride(0), scratch.out.stride(0),
+        **shape, BROKEN=BROKEN, NOTHING_ALLOWED=NOTHING_ALLOWED,
+        CHUNKS_BLOCK=triton.next_power_of_2(chunks), GROUPS_BLOCK=max(triton.next_power_of_2(groups), TILE // GROUP),
+        TILE=TILE, num_warps=WARPS,
+    )  # fmt: skip
