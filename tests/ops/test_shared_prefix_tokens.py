@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tiny_model import make_model
 
 from quire import LLM, SamplingParams
 from quire.attn import cuts
 from quire.attn import triton as backend
 from quire.runner.prefixes import Prefixes
+from tiny_model import make_model
 
 pytest.importorskip("triton")
 
