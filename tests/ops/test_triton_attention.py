@@ -207,14 +207,11 @@ def test_many_rows_that_begin_alike(name, dtype, device):
     prefixes = [(list(range(70)), 64), (list(range(20, 50)), 70), (list(range(70, 90)), 50)]
     batch, query, kv, sinks = inputs(spec, rows, 16, dtype, device, prefixes)
     expected = ReferenceAttention().run(spec, query.float(), kv.float(), batch, 0, sinks)
-    apart = backend.TritonAttention().run(spec, query, kv, batch, 0, sinks)
     together = sharing(batch, 16)
     out = backend.TritonAttention().run(spec, query, kv, together, 0, sinks)
     assert len(together.plans["triton", 0][0].shared) >= 8
     loose = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(out.float(), expected, atol=loose, rtol=loose)
-    differ = (out != apart).float().mean().item()
-    print(f"{name} {dtype}: {differ:.2%} of the numbers differ from those of rows on their own")
 
 
 @pytest.mark.usefixtures("small_splits")

@@ -102,6 +102,13 @@ def test_numbers_of_rows_that_begin_alike():
     assert need == Room(2 + 2 + 2 + 1 + 3, 1) and (numbers[-12:-8].tolist(), need.shared) == ([5, 8, 1, 0], 1)
 
 
+def test_pairs_that_begin_alike_are_too_few():
+    bucket, lengths = Bucket(4, Room(64, 0)), [700, 700, 600, 600]
+    alone, _ = numbers_of(lengths, None, bucket)
+    numbers, need = numbers_of(lengths, None, bucket, lambda keys: Alike(ints(0, 1, 2, 3), ints(2, 0, 2)))
+    assert need == Room(12, 0) and (numbers == alone).all()
+
+
 class Layer:
     def __init__(self, group, fixed, window):
         self.group = group

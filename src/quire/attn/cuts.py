@@ -60,9 +60,10 @@ def cut_rows(row: Ints, length: Ints, window: int | None, alike: Alike, most_mem
     done = np.zeros_like(each)
     if len(alike.order) and window is None:
         shared, depth = _cut_shared(alike, most_members)
-        place = np.searchsorted(row, alike.order)
-        done[place] = depth
-        members = np.stack((alike.order, first[place]), axis=1)
+        if len(shared):
+            place = np.searchsorted(row, alike.order)
+            done[place] = depth
+            members = np.stack((alike.order, first[place]), axis=1)
     own = each - done
     splits = np.stack((row, lowest + done, np.where(parts > 0, first + done, -1), length), axis=1).repeat(own, axis=0)
     within = _ragged_arange(own)
