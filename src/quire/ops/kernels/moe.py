@@ -12,15 +12,6 @@ from quire.ops.kernels import moe_few, moe_many
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
 FEW_SLOTS = 64  # so few rarely share an expert
-RANK_STEP = 128
-
-
-@triton.jit
-def _keys(logit, at, EXPERTS: tl.constexpr):
-    """Integers that are all different, in the order of the logits; of equal ones the lower number is greater."""
-    bits = logit.to(tl.int32, bitcast=True)
-    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return tl.where(at < EXPERTS, (rising.to(tl.int64) << 32) - at, -0x8000000000000000)
 
 
 @triton.jit
@@ -32,27 +23,34 @@ def _route(
     TOP_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
+    TOP_BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """An expert's place is the number of those with a greater key."""
+    """Picks the greatest key TOP_K times. A key is a logit's bits made to rise with it, less the expert's number."""
     let_next_start(EARLY)
     wait_for_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
-    logits += token * EXPERTS
     at = tl.arange(0, EXPERT_BLOCK)
-    logit = tl.load(logits + at, mask=at < EXPERTS, other=float("-inf")).to(tl.float32)
-    chance = tl.exp(logit - tl.max(logit, 0))
-    key = _keys(logit, at, EXPERTS)
-    place = tl.zeros((EXPERT_BLOCK,), tl.int32)
-    for begin in tl.range(0, EXPERTS, STEP):
-        other = begin + tl.arange(0, STEP)
-        theirs = _keys(tl.load(logits + other, mask=other < EXPERTS, other=0.0).to(tl.float32), other, EXPERTS)
-        place += tl.sum((theirs[:, None] > key[None, :]).to(tl.int32), 0)
-    chosen = (place < TOP_K) & (at < EXPERTS)
-    whole = tl.sum(tl.where(chosen, chance, 0.0), 0) if RENORMALIZE else tl.sum(chance, 0)
-    tl.store(weights + token * TOP_K + place, chance / whole, mask=chosen)
-    tl.store(experts + token * TOP_K + place, at.to(tl.int64), mask=chosen)
+    logit = tl.load(logits + token * EXPERTS + at, mask=at < EXPERTS, other=float("-inf")).to(tl.float32)
+    bits = logit.to(tl.int32, bitcast=True)
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    least: tl.constexpr = -0x8000000000000000
+    key = tl.where(at < EXPERTS, (rising.to(tl.int64) << 32) - at, least)
+    top = tl.arange(0, TOP_BLOCK)
+    picked = tl.zeros((TOP_BLOCK,), tl.int64)
+    for i in tl.static_range(TOP_K):
+        best = tl.max(key, 0)
+        picked = tl.where(top == i, best, picked)
+        key = tl.where(key == best, least, key)
+    expert = -picked & 0xFFFFFFFF
+    rising = ((picked + expert) >> 32).to(tl.int32)
+    value = (rising ^ ((rising >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    value = tl.where(top < TOP_K, value, float("-inf"))
+    most = tl.sum(tl.where(top == 0, value, 0.0), 0)
+    chance = tl.exp(value - most)
+    whole = tl.sum(chance, 0) if RENORMALIZE else tl.sum(tl.exp(logit - most), 0)
+    tl.store(weights + token * TOP_K + top, chance / whole, mask=top < TOP_K)
+    tl.store(experts + token * TOP_K + top, expert, mask=top < TOP_K)
 
 
 def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -61,10 +59,9 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
     if tokens:
-        block = triton.next_power_of_2(experts)
         _route[(tokens,)](
             logits, weights, chosen, EXPERTS=experts, TOP_K=top_k, RENORMALIZE=renormalize,
-            EXPERT_BLOCK=block, STEP=min(RANK_STEP, block), num_warps=4, **overlapping(),
+            EXPERT_BLOCK=triton.next_power_of_2(experts), TOP_BLOCK=triton.next_power_of_2(top_k), num_warps=1, **overlapping(),
         )  # fmt: skip
     return weights, chosen
 
