@@ -75,7 +75,7 @@ def test_as_one_launch_after_the_other(directory, seed, args):
     assert len(expected) > REQUESTS // 2
     assert plain.llm_engine.core.executor._runner.graphs is None
     graphs = recorded.llm_engine.core.executor._runner.graphs
-    assert graphs.captures >= 3
+    assert graphs.captures >= 2  # others borrow
     assert graphs.replays > 40  # the tight engine has few steps in which no prompt is run
 
 
@@ -120,9 +120,10 @@ def test_a_recording_that_fails_costs_no_answer(directory, monkeypatch):
     forward = Graphs._forward
 
     def fails_when_recorded(*given):
-        forward(*given)
+        logits = forward(*given)
         if torch.cuda.is_current_stream_capturing():
             raise torch.OutOfMemoryError("no memory")
+        return logits
 
     monkeypatch.setattr(Graphs, "_forward", fails_when_recorded)
     llm = open_model(directory, **args)

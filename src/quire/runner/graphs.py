@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -34,7 +35,7 @@ from quire.runner.buckets import MOST_ROOM, MOST_ROWS, Bucket, room_bucket, row_
 from quire.runner.sampler.pipeline import Sampler
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
-from quire.runner.transfer import Longs, upload
+from quire.runner.transfer import upload
 from quire.types.plan import Ints, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ MISSED = 200  # steps that borrowed before theirs is
 ACTIVATION_BYTES = 512 << 20
 NUMBERS = 4  # int64 of each row
 NOBODY = -1
+Integers = npt.NDArray[np.integer]
 Planners = list[tuple[FixedPlans, int | None]]
 
 
@@ -64,10 +66,9 @@ def fixed_plans(model: Decoder, groups: int) -> Planners | None:
 
 
 @dataclass(frozen=True)
-class Replayed:
-    """What a graph gave; it is good until the next step."""
+class Undrawn:
+    """What a graph left to the sampler; it is good until the next step."""
 
-    drawn: bool  # into the sampler's latest result, by row of the step; else the sampler has yet to draw
     logits: Tensor  # [N, V] float32 of the rows that draw, which the sampler may overwrite
     rows: Rows  # those rows
 
@@ -91,8 +92,9 @@ class Graphs:
         self._inputs = Inputs(slots, planners, self._max_rows)
         self.captures = self.replays = self.eager = 0
 
-    def run(self, plan: StepPlan, plain: bool) -> Replayed | None:
-        """`plain`: a draw is all that the rows ask for. None = this step is to be run eagerly."""
+    def run(self, plan: StepPlan, plain: bool) -> Tensor | Undrawn | None:
+        """`plain`: a draw is all that the rows ask for; then -> ids and faults [2, >= R] int32 of all rows of the step.
+        None = this step is to be run eagerly."""
         if (plan.count != 1).any():
             return None
         chosen = self._choose(plan)
@@ -100,7 +102,7 @@ class Graphs:
             self.eager += 1
             return None
         bucket, pieces = chosen
-        rows = self._inputs.write(plan, bucket, plain, pieces)
+        self._inputs.write(plan, bucket, plain, pieces)
         recorded = self._recorded.get(bucket)
         if recorded is None:
             logits = self._record(bucket)
@@ -108,10 +110,13 @@ class Graphs:
             recorded.graph.replay()
             self.replays += 1
             logits = recorded.logits
-        if plain or plan.sample.all():
-            return Replayed(plain, logits[: len(plan.slot)], rows)
+        if plain:
+            return self._sampler.latest
+        rows = self._inputs.sampler_rows(plan, bucket)
+        if plan.sample.all():
+            return Undrawn(logits[: len(plan.slot)], rows)
         drawing = np.flatnonzero(plan.sample)
-        return Replayed(False, logits[upload(drawing, self._slots.device)], rows.take(drawing))
+        return Undrawn(logits[upload(drawing, self._slots.device)], rows.take(drawing))
 
     def record_next(self) -> bool:
         """Records the most useful bucket that has no graph, without any row; False = there is none, or no memory."""
@@ -217,15 +222,16 @@ class Inputs:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.pool = torch.cuda.graph_pool_handle()
 
-    def write(self, plan: StepPlan, bucket: Bucket, plain: bool, pieces: list[Any]) -> Rows:
-        """Sends a step's numbers to the device; -> all its rows, as the sampler sees them."""
-        count = len(plan.slot)
+    def write(self, plan: StepPlan, bucket: Bucket, plain: bool, pieces: list[Any]) -> None:
+        """Sends a step's numbers to the device."""
+        drawer = np.where(plan.sample, plan.slot, NOBODY) if plain else np.full(len(plan.slot), NOBODY)
+        self._send((plan.slot, plan.end, self._slots.prompt_length[plan.slot], drawer), bucket, pieces)
+
+    def sampler_rows(self, plan: StepPlan, bucket: Bucket) -> Rows:
+        """All rows of the step that was written, as the sampler sees them."""
         slot, end = plan.slot.astype(np.int64), plan.end.astype(np.int64)
-        prompt = self._slots.prompt_length[slot]
-        drawer = np.where(plan.sample, slot, NOBODY) if plain else np.full(count, NOBODY)
-        self._send((slot, end, prompt, drawer), bucket, pieces)
-        slot_there, end_there, prompt_there, _ = (numbers[:count] for numbers in self.row_numbers(bucket))
-        return Rows(slot, end, prompt, slot_there, end_there, prompt_there, self._slots.tokens)
+        slot_there, end_there, prompt_there, _ = (numbers[: len(slot)] for numbers in self.row_numbers(bucket))
+        return Rows(slot, end, self._slots.prompt_length[slot], slot_there, end_there, prompt_there, self._slots.tokens)
 
     def write_nothing(self, bucket: Bucket) -> None:
         """A step without rows: all of the bucket's are padding."""
@@ -234,9 +240,9 @@ class Inputs:
             cut = planner.cut(np.empty(0, np.int32), window, nothing_alike)
             assert cut is not None
             pieces.append(cut[0])
-        self._send([np.empty(0, np.int64)] * NUMBERS, bucket, pieces)
+        self._send([np.empty(0, np.int32)] * NUMBERS, bucket, pieces)
 
-    def _send(self, numbers: Sequence[Longs], bucket: Bucket, pieces: list[Any]) -> None:
+    def _send(self, numbers: Sequence[Integers], bucket: Bucket, pieces: list[Any]) -> None:
         planned = zip(self._planners, pieces, strict=True)
         plans = [planner.numbers(cut, bucket.rows, bucket.room) for (planner, _), cut in planned]
         size = number_size(bucket.rows) + sum(len(plan) for plan in plans)
@@ -278,7 +284,7 @@ def number_size(rows: int) -> int:
     return 2 * NUMBERS * (rows + rows % 2)
 
 
-def pack(numbers: Sequence[Longs], bucket: Bucket, plans: list[Ints], out: Ints) -> None:
+def pack(numbers: Sequence[Integers], bucket: Bucket, plans: list[Ints], out: Ints) -> None:
     """slot, end, prompt, drawer [n] of a step's rows -> its numbers, with rows of no slot up to the bucket's size."""
     at = number_size(bucket.rows)
     rows = out[:at].view(np.int64).reshape(NUMBERS, -1)[:, : bucket.rows]

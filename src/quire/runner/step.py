@@ -160,8 +160,8 @@ class Runner:
             prompts = _report_prompts(reporting, plan, batch, hidden, model, slots, sampler)
             if len(rows.slots):
                 drawn = sampler.sample(model.logits(hidden[batch.logit_index]), rows)
-        elif replayed.drawn:
-            drawn = Drawn(sampler.latest, of_all=True)
+        elif isinstance(replayed, Tensor):
+            drawn = Drawn(replayed, of_all=True)
         elif len(replayed.rows.slots):
             drawn = sampler.sample(replayed.logits, replayed.rows)
         slots.advance(plan)
@@ -188,6 +188,8 @@ class Runner:
 def _reporting(plan: StepPlan, slots: Slots, sampler: Sampler) -> Longs:
     """The rows that want logprobs of prompt tokens, and run over positions that are followed by one."""
     wanted = sampler.logprobs.prompt_wanted(plan.slot)
+    if not len(wanted):
+        return wanted
     return wanted[(plan.end - plan.count)[wanted] < slots.prompt_length[plan.slot[wanted]] - 1]
 
 

@@ -117,6 +117,8 @@ def _scan(
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(drawers + row)
     if slot >= 0:
+        temperature = tl.load(temperatures + slot)
+        unfiltered = (tl.load(top_ks + slot) >= VOCABULARY) & (tl.load(min_ps + slot) == 0)
         group = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
         at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         x = tl.load(logits + row * row_stride + at, mask=at < VOCABULARY, other=float("-inf"))
@@ -125,11 +127,10 @@ def _scan(
         mine = row * CHUNKS + chunk
         tl.store(peaks + mine, peak)
         tl.store(places + mine, tl.min(tl.where(x == peak, at, NOWHERE)))
-        temperature = tl.load(temperatures + slot)
         if temperature > 0:
             y = tl.div_rn(x, temperature)
             tl.store(groups + row * GROUPS + group, tl.max(y, axis=1), mask=group < GROUPS)
-            if (tl.load(top_ks + slot) >= VOCABULARY) & (tl.load(min_ps + slot) == 0):
+            if unfiltered:
                 top = tl.max(y)
                 tl.store(masses + mine, tl.sum(tl.exp(y - tl.where(top > LOWEST, top, 0.0))))
                 noisy = y + _noise(_row_key(seeds, slot, tl.load(ends + row))[:, None], at)
@@ -324,7 +325,7 @@ def draw(
     stats = (scratch.peaks, scratch.places, scratch.noisy_peaks, scratch.noisy_places, scratch.masses, scratch.groups)
     _scan[(chunks, len(logits))](
         logits, drawer, end, columns.temperature, columns.top_k, columns.min_p, columns.seed, *stats, logits.stride(0),
-        **shape, CHUNK=CHUNK, num_warps=4,
+        **shape, CHUNK=CHUNK, num_warps=8,
     )  # fmt: skip
     _pick[(len(logits),)](
         logits, drawer, end, columns.temperature, columns.top_k, columns.top_p, columns.min_p, columns.seed, *stats,

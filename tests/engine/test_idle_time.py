@@ -1,0 +1,54 @@
+"""The engine process uses moments without work to prepare, and waits only when there is nothing left to prepare."""
+
+from types import SimpleNamespace
+
+from quire.engine import ipc
+from quire.engine.process import IDLE_WAIT, Engine
+
+
+class Core:
+    """Has `chores` to do in idle time; has work when told so, for one step."""
+
+    def __init__(self, chores: int) -> None:
+        self.chores, self.has_unfinished, self.stats, self.tokens, self.steps = chores, False, None, 0, 0
+
+    def idle(self) -> bool:
+        self.chores -= 1
+        return self.chores >= 0
+
+    def step(self) -> list:
+        self.steps += 1
+        self.has_unfinished, self.chores = False, 1
+        return []
+
+
+class Link:
+    """Nothing comes in but what the script says at each look; the engine stops at its end."""
+
+    def __init__(self, core: Core, script: list[str]) -> None:
+        self.core, self.script, self.waits, self.engine = core, script, [], None
+
+    def wait(self, milliseconds: int) -> bool:
+        self.waits.append(milliseconds)
+        word = self.script.pop(0)
+        self.engine.stopping = not self.script
+        self.core.has_unfinished = word == "work"
+        return word == "work"
+
+    def receive(self) -> ipc.Command | None:
+        return None
+
+    def send(self, report) -> None:
+        assert isinstance(report, ipc.StepReport)
+
+
+def test_idle_time_is_used_until_nothing_is_left_to_prepare():
+    core = Core(chores=2)
+    link = Link(core, ["", "", "", "", "work", "", "", ""])
+    pulse = SimpleNamespace(busy_since=0.0)
+    link.engine = Engine(core, link, pulse)
+    link.engine.run()
+    # two chores and the answer that there is none; a real wait, in which work comes; then again
+    assert link.waits == [0, 0, 0, IDLE_WAIT, IDLE_WAIT, 0, 0, IDLE_WAIT]
+    assert core.steps == 1
+    assert pulse.busy_since == 0.0
