@@ -162,4 +162,4 @@ def test_prompts_that_begin_alike(directory, monkeypatch, eager):
     assert sum(len(alike.order) > 0 for alike in found) > 20
     if not eager:
         graphs = llm.llm_engine.core.executor._runner.graphs
-        assert any(bucket.room.shared for bucket in graphs._graphs)
+        assert any(bucket.room.shared for bucket in graphs._recorded)
