@@ -129,3 +129,12 @@ def test_a_model_may_refuse(recordable):
 def test_a_backend_may_refuse():
     model = type("Model", (), {"attentions": [Layer(0, FixedSplits(8), None), Layer(0, None, None)], "recordable": True})
     assert fixed_plans(model, 1) is None
+
+
+def test_numbers_of_no_rows_at_all():
+    """What idle time records a graph with."""
+    fixed, bucket = FixedSplits(), Bucket(3, 64)
+    numbers = np.full(32 + fixed.size(3, 64), 99, np.int32)
+    pack(ints(), ints(), ints(), ints(), bucket, [(fixed, None)], numbers)
+    assert numbers[:32].view(np.int64).reshape(4, 4)[:, :3].tolist() == [[-1] * 3, [1] * 3, [0] * 3, [-1] * 3]
+    assert numbers[32:].reshape(67, 3)[:4].tolist() == [[0, 0, -1], [1, 0, -1], [2, 0, -1], [-1, -1, -1]]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from quire.ops.sample import DrawColumns, DrawScratch
 
 TILE = 4096  # tokens that _pick looks at together
-WARPS = 8
+WARPS = 16
 
 GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
 FIRST_FACTOR: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -70,25 +70,25 @@ def _from_order(key):
 
 
 @triton.jit
-def _alike(keys, prefix, SHIFT: tl.constexpr):
-    """Which keys have the bits that are known of the key that is looked for."""
-    return ((keys ^ prefix) >> SHIFT) >> 8 == 0
+def _alike(keys, prefix, shift):
+    """Which keys have the bits that are known of the key that is looked for: those above the next digit."""
+    return ((keys ^ prefix) >> shift) >> 8 == 0
 
 
 @triton.jit
-def _digits(keys, SHIFT: tl.constexpr):
-    return ((keys >> SHIFT) & 255).to(tl.int32)
+def _digits(keys, shift):
+    return ((keys >> shift) & 255).to(tl.int32)
 
 
 @triton.jit
-def _narrow(counts, prefix, rank, SHIFT: tl.constexpr):
+def _narrow(counts, prefix, rank, shift):
     """counts [256] of the next digit among keys that share `prefix` -> the prefix with the digit of the rank-th largest key,
     and its rank among those that share that too."""
     digit = tl.arange(0, 256)
     reaching = tl.sum(counts) - tl.cumsum(counts) + counts
     found = tl.sum((reaching >= rank).to(tl.int32)) - 1
     rank -= tl.sum(tl.where(digit > found, counts, 0))
-    return prefix | (found.to(tl.uint32) << SHIFT), rank
+    return (prefix | (found.to(tl.uint32) << shift)).to(tl.uint32), rank
 
 
 @triton.jit
@@ -174,19 +174,21 @@ def _kth_largest(
         keys = _in_order(tl.load(groups + group, mask=group < GROUPS, other=0.0))
         prefix = tl.full((), 0, tl.uint32)
         left = rank
-        for level in tl.static_range(4):
-            alike = _alike(keys, prefix, 24 - 8 * level) & (group < GROUPS)
-            prefix, left = _narrow(tl.histogram(_digits(keys, 24 - 8 * level), 256, alike), prefix, left, 24 - 8 * level)
+        for level in tl.range(4):
+            shift = (tl.full((), 24, tl.uint32) - 8 * level).to(tl.uint32)
+            alike = _alike(keys, prefix, shift) & (group < GROUPS)
+            prefix, left = _narrow(tl.histogram(_digits(keys, shift), 256, alike), prefix, left, shift)
         bound = _from_order(prefix)
     listed = _list_groups(groups, members, bound, GROUPS, GROUPS_BLOCK)
     found = tl.full((), 0, tl.uint32)
-    for level in tl.static_range(4):
+    for level in tl.range(4):
+        shift = (tl.full((), 24, tl.uint32) - 8 * level).to(tl.uint32)
         counts = tl.zeros([256], tl.int32)
         for begin in tl.range(0, listed, TILE // GROUP):
             _, y, there = _listed(logits, members, begin, listed, temperature, VOCABULARY, TILE, GROUP)
             keys = _in_order(y)
-            counts += tl.histogram(_digits(keys, 24 - 8 * level), 256, there & _alike(keys, found, 24 - 8 * level))
-        found, rank = _narrow(counts, found, rank, 24 - 8 * level)
+            counts += tl.histogram(_digits(keys, shift), 256, there & _alike(keys, found, shift))
+        found, rank = _narrow(counts, found, rank, shift)
     return _from_order(found)
 
 

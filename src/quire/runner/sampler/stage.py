@@ -33,6 +33,7 @@ class Rows:
         return self.ends - self.prompts
 
     def take(self, index: Longs) -> "Rows":
+        """Some of the rows, in their order."""
         if len(index) == len(self.slots):
             return self
         chosen = upload(index, self.slot.device)
