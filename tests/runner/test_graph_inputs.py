@@ -132,9 +132,11 @@ def test_a_backend_may_refuse():
 
 
 def test_numbers_of_no_rows_at_all():
-    """What idle time records a graph with."""
-    fixed, bucket = FixedSplits(), Bucket(3, 64)
-    numbers = np.full(32 + fixed.size(3, 64), 99, np.int32)
-    pack(ints(), ints(), ints(), ints(), bucket, [(fixed, None)], numbers)
-    assert numbers[:32].view(np.int64).reshape(4, 4)[:, :3].tolist() == [[-1] * 3, [1] * 3, [0] * 3, [-1] * 3]
-    assert numbers[32:].reshape(67, 3)[:4].tolist() == [[0, 0, -1], [1, 0, -1], [2, 0, -1], [-1, -1, -1]]
+    """What idle time records a graph with: every row is padding."""
+    bucket = Bucket(2, Room(4, 0))
+    plan, need = numbers_of([], None, bucket)
+    assert need == Room(0, 0)
+    numbers = np.full(16 + len(plan), 99, np.int32)
+    pack([np.empty(0, np.int32)] * 4, bucket, [plan], numbers)
+    assert numbers[:16].view(np.int64).reshape(4, 2).tolist() == [[-1, -1], [1, 1], [0, 0], [-1, -1]]
+    assert plan[:16].reshape(4, 4).tolist() == [[0, 0, -1, 1], [1, 0, -1, 1], *[[-1] * 4] * 2]
