@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.config.resolve import Config
 from quire.text.tokenizer import Tokenizer
-from quire.types.errors import InvalidParameter, PromptTooLong, RequestError
+from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong, RequestError
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 
@@ -148,6 +148,8 @@ class InputProcessor:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
+        if params.structured_outputs is not None:
+            raise NotSupported("structured_outputs cannot be used: they are not available yet", "structured_outputs")
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name)
             wanted = self.vocab_size if asked == -1 else asked

@@ -16,6 +16,17 @@ FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """What the sampled tokens must spell, in the language of the engine's grammar backend.
+
+    It holds from the start or, where `starts_after` is given, once these tokens have been sampled in a row.
+    """
+
+    source: str
+    starts_after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class EngineRequest:
     """What the front half hands to the engine core: all text is tokens by now, all defaults are resolved.
 
@@ -35,6 +46,7 @@ class EngineRequest:
     salt: tuple[str, ...] = ()  # adapter, media, tenant: what else the cached keys depend on
     fork_of: str | None = None
     hold: bool = False
+    grammar: Grammar | None = None
     # of a request that another engine had begun:
     resumed: tuple[int, ...] = ()  # the tokens it had sampled: known, but not part of the prompt
     scored: int = 0  # the last prompt position whose logprobs were handed out

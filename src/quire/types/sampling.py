@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from quire.types.errors import InvalidParameter, NotSupported
+from quire.types.structured import StructuredOutputsParams, as_structured_outputs
 
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 1e-2
@@ -80,7 +81,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
@@ -134,6 +135,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             self.prompt_logprobs = 1
         if isinstance(self.repetition_detection, dict):
             self.repetition_detection = _as_repetition_detection(self.repetition_detection)  # type: ignore[unreachable]
+        if self.structured_outputs is not None:
+            self.structured_outputs = as_structured_outputs(self.structured_outputs)
 
     def _check_ranges(self) -> None:
         _check_int("n", self.n, low=1, high=MOST_SEQUENCES)
@@ -207,7 +210,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     def _refuse_what_is_not_built(self) -> None:
         not_built = {
-            "structured_outputs": (self.structured_outputs is not None, "structured outputs are not available yet"),
             "extra_args": (bool(self.extra_args), "no installed plugin reads extra_args"),
             "thinking_token_budget": (self.thinking_token_budget is not None, "no reasoning parser is configured"),
             "routed_experts_prompt_start": (self.routed_experts_prompt_start != 0, "routed experts are not returned"),
@@ -233,9 +235,7 @@ class BeamSearchParams(msgspec.Struct):
         _check_real("temperature", self.temperature, low=0.0, high=2.0)
         _check_real("length_penalty", self.length_penalty)
         if self.structured_outputs is not None:
-            raise NotSupported(
-                "structured_outputs cannot be used: structured outputs are not available yet", "structured_outputs"
-            )
+            raise NotSupported("structured_outputs cannot be used: a beam search is not constrained", "structured_outputs")
 
 
 def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
