@@ -167,8 +167,6 @@ def test_templates_of_requests_are_not_trusted(http, server):
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
         ({"guided_regex": "a+"}, "guided_regex"),
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
-        ({"include_reasoning": False}, "include_reasoning"),
         ({"thinking_token_budget": 3}, "thinking_token_budget"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": []}, "messages"),

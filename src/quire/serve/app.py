@@ -29,7 +29,8 @@ def build_app(llm: AsyncLLM, settings: ServerArgs, limits: Limits = LIMITS) -> F
         redoc_url="/redoc" if shown else None,
         openapi_url="/openapi.json" if shown else None,
     )
-    app.state.server = Server(llm, settings, limits)
+    app.state.server = server = Server(llm, settings, limits)
+    _ = server.formats  # chosen, and logged, now
     for protocol in (completions, chat, models, tokenize):
         app.include_router(protocol.router)
     install_error_handlers(app)

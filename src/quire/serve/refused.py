@@ -27,8 +27,6 @@ _REFUSALS = {
     "guided_choice": _Refusal(_given, _STRUCTURED),
     "guided_grammar": _Refusal(_given, _STRUCTURED),
     "thinking_token_budget": _Refusal(_given, _REASONING),
-    "reasoning_effort": _Refusal(_given, _REASONING),
-    "include_reasoning": _Refusal(lambda value: value is False, _REASONING),
     "suffix": _Refusal(_given, "the model cannot fill in the middle"),
     "prompt_embeds": _Refusal(_given, "prompts are text or token ids"),
     "media_io_kwargs": _Refusal(bool, _TEXT_ONLY),

@@ -55,7 +55,7 @@ class TemplateFields(Body):
     add_special_tokens: bool = Field(False, description="special tokens besides those the chat template writes")
     chat_template: str | None = Field(None, description="a Jinja template; only where the server trusts requests with that")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the chat template")
-    tools: Objects | None = Field(None, description="tools the chat template may show; calling them is not available yet")
+    tools: Objects | None = Field(None, description="functions the model may call: name, description, parameters")
 
 
 class GenerationFields(Body):

@@ -52,6 +52,7 @@ class Channels:
     message: str
     ends: tuple[str, ...]
     reasoning: tuple[str, ...]  # channels; all others are text
+    final: str  # header of the message that answers; what comes before it is on the way there
     recipient: str  # in a header, in front of the name of the tool that the message calls
     prefix: str  # of tools' names
 
@@ -66,6 +67,7 @@ class Format:
     thinking: Thinking | None = None
     channels: Channels | None = None  # instead of the two above
     noise: tuple[str, ...] = ()  # strings without a meaning: they are left out
+    short_ids: bool = False  # calls without an id get one of nine letters and digits
     in_template: tuple[str, ...] = ()  # a chat template with all of these strings is this format's; for "auto"
 
     @property
@@ -84,4 +86,5 @@ def combine(tools: Format | None, reasoning: Format | None) -> Format:
         thinking=reasoning.thinking,
         channels=tools.channels or reasoning.channels,
         noise=tools.noise + reasoning.noise,
+        short_ids=tools.short_ids,
     )

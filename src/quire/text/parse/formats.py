@@ -28,6 +28,7 @@ _MISTRAL = Format(
         ),
     ),
     Thinking(("[THINK]",), ("[/THINK]",), reopen=True),
+    short_ids=True,
     in_template=("[TOOL_CALLS]",),
 )
 
@@ -118,6 +119,7 @@ _HARMONY = Format(
         message="<|message|>",
         ends=("<|end|>", "<|call|>", "<|return|>"),
         reasoning=("analysis",),
+        final="<|channel|>final<|message|>",
         recipient="to=",
         prefix="functions.",
     ),

@@ -253,7 +253,7 @@ class Parser:
         source = self._source
         source.keep()
         try:
-            header = mark + (yield from source.until(self._marks(channels.message), LONGEST_HEADER))
+            header = mark + (yield from source.until(marks_of(frozenset({channels.message})), LONGEST_HEADER))
             yield from source.expect(channels.message)
         except Malformed:
             if source.ended:
