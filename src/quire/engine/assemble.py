@@ -15,6 +15,7 @@ from quire.engine.core import EngineCore
 from quire.engine.executor.base import Executor
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
+from quire.grammar.client import Grammars
 from quire.sched.scheduler import Scheduler
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError
@@ -66,7 +67,17 @@ def start_core(config: Config) -> Started:
         prefix_caching=config.prefix_caching,
         policy=config.policy,
     )
-    return Started(EngineCore(scheduler, executor, config.depth), capacity.max_model_len, capacity.pages)
+    core = EngineCore(scheduler, executor, config.depth, _grammars(config))
+    return Started(core, capacity.max_model_len, capacity.pages)
+
+
+def _grammars(config: Config) -> Grammars | None:
+    """Nothing is started before the first request with a grammar. Without a tokenizer there are none."""
+    args, facts = config.args, config.facts
+    if args.skip_tokenizer_init:
+        return None
+    path = str(facts.files.path.absolute())
+    return Grammars(path, args.tokenizer, args.tokenizer_revision, facts.vocab_size, facts.eos_ids)
 
 
 def start_local(config: Config, facts: ModelFacts, layout: CacheLayout) -> tuple[Executor, Capacity]:

@@ -4,6 +4,7 @@ It does what the plan says, in the plan's order, and decides nothing. It does no
 """
 
 import gc
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +20,10 @@ from quire.runner.graphs import Graphs, allowance, fixed_plans
 from quire.runner.kv import KVBuffers
 from quire.runner.memory import device_budget, host_budget
 from quire.runner.rehearsal import rehearsal_plan
+from quire.runner.sampler.grammar import Masks
 from quire.runner.sampler.logprobs import Report
 from quire.runner.sampler.pipeline import Drawn, Sampler
+from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.runner.transfer import Longs
 from quire.types.cache import CacheLayout
@@ -118,10 +121,11 @@ class Runner:
         slots.admit(plan.admitted)
         for admission in plan.admitted:
             sampler.admit(admission.slot, admission)
+        slots.give(plan)
         slots.write_tables(plan)
         kv.copy(plan.copy_from, plan.copy_to)
         if not len(plan.slot):
-            return StepFlight(plan, None, [])
+            return StepFlight(plan, [], None)
         slots.check(plan)
         prompts: list[tuple[int, Report]] = []
         reporting = _reporting(plan, slots, sampler)
@@ -134,12 +138,18 @@ class Runner:
             hidden: Tensor = model(batch)
             prompts = _report_prompts(reporting, plan, batch, hidden, model, slots, sampler)
             logits = model.logits(hidden[batch.logit_index]) if len(rows.slots) else None
-        drawn: Drawn | None = None
-        if logits is not None and len(logits):
-            drawn = sampler.sample(logits, rows)
-            slots.tokens[rows.slot, rows.end] = drawn.ids.int()
         slots.advance(plan)
-        return StepFlight(plan, drawn, prompts)
+        draw = None if logits is None or not len(logits) else partial(self._draw, logits, rows)
+        return StepFlight(plan, prompts, draw)
+
+    @torch.inference_mode()
+    def _draw(self, logits: Tensor, rows: Rows, masks: Masks | None) -> Drawn:
+        """logits [N, V] of the rows that draw. It comes before the next launch."""
+        assert self._tenants is not None
+        slots, _, sampler = self._tenants
+        drawn = sampler.sample(logits, rows, masks)
+        slots.tokens[rows.slot, rows.end] = drawn.ids.int()
+        return drawn
 
     def _loaded(self) -> Decoder:
         if self._model is None:

@@ -32,18 +32,21 @@ class PlanBuilder:
         self._index: list[int] = []
         self._page: list[int] = []
         self._targets: list[int] = []
+        self._given: list[tuple[int, int, int]] = []
 
     def admit(self, request: Request, start: int) -> None:
+        """The end-of-text ids of a constrained request are its grammar's matter."""
+        spec = request.spec
         self._admitted.append(
             Admission(
                 slot=request.slot,
                 tokens=_ints(request.tokens),
-                prompt_length=len(request.spec.prompt),
+                prompt_length=len(spec.prompt),
                 start=start,
-                params=request.spec.params,
-                seed=request.spec.seed,
-                stop_ids=tuple(sorted(request.spec.stop_ids)),
-                bad_words=request.spec.bad_words,
+                params=spec.params,
+                seed=spec.seed,
+                stop_ids=tuple(sorted(spec.stop_ids - spec.eos_ids if request.constrained else spec.stop_ids)),
+                bad_words=spec.bad_words,
             )
         )
 
@@ -54,6 +57,10 @@ class PlanBuilder:
             self._slot.extend(repeat(slot, count))
             self._index.extend(range(new.first, new.first + count))
             self._page.extend(new.pages)
+
+    def give(self, request: Request, start: int) -> None:
+        """The device has not seen the request's tokens from position `start` on."""
+        self._given += [(request.slot, start + i, token) for i, token in enumerate(request.tokens[start:])]
 
     def copy(self, source: int, target: int) -> None:
         self.sources.append(source)
@@ -72,6 +79,8 @@ class PlanBuilder:
         """None if nothing is to be run."""
         if not self._rows:
             return None
+        given = np.array(self._given, np.int32).reshape(-1, 3)
+        masked = [i for i, request in enumerate(self._rows) if request.constrained and self._sample[i]]
         plan = StepPlan(
             step=self.step,
             retired=_ints(retired),
@@ -86,6 +95,10 @@ class PlanBuilder:
             count=_ints(list(self._rows.values())),
             end=_ints(self._end),
             sample=np.array(self._sample, dtype=np.bool_),
+            masked=_ints(masked),
+            given_slot=given[:, 0],
+            given_position=given[:, 1],
+            given_token=given[:, 2],
         )
         return Scheduled(plan, tuple(self._rows))
 

@@ -6,6 +6,7 @@ Knows nothing of scheduling: what leaves this file is tokens, resolved parameter
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 from quire.config.resolve import Config
@@ -13,7 +14,9 @@ from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong, RequestError
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
+from quire.types.structured import FIELD, StructuredOutputsParams
 
+MOST_GRAMMAR_BYTES = 1 << 18
 _MASK64 = 2**64 - 1
 
 
@@ -86,7 +89,8 @@ class InputProcessor:
         self._check_params(params)
         if params.max_tokens is None:
             params.max_tokens = self.max_model_len - len(ids)
-        eos_ids = frozenset() if params.ignore_eos else self.eos_ids
+        # with a grammar, ignore_eos is the grammar's matter: where nothing else may follow, the text ends
+        eos_ids = frozenset() if params.ignore_eos and params.structured_outputs is None else self.eos_ids
         base = EngineRequest(
             id=request_id,
             prompt=ids,
@@ -149,7 +153,7 @@ class InputProcessor:
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.structured_outputs is not None:
-            raise NotSupported("structured_outputs cannot be used: they are not available yet", "structured_outputs")
+            self._check_structured(params.structured_outputs)
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name)
             wanted = self.vocab_size if asked == -1 else asked
@@ -164,6 +168,20 @@ class InputProcessor:
         if self.tokenizer is None and (params.stop or params.bad_words):
             name = "stop" if params.stop else "bad_words"
             raise InvalidParameter(f"{name} needs a tokenizer, and this engine was started with skip_tokenizer_init", name)
+
+    def _check_structured(self, params: StructuredOutputsParams) -> None:
+        if find_spec("llguidance") is None:
+            raise NotSupported(f"{FIELD} cannot be used: llguidance is not installed (pip install llguidance)", FIELD)
+        if self.tokenizer is None:
+            raise InvalidParameter(f"{FIELD} needs a tokenizer, and this engine was started with skip_tokenizer_init", FIELD)
+        for token in params.starts_after or ():
+            if not 0 <= token < self.vocab_size:
+                raise InvalidParameter(f"{FIELD}.starts_after: token id {token} is out of vocabulary", FIELD)
+        size = params.size
+        if size > MOST_GRAMMAR_BYTES:
+            raise InvalidParameter(
+                f"{FIELD}.{params.constraint} has {size} bytes; at most {MOST_GRAMMAR_BYTES} can be compiled", FIELD
+            )
 
     def _bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """A word is banned at the start of a text and after a space: the two often have different first tokens."""

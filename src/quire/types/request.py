@@ -16,17 +16,6 @@ FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 
 @dataclass(frozen=True)
-class Grammar:
-    """What the sampled tokens must spell, in the language of the engine's grammar backend.
-
-    It holds from the start or, where `starts_after` is given, once these tokens have been sampled in a row.
-    """
-
-    source: str
-    starts_after: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class EngineRequest:
     """What the front half hands to the engine core: all text is tokens by now, all defaults are resolved.
 
@@ -46,7 +35,6 @@ class EngineRequest:
     salt: tuple[str, ...] = ()  # adapter, media, tenant: what else the cached keys depend on
     fork_of: str | None = None
     hold: bool = False
-    grammar: Grammar | None = None
     # of a request that another engine had begun:
     resumed: tuple[int, ...] = ()  # the tokens it had sampled: known, but not part of the prompt
     scored: int = 0  # the last prompt position whose logprobs were handed out
@@ -74,6 +62,11 @@ class Request:
     admitted: int = -1  # step of the latest admission
     scheduled_at: float = 0.0  # first time in a batch, 0 = never
     finished: FinishReason | None = None
+
+    @property
+    def constrained(self) -> bool:
+        """What it may draw is a grammar's matter."""
+        return self.spec.params.structured_outputs is not None
 
     @property
     def known(self) -> int:

@@ -110,6 +110,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         return self.stop if isinstance(self.stop, list) else []
 
     @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None or self.logprob_token_ids is not None
+
+    @property
     def reads_prefix_cache(self) -> bool:
         """Prompt logprobs need every prompt position to be run, so they skip the cache."""
         return self.prompt_logprobs is None and not self.skip_reading_prefix_cache

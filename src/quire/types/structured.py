@@ -50,6 +50,11 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
         """The name of the one that is given."""
         return next(name for name in CONSTRAINTS if getattr(self, name) is not None)
 
+    @property
+    def size(self) -> int:
+        """Bytes of its text."""
+        return len(msgspec.msgpack.encode(self))
+
     def _check_types(self) -> None:
         _check("json", self.json, (str, dict), "a JSON schema, as an object or as its text")
         _check("regex", self.regex, (str,), "a regular expression")

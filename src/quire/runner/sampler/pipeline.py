@@ -11,6 +11,7 @@ from quire.runner.sampler.bad_words import BadWords
 from quire.runner.sampler.bias import Bias
 from quire.runner.sampler.draw import Draw
 from quire.runner.sampler.extremes import largest
+from quire.runner.sampler.grammar import Masks, forbid
 from quire.runner.sampler.logprobs import Logprobs, Report
 from quire.runner.sampler.min_p import MinP
 from quire.runner.sampler.min_tokens import MinTokens
@@ -26,7 +27,8 @@ CACHED_LOGITS = 2**18  # as many stay in a processor's cache while a CPU filters
 GOOD, BROKEN, NOTHING_ALLOWED = 0, 1, 2
 FAULTS = {
     BROKEN: "the model's logits are broken: they contain NaN or +inf, or no finite value at all",
-    NOTHING_ALLOWED: "no token is allowed: allowed_token_ids, bad_words, min_tokens and logit_bias together forbid every one",
+    NOTHING_ALLOWED: "no token is allowed: structured_outputs, allowed_token_ids, bad_words, min_tokens and logit_bias forbid "
+    "every one together",
 }
 
 
@@ -68,7 +70,7 @@ class Sampler:
         for part in self._parts:
             part.retire(slot)
 
-    def sample(self, logits: Tensor, rows: Rows) -> Drawn:
+    def sample(self, logits: Tensor, rows: Rows, masks: Masks | None = None) -> Drawn:
         """logits [N, V] float32, which this may overwrite."""
         wanted = self.logprobs.wanted(rows)
         raw = self._reported_values(logits, wanted) if len(wanted) and not self.logprobs.processed else None
@@ -77,7 +79,9 @@ class Sampler:
         edits = [stage for stage in self._edits if stage.active(rows)]
         for stage in edits:
             logits = stage.apply(logits, rows)
-        if edits:
+        if masks is not None:
+            logits = forbid(logits, masks)
+        if edits or masks is not None:
             peak, ids = largest(logits)
             fault = torch.where((peak == -torch.inf) & (fault == GOOD), NOTHING_ALLOWED, fault)
         self._draw_at_random(logits, ids, rows)
