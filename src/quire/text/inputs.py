@@ -41,13 +41,18 @@ class InputProcessor:
         max_logprobs: int,
         eos_ids: Iterable[int],
         seed: int,
+        structured_outputs: Mapping[str, Any] | None = None,
     ) -> None:
+        """`structured_outputs` are defaults of structured_outputs_config for answers in JSON."""
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
         self.eos_ids = frozenset(i for i in eos_ids if 0 <= i < vocab_size)
         self.seed = seed
+        self._tidy = [
+            name for name in ("disable_any_whitespace", "disable_additional_properties") if (structured_outputs or {}).get(name)
+        ]
         self._unseeded = itertools.count()
 
     @classmethod
@@ -63,6 +68,7 @@ class InputProcessor:
             max_logprobs=config.max_logprobs,
             eos_ids=ends,
             seed=config.seed,
+            structured_outputs=config.args.structured_outputs_config,
         )
 
     def prepare(
@@ -177,6 +183,9 @@ class InputProcessor:
         for token in params.starts_after or ():
             if not 0 <= token < self.vocab_size:
                 raise InvalidParameter(f"{FIELD}.starts_after: token id {token} is out of vocabulary", FIELD)
+        if params.constraint in ("json", "json_object"):
+            for name in self._tidy:
+                setattr(params, name, name != "disable_any_whitespace" or params.whitespace_pattern is None)
         size = params.size
         if size > MOST_GRAMMAR_BYTES:
             raise InvalidParameter(
