@@ -1,8 +1,6 @@
 """Tool calls and reasoning in /v1/chat/completions: streamed deltas together are the answer that is not streamed."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +8,6 @@ from hypothesis import strategies as st
 from scripted import Scripted, byte_tokenizer
 from serving import error_of, events_of
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "text"))
 from parse_samples import FAMILIES, hermes
 
 PARAMETERS = {

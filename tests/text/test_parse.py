@@ -6,8 +6,8 @@ import string
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parse_samples import FAMILIES, Folded
 
+from parse_samples import FAMILIES, Folded
 from quire.text.parse.events import Text, ToolArguments, ToolEnd, ToolStart
 from quire.text.parse.format import Calls, Format, combine
 from quire.text.parse.formats import BUILT_IN, REQUIRED, named

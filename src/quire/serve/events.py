@@ -32,6 +32,7 @@ class Reading:
     parallel: bool = True  # false: the first call is the only one that is told
     with_reasoning: bool = True
     calls_finish: bool = True  # an answer with calls ends for that reason
+    id_prefix: str = "chatcmpl-tool-"  # of calls
 
     def reader(self) -> "Reader":
         return Reader(self)
@@ -76,7 +77,7 @@ class Reader:
         form = self._reading.form
         if form is not None and form.short_ids:
             return "".join(secrets.choice(_ALPHABET) for _ in range(_SHORT_ID))
-        return f"chatcmpl-tool-{uuid.uuid4().hex}"
+        return f"{self._reading.id_prefix}{uuid.uuid4().hex}"
 
 
 @dataclass

@@ -18,6 +18,7 @@ from quire.serve.formats import ModelFormats, choose_formats
 from quire.serve.limits import LIMITS, Limits, check_limits
 from quire.serve.protocol.fields import Body, GenerationFields
 from quire.serve.refused import refuse_what_is_not_built
+from quire.serve.response_store import ResponseStore
 from quire.types.errors import InvalidParameter
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,10 @@ class Server:
         config = self.llm.config
         told = (config.args.model, config.args.revision, config.device, config.dtype, config.facts.parameters)
         return f"quire-{quire.__version__}-{hashlib.sha256(repr(told).encode()).hexdigest()[:8]}"
+
+    @cached_property
+    def responses(self) -> ResponseStore:
+        return ResponseStore(self.limits.stored_responses, self.limits.stored_bytes)
 
     @cached_property
     def formats(self) -> ModelFormats:

@@ -5,7 +5,7 @@ Every protocol translates its request to a `ChatRequest`; what follows is the sa
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import Request
@@ -52,8 +52,18 @@ class Step:
     heard: list[Heard]
 
 
-async def prepare_turn(server: Server, raw: Request, request: ChatRequest, prefix: str) -> Turn:
-    """Refuses all that can be refused before anything runs."""
+@dataclass(frozen=True)
+class Rendered:
+    """A request that was checked, and its prompt."""
+
+    model: str
+    use: ToolUse
+    prompt: Prompt
+    inside: bool | None  # does the answer begin in the reasoning? None: the format says
+
+
+async def render_turn(server: Server, request: ChatRequest) -> Rendered:
+    """Refuses all that can be refused without an engine."""
     model = server.check(request)
     check_request(request)
     use = read_tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
@@ -68,10 +78,18 @@ async def prepare_turn(server: Server, raw: Request, request: ChatRequest, prefi
     inside = _thinks_already(prompt, thinking, request.continue_final_message)
     if thinking is not None and (use.forced or _constrains(request)):
         prompt, inside = _settled(server.llm.get_tokenizer(), prompt, thinking, inside)
-    job = make_job(server, raw, request, prefix, model, [prompt])
-    reading = _reading(server.formats, request, use, inside)
-    _set_up(server, job, use, reading)
-    return Turn(job, reading)
+    return Rendered(model, use, prompt, inside)
+
+
+async def prepare_turn(
+    server: Server, raw: Request, request: ChatRequest, prefix: str, call_prefix: str = "chatcmpl-tool-"
+) -> Turn:
+    """The prefixes are those of the answer's id and of calls' ids."""
+    rendered = await render_turn(server, request)
+    job = make_job(server, raw, request, prefix, rendered.model, [rendered.prompt])
+    reading = _reading(server.formats, request, rendered.use, rendered.inside)
+    _set_up(server, job, rendered.use, reading)
+    return Turn(job, replace(reading, id_prefix=call_prefix))
 
 
 async def play(server: Server, turn: Turn) -> Steps:

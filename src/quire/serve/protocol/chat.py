@@ -2,7 +2,8 @@
 
 from typing import Any, Literal, NotRequired
 
-from pydantic import Field
+from fastapi.exceptions import RequestValidationError
+from pydantic import Field, ValidationError
 from typing_extensions import TypedDict
 
 from quire.serve.protocol.fields import GenerationFields, Objects, TemplateFields
@@ -33,6 +34,14 @@ class ChatRequest(TemplateFields, GenerationFields):
     mm_processor_kwargs: dict[str, Any] | None = None
     return_token_offsets: bool | None = None
     return_assistant_tokens_mask: bool | None = None
+
+
+def chat_request(body: dict[str, Any]) -> ChatRequest:
+    """A request that another protocol's was translated to."""
+    try:
+        return ChatRequest.model_validate(body)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
 
 
 class TokenChance(TypedDict):
