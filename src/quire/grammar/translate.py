@@ -74,8 +74,8 @@ def subschemas(node: Schema) -> Iterator[tuple[Place, Schema]]:
 
 
 def pointer(place: Place) -> str:
-    """#/properties/a, as JSON schemas name places."""
-    return "/".join(["#", *(str(part).replace("~", "~0").replace("/", "~1") for part in place)])
+    """$.properties.a.anyOf[1]: a place in a JSON document."""
+    return "$" + "".join(f".{part}" if isinstance(part, str) and part.isidentifier() else f"[{part!r}]" for part in place)
 
 
 def without_anchors(pattern: str) -> str:
