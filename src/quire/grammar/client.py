@@ -61,7 +61,7 @@ class Grammars:
         self._by_number: dict[int, _Open] = {}
         self._queue: list[tuple[int, EngineRequest]] = []  # no row is free for them
         self._numbers = self._sent = self._accepted = self._masked = 0
-        self._tokens: list[tuple[int, list[int]]] = []  # to be told
+        self._tokens: dict[int, list[int]] = {}  # to be told
         self._news = News()
         self._forced: dict[int, list[int]] = {}
         self._verdicts: dict[int, wire.Opened | None] = {}  # None: it is awaited
@@ -92,7 +92,7 @@ class Grammars:
             self._queue = [item for item in self._queue if item[0] != number]
             return
         self._rows.append(entry.row)
-        self._tokens = [item for item in self._tokens if item[0] != number]
+        self._tokens.pop(number, None)
         self._send(wire.Close([number]))
         self._send_queue()
 
@@ -124,13 +124,13 @@ class Grammars:
         if number is not None and tokens:
             self._forced.pop(number, None)
             self._by_number[number].told = self._sent + 1
-            self._tokens.append((number, list(tokens)))
+            self._tokens.setdefault(number, []).extend(tokens)
 
     def send(self) -> None:
         if self._tokens:
-            tokens, self._tokens = self._tokens, []
+            tokens, self._tokens = self._tokens, {}
             self._sent += 1
-            self._send(wire.Accept(self._sent, tokens))
+            self._send(wire.Accept(self._sent, list(tokens.items())))
 
     def wait(self, seconds: float) -> None:
         """Until there is something to hear, or for so long."""
@@ -249,7 +249,7 @@ class Grammars:
         """The process is gone or hangs."""
         self.stop()
         self._fail((number, LOST) for number in self._by_number)
-        self._queue, self._tokens, self._forced = [], [], {}
+        self._queue, self._tokens, self._forced = [], {}, {}
         self._accepted = self._masked = self._sent
 
 

@@ -35,7 +35,7 @@ class _Spelling:
         if pieces is None:
             raise GrammarError("structured outputs need a tokenizer whose tokens can be spelled one by one; this one's cannot")
         size = min(len(tokenizer), vocab_size)
-        self.tokens = [pieces.join([i], started=True)[0] for i in range(size)]
+        self.tokens = [pieces.join([i], started=True)[0] for i in range(size)] + [b""] * (vocab_size - size)  # [V]
         self.special_token_ids = sorted({i for i in (*tokenizer.special_ids, *eos_ids) if i < size})
         self.eos_token_id, self.bos_token_id = eos_ids[0], tokenizer.bos_token_id
         self._encode = tokenizer.encode
@@ -85,7 +85,7 @@ class LLGuidance:
         self.eos_ids = tuple(eos_ids)
         self.words = -(-vocab_size // 32)
         spelling = TokenizerWrapper(_Spelling(tokenizer, vocab_size, eos_ids))
-        self._tokenizer = LLTokenizer(spelling, n_vocab=vocab_size, eos_token=list(eos_ids))
+        self._tokenizer = LLTokenizer(spelling, eos_token=list(eos_ids))
         self._threads: LLExecutor | None = None  # made late: whoever forks must have none
 
     def compile(self, params: StructuredOutputsParams) -> LLGuidanceMatcher:
