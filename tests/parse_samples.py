@@ -54,6 +54,19 @@ def qwen3_coder(calls: list[Call]) -> str:
     return out
 
 
+def seed_oss(calls: list[Call]) -> str:
+    inner = qwen3_coder(calls).replace("<tool_call>", "").replace("</tool_call>", "")
+    return f"<seed:tool_call>{inner}</seed:tool_call>" if calls else ""
+
+
+def minimax_m2(calls: list[Call]) -> str:
+    inner = ""
+    for name, args in calls:
+        pairs = (f'<parameter name="{key}">{_as_text(value)}</parameter>\n' for key, value in args.items())
+        inner += f'\n<invoke name="{name}">\n{"".join(pairs)}</invoke>'
+    return f"<minimax:tool_call>{inner}\n</minimax:tool_call>" if calls else ""
+
+
 def glm45(calls: list[Call]) -> str:
     out = ""
     for name, args in calls:
@@ -142,6 +155,10 @@ FAMILIES: dict[str, tuple[str, str, Writer, bool]] = {
     "mistral": ("mistral", "mistral", _after(mistral, mistral_think), True),
     "mistral-old": ("mistral", "mistral", _after(mistral_old, mistral_think), True),
     "qwen3_coder": ("qwen3_coder", "qwen3", _after(qwen3_coder, think), True),
+    "seed_oss": (
+        "seed_oss", "seed_oss", _after(seed_oss, lambda text: think(text).replace("think>", "seed:think>")), True
+    ),
+    "minimax_m2": ("minimax_m2", "minimax_m2", _after(minimax_m2, think), True),
     "deepseek_v3": ("deepseek_v3", "deepseek_v3", _after(deepseek_v3, think), True),
     "deepseek_v31": ("deepseek_v31", "deepseek_v31", _after(deepseek_v31, think), True),
     "granite": ("granite", "granite", _after(granite, granite_think), True),

@@ -54,7 +54,7 @@ def events(machine, text, cuts=()):
 
 def _harmless(family, calls):
     """Text formats cannot hold their own end mark, and lose a line end at a value's edge."""
-    if family not in ("qwen3_coder", "glm45", "pythonic", "llama4_pythonic"):
+    if family not in ("qwen3_coder", "seed_oss", "minimax_m2", "glm45"):
         return True
     return "</" not in repr(calls)
 

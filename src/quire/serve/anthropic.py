@@ -18,8 +18,8 @@ _REFUSED = {
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def to_chat(request: CountTokensRequest) -> ChatRequest:
-    """The same request in OpenAI's terms."""
+def to_chat(request: CountTokensRequest, thinks: bool) -> ChatRequest:
+    """The same request in OpenAI's terms. `thinks`: the model's reasoning is told apart, so it can have a budget."""
     for name, why in _REFUSED.items():
         if getattr(request, name):
             raise NotSupported(f"{name} cannot be used: {why}", name)
@@ -31,7 +31,7 @@ def to_chat(request: CountTokensRequest) -> ChatRequest:
         "add_generation_prompt": not goes_on,
         "continue_final_message": goes_on,
         **_tools(request),
-        **_thinking(request),
+        **_thinking(request, thinks),
     }
     if isinstance(request, MessagesRequest):
         body |= {
@@ -201,14 +201,14 @@ def _tools(request: CountTokensRequest) -> dict[str, Any]:
     return out
 
 
-def _thinking(request: CountTokensRequest) -> dict[str, Any]:
+def _thinking(request: CountTokensRequest, thinks: bool) -> dict[str, Any]:
     out: dict[str, Any] = {}
     thinking, config = request.thinking, request.output_config
     if thinking is not None and thinking.type != "adaptive":
         on = thinking.type == "enabled"
         out["chat_template_kwargs"] = {"enable_thinking": on, "thinking": on}
         out["include_reasoning"] = on and thinking.display != "omitted"
-        if on and thinking.budget_tokens is not None:
+        if on and thinks and thinking.budget_tokens is not None:
             out["thinking_token_budget"] = thinking.budget_tokens
     if config is not None and config.effort is not None:
         out["reasoning_effort"] = config.effort

@@ -26,7 +26,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {400: {"model": AnthropicErrorBody}, 
 async def create_message(request: MessagesRequest, raw: Request) -> Response:
     server = server_of(raw)
     server.check(request)
-    chat = to_chat(request)
+    chat = to_chat(request, thinks=server.formats.thinking is not None)
     turn = await unless_gone(raw.receive, prepare_turn(server, raw, chat, "msg", "toolu_"))
     reply = _Reply(server, turn, chat)
     if request.stream:
@@ -38,7 +38,7 @@ async def create_message(request: MessagesRequest, raw: Request) -> Response:
 async def count_tokens(request: CountTokensRequest, raw: Request) -> Response:
     server = server_of(raw)
     server.check(request)
-    rendered = await unless_gone(raw.receive, render_turn(server, to_chat(request)))
+    rendered = await unless_gone(raw.receive, render_turn(server, to_chat(request, thinks=False)))
     return json_response({"input_tokens": len(rendered.prompt.ids)})
 
 

@@ -146,7 +146,7 @@ def _set_up(server: Server, job: Job, use: ToolUse, reading: Reading) -> None:
     if form is not None and special_marks(form, server.formats.specials)[0]:
         params.skip_special_tokens = False  # the markers must be seen; the reading takes the rest out
     if use.forced:
-        params.structured_outputs = StructuredOutputsParams(json=use.answer_schema())
+        params.structured_outputs = StructuredOutputsParams(json=use.answer_schema(), disable_any_whitespace=True)
     if params.structured_outputs is not None and form is not None:
         before = form.thinking.end[0] if form.thinking is not None and reading.inside else None
         if form.channels is not None:

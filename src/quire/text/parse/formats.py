@@ -32,21 +32,38 @@ _MISTRAL = Format(
     in_template=("[TOOL_CALLS]",),
 )
 
-# <tool_call><function=f><parameter=a>1</parameter></function></tool_call>, every mark on a line of its own
-_QWEN_CODER = Format(
+# <function=f><parameter=a>1</parameter></function>, every mark on a line of its own
+_FUNCTION: tuple[Part, ...] = (
+    Mark("<function="),
+    Name((">",)),
+    Parameters(("<parameter=", ">"), ("", "</parameter>"), lines=True),
+    Mark("</function>"),
+)
+# between <tool_call> and </tool_call>, or marks of another name
+_QWEN_CODER = Format((Calls(("<tool_call>",), _FUNCTION, end="</tool_call>"),), in_template=("<tool_call>", "<function="))
+_SEED = Format(
+    (Calls(("<seed:tool_call>",), _FUNCTION, end="</seed:tool_call>", several=True),),
+    Thinking(("<seed:think>",), ("</seed:think>",)),
+    in_template=("<seed:tool_call>",),
+)
+
+# <minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></invoke> ... </minimax:tool_call>
+_MINIMAX = Format(
     (
         Calls(
-            ("<tool_call>",),
+            ("<minimax:tool_call>",),
             (
-                Mark("<function="),
-                Name((">",)),
-                Parameters(("<parameter=", ">"), ("", "</parameter>"), lines=True),
-                Mark("</function>"),
+                Mark('<invoke name="'),
+                Name(('">',)),
+                Parameters(('<parameter name="', '">'), ("", "</parameter>")),
+                Mark("</invoke>"),
             ),
-            end="</tool_call>",
+            end="</minimax:tool_call>",
+            several=True,
         ),
     ),
-    in_template=("<tool_call>", "<function="),
+    _THINK,
+    in_template=("<minimax:tool_call>",),
 )
 
 _DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -139,13 +156,18 @@ BUILT_IN: dict[str, Format] = {
     "deepseek_v31": _DEEPSEEK_V31,
     "kimi_k2": _KIMI,
     "glm45": _GLM,
+    "glm47": _GLM,
     "qwen3_coder": _QWEN_CODER,
+    "qwen3_xml": _QWEN_CODER,
+    "seed_oss": _SEED,
+    "minimax_m2": _MINIMAX,
     "mistral": _MISTRAL,
     "phi4_mini_json": _PHI,
     "granite": _GRANITE,
     "llama4_pythonic": Format((_PYTHONIC,), noise=("<|python_start|>", "<|python_end|>"), in_template=("<|python_start|>",)),
     "llama3_json": _LLAMA_JSON,
     "hermes": _HERMES,
+    "granite4": _HERMES,
     "pythonic": Format((_PYTHONIC,)),
     "qwen3": Format(thinking=_THINK, in_template=("</think>",)),
     "deepseek_r1": Format(thinking=Thinking(("<think>",), ("</think>",), opened=True)),
