@@ -170,6 +170,16 @@ def test_text_streams_as_it_comes():
     assert machine.feed("b>") == [Text(" <b>")]
 
 
+def test_space_is_not_held_back_for_ever():
+    machine, answer = parser("hermes", "qwen3"), "a" + " " * 1000 + "<tool_call>" + " " * 1000
+    assert sum(len(event.text) for event in machine.feed("a" + " " * 1000)) > 700
+    whole = Folded.of(events(parser("hermes", "qwen3"), answer))
+    assert Folded.of(events(parser("hermes", "qwen3"), answer, range(len(answer)))) == whole == Folded(answer)
+    answer = "b" + " " * 1000 + '<tool_call>{"name": "get_weather"}</tool_call>'
+    whole = Folded.of(events(parser("hermes", "qwen3"), answer))
+    assert Folded.of(events(parser("hermes", "qwen3"), answer, range(len(answer)))) == whole and whole.calls
+
+
 def test_arguments_stream_as_they_come():
     machine = parser("hermes")
     machine.feed('<tool_call>{"name": "get_weather", "arguments": ')

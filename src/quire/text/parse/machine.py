@@ -126,19 +126,15 @@ class Parser:
                 if source.text[begin:end] in self._noise:
                     source.drop(begin, end)
                     continue
-                before = source.take(begin - source.at)
-                text = before.rstrip()
-                self._say(kind, text)
-                self._gap = before[len(text) :]
+                self._say(kind, source.take(source.before_space(begin) - source.at))
+                self._gap = source.take(begin - source.at)
                 self._after_mark = True
                 return source.take(end - begin)
             if source.ended:
                 self._say(kind, source.take(len(source.text) - source.at))
                 return ""
             sure = marks.safe(source.text, source.at) if found is None else found[0]
-            sure = len(source.text[:sure].rstrip())
-            if sure > source.at:
-                self._say(kind, source.take(sure - source.at))
+            self._say(kind, source.take(source.before_space(sure) - source.at))
             yield from source.more()
 
     def _say(self, kind: _Prose, text: str) -> None:

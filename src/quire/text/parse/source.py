@@ -12,6 +12,7 @@ from typing import TypeVar
 T = TypeVar("T")
 Pull = Generator[None, None, T]
 
+MOST_SPACE = 256  # characters beside a mark; what is more is text
 _SPACE = re.compile(r"\s*")
 
 
@@ -56,6 +57,11 @@ class Source:
         yield
         return len(self.text) - self.at > size
 
+    def before_space(self, end: int) -> int:
+        """Where the space begins that stands in front of `end`."""
+        tail = self.text[max(self.at, end - MOST_SPACE) : end]
+        return end - len(tail) + len(tail.rstrip())
+
     def take(self, count: int) -> str:
         begin, self.at = self.at, self.at + count
         return self.text[begin : self.at]
@@ -90,7 +96,8 @@ class Source:
             if self.text.startswith(text, self.at):
                 self.at += len(text)
                 return True
-            if not text.startswith(self.text[self.at :]) or not (yield from self.more()):
+            decided = len(self.text) - self.at >= len(text) or not text.startswith(self.text[self.at :])
+            if decided or not (yield from self.more()):
                 return False
 
     def expect(self, text: str) -> Pull[None]:
@@ -112,6 +119,8 @@ class Source:
             found = _SPACE.match(self.text, self.at)
             assert found is not None
             begin = found.end()
+            if begin - self.at > MOST_SPACE:
+                return "", ""
             if not self.ended and marks.may_grow(self.text, begin):
                 yield from self.more()
                 continue
@@ -142,7 +151,7 @@ class Marks:
 
     def may_grow(self, text: str, at: int) -> bool:
         """Is all of the text from here on the beginning of a (longer) mark?"""
-        return at == len(text) or text[at:] in self._beginnings
+        return at == len(text) or (len(text) - at < self._longest and text[at:] in self._beginnings)
 
     def safe(self, text: str, at: int) -> int:
         """Up to here the text cannot be part of a mark. There is no whole mark in it."""
