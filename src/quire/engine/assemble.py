@@ -71,11 +71,9 @@ def start_core(config: Config) -> Started:
     return Started(core, capacity.max_model_len, capacity.pages)
 
 
-def _grammars(config: Config) -> Grammars | None:
-    """Nothing is started before the first request with a grammar. Without a tokenizer there are none."""
+def _grammars(config: Config) -> Grammars:
+    """Nothing is started before the first request with a grammar."""
     args, facts = config.args, config.facts
-    if args.skip_tokenizer_init:
-        return None
     path = str(facts.files.path.absolute())
     return Grammars(path, args.tokenizer, args.tokenizer_revision, facts.vocab_size, facts.eos_ids)
 

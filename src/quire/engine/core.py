@@ -12,12 +12,13 @@ from quire.engine.executor.base import Executor, Flight
 from quire.grammar.client import Grammars, refusal
 from quire.sched.plan_builder import Scheduled
 from quire.sched.scheduler import Scheduler
+from quire.sched.thinking import forced_end
 from quire.types.errors import EngineDead, NotSupported, RequestError
 from quire.types.outputs import TokenDelta
 from quire.types.plan import Words
 from quire.types.request import EngineRequest
 from quire.types.stats import Stats
-from quire.types.structured import FIELD, StructuredOutputsParams
+from quire.types.structured import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
@@ -45,17 +46,14 @@ class EngineCore:
 
     def add(self, request: EngineRequest) -> None:
         """A request with a grammar runs when that is compiled. If it cannot be, `on_refused` is told, or a last delta tells."""
-        if request.params.structured_outputs is not None and self._grammars is None:
-            raise NotSupported("structured_outputs cannot be used: this engine has no tokenizer", FIELD)
+        grammars = self._masking() if request.params.needs_masks else None
         self.scheduler.add(request)
-        if request.params.structured_outputs is not None and self._grammars is not None:
-            self._grammars.open(request)
+        if grammars is not None and request.params.structured_outputs is not None:
+            grammars.open(request)
 
     def check_grammar(self, params: StructuredOutputsParams) -> None:
         """Waits until it is known whether this can be compiled. Raises RequestError if not."""
-        if self._grammars is None:
-            raise NotSupported("structured_outputs cannot be used: this engine has no tokenizer", FIELD)
-        self._grammars.check(params)
+        self._masking().check(params)
 
     def abort(self, ids: Iterable[str]) -> None:
         """Ends requests now; the next step says so with their last delta. Unknown and finished ids are ignored."""
@@ -101,13 +99,18 @@ class EngineCore:
             self._grammars.stop()
         self.executor.stop()
 
+    def _masking(self) -> Grammars:
+        if self._grammars is None:
+            raise NotSupported("structured_outputs and thinking_token_budget cannot be used: this engine has no masks")
+        return self._grammars
+
     def _submit(self, scheduled: Scheduled) -> None:
         try:
             flight = self.executor.submit(scheduled.plan)
-            if len(scheduled.plan.masked) and self._grammars is not None:
+            if len(scheduled.plan.masked):
                 while self._flights:  # masks depend on their tokens
                     self._land(*self._flights.popleft())
-                flight.draw(self._masks(scheduled, self._grammars))
+                flight.draw(self._masks(scheduled, self._masking()))
             self._flights.append((scheduled, flight))
         except EngineDead:
             raise
@@ -117,7 +120,14 @@ class EngineCore:
     def _masks(self, scheduled: Scheduled, grammars: Grammars) -> Words:
         grammars.settle_masks()
         self._hear(grammars)
-        return grammars.masks([scheduled.requests[row].spec.id for row in scheduled.plan.masked.tolist()])
+        requests = [scheduled.requests[row] for row in scheduled.plan.masked.tolist()]
+        masks = grammars.masks([request.spec.id for request in requests])
+        for request, mask in zip(requests, masks, strict=True):
+            token = forced_end(request)
+            if token is not None:
+                mask[:] = 0
+                mask[token // 32] = 1 << token % 32
+        return masks
 
     def _hear(self, grammars: Grammars) -> None:
         """Grammars that are compiled or cannot be, and those that failed later."""

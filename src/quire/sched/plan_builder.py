@@ -26,6 +26,7 @@ class PlanBuilder:
         self._rows: dict[Request, int] = {}  # → count
         self._end: list[int] = []
         self._sample: list[bool] = []
+        self._masked: list[int] = []
         self._admitted: list[Admission] = []
         self._group: list[int] = []
         self._slot: list[int] = []
@@ -66,7 +67,9 @@ class PlanBuilder:
         self.sources.append(source)
         self._targets.append(target)
 
-    def row(self, request: Request, count: int, end: int, sample: bool) -> None:
+    def row(self, request: Request, count: int, end: int, sample: bool, masked: bool) -> None:
+        if masked:
+            self._masked.append(len(self._rows))
         self._rows[request] = count
         self._end.append(end)
         self._sample.append(sample)
@@ -80,7 +83,6 @@ class PlanBuilder:
         if not self._rows:
             return None
         given = np.array(self._given, np.int32).reshape(-1, 3)
-        masked = [i for i, request in enumerate(self._rows) if request.constrained and self._sample[i]]
         plan = StepPlan(
             step=self.step,
             retired=_ints(retired),
@@ -95,7 +97,7 @@ class PlanBuilder:
             count=_ints(list(self._rows.values())),
             end=_ints(self._end),
             sample=np.array(self._sample, dtype=np.bool_),
-            masked=_ints(masked),
+            masked=_ints(self._masked),
             given_slot=given[:, 0],
             given_position=given[:, 1],
             given_token=given[:, 2],

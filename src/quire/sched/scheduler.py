@@ -19,6 +19,7 @@ from quire.sched.limits import Limits
 from quire.sched.plan_builder import PlanBuilder, Scheduled
 from quire.sched.queue import Order, Policy, Queue, Running
 from quire.sched.stop import finish
+from quire.sched.thinking import may_be_cut
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError, EngineError, RequestError
 from quire.types.outputs import TokenDelta
@@ -107,10 +108,10 @@ class Scheduler:
     def extend(self, name: str, tokens: Iterable[int]) -> list[TokenDelta]:
         """A request goes on with tokens that need not be drawn because there is no choice.
 
-        Nothing happens while it has a row in flight, and if it wants logprobs: those come from the draw.
+        Nothing happens before it has run at all, while a row of it is in flight, or if it wants logprobs: those need a draw.
         """
         request = self._live.get(name)
-        if request is None or request.rows or request in self._unready or request.spec.params.wants_logprobs:
+        if request is None or request.rows or request.admitted < 0 or request.spec.params.wants_logprobs:
             return []
         start, stop, news = len(request.tokens), None, list[int]()
         for token in tokens:
@@ -235,12 +236,13 @@ class Scheduler:
         request.computed += count
         request.rows += 1
         sample = request.computed == len(request.tokens) + request.pending
+        masked = sample and (request.constrained or may_be_cut(request))
         if sample:
             request.pending += 1
         else:
             plan.owed += self._tables.demand(request, len(request.tokens))
         self._tables.publish(request)
-        plan.row(request, count, request.computed, sample)
+        plan.row(request, count, request.computed, sample, masked)
 
     # ---- pages -----------------------------------------------------------------------------------------------------------
 

@@ -167,7 +167,7 @@ class InputProcessor:
                 raise InvalidParameter(
                     f"{name}={asked} asks for more than this engine allows ({self.max_logprobs}); raise max_logprobs", name
                 )
-        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "thinking_end_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if not 0 <= token < self.vocab_size:
                     raise InvalidParameter(f"{name}: token id {token} is out of vocabulary (0 to {self.vocab_size - 1})", name)

@@ -62,6 +62,7 @@ class Request:
     admitted: int = -1  # step of the latest admission
     scheduled_at: float = 0.0  # first time in a batch, 0 = never
     finished: FinishReason | None = None
+    thought: bool = False  # its reasoning is known to be over; matters only if that has a budget
 
     @property
     def constrained(self) -> bool:

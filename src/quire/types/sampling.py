@@ -88,7 +88,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     extra_args: dict[str, Any] | None = None
     skip_clone: bool = False
     skip_reading_prefix_cache: bool | None = None
-    thinking_token_budget: int | None = None
+    thinking_token_budget: int | None = None  # of an answer that begins with reasoning
+    thinking_end_ids: list[int] | None = None  # the tokens that end it
     repetition_detection: RepetitionDetectionParams | None = None
     routed_experts_prompt_start: int = 0
     trace_decode_token_ids: list[int] | None = None
@@ -108,6 +109,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     @property
     def stops(self) -> list[str]:
         return self.stop if isinstance(self.stop, list) else []
+
+    @property
+    def needs_masks(self) -> bool:
+        """What may be drawn is decided anew for every token."""
+        return self.structured_outputs is not None or self.thinking_token_budget is not None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -169,6 +175,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                 "prompt_logprobs need every prompt position to be run: leave skip_reading_prefix_cache out or set it to true",
                 "skip_reading_prefix_cache",
             )
+        if self.thinking_token_budget is not None:
+            _check_int("thinking_token_budget", self.thinking_token_budget, low=0)
         if self.stream_interval is not None:
             _check_int("stream_interval", self.stream_interval, low=1)
         for name in (
@@ -197,6 +205,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         _check_ids("stop_token_ids", self.stop_token_ids)
         _check_ids("allowed_token_ids", self.allowed_token_ids)
         _check_ids("logprob_token_ids", self.logprob_token_ids)
+        _check_ids("thinking_end_ids", self.thinking_end_ids)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidParameter("allowed_token_ids must not be empty; leave it out to allow all", "allowed_token_ids")
         if self.logprob_token_ids is not None and len(self.logprob_token_ids) > MOST_LOGPROB_TOKEN_IDS:
@@ -215,7 +224,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     def _refuse_what_is_not_built(self) -> None:
         not_built = {
             "extra_args": (bool(self.extra_args), "no installed plugin reads extra_args"),
-            "thinking_token_budget": (self.thinking_token_budget is not None, "no reasoning parser is configured"),
+            "thinking_token_budget": (
+                self.thinking_token_budget is not None and not self.thinking_end_ids,
+                "no reasoning parser is configured",
+            ),
             "routed_experts_prompt_start": (self.routed_experts_prompt_start != 0, "routed experts are not returned"),
             "trace_decode_token_ids": (self.trace_decode_token_ids is not None, "decode traces are not available"),
         }
