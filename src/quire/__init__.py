@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from quire.types.sampling import BeamSearchParams as BeamSearchParams
     from quire.types.sampling import RequestOutputKind as RequestOutputKind
     from quire.types.sampling import SamplingParams as SamplingParams
+    from quire.types.structured import StructuredOutputsParams as StructuredOutputsParams
 
 _HOMES = {
     "LLM": "quire.llm",
@@ -34,6 +35,7 @@ _HOMES = {
     "SamplingParams": "quire.types.sampling",
     "BeamSearchParams": "quire.types.sampling",
     "RequestOutputKind": "quire.types.sampling",
+    "StructuredOutputsParams": "quire.types.structured",
     "RequestOutput": "quire.types.outputs",
     "CompletionOutput": "quire.types.outputs",
     "PromptType": "quire.types.prompts",

@@ -67,7 +67,10 @@ class LLMEngine:
         priority: int = 0,
     ) -> Prepared:
         arrival = time.time() if arrival_time is None else arrival_time
-        return self.inputs.prepare(request_id, prompt, params, arrival=arrival, priority=priority)
+        prepared = self.inputs.prepare(request_id, prompt, params, arrival=arrival, priority=priority)
+        if prepared.params.structured_outputs is not None:
+            self.core.check_grammar(prepared.params.structured_outputs)
+        return prepared
 
     def submit(self, prepared: Prepared) -> None:
         if prepared.id in self.outputs:

@@ -35,7 +35,7 @@ def test_every_field_has_help_and_a_flag() -> None:
     for field in (*dataclasses.fields(ServerArgs), *dataclasses.fields(EngineArgs)):
         assert spec_of(field).help
         assert f"--{field.name.replace('_', '-')}" in help_text
-    for hidden in ("tool-call-parser", "middleware", "tensor-parallel"):
+    for hidden in ("tool-server", "middleware", "tensor-parallel"):
         assert hidden not in help_text
 
 
@@ -54,8 +54,7 @@ def test_flags() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--enable-auto-tool-choice", "enable_auto_tool_choice=True is not supported: tool calls"),
-        ("--tool-call-parser hermes", "tool_call_parser='hermes' is not supported"),
+        ("--tool-server x", "tools are called by the client"),
         ("--middleware a.b", "the server runs no code but its own"),
         ("--api-server-count 2", "api_server_count=2 is not supported"),
         ("-asc 2", "api_server_count=2"),
@@ -90,7 +89,8 @@ def test_names_belong_to_one_list() -> None:
     assert not server & engine
     assert not server & set(SERVER_REFUSED)
     assert not engine & SERVER_NAMES
-    assert SERVER_NAMES & set(REFUSED) == {"otlp_traces_endpoint"}  # refused where there is no server
+    without_a_server = {"otlp_traces_endpoint", "reasoning_parser", "reasoning_parser_plugin"}
+    assert set(REFUSED) & SERVER_NAMES == without_a_server
 
 
 def test_only_the_servers_part_is_taken() -> None:

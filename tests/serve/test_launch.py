@@ -45,7 +45,8 @@ def test_a_port_in_use_is_told_at_once(serve_model: Path) -> None:
         (["./nothing"], 1, "./nothing: no such file or directory"),
         (["--max-model-len", "9999999"], 2, "max_model_len"),
         (["--kv-cache-memory-bytes", "1000"], 2, "the cache got 1000 bytes"),  # told by the engine process
-        (["--tool-call-parser", "hermes"], 2, "tool_call_parser='hermes' is not supported: tool calls"),
+        (["--tool-call-parser", "hermis"], 2, "there is no parser 'hermis' for tool calls; did you mean 'hermes'?"),
+        (["--tool-parser-plugin", "nowhere.py"], 2, "the parser plugin 'nowhere.py' is not a Python file"),
         (["--lora-modules", "a=b"], 2, "lora_modules='a=b' is not supported: LoRA"),
         (["--no-auth", "--api-key", "k"], 2, "contradict"),
         (["--ssl-certfile", "x", "--ssl-keyfile", "y"], 2, "the TLS certificate or its key cannot be used"),

@@ -14,6 +14,7 @@ from typing import Any
 from quire.config.fields import FLAG, NAMES, NUMBER, OBJECT, REAL, TEXT, TOKEN, setting, spec_of
 from quire.config.flags import add_flags, add_refused_flags
 from quire.config.refused import REFUSED, SHORT_FLAGS, refuse
+from quire.config.structured import check_structured_outputs
 from quire.types.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2"
@@ -65,6 +66,12 @@ class EngineArgs:
         "raw_logprobs", TEXT, _LENGTHS, "what logprobs hold: before or after penalties and temperature",
         choices=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
     )  # fmt: skip
+    structured_outputs_config: dict[str, Any] = setting(
+        {},
+        OBJECT,
+        _LENGTHS,
+        "backend (auto, guidance), disable_any_whitespace and disable_additional_properties of JSON answers",
+    )
     generation_config: str = setting(
         "auto", TEXT, _LENGTHS, "where default sampling parameters come from: auto = the model, vllm = neutral, or a directory"
     )
@@ -109,6 +116,7 @@ class EngineArgs:
         for field in dataclasses.fields(self):
             optional = field.default is None
             setattr(self, field.name, spec_of(field).check(field.name, getattr(self, field.name), optional))
+        check_structured_outputs(self.structured_outputs_config)
 
     @classmethod
     def from_kwargs(cls, **values: Any) -> "EngineArgs":

@@ -44,8 +44,7 @@ _TABLE: _Groups = (
     (_NO_LORA, {"enable_lora": (False,), "max_loras": (1,), "max_lora_rank": (16,), "max_cpu_loras": (), "lora_modules": ([],),
                 "fully_sharded_loras": (False,)}),
     (_NO_SPECULATION, {"speculative_config": ({},), "spec_method": (), "spec_model": (), "spec_tokens": (0,)}),
-    ("structured outputs are not available yet", {"structured_outputs_config": ({},)}),
-    ("reasoning is not parsed yet", {"reasoning_parser": ("",), "reasoning_parser_plugin": ("",)}),
+    ("reasoning is parsed by the server: quire serve has these", {"reasoning_parser": ("",), "reasoning_parser_plugin": ("",)}),
     (_TEXT_ONLY, {
         "limit_mm_per_prompt": ({},), "mm_processor_kwargs": ({},), "mm_processor_cache_gb": (0, 4, 4.0),
         "media_io_kwargs": ({},), "allowed_local_media_path": ("",), "allowed_media_domains": ([],),

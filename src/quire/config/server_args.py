@@ -10,13 +10,14 @@ import dataclasses
 from dataclasses import dataclass
 
 from quire.config.args import nearest
-from quire.config.fields import FLAG, LIST, NUMBER, REAL, TEXT, setting, spec_of
+from quire.config.fields import FLAG, LIST, NUMBER, OBJECT, REAL, TEXT, setting, spec_of
 from quire.config.flags import add_flags, add_refused_flags
 from quire.config.refused import refuse
 from quire.config.server_refused import SERVER_REFUSED, SERVER_SHORT_FLAGS
 from quire.types.errors import ConfigError
 
 _BIND, _SECURITY, _ANSWERS, _RUN, _SEEN = "where it listens", "who may ask", "answers", "running", "what is seen of it"
+_TOOLS = "tools and reasoning"
 _LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
@@ -57,6 +58,24 @@ class ServerArgs:
     enable_per_request_metrics: bool = setting(False, FLAG, _ANSWERS, "every answer carries its own times")
     enable_request_id_headers: bool = setting(False, FLAG, _ANSWERS, "responses carry X-Request-Id")
     disable_fastapi_docs: bool = setting(False, FLAG, _ANSWERS, "no /docs, /redoc and /openapi.json")
+
+    enable_auto_tool_choice: bool = setting(
+        False, FLAG, _TOOLS, "the model may decide to call tools (tool_choice=auto); its calls are parsed"
+    )
+    tool_call_parser: str | None = setting(
+        None, TEXT, _TOOLS, "how the model writes tool calls: hermes, mistral, ... (docs/tools.md); auto: by its chat template"
+    )
+    tool_parser_plugin: str | None = setting(None, TEXT, _TOOLS, "Python file that registers formats of tool calls")
+    exclude_tools_when_tool_choice_none: bool = setting(
+        False, FLAG, _TOOLS, "with tool_choice=none the chat template does not see the tools"
+    )
+    reasoning_parser: str = setting(
+        "", TEXT, _TOOLS, "how the model writes its reasoning: qwen3, deepseek_r1, ... ; auto: by its chat template"
+    )
+    reasoning_parser_plugin: str | None = setting(None, TEXT, _TOOLS, "Python file that registers formats of reasoning")
+    default_chat_template_kwargs: dict[str, object] = setting(
+        {}, OBJECT, _TOOLS, 'variables for the chat template, under those of the request: {"enable_thinking": false}'
+    )
 
     shutdown_timeout: float = setting(
         30.0, REAL, _RUN, "seconds that running requests get to finish after SIGTERM or Ctrl-C; then they are ended", low=0.0

@@ -4,21 +4,16 @@ from typing import Any
 
 from quire.config.refused import table_of
 
-_NO_TOOLS = "tool calls are not parsed yet"
 _ONE_FRONT = "one API process serves one engine"
 _NO_PLUGINS = "the server runs no code but its own"
 
 SERVER_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = table_of((
-    (_NO_TOOLS, {
-        "enable_auto_tool_choice": (False,), "tool_call_parser": ("",), "tool_parser_plugin": ("",),
-        "exclude_tools_when_tool_choice_none": (False,), "tool_server": (),
-    }),
+    ("tools are called by the client, never by the server", {"tool_server": ()}),
     (_NO_PLUGINS, {"middleware": ([],), "log_config_file": ()}),
     (_ONE_FRONT, {"api_server_count": (1,), "headless": (False,), "aggregate_engine_logging": (False,)}),
     ("only HTTP is spoken", {"grpc": (False,)}),
     ("certificates are read once, at the start", {"enable_ssl_refresh": (False,)}),
     ("message content is handed to the template as text", {"chat_template_content_format": ("auto", "string")}),
-    ("template arguments come with the request, as chat_template_kwargs", {"default_chat_template_kwargs": ({},)}),
     ("flags are given on the command line", {"config": ()}),
     ("the number of requests is in /metrics", {"enable_server_load_tracking": (False,)}),
     ("the tokenizer is in the model's files", {"enable_tokenizer_info_endpoint": (False,)}),

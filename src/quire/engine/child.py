@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import signal
-import site
 import subprocess
 import sys
 import tempfile
@@ -21,13 +20,12 @@ from typing import IO
 
 import zmq
 
-import quire
 from quire.config.args import EngineArgs
 from quire.engine import ipc
+from quire.subprocesses import environment
 from quire.types.errors import ConfigError
 
 COMMAND = (sys.executable, "-P", "-m", "quire.engine.process")  # -P: what lies in the working directory is not imported
-ROOT = str(Path(quire.__file__).absolute().parent.parent)
 LONGEST_DIRECTORY = 80  # bytes; the address of a Unix socket has 107
 LAST_LINES = 20
 
@@ -45,7 +43,7 @@ class Child:
             self._commands, self._reports = channel.sender("commands"), channel.receiver("reports")
             process = subprocess.Popen(
                 [*command, str(self._directory), str(os.getpid()), *([ipc.AHEAD] if args is None else [])],
-                env=_environment(),
+                env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -138,13 +136,6 @@ def _first_frame(args: EngineArgs) -> bytes:
         return ipc.encode(ipc.Start(args, logging.getLogger("quire").getEffectiveLevel()))
     except (TypeError, OverflowError) as error:
         raise ConfigError(f"an engine argument cannot be sent to the engine process: {error}") from None
-
-
-def _environment() -> dict[str, str] | None:
-    """Ours. A package that is not installed but was found by a path is to be found by the engine process, too."""
-    if ROOT in (*site.getsitepackages(), site.getusersitepackages()):
-        return None
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))}
 
 
 def _make_directory() -> Path:

@@ -11,34 +11,55 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from quire.engine.executor.base import Executor, Flight
+from quire.grammar.client import Grammars, refusal
 from quire.sched.plan_builder import Scheduled
 from quire.sched.scheduler import Scheduler
-from quire.types.errors import EngineDead
+from quire.sched.thinking import forced_end
+from quire.types.errors import EngineDead, NotSupported, RequestError
 from quire.types.outputs import TokenDelta
+from quire.types.plan import Words
 from quire.types.request import EngineRequest
 from quire.types.stats import Stats
+from quire.types.structured import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
+
+GRAMMAR_WAIT = 0.005  # seconds, while there is nothing else to do
 
 
 class EngineCore:
     """`depth` is how many steps may be in flight while the next one is planned: 0 is synchronous, 1 overlaps CPU and device."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, depth: int, clock: Callable[[], float] = time.monotonic
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        depth: int,
+        grammars: Grammars | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler, self.executor, self.depth, self._clock = scheduler, executor, depth, clock
+        self._grammars = grammars
         self._flights: deque[tuple[Scheduled, Flight]] = deque()
         self._deltas: list[TokenDelta] = []  # to be handed out by the next step
         self.tokens = 0  # run by the latest step
+        self.on_refused: Callable[[str, RequestError], None] | None = None  # told of requests whose grammar cannot be compiled
         self.before_admission: Callable[[list[str]], None] | None = None  # told who runs when new ones join, before they do
 
     def add(self, request: EngineRequest) -> None:
+        """A request with a grammar runs when that is compiled. If it cannot be, `on_refused` is told, or a last delta tells."""
+        grammars = self._masking() if request.params.needs_masks else None
         self.scheduler.add(request)
+        if grammars is not None and request.params.structured_outputs is not None:
+            grammars.open(request)
+
+    def check_grammar(self, params: StructuredOutputsParams) -> None:
+        """Waits until it is known whether this can be compiled. Raises RequestError if not."""
+        self._masking().check(params)
 
     def abort(self, ids: Iterable[str]) -> None:
         """Ends requests now; the next step says so with their last delta. Unknown and finished ids are ignored."""
-        self._deltas += self.scheduler.abort(ids)
+        self._tell(self.scheduler.abort(ids))
 
     def release(self, ids: Iterable[str]) -> None:
         self.scheduler.release(ids)
@@ -56,12 +77,18 @@ class EngineCore:
 
     def step(self) -> list[TokenDelta]:
         """One turn of the loop: plan and submit a step, take in those that are due."""
+        if self._grammars:
+            self._hear(self._grammars)
+            if not self._flights:
+                self._jump(self._grammars)
         scheduled = self.scheduler.schedule(self._clock())
         self.tokens = 0 if scheduled is None else scheduled.plan.tokens
         if scheduled is not None:
             if self.before_admission is not None and scheduled.plan.admitted:
                 self.before_admission(self.scheduler.running)
             self._submit(scheduled)
+        elif self._grammars and not self._flights and not self._deltas:
+            self._grammars.wait(GRAMMAR_WAIT)
         while len(self._flights) > self.depth or (self._flights and scheduled is None):
             self._land(*self._flights.popleft())
         deltas, self._deltas = self._deltas, []
@@ -74,15 +101,71 @@ class EngineCore:
     def stop(self) -> None:
         """Lets the executor go. Requests that are not finished by now get no answer."""
         self._flights.clear()
+        if self._grammars is not None:
+            self._grammars.stop()
         self.executor.stop()
+
+    def _masking(self) -> Grammars:
+        if self._grammars is None:
+            raise NotSupported("structured_outputs and thinking_token_budget cannot be used: this engine has no masks")
+        return self._grammars
 
     def _submit(self, scheduled: Scheduled) -> None:
         try:
-            self._flights.append((scheduled, self.executor.submit(scheduled.plan)))
+            flight = self.executor.submit(scheduled.plan)
+            if len(scheduled.plan.masked):
+                while self._flights:  # masks depend on their tokens
+                    self._land(*self._flights.popleft())
+                flight.draw(self._masks(scheduled, self._masking()))
+            self._flights.append((scheduled, flight))
         except EngineDead:
             raise
         except Exception as error:
             self._fail(scheduled, error)
+
+    def _masks(self, scheduled: Scheduled, grammars: Grammars) -> Words:
+        grammars.settle_masks()
+        self._hear(grammars)
+        requests = [scheduled.requests[row] for row in scheduled.plan.masked.tolist()]
+        masks = grammars.masks([request.spec.id for request in requests])
+        for request, mask in zip(requests, masks, strict=True):
+            token = forced_end(request)
+            if token is not None:
+                mask[:] = 0
+                mask[token // 32] = 1 << token % 32
+        return masks
+
+    def _hear(self, grammars: Grammars) -> None:
+        """Grammars that are compiled or cannot be, and those that failed later."""
+        news = grammars.news()
+        for name in news.ready:
+            self.scheduler.ready(name)
+        for name, error in news.failed:
+            self._tell(self.scheduler.end(name, error))
+        for name, error in news.refused:
+            ending = self.scheduler.end(name, error)
+            if self.on_refused is None:
+                self._tell(ending)
+            else:
+                grammars.close(name)
+                self.on_refused(name, refusal(error))
+
+    def _jump(self, grammars: Grammars) -> None:
+        """Where a grammar leaves no choice, tokens are taken without being drawn."""
+        grammars.settle()
+        for name, tokens in grammars.forced():
+            self._tell(self.scheduler.extend(name, tokens))
+        grammars.send()
+
+    def _tell(self, deltas: list[TokenDelta]) -> None:
+        """To be handed out; the grammars hear of it first."""
+        self._deltas += deltas
+        if self._grammars:
+            for delta in deltas:
+                if delta.finish_reason is not None:
+                    self._grammars.close(delta.request_id)
+                else:
+                    self._grammars.tell(delta.request_id, delta.token_ids)
 
     def _land(self, scheduled: Scheduled, flight: Flight) -> None:
         try:
@@ -92,9 +175,11 @@ class EngineCore:
         except Exception as error:
             self._fail(scheduled, error)
         else:
-            self._deltas += self.scheduler.commit(scheduled, result)
+            self._tell(self.scheduler.commit(scheduled, result))
+            if self._grammars:
+                self._grammars.send()
 
     def _fail(self, scheduled: Scheduled, error: Exception) -> None:
         """A lost step ends its own requests and no others."""
         logger.error("step %d failed", scheduled.plan.step, exc_info=error)
-        self._deltas += self.scheduler.fail(scheduled, f"{type(error).__name__}: {error}")
+        self._tell(self.scheduler.fail(scheduled, f"{type(error).__name__}: {error}"))

@@ -98,6 +98,7 @@ class Engine:
 
     def __init__(self, core: EngineCore, link: Link, pulse: Pulse) -> None:
         self._core, self._link, self._pulse = core, link, pulse
+        core.on_refused = self._refuse
         self.stopping = False
 
     def run(self) -> None:
@@ -135,10 +136,13 @@ class Engine:
         try:
             self._core.add(request)
         except RequestError as error:
-            self._link.send(ipc.Refused(request.id, type(error).__name__, str(error), error.parameter))
+            self._refuse(request.id, error)
         except Exception as error:
             logger.exception("a request could not be added")
             self._link.send(ipc.Refused(request.id, type(error).__name__, str(error), None))
+
+    def _refuse(self, name: str, error: RequestError) -> None:
+        self._link.send(ipc.Refused(name, type(error).__name__, str(error), error.parameter))
 
     def _call(self, number: int, method: str, args: list[Any]) -> ipc.Reply:
         if method not in CALLS:

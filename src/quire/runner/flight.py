@@ -1,33 +1,54 @@
 """A step on its way: what was launched, and how its result is read once it has landed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from torch import Tensor
 
 from quire.ops.sample import GOOD
+from quire.runner.sampler.grammar import Masks
 from quire.runner.sampler.logprobs import Report, to_top_logprobs
 from quire.runner.sampler.pipeline import FAULTS, Drawn
 from quire.runner.transfer import Download, Longs
-from quire.types.plan import StepPlan, StepResult, TopLogprobs
+from quire.types.errors import EngineError
+from quire.types.plan import StepPlan, StepResult, TopLogprobs, Words
 
 NO_TOKEN = -1
 BROKEN_PROMPT = "the model's logits are broken at a prompt position: they contain NaN or +inf"
 
 
 class StepFlight:
-    """The copies to the host were queued when this was made, behind the step's own work; `result` waits for them alone."""
+    """A step whose rows all draw freely has drawn when this is made. One with masked rows draws when it gets the masks.
 
-    def __init__(self, plan: StepPlan, drawn: Drawn | None, prompts: list[tuple[int, Report]]) -> None:
-        """`drawn` is for the rows that sample, in order; `prompts` are (row, report) pieces in the order of positions."""
+    The copies to the host are queued at the draw, behind the step's own work; `result` waits for them alone.
+    """
+
+    def __init__(
+        self, plan: StepPlan, prompts: list[tuple[int, Report]], draw: Drawn | Callable[[Masks | None], Drawn] | None
+    ) -> None:
+        """`draw` is for the rows that sample, in order, or what they drew; `prompts` are (row, report) pieces in the order of
+        positions."""
         self._plan = plan
-        self._drawn = drawn
         self._prompts = prompts
+        self._draw = draw
+        self._drawn: Drawn | None = None
+        self._download: Download | None = None
+        self._result: StepResult | None = None
+        if not len(plan.masked):
+            self._complete(None)
+
+    def draw(self, masks: Words) -> None:
+        """masks [masked, W], of the plan's masked rows in order."""
+        drawing = np.cumsum(self._plan.sample) - 1  # index among the rows that draw
+        self._complete(Masks(drawing[self._plan.masked], masks))
+
+    def _complete(self, masks: Masks | None) -> None:
+        drawn = self._drawn = self._draw(masks) if callable(self._draw) else self._draw
+        self._draw = None
         tensors: list[Tensor] = [] if drawn is None else [drawn.result]
-        for report in [*([drawn.report] if drawn and drawn.report else []), *(report for _, report in prompts)]:
+        for report in [*([drawn.report] if drawn and drawn.report else []), *(report for _, report in self._prompts)]:
             tensors += report.tensors
         self._download = Download(tensors)
-        self._result: StepResult | None = None
 
     def result(self) -> StepResult:
         if self._result is None:
@@ -35,6 +56,8 @@ class StepFlight:
         return self._result
 
     def _read(self) -> StepResult:
+        if self._download is None:
+            raise EngineError(f"step {self._plan.step} was awaited before it got its masks")
         arrays = iter(self._download.wait())
         sampled = np.full(len(self._plan.slot), NO_TOKEN, np.int32)
         failed: dict[int, str] = {}

@@ -57,6 +57,14 @@ class Slots:
         self.tables[:, slot] = 0
         self.tokens[row, column] = token.int()
 
+    def give(self, plan: StepPlan) -> None:
+        """Tokens that follow a tenant's last without having been drawn."""
+        if not len(plan.given_slot):
+            return
+        self.known += np.bincount(plan.given_slot, minlength=len(self.known))
+        slot, position, token = upload_together([plan.given_slot, plan.given_position, plan.given_token], self.device)
+        self.tokens[slot, position] = token.int()
+
     def write_tables(self, plan: StepPlan) -> None:
         if not len(plan.entry_page):
             return

@@ -4,6 +4,8 @@ It does what the plan says, in the plan's order, and decides nothing. It does no
 """
 
 import gc
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +21,10 @@ from quire.runner.graphs import Graphs, allowance, fixed_plans
 from quire.runner.kv import KVBuffers
 from quire.runner.memory import device_budget, host_budget
 from quire.runner.rehearsal import rehearsal_plan
+from quire.runner.sampler.grammar import Masks
 from quire.runner.sampler.logprobs import Report
 from quire.runner.sampler.pipeline import Drawn, Sampler
+from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.runner.transfer import Longs
 from quire.runner.warmup import LONG, warm_up_layers, warm_up_steps, watch_kernels
@@ -145,27 +149,35 @@ class Runner:
         for admission in plan.admitted:
             sampler.admit(admission.slot, admission)
         sampler.refresh()
+        slots.give(plan)
         slots.write_tables(plan)
         kv.copy(plan.copy_from, plan.copy_to)
         if not len(plan.slot):
-            return StepFlight(plan, None, [])
+            return StepFlight(plan, [], None)
         slots.check(plan)
         prompts: list[tuple[int, Report]] = []
         reporting = _reporting(plan, slots, sampler)
-        replayed = None if self.graphs is None or len(reporting) else self.graphs.run(plan, sampler.plain(plan.slot))
-        drawn: Drawn | None = None
+        plain = not len(plan.masked) and sampler.plain(plan.slot)
+        replayed = None if self.graphs is None or len(reporting) else self.graphs.run(plan, plain)
+        draw: Drawn | Callable[[Masks | None], Drawn] | None = None
         if replayed is None:
             batch, rows = build_batch(plan, slots)
             hidden: Tensor = model(batch)
             prompts = _report_prompts(reporting, plan, batch, hidden, model, slots, sampler)
             if len(rows.slots):
-                drawn = sampler.sample(model.logits(hidden[batch.logit_index]), rows)
+                draw = partial(self._draw, model.logits(hidden[batch.logit_index]), rows)
         elif isinstance(replayed, Tensor):
-            drawn = Drawn(replayed, of_all=True)
+            draw = Drawn(replayed, of_all=True)
         elif len(replayed.rows.slots):
-            drawn = sampler.sample(replayed.logits, replayed.rows)
+            draw = partial(self._draw, replayed.logits, replayed.rows)
         slots.advance(plan)
-        return StepFlight(plan, drawn, prompts)
+        return StepFlight(plan, prompts, draw)
+
+    @torch.inference_mode()
+    def _draw(self, logits: Tensor, rows: Rows, masks: Masks | None) -> Drawn:
+        """logits [N, V] of the rows that draw. It comes before the next launch."""
+        assert self._tenants is not None
+        return self._tenants[2].sample(logits, rows, masks)
 
     @torch.inference_mode()
     def idle(self) -> bool:

@@ -30,24 +30,28 @@ class PlanBuilder:
         self.requests: list[Request] = []  # [rows]
         self.ends: list[int] = []  # [rows]
         self._odd: dict[int, tuple[int, bool]] = {}  # row → count, sample
+        self._masked: list[int] = []
         self._admitted: list[Admission] = []
         self._group: list[int] = []
         self._slot: list[int] = []
         self._index: list[int] = []
         self._page: list[int] = []
         self._targets: list[int] = []
+        self._given: list[tuple[int, int, int]] = []
 
     def admit(self, request: Request, start: int) -> None:
+        """The end-of-text ids of a constrained request are its grammar's matter."""
+        spec = request.spec
         self._admitted.append(
             Admission(
                 slot=request.slot,
                 tokens=_ints(request.tokens),
-                prompt_length=len(request.spec.prompt),
+                prompt_length=len(spec.prompt),
                 start=start,
-                params=request.spec.params,
-                seed=request.spec.seed,
-                stop_ids=tuple(sorted(request.spec.stop_ids)),
-                bad_words=request.spec.bad_words,
+                params=spec.params,
+                seed=spec.seed,
+                stop_ids=tuple(sorted(spec.stop_ids - spec.eos_ids if request.constrained else spec.stop_ids)),
+                bad_words=spec.bad_words,
             )
         )
 
@@ -65,11 +69,17 @@ class PlanBuilder:
             self._index.extend(range(first, first + count))
             self._page.extend(pages)
 
+    def give(self, request: Request, start: int) -> None:
+        """The device has not seen the request's tokens from position `start` on."""
+        self._given += [(request.slot, start + i, token) for i, token in enumerate(request.tokens[start:])]
+
     def copy(self, source: int, target: int) -> None:
         self.sources.append(source)
         self._targets.append(target)
 
-    def row(self, request: Request, count: int, end: int, sample: bool) -> None:
+    def row(self, request: Request, count: int, end: int, sample: bool, masked: bool) -> None:
+        if masked:
+            self._masked.append(len(self.requests))
         if count != 1 or not sample:
             self._odd[len(self.requests)] = (count, sample)
         self.requests.append(request)
@@ -93,6 +103,7 @@ class PlanBuilder:
         count, sample = np.ones(len(requests), np.int32), np.ones(len(requests), np.bool_)
         for i, (tokens, sampled) in self._odd.items():
             count[i], sample[i] = tokens, sampled
+        given = np.array(self._given, np.int32).reshape(-1, 3)
         plan = StepPlan(
             step=self.step,
             retired=_ints(retired),
@@ -107,6 +118,10 @@ class PlanBuilder:
             count=count,
             end=_ints(self.ends),
             sample=sample,
+            masked=_ints(self._masked),
+            given_slot=given[:, 0],
+            given_position=given[:, 1],
+            given_token=given[:, 2],
         )
         return Scheduled(plan, requests, tuple(i for i, (_, sampled) in self._odd.items() if not sampled))
 

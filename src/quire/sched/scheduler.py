@@ -19,6 +19,7 @@ from quire.sched.limits import Limits
 from quire.sched.plan_builder import PlanBuilder, Scheduled
 from quire.sched.queue import Order, Policy, Queue, Running
 from quire.sched.stop import attention, finish
+from quire.sched.thinking import may_be_cut
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError, EngineError, RequestError
 from quire.types.outputs import TokenDelta
@@ -50,9 +51,11 @@ class Scheduler:
         self._queue = Queue(self._order)
         self._running = Running(self._order)
         self._forks = Forks(self._order)
-        self._live: dict[str, Request] = {}  # all that are not finished: running, in the queue, or parked
+        self._live: dict[str, Request] = {}  # all that are not finished: running, in the queue, parked, or unready
+        self._unready: set[Request] = set()  # their grammar is being compiled
         self._void: set[Request] = set()  # their rows in flight read pages that were never written
         self._slots = list(range(max_seqs - 1, -1, -1))
+        self._given: dict[Request, int] = {}  # running ones with tokens the device has not been told, from this position on
         self._retired: list[int] = []  # slots whose leaving the device has not been told
         self._last: Scheduled | None = None  # the latest step
         self._blocked: tuple[Request, int] | None = None  # who did not fit, and pool.returned at that time
@@ -71,6 +74,19 @@ class Scheduler:
         request = Request(spec, limit=limit, order=self._arrivals, tokens=tokens, scored=spec.scored)
         self._arrivals += 1
         self._live[spec.id] = request
+        if request.constrained:
+            self._unready.add(request)
+        else:
+            self._line_up(request)
+
+    def ready(self, name: str) -> None:
+        """The request's grammar is there: it may run. Unknown and finished ids are ignored."""
+        request = self._live.get(name)
+        if request in self._unready:
+            self._unready.discard(request)
+            self._line_up(request)
+
+    def _line_up(self, request: Request) -> None:
         parent = self._forks.parent(request, self._live)
         if parent is None or not self._forks.park(request, parent, parent.computed):
             self._queue.push(request)
@@ -81,6 +97,35 @@ class Scheduler:
         for request in leaving:
             self._leave(request, "abort")
         return [delta(request, []) for request in leaving]
+
+    def end(self, name: str, error: str) -> list[TokenDelta]:
+        """Ends a request with an error that is its own."""
+        request = self._live.get(name)
+        if request is None:
+            return []
+        self._leave(request, "error")
+        return [delta(request, [], error=error)]
+
+    def extend(self, name: str, tokens: Iterable[int]) -> list[TokenDelta]:
+        """A request goes on with tokens that need not be drawn because there is no choice.
+
+        Nothing happens before it has run at all, while a row of it is in flight, or if it wants logprobs: those need a draw.
+        """
+        request = self._live.get(name)
+        if request is None or request.rows or request.admitted < 0 or request.spec.params.wants_logprobs:
+            return []
+        start, stop, news = len(request.tokens), None, list[int]()
+        for token in tokens:
+            request.tokens.append(token)
+            news.append(token)
+            if (ending := finish(request, token)) is not None:
+                reason, stop = ending
+                self._leave(request, reason)
+                break
+        else:
+            if request.slot >= 0:
+                self._given.setdefault(request, start)
+        return [delta(request, news, stop=stop)]
 
     def release(self, ids: Iterable[str]) -> None:
         """Gives back the pages of finished requests that hold them. Others are ignored."""
@@ -133,9 +178,11 @@ class Scheduler:
         left = self._advance(plan)
         self._admit(plan, left, now)
         self._pool.drop(plan.sources)
+        for request, start in self._given.items():
+            plan.give(request, start)
         scheduled = plan.build(self._retired, self._last)
         if scheduled is not None:
-            self._retired = []
+            self._retired, self._given = [], {}
             self._step += 1
             self._last = scheduled
         return scheduled
@@ -203,13 +250,15 @@ class Scheduler:
         request.computed += count
         request.rows += 1
         sample = request.computed == len(request.tokens) + request.pending
+        masked = sample and (request.constrained or may_be_cut(request))
         if sample:
             request.pending += 1
-            request.easy = min(request.covered, request.limit - 1)
+            if not request.spec.params.needs_masks:
+                request.easy = min(request.covered, request.limit - 1)
         else:
             plan.owed += self._tables.demand(request, len(request.tokens))
         self._tables.publish(request)
-        plan.row(request, count, request.computed, sample)
+        plan.row(request, count, request.computed, sample, masked)
 
     # ---- pages -----------------------------------------------------------------------------------------------------------
 
@@ -310,6 +359,7 @@ class Scheduler:
         self._queue.push(request)
 
     def _vacate(self, request: Request) -> None:
+        self._given.pop(request, None)
         self._running.remove(request)
         self._slots.append(request.slot)
         self._retired.append(request.slot)
@@ -420,6 +470,8 @@ class Scheduler:
                 self._forks.held[request.spec.id] = request
             else:
                 self._tables.free(request)
+        elif request in self._unready:
+            self._unready.discard(request)
         elif request in self._queue:
             self._queue.remove(request)
         else:
@@ -433,7 +485,7 @@ class Scheduler:
         self._tables.check(running + held)
         if sorted(self._slots + [request.slot for request in running]) != list(range(self._max_seqs)):
             raise EngineError(f"slots are lost or doubled: free {self._slots}, running {[r.slot for r in running]}")
-        places = [*running, *self._queue, *self._forks.parked()]
+        places = [*running, *self._queue, *self._forks.parked(), *self._unready]
         if sorted(request.order for request in places) != sorted(request.order for request in self._live.values()):
             raise EngineError("a request is in no place or in two")
         for request in places:

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import quire
 from quire.async_llm import AsyncLLM
 from quire.config.server_args import ServerArgs
-from quire.serve import chat, completions, models, tokenize
+from quire.serve import chat, completions, messages, models, responses, tokenize
 from quire.serve.disconnect import ClientGone
 from quire.serve.errors import CLIENT_GONE, HttpError, error_response, install_error_handlers
 from quire.serve.limits import LIMITS, Limits
@@ -29,9 +29,11 @@ def build_app(llm: AsyncLLM, settings: ServerArgs, limits: Limits = LIMITS) -> F
         redoc_url="/redoc" if shown else None,
         openapi_url="/openapi.json" if shown else None,
     )
-    app.state.server = Server(llm, settings, limits)
-    for protocol in (completions, chat, models, tokenize):
+    app.state.server = server = Server(llm, settings, limits)
+    _ = server.formats  # chosen, and logged, now
+    for protocol in (completions, chat, responses, messages, models, tokenize):
         app.include_router(protocol.router)
+    app.include_router(responses.stored_router)
     install_error_handlers(app)
     app.add_exception_handler(ClientGone, _nobody_reads)
     app.add_middleware(Boundary, limits=limits, tell_id=settings.enable_request_id_headers)
@@ -71,7 +73,7 @@ class Boundary:
         except Exception as error:
             if started:
                 raise  # half an answer is out: the connection must break
-            await error_response(error, request_id)(scope, receive, tell)
+            await error_response(error, scope)(scope, receive, tell)
 
 
 def _readable(header: bytes) -> str:

@@ -11,10 +11,11 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config.server_args import ServerArgs
-from quire.serve.errors import error_body, json_response
+from quire.serve.errors import error_body, json_response, shaped
 from quire.types.errors import ConfigError
 
 KEY_VARIABLES = ("QUIRE_API_KEY", "VLLM_API_KEY")
+_KEY_HEADERS = (b"authorization", b"x-api-key")
 _TENANT_SALT = b"quire prefix-cache tenant"
 
 
@@ -47,9 +48,9 @@ class Keys:
     def __len__(self) -> int:
         return len(self._digests)
 
-    def find(self, authorization: bytes) -> int | None:
-        """The number of the key in an Authorization header."""
-        scheme, _, token = authorization.partition(b" ")
+    def find(self, value: bytes, header: bytes = b"authorization") -> int | None:
+        """The number of the key in a header: Authorization: Bearer KEY, or Anthropic's X-Api-Key: KEY."""
+        scheme, _, token = value.partition(b" ") if header == b"authorization" else (b"bearer", b"", value)
         digest = hashlib.sha256(token.strip()).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return matches.index(True) if scheme.lower() == b"bearer" and any(matches) else None
@@ -72,8 +73,8 @@ class Guard:
                 return await route.handle(scope, receive, send)
         if not len(self._keys):
             return await self._app(scope, receive, send)
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        number = self._keys.find(given[0]) if len(given) == 1 else None
+        given = [(value, name) for name, value in scope["headers"] if name in _KEY_HEADERS]
+        number = self._keys.find(*given[0]) if len(given) == 1 else None
         if number is None:
             return await _unauthorized(scope, receive, send)
         scope.setdefault("state", {})["tenant"] = self._keys.tenant(number)
@@ -83,4 +84,4 @@ class Guard:
 async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:
     message = "no valid API key was given: send it as a header, Authorization: Bearer KEY"
     body = error_body(401, message, kind="AuthenticationError")
-    await json_response(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+    await json_response(shaped(body, scope), 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)

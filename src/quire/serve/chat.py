@@ -1,26 +1,26 @@
 """/v1/chat/completions: a conversation goes on."""
 
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from quire.serve.beam import search_beams
 from quire.serve.body import JSONRoute
 from quire.serve.disconnect import unless_gone
 from quire.serve.errors import json_response
-from quire.serve.generation import Job, collect, make_job, raise_failure, run
-from quire.serve.limits import check_work
+from quire.serve.events import Said
 from quire.serve.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from quire.serve.prompts import check_tools, render_messages, text_of, truncate
+from quire.serve.prompts import text_of
 from quire.serve.protocol.chat import ChatChunkChoice, ChatCompletion, ChatLogprobs, ChatMessage, ChatRequest, Delta
 from quire.serve.protocol.errors import ErrorBody
-from quire.serve.sampling import check_request
 from quire.serve.server import Server, server_of
 from quire.serve.sse import Events, open_stream
 from quire.serve.stream import StreamUsage
+from quire.serve.turn import Heard, Turn, play, play_at_once, prepare_turn
 from quire.serve.usage import timing_of, usage_of
-from quire.types.outputs import CompletionOutput, RequestOutput
+from quire.text.parse.events import Event, Reasoning, Text, ToolArguments, ToolStart
+from quire.types.outputs import CompletionOutput
 
 router = APIRouter(route_class=JSONRoute, tags=["OpenAI"])
 
@@ -30,30 +30,20 @@ router = APIRouter(route_class=JSONRoute, tags=["OpenAI"])
 )
 async def create_chat_completion(request: ChatRequest, raw: Request) -> Response:
     server = server_of(raw)
-    job = await unless_gone(raw.receive, _prepare(server, raw, request))
-    reply = _Reply(server, job, request)
+    turn = await unless_gone(raw.receive, prepare_turn(server, raw, request, "chatcmpl"))
+    reply = _Reply(server, turn, request)
     if request.stream:
         return await open_stream(reply.stream(), raw.receive)
-    gather = search_beams(server, job, request) if request.use_beam_search else collect(server, job)
-    [output] = await unless_gone(raw.receive, gather)
-    return json_response(reply.answer(output))
-
-
-async def _prepare(server: Server, raw: Request, request: ChatRequest) -> Job:
-    model = server.check(request)
-    check_request(request)
-    check_tools(request, request.tool_choice)
-    check_work(1, request.n or 1, server.limits)
-    prompt = await render_messages(server, request, request.messages, request.documents)
-    return make_job(server, raw, request, "chatcmpl", model, [truncate(server, request, prompt)])
+    return json_response(await unless_gone(raw.receive, reply.answer()))
 
 
 class _Reply:
     """One answer, whole or in chunks."""
 
-    def __init__(self, server: Server, job: Job, request: ChatRequest) -> None:
+    def __init__(self, server: Server, turn: Turn, request: ChatRequest) -> None:
         self._server = server
-        self._job = job
+        self._turn = turn
+        self._job = turn.job
         self._request = request
         as_ids = request.return_tokens_as_token_ids
         as_ids = server.settings.return_tokens_as_token_ids if as_ids is None else as_ids
@@ -62,53 +52,59 @@ class _Reply:
         self._role = server.settings.response_role if request.add_generation_prompt else str(last["role"])
         self._echo = text_of(last) if request.echo and last["role"] == self._role else ""
 
-    def answer(self, output: RequestOutput) -> dict[str, Any]:
-        choices = [
-            {
-                "index": choice.index,
-                "message": self._message(self._echo + choice.text),
-                "logprobs": self._logprobs(choice),
-                "finish_reason": choice.finish_reason,
-                "stop_reason": choice.stop_reason,
-                "token_ids": list(choice.token_ids) if self._request.return_token_ids else None,
-            }
-            for choice in output.outputs
-        ]
-        job = self._job
+    async def answer(self) -> dict[str, Any]:
+        step = await play_at_once(self._server, self._turn, self._request)
+        said = [Said().add(heard.events) for heard in step.heard]
+        job, output = self._job, step.output
         generated = sum(len(choice.token_ids) for choice in output.outputs)
+        reasoned = await self._reasoning_tokens(said)
         asked = self._request.prompt_logprobs is not None
+        cached = self._server.told_cached(output.num_cached_tokens)
         return {
             **self._head("chat.completion"),
-            "choices": choices,
+            "choices": [self._choice(heard, one) for heard, one in zip(step.heard, said, strict=True)],
             "service_tier": None,
             "system_fingerprint": self._server.fingerprint,
-            "usage": usage_of(job.prompt_tokens, generated, self._server.told_cached(output.num_cached_tokens)),
+            "usage": usage_of(job.prompt_tokens, generated, cached, reasoned),
             "prompt_logprobs": prompt_logprobs(output.prompt_logprobs) if asked else None,
             "prompt_token_ids": self._prompt().get("prompt_token_ids"),
             "prompt_text": self._prompt().get("prompt_text"),
             "metrics": timing_of(output.metrics) if job.timed and job.n == 1 else None,
         }
 
+    def _choice(self, heard: Heard, said: Said) -> dict[str, Any]:
+        part = heard.part
+        return {
+            "index": part.index,
+            "message": self._message(said),
+            "logprobs": self._logprobs(part),
+            "finish_reason": heard.finish_reason,
+            "stop_reason": part.stop_reason,
+            "token_ids": list(part.token_ids) if self._request.return_token_ids else None,
+        }
+
     async def stream(self) -> Events:
         job = self._job
         usage = StreamUsage(self._server, job, self._request.stream_options)
         tokens = [0] * job.n
+        said = [Said() for _ in range(job.n)]
         head = self._head("chat.completion.chunk")
         begun = False
-        async with aclosing(run(self._server, job)) as outputs:
-            async for _, output in outputs:
-                raise_failure(output)
-                usage.note(0, output)
+        async with aclosing(play(self._server, self._turn)) as steps:
+            async for step in steps:
+                usage.note(0, step.output)
                 if not begun:
                     begun = True
                     for opening in self._openings():
                         yield usage.mark({**head, "choices": [opening], **self._prompt()}, 0, 0, finished=False)
-                for part in output.outputs:
-                    tokens[part.index] += len(part.token_ids)
-                    finished = part.finish_reason is not None
-                    yield usage.mark({**head, "choices": [self._chunk(part)]}, 0, tokens[part.index], finished)
+                for heard in step.heard:
+                    index = heard.part.index
+                    said[index].add(event for event in heard.events if isinstance(event, Reasoning))
+                    tokens[index] += len(heard.part.token_ids)
+                    for chunk in self._chunks(heard):
+                        yield usage.mark({**head, "choices": [chunk]}, 0, tokens[index], chunk["finish_reason"] is not None)
         if usage.wanted:
-            yield {**head, "choices": [], **usage.final(sum(tokens))}
+            yield {**head, "choices": [], **usage.final(sum(tokens), await self._reasoning_tokens(said))}
 
     def _openings(self) -> list[ChatChunkChoice]:
         """Every choice begins with its role and no text; an echoed message follows."""
@@ -121,30 +117,49 @@ class _Reply:
             for i in range(self._job.n)
         ]
 
-    def _chunk(self, part: CompletionOutput) -> ChatChunkChoice:
-        choice: ChatChunkChoice = {
-            "index": part.index,
-            "delta": {"content": part.text},
-            "logprobs": self._logprobs(part),
-            "finish_reason": part.finish_reason,
-        }
-        if part.finish_reason is not None:
-            choice["stop_reason"] = part.stop_reason
+    def _chunks(self, heard: Heard) -> list[ChatChunkChoice]:
+        """One chunk per event. The last one carries what belongs to the tokens, even if there is nothing else to tell yet."""
+        part = heard.part
+        deltas = [delta for event in heard.events if (delta := _delta(event)) is not None]
+        if not deltas and self._turn.reading.form is None:
+            deltas = [{"content": ""}]
+        elif not deltas:
+            if heard.finish_reason is None and not self._request.logprobs and not self._request.return_token_ids:
+                return []
+            deltas = [{}]
+        chunks: list[ChatChunkChoice] = [
+            {"index": part.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
+        ]
+        last = chunks[-1]
+        last["logprobs"] = self._logprobs(part)
+        last["finish_reason"] = heard.finish_reason
+        if heard.finish_reason is not None:
+            last["stop_reason"] = part.stop_reason
         if self._request.return_token_ids:
-            choice["token_ids"] = list(part.token_ids)
-        return choice
+            last["token_ids"] = list(part.token_ids)
+        return chunks
 
-    def _message(self, content: str) -> ChatMessage:
+    def _message(self, said: Said) -> ChatMessage:
+        content: str | None = self._echo + said.text
         return {
             "role": self._role,
-            "content": content,
+            "content": None if not content and (said.calls or said.reasoning) else content,
             "refusal": None,
             "annotations": None,
             "audio": None,
             "function_call": None,
-            "tool_calls": [],
-            "reasoning": None,
+            "tool_calls": [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in said.calls
+            ],
+            "reasoning": said.reasoning or None,
         }
+
+    async def _reasoning_tokens(self, said: Sequence[Said]) -> int | None:
+        """Not told where no reasoning is parsed."""
+        if self._server.formats.reasoning is None:
+            return None
+        return sum([await self._server.count_tokens(one.reasoning) for one in said])
 
     def _logprobs(self, choice: CompletionOutput) -> ChatLogprobs | None:
         if not self._request.logprobs or choice.logprobs is None:
@@ -164,3 +179,17 @@ class _Reply:
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._job.id, "object": kind, "created": self._job.created, "model": self._job.model}
+
+
+def _delta(event: Event) -> Delta | None:
+    match event:
+        case Text(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning": text}
+        case ToolStart(index, name, call_id):
+            function: Any = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case ToolArguments(index, piece):
+            return {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
+    return None  # OpenAI's chunks do not tell where a call ends

@@ -6,7 +6,7 @@
     a body that is not the schema    400 Bad Request         `param` is the dotted path, as body.prompt
     anything else                    500 InternalServerError only the request id; the reason is in the server's log
 
-A stream that has begun gets the same JSON as its last event before [DONE].
+A stream that has begun gets the same JSON as its last event before [DONE]. Clients of /v1/messages get Anthropic's shape of it.
 """
 
 import logging
@@ -21,7 +21,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from quire.serve.protocol.errors import ErrorBody
+from quire.serve.protocol.errors import AnthropicErrorBody, ErrorBody
 from quire.types.errors import EngineError, NotSupported, RequestError
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,15 @@ _TYPES = {
     422: "UnprocessableEntityError",
     500: "InternalServerError",
     501: "NotImplementedError",
+}
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 _PATHS = re.compile(r"(?<![\w/])(?:/[\w.@+~-]+){2,}/?(?:\.\w+)?")
 _ADDRESSES = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
@@ -75,10 +84,22 @@ def describe(error: BaseException, request_id: str) -> ErrorBody:
     return error_body(500, f"{what} (request id {request_id}; the server's log has the reason)")
 
 
-def error_response(error: BaseException, request_id: str) -> Response:
-    body = describe(error, request_id)
+def error_response(error: BaseException, scope: Any) -> Response:
+    body = describe(error, request_id_of(scope))
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    return json_response(body, body["error"]["code"], headers)
+    return json_response(shaped(body, scope), body["error"]["code"], headers)
+
+
+def shaped(body: ErrorBody, scope: Any) -> ErrorBody | AnthropicErrorBody:
+    """The error as the protocol of this path writes it."""
+    return anthropic_error(body, request_id_of(scope)) if _ANTHROPIC_PATH in scope.get("path", "") else body
+
+
+def anthropic_error(body: ErrorBody, request_id: str) -> AnthropicErrorBody:
+    status, message, parameter = body["error"]["code"], body["error"]["message"], body["error"]["param"]
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    told = message if parameter is None or parameter in message else f"{parameter}: {message}"
+    return {"type": "error", "error": {"type": kind, "message": told}, "request_id": request_id}
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -87,7 +108,7 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 
 def install_error_handlers(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
-        return error_response(error, request_id_of(request.scope))
+        return error_response(error, request.scope)
 
     for kind in (RequestError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, answer)

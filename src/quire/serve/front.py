@@ -12,7 +12,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.serve.auth import Guard, Keys
-from quire.serve.errors import error_body, json_response
+from quire.serve.errors import error_body, json_response, shaped
 from quire.serve.health import Health
 from quire.serve.lifecycle import ServerState
 
@@ -130,4 +130,4 @@ class Meter:
 async def _refuse(why: str, scope: Scope, receive: Receive, send: Send) -> None:
     body = error_body(503, why, kind="ServiceUnavailableError")
     headers = {"Retry-After": str(RETRY_AFTER), "Connection": "close"}
-    await json_response(body, 503, headers)(scope, receive, send)
+    await json_response(shaped(body, scope), 503, headers)(scope, receive, send)

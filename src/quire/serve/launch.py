@@ -33,6 +33,7 @@ from quire.obs.stats_log import StatsLog, log_interval, log_periodically
 from quire.obs.tracing import Tracing, make_exporter
 from quire.serve.app import build_app
 from quire.serve.auth import Keys, check_exposure, find_keys
+from quire.serve.formats import check_parsers
 from quire.serve.front import build_front
 from quire.serve.lifecycle import ServerState, Service
 from quire.serve.sample import print_sample
@@ -57,6 +58,7 @@ def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float, sp
     quiet = (settings.disable_access_log_for_endpoints or "").split(",")
     set_http_levels(settings.uvicorn_log_level, not settings.disable_uvicorn_access_log, [path for path in quiet if path])
     interval = log_interval()
+    check_parsers(settings)
     keys = find_keys(settings, os.environ)
     addresses = find_addresses(settings)
     check_exposure(settings, reachable(addresses), keys)

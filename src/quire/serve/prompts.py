@@ -58,8 +58,10 @@ async def render_messages(
     request: TemplateFields,
     messages: Sequence[dict[str, Any]],
     documents: Sequence[dict[str, Any]] | None = None,
+    tools: Sequence[dict[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> Prompt:
-    """The chat template's prompt of these messages."""
+    """The chat template's prompt of these messages. `variables` for it stand over the server's and under the request's."""
     if request.add_generation_prompt and request.continue_final_message:
         raise InvalidParameter(
             "add_generation_prompt starts a new message and continue_final_message goes on with the last: set only one",
@@ -70,7 +72,7 @@ async def render_messages(
             "chat_template cannot be given in a request: this server was started without --trust-request-chat-template",
             "chat_template",
         )
-    variables = request.chat_template_kwargs or {}
+    variables = {**server.settings.default_chat_template_kwargs, **(variables or {}), **(request.chat_template_kwargs or {})}
     for name in _OPTIONS & set(variables):
         raise InvalidParameter(
             f"chat_template_kwargs must not have {name!r}: it has its own place in a request", "chat_template_kwargs"
@@ -82,7 +84,7 @@ async def render_messages(
         continue_final_message=request.continue_final_message,
         add_special_tokens=request.add_special_tokens,
         chat_template=request.chat_template,
-        tools=request.tools,
+        tools=tools,
         documents=documents,
         **variables,
     )
@@ -102,18 +104,6 @@ def text_of(message: Mapping[str, Any]) -> str:
         return str(content or "")
     texts = [part if isinstance(part, str) else next((part[key] for key in TEXT_KEYS if key in part), "") for part in content]
     return "\n".join(map(str, texts))
-
-
-def check_tools(request: TemplateFields, choice: Any = "none") -> None:
-    """Tools can be shown to a template; that the model calls them cannot be asked for yet."""
-    if request.tools == []:
-        raise InvalidParameter("tools must not be empty: leave it out when there are none", "tools")
-    if choice is None:
-        choice = "auto" if request.tools else "none"
-    if choice != "none":
-        if not request.tools:
-            raise InvalidParameter("tool_choice needs tools", "tool_choice")
-        raise NotSupported('tool calls are not available yet: send tool_choice="none", or no tools', "tool_choice")
 
 
 def _check_messages(server: Server, messages: Sequence[dict[str, Any]]) -> None:

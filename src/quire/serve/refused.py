@@ -15,20 +15,15 @@ def _given(value: Any) -> bool:
     return value is not None
 
 
-_STRUCTURED = "structured outputs are not available yet"
 _REASONING = "no reasoning parser is available yet"
 _TEXT_ONLY = "this server takes text only"
 
 _REFUSALS = {
-    "response_format": _Refusal(lambda value: _given(value) and value.get("type") != "text", _STRUCTURED),
-    "structured_outputs": _Refusal(_given, _STRUCTURED),
-    "guided_json": _Refusal(_given, _STRUCTURED),
-    "guided_regex": _Refusal(_given, _STRUCTURED),
-    "guided_choice": _Refusal(_given, _STRUCTURED),
-    "guided_grammar": _Refusal(_given, _STRUCTURED),
+    **{
+        f"guided_{kind}": _Refusal(_given, f'its name is now structured_outputs: {{"{kind}": ...}}')
+        for kind in ("json", "regex", "choice", "grammar")
+    },
     "thinking_token_budget": _Refusal(_given, _REASONING),
-    "reasoning_effort": _Refusal(_given, _REASONING),
-    "include_reasoning": _Refusal(lambda value: value is False, _REASONING),
     "suffix": _Refusal(_given, "the model cannot fill in the middle"),
     "prompt_embeds": _Refusal(_given, "prompts are text or token ids"),
     "media_io_kwargs": _Refusal(bool, _TEXT_ONLY),

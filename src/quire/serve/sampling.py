@@ -6,6 +6,7 @@ from typing import Any
 from quire.serve.protocol.chat import ChatRequest
 from quire.serve.protocol.completions import CompletionRequest
 from quire.serve.protocol.fields import GenerationFields
+from quire.serve.structured import structured_outputs
 from quire.types.errors import InvalidParameter, PromptTooLong
 from quire.types.sampling import (
     GREEDY_BELOW,
@@ -86,6 +87,7 @@ def sampling_params(request: GenerationFields, max_tokens: int, defaults: Mappin
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         repetition_detection=RepetitionDetectionParams(**detection.model_dump()) if detection else None,
+        structured_outputs=structured_outputs(request),
         output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
@@ -133,5 +135,7 @@ def check_request(request: GenerationFields) -> None:
         raise InvalidParameter("logprob_token_ids needs logprobs", "logprob_token_ids")
     if request.length_penalty != 1.0 and not request.use_beam_search:
         raise InvalidParameter("length_penalty needs use_beam_search", "length_penalty")
+    if request.use_beam_search and structured_outputs(request) is not None:
+        raise InvalidParameter("a beam search cannot be constrained", "use_beam_search")
     if request.use_beam_search and request.stream:
         raise InvalidParameter("a beam search cannot be streamed", "stream")

@@ -14,9 +14,11 @@ import quire
 from quire.async_llm import AsyncLLM
 from quire.config.server_args import ServerArgs
 from quire.serve.errors import HttpError
+from quire.serve.formats import ModelFormats, choose_formats
 from quire.serve.limits import LIMITS, Limits, check_limits
 from quire.serve.protocol.fields import Body, GenerationFields
 from quire.serve.refused import refuse_what_is_not_built
+from quire.serve.response_store import ResponseStore
 from quire.types.errors import InvalidParameter
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,14 @@ class Server:
         return f"quire-{quire.__version__}-{hashlib.sha256(repr(told).encode()).hexdigest()[:8]}"
 
     @cached_property
+    def responses(self) -> ResponseStore:
+        return ResponseStore(self.limits.stored_responses, self.limits.stored_bytes)
+
+    @cached_property
+    def formats(self) -> ModelFormats:
+        return choose_formats(self.settings, self.llm.tokenizer)
+
+    @cached_property
     def longest_token(self) -> int:
         """Characters of the vocabulary's longest token."""
         tokenizer = self.llm.tokenizer
@@ -58,6 +68,10 @@ class Server:
     def wants_timing(self, request: Request) -> bool:
         """Does this answer carry its times? The server's setting, or the request's header."""
         return self.settings.enable_per_request_metrics or request.headers.get("x-request-metrics", "").lower() in ("1", "true")
+
+    async def count_tokens(self, text: str) -> int:
+        """Of a text by itself. Marks around it and its joints to what stood beside it are not counted."""
+        return len(await self.llm.encode(text, add_special_tokens=False)) if text else 0
 
     def told_cached(self, tokens: int) -> int | None:
         return tokens if self.settings.enable_prompt_tokens_details else None

@@ -37,9 +37,10 @@ class StreamUsage:
                 chunk |= self._times()
         return chunk
 
-    def final(self, tokens: int) -> dict[str, Any]:
+    def final(self, tokens: int, reasoning_tokens: int | None = None) -> dict[str, Any]:
         """What the usage chunk tells."""
-        usage = usage_of(self._job.prompt_tokens, tokens, self._server.told_cached(sum(self._cached)))
+        cached = self._server.told_cached(sum(self._cached))
+        usage = usage_of(self._job.prompt_tokens, tokens, cached, reasoning_tokens)
         return {"usage": usage, "system_fingerprint": self._server.fingerprint, **self._times()}
 
     def _times(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from quire.serve.body import JSONRoute
 from quire.serve.disconnect import unless_gone
 from quire.serve.errors import json_response
 from quire.serve.limits import refuse_more
-from quire.serve.prompts import check_tools, render_messages
+from quire.serve.prompts import render_messages
 from quire.serve.protocol.errors import ErrorBody
 from quire.serve.protocol.tokenize import (
     DetokenizeAnswer,
@@ -19,6 +19,7 @@ from quire.serve.protocol.tokenize import (
     TokenizeTextRequest,
 )
 from quire.serve.server import Server, server_of
+from quire.serve.tools import read_tool_use
 from quire.types.errors import RequestError
 
 router = APIRouter(route_class=JSONRoute, tags=["tokens"])
@@ -50,8 +51,8 @@ async def tokenize(request: TokenizeRequest, raw: Request) -> Response:
 async def _encode(server: Server, request: TokenizeTextRequest | TokenizeChatRequest) -> list[int]:
     server.check(request)
     if isinstance(request, TokenizeChatRequest):
-        check_tools(request)
-        return (await render_messages(server, request, request.messages)).ids
+        read_tool_use(request.tools, "none", None)
+        return (await render_messages(server, request, request.messages, tools=request.tools)).ids
     refuse_more("prompt", len(request.prompt), server.limits.prompt_characters, "characters")
     return await server.llm.encode(request.prompt, request.add_special_tokens)
 

@@ -4,8 +4,10 @@ from quire.serve.protocol.usage import Timing, Usage
 from quire.types.outputs import RequestMetrics
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> Usage:
-    """`cached_tokens` None: not told."""
+def usage_of(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int | None, reasoning_tokens: int | None = None
+) -> Usage:
+    """None: not told."""
     usage: Usage = {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
@@ -13,6 +15,8 @@ def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | No
     }
     if cached_tokens is not None:
         usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    if reasoning_tokens is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": min(reasoning_tokens, completion_tokens)}
     return usage
 
 

@@ -6,14 +6,17 @@ Knows nothing of scheduling: what leaves this file is tokens, resolved parameter
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 from quire.config.resolve import Config
 from quire.text.tokenizer import Tokenizer
-from quire.types.errors import InvalidParameter, PromptTooLong, RequestError
+from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong, RequestError
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
+from quire.types.structured import FIELD, StructuredOutputsParams
 
+MOST_GRAMMAR_BYTES = 1 << 18
 _MASK64 = 2**64 - 1
 
 
@@ -38,13 +41,18 @@ class InputProcessor:
         max_logprobs: int,
         eos_ids: Iterable[int],
         seed: int,
+        structured_outputs: Mapping[str, Any] | None = None,
     ) -> None:
+        """`structured_outputs` are defaults of structured_outputs_config for answers in JSON."""
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
         self.eos_ids = frozenset(i for i in eos_ids if 0 <= i < vocab_size)
         self.seed = seed
+        self._tidy = [
+            name for name in ("disable_any_whitespace", "disable_additional_properties") if (structured_outputs or {}).get(name)
+        ]
         self._unseeded = itertools.count()
 
     @classmethod
@@ -60,6 +68,7 @@ class InputProcessor:
             max_logprobs=config.max_logprobs,
             eos_ids=ends,
             seed=config.seed,
+            structured_outputs=config.args.structured_outputs_config,
         )
 
     def prepare(
@@ -86,7 +95,8 @@ class InputProcessor:
         self._check_params(params)
         if params.max_tokens is None:
             params.max_tokens = self.max_model_len - len(ids)
-        eos_ids = frozenset() if params.ignore_eos else self.eos_ids
+        # with a grammar, ignore_eos is the grammar's matter: where nothing else may follow, the text ends
+        eos_ids = frozenset() if params.ignore_eos and params.structured_outputs is None else self.eos_ids
         base = EngineRequest(
             id=request_id,
             prompt=ids,
@@ -148,6 +158,8 @@ class InputProcessor:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
+        if params.structured_outputs is not None:
+            self._check_structured(params.structured_outputs)
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name)
             wanted = self.vocab_size if asked == -1 else asked
@@ -155,13 +167,30 @@ class InputProcessor:
                 raise InvalidParameter(
                     f"{name}={asked} asks for more than this engine allows ({self.max_logprobs}); raise max_logprobs", name
                 )
-        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "thinking_end_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if not 0 <= token < self.vocab_size:
                     raise InvalidParameter(f"{name}: token id {token} is out of vocabulary (0 to {self.vocab_size - 1})", name)
         if self.tokenizer is None and (params.stop or params.bad_words):
             name = "stop" if params.stop else "bad_words"
             raise InvalidParameter(f"{name} needs a tokenizer, and this engine was started with skip_tokenizer_init", name)
+
+    def _check_structured(self, params: StructuredOutputsParams) -> None:
+        if find_spec("llguidance") is None:
+            raise NotSupported(f"{FIELD} cannot be used: llguidance is not installed (pip install llguidance)", FIELD)
+        if self.tokenizer is None:
+            raise InvalidParameter(f"{FIELD} needs a tokenizer, and this engine was started with skip_tokenizer_init", FIELD)
+        for token in params.starts_after or ():
+            if not 0 <= token < self.vocab_size:
+                raise InvalidParameter(f"{FIELD}.starts_after: token id {token} is out of vocabulary", FIELD)
+        if params.constraint in ("json", "json_object"):
+            for name in self._tidy:
+                setattr(params, name, name != "disable_any_whitespace" or params.whitespace_pattern is None)
+        size = params.size
+        if size > MOST_GRAMMAR_BYTES:
+            raise InvalidParameter(
+                f"{FIELD}.{params.constraint} has {size} bytes; at most {MOST_GRAMMAR_BYTES} can be compiled", FIELD
+            )
 
     def _bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """A word is banned at the start of a text and after a space: the two often have different first tokens."""

@@ -13,6 +13,11 @@ from quire.types.sampling import SamplingParams
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
+Words = npt.NDArray[np.uint32]
+
+
+def _none() -> Ints:
+    return np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,10 @@ class Admission:
 class StepPlan:
     """One step: who came and went, which pages changed hands, and the ragged batch of rows to run.
 
-    Order of effects on the device: retire, admit, tables, copies, then the rows.
+    Order of effects on the device: retire, admit, given tokens, tables, copies, then the rows.
     A row is "`count` more tokens of `slot`"; `sample` says that it reaches the last known token, so its logits are wanted.
+    The rows `masked` may draw only what a mask allows. Masks depend on tokens of the step before, so they are not part of the
+    plan: the step is started without them, and draws when it gets them.
     """
 
     step: int
@@ -53,6 +60,11 @@ class StepPlan:
     count: Ints  # [rows]
     end: Ints  # [rows] position after the row's last token: its key length
     sample: Bools  # [rows]
+    masked: Ints = field(default_factory=_none)  # [masked] indices of rows, rising; all of them sample
+    # tokens that were not drawn: tokens[slot, position] = token, in order, each after the slot's last
+    given_slot: Ints = field(default_factory=_none)  # [given]
+    given_position: Ints = field(default_factory=_none)  # [given]
+    given_token: Ints = field(default_factory=_none)  # [given]
 
     @property
     def tokens(self) -> int:

@@ -64,6 +64,12 @@ class Request:
     admitted: int = -1  # step of the latest admission
     scheduled_at: float = 0.0  # first time in a batch, 0 = never
     finished: FinishReason | None = None
+    thought: bool = False  # its reasoning is known to be over; matters only if that has a budget
+
+    @property
+    def constrained(self) -> bool:
+        """What it may draw is a grammar's matter."""
+        return self.spec.params.structured_outputs is not None
 
     @property
     def known(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from quire.types.errors import InvalidParameter, NotSupported
+from quire.types.structured import StructuredOutputsParams, as_structured_outputs
 
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 1e-2
@@ -83,14 +84,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     extra_args: dict[str, Any] | None = None
     skip_clone: bool = False
     skip_reading_prefix_cache: bool | None = None
-    thinking_token_budget: int | None = None
+    thinking_token_budget: int | None = None  # of an answer that begins with reasoning
+    thinking_end_ids: list[int] | None = None  # the tokens that end it
     repetition_detection: RepetitionDetectionParams | None = None
     routed_experts_prompt_start: int = 0
     trace_decode_token_ids: list[int] | None = None
@@ -110,6 +112,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     @property
     def stops(self) -> list[str]:
         return self.stop if isinstance(self.stop, list) else []
+
+    @property
+    def needs_masks(self) -> bool:
+        """What may be drawn is decided anew for every token."""
+        return self.structured_outputs is not None or self.thinking_token_budget is not None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None or self.logprob_token_ids is not None
 
     @property
     def reads_prefix_cache(self) -> bool:
@@ -145,6 +156,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             self.prompt_logprobs = 1
         if isinstance(self.repetition_detection, dict):
             self.repetition_detection = _as_repetition_detection(self.repetition_detection)  # type: ignore[unreachable]
+        if self.structured_outputs is not None:
+            self.structured_outputs = as_structured_outputs(self.structured_outputs)
 
     def _check_ranges(self) -> None:
         _check_int("n", self.n, low=1, high=MOST_SEQUENCES)
@@ -173,6 +186,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                 "prompt_logprobs need every prompt position to be run: leave skip_reading_prefix_cache out or set it to true",
                 "skip_reading_prefix_cache",
             )
+        if self.thinking_token_budget is not None:
+            _check_int("thinking_token_budget", self.thinking_token_budget, low=0)
         if self.stream_interval is not None:
             _check_int("stream_interval", self.stream_interval, low=1)
         for name in (
@@ -201,6 +216,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         _check_ids("stop_token_ids", self.stop_token_ids)
         _check_ids("allowed_token_ids", self.allowed_token_ids)
         _check_ids("logprob_token_ids", self.logprob_token_ids)
+        _check_ids("thinking_end_ids", self.thinking_end_ids)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidParameter("allowed_token_ids must not be empty; leave it out to allow all", "allowed_token_ids")
         if self.logprob_token_ids is not None and len(self.logprob_token_ids) > MOST_LOGPROB_TOKEN_IDS:
@@ -218,9 +234,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     def _refuse_what_is_not_built(self) -> None:
         not_built = {
-            "structured_outputs": (self.structured_outputs is not None, "structured outputs are not available yet"),
             "extra_args": (bool(self.extra_args), "no installed plugin reads extra_args"),
-            "thinking_token_budget": (self.thinking_token_budget is not None, "no reasoning parser is configured"),
+            "thinking_token_budget": (
+                self.thinking_token_budget is not None and not self.thinking_end_ids,
+                "no reasoning parser is configured",
+            ),
             "routed_experts_prompt_start": (self.routed_experts_prompt_start != 0, "routed experts are not returned"),
             "trace_decode_token_ids": (self.trace_decode_token_ids is not None, "decode traces are not available"),
         }
@@ -244,9 +262,7 @@ class BeamSearchParams(msgspec.Struct):
         _check_real("temperature", self.temperature, low=0.0, high=2.0)
         _check_real("length_penalty", self.length_penalty)
         if self.structured_outputs is not None:
-            raise NotSupported(
-                "structured_outputs cannot be used: structured outputs are not available yet", "structured_outputs"
-            )
+            raise NotSupported("structured_outputs cannot be used: a beam search is not constrained", "structured_outputs")
 
 
 def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:

@@ -2,12 +2,15 @@
 
 from typing import Any, Protocol
 
-from quire.types.plan import StepPlan, StepResult
+from quire.types.plan import StepPlan, StepResult, Words
 from quire.types.stats import DeviceCounts
 
 
 class Flight(Protocol):
     """A step on its way."""
+
+    def draw(self, masks: Words) -> None:
+        """A step with masked rows gets their masks [masked, W], before its result is awaited and the next step submitted."""
 
     def result(self) -> StepResult:
         """Waits for the step. Raises if it was lost."""

@@ -5,8 +5,9 @@ row reads is whatever lies in the pages its table names. What it computes is in 
 """
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from quire.engine.executor.fake_model import FakeModel, Words
 from quire.types.cache import CacheLayout
 from quire.types.errors import EngineDead, EngineError
 from quire.types.plan import Admission, Ints, StepPlan, StepResult, TopLogprobs
+from quire.types.plan import Words as Masks
 from quire.types.stats import NO_COUNTS, DeviceCounts
 
 POISON = np.uint64(0xDEADDEADDEADDEAD)
@@ -31,18 +33,25 @@ class Faults:
     result: Collection[int] = ()  # steps
 
 
-@dataclass(frozen=True)
 class FakeFlight:
-    outcome: StepResult | EngineError
-    ready: float
+    """`run` takes the masks of the step's masked rows, if it has any."""
+
+    def __init__(self, ready: float, masked: bool, run: Callable[[Masks | None], StepResult | EngineError]) -> None:
+        self._ready, self._run = ready, run
+        self._outcome: StepResult | EngineError = EngineError("a step was awaited before it got its masks")
+        if not masked:
+            self._outcome = run(None)
+
+    def draw(self, masks: Masks) -> None:
+        self._outcome = self._run(masks)
 
     def result(self) -> StepResult:
-        wait = self.ready - time.monotonic()
+        wait = self._ready - time.monotonic()
         if wait > 0:  # even a sleep of 0 would let others have the processor
             time.sleep(wait)
-        if isinstance(self.outcome, EngineError):
-            raise self.outcome
-        return self.outcome
+        if isinstance(self._outcome, EngineError):
+            raise self._outcome
+        return self._outcome
 
 
 class FakeExecutor:
@@ -82,13 +91,14 @@ class FakeExecutor:
             raise EngineDead("the executor was stopped; no step can be submitted")
         if plan.step in self.faults.submit:
             raise EngineError(f"step {plan.step} failed on order, in submit")
-        lost = plan.step in self.faults.result
         self._seat(plan)
-        outcome: StepResult | EngineError = self._run(plan, lost)
-        if lost:
-            outcome = EngineError(f"step {plan.step} failed on order, in result")
         self._busy_until = max(self._busy_until, time.monotonic()) + self.latency
-        return FakeFlight(outcome, self._busy_until)
+        return FakeFlight(self._busy_until, len(plan.masked) > 0, partial(self._finish, plan))
+
+    def _finish(self, plan: StepPlan, masks: Masks | None) -> StepResult | EngineError:
+        lost = plan.step in self.faults.result
+        result = self._run(plan, lost, masks)
+        return EngineError(f"step {plan.step} failed on order, in result") if lost else result
 
     def idle(self) -> bool:
         return False
@@ -118,6 +128,10 @@ class FakeExecutor:
             self.seeds[slot] = 0 if params.greedy else tenant.seed & 2**64 - 1
             if params.logprobs is not None or params.prompt_logprobs is not None or params.min_tokens:
                 self._special.add(slot)
+        if (plan.given_position != self.known[plan.given_slot] + _counts_before(plan.given_slot)).any():
+            raise EngineError("a token was given that does not follow its slot's last one")
+        self.tokens[plan.given_slot, plan.given_position] = plan.given_token
+        np.add.at(self.known, plan.given_slot, 1)
         self.tables[plan.entry_group, plan.entry_slot, plan.entry_index] = plan.entry_page
         targets = plan.copy_to.tolist()
         if len(set(targets)) < len(targets) or set(targets) & set(plan.copy_from.tolist()):
@@ -127,7 +141,7 @@ class FakeExecutor:
 
     # ---- the rows --------------------------------------------------------------------------------------------------------
 
-    def _run(self, plan: StepPlan, lost: bool) -> StepResult:
+    def _run(self, plan: StepPlan, lost: bool, masks: Masks | None) -> StepResult:
         slots, end, count = plan.slot.astype(np.int64), plan.end.astype(np.int64), plan.count.astype(np.int64)
         self._check_rows(plan, slots, end, count)
         fresh = np.isin(slots, [tenant.slot for tenant in plan.admitted])
@@ -142,6 +156,9 @@ class FakeExecutor:
         if len(last):
             digests = [self._digest(group, slots[last], end[last]) for group in range(len(self.tables))]
             sampled[last] = self.model.draw(digests, self.seeds[slots[last]], end[last])
+        if masks is not None:
+            for row, mask in zip(plan.masked.tolist(), masks, strict=True):
+                sampled[row] = self.model.within(int(sampled[row]), mask)
         logprobs, prompt_logprobs = self._finish_special(plan, sampled) if self._special else ({}, {})
         self.tokens[slots[last], end[last]] = sampled[last]
         self.known[slots[last]] += 1
@@ -240,3 +257,8 @@ class FakeExecutor:
         ids = ((chosen[:, None] + steps) % self.model.vocab_size).astype(np.int32)
         values = np.broadcast_to((-0.5 - 0.5 * steps).astype(np.float32), ids.shape).copy()
         return TopLogprobs(ids, values, np.ones(len(chosen), np.int32))
+
+
+def _counts_before(slots: Ints) -> Ints:
+    """How often each slot occurs before its place: [3, 3, 5, 3] -> [0, 1, 0, 2]."""
+    return np.array([int((slots[:i] == slot).sum()) for i, slot in enumerate(slots)], np.int32)

@@ -86,6 +86,11 @@ class FakeModel:
                 break
         return answer
 
+    def within(self, token: int, mask: npt.NDArray[np.uint32]) -> int:
+        """One of the tokens that a mask [words] allows, as arbitrary as `token`; `token` itself if it allows none."""
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), count=self.vocab_size, bitorder="little"))
+        return int(allowed[token % len(allowed)]) if len(allowed) else token
+
     def without(self, token: int, stop_ids: Collection[int]) -> int:
         """The next token id, going up, that is no stop id."""
         return next(

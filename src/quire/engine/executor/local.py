@@ -7,13 +7,19 @@ from torch import AcceleratorError
 from quire.runner.flight import StepFlight
 from quire.runner.step import Runner
 from quire.types.errors import EngineDead, EngineError
-from quire.types.plan import StepPlan, StepResult
+from quire.types.plan import StepPlan, StepResult, Words
 from quire.types.stats import DeviceCounts
 
 
 class LocalFlight:
     def __init__(self, flight: StepFlight) -> None:
         self._flight = flight
+
+    def draw(self, masks: Words) -> None:
+        try:
+            self._flight.draw(masks)
+        except AcceleratorError as error:
+            raise _dead(error) from error
 
     def result(self) -> StepResult:
         try:

@@ -13,6 +13,7 @@ from quire.runner.sampler.bad_words import BadWords
 from quire.runner.sampler.bias import Bias
 from quire.runner.sampler.draw import Draw
 from quire.runner.sampler.extremes import largest
+from quire.runner.sampler.grammar import Masks, forbid
 from quire.runner.sampler.logprobs import Logprobs, Report
 from quire.runner.sampler.min_p import MinP
 from quire.runner.sampler.min_tokens import MinTokens
@@ -27,7 +28,8 @@ from quire.types.sampling import LogprobsMode
 CACHED_LOGITS = 2**18  # as many stay in a processor's cache while a CPU filters them
 FAULTS = {
     BROKEN: "the model's logits are broken: they contain NaN or +inf, or no finite value at all",
-    NOTHING_ALLOWED: "no token is allowed: allowed_token_ids, bad_words, min_tokens and logit_bias together forbid every one",
+    NOTHING_ALLOWED: "no token is allowed: structured_outputs, allowed_token_ids, bad_words, min_tokens and logit_bias forbid "
+    "every one together",
 }
 
 
@@ -107,17 +109,19 @@ class Sampler:
         assert self._scratch is not None
         return self._scratch.out
 
-    def sample(self, logits: Tensor, rows: Rows) -> Drawn:
+    def sample(self, logits: Tensor, rows: Rows, masks: Masks | None = None) -> Drawn:
         """logits [N, V] float32, which this may overwrite; the tokens drawn are also written to their slots."""
         wanted = self.logprobs.wanted(rows)
         edits = [stage for stage in self._edits if stage.active(rows)]
         fault, raw = None, None
-        if edits:
+        if edits or masks is not None:
             fault = torch.where(largest(logits)[0].isfinite(), GOOD, BROKEN).int()
             if len(wanted) and not self.logprobs.processed:
                 raw = logits[upload(wanted, self._device)]
         for stage in edits:
             logits = stage.apply(logits, rows)
+        if masks is not None:
+            logits = forbid(logits, masks)
         if self._scratch is not None and not (len(wanted) and self.logprobs.processed):
             result = self.draw(logits, rows.slot, rows.end, rows.tokens, fault)
         else:

@@ -2,7 +2,8 @@
 
 from typing import Any, Literal, NotRequired
 
-from pydantic import Field
+from fastapi.exceptions import RequestValidationError
+from pydantic import Field, ValidationError
 from typing_extensions import TypedDict
 
 from quire.serve.protocol.fields import GenerationFields, Objects, TemplateFields
@@ -19,15 +20,28 @@ class ChatRequest(TemplateFields, GenerationFields):
     documents: Objects | None = Field(None, description="documents for the chat template")
     return_prompt_text: bool | None = Field(None, description="the answer carries the prompt as the template wrote it")
 
+    tool_choice: Any = Field(
+        None, description="none, auto, required, or the tool to be called; default: auto if there are tools"
+    )
+    parallel_tool_calls: bool | None = Field(True, description="false: at most one call")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="given to the chat template; none turns the reasoning off where the template can"
+    )
+    include_reasoning: bool = Field(True, description="false: the answer leaves the reasoning out")
+
     # known, and refused when used
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = Field(True, description="has no effect without tool calls")
-    reasoning_effort: str | None = None
-    include_reasoning: bool = True
     media_io_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     return_token_offsets: bool | None = None
     return_assistant_tokens_mask: bool | None = None
+
+
+def chat_request(body: dict[str, Any]) -> ChatRequest:
+    """A request that another protocol's was translated to."""
+    try:
+        return ChatRequest.model_validate(body)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
 
 
 class TokenChance(TypedDict):
@@ -44,6 +58,17 @@ class ChatLogprobs(TypedDict):
     content: list[ChatToken]
 
 
+class CalledFunction(TypedDict):
+    name: str
+    arguments: str  # JSON
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(TypedDict):
     role: str
     content: str | None
@@ -51,7 +76,7 @@ class ChatMessage(TypedDict):
     annotations: None
     audio: None
     function_call: None
-    tool_calls: list[dict[str, Any]]
+    tool_calls: list[ToolCall]
     reasoning: str | None
 
 
@@ -78,9 +103,23 @@ class ChatCompletion(TypedDict):
     metrics: NotRequired[Timing]
 
 
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    index: int
+    id: NotRequired[str | None]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
 class Delta(TypedDict):
     role: NotRequired[str]
     content: NotRequired[str]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDelta]]
 
 
 class ChatChunkChoice(TypedDict):

@@ -1,4 +1,6 @@
-"""The error every endpoint answers with."""
+"""The error every endpoint answers with, and Anthropic's form of it."""
+
+from typing import Literal
 
 from typing_extensions import TypedDict
 
@@ -12,3 +14,14 @@ class ErrorInfo(TypedDict):
 
 class ErrorBody(TypedDict):
     error: ErrorInfo
+
+
+class AnthropicErrorInfo(TypedDict):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(TypedDict):
+    type: Literal["error"]
+    error: AnthropicErrorInfo
+    request_id: str

@@ -55,7 +55,7 @@ class TemplateFields(Body):
     add_special_tokens: bool = Field(False, description="special tokens besides those the chat template writes")
     chat_template: str | None = Field(None, description="a Jinja template; only where the server trusts requests with that")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the chat template")
-    tools: Objects | None = Field(None, description="tools the chat template may show; calling them is not available yet")
+    tools: Objects | None = Field(None, description="functions the model may call: name, description, parameters")
 
 
 class GenerationFields(Body):
@@ -105,9 +105,13 @@ class GenerationFields(Body):
     return_token_ids: bool | None = Field(None, description="answers carry token ids besides text")
     stream_interval: int | None = Field(None, ge=1, le=2**31, description="tokens per streamed chunk")
 
+    # what the answer must look like
+    response_format: dict[str, Any] | None = Field(None, description="type: text, json_object, json_schema or structural_tag")
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="one of json, regex, choice, grammar, json_object, structural_tag"
+    )
+
     # known, and refused when used (serve/refused.py)
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
     routed_experts_prompt_start: int | None = 0
     kv_transfer_params: dict[str, Any] | None = None

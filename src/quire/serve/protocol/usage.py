@@ -9,11 +9,16 @@ class PromptTokens(TypedDict):
     cached_tokens: int
 
 
+class CompletionTokens(TypedDict):
+    reasoning_tokens: int
+
+
 class Usage(TypedDict):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: NotRequired[PromptTokens]
+    completion_tokens_details: NotRequired[CompletionTokens]
 
 
 class Timing(TypedDict):

@@ -1,0 +1,30 @@
+"""structured_outputs_config: vLLM's fields, those that mean something here."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.types.errors import ConfigError
+
+NAME = "structured_outputs_config"
+BACKENDS = ("auto", "guidance")
+FLAGS = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
+_ELSEWHERE = {
+    "reasoning_parser": ("", "it is an argument of its own: reasoning_parser"),
+    "enable_in_reasoning": (False, "a grammar begins where the reasoning ends"),
+}
+
+
+def check_structured_outputs(given: Mapping[str, Any]) -> None:
+    for key, value in given.items():
+        if key == "backend":
+            if value not in BACKENDS:
+                raise ConfigError(f"{NAME}.backend must be one of {', '.join(BACKENDS)}: llguidance is built in; got {value!r}")
+        elif key in FLAGS:
+            if not isinstance(value, bool):
+                raise ConfigError(f"{NAME}.{key} must be true or false, got {value!r}")
+        elif key in _ELSEWHERE:
+            harmless, reason = _ELSEWHERE[key]
+            if value is not None and value != harmless:
+                raise ConfigError(f"{NAME}.{key}={value!r} is not supported: {reason}; leave it out")
+        else:
+            raise ConfigError(f"{NAME} has no {key!r}; it has backend, {', '.join([*FLAGS, *_ELSEWHERE])}")

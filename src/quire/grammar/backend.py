@@ -1,0 +1,42 @@
+"""The seam: a library that can tell which tokens keep a text within a grammar."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from quire.types.structured import StructuredOutputsParams
+
+
+class GrammarError(Exception):
+    """What is wrong with a grammar, for whoever wrote it."""
+
+
+class Matcher(Protocol):
+    """Where one text stands in its grammar."""
+
+    def copy(self) -> "Matcher":
+        """Another text at the same place."""
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """The text goes on with these. If it may not, there is an `error`."""
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next; empty where there is a choice."""
+
+    @property
+    def done(self) -> bool:
+        """The text is complete and nothing may follow but its end."""
+
+    @property
+    def error(self) -> str | None:
+        """Why there are no more masks: the text left the grammar, or a step took more work than is allowed."""
+
+
+class Backend(Protocol):
+    words: int  # 32-bit words of a mask: bit i of the mask, counted from the lowest of word 0, is token i
+    eos_ids: tuple[int, ...]
+
+    def compile(self, params: StructuredOutputsParams) -> Matcher:
+        """At the beginning of a text. Raises GrammarError."""
+
+    def fill(self, rows: Sequence[tuple[Matcher, int]], address: int, room: int) -> None:
+        """Writes the mask of each matcher to its row of the `room` rows of masks at `address`, unless it has an `error`."""

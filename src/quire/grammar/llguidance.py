@@ -1,0 +1,105 @@
+"""The seam on llguidance: Earley parsing over lazily built lexers, tens of microseconds per mask.
+
+What a token spells is taken from our own tokenizer, so that a mask means exactly the text the detokenizer will give. The
+library stops by itself when a step exceeds its limits; it does not guard against slow or deep grammars while it compiles
+(`vetting.py` does).
+"""
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from quire.grammar.backend import GrammarError, Matcher
+from quire.grammar.translate import to_source
+from quire.text.tokenizer import Tokenizer
+from quire.types.structured import StructuredOutputsParams
+
+LIMITS = LLParserLimits(
+    step_lexer_fuel=100_000,  # about 7 ms
+    step_max_items=50_000,  # about 3 ms
+    max_lexer_states=50_000,  # about 100 MB
+    verbose_errors=False,
+)
+MOST_THREADS = 8
+MOST_ENCODINGS = 1 << 14
+SILENT = 0
+
+
+class _Spelling:
+    """Our tokenizer as llguidance wants to see it."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        pieces = tokenizer.pieces
+        if pieces is None:
+            raise GrammarError("structured outputs need a tokenizer whose tokens can be spelled one by one; this one's cannot")
+        size = min(len(tokenizer), vocab_size)
+        self.tokens = [pieces.join([i], started=True)[0] for i in range(size)] + [b""] * (vocab_size - size)  # [V]
+        self.special_token_ids = sorted({i for i in (*tokenizer.special_ids, *eos_ids) if i < size})
+        self.eos_token_id, self.bos_token_id = eos_ids[0], tokenizer.bos_token_id
+        self._encode = tokenizer.encode
+        self._known = lru_cache(MOST_ENCODINGS)(self._spell)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._known(text)
+
+    def _spell(self, text: bytes) -> list[int]:
+        """How the tokenizer writes `text` in the middle of a text: some put a space before a text's first word."""
+        ids = self._encode(text.decode(errors="ignore"), add_special_tokens=False)
+        if b"".join(self.tokens[i] for i in ids) == text:
+            return ids
+        mark, ids = self._encode("\x02", add_special_tokens=False), self._encode("\x02" + text.decode(errors="ignore"), False)
+        rest = ids[len(mark) :]
+        if ids[: len(mark)] == mark and b"".join(self.tokens[i] for i in rest) == text:
+            return rest
+        return []  # none: what is forced is left to the mask
+
+
+class LLGuidanceMatcher:
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+
+    def copy(self) -> "LLGuidanceMatcher":
+        return LLGuidanceMatcher(self.matcher.deep_copy())
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        self.matcher.consume_tokens(list(tokens))
+
+    def forced(self) -> list[int]:
+        return self.matcher.compute_ff_tokens()
+
+    @property
+    def done(self) -> bool:
+        return self.matcher.is_stopped() and not self.matcher.is_error()
+
+    @property
+    def error(self) -> str | None:
+        return first_line(self.matcher.get_error()) if self.matcher.is_error() else None
+
+
+class LLGuidance:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        if not eos_ids:
+            raise GrammarError("structured outputs need an end-of-text token, and this model names none")
+        self.eos_ids = tuple(eos_ids)
+        self.words = -(-vocab_size // 32)
+        spelling = TokenizerWrapper(_Spelling(tokenizer, vocab_size, eos_ids))
+        self._tokenizer = LLTokenizer(spelling, eos_token=list(eos_ids))
+        self._threads: LLExecutor | None = None  # made late: whoever forks must have none
+
+    def compile(self, params: StructuredOutputsParams) -> LLGuidanceMatcher:
+        matcher = LLMatcher(self._tokenizer, to_source(params), log_level=SILENT, limits=LIMITS)
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error().strip())
+        return LLGuidanceMatcher(matcher)
+
+    def fill(self, rows: Sequence[tuple[Matcher, int]], address: int, room: int) -> None:
+        if self._threads is None:
+            self._threads = LLExecutor(max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2)))
+        pairs = [(matcher.matcher, row) for matcher, row in rows if isinstance(matcher, LLGuidanceMatcher)]
+        self._threads.unsafe_compute_mask_ptr(pairs, address, 4 * self.words, room)
+
+
+def first_line(text: str) -> str:
+    return next((line for line in text.splitlines() if line.strip()), "no reason given")

@@ -1,0 +1,222 @@
+"""Every new grammar is tried in a child process first, which may run out of time, memory or stack without anyone noticing.
+
+The vetting process is forked from the grammar process while that has a single thread, and forks a child for each grammar: the
+tokenizer is shared, nothing has to be sent. A child compiles the grammar and walks through it for some tokens. What passes is
+compiled once more by the grammar process, which then knows how long it takes at most.
+"""
+
+import os
+import random
+import resource
+import selectors
+import signal
+import socket
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from quire.grammar.backend import Backend, GrammarError
+from quire.grammar.translate import Place, pointer, subschemas
+from quire.grammar.wire import Frames
+from quire.types.errors import InvalidParameter
+from quire.types.structured import StructuredOutputsParams, read_object
+
+MOST_SECONDS = 1.5  # of a trial, unless others keep it from running:
+LEAST_WORK = 0.3  # seconds of processor time that it gets in any case
+LONGEST_TRIAL = 10.0  # seconds, however little it ran
+MOST_STEP_SECONDS = 0.1  # of processor time, for one mask
+MOST_BYTES = 512 << 20  # that a trial may take beyond what there is
+MOST_TRIALS = 4  # at a time
+LONGEST_WALK = 32  # tokens
+LONGEST_MESSAGE = 1000
+NICENESS = 5
+
+TOO_SLOW = f"the grammar is too complex: it could not be compiled within {MOST_SECONDS:g} s"
+TOO_DEEP = f"the grammar is too complex: compiling it took more than {MOST_BYTES >> 20} MiB or too deep a recursion"
+TOO_SLOW_STEP = f"the grammar is too complex: finding the tokens that may come next takes more than {MOST_STEP_SECONDS:g} s"
+
+
+class Job(msgspec.Struct, array_like=True):
+    id: int
+    params: StructuredOutputsParams
+
+
+class Verdict(msgspec.Struct, array_like=True):
+    id: int
+    error: str | None
+
+
+encode = msgspec.msgpack.Encoder().encode
+_decode_job = msgspec.msgpack.Decoder(Job).decode
+decode_verdict = msgspec.msgpack.Decoder(Verdict).decode
+
+
+def start_vetting(backend: Backend, private: socket.socket) -> Frames:
+    """Forks the vetting process; -> the connection to it. It ends when that is closed. It has no part in `private`."""
+    ours, theirs = socket.socketpair()
+    if os.fork():
+        theirs.close()
+        return Frames(ours)
+    try:
+        ours.close()
+        private.close()
+        os.nice(NICENESS)
+        _Vetting(backend, Frames(theirs)).run()
+    finally:
+        os._exit(0)
+
+
+@dataclass
+class _Trial:
+    job: int
+    pid: int
+    begun: float
+    news: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.deadline = self.begun + MOST_SECONDS
+
+    def goes_on(self) -> bool:
+        """Beyond its deadline, because it could hardly run: the machine is busy."""
+        now = time.monotonic()
+        self.deadline = min(now + LEAST_WORK, self.begun + LONGEST_TRIAL)
+        return now < self.begun + LONGEST_TRIAL and processor_time(self.pid) < LEAST_WORK
+
+
+class _Vetting:
+    def __init__(self, backend: Backend, frames: Frames) -> None:
+        self._backend, self._frames = backend, frames
+        self._waiting: deque[Job] = deque()
+        self._trials: dict[int, _Trial] = {}  # by the pipe its child writes to
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(frames.socket, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        while True:
+            deadline = min((trial.deadline for trial in self._trials.values()), default=None)
+            wait = None if deadline is None else max(0.0, deadline - time.monotonic())
+            for key, _ in self._selector.select(wait):
+                if key.fileobj is self._frames.socket:
+                    if not self._frames.receive():
+                        return self._end_all()
+                    while (frame := self._frames.next()) is not None:
+                        self._waiting.append(_decode_job(frame))
+                else:
+                    self._hear(key.fd)
+            for pipe, trial in list(self._trials.items()):
+                if trial.deadline <= time.monotonic() and not trial.goes_on():
+                    os.kill(trial.pid, signal.SIGKILL)
+                    self._close(pipe, TOO_SLOW)
+            while self._waiting and len(self._trials) < MOST_TRIALS:
+                self._begin(self._waiting.popleft())
+
+    def _begin(self, job: Job) -> None:
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if not pid:
+            try:
+                os.close(reading)
+                _limit_memory()
+                os.write(writing, (try_out(self._backend, job.params) or "").encode() or b"\0")
+            finally:
+                os._exit(0)
+        os.close(writing)
+        self._trials[reading] = _Trial(job.id, pid, time.monotonic())
+        self._selector.register(reading, selectors.EVENT_READ)
+
+    def _hear(self, pipe: int) -> None:
+        news = os.read(pipe, LONGEST_MESSAGE * 4)
+        if news:
+            self._trials[pipe].news += news
+        else:
+            said = self._trials[pipe].news
+            self._close(pipe, None if said == b"\0" else said.decode(errors="replace") or TOO_DEEP)
+
+    def _close(self, pipe: int, error: str | None) -> None:
+        trial = self._trials.pop(pipe)
+        self._selector.unregister(pipe)
+        os.close(pipe)
+        os.waitpid(trial.pid, 0)
+        self._frames.send(encode(Verdict(trial.job, error)))
+
+    def _end_all(self) -> None:
+        for trial in self._trials.values():
+            os.kill(trial.pid, signal.SIGKILL)
+
+
+def processor_time(pid: int) -> float:
+    """Seconds a process has run; where that cannot be known, as if it had run all the time."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return LONGEST_TRIAL
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _limit_memory() -> None:
+    sizes = Path("/proc/self/statm")
+    if sizes.exists():
+        most = int(sizes.read_text().split()[0]) * resource.getpagesize() + MOST_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def try_out(backend: Backend, params: StructuredOutputsParams) -> str | None:
+    """What is wrong with the grammar; None: nothing was found. A schema's error says where it is."""
+    try:
+        _walk(backend, params)
+    except GrammarError as error:
+        place = _find(backend, params, str(error))
+        return f"{place}{error}"[:LONGEST_MESSAGE]
+    except MemoryError:
+        return TOO_DEEP
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:LONGEST_MESSAGE]
+    return None
+
+
+def _walk(backend: Backend, params: StructuredOutputsParams) -> None:
+    """Compiles, and takes some of the tokens that may come, the same for every trial."""
+    matcher = backend.compile(params)
+    mask = np.zeros((1, backend.words), np.uint32)
+    choose = random.Random(0)
+    for _ in range(LONGEST_WALK):
+        begun = time.process_time()
+        backend.fill([(matcher, 0)], mask.ctypes.data, 1)
+        if time.process_time() - begun > MOST_STEP_SECONDS:
+            raise GrammarError(TOO_SLOW_STEP)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        allowed = allowed[~np.isin(allowed, backend.eos_ids)]
+        if matcher.error is None and len(allowed):
+            matcher.accept([int(choose.choice(allowed))])
+        if matcher.error is not None:
+            raise GrammarError(f"the grammar leads nowhere or is too complex: {matcher.error}")
+        if matcher.done or not len(allowed):
+            return
+
+
+def _find(backend: Backend, params: StructuredOutputsParams, error: str) -> str:
+    """The innermost part of a JSON schema that has the same error when taken alone, as "$.properties.a: "."""
+    if params.json is None or error.startswith("$"):
+        return ""
+    try:
+        schema = read_object("json", params.json)
+    except InvalidParameter:
+        return ""
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    place: Place = ()
+    found = True
+    while found:
+        found = False
+        for inner, part in subschemas(schema):
+            try:
+                backend.compile(msgspec.structs.replace(params, json={**shared, **part}))
+            except GrammarError as other:
+                if str(other) == error:
+                    place, schema, found = place + inner, part, True
+                    break
+    return f"{pointer(place)}: " if place else ""

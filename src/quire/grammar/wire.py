@@ -1,0 +1,121 @@
+"""What the engine process and the grammar process say to each other: msgpack frames with their length in front."""
+
+import socket
+import struct
+from collections.abc import Callable
+
+import msgspec
+
+from quire.types.structured import StructuredOutputsParams
+
+_LENGTH = struct.Struct("<I")
+_PIECE = 1 << 20
+
+
+class _Frame(msgspec.Struct, array_like=True, tag=True):
+    pass
+
+
+# ---- to the grammar process
+
+
+class Start(_Frame):
+    """Where the tokenizer comes from, and the numbers of the model."""
+
+    path: str
+    tokenizer: str | None
+    revision: str | None
+    vocab_size: int
+    eos_ids: list[int]
+    rows: int  # of masks in the shared memory
+
+
+class Rules(msgspec.Struct, array_like=True, frozen=True):
+    """What one request asks of its grammar."""
+
+    params: StructuredOutputsParams
+    ignore_eos: bool = False  # the text ends only when nothing else may follow
+    min_tokens: int = 0  # and no earlier than this, unless nothing else may follow
+
+
+class Open(_Frame):
+    """A request's matcher. Its masks go to `row`; `tokens` were sampled by an engine before."""
+
+    id: int
+    row: int
+    rules: Rules
+    tokens: list[int]
+
+
+class Check(_Frame):
+    """Can this be compiled? The answer is an Opened without tokens."""
+
+    id: int
+    params: StructuredOutputsParams
+
+
+class Accept(_Frame):
+    """Sampled tokens, by matcher. The answer is Accepted, and Masked when the masks after them are written."""
+
+    number: int
+    tokens: list[tuple[int, list[int]]]
+
+
+class Close(_Frame):
+    ids: list[int]
+
+
+# ---- from it
+
+
+class Opened(_Frame):
+    id: int
+    error: str | None  # why there is no matcher
+    forced: list[int]  # the tokens that must come next
+
+
+class Accepted(_Frame):
+    number: int
+    forced: list[tuple[int, list[int]]]  # by matcher, where there is no choice
+    failed: list[tuple[int, str]]
+
+
+class Masked(_Frame):
+    number: int
+    failed: list[tuple[int, str]]
+
+
+Command = Start | Open | Check | Accept | Close
+Answer = Opened | Accepted | Masked
+
+encode = msgspec.msgpack.Encoder().encode
+decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
+decode_answer: Callable[[bytes], Answer] = msgspec.msgpack.Decoder(Answer).decode
+
+
+class Frames:
+    """One end of a stream socket, read in whole frames."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._buffer = bytearray()
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive(self) -> bool:
+        """Takes in what is there, waiting for the first byte as long as the socket does. False: the other end is closed."""
+        data = self.socket.recv(_PIECE)
+        self._buffer += data
+        return bool(data)
+
+    def next(self) -> bytes | None:
+        """The next whole frame of what was taken in."""
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        end = _LENGTH.size + int(_LENGTH.unpack_from(self._buffer)[0])
+        if len(self._buffer) < end:
+            return None
+        frame = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return frame

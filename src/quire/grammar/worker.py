@@ -1,0 +1,287 @@
+"""The grammar process: `python -m quire.grammar.worker SOCKET MEMORY`, two inherited file descriptors.
+
+It holds a matcher for every open request, takes in the tokens they sampled and writes the masks for their next ones into the
+shared memory. New grammars are vetted, then compiled by a thread: neither keeps the loop from answering. It ends when the
+engine closes the socket.
+"""
+
+import mmap
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.files.resolve import resolve_model
+from quire.grammar import wire
+from quire.grammar.backend import Backend, GrammarError, Matcher
+from quire.grammar.vetting import Job, decode_verdict, encode, start_vetting
+from quire.text.tokenizer_files import read_tokenizer
+from quire.types.structured import StructuredOutputsParams
+
+MOST_KEPT = 256  # compiled grammars
+MOST_KEPT_BYTES = 32 << 20  # of their texts
+MOST_REFUSED = 4096
+COMPILE_STACK = 64 << 20  # more than a trial has
+ALL = np.uint32(0xFFFFFFFF)
+Words = npt.NDArray[np.uint32]
+
+
+def key_of(params: StructuredOutputsParams) -> bytes:
+    """Equal for requests that can share a compiled grammar: when it starts is each one's own matter."""
+    starts, params.starts_after = params.starts_after, None
+    key = encode(params)
+    params.starts_after = starts
+    return key
+
+
+class Kept:
+    """Compiled grammars by content, the most recently used ones, and what was found wrong with others."""
+
+    def __init__(self) -> None:
+        self._good: OrderedDict[bytes, Matcher] = OrderedDict()
+        self._bad: OrderedDict[bytes, str] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, key: bytes) -> Matcher | str | None:
+        if key in self._good:
+            self._good.move_to_end(key)
+            return self._good[key]
+        return self._bad.get(key)
+
+    def keep(self, key: bytes, outcome: Matcher | str) -> None:
+        if isinstance(outcome, str):
+            self._bad[key] = outcome
+            if len(self._bad) > MOST_REFUSED:
+                self._bad.popitem(last=False)
+            return
+        self._good[key] = outcome
+        self._bytes += len(key)
+        while len(self._good) > MOST_KEPT or (self._bytes > MOST_KEPT_BYTES and len(self._good) > 1):
+            self._bytes -= len(self._good.popitem(last=False)[0])
+
+
+@dataclass
+class Live:
+    """One request: its matcher, and the tail of its tokens while it waits for the ones that start its grammar."""
+
+    matcher: Matcher
+    row: int
+    rules: wire.Rules
+    sampled: int = 0
+    tail: list[int] | None = field(init=False)  # None: the grammar holds
+
+    def __post_init__(self) -> None:
+        self.tail = None if self.rules.params.starts_after is None else []
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        self.sampled += len(tokens)
+        for i, token in enumerate(tokens):
+            if self.tail is None:
+                self.matcher.accept(tokens[i:])
+                return
+            starts = self.rules.params.starts_after or []
+            self.tail = [*self.tail, token][-len(starts) :]
+            if self.tail == starts:
+                self.tail = None
+
+    def forced(self, eos_ids: Sequence[int]) -> list[int]:
+        if self.tail is not None:
+            return []
+        return [eos_ids[0]] if self.matcher.done else self.matcher.forced()
+
+    @property
+    def may_not_end(self) -> bool:
+        """Is the end of the text forbidden where the grammar alone would allow it?"""
+        return (self.rules.ignore_eos or self.sampled < self.rules.min_tokens) and not self.matcher.done
+
+
+class Worker:
+    def __init__(self, frames: wire.Frames, masks: Words, backend: Backend) -> None:
+        """masks [rows, words]."""
+        self._frames, self._masks, self._backend = frames, masks, backend
+        self._kept = Kept()
+        self._live: dict[int, Live] = {}
+        self._waiting: dict[bytes, list[wire.Open | wire.Check]] = {}  # for a grammar that is being tried or compiled
+        self._jobs: dict[int, tuple[bytes, StructuredOutputsParams]] = {}
+        self._numbers = 0
+        ends = np.zeros(backend.words, np.uint32)
+        for token in backend.eos_ids:
+            ends[token // 32] |= np.uint32(1 << token % 32)
+        self._not_ends = ~ends  # [words]
+        self._vetting = start_vetting(backend, frames.socket)
+        threading.stack_size(COMPILE_STACK)
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compiler")
+        self._done: list[tuple[bytes, Matcher | str]] = []
+        self._bell, self._ring = socket.socketpair()
+
+    def run(self) -> None:
+        self._obey()  # what came together with the first frame
+        with selectors.DefaultSelector() as selector:
+            for source, act in (
+                (self._frames.socket, self._take_commands),
+                (self._vetting.socket, self._take_verdicts),
+                (self._bell, self._take_compiled),
+            ):
+                selector.register(source, selectors.EVENT_READ, act)
+            while all(key.data() for key, _ in selector.select()):
+                pass
+
+    def _take_commands(self) -> bool:
+        alive = self._frames.receive()
+        self._obey()
+        return alive
+
+    def _obey(self) -> None:
+        while (frame := self._frames.next()) is not None:
+            match wire.decode_command(frame):
+                case wire.Accept() as command:
+                    self._accept(command)
+                case wire.Open() | wire.Check() as command:
+                    self._want(command)
+                case wire.Close(ids):
+                    self._close(ids)
+                case wire.Start():
+                    raise RuntimeError("a grammar process is started only once")
+
+    def _close(self, ids: Sequence[int]) -> None:
+        for number in ids:
+            if self._live.pop(number, None) is None:
+                for commands in self._waiting.values():
+                    commands[:] = [command for command in commands if command.id != number]
+
+    # ---- tokens in, masks out
+
+    def _accept(self, command: wire.Accept) -> None:
+        touched = []
+        for number, tokens in command.tokens:
+            live = self._live.get(number)
+            if live is not None:
+                live.accept(tokens)
+                touched.append((number, live))
+        failed = [(number, live.matcher.error) for number, live in touched if live.matcher.error is not None]
+        good = [(number, live) for number, live in touched if live.matcher.error is None]
+        forced = [(number, tokens) for number, live in good if (tokens := live.forced(self._backend.eos_ids))]
+        self._send(wire.Accepted(command.number, forced, [(number, error or "") for number, error in failed]))
+        self._fill([live for _, live in good])
+        lost = [(number, live.matcher.error) for number, live in good if live.matcher.error is not None]
+        self._send(wire.Masked(command.number, [(number, error or "") for number, error in lost]))
+
+    def _fill(self, lives: Sequence[Live]) -> None:
+        bound = [(live.matcher, live.row) for live in lives if live.tail is None]
+        if bound:
+            self._backend.fill(bound, self._masks.ctypes.data, len(self._masks))
+        for live in lives:
+            row = self._masks[live.row]
+            if live.tail is not None:
+                row[:] = ALL
+            if live.may_not_end:
+                shortened = row & self._not_ends
+                if shortened.any():
+                    row[:] = shortened
+
+    # ---- new grammars
+
+    def _want(self, command: wire.Open | wire.Check) -> None:
+        params = command.rules.params if isinstance(command, wire.Open) else command.params
+        key = key_of(params)
+        outcome = self._kept.get(key)
+        if outcome is not None:
+            self._serve(command, outcome)
+        elif key in self._waiting:
+            self._waiting[key].append(command)
+        else:
+            self._waiting[key] = [command]
+            self._numbers += 1
+            self._jobs[self._numbers] = key, params
+            self._vetting.send(encode(Job(self._numbers, params)))
+
+    def _take_verdicts(self) -> bool:
+        if not self._vetting.receive():
+            raise RuntimeError("the vetting process is gone")
+        while (frame := self._vetting.next()) is not None:
+            verdict = decode_verdict(frame)
+            key, params = self._jobs.pop(verdict.id)
+            if verdict.error is not None:
+                self._settle(key, verdict.error)
+            else:
+                self._compiler.submit(self._compile, key, params)
+        return True
+
+    def _compile(self, key: bytes, params: StructuredOutputsParams) -> None:
+        """In the compiler's thread."""
+        outcome: Matcher | str
+        try:
+            outcome = self._backend.compile(params)
+        except GrammarError as error:
+            outcome = str(error)
+        self._done.append((key, outcome))
+        self._ring.send(b"!")
+
+    def _take_compiled(self) -> bool:
+        self._bell.recv(4096)
+        while self._done:
+            self._settle(*self._done.pop(0))
+        return True
+
+    def _settle(self, key: bytes, outcome: Matcher | str) -> None:
+        self._kept.keep(key, outcome)
+        for command in self._waiting.pop(key):
+            self._serve(command, outcome)
+
+    def _serve(self, command: wire.Open | wire.Check, outcome: Matcher | str) -> None:
+        if isinstance(outcome, str) or isinstance(command, wire.Check):
+            self._send(wire.Opened(command.id, outcome if isinstance(outcome, str) else None, []))
+            return
+        live = self._live[command.id] = Live(outcome.copy(), command.row, command.rules)
+        live.accept(command.tokens)
+        self._fill([live])
+        error = live.matcher.error
+        self._send(wire.Opened(command.id, error, [] if error else live.forced(self._backend.eos_ids)))
+
+    def _send(self, answer: wire.Answer) -> None:
+        self._frames.send(wire.encode(answer))
+
+
+def open_backend(start: wire.Start) -> Backend:
+    from quire.grammar.llguidance import LLGuidance
+
+    path = Path(start.path)
+    if start.tokenizer is not None:
+        path = resolve_model(start.tokenizer, revision=start.revision, weights=False).path
+    tokenizer = read_tokenizer(path)
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ends = [token for token in dict.fromkeys([*own, *start.eos_ids]) if 0 <= token < start.vocab_size]
+    return LLGuidance(tokenizer, start.vocab_size, ends)
+
+
+def main(argv: Sequence[str]) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    frames = wire.Frames(socket.socket(fileno=int(argv[0])))
+    while (frame := frames.next()) is None:
+        if not frames.receive():
+            return 0
+    start = wire.decode_command(frame)
+    assert isinstance(start, wire.Start), start
+    backend = open_backend(start)
+    memory = mmap.mmap(int(argv[1]), 4 * start.rows * backend.words)
+    os.close(int(argv[1]))
+    masks: Words = np.frombuffer(memory, np.uint32).reshape(start.rows, backend.words)
+    try:
+        Worker(frames, masks, backend).run()
+    except (BrokenPipeError, ConnectionResetError):
+        return 0  # the engine is gone
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,35 @@
+"""Structured outputs: tokens that a grammar forbids. Which those are is said anew for every step, one bit per token."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.runner.transfer import Longs, upload
+from quire.types.plan import Words
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Bit v of a row, counted from the lowest of its first word, says that token v is allowed."""
+
+    rows: Longs  # [m] indices among the rows that draw
+    bits: Words  # [m, W] with 32 W >= V
+
+
+def forbid(logits: Tensor, masks: Masks) -> Tensor:
+    """logits [N, V], changed in place."""
+    device, vocabulary = logits.device, logits.shape[1]
+    if device.type == "cpu":
+        allowed = np.unpackbits(masks.bits.view(np.uint8), axis=1, count=vocabulary, bitorder="little")  # [m, V]
+        banned = torch.from_numpy(allowed == 0)
+    else:
+        words = upload(masks.bits.view(np.int32), device)  # [m, W]
+        bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device)  # [m, W, 32]
+        banned = (bits & 1).reshape(len(words), -1)[:, :vocabulary] == 0
+    if len(masks.rows) == len(logits):
+        return logits.masked_fill_(banned, -torch.inf)
+    rows = upload(masks.rows, device)
+    logits[rows] = logits[rows].masked_fill_(banned, -torch.inf)
+    return logits

@@ -1,0 +1,32 @@
+"""thinking_token_budget: an answer that begins with reasoning may spend so many tokens on it; then its end is drawn.
+
+    sampled   [ reasoning ........ | end ids | answer ... ]
+    budget    [ at most so many    )
+
+Whether the end came by itself is known only when all tokens before the draw are.
+"""
+
+from quire.types.request import Request
+
+
+def may_be_cut(request: Request) -> bool:
+    """Is the next token one that the budget may decide about? Pending tokens are counted, unseen."""
+    params = request.spec.params
+    if params.thinking_token_budget is None or request.thought:
+        return False
+    return len(request.tokens) + request.pending - len(request.spec.prompt) >= params.thinking_token_budget
+
+
+def forced_end(request: Request) -> int | None:
+    """The token that must be drawn next, when nothing but that draw is pending."""
+    params, start = request.spec.params, len(request.spec.prompt)
+    budget, ends = params.thinking_token_budget, params.thinking_end_ids or []
+    if budget is None or request.thought or len(request.tokens) - start < budget:
+        return None
+    begun = len(request.tokens) - start - budget  # how much of the end has been forced
+    if begun == 0:
+        thinking = request.tokens[start:]
+        request.thought = any(thinking[i : i + len(ends)] == ends for i in range(len(thinking)))
+    elif begun >= len(ends):
+        request.thought = True
+    return None if request.thought else ends[begun]

@@ -1,0 +1,220 @@
+"""Anthropic's requests as chat requests, and items as Anthropic's content blocks. No HTTP here."""
+
+import json
+from typing import Any
+
+import pydantic_core
+
+from quire.serve.items import Item
+from quire.serve.protocol.chat import ChatRequest, chat_request
+from quire.serve.protocol.messages import CountTokensRequest, InputMessage, MessagesRequest
+from quire.types.errors import InvalidParameter, NotSupported
+
+_REFUSED = {
+    "mcp_servers": "the server calls no tools by itself",
+    "container": "the server runs no code",
+    "context_management": "the conversation is used as it is sent",
+}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def to_chat(request: CountTokensRequest, thinks: bool) -> ChatRequest:
+    """The same request in OpenAI's terms. `thinks`: the model's reasoning is told apart, so it can have a budget."""
+    for name, why in _REFUSED.items():
+        if getattr(request, name):
+            raise NotSupported(f"{name} cannot be used: {why}", name)
+    messages = _messages(request)
+    goes_on = messages[-1]["role"] == "assistant"  # the answer begins with what the last message says
+    body: dict[str, Any] = {
+        "model": request.model,
+        "messages": messages,
+        "add_generation_prompt": not goes_on,
+        "continue_final_message": goes_on,
+        **_tools(request),
+        **_thinking(request, thinks),
+    }
+    if isinstance(request, MessagesRequest):
+        body |= {
+            "max_completion_tokens": request.max_tokens,
+            "stop": request.stop_sequences,
+            "stream": request.stream,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            "cache_salt": request.cache_salt,
+            "priority": request.priority,
+        }
+        kwargs = {**body.get("chat_template_kwargs", {}), **(request.chat_template_kwargs or {})}
+        body["chat_template_kwargs"] = kwargs or None
+    return chat_request(body)
+
+
+def block_of(item: Item) -> dict[str, Any]:
+    match item.kind:
+        case "text":
+            return {"type": "text", "text": item.text, "citations": None}
+        case "reasoning":
+            return {"type": "thinking", "thinking": item.text, "signature": ""}
+        case "call":
+            return {"type": "tool_use", "id": item.id, "name": item.name, "input": _input(item)}
+
+
+def empty_block_of(item: Item) -> dict[str, Any]:
+    """The block as a stream opens it."""
+    return block_of(Item(item.kind, "", item.name, item.id))
+
+
+def delta_of(item: Item, piece: str) -> dict[str, Any]:
+    match item.kind:
+        case "text":
+            return {"type": "text_delta", "text": piece}
+        case "reasoning":
+            return {"type": "thinking_delta", "thinking": piece}
+        case "call":
+            return {"type": "input_json_delta", "partial_json": piece}
+
+
+def stop_reason(finish: str | None, stopped_by: int | str | None, called: bool) -> tuple[str, str | None]:
+    """Anthropic's reason, and the stop sequence if one was it."""
+    if finish == "length":
+        return "max_tokens", None
+    if called:
+        return "tool_use", None
+    return ("stop_sequence", stopped_by) if isinstance(stopped_by, str) else ("end_turn", None)
+
+
+def _input(item: Item) -> dict[str, Any]:
+    """Arguments as an object. Of a call that was cut off, what came whole."""
+    if not item.text:
+        return {}
+    value = pydantic_core.from_json(item.text, allow_partial=not item.complete)
+    return value if isinstance(value, dict) else {"arguments": value}
+
+
+# ---- messages
+
+
+def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    if request.system:
+        blocks = request.system if isinstance(request.system, list) else [{"type": "text", "text": request.system}]
+        out.append({"role": "system", "content": "\n".join(_text(block, "system") for block in blocks)})
+    if not request.messages:
+        raise InvalidParameter("messages must not be empty", "messages")
+    for i, message in enumerate(request.messages):
+        where = f"messages[{i}].content"
+        if isinstance(message.content, str):
+            out.append({"role": message.role, "content": message.content})
+        elif message.role == "assistant":
+            out.append(_assistant(message, where))
+        else:
+            out += _user(message, where)
+    return out
+
+
+def _user(message: InputMessage, where: str) -> list[dict[str, Any]]:
+    """Results of tools are messages of their own; the text between them stays where it is."""
+    out: list[dict[str, Any]] = []
+    texts: list[str] = []
+    for block in message.content:
+        assert isinstance(block, dict)
+        if block.get("type") != "tool_result":
+            texts.append(_text(block, where))
+            continue
+        if texts:
+            out.append({"role": message.role, "content": "\n".join(texts)})
+            texts = []
+        if not isinstance(block.get("tool_use_id"), str):
+            raise InvalidParameter(f"{where}: a tool_result needs the tool_use_id it belongs to", where)
+        out.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": _result(block, where)})
+    if texts or not out:
+        out.append({"role": message.role, "content": "\n".join(texts)})
+    return out
+
+
+def _result(block: dict[str, Any], where: str) -> str:
+    content = block.get("content") or ""
+    blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    text = "\n".join(_text(one, where) for one in blocks)
+    return f"Error: {text}" if block.get("is_error") else text
+
+
+def _assistant(message: InputMessage, where: str) -> dict[str, Any]:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for block in message.content:
+        assert isinstance(block, dict)
+        match block.get("type"):
+            case "thinking":
+                thoughts.append(str(block.get("thinking", "")))
+            case "redacted_thinking":
+                pass  # nobody here can read it
+            case "tool_use":
+                if not isinstance(block.get("name"), str) or not isinstance(block.get("input", {}), dict):
+                    raise InvalidParameter(f"{where}: a tool_use needs a name and an input, which is an object", where)
+                function = {"name": block["name"], "arguments": json.dumps(block.get("input", {}), ensure_ascii=False)}
+                calls.append({"id": str(block.get("id", "")), "type": "function", "function": function})
+            case _:
+                texts.append(_text(block, where))
+    out: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    if thoughts:
+        out["reasoning"] = "\n".join(thoughts)
+    if calls:
+        out["tool_calls"] = calls
+    return out
+
+
+def _text(block: Any, where: str) -> str:
+    if not isinstance(block, dict) or block.get("type") != "text":
+        kind = block.get("type") if isinstance(block, dict) else block
+        raise NotSupported(f"{where}: this server takes text, tool_use and tool_result blocks, not {kind!r:.80}", where)
+    if not isinstance(block.get("text"), str):
+        raise InvalidParameter(f"{where}: a text block needs a text", where)
+    return str(block["text"])
+
+
+# ---- options
+
+
+def _tools(request: CountTokensRequest) -> dict[str, Any]:
+    tools = []
+    for i, tool in enumerate(request.tools or ()):
+        if tool.get("type", "custom") != "custom":
+            raise NotSupported(f"tools[{i}]: the server has no tools of its own such as {tool['type']!r:.80}", "tools")
+        function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+        if tool.get("description") is not None:
+            function["description"] = tool["description"]
+        tools.append({"type": "function", "function": function})
+    choice = request.tool_choice
+    if not tools:
+        if choice is not None and choice.type != "none":
+            raise InvalidParameter("tool_choice needs tools", "tool_choice")
+        return {}
+    out: dict[str, Any] = {"tools": tools}
+    if choice is not None:
+        if choice.type == "tool":
+            out["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        else:
+            out["tool_choice"] = _CHOICES[choice.type]
+        out["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    return out
+
+
+def _thinking(request: CountTokensRequest, thinks: bool) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    thinking, config = request.thinking, request.output_config
+    if thinking is not None and thinking.type != "adaptive":
+        on = thinking.type == "enabled"
+        out["chat_template_kwargs"] = {"enable_thinking": on, "thinking": on}
+        out["include_reasoning"] = on and thinking.display != "omitted"
+        if on and thinks and thinking.budget_tokens is not None:
+            out["thinking_token_budget"] = thinking.budget_tokens
+    if config is not None and config.effort is not None:
+        out["reasoning_effort"] = config.effort
+    if config is not None and config.format is not None:
+        if config.format.get("type") != "json_schema" or not isinstance(config.format.get("schema"), dict):
+            raise InvalidParameter('output_config.format must be {"type": "json_schema", "schema": {...}}', "output_config")
+        schema = {"name": "answer", "schema": config.format["schema"]}
+        out["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return out

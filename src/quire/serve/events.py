@@ -1,0 +1,112 @@
+"""The engine's outputs as events, for every protocol alike: text, reasoning and tool calls, as they come or put together.
+
+A streamed answer is its events written one by one; one that is not streamed is the same events folded (`Said`).
+"""
+
+import secrets
+import string
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from quire.text.parse.call import Tools
+from quire.text.parse.events import Event, Reasoning, Text, ToolArguments, ToolEnd, ToolStart
+from quire.text.parse.format import Format
+from quire.text.parse.machine import Parser
+from quire.types.outputs import CompletionOutput
+
+_SHORT_ID = 9  # characters; templates of some families accept no other ids
+_ALPHABET = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the answers to one request are to be read."""
+
+    form: Format | None = None  # None: all of it is text
+    tools: Tools | None = None
+    inside: bool | None = None  # do they begin in the reasoning? None: the format says
+    noise: frozenset[str] = frozenset()
+    parallel: bool = True  # false: the first call is the only one that is told
+    with_reasoning: bool = True
+    calls_finish: bool = True  # an answer with calls ends for that reason
+    id_prefix: str = "chatcmpl-tool-"  # of calls
+
+    def reader(self) -> "Reader":
+        return Reader(self)
+
+
+class Reader:
+    """One answer."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._called = False
+        self._parser = None
+        if reading.form is not None:
+            self._parser = Parser(reading.form, tools=reading.tools, inside=reading.inside, noise=reading.noise)
+
+    def read(self, part: CompletionOutput) -> list[Event]:
+        """What is new in an output, which holds what is new since the last one."""
+        if self._parser is None:
+            return [Text(part.text)] if part.text else []
+        events = self._parser.feed(part.text)
+        if part.finish_reason is not None:
+            events += self._parser.finish()
+        return [kept for event in events if (kept := self._keep(event)) is not None]
+
+    def finish_reason(self, part: CompletionOutput) -> str | None:
+        if part.finish_reason == "stop" and self._called and self._reading.calls_finish:
+            return "tool_calls"
+        return part.finish_reason
+
+    def _keep(self, event: Event) -> Event | None:
+        if isinstance(event, Reasoning):
+            return event if self._reading.with_reasoning else None
+        if isinstance(event, ToolStart | ToolArguments | ToolEnd):
+            if event.index and not self._reading.parallel:
+                return None
+            if isinstance(event, ToolStart):
+                self._called = True
+                return event if event.id is not None else msgspec.structs.replace(event, id=self._new_id())
+        return event
+
+    def _new_id(self) -> str:
+        form = self._reading.form
+        if form is not None and form.short_ids:
+            return "".join(secrets.choice(_ALPHABET) for _ in range(_SHORT_ID))
+        return f"{self._reading.id_prefix}{uuid.uuid4().hex}"
+
+
+@dataclass
+class SaidCall:
+    id: str
+    name: str
+    arguments: str = ""
+    complete: bool = False
+
+
+@dataclass
+class Said:
+    """Events put together."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[SaidCall] = field(default_factory=list)
+
+    def add(self, events: Iterable[Event]) -> "Said":
+        for event in events:
+            match event:
+                case Text(text):
+                    self.text += text
+                case Reasoning(text):
+                    self.reasoning += text
+                case ToolStart(_, name, own_id):
+                    self.calls.append(SaidCall(own_id or "", name))
+                case ToolArguments(index, piece):
+                    self.calls[index].arguments += piece
+                case ToolEnd(index, complete):
+                    self.calls[index].complete = complete
+        return self

@@ -1,0 +1,63 @@
+"""How the served model writes tool calls and reasoning: chosen once, by the settings or by its chat template."""
+
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+
+from quire.config.server_args import ServerArgs
+from quire.text.parse.format import Format, Thinking
+from quire.text.parse.registry import Use, detect, find_format, load_plugins
+from quire.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class ModelFormats:
+    """None: such things are not parsed. `specials` are the strings that detokenization leaves out."""
+
+    tools: Format | None = None
+    reasoning: Format | None = None
+    specials: frozenset[str] = frozenset()
+
+    @property
+    def thinking(self) -> Thinking | None:
+        return None if self.reasoning is None else self.reasoning.thinking
+
+
+def check_parsers(settings: ServerArgs) -> None:
+    """Raises ConfigError for a plugin that fails or a name nobody knows; before anything is loaded."""
+    load_plugins(name for name in (settings.tool_parser_plugin, settings.reasoning_parser_plugin) if name)
+    for name, use in _asked(settings):
+        if name != AUTO:
+            find_format(name, use)
+
+
+def choose_formats(settings: ServerArgs, tokenizer: Tokenizer | None) -> ModelFormats:
+    template = None if tokenizer is None else tokenizer.chat_template
+    chosen: dict[Use, Format] = {}
+    for name, use in _asked(settings):
+        found = detect(template, use) if name == AUTO else name
+        if found is None:
+            logger.warning("the chat template shows no known way to write %s: they are not parsed", use)
+            continue
+        logger.info("%s are parsed as %s%s", use, found, " (by the chat template)" if name == AUTO else "")
+        chosen[use] = find_format(found, use)
+    specials = frozenset() if tokenizer is None else frozenset(tokenizer.all_special_tokens)
+    return ModelFormats(chosen.get("tool calls"), chosen.get("reasoning"), specials)
+
+
+def _asked(settings: ServerArgs) -> list[tuple[str, Use]]:
+    tools = settings.tool_call_parser or (AUTO if settings.enable_auto_tool_choice else "")
+    wanted: list[tuple[str, Use]] = [(tools, "tool calls"), (settings.reasoning_parser, "reasoning")]
+    return [(name, use) for name, use in wanted if name]
+
+
+@lru_cache(maxsize=256)
+def special_marks(form: Format, specials: frozenset[str]) -> tuple[bool, frozenset[str]]:
+    """Are some of the markers special tokens? And the other special tokens: nobody wants to see those."""
+    marks = form.marks
+    used = frozenset(special for special in specials if special and any(special in mark for mark in marks))
+    return bool(used), frozenset(special for special in specials - used if special)

@@ -1,0 +1,219 @@
+"""Requests to /v1/responses as chat requests, and items as its output items. No HTTP here, and no store."""
+
+import json
+import uuid
+from typing import Any, Literal
+
+from quire.serve.items import Item
+from quire.serve.protocol.chat import ChatRequest, chat_request
+from quire.serve.protocol.responses import ResponsesRequest
+from quire.types.errors import InvalidParameter, NotSupported
+
+Status = Literal["completed", "incomplete", "in_progress"]
+Message = dict[str, Any]
+
+_REFUSED = {
+    "conversation": "conversations are not kept: send previous_response_id, or the whole input",
+    "prompt": "there are no stored prompts",
+    "max_tool_calls": "the server calls no tools by itself",
+    "top_logprobs": "logprobs are in /v1/chat/completions",
+}
+_SAME = (
+    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "seed", "stop", "ignore_eos", "priority", "cache_salt", "chat_template_kwargs",
+    "user",
+)  # fmt: skip
+_TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
+_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+
+
+def to_chat(request: ResponsesRequest, messages: list[Message]) -> ChatRequest:
+    """`messages`: the conversation, without the instructions."""
+    for name, why in _REFUSED.items():
+        if getattr(request, name) is not None:
+            raise NotSupported(f"{name} cannot be used: {why}", name)
+    if request.instructions:
+        messages = [{"role": "system", "content": request.instructions}, *messages]
+    body: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
+    body |= {"messages": messages, "max_completion_tokens": request.max_output_tokens}
+    if request.tools:
+        body["tools"] = [_tool(tool, i) for i, tool in enumerate(request.tools)]
+        body["tool_choice"] = _choice(request.tool_choice)
+    elif request.tool_choice not in (None, "auto", "none"):
+        raise InvalidParameter("tool_choice needs tools", "tool_choice")
+    if request.reasoning is not None:
+        body["reasoning_effort"] = request.reasoning.effort
+    if request.truncation == "auto":
+        body["truncate_prompt_tokens"] = -1
+    if request.text is not None and request.text.format is not None:
+        body["response_format"] = _format(request.text.format)
+    return chat_request(body)
+
+
+def messages_of(request: ResponsesRequest) -> list[Message]:
+    """The request's own input as messages."""
+    if isinstance(request.input, str):
+        return [{"role": "user", "content": request.input}]
+    if not request.input:
+        raise InvalidParameter("input must not be empty", "input")
+    return join_turns([_message(item, f"input[{i}]") for i, item in enumerate(request.input)])
+
+
+def join_turns(messages: list[Message]) -> list[Message]:
+    """Reasoning, text and calls of one turn are several items here, and one message of the assistant in a chat."""
+    out: list[Message] = []
+    for message in messages:
+        last = out[-1] if out else None
+        if last is None or message["role"] != "assistant" or last["role"] != "assistant":
+            out.append(dict(message))
+            continue
+        last["content"] = "\n".join(text for text in (last.get("content"), message.get("content")) if text)
+        if message.get("reasoning"):
+            last["reasoning"] = "\n".join(text for text in (last.get("reasoning"), message["reasoning"]) if text)
+        if message.get("tool_calls"):
+            last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
+    return out
+
+
+def said_by(items: list[Item]) -> list[Message]:
+    """What the model wrote, as it stands in the conversation later. Calls that broke off are left out: they have no answer."""
+    told: list[Message] = []
+    for item in items:
+        if item.kind == "text":
+            told.append({"role": "assistant", "content": item.text})
+        elif item.kind == "reasoning":
+            told.append({"role": "assistant", "content": "", "reasoning": item.text})
+        elif item.complete:
+            told.append(_called(item.id, item.name, item.text))
+    return join_turns(told)
+
+
+def new_id(item: Item) -> str:
+    return f"{_PREFIXES[item.kind]}_{uuid.uuid4().hex}"
+
+
+def output_item(item: Item, item_id: str, status: Status) -> dict[str, Any]:
+    begun = status != "in_progress"
+    match item.kind:
+        case "text":
+            content = [part_of(item)] if begun else []
+            return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+        case "reasoning":
+            content = [part_of(item)] if begun else []
+            return {"id": item_id, "type": "reasoning", "summary": [], "content": content, "status": status}
+        case "call":
+            arguments = item.text if begun else ""
+            return {
+                "id": item_id, "type": "function_call", "call_id": item.id, "name": item.name, "arguments": arguments,
+                "status": status,
+            }  # fmt: skip
+
+
+def part_of(item: Item, text: str | None = None) -> dict[str, Any]:
+    told = item.text if text is None else text
+    if item.kind == "reasoning":
+        return {"type": "reasoning_text", "text": told}
+    return {"type": "output_text", "text": told, "annotations": [], "logprobs": []}
+
+
+def settings_of(request: ResponsesRequest) -> dict[str, Any]:
+    """What a response repeats of its request."""
+    form = request.text.format if request.text is not None and request.text.format is not None else {"type": "text"}
+    reasoning = request.reasoning
+    return {
+        "background": bool(request.background),
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": request.previous_response_id,
+        "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
+        "service_tier": "default",
+        "store": request.store is not False,
+        "temperature": request.temperature,
+        "text": {"format": form},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": request.tools or [],
+        "top_logprobs": 0,
+        "top_p": request.top_p,
+        "truncation": request.truncation or "disabled",
+        "user": request.user,
+    }
+
+
+# ---- items of the input
+
+
+def _message(item: dict[str, Any], where: str) -> Message:
+    match item.get("type", "message"):
+        case "message":
+            role = item.get("role")
+            if not isinstance(role, str) or role not in ("user", "assistant", "system", "developer"):
+                raise InvalidParameter(f"{where}.role must be user, assistant, system or developer, got {role!r:.80}", "input")
+            told = "system" if role == "developer" else role
+            return {"role": told, "content": _text(item.get("content"), f"{where}.content")}
+        case "function_call":
+            for name in ("call_id", "name", "arguments"):
+                if not isinstance(item.get(name), str):
+                    raise InvalidParameter(f"{where}: a function_call needs a string {name}", "input")
+            return _called(item["call_id"], item["name"], item["arguments"])
+        case "function_call_output":
+            if not isinstance(item.get("call_id"), str):
+                raise InvalidParameter(f"{where}: a function_call_output needs the call_id it belongs to", "input")
+            return {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item.get("output"), f"{where}.output")}
+        case "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            texts = [str(part.get("text", "")) for part in parts if isinstance(part, dict)]
+            return {"role": "assistant", "content": "", "reasoning": "\n".join(texts)}
+        case kind:
+            raise NotSupported(
+                f"{where}: items are messages, function calls, their outputs and reasoning, not {kind!r:.80}", "input"
+            )
+
+
+def _called(call_id: str, name: str, arguments: str) -> Message:
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidParameter(f"{where} must be a string or a list of text parts", "input")
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS:
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise NotSupported(f"{where}: this server takes text only, not {kind!r:.80}", "input")
+        texts.append(str(part.get("text", part.get("refusal", ""))))
+    return "\n".join(texts)
+
+
+# ---- options
+
+
+def _tool(tool: dict[str, Any], i: int) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise NotSupported(f"tools[{i}]: tools are functions here, not {tool.get('type')!r:.80}", "tools")
+    function = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _format(form: dict[str, Any]) -> dict[str, Any]:
+    if form.get("type") != "json_schema":
+        return form
+    schema = {key: form[key] for key in ("name", "description", "schema", "strict") if key in form}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def size_of(value: Any) -> int:
+    """Bytes of an object in the store, near enough."""
+    return len(json.dumps(value, ensure_ascii=False))

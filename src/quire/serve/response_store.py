@@ -1,0 +1,70 @@
+"""Responses that clients may come back to, in memory and within bounds: what was used longest ago goes first.
+
+A response belongs to the tenant whose key made it; for others it does not exist. Nothing survives a restart.
+"""
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.serve.disconnect import stop
+from quire.serve.response_objects import Message, size_of
+
+
+@dataclass
+class Stored:
+    response: dict[str, Any]
+    messages: list[Message]  # the conversation up to and with this response, without instructions
+    tenant: str | None
+    work: "asyncio.Task[None] | None" = None  # of one in the background, while it runs
+    bytes: int = field(default=0)
+
+    async def cancel(self) -> None:
+        """Ends the work on it, if there still is any."""
+        work, self.work = self.work, None
+        if work is not None:
+            await stop(work)
+            if self.response["status"] in ("queued", "in_progress"):
+                self.response["status"] = "cancelled"
+
+
+class ResponseStore:
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._kept: OrderedDict[str, Stored] = OrderedDict()
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def running(self) -> int:
+        return sum(stored.work is not None for stored in self._kept.values())
+
+    def put(self, stored: Stored) -> None:
+        """Keeps it, or what has become of it. One that is too large for the store is not kept."""
+        name = stored.response["id"]
+        self.drop(name)
+        stored.bytes = size_of(stored.response) + size_of(stored.messages)
+        if stored.bytes > self._most_bytes and stored.work is None:
+            return
+        self._kept[name] = stored
+        self.bytes += stored.bytes
+        idle = [key for key, one in self._kept.items() if one.work is None and key != name]
+        for oldest in idle:
+            if len(self._kept) <= self._most and self.bytes <= self._most_bytes:
+                break
+            self.drop(oldest)
+
+    def get(self, name: str, tenant: str | None) -> Stored | None:
+        stored = self._kept.get(name)
+        if stored is None or stored.tenant != tenant:
+            return None
+        self._kept.move_to_end(name)
+        return stored
+
+    def drop(self, name: str) -> None:
+        stored = self._kept.pop(name, None)
+        if stored is not None:
+            self.bytes -= stored.bytes

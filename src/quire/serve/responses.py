@@ -1,0 +1,253 @@
+"""/v1/responses: create, retrieve, cancel, delete. The stream tells items and parts as they open, grow and close."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from quire.serve.body import JSONRoute
+from quire.serve.disconnect import unless_gone
+from quire.serve.errors import HttpError, describe, json_response, request_id_of
+from quire.serve.items import Change, Closed, Grown, Item, Items, Opened
+from quire.serve.protocol.chat import ChatRequest
+from quire.serve.protocol.errors import ErrorBody
+from quire.serve.protocol.responses import ResponsesRequest
+from quire.serve.response_objects import (
+    Message,
+    Status,
+    messages_of,
+    new_id,
+    output_item,
+    part_of,
+    said_by,
+    settings_of,
+    to_chat,
+)
+from quire.serve.response_store import Stored
+from quire.serve.server import Server, server_of
+from quire.serve.sse import NAMED, Events, open_stream
+from quire.serve.turn import Heard, Step, Turn, play, play_at_once, prepare_turn
+from quire.types.errors import InvalidParameter
+
+router = APIRouter(route_class=JSONRoute, tags=["OpenAI"])
+stored_router = APIRouter(tags=["OpenAI"])  # without bodies
+
+_ERRORS: dict[int | str, dict[str, Any]] = {400: {"model": ErrorBody}, 404: {"model": ErrorBody}}
+_DELTAS = {
+    "text": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "call": "response.function_call_arguments",
+}
+
+
+@router.post("/v1/responses", responses=_ERRORS)
+async def create_response(request: ResponsesRequest, raw: Request) -> Response:
+    server = server_of(raw)
+    server.check(request)
+    if request.background and (request.stream or request.store is False):
+        raise InvalidParameter("background needs a response that is stored and not streamed", "background")
+    if request.background and server.responses.running >= server.limits.background_responses:
+        raise HttpError(429, f"{server.limits.background_responses} responses run in the background already", "background")
+    messages = [*_history(server, raw, request), *messages_of(request)]
+    chat = to_chat(request, messages)
+    turn = await unless_gone(raw.receive, prepare_turn(server, raw, chat, "resp", "call_"))
+    # ids are the store's keys: clients cannot choose them
+    turn = replace(turn, job=replace(turn.job, id=f"resp_{uuid.uuid4().hex}"))
+    reply = _Reply(server, turn, request, chat, messages, _tenant(raw))
+    if request.stream:
+        return await open_stream(reply.stream(), raw.receive, NAMED)
+    if request.background:
+        return json_response(reply.start(request_id_of(raw.scope)))
+    return json_response(await unless_gone(raw.receive, reply.answer()))
+
+
+@stored_router.get("/v1/responses/{response_id}", responses=_ERRORS)
+async def retrieve_response(response_id: str, raw: Request) -> Response:
+    return json_response(_find(server_of(raw), raw, response_id).response)
+
+
+@stored_router.post("/v1/responses/{response_id}/cancel", responses=_ERRORS)
+async def cancel_response(response_id: str, raw: Request) -> Response:
+    stored = _find(server_of(raw), raw, response_id)
+    if not stored.response["background"]:
+        raise HttpError(400, "only a response in the background can be cancelled: hang up on others", "response_id")
+    await stored.cancel()
+    return json_response(stored.response)
+
+
+@stored_router.delete("/v1/responses/{response_id}", responses=_ERRORS)
+async def delete_response(response_id: str, raw: Request) -> Response:
+    server = server_of(raw)
+    stored = _find(server, raw, response_id)
+    await stored.cancel()
+    server.responses.drop(response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+def _tenant(raw: Request) -> str | None:
+    return getattr(raw.state, "tenant", None)
+
+
+def _find(server: Server, raw: Request, name: str) -> Stored:
+    stored = server.responses.get(name, _tenant(raw))
+    if stored is None:
+        raise HttpError(404, f"there is no response {name[:100]!r}: it was not stored, or is no longer", "response_id")
+    return stored
+
+
+def _history(server: Server, raw: Request, request: ResponsesRequest) -> list[Message]:
+    name = request.previous_response_id
+    if name is None:
+        return []
+    stored = server.responses.get(name, _tenant(raw))
+    if stored is None:
+        raise HttpError(404, f"there is no response {name[:100]!r}: it was not stored, or is no longer", "previous_response_id")
+    if stored.response["status"] not in ("completed", "incomplete"):
+        raise HttpError(400, f"the previous response is {stored.response['status']}", "previous_response_id")
+    return stored.messages
+
+
+class _Reply:
+    """One response, whole, streamed or in the background."""
+
+    def __init__(
+        self,
+        server: Server,
+        turn: Turn,
+        request: ResponsesRequest,
+        chat: ChatRequest,
+        messages: list[Message],
+        tenant: str | None,
+    ) -> None:
+        self._server, self._turn, self._chat = server, turn, chat
+        self._items = Items()
+        self._ids: list[str] = []
+        self._tokens = 0
+        self._number = 0
+        self._kept = Stored({}, messages, tenant)
+        self._store = request.store is not False
+        self._response: dict[str, Any] = {
+            "id": turn.job.id,
+            "object": "response",
+            "created_at": turn.job.created,
+            "status": "in_progress",
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "model": turn.job.model,
+            "output": [],
+            **settings_of(request),
+            "usage": None,
+        }
+
+    # ---- three ways to answer
+
+    async def answer(self) -> dict[str, Any]:
+        step = await play_at_once(self._server, self._turn, self._chat)
+        [heard] = step.heard
+        self._note(heard)
+        await self._complete(step, heard)
+        return self._response
+
+    async def stream(self) -> Events:
+        """Begins with the first output: what is refused before that is an HTTP error."""
+        begun = False
+        async with aclosing(play(self._server, self._turn)) as steps:
+            async for step in steps:
+                if not begun:
+                    begun = True
+                    for kind in ("response.created", "response.in_progress"):
+                        yield self._event(kind, response=dict(self._response))
+                for heard in step.heard:
+                    for change in self._note(heard):
+                        for event in self._tell(change):
+                            yield event
+                    if heard.finish_reason is not None:
+                        await self._complete(step, heard)
+        yield self._event(f"response.{self._response['status']}", response=self._response)
+
+    def start(self, request_id: str) -> dict[str, Any]:
+        """Goes on in the background; the store knows how far it is."""
+        self._response["status"] = "queued"
+        self._kept.response = self._response
+        self._kept.work = asyncio.create_task(self._run(request_id))
+        self._server.responses.put(self._kept)
+        return dict(self._response)
+
+    async def _run(self, request_id: str) -> None:
+        self._response["status"] = "in_progress"
+        try:
+            await self.answer()
+        except Exception as error:
+            told = describe(error, request_id)["error"]
+            self._response |= {"status": "failed", "error": {"code": "server_error", "message": told["message"]}}
+        self._kept.work = None
+        self._server.responses.put(self._kept)
+
+    # ---- what has become of it
+
+    def _note(self, heard: Heard) -> list[Change]:
+        self._tokens += len(heard.part.token_ids)
+        changes = self._items.add(heard.events)
+        if heard.finish_reason is not None:
+            changes += self._items.close()
+        self._ids += [new_id(item) for item in self._items.items[len(self._ids) :]]
+        return changes
+
+    async def _complete(self, step: Step, heard: Heard) -> None:
+        cut = heard.finish_reason == "length"
+        reasoning_tokens = await self._server.count_tokens(self._items.reasoning)
+        cached = self._server.told_cached(step.output.num_cached_tokens) or 0
+        self._response |= {
+            "status": "incomplete" if cut else "completed",
+            "completed_at": int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": [self._output_item(i, item) for i, item in enumerate(self._items.items)],
+            "usage": {
+                "input_tokens": self._turn.job.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+                "output_tokens": self._tokens,
+                "output_tokens_details": {"reasoning_tokens": min(reasoning_tokens, self._tokens)},
+                "total_tokens": self._turn.job.prompt_tokens + self._tokens,
+            },
+        }
+        if self._store:
+            self._kept.response = self._response
+            self._kept.messages = [*self._kept.messages, *said_by(self._items.items)]
+            self._server.responses.put(self._kept)
+
+    def _output_item(self, index: int, item: Item, status: Status | None = None) -> dict[str, Any]:
+        return output_item(item, self._ids[index], status or ("completed" if item.complete else "incomplete"))
+
+    # ---- the stream
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        event = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return event
+
+    def _tell(self, change: Change) -> Iterator[dict[str, Any]]:
+        place: dict[str, Any] = {"item_id": self._ids[change.index], "output_index": change.index}
+        item, call = change.item, change.item.kind == "call"
+        if not call:
+            place["content_index"] = 0
+        extra: dict[str, Any] = {"logprobs": []} if item.kind == "text" else {}
+        match change:
+            case Opened(index):
+                opened = self._output_item(index, item, "in_progress")
+                yield self._event("response.output_item.added", output_index=index, item=opened)
+                if not call:
+                    yield self._event("response.content_part.added", **place, part=part_of(item, ""))
+            case Grown(_, _, piece):
+                yield self._event(f"{_DELTAS[item.kind]}.delta", **place, delta=piece, **extra)
+            case Closed(index):
+                whole = {"arguments": item.text, "name": item.name} if call else {"text": item.text}
+                yield self._event(f"{_DELTAS[item.kind]}.done", **place, **whole, **extra)
+                if not call:
+                    yield self._event("response.content_part.done", **place, part=part_of(item))
+                yield self._event("response.output_item.done", output_index=index, item=self._output_item(index, item))

@@ -1,0 +1,223 @@
+"""One turn of a conversation, whatever protocol asked for it: messages become a prompt, and how to read the answer is settled.
+
+Every protocol translates its request to a `ChatRequest`; what follows is the same for all.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastapi import Request
+
+from quire.serve.beam import search_beams
+from quire.serve.events import Reader, Reading
+from quire.serve.formats import ModelFormats, special_marks
+from quire.serve.generation import Job, collect, make_job, raise_failure, run
+from quire.serve.limits import check_work
+from quire.serve.prompts import Prompt, render_messages, truncate
+from quire.serve.protocol.chat import ChatRequest
+from quire.serve.sampling import check_request
+from quire.serve.server import Server
+from quire.serve.tools import ToolUse, read_tool_use
+from quire.text.parse.events import Event
+from quire.text.parse.format import Format, Thinking, combine
+from quire.text.parse.formats import REQUIRED, named
+from quire.text.tokenizer import Tokenizer
+from quire.types.errors import InvalidParameter
+from quire.types.outputs import CompletionOutput, RequestOutput
+from quire.types.structured import StructuredOutputsParams
+
+Steps = AsyncGenerator["Step", None]
+
+
+@dataclass(frozen=True)
+class Turn:
+    job: Job
+    reading: Reading
+
+
+@dataclass(frozen=True)
+class Heard:
+    """News of one choice."""
+
+    part: CompletionOutput
+    events: list[Event]
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class Step:
+    output: RequestOutput
+    heard: list[Heard]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A request that was checked, and its prompt."""
+
+    model: str
+    use: ToolUse
+    prompt: Prompt
+    inside: bool | None  # does the answer begin in the reasoning? None: the format says
+
+
+async def render_turn(server: Server, request: ChatRequest) -> Rendered:
+    """Refuses all that can be refused without an engine."""
+    model = server.check(request)
+    check_request(request)
+    use = read_tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
+    _check_tools(server, request, use)
+    check_work(1, request.n or 1, server.limits)
+    shown = request.tools
+    if use.mode == "none" and server.settings.exclude_tools_when_tool_choice_none:
+        shown = None
+    prompt = await render_messages(server, request, request.messages, request.documents, shown, _effort(request))
+    prompt = truncate(server, request, prompt)
+    thinking = server.formats.thinking
+    inside = _thinks_already(prompt, thinking, request.continue_final_message)
+    if thinking is not None and (use.forced or _constrains(request)):
+        prompt, inside = _settled(server.llm.get_tokenizer(), prompt, thinking, inside)
+    return Rendered(model, use, prompt, inside)
+
+
+async def prepare_turn(
+    server: Server, raw: Request, request: ChatRequest, prefix: str, call_prefix: str = "chatcmpl-tool-"
+) -> Turn:
+    """The prefixes are those of the answer's id and of calls' ids."""
+    rendered = await render_turn(server, request)
+    job = make_job(server, raw, request, prefix, rendered.model, [rendered.prompt])
+    reading = _reading(server.formats, request, rendered.use, rendered.inside)
+    _set_up(server, job, rendered.use, reading)
+    return Turn(job, replace(reading, id_prefix=call_prefix))
+
+
+async def play(server: Server, turn: Turn) -> Steps:
+    """The answers as they come. Leaving ends everything in the engine."""
+    readers: dict[int, Reader] = {}
+    async with aclosing(run(server, turn.job)) as outputs:
+        async for _, output in outputs:
+            raise_failure(output)
+            yield _step(turn, output, readers)
+
+
+async def play_at_once(server: Server, turn: Turn, request: ChatRequest) -> Step:
+    """The whole answers."""
+    gather = search_beams(server, turn.job, request) if request.use_beam_search else collect(server, turn.job)
+    [output] = await gather
+    return _step(turn, output, {})
+
+
+def _step(turn: Turn, output: RequestOutput, readers: dict[int, Reader]) -> Step:
+    heard = []
+    for part in output.outputs:
+        reader = readers.get(part.index) or readers.setdefault(part.index, turn.reading.reader())
+        events = reader.read(part)
+        heard.append(Heard(part, events, reader.finish_reason(part)))
+    return Step(output, heard)
+
+
+# ---- how the answer will be read
+
+
+def _reading(formats: ModelFormats, request: ChatRequest, use: ToolUse, inside: bool | None) -> Reading:
+    tools = formats.tools
+    form = combine(tools if use.mode == "auto" or (tools is not None and tools.channels) else None, formats.reasoning)
+    if use.forced:
+        calls = REQUIRED if use.name is None else named(use.name)
+        form = Format((calls,), form.thinking, short_ids=tools is not None and tools.short_ids)
+    if not form.calls and form.thinking is None and form.channels is None:
+        return Reading()
+    _, noise = special_marks(form, formats.specials)
+    return Reading(
+        form,
+        tools=use.schemas if use.mode != "none" else None,
+        inside=inside,
+        noise=noise if request.skip_special_tokens else frozenset(),
+        parallel=use.parallel,
+        with_reasoning=request.include_reasoning,
+        calls_finish=use.mode != "named",
+    )
+
+
+def _set_up(server: Server, job: Job, use: ToolUse, reading: Reading) -> None:
+    """What the reading asks of the engine."""
+    params, form = job.params[0], reading.form
+    if form is not None and special_marks(form, server.formats.specials)[0]:
+        params.skip_special_tokens = False  # the markers must be seen; the reading takes the rest out
+    if use.forced:
+        params.structured_outputs = StructuredOutputsParams(json=use.answer_schema(), disable_any_whitespace=True)
+    if params.structured_outputs is not None and form is not None:
+        before = form.thinking.end[0] if form.thinking is not None and reading.inside else None
+        if form.channels is not None:
+            before = form.channels.final
+        if before is not None:
+            params.structured_outputs.starts_after = _ids(server.llm.get_tokenizer(), before)
+
+
+def _check_tools(server: Server, request: ChatRequest, use: ToolUse) -> None:
+    if use.mode == "auto" and not (server.settings.enable_auto_tool_choice and server.formats.tools is not None):
+        raise InvalidParameter(
+            'tool_choice="auto" needs a server that parses tool calls (--enable-auto-tool-choice, and --tool-call-parser with '
+            'the name of the model\'s format): send tool_choice "none", "required" or the name of a tool',
+            "tool_choice",
+        )
+    if use.forced and _constrains(request):
+        raise InvalidParameter(
+            "a tool that must be called determines the whole answer: leave response_format and structured_outputs out",
+            "tool_choice",
+        )
+    if use.forced and request.use_beam_search:
+        raise InvalidParameter("a beam search cannot be made to call tools", "tool_choice")
+
+
+def _constrains(request: ChatRequest) -> bool:
+    form = request.response_format
+    return request.structured_outputs is not None or (form is not None and form.get("type") != "text")
+
+
+# ---- where the reasoning begins
+
+
+def _effort(request: ChatRequest) -> dict[str, Any]:
+    """Templates know the effort by name; those that can only turn the reasoning off do so by one of two others."""
+    effort = request.reasoning_effort
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort} | ({"enable_thinking": False, "thinking": False} if effort == "none" else {})
+
+
+def _thinks_already(prompt: Prompt, thinking: Thinking | None, continuing: bool) -> bool | None:
+    """Does the prompt end in the reasoning (True), behind it (False), or does it not say (None)?"""
+    if thinking is None or prompt.text is None:
+        return None
+    end = prompt.text.rstrip()
+    if end.endswith(thinking.begin):
+        return True
+    if end.endswith(thinking.end):
+        return False
+    if continuing:
+        opened = max(prompt.text.rfind(mark) for mark in thinking.begin)
+        closed = max(prompt.text.rfind(mark) for mark in thinking.end)
+        return opened > closed
+    return None
+
+
+def _settled(tokenizer: Tokenizer, prompt: Prompt, thinking: Thinking, inside: bool | None) -> tuple[Prompt, bool]:
+    """A grammar waits for the end of the reasoning, so it must be certain that there is one.
+
+    A model that would begin to think by itself is made to begin. Where the end is no single token, it could be missed: there
+    the grammar holds from the first token on, and nothing is thought.
+    """
+    if inside is False or len(_ids(tokenizer, thinking.end[0])) != 1:
+        return prompt, False
+    if inside is None and thinking.reopen:
+        return prompt, False
+    if inside is None and not thinking.opened:
+        text = thinking.begin[0] + "\n"
+        prompt = Prompt(None if prompt.text is None else prompt.text + text, prompt.ids + _ids(tokenizer, text))
+    return prompt, True
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)

@@ -1,0 +1,309 @@
+"""What a tool call may be made of. A format lists the parts of its calls in order; space between parts means nothing.
+
+Each part is a table row that can read itself: `read(source, call)` takes its text and tells the call what it says.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from quire.text.parse.call import LONGEST_NAME, Call, write_settled
+from quire.text.parse.source import Malformed, Marks, Pull, Source, marks_of
+from quire.text.parse.values import PYTHON, collect_value, escape, read_string, read_value
+
+_ARGUMENT_KEYS = ("arguments", "parameters")
+_IDENTIFIER = re.compile(r"[\w.-]*")
+
+
+class Part(Protocol):
+    def read(self, source: Source, call: Call) -> Pull[None]: ...
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Its fixed strings: some may be special tokens."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A string that must stand here."""
+
+    text: str
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (self.text,)
+
+    def read(self, source: Source, call: Call) -> Pull[None]:  # noqa: ARG002 every part is read alike
+        yield from source.expect(self.text)
+
+
+@dataclass(frozen=True)
+class Name:
+    """The tool's name, up to one of `ends`, which is taken, or of `left`, which is not.
+
+    `written`: a pattern whose group 1 is the name, where more stands here; then all of it is the call's id.
+    """
+
+    ends: tuple[str, ...]
+    left: tuple[str, ...] = ()
+    written: str | None = None
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return self.ends + self.left
+
+    def read(self, source: Source, call: Call) -> Pull[None]:
+        text = (yield from source.until(marks_of(frozenset(self.ends + self.left)), LONGEST_NAME)).strip()
+        for end in self.ends:
+            if (yield from source.literal(end)):
+                break
+        if self.written is None:
+            call.name_it(text)
+            return
+        found = re.fullmatch(self.written, text)
+        call.name_it(text if found is None else found[1], text)
+
+
+@dataclass(frozen=True)
+class Known:
+    """The tool's name is known from elsewhere; nothing of it stands here."""
+
+    name: str
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return ()
+
+    def read(self, source: Source, call: Call) -> Pull[None]:  # noqa: ARG002 every part is read alike
+        call.name_it(self.name)
+        yield from ()
+
+
+@dataclass(frozen=True)
+class Id:
+    """The call's id between two strings, where there is one. The second is left."""
+
+    begin: str
+    end: str
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (self.begin, self.end)
+
+    def read(self, source: Source, call: Call) -> Pull[None]:
+        if (yield from source.literal(self.begin)):
+            call.identify((yield from source.until(marks_of(frozenset({self.end})), LONGEST_NAME)).strip())
+
+
+@dataclass(frozen=True)
+class Maybe:
+    """A string that may stand here."""
+
+    text: str
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (self.text,)
+
+    def read(self, source: Source, call: Call) -> Pull[None]:  # noqa: ARG002 every part is read alike
+        yield from source.literal(self.text)
+
+
+@dataclass(frozen=True)
+class Json:
+    """The arguments, as a JSON object."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return ()
+
+    def read(self, source: Source, call: Call) -> Pull[None]:
+        if (yield from source.peek()) != "{":
+            raise Malformed("the arguments are no object")
+        yield from read_value(source, call.write)
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """The whole call as one JSON object with name and arguments (or parameters), in any order."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return ()
+
+    def read(self, source: Source, call: Call) -> Pull[None]:
+        yield from source.expect("{")
+        while True:
+            yield from source.space()
+            key = yield from read_string(source)
+            yield from source.space()
+            yield from source.expect(":")
+            yield from source.space()
+            yield from self._read_member(key, source, call)
+            yield from source.space()
+            if (yield from source.literal("}")):
+                return
+            yield from source.expect(",")
+
+    def _read_member(self, key: str, source: Source, call: Call) -> Pull[None]:
+        if key == "name":
+            call.name_it((yield from read_string(source)))
+        elif key in _ARGUMENT_KEYS:
+            if (yield from source.peek()) == "{":
+                yield from read_value(source, call.write)
+            else:
+                write_settled(call, (yield from collect_value(source)))
+        else:
+            value = yield from collect_value(source)
+            if key == "id" and value.startswith('"'):
+                call.identify(json.loads(value))
+
+
+@dataclass(frozen=True)
+class PythonCall:
+    """name(key=value, ...) with Python's literals."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return ()
+
+    def read(self, source: Source, call: Call) -> Pull[None]:
+        name = yield from _read_identifier(source)
+        yield from source.expect("(")
+        call.name_it(name)
+        before = "{"
+        while True:
+            yield from source.space()
+            if (yield from source.literal(")")):
+                break
+            key = yield from _read_identifier(source)
+            yield from source.space()
+            yield from source.expect("=")
+            yield from source.space()
+            call.write(f'{before}"{escape(key)}": ')
+            yield from read_value(source, call.write, PYTHON)
+            before = ", "
+            yield from source.space()
+            if not (yield from source.literal(",")):
+                yield from source.expect(")")
+                break
+        call.write("{}" if before == "{" else "}")
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The arguments one by one, between marks, as text: what a value is, the tool's schema says.
+
+    `lines`: a value has lines of its own, so one line end in front of it and one behind are not part of it.
+    """
+
+    key: tuple[str, str]
+    value: tuple[str, str]
+    lines: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return self.key + self.value
+
+    def read(self, source: Source, call: Call) -> Pull[None]:
+        before = "{"
+        while True:
+            yield from source.space()
+            if not (yield from source.literal(self.key[0])):
+                break
+            key = yield from source.until(marks_of(frozenset({self.key[1]})), LONGEST_NAME)
+            yield from source.expect(self.key[1])
+            if self.value[0]:
+                yield from source.space()
+                yield from source.expect(self.value[0])
+            call.write(f'{before}"{escape(key.strip())}": ')
+            yield from self._read_text(source, call, _types(call.schema, key.strip()))
+            before = ", "
+        call.write("{}" if before == "{" else "}")
+
+    def _read_text(self, source: Source, call: Call, types: set[str]) -> Pull[None]:
+        """A string is told as it comes; anything else when it is complete."""
+        end = marks_of(frozenset({self.value[1]}))
+        if self.lines:
+            yield from source.literal("\n")
+        if types != {"string"}:
+            text = yield from _read_all(source, end)
+            call.write(_as_json(text.removesuffix("\n") if self.lines else text, types))
+            yield from source.expect(self.value[1])
+            return
+        call.write('"')
+        while True:
+            found = end.find(source.text, source.at)
+            if found is not None:
+                text = source.take(found[0] - source.at)
+                call.write(escape(text.removesuffix("\n") if self.lines else text) + '"')
+                source.take(len(self.value[1]))
+                return
+            sure = end.safe(source.text, source.at)
+            if self.lines and sure > source.at and source.text[sure - 1] == "\n":
+                sure -= 1
+            if sure > source.at:
+                call.write(escape(source.take(sure - source.at)))
+            if not (yield from source.more()):
+                raise Malformed("a parameter does not end")
+
+
+def _read_identifier(source: Source) -> Pull[str]:
+    name = ""
+    while True:
+        name += source.run(_IDENTIFIER)
+        if len(name) > LONGEST_NAME:
+            raise Malformed("a name is too long")
+        if source.at < len(source.text) or not (yield from source.more()):
+            break
+    if not name:
+        raise Malformed("expected a name")
+    return name
+
+
+def _read_all(source: Source, end: Marks) -> Pull[str]:
+    while True:
+        found = end.find(source.text, source.at)
+        if found is not None:
+            return source.take(found[0] - source.at)
+        if not (yield from source.more()):
+            raise Malformed("a parameter does not end")
+
+
+def _types(schema: Mapping[str, Any], key: str) -> set[str]:
+    """The JSON types a parameter may have; none are known where the schema does not say."""
+    properties = schema.get("properties")
+    found = properties.get(key) if isinstance(properties, Mapping) else None
+    return _types_of(found) if isinstance(found, Mapping) else set()
+
+
+def _types_of(schema: Mapping[str, Any]) -> set[str]:
+    kind = schema.get("type")
+    types = (
+        {kind} if isinstance(kind, str) else {one for one in kind if isinstance(one, str)} if isinstance(kind, list) else set()
+    )
+    values = schema.get("enum")
+    if not types and isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+        types = {"string"}
+    for word in ("anyOf", "oneOf"):
+        options = schema.get(word)
+        if isinstance(options, list):
+            types |= {one for option in options if isinstance(option, Mapping) for one in _types_of(option)}
+    return types
+
+
+def _as_json(text: str, types: set[str]) -> str:
+    """A value as the model wrote it, as JSON: what its type says, a string if it is nothing else."""
+    quoted = json.dumps(text, ensure_ascii=False)
+    if "string" in types and not ("null" in types and text.strip() == "null"):
+        return quoted
+    source, pieces = Source(), list[str]()
+    source.text, source.ended = text.strip(), True
+    try:
+        for _ in read_value(source, pieces.append, PYTHON):
+            pass
+    except Malformed:
+        return quoted
+    return "".join(pieces) if source.at == len(source.text) else quoted

@@ -1,0 +1,226 @@
+"""One value, JSON's or Python's, read as it comes and written as JSON.
+
+Whatever has been written is the beginning of valid JSON. What models often get wrong and what has one meaning only is put
+right: control characters and unknown escapes in strings, commas before a bracket, `True`, `False` and `None`. Anything else
+raises Malformed.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.text.parse.source import Malformed, Pull, Source
+
+Emit = Callable[[str], None]
+
+DEEPEST = 128
+LONGEST_SCALAR = 4096
+
+_SPACE = re.compile(r"[ \t\r\n]+")
+_SCALAR = re.compile(r"[-+.\w]+", re.ASCII)
+_JSON_SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null", re.ASCII)
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_PLAIN = {quote: re.compile(rf"[^{quote}\\\x00-\x1f]+") for quote in "\"'"}
+_HEX_DIGITS = re.compile(r"[0-9a-fA-F]*")
+_LONGER_ESCAPES = {"x": 2, "u": 4, "U": 8}
+_PYTHON_ESCAPES = {
+    "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\\": "\\", "'": "'", '"': '"',
+    "\n": "",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Dialect:
+    brackets: dict[str, str]  # opening -> closing
+    quotes: str
+    python: bool
+
+
+JSON = Dialect({"{": "}", "[": "]"}, '"', python=False)
+PYTHON = Dialect({"{": "}", "[": "]", "(": ")"}, "\"'", python=True)
+
+
+def read_value(source: Source, emit: Emit, dialect: Dialect = JSON) -> Pull[None]:
+    """Exactly one value; spaces inside of it are kept, those around it are not its business."""
+    closers: list[str] = []  # of the containers we are in
+    while True:
+        # in front of a value
+        opened = yield from _begin(source, emit, dialect)
+        if opened:
+            closers.append(dialect.brackets[opened])
+            if len(closers) > DEEPEST:
+                raise Malformed(f"values nest more than {DEEPEST} deep")
+            yield from _space(source, emit)
+            if not (yield from _close(source, emit, closers)):
+                if closers[-1] == "}":
+                    yield from _read_key(source, emit, dialect)
+                continue
+        # behind a value
+        while closers:
+            yield from _space(source, emit)
+            if (yield from _close(source, emit, closers)):
+                continue
+            if (yield from _next_item(source, emit, closers)):
+                if closers[-1] == "}":
+                    yield from _read_key(source, emit, dialect)
+                break
+        else:
+            return
+
+
+def collect_value(source: Source, dialect: Dialect = JSON) -> Pull[str]:
+    """The whole value, as JSON."""
+    pieces: list[str] = []
+    yield from read_value(source, pieces.append, dialect)
+    return "".join(pieces)
+
+
+def read_string(source: Source) -> Pull[str]:
+    """A JSON string, decoded."""
+    if (yield from source.peek()) != '"':
+        raise Malformed("expected a string")
+    return str(json.loads((yield from collect_value(source))))
+
+
+def escape(text: str) -> str:
+    """Text as it stands between the quotes of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _begin(source: Source, emit: Emit, dialect: Dialect) -> Pull[str]:
+    """Reads a scalar or a string, or the bracket of a container, which is returned."""
+    char = yield from source.peek()
+    if not char:
+        raise Malformed("the value is missing")
+    if char in dialect.brackets:
+        source.take(1)
+        emit("[" if char == "(" else char)
+        return char
+    if char in dialect.quotes:
+        yield from _read_quoted(source, emit, dialect)
+    else:
+        emit((yield from _read_scalar(source, dialect)))
+    return ""
+
+
+def _close(source: Source, emit: Emit, closers: list[str]) -> Pull[bool]:
+    if not (yield from source.literal(closers[-1])):
+        return False
+    emit("]" if closers[-1] == ")" else closers[-1])
+    closers.pop()
+    return True
+
+
+def _next_item(source: Source, emit: Emit, closers: list[str]) -> Pull[bool]:
+    """Is there one more? A comma in front of the closing bracket is left out."""
+    yield from source.expect(",")
+    gap: list[str] = [","]
+    yield from _space(source, gap.append)
+    if (yield from source.peek()) == closers[-1]:
+        return False
+    emit("".join(gap))
+    return True
+
+
+def _read_key(source: Source, emit: Emit, dialect: Dialect) -> Pull[None]:
+    char = yield from source.peek()
+    if char and char in dialect.quotes:
+        yield from _read_quoted(source, emit, dialect)
+    elif dialect.python:
+        emit('"' + (yield from _read_scalar(source, dialect)) + '"')
+    else:
+        raise Malformed("expected a key in quotes")
+    yield from _space(source, emit)
+    yield from source.expect(":")
+    emit(":")
+    yield from _space(source, emit)
+
+
+def _space(source: Source, emit: Emit) -> Pull[None]:
+    while True:
+        found = source.run(_SPACE)
+        if found:
+            emit(found)
+        if source.at < len(source.text) or not (yield from source.more()):
+            return
+
+
+def _read_scalar(source: Source, dialect: Dialect) -> Pull[str]:
+    """It is taken only if it is one: what is wrong stays to be read."""
+    while True:
+        found = _SCALAR.match(source.text, source.at)
+        word = "" if found is None else found.group()
+        if len(word) > LONGEST_SCALAR:
+            raise Malformed("a number is too long")
+        if source.at + len(word) < len(source.text) or not (yield from source.more()):
+            break
+    if word in _WORDS:
+        value = _WORDS[word]
+    elif _JSON_SCALAR.fullmatch(word):
+        value = word
+    elif dialect.python:
+        value = _python_number(word)
+    else:
+        raise Malformed(f"{word!r:.40} is no value")
+    source.take(len(word))
+    return value
+
+
+def _python_number(word: str) -> str:
+    for read in (lambda text: int(text, 0), float):
+        try:
+            number = read(word)
+        except ValueError:
+            continue
+        if math.isfinite(number):
+            return json.dumps(number)
+    raise Malformed(f"{word!r:.40} is no value")
+
+
+def _read_quoted(source: Source, emit: Emit, dialect: Dialect) -> Pull[None]:
+    quote = source.take(1)
+    emit('"')
+    while True:
+        char = yield from source.peek()
+        if not char:
+            raise Malformed("a string does not end")
+        if char == quote:
+            source.take(1)
+            emit('"')
+            return
+        if char == "\\":
+            source.take(1)
+            emit((yield from _read_escape(source, dialect)))
+        elif char < " ":
+            emit(escape(source.take(1)))
+        else:
+            plain = source.run(_PLAIN[quote])
+            emit(plain if quote == '"' else escape(plain))
+
+
+def _read_escape(source: Source, dialect: Dialect) -> Pull[str]:
+    """What follows a backslash. One that begins no escape stands for itself."""
+    char = yield from source.peek()
+    if not char:
+        raise Malformed("a string does not end")
+    if char in _LONGER_ESCAPES and (char == "u" or dialect.python):
+        return (yield from _read_code(source, _LONGER_ESCAPES[char]))
+    if dialect.python and char in _PYTHON_ESCAPES:
+        source.take(1)
+        return escape(_PYTHON_ESCAPES[char])
+    if char in '"\\/bfnrt':
+        return "\\" + source.take(1)
+    return "" if char == "'" else "\\\\"
+
+
+def _read_code(source: Source, digits: int) -> Pull[str]:
+    while len(source.text) - source.at <= digits:
+        if not (yield from source.more()):
+            raise Malformed("a string does not end")
+    code = source.text[source.at + 1 : source.at + 1 + digits]
+    if not _HEX_DIGITS.fullmatch(code) or int(code, 16) > 0x10FFFF:
+        return "\\\\"
+    source.take(1 + digits)
+    return "\\u" + code if digits == 4 else json.dumps(chr(int(code, 16)))[1:-1]

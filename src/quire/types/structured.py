@@ -1,0 +1,115 @@
+"""What the text of an answer must look like: one constraint, as the user states it.
+
+Here is checked what can be known of its form. Whether the schema, pattern or grammar itself makes sense is found out when it is
+compiled (`grammar/`).
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from quire.types.errors import InvalidParameter
+
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+FIELD = "structured_outputs"
+
+
+class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """vLLM's fields; exactly one of the first six is given. `starts_after` is our own.
+
+    `starts_after` is a sequence of token ids: until the answer has contained it, nothing is constrained. The ids that end a
+    model's reasoning go here.
+    """
+
+    json: str | dict[str, Any] | None = None  # a JSON schema
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # Lark, or EBNF with ::=
+    json_object: bool | None = None  # any JSON object
+    structural_tag: str | dict[str, Any] | None = None  # free text in which triggers start constrained parts
+    disable_fallback: bool = False  # there is one backend, so there never is a fallback
+    disable_any_whitespace: bool = False  # JSON without spaces and line breaks
+    disable_additional_properties: bool = False  # JSON objects have no keys but those their schema names
+    whitespace_pattern: str | None = None  # what may stand between the parts of JSON
+    starts_after: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.json_object is False:
+            self.json_object = None
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise InvalidParameter(f"{FIELD} takes exactly one of {', '.join(CONSTRAINTS)}; got {found}", FIELD)
+        self._check_types()
+        self._check_options(given[0])
+
+    @property
+    def constraint(self) -> str:
+        """The name of the one that is given."""
+        return next(name for name in CONSTRAINTS if getattr(self, name) is not None)
+
+    @property
+    def size(self) -> int:
+        """Bytes of its text."""
+        return len(msgspec.msgpack.encode(self))
+
+    def _check_types(self) -> None:
+        _check("json", self.json, (str, dict), "a JSON schema, as an object or as its text")
+        _check("regex", self.regex, (str,), "a regular expression")
+        _check("grammar", self.grammar, (str,), "the text of a grammar")
+        _check("json_object", self.json_object, (bool,), "true")
+        _check("structural_tag", self.structural_tag, (str, dict), "an object, or its text")
+        _check("whitespace_pattern", self.whitespace_pattern, (str,), "a regular expression")
+        for name in ("disable_fallback", "disable_any_whitespace", "disable_additional_properties"):
+            _check(name, getattr(self, name), (bool,), "true or false")
+        choice = self.choice
+        if choice is not None and (not isinstance(choice, list) or not choice or not all(isinstance(c, str) for c in choice)):
+            raise InvalidParameter(f"{FIELD}.choice must be a list of at least one string, got {choice!r}", FIELD)
+        ids = self.starts_after
+        if ids is not None and (not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids)):
+            raise InvalidParameter(f"{FIELD}.starts_after must be a list of token ids, got {ids!r}", FIELD)
+
+    def _check_options(self, constraint: str) -> None:
+        for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
+            if getattr(self, name) and constraint not in ("json", "json_object"):
+                raise InvalidParameter(f"{FIELD}.{name} is for json and json_object, not for {constraint}", FIELD)
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise InvalidParameter(
+                f"{FIELD}.whitespace_pattern says what whitespace may be, and disable_any_whitespace that there is none: "
+                "leave one of them out",
+                FIELD,
+            )
+
+
+def _check(name: str, value: Any, kinds: tuple[type, ...], what: str) -> None:
+    if value is not None and not isinstance(value, kinds):
+        raise InvalidParameter(f"{FIELD}.{name} must be {what}, got {type(value).__name__}", FIELD)
+
+
+def as_structured_outputs(value: Any) -> StructuredOutputsParams:
+    """From the fields a request brings as an object."""
+    if isinstance(value, StructuredOutputsParams):
+        return value
+    if not isinstance(value, Mapping):
+        raise InvalidParameter(f"{FIELD} must be StructuredOutputsParams, got {type(value).__name__}", FIELD)
+    unknown = set(value) - set(StructuredOutputsParams.__struct_fields__)
+    if unknown:
+        known = ", ".join(StructuredOutputsParams.__struct_fields__)
+        raise InvalidParameter(f"{FIELD} has no {', '.join(sorted(map(repr, unknown)))}; it has {known}", FIELD)
+    return StructuredOutputsParams(**value)
+
+
+def read_object(name: str, value: str | dict[str, Any]) -> dict[str, Any]:
+    """A schema or a tag, given as an object or as its text."""
+    if isinstance(value, dict):
+        return value
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise InvalidParameter(f"{FIELD}.{name} is not JSON: {why}", FIELD) from None
+    if not isinstance(parsed, dict):
+        raise InvalidParameter(f"{FIELD}.{name} must be a JSON object, got {type(parsed).__name__}", FIELD)
+    return parsed

@@ -1,0 +1,200 @@
+"""Structured outputs through the whole engine, on the tiny model: its random weights would never write JSON by themselves."""
+
+import json
+import re
+from dataclasses import replace
+
+import jsonschema
+import pytest
+from tiny import TEXT, open_model
+
+from quire import BeamSearchParams, SamplingParams
+from quire.sampling_params import StructuredOutputsParams
+from quire.types.errors import InvalidParameter, NotSupported
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["cat", "dog"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+PHONE = r"[0-9]{3}-[0-9]{4}"
+
+
+def constrained(max_tokens=120, seed=None, **constraint) -> SamplingParams:
+    options = {name: constraint.pop(name) for name in list(constraint) if name in SamplingParams.__struct_fields__}
+    return SamplingParams(max_tokens=max_tokens, seed=seed, structured_outputs=StructuredOutputsParams(**constraint), **options)
+
+
+def generate(llm, prompts, params):
+    return [choice for output in llm.generate(prompts, params, use_tqdm=False) for choice in output.outputs]
+
+
+@pytest.fixture(scope="module")
+def ahead(tiny_model):
+    """Steps are planned while the last one runs."""
+    return open_model(tiny_model, async_scheduling=True)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_every_answer_is_within_its_grammar(llm, ahead, depth):
+    engine = (llm, ahead)[depth]
+    assert engine.llm_engine.core.depth == depth
+    wanted = [
+        ({"json": PERSON, "disable_any_whitespace": True}, lambda text: jsonschema.validate(json.loads(text), PERSON) is None),
+        ({"regex": PHONE}, lambda text: re.fullmatch(PHONE, text)),
+        ({"choice": ["yes", "no", "wörld ☃"]}, lambda text: text in ("yes", "no", "wörld ☃")),
+        ({"grammar": 'root ::= "a" ("b" | "c" root)'}, lambda text: re.fullmatch("(ac)*ab", text)),
+    ]
+    params = [constrained(seed=i, **constraint) for i in range(8) for constraint, _ in wanted]
+    free = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
+    answers = generate(engine, [TEXT[0]] * (len(params) + 1), [*params, free])
+    for answer, (_, fits) in zip(answers, wanted * 8, strict=False):
+        assert answer.finish_reason == "stop" and fits(answer.text), answer
+    assert len({answer.text for answer in answers[::4]}) > 4, "what is left open is sampled"
+    assert answers[-1].token_ids == generate(engine, TEXT[0], free)[0].token_ids, "who has no grammar does not notice"
+
+
+def test_neither_overlap_nor_logprobs_nor_company_change_the_tokens(llm, ahead, tiny_model):
+    """A request with logprobs draws every token; without them, tokens without a choice are taken without a draw."""
+    params = constrained(seed=3, json=PERSON)
+    expected = generate(llm, TEXT[0], params)[0].token_ids
+    small = open_model(tiny_model, num_gpu_blocks_override=24, max_model_len=96)
+    assert generate(ahead, TEXT[0], params)[0].token_ids == expected
+    reported = generate(llm, TEXT[0], constrained(seed=3, json=PERSON, logprobs=2))[0]
+    assert reported.token_ids == expected and len(reported.logprobs) == len(expected)
+    beside = generate(
+        small, [TEXT[0]] * 4, [params, constrained(seed=4, json=PERSON), constrained(seed=5, regex="a{60}"), params]
+    )
+    assert beside[0].token_ids == beside[3].token_ids == expected
+    assert small.llm_engine.core.stats.preemptions, "this was meant to run out of pages"
+
+
+def test_tokens_without_a_choice_cost_no_step(llm):
+    core, taken = llm.llm_engine.core, []
+    step = core.step
+
+    def counting():
+        taken.append(1)
+        return step()
+
+    core.step = counting
+    try:
+        answer = generate(llm, TEXT[0], constrained(choice=["the quick brown fox jumps over the lazy dog!"]))[0]
+    finally:
+        core.step = step
+    assert answer.text == "the quick brown fox jumps over the lazy dog!" and answer.finish_reason == "stop"
+    assert len(answer.token_ids) > 12 > len(taken)
+
+
+def test_n_answers_are_each_their_own(llm):
+    answers = generate(llm, TEXT[0], constrained(seed=2, n=6, json=PERSON, max_tokens=100))
+    assert len({answer.text for answer in answers}) > 3
+    for answer in answers:
+        jsonschema.validate(json.loads(answer.text), PERSON)
+
+
+def test_how_an_answer_ends(llm):
+    def one(**options):
+        return generate(llm, TEXT[0], constrained(**options))[0]
+
+    assert one(regex="a{50}", max_tokens=5).finish_reason == "length"
+    assert one(regex="a{5}", min_tokens=40).text == "aaaaa", "a complete text ends, whatever min_tokens says"
+    assert len(one(regex="(a|b)*", min_tokens=12, max_tokens=200, seed=1).token_ids) >= 12
+    endless = one(regex="(a|b)*", ignore_eos=True, max_tokens=40)
+    assert (endless.finish_reason, len(endless.token_ids)) == ("length", 40)
+    assert one(regex="a{5}", ignore_eos=True).finish_reason == "stop"
+    stopped = one(regex="abcdef", stop="cd")
+    assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("ab", "stop", "cd")
+
+
+def test_a_grammar_may_start_later(llm):
+    tokenizer, places = llm.get_tokenizer(), []
+    first, second = (tokenizer.encode(word)[0] for word in ("dog", "the"))
+    for seed in range(4):
+        params = constrained(seed=seed, regex="[0-9]{4}", max_tokens=200, ignore_eos=True, logit_bias={first: 9.0, second: 9.0})
+        params.structured_outputs.starts_after = [first, second]
+        answer = generate(llm, TEXT[0], params)[0]
+        ids = answer.token_ids
+        places.append(next(i for i in range(len(ids)) if ids[i : i + 2] == [first, second]))
+        assert answer.finish_reason == "stop"
+        assert re.fullmatch("[0-9]{4}", tokenizer.decode(ids[places[-1] + 2 :]))
+    assert max(places) > 0, "before that, the text was free"
+
+
+def test_a_resumed_request_goes_on_where_it_was(llm):
+    engine = llm.llm_engine
+    params = constrained(seed=8, json=PERSON)
+    whole = generate(llm, TEXT[0], params)[0]
+    for told in range(0, len(whole.token_ids) - 1, 7):
+        [request] = engine.prepare("again", TEXT[0], params).requests
+        engine.core.add(replace(request, resumed=tuple(whole.token_ids[:told])))
+        tokens = []
+        while engine.core.has_unfinished:
+            tokens += [token for delta in engine.core.step() for token in delta.token_ids]
+        assert whole.token_ids[:told] + tokens == whole.token_ids
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [
+        ({"json": {"type": "object", "properties": {"a": {"items": {"type": "arr"}}}}}, "$.properties.a.items: Invalid type"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json": "{"}, "not JSON"),
+        ({"regex": "a(b"}, "unclosed group"),
+        ({"grammar": "start: nothing"}, "nothing"),
+        ({"grammar": 'root ::= ("a"'}, "Expected ')'"),
+        ({"structural_tag": {"structures": [], "triggers": ["<a"]}}, "structures"),
+        ({"json": {"oneOf": [{"type": "string"}, {"type": "string"}]}}, "$.oneOf: alternatives 0 and 1"),
+        ({"json": {"enum": ["x" * 300_000]}}, "262144"),
+    ],
+)
+def test_a_bad_grammar_is_refused_before_anything_runs(llm, constraint, words):
+    with pytest.raises(InvalidParameter, match=re.escape(words)) as caught:
+        llm.generate([TEXT[0], TEXT[1]], [SamplingParams(), constrained(**constraint)], use_tqdm=False)
+    assert caught.value.parameter == "structured_outputs"
+
+
+def test_who_leaves_early_leaves_nothing(llm):
+    core = llm.llm_engine.core
+    for turns in (0, 1, 3):
+        llm.llm_engine.add_request("leaver", TEXT[0], constrained(regex="(a|b){200}", max_tokens=200))
+        for _ in range(turns):
+            core.step()
+        llm.llm_engine.abort_request("leaver")
+        core.step()
+        assert "leaver" not in core._grammars and not len(core._grammars)
+
+
+def test_a_lost_grammar_process_ends_its_requests_alone(tiny_model):
+    engine = open_model(tiny_model).llm_engine
+    engine.add_request("bound", TEXT[0], constrained(regex="(a|b){200}", max_tokens=200))
+    engine.add_request("free", TEXT[0], SamplingParams(max_tokens=30, seed=1, ignore_eos=True))
+    ended = {}
+    for turn in range(300):
+        if turn == 10:
+            engine.core._grammars._process._process.kill()
+        for output in engine.step():
+            if output.finished:
+                ended[output.request_id] = output.outputs[0]
+        if not engine.has_unfinished_requests():
+            break
+    assert ended["bound"].finish_reason == "error" and "lost" in ended["bound"].error
+    assert ended["free"].finish_reason == "length"
+    engine.add_request("next", TEXT[0], constrained(choice=["yes"]))
+    while engine.has_unfinished_requests():
+        ended |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
+    assert ended["next"].text == "yes"
+    engine.core.scheduler.check()
+
+
+def test_what_cannot_be_constrained_says_so(tiny_model):
+    with pytest.raises(NotSupported, match="beam"):
+        BeamSearchParams(beam_width=2, max_tokens=3, structured_outputs=StructuredOutputsParams(regex="a"))
+    bare = open_model(tiny_model, skip_tokenizer_init=True)
+    with pytest.raises(InvalidParameter, match="tokenizer"):
+        bare.generate([[1, 2]], SamplingParams(detokenize=False, structured_outputs=StructuredOutputsParams(regex="a")))

@@ -1,0 +1,160 @@
+"""The grammar process, as the engine talks to it."""
+
+import time
+
+import numpy as np
+import pytest
+
+from quire.grammar import client, vetting
+from quire.grammar.client import Grammars
+from quire.text.tokenizer_files import read_tokenizer
+from quire.types.errors import InvalidParameter
+from quire.types.request import EngineRequest
+from quire.types.sampling import SamplingParams
+from tiny_model import make_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("grammar"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model):
+    return read_tokenizer(model)
+
+
+@pytest.fixture(scope="module")
+def grammars(model):
+    made = Grammars(str(model), None, None, vocab_size=330, eos_ids=[1])
+    yield made
+    made.stop()
+
+
+def spec(name: str, resumed=(), **params) -> EngineRequest:
+    constraint = params.pop("constraint", None) or {"regex": "ab*c"}
+    given = SamplingParams(structured_outputs=constraint, **params)
+    return EngineRequest(name, (5, 6), given, 0, frozenset({1}), frozenset({1}), 0.0, resumed=tuple(resumed))
+
+
+def wait_ready(grammars: Grammars, count: int = 1):
+    ready, refused, deadline = [], [], time.monotonic() + 20
+    while len(ready) + len(refused) < count:
+        assert time.monotonic() < deadline
+        grammars.wait(0.05)
+        news = grammars.news()
+        ready, refused = ready + news.ready, refused + news.refused
+    return ready, refused
+
+
+def allowed(grammars: Grammars, name: str) -> set[int]:
+    grammars.settle_masks()
+    return set(np.flatnonzero(np.unpackbits(grammars.masks([name]).view(np.uint8), bitorder="little")).tolist())
+
+
+def test_a_request_is_followed_token_by_token(grammars, tokenizer):
+    a, b, c = (tokenizer.encode(letter)[0] for letter in "abc")
+    grammars.open(spec("one"))
+    assert wait_ready(grammars) == (["one"], [])
+    assert allowed(grammars, "one") == {a}
+    for token, following in ((a, {b, c}), (b, {b, c}), (c, {1})):
+        grammars.tell("one", [token])
+        grammars.send()
+        assert allowed(grammars, "one") == following
+    assert grammars.forced() == [("one", [1])], "a complete text has to end"
+    grammars.close("one")
+    assert "one" not in grammars and grammars.forced() == []
+    assert allowed(grammars, "one") == set(range(32 * grammars.words)), "whoever is gone may do anything"
+
+
+def test_a_resumed_request_and_one_that_starts_later(grammars, tokenizer):
+    a, b, c = (tokenizer.encode(letter)[0] for letter in "abc")
+    later = {"regex": "ab*c", "starts_after": [c, c]}
+    grammars.open(spec("resumed", resumed=[a, b]))
+    grammars.open(spec("later", constraint=later, min_tokens=3))
+    wait_ready(grammars, 2)
+    assert allowed(grammars, "resumed") == {b, c}
+    free = allowed(grammars, "later")
+    assert {a, b, c} <= free and 1 not in free, "not before min_tokens"
+    grammars.tell("later", [c, a, c])
+    grammars.send()
+    assert 1 in allowed(grammars, "later")
+    grammars.tell("later", [c])
+    grammars.send()
+    assert allowed(grammars, "later") == {a}
+    grammars.close("resumed")
+    grammars.close("later")
+
+
+def test_a_token_outside_the_grammar_ends_its_request_alone(grammars, tokenizer):
+    a, z = (tokenizer.encode(letter)[0] for letter in "az")
+    for name in ("good", "bad"):
+        grammars.open(spec(name))
+    wait_ready(grammars, 2)
+    grammars.tell("good", [a])
+    grammars.tell("bad", [z])
+    grammars.send()
+    grammars.settle_masks()
+    [(name, why)] = grammars.news().failed
+    assert name == "bad" and "structured outputs" in why
+    assert a not in allowed(grammars, "good")
+    grammars.close("good")
+    grammars.close("bad")
+
+
+def test_equal_grammars_are_compiled_once(grammars):
+    hard = {"json": {"type": "array", "items": {"type": "integer", "multipleOf": 4999}, "minItems": 1, "maxItems": 9}}
+    times = []
+    for name in ("first", "second"):
+        begun = time.monotonic()
+        grammars.open(spec(name, constraint=hard))
+        wait_ready(grammars)
+        times.append(time.monotonic() - begun)
+        grammars.close(name)
+    assert times[1] < times[0] / 2
+
+
+def test_bad_grammars_are_refused_and_remembered(grammars):
+    for _ in range(2):
+        grammars.open(spec("bad", constraint={"regex": "a("}))
+        ready, [(name, why)] = wait_ready(grammars)
+        assert not ready and name == "bad" and "unclosed group" in why
+        grammars.close("bad")
+    with pytest.raises(InvalidParameter, match="unclosed group"):
+        grammars.check(spec("bad", constraint={"regex": "a("}).params.structured_outputs)
+
+
+def test_a_crash_in_a_trial_is_a_refusal_and_others_go_on_meanwhile(grammars, tokenizer):
+    a, b = (tokenizer.encode(letter)[0] for letter in "ab")
+    grammars.open(spec("steady"))
+    wait_ready(grammars)
+    chain = "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(9000)), 'r9000: "a"'])
+    grammars.open(spec("deep", constraint={"grammar": chain}))
+    grammars.open(spec("slow", constraint={"json": {"type": "integer", "multipleOf": 99_999_989}}))
+    begun, answers, worst = time.monotonic(), {}, 0.0
+    grammars.tell("steady", [a])
+    while len(answers) < 2:
+        step = time.monotonic()
+        assert step - begun < 15
+        grammars.tell("steady", [b])
+        grammars.send()
+        grammars.settle_masks()
+        worst = max(worst, time.monotonic() - step)
+        answers |= dict(grammars.news().refused)
+        time.sleep(0.005)
+    assert answers == {"deep": vetting.TOO_DEEP, "slow": vetting.TOO_SLOW}
+    assert worst < 0.5
+    for name in ("steady", "deep", "slow"):
+        grammars.close(name)
+
+
+def test_requests_wait_for_a_row_of_masks(model, monkeypatch):
+    monkeypatch.setattr(client, "ROWS", 2)
+    few = Grammars(str(model), None, None, vocab_size=330, eos_ids=[1])
+    for name in "pqrs":
+        few.open(spec(name))
+    assert sorted(wait_ready(few, 2)[0]) == ["p", "q"]
+    few.close("r")  # it never had one
+    few.close("p")
+    assert wait_ready(few)[0] == ["s"]
+    few.stop()

@@ -1,0 +1,181 @@
+"""What a grammar means, token by token, on tokenizers of every kind; and the translation of what users write."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire.grammar.backend import GrammarError
+from quire.grammar.llguidance import LLGuidance
+from quire.grammar.translate import disjoint, prepare_schema, without_anchors
+from quire.text.tokenizer_files import read_tokenizer
+from quire.types.structured import StructuredOutputsParams
+
+sys.path.append(str(Path(__file__).parent.parent / "text"))
+import tiny_tokenizers
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+END = 0
+
+
+def save(directory: Path, tokenizer) -> Path:
+    tokenizer.save(str(directory / "tokenizer.json"))
+    names = ("<|end|>", "</s>", "<unk>")
+    eos = next(name for name in names if tokenizer.token_to_id(name) is not None)
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    return directory
+
+
+@pytest.fixture(scope="module", params=["byte_level", "sentencepiece"])
+def backend(request, tmp_path_factory):
+    made = save(tmp_path_factory.mktemp(request.param), getattr(tiny_tokenizers, request.param)())
+    tokenizer = read_tokenizer(made)
+    grammar = LLGuidance(tokenizer, len(tokenizer) + 37, [tokenizer.eos_token_id])  # models pad their vocabulary
+    return tokenizer, grammar
+
+
+def allowed(grammar, matcher) -> set[int]:
+    mask = np.zeros((3, grammar.words), np.uint32)
+    grammar.fill([(matcher, 1)], mask.ctypes.data, 3)
+    assert not mask[0].any() and not mask[2].any()
+    return set(np.flatnonzero(np.unpackbits(mask[1].view(np.uint8), bitorder="little")).tolist())
+
+
+def spelled(tokenizer, tokens) -> str:
+    return tokenizer.pieces.join(tokens, started=True)[0].decode()
+
+
+def accepts(backend, text: str, **constraint) -> bool:
+    """Is the text, as this tokenizer writes it, a whole answer?"""
+    tokenizer, grammar = backend
+    matcher = grammar.compile(StructuredOutputsParams(**constraint))
+    tokens = tokenizer.encode("\n" + text, add_special_tokens=False)
+    for token in tokens[tokens.index(tokenizer.encode("\n", add_special_tokens=False)[-1]) + 1 :]:
+        if token not in allowed(grammar, matcher):
+            return False
+        matcher.accept([token])
+        assert matcher.error is None
+    return bool(allowed(grammar, matcher) & set(grammar.eos_ids))
+
+
+def walk(backend, seed: int, limit: int = 300, **constraint) -> tuple[str, bool]:
+    """Tokens at random among those allowed; -> what they spell, and whether the end was reached."""
+    tokenizer, grammar = backend
+    matcher, tokens = grammar.compile(StructuredOutputsParams(**constraint)), []
+    choose = np.random.default_rng(seed)
+    while len(tokens) < limit:
+        options = sorted(allowed(grammar, matcher))
+        forced = matcher.forced()
+        assert not forced or options == forced[:1], "what is forced is the only thing allowed"
+        token = int(choose.choice(options))
+        if token in grammar.eos_ids:
+            return spelled(tokenizer, tokens), True
+        tokens.append(token)
+        matcher.accept([token])
+        assert matcher.error is None
+    return spelled(tokenizer, tokens), False
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_walks_stay_within_the_grammar(backend, seed):
+    text, whole = walk(backend, seed, json=SCHEMA)
+    assert not whole or isinstance(json.loads(text)["a"], int)
+    text, whole = walk(backend, seed, regex=r"[a-f]{2,5}(ü|好)!")
+    assert whole and re.fullmatch("[a-f]{2,5}(ü|好)!", text)
+    text, whole = walk(backend, seed, choice=["the capital", "the pages", "你好世界 🙂"])
+    assert whole and text in ("the capital", "the pages", "你好世界 🙂")
+
+
+def test_no_token_beyond_the_vocabulary_and_no_special_one_is_allowed(backend):
+    tokenizer, grammar = backend
+    matcher = grammar.compile(StructuredOutputsParams(regex=r"(.|\n)+"))
+    free = allowed(grammar, matcher)
+    assert max(free) < len(tokenizer) and not free & set(tokenizer.all_special_ids)
+    matcher.accept([min(free)])
+    assert allowed(grammar, matcher) & set(tokenizer.all_special_ids) == set(grammar.eos_ids)
+
+
+def test_done_means_nothing_may_follow(backend):
+    tokenizer, grammar = backend
+    matcher = grammar.compile(StructuredOutputsParams(regex="a?"))
+    other = matcher.copy()
+    assert not matcher.done and matcher.forced() == []
+    matcher.accept([next(t for t in allowed(grammar, matcher) if spelled(tokenizer, [t]) == "a")])
+    assert matcher.done and not other.done and allowed(grammar, matcher) == set(grammar.eos_ids)
+    other.accept([tokenizer.encode("b")[-1]])
+    assert other.error is not None
+
+
+def test_whitespace_between_the_parts_of_json(backend):
+    assert accepts(backend, '{"a":1}', json=SCHEMA) and accepts(backend, '{"a": 1}', json=SCHEMA)
+    assert accepts(backend, '{"a":1}', json=SCHEMA, disable_any_whitespace=True)
+    assert not accepts(backend, '{"a":\n1}', json=SCHEMA, whitespace_pattern="[ ]?")
+    assert not accepts(backend, '{"a":' + " " * 50 + "1}", json=SCHEMA), "no endless blanks"
+
+
+def test_structural_tags(backend):
+    structures = [{"begin": f"<f={name}>", "schema": SCHEMA, "end": "</f>"} for name in ("x", "y")]
+    tag = {"type": "structural_tag", "structures": structures, "triggers": ["<f="]}
+    assert accepts(backend, "the pages", structural_tag=tag)
+    assert accepts(backend, 'the <f=x>{"a":1}</f> of <f=y>{"a":2}</f>', structural_tag=tag)
+    assert not accepts(backend, 'the <f=x>{"b":1}</f>', structural_tag=tag)
+    assert not accepts(backend, "the <f=z>", structural_tag=json.dumps(tag))
+    parts = [
+        {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"},
+        {"type": "or", "elements": [{"type": "const_string", "value": "no"}, {"type": "regex", "pattern": "[0-9]+"}]},
+    ]
+    sequence = {"format": {"type": "sequence", "elements": parts}}
+    assert accepts(backend, "<t>a b c</t>no", structural_tag=sequence)
+    assert accepts(backend, "<t></t>42", structural_tag=sequence)
+    assert not accepts(backend, "no", structural_tag=sequence) and not accepts(backend, "<t></t>x", structural_tag=sequence)
+    listed = {
+        "type": "tags_with_separator",
+        "tags": [{**parts[0], "content": parts[1]}],
+        "separator": ",",
+        "at_least_one": True,
+    }
+    assert accepts(backend, "<t>1</t>,<t>no</t>", structural_tag={"format": listed})
+    assert not accepts(backend, "", structural_tag={"format": listed})
+
+
+@pytest.mark.parametrize(
+    ("tag", "words"),
+    [
+        ({}, "structures and triggers, or a format"),
+        ({"format": {"type": "html"}}, "format must be an object whose type is one of"),
+        ({"format": {"type": "sequence", "elements": [{"type": "const_string"}]}}, "format.elements.0.value must be a string"),
+        ({"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<b"]}, "none of the triggers"),
+    ],
+)
+def test_a_wrong_tag_says_where(backend, tag, words):
+    with pytest.raises(GrammarError, match=re.escape(words)):
+        backend[1].compile(StructuredOutputsParams(structural_tag=tag))
+
+
+def test_patterns_match_whole_texts():
+    assert [without_anchors(p) for p in ("^a$", "a", r"^a\$", r"a\\$")] == ["a", "a", r"a\$", r"a\\"]
+
+
+def test_one_of_is_taken_where_it_is_any_of():
+    def tagged(name):
+        return {"type": "object", "properties": {"type": {"const": name}}, "required": ["type"]}
+
+    root = {"$defs": {"a": tagged("a"), "b": tagged("b")}, "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}
+    assert "oneOf" not in prepare_schema(root) and prepare_schema(root)["anyOf"] == root["oneOf"]
+    assert disjoint({"type": "string"}, {"type": ["null", "integer"]}, {})
+    assert not disjoint({"type": "integer"}, {"type": "number"}, {})
+    assert not disjoint({"type": "object"}, tagged("a"), {})
+    with pytest.raises(GrammarError, match=r"\$\.properties\.x\.oneOf: alternatives 0 and 1"):
+        prepare_schema({"properties": {"x": {"oneOf": [{"type": "string"}, {"minLength": 2}]}}})
+    assert root["oneOf"], "the user's schema is left alone"
+
+
+def test_additional_properties_can_be_ruled_out():
+    given = {"properties": {"a": {"type": "array", "items": {"properties": {"b": {}}}}, "c": {"additionalProperties": True}}}
+    params = StructuredOutputsParams(json=given, disable_additional_properties=True)
+    made = prepare_schema(given, params)
+    assert made["additionalProperties"] is made["properties"]["a"]["items"]["additionalProperties"] is False
+    assert made["properties"]["c"]["additionalProperties"] is True and "additionalProperties" not in given

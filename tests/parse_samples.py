@@ -1,0 +1,199 @@
+"""Answers as models of each family write them, from what they should be read as."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.text.parse.events import Event, Reasoning, Text, ToolArguments, ToolEnd, ToolStart
+
+Call = tuple[str, dict[str, Any]]
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def hermes(calls: list[Call]) -> str:
+    return "".join(
+        f'\n<tool_call>\n{{"name": {dumps(name)}, "arguments": {dumps(args)}}}\n</tool_call>' for name, args in calls
+    )
+
+
+def _envelopes(calls: list[Call], key: str = "arguments") -> str:
+    return ", ".join(f'{{"name": {dumps(name)}, "{key}": {dumps(args)}}}' for name, args in calls)
+
+
+def llama3_json(calls: list[Call]) -> str:
+    return "; ".join(f'{{"name": {dumps(name)}, "parameters": {dumps(args)}}}' for name, args in calls)
+
+
+def pythonic(calls: list[Call]) -> str:
+    written = [f"{name}({', '.join(f'{key}={value!r}' for key, value in args.items())})" for name, args in calls]
+    return f"[{', '.join(written)}]" if calls else ""
+
+
+def mistral_old(calls: list[Call]) -> str:
+    return f"[TOOL_CALLS] [{_envelopes(calls)}]" if calls else ""
+
+
+def mistral(calls: list[Call]) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{dumps(args)}" for name, args in calls)
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else dumps(value)
+
+
+def qwen3_coder(calls: list[Call]) -> str:
+    out = ""
+    for name, args in calls:
+        out += f"\n<tool_call>\n<function={name}>\n"
+        out += "".join(f"<parameter={key}>\n{_as_text(value)}\n</parameter>\n" for key, value in args.items())
+        out += "</function>\n</tool_call>"
+    return out
+
+
+def seed_oss(calls: list[Call]) -> str:
+    inner = qwen3_coder(calls).replace("<tool_call>", "").replace("</tool_call>", "")
+    return f"<seed:tool_call>{inner}</seed:tool_call>" if calls else ""
+
+
+def minimax_m2(calls: list[Call]) -> str:
+    inner = ""
+    for name, args in calls:
+        pairs = (f'<parameter name="{key}">{_as_text(value)}</parameter>\n' for key, value in args.items())
+        inner += f'\n<invoke name="{name}">\n{"".join(pairs)}</invoke>'
+    return f"<minimax:tool_call>{inner}\n</minimax:tool_call>" if calls else ""
+
+
+def glm45(calls: list[Call]) -> str:
+    out = ""
+    for name, args in calls:
+        pairs = (f"<arg_key>{key}</arg_key>\n<arg_value>{_as_text(value)}</arg_value>\n" for key, value in args.items())
+        out += f"\n<tool_call>{name}\n{''.join(pairs)}</tool_call>"
+    return out
+
+
+def deepseek_v3(calls: list[Call]) -> str:
+    inner = "\n".join(
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{dumps(args)}\n```<｜tool▁call▁end｜>"
+        for name, args in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>" if calls else ""
+
+
+def deepseek_v31(calls: list[Call]) -> str:
+    inner = "".join(f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{dumps(args)}<｜tool▁call▁end｜>" for name, args in calls)
+    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>" if calls else ""
+
+
+def granite(calls: list[Call]) -> str:
+    return f"<|tool_call|>[{_envelopes(calls)}]" if calls else ""
+
+
+def kimi_k2(calls: list[Call]) -> str:
+    inner = "".join(
+        f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{dumps(args)}<|tool_call_end|>"
+        for i, (name, args) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>" if calls else ""
+
+
+def phi4_mini_json(calls: list[Call]) -> str:
+    return f"functools[{_envelopes(calls)}]" if calls else ""
+
+
+def required(calls: list[Call]) -> str:
+    return f"[{_envelopes(calls, 'parameters')}]" if calls else ""
+
+
+def think(reasoning: str) -> str:
+    return f"<think>\n{reasoning}\n</think>\n\n" if reasoning else ""
+
+
+def mistral_think(reasoning: str) -> str:
+    return f"[THINK]{reasoning}[/THINK]" if reasoning else ""
+
+
+def granite_think(reasoning: str) -> str:
+    return f"Here is my thought process: {reasoning}\n\nHere is my response: " if reasoning else ""
+
+
+def harmony(reasoning: str, text: str, calls: list[Call]) -> str:
+    messages = []
+    if reasoning:
+        messages.append(f"<|channel|>analysis<|message|>{reasoning}<|end|>")
+    if text:
+        messages.append(f"<|channel|>{'commentary' if calls else 'final'}<|message|>{text}<|end|>")
+    messages += [
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{dumps(args)}<|call|>" for name, args in calls
+    ]
+    return "<|start|>assistant".join(messages)
+
+
+def _after(tools: Callable[[list[Call]], str], thought: Callable[[str], str]) -> Callable[[str, str, list[Call]], str]:
+    return lambda reasoning, text, calls: thought(reasoning) + text + tools(calls)
+
+
+def _instead(tools: Callable[[list[Call]], str], thought: Callable[[str], str]) -> Callable[[str, str, list[Call]], str]:
+    """Formats without markers: an answer is either calls or text."""
+    return lambda reasoning, text, calls: thought(reasoning) + (tools(calls) if calls else text)
+
+
+Writer = Callable[[str, str, list[Call]], str]
+# (tool format, reasoning format, how it is written, may text and calls stand together?)
+FAMILIES: dict[str, tuple[str, str, Writer, bool]] = {
+    "hermes": ("hermes", "qwen3", _after(hermes, think), True),
+    "hermes+r1": ("hermes", "deepseek_r1", _after(hermes, lambda text: f"{text}</think>"), True),
+    "llama3_json": ("llama3_json", "qwen3", _instead(llama3_json, think), False),
+    "pythonic": ("pythonic", "qwen3", _instead(pythonic, think), False),
+    "llama4_pythonic": (
+        "llama4_pythonic", "qwen3",
+        _instead(lambda calls: f"<|python_start|>{pythonic(calls)}<|python_end|>" if calls else "", think), False,
+    ),
+    "mistral": ("mistral", "mistral", _after(mistral, mistral_think), True),
+    "mistral-old": ("mistral", "mistral", _after(mistral_old, mistral_think), True),
+    "qwen3_coder": ("qwen3_coder", "qwen3", _after(qwen3_coder, think), True),
+    "seed_oss": (
+        "seed_oss", "seed_oss", _after(seed_oss, lambda text: think(text).replace("think>", "seed:think>")), True
+    ),
+    "minimax_m2": ("minimax_m2", "minimax_m2", _after(minimax_m2, think), True),
+    "deepseek_v3": ("deepseek_v3", "deepseek_v3", _after(deepseek_v3, think), True),
+    "deepseek_v31": ("deepseek_v31", "deepseek_v31", _after(deepseek_v31, think), True),
+    "granite": ("granite", "granite", _after(granite, granite_think), True),
+    "glm45": ("glm45", "glm45", _after(glm45, think), True),
+    "kimi_k2": ("kimi_k2", "kimi_k2", _after(kimi_k2, think), True),
+    "openai": ("openai", "openai_gptoss", harmony, True),
+    "phi4_mini_json": ("phi4_mini_json", "qwen3", _after(phi4_mini_json, think), True),
+}  # fmt: skip
+
+
+@dataclass
+class Folded:
+    """An answer put together again from its events."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[list[str]] = field(default_factory=list)  # name, arguments
+    ends: int = 0
+
+    @classmethod
+    def of(cls, events: list[Event]) -> "Folded":
+        out = cls()
+        for event in events:
+            match event:
+                case Text(text):
+                    out.text += text
+                case Reasoning(text):
+                    out.reasoning += text
+                case ToolStart(index, name):
+                    assert index == len(out.calls) == out.ends
+                    out.calls.append([name, ""])
+                case ToolArguments(index, piece):
+                    assert index == len(out.calls) - 1 == out.ends
+                    out.calls[index][1] += piece
+                case ToolEnd(index):
+                    assert index == len(out.calls) - 1 == out.ends
+                    out.ends += 1
+        return out

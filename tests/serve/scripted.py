@@ -1,0 +1,139 @@
+"""A server whose model says what the test wants: real tokenizer, real detokenization, real HTTP app; no engine."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Fast
+
+from quire.config.server_args import ServerArgs
+from quire.serve.app import build_app
+from quire.text.inputs import InputProcessor
+from quire.text.outputs import OutputProcessor
+from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_files import read_tokenizer
+from quire.types.outputs import RequestOutput, TokenDelta
+from quire.types.sampling import SamplingParams
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }}:"
+    "{{ c.function.arguments | tojson }}]{% endfor %}{% if m.tool_call_id %}({{ m.tool_call_id }}){% endif %}</s>{% endfor %}"
+    "{% if tools %}<tools>{{ tools | map(attribute='function.name') | join(',') }}</tools>{% endif %}"
+    "{% if add_generation_prompt %}<assistant>{% if think is defined %}{{ think }}{% endif %}{% endif %}"
+)
+# special in the tokenizers of the models that use them
+SPECIALS = (
+    "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "<|tool_call|>", "<|channel|>", "<|message|>", "<|start|>",
+    "<|end|>", "<|call|>", "<|constrain|>", "<|python_start|>", "<|python_end|>", "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
+)  # fmt: skip
+WHOLE = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # one token each, but not special
+
+
+def byte_tokenizer(directory: Path, template: str = TEMPLATE) -> Tokenizer:
+    """Every byte is a token, and so is every marker."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    fast = Fast(models.BPE(vocab={piece: i for i, piece in enumerate(alphabet)}, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in ("<s>", "</s>", *SPECIALS)])
+    fast.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in WHOLE])
+    fast.save(str(directory / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return read_tokenizer(directory)
+
+
+class ScriptedLLM:
+    """`script`: what every answer says. `cuts`: after which of its tokens an output is due; None: after each."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.max_model_len = 1 << 20
+        self.default_sampling: dict[str, Any] = {}
+        facts = SimpleNamespace(eos_ids=(), parameters=1)
+        args = SimpleNamespace(model="scripted", revision=None)
+        self.config = SimpleNamespace(
+            served_names=("scripted",), policy="fcfs", max_logprobs=20, facts=facts, args=args, device="cpu", dtype="float32"
+        )
+        self.script = ""
+        self.cuts: Iterable[int] | None = None
+        self.finish = "stop"
+        self.seen: list[tuple[str, SamplingParams]] = []  # prompts and parameters
+        self.pause = 0.0
+        self.ended = 0
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    async def render_chat(self, messages: Any, *, add_special_tokens: bool = False, **options: Any) -> tuple[str, list[int]]:
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return text, self.tokenizer.encode(text, add_special_tokens)
+
+    async def generate(
+        self, prompt: Any, params: SamplingParams, request_id: str, **_: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self.seen.append((prompt.get("prompt"), params))
+        inputs = InputProcessor(
+            self.tokenizer, vocab_size=len(self.tokenizer), max_model_len=self.max_model_len, max_logprobs=20,
+            eos_ids=[self.tokenizer.eos_token_id], seed=0,
+        )  # fmt: skip
+        prepared = inputs.prepare(request_id, prompt, params.__class__(**_plain(params)), arrival=0.0)
+        outputs = OutputProcessor(self.tokenizer)
+        answer = outputs.add(prepared)
+        try:
+            for deltas in self._deltas([request.id for request in prepared.requests]):
+                outputs.absorb(deltas)
+                if answer.due:
+                    yield answer.emit()
+                await asyncio.sleep(self.pause)
+        finally:
+            self.ended += 1
+
+    def _deltas(self, ids: list[str]) -> Iterable[list[TokenDelta]]:
+        tokens = self.tokenizer.encode(self.script, add_special_tokens=False)
+        begin = 0
+        for cut in range(1, len(tokens)) if self.cuts is None else sorted(self.cuts):
+            if begin < cut < len(tokens):
+                yield [TokenDelta(name, tokens[begin:cut]) for name in ids]
+                begin = cut
+        last = [self.tokenizer.eos_token_id] if self.finish == "stop" else []
+        yield [TokenDelta(name, tokens[begin:] + last, self.finish) for name in ids]
+
+
+def _plain(params: SamplingParams) -> dict[str, Any]:
+    """Without the grammar: a script needs none, and compiling it is not the matter here."""
+    kept = ("n", "temperature", "stop", "max_tokens", "skip_special_tokens", "output_kind", "seed", "logprobs")
+    return {name: getattr(params, name) for name in kept} | {"logprobs": None}
+
+
+class Scripted:
+    """The HTTP app over a scripted model."""
+
+    def __init__(self, tokenizer: Tokenizer, **settings: Any) -> None:
+        self.llm = ScriptedLLM(tokenizer)
+        self.app = build_app(self.llm, ServerArgs(**settings))  # type: ignore[arg-type]
+
+    def say(self, script: str, cuts: Iterable[int] | None = None, finish: str = "stop") -> "Scripted":
+        self.llm.script, self.llm.cuts, self.llm.finish = script, cuts, finish
+        return self
+
+    def call(self, method: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        async def go() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://scripted", timeout=30) as client:
+                return await client.request(method, path, json=body, **options)
+
+        return asyncio.run(go())
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return self.call("POST", path, body, **options)

@@ -1,0 +1,168 @@
+"""Structured outputs through the server: the fields, the errors, and what a hostile grammar does to others: nothing."""
+
+import json
+import os
+import re
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+from server_process import body, read_stream, serving
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["ok", "n"],
+    "additionalProperties": False,
+}
+HELLO = [{"role": "user", "content": "the quick brown fox"}]
+
+
+def chat(http, **fields):
+    answer = http.post("/v1/chat/completions", json={"model": "tiny", "messages": HELLO, "max_tokens": 120, **fields})
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    return choice["message"]["content"]
+
+
+def complete(http, **fields):
+    answer = http.post("/v1/completions", json={"model": "tiny", "prompt": "the", "max_tokens": 120, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def is_valid(text: str) -> bool:
+    value = json.loads(text)
+    return set(value) == {"ok", "n"} and isinstance(value["ok"], bool) and 0 <= value["n"] <= 99
+
+
+def test_response_format(http):
+    named = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+    assert is_valid(chat(http, response_format=named))
+    assert is_valid(complete(http, response_format=named))
+    answer = http.post(
+        "/v1/chat/completions",
+        json={"model": "tiny", "messages": HELLO, "max_tokens": 60, "seed": 1, "response_format": {"type": "json_object"}},
+    ).json()["choices"][0]
+    assert answer["message"]["content"].startswith("{")
+    tag = {"type": "structural_tag", "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
+    free = {"model": "tiny", "messages": HELLO, "max_tokens": 5, "response_format": tag}
+    assert http.post("/v1/chat/completions", json=free).status_code == 200
+
+
+def test_structured_outputs(http):
+    assert is_valid(chat(http, structured_outputs={"json": SCHEMA}))
+    assert is_valid(chat(http, structured_outputs={"json": json.dumps(SCHEMA)}))
+    assert re.fullmatch("[ab]{3,6}c", chat(http, structured_outputs={"regex": "[ab]{3,6}c"}))
+    assert chat(http, structured_outputs={"choice": ["left", "right"]}) in ("left", "right")
+    assert re.fullmatch("x+y", complete(http, structured_outputs={"grammar": 'root ::= "x" root | "xy"'}, temperature=0))
+
+
+def test_a_stream_is_the_answer_in_pieces(http):
+    fields = {"model": "tiny", "messages": HELLO, "max_tokens": 100, "seed": 5, "structured_outputs": {"json": SCHEMA}}
+    whole = http.post("/v1/chat/completions", json=fields).json()["choices"][0]["message"]["content"]
+    with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none") as client:
+        pieces = client.chat.completions.create(
+            model="tiny",
+            messages=HELLO,
+            max_tokens=100,
+            seed=5,
+            stream=True,
+            extra_body={"structured_outputs": {"json": SCHEMA}},
+        )
+        assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole
+    assert is_valid(whole)
+
+
+def test_n_and_logprobs(http):
+    answer = http.post(
+        "/v1/chat/completions",
+        json={
+            "model": "tiny", "messages": HELLO, "max_tokens": 60, "n": 3, "seed": 1, "logprobs": True, "top_logprobs": 2,
+            "structured_outputs": {"regex": "[a-z]{4}"},
+        },
+    ).json()  # fmt: skip
+    for choice in answer["choices"]:
+        assert re.fullmatch("[a-z]{4}", choice["message"]["content"])
+        assert "".join(entry["token"] for entry in choice["logprobs"]["content"]).startswith(choice["message"]["content"])
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ({"json": {"type": "object", "properties": {"a": {"type": "strin"}}}}, "$.properties.a: Invalid type: strin"),
+        ({"regex": "[a-"}, "unclosed"),
+        ({"grammar": "start: missing"}, "missing"),
+        ({"json": {"enum": ["x" * 300_000]}}, "at most"),
+    ],
+)
+def test_a_bad_grammar_is_a_400_that_says_where(http, wrong, words):
+    answer = http.post("/v1/chat/completions", json={"model": "tiny", "messages": HELLO, "n": 2, "structured_outputs": wrong})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "structured_outputs" and words in error["message"]
+
+
+def rules(count: int) -> str:
+    return "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(count)), f'r{count}: "a"'])
+
+
+ADVERSARIES = {
+    "a megabyte": {"json": {"enum": [f"value {i} {'x' * 20}" for i in range(30_000)]}},
+    "an endless product": {"json": {"type": "integer", "multipleOf": 99_999_989}},
+    "a long chain of rules": {"grammar": rules(12_000)},
+    "a million repetitions": {"regex": "a{1000000}"},
+    "nested counts": {"regex": "((a{1,99}){1,99}){1,99}"},
+    "a hundred thousand parentheses": {"regex": "(" * 100_000 + ")" * 100_000},
+    "intersections": {"grammar": "start: A\nA: /(.*a.{15})/ & /(.*b.{16})/ & /(.*c.{17})/ & ~/(.*d.{9})/"},
+    "very many properties": {
+        "json": {"type": "object", "properties": {f"p{i}": {"pattern": f"a{{{i}}}"} for i in range(6000)}}
+    },
+}
+
+
+HARMLESS = {"what makes others backtrack": {"regex": "(a+)+b"}}
+
+
+def gaps(client: httpx.Client, tokens: int, out: list[float], **fields) -> None:
+    """Seconds between the events of a stream."""
+    last = None
+    with client.stream("POST", "/v1/completions", json=body(tokens, True) | fields) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                now = time.monotonic()
+                if last is not None:
+                    out.append(now - last)
+                last = now
+
+
+def test_hostile_grammars_are_refused_in_two_seconds_and_disturb_nobody(serve_model):
+    with serving(serve_model, latency=0.02) as server, server.client() as client:
+        warm = client.post("/v1/completions", json=body(3, False) | {"structured_outputs": {"regex": "a{3}"}})
+        assert warm.status_code == 200, warm.text
+        times, quiet, loud = {}, list[float](), list[float]()
+        gaps(client, 60, quiet, structured_outputs={"regex": "[a-z]*"})
+        listeners = [
+            threading.Thread(target=gaps, args=(client, 240, loud), kwargs=fields)
+            for fields in ({}, {"structured_outputs": {"regex": "[a-z]*"}})
+        ]
+        for listener in listeners:
+            listener.start()
+        time.sleep(0.1)
+        for name, grammar in (ADVERSARIES | HARMLESS).items():
+            begun = time.monotonic()
+            answer = client.post("/v1/completions", json=body(3, False) | {"structured_outputs": grammar})
+            times[name] = time.monotonic() - begun
+            assert answer.status_code == (200 if name in HARMLESS else 400), (name, answer.text)
+        for listener in listeners:
+            listener.join()
+        after = read_stream(client, body(4, True) | {"structured_outputs": {"choice": ["fine"]}})
+    shown = {name: f"{seconds:.2f}" for name, seconds in times.items()}
+    print(f"refused after {shown}; worst gap {1000 * max(quiet):.0f} ms alone, {1000 * max(loud):.0f} ms beside them")
+    busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # other work on this machine takes its share
+    assert max(times.values()) < 2.0 * busy, shown
+    assert max(loud) < max(quiet) + 0.15 * busy and sorted(loud)[len(loud) // 2] < 0.04 * busy
+    assert after[-1] == "[DONE]"

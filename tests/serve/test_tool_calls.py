@@ -1,0 +1,256 @@
+"""Tool calls and reasoning in /v1/chat/completions: streamed deltas together are the answer that is not streamed."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import Scripted, byte_tokenizer
+from serving import error_of, events_of
+
+from parse_samples import FAMILIES, hermes
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"s": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": "object"}, "l": {"type": "array"}},
+}
+NAMES = ("get_weather", "add")
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in NAMES]
+HELLO = [{"role": "user", "content": "hi"}]
+TEXT = st.sampled_from(["", "Hi.", "Grüße, 漢字 🙂!", "a\nb", "1 < 2 & {x}"])
+ARGUMENTS = st.sampled_from([{}, {"s": "Köln 🌧"}, {"n": -3, "l": [1, "漢", {"k": None}]}, {"o": {"ü": {"q": ["\\", '"']}}}])
+CALLS = st.lists(st.tuples(st.sampled_from(NAMES), ARGUMENTS), max_size=3)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return byte_tokenizer(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.fixture
+def hermes_server(tokenizer):
+    return Scripted(tokenizer, enable_auto_tool_choice=True, tool_call_parser="hermes", reasoning_parser="qwen3")
+
+
+def ask(server, **body):
+    response = server.post("/v1/chat/completions", {"messages": HELLO, "tools": TOOLS, **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def deltas(server, **body):
+    response = server.post("/v1/chat/completions", {"messages": HELLO, "tools": TOOLS, "stream": True, **body})
+    assert response.status_code == 200, response.text
+    *events, done = events_of(response.text)
+    assert done == "[DONE]"
+    return events
+
+
+def fold(events):
+    """What a client makes of the chunks."""
+    message, finish = {"content": "", "reasoning": "", "tool_calls": []}, None
+    for event in events:
+        for choice in event["choices"]:
+            delta = choice["delta"]
+            message["content"] += delta.get("content") or ""
+            message["reasoning"] += delta.get("reasoning") or ""
+            for call in delta.get("tool_calls", []):
+                if "id" in call:
+                    assert call["index"] == len(message["tool_calls"]) and call["function"]["arguments"] == ""
+                    message["tool_calls"].append([call["function"]["name"], ""])
+                else:
+                    message["tool_calls"][call["index"]][1] += call["function"]["arguments"]
+            finish = choice["finish_reason"] or finish
+    return message, finish
+
+
+def plain(message):
+    return {
+        "content": message["content"] or "",
+        "reasoning": message["reasoning"] or "",
+        "tool_calls": [[call["function"]["name"], call["function"]["arguments"]] for call in message["tool_calls"]],
+    }
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family_server(request, tokenizer):
+    tool, thinking, write, together = FAMILIES[request.param]
+    server = Scripted(tokenizer, enable_auto_tool_choice=True, tool_call_parser=tool, reasoning_parser=thinking)
+    return server, write, together
+
+
+@settings(max_examples=10, deadline=None)
+@given(reasoning=TEXT, text=TEXT, calls=CALLS, data=st.data())
+def test_streamed_and_whole_answers_are_the_same(family_server, reasoning, text, calls, data):
+    server, write, together = family_server
+    if calls and not together:
+        text = ""
+    script = write(reasoning, text, calls)
+    cuts = data.draw(st.none() | st.sets(st.integers(0, 200), max_size=10))
+    whole = ask(server.say(script, cuts))["choices"][0]
+    assert plain(whole["message"])["content"] == text and plain(whole["message"])["reasoning"] == reasoning
+    assert [(name, json.loads(arguments)) for name, arguments in plain(whole["message"])["tool_calls"]] == calls
+    assert whole["finish_reason"] == ("tool_calls" if calls else "stop")
+    assert fold(deltas(server)) == (plain(whole["message"]), whole["finish_reason"])
+
+
+def test_the_order_of_the_chunks(hermes_server):
+    script = "<think>hm</think>Let me see." + hermes([("get_weather", {"s": "Paris"})])
+    events = deltas(hermes_server.say(script), stream_options={"include_usage": True})
+    kinds = []
+    for event in events:
+        for choice in event["choices"]:
+            kinds += [key for key in choice["delta"] if not kinds or kinds[-1] != key]
+    assert kinds == ["role", "content", "reasoning", "content", "tool_calls"]
+    first = next(e["choices"][0]["delta"]["tool_calls"][0] for e in events if "tool_calls" in e["choices"][0]["delta"])
+    assert first["index"] == 0 and first["type"] == "function" and first["id"].startswith("chatcmpl-tool-")
+    assert first["function"] == {"name": "get_weather", "arguments": ""}
+    assert events[-2]["choices"][0]["finish_reason"] == "tool_calls" and events[-2]["choices"][0]["delta"] == {}
+    assert events[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+
+
+def test_usage_and_reasoning_that_is_not_wanted(hermes_server):
+    hermes_server.say("<think>hm</think>Yes.")
+    answer = ask(hermes_server)
+    assert answer["choices"][0]["message"]["reasoning"] == "hm"
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+    hidden = ask(hermes_server, include_reasoning=False)
+    assert hidden["choices"][0]["message"]["reasoning"] is None and hidden["choices"][0]["message"]["content"] == "Yes."
+
+
+def test_a_call_cut_off_by_the_length(hermes_server):
+    hermes_server.say('<tool_call>{"name": "add", "arguments": {"n": 1', finish="length")
+    choice = ask(hermes_server)["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"n": 1'}
+    assert fold(deltas(hermes_server)) == (plain(choice["message"]), "length")
+
+
+def test_n_choices_have_readers_of_their_own(hermes_server):
+    hermes_server.say("<think>a</think>b" + hermes([("add", {})]))
+    choices = ask(hermes_server, n=3)["choices"]
+    assert [c["message"]["content"] for c in choices] == ["b"] * 3
+    assert len({c["message"]["tool_calls"][0]["id"] for c in choices}) == 3
+    told = ["", "", ""]
+    for event in deltas(hermes_server, n=3):
+        for choice in event["choices"]:
+            told[choice["index"]] += choice["delta"].get("content") or ""
+    assert told == ["b"] * 3
+
+
+def test_one_call_at_most(hermes_server):
+    hermes_server.say(hermes([("add", {"n": 1}), ("add", {"n": 2})]))
+    assert len(ask(hermes_server)["choices"][0]["message"]["tool_calls"]) == 2
+    assert len(ask(hermes_server, parallel_tool_calls=False)["choices"][0]["message"]["tool_calls"]) == 1
+    assert len(fold(deltas(hermes_server, parallel_tool_calls=False))[0]["tool_calls"]) == 1
+
+
+def test_calls_and_results_in_the_history(hermes_server):
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"n": 1}'}}
+    history = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    ask(hermes_server.say("ok"), messages=history)
+    prompt, _ = hermes_server.llm.seen[-1]
+    assert '[add:{"n": 1}]' in prompt and "<tool>2(c1)" in prompt and "<tools>get_weather,add</tools>" in prompt
+
+
+def test_required_and_named(hermes_server):
+    script = '[{"name": "add", "parameters": {"n": 1}}, {"name": "get_weather", "parameters": {}}]'
+    thought = "hm</think>"
+    choice = ask(hermes_server.say(thought + script), tool_choice="required")["choices"][0]
+    assert [c["function"] for c in choice["message"]["tool_calls"]] == [
+        {"name": "add", "arguments": '{"n": 1}'},
+        {"name": "get_weather", "arguments": "{}"},
+    ]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["reasoning"] == "hm"
+    prompt, params = hermes_server.llm.seen[-1]
+    assert prompt.endswith("<assistant><think>\n")  # a grammar waits for the end of the thinking, so there is some
+    think_end = hermes_server.llm.tokenizer.convert_tokens_to_ids("</think>")
+    assert params.structured_outputs.starts_after == [think_end]
+    assert params.structured_outputs.json["minItems"] == 1 and "maxItems" not in params.structured_outputs.json
+
+    named = {"type": "function", "function": {"name": "add"}}
+    choice = ask(hermes_server.say(thought + '{"n": 2}'), tool_choice=named)["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"n": 2}'}
+    assert choice["finish_reason"] == "stop" and choice["message"]["content"] is None
+    assert hermes_server.llm.seen[-1][1].structured_outputs.json == PARAMETERS
+    assert fold(deltas(hermes_server, tool_choice=named)) == (plain(choice["message"]), "stop")
+    ask(hermes_server.say(thought + script), tool_choice="required", parallel_tool_calls=False)
+    assert hermes_server.llm.seen[-1][1].structured_outputs.json["maxItems"] == 1
+
+
+def test_thinking_off(tokenizer):
+    server = Scripted(tokenizer, tool_call_parser="hermes", reasoning_parser="qwen3").say('{"n": 1}')
+    off = {
+        "chat_template_kwargs": {"think": "<think></think>"},
+        "tool_choice": {"type": "function", "function": {"name": "add"}},
+    }
+    choice = ask(server, **off)["choices"][0]
+    assert choice["message"]["tool_calls"] and choice["message"]["reasoning"] is None
+    assert server.llm.seen[-1][1].structured_outputs.starts_after is None
+    opened = ask(server.say("so</think>x"), tool_choice="none", chat_template_kwargs={"think": "<think>\n"})["choices"][0]
+    assert (opened["message"]["reasoning"], opened["message"]["content"]) == ("so", "x")
+    default = Scripted(tokenizer, reasoning_parser="qwen3", default_chat_template_kwargs={"think": "<think>"})
+    assert ask(default.say("a</think>b"), tool_choice="none")["choices"][0]["message"]["reasoning"] == "a"
+
+
+def test_tools_can_be_kept_from_the_template(tokenizer):
+    for excluded in (True, False):
+        server = Scripted(tokenizer, exclude_tools_when_tool_choice_none=excluded).say("x")
+        ask(server, tool_choice="none")
+        assert ("<tools>" in server.llm.seen[-1][0]) is not excluded
+
+
+def test_special_tokens_are_not_shown(tokenizer):
+    server = Scripted(tokenizer, enable_auto_tool_choice=True, tool_call_parser="mistral").say("a<|end|>b<s>")
+    assert ask(server)["choices"][0]["message"]["content"] == "ab"
+    assert server.llm.seen[-1][1].skip_special_tokens is False
+    assert ask(server, skip_special_tokens=False)["choices"][0]["message"]["content"] == "a<|end|>b<s>"
+    assert ask(server, tool_choice="none")["choices"][0]["message"]["content"] == "ab"
+
+
+def test_ids_that_the_family_wants(tokenizer):
+    server = Scripted(tokenizer, enable_auto_tool_choice=True, tool_call_parser="mistral").say("[TOOL_CALLS]add[ARGS]{}")
+    call_id = ask(server)["choices"][0]["message"]["tool_calls"][0]["id"]
+    assert len(call_id) == 9 and call_id.isalnum()
+    server = Scripted(tokenizer, enable_auto_tool_choice=True, tool_call_parser="kimi_k2")
+    server.say("<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}<|tool_call_end|>")
+    assert ask(server)["choices"][0]["message"]["tool_calls"][0]["id"] == "functions.add:0"
+
+
+@pytest.mark.parametrize(
+    "body, param",
+    [
+        ({"tools": []}, "tools"),
+        ({"tools": None, "tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools"),
+        ({"tools": TOOLS + TOOLS}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"reasoning_effort": "huge"}, "body.reasoning_effort"),
+    ],
+)
+def test_what_is_refused(hermes_server, body, param):
+    response = hermes_server.post("/v1/chat/completions", {"messages": HELLO, "tools": TOOLS, **body})
+    assert response.status_code == 400 and error_of(response)["param"] in (param, *body)
+
+
+def test_auto_needs_the_flags(tokenizer):
+    response = Scripted(tokenizer, tool_call_parser="hermes").post("/v1/chat/completions", {"messages": HELLO, "tools": TOOLS})
+    assert response.status_code == 400 and "--enable-auto-tool-choice" in error_of(response)["message"]
+
+
+def test_definitions_move_to_the_root():
+    from quire.serve.tools import read_tool_use
+
+    schema = {"properties": {"a": {"$ref": "#/definitions/A"}}, "definitions": {"A": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("f", "g")]
+    answer = read_tool_use(tools, "required", None).answer_schema()
+    assert answer["$defs"] == {"A": {"type": "integer"}}
+    assert answer["items"]["anyOf"][0]["properties"]["parameters"]["properties"]["a"] == {"$ref": "#/$defs/A"}
