@@ -116,6 +116,9 @@ def test_usage_and_reasoning_that_is_not_wanted(hermes_server):
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
     hidden = ask(hermes_server, include_reasoning=False)
     assert hidden["choices"][0]["message"]["reasoning"] is None and hidden["choices"][0]["message"]["content"] == "Yes."
+    assert hidden["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+    silent = ask(hermes_server.say("No </think> here."))
+    assert silent["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
 def test_a_call_cut_off_by_the_length(hermes_server):
@@ -195,6 +198,23 @@ def test_thinking_off(tokenizer):
     assert (opened["message"]["reasoning"], opened["message"]["content"]) == ("so", "x")
     default = Scripted(tokenizer, reasoning_parser="qwen3", default_chat_template_kwargs={"think": "<think>"})
     assert ask(default.say("a</think>b"), tool_choice="none")["choices"][0]["message"]["reasoning"] == "a"
+
+
+def test_a_budget_for_the_reasoning(tokenizer):
+    server = Scripted(tokenizer, reasoning_parser="qwen3").say("hm</think>x")
+    body = {"thinking_token_budget": 7, "tools": None}
+    assert ask(server, **body)["choices"][0]["message"]["reasoning"] == "hm"
+    prompt, params = server.llm.seen[-1]
+    think_end = tokenizer.convert_tokens_to_ids("</think>")
+    assert prompt.endswith("<think>\n")  # what has a budget must begin
+    assert (params.thinking_token_budget, params.thinking_end_ids) == (7, [think_end])
+    ask(server.say("x"), **body, chat_template_kwargs={"think": "<think></think>"})
+    assert server.llm.seen[-1][1].thinking_token_budget is None  # it was turned off
+    ask(server.say("x"), thinking_token_budget=-1, tools=None)
+    assert server.llm.seen[-1][1].thinking_token_budget is None
+    for other in (Scripted(tokenizer), Scripted(tokenizer, reasoning_parser="granite")):
+        response = other.post("/v1/chat/completions", {"messages": HELLO, "thinking_token_budget": 7})
+        assert response.status_code == 400 and error_of(response)["param"] == "thinking_token_budget"
 
 
 def test_tools_can_be_kept_from_the_template(tokenizer):

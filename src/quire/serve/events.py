@@ -33,6 +33,7 @@ class Reading:
     with_reasoning: bool = True
     calls_finish: bool = True  # an answer with calls ends for that reason
     id_prefix: str = "chatcmpl-tool-"  # of calls
+    thinking_ids: tuple[list[int], int] | None = None  # tokens that begin the reasoning, and the one that ends it
 
     def reader(self) -> "Reader":
         return Reader(self)
@@ -44,6 +45,9 @@ class Reader:
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
         self._called = False
+        self._reasoned = False
+        self._tokens = 0
+        self._thought: int | None = None
         self._parser = None
         if reading.form is not None:
             self._parser = Parser(reading.form, tools=reading.tools, inside=reading.inside, noise=reading.noise)
@@ -52,6 +56,8 @@ class Reader:
         """What is new in an output, which holds what is new since the last one."""
         if self._parser is None:
             return [Text(part.text)] if part.text else []
+        if self._thought is None and self._reading.thinking_ids is not None:
+            self._count(part.token_ids, *self._reading.thinking_ids)
         events = self._parser.feed(part.text)
         if part.finish_reason is not None:
             events += self._parser.finish()
@@ -62,8 +68,21 @@ class Reader:
             return "tool_calls"
         return part.finish_reason
 
+    @property
+    def thought(self) -> int | None:
+        """Tokens of the reasoning; known when the token that ends it has come."""
+        return self._thought if self._reasoned else None
+
+    def _count(self, tokens: Iterable[int], begin: list[int], end: int) -> None:
+        for token in tokens:
+            if token == end:
+                self._thought = self._tokens
+                return
+            self._tokens += token not in begin
+
     def _keep(self, event: Event) -> Event | None:
         if isinstance(event, Reasoning):
+            self._reasoned = True
             return event if self._reading.with_reasoning else None
         if isinstance(event, ToolStart | ToolArguments | ToolEnd):
             if event.index and not self._reading.parallel:

@@ -44,6 +44,7 @@ class Heard:
     part: CompletionOutput
     events: list[Event]
     finish_reason: str | None
+    thought: int | None  # tokens of the reasoning, once it is known where it ends
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Rendered:
     use: ToolUse
     prompt: Prompt
     inside: bool | None  # does the answer begin in the reasoning? None: the format says
+    budget: int | None  # tokens for the reasoning
 
 
 async def render_turn(server: Server, request: ChatRequest) -> Rendered:
@@ -74,11 +76,11 @@ async def render_turn(server: Server, request: ChatRequest) -> Rendered:
         shown = None
     prompt = await render_messages(server, request, request.messages, request.documents, shown, _effort(request))
     prompt = truncate(server, request, prompt)
-    thinking = server.formats.thinking
+    thinking, budget = server.formats.thinking, _budget(server, request)
     inside = _thinks_already(prompt, thinking, request.continue_final_message)
-    if thinking is not None and (use.forced or _constrains(request)):
+    if thinking is not None and (use.forced or _constrains(request) or budget is not None):
         prompt, inside = _settled(server.llm.get_tokenizer(), prompt, thinking, inside)
-    return Rendered(model, use, prompt, inside)
+    return Rendered(model, use, prompt, inside, budget)
 
 
 async def prepare_turn(
@@ -88,8 +90,8 @@ async def prepare_turn(
     rendered = await render_turn(server, request)
     job = make_job(server, raw, request, prefix, rendered.model, [rendered.prompt])
     reading = _reading(server.formats, request, rendered.use, rendered.inside)
-    _set_up(server, job, rendered.use, reading)
-    return Turn(job, replace(reading, id_prefix=call_prefix))
+    _set_up(server, job, rendered, reading)
+    return Turn(job, replace(reading, id_prefix=call_prefix, thinking_ids=_thinking_ids(server)))
 
 
 async def play(server: Server, turn: Turn) -> Steps:
@@ -113,8 +115,15 @@ def _step(turn: Turn, output: RequestOutput, readers: dict[int, Reader]) -> Step
     for part in output.outputs:
         reader = readers.get(part.index) or readers.setdefault(part.index, turn.reading.reader())
         events = reader.read(part)
-        heard.append(Heard(part, events, reader.finish_reason(part)))
+        heard.append(Heard(part, events, reader.finish_reason(part), reader.thought))
     return Step(output, heard)
+
+
+async def reasoning_tokens(server: Server, reasoning: str, thought: int | None) -> int:
+    """Counted up to the token that ended it; where there was none, those of the text by itself."""
+    if thought is not None:
+        return thought
+    return 0 if not reasoning else len(await server.llm.encode(reasoning, add_special_tokens=False))
 
 
 # ---- how the answer will be read
@@ -140,9 +149,9 @@ def _reading(formats: ModelFormats, request: ChatRequest, use: ToolUse, inside: 
     )
 
 
-def _set_up(server: Server, job: Job, use: ToolUse, reading: Reading) -> None:
+def _set_up(server: Server, job: Job, rendered: Rendered, reading: Reading) -> None:
     """What the reading asks of the engine."""
-    params, form = job.params[0], reading.form
+    params, form, use = job.params[0], reading.form, rendered.use
     if form is not None and special_marks(form, server.formats.specials)[0]:
         params.skip_special_tokens = False  # the markers must be seen; the reading takes the rest out
     if use.forced:
@@ -153,6 +162,9 @@ def _set_up(server: Server, job: Job, use: ToolUse, reading: Reading) -> None:
             before = form.channels.final
         if before is not None:
             params.structured_outputs.starts_after = _ids(server.llm.get_tokenizer(), before)
+    if rendered.budget is not None and rendered.inside and form is not None and form.thinking is not None:
+        params.thinking_token_budget = rendered.budget
+        params.thinking_end_ids = _ids(server.llm.get_tokenizer(), form.thinking.end[0])
 
 
 def _check_tools(server: Server, request: ChatRequest, use: ToolUse) -> None:
@@ -185,6 +197,34 @@ def _effort(request: ChatRequest) -> dict[str, Any]:
     if effort is None:
         return {}
     return {"reasoning_effort": effort} | ({"enable_thinking": False, "thinking": False} if effort == "none" else {})
+
+
+def can_end_thinking(server: Server) -> bool:
+    """Is there reasoning that can be ended from outside? Its end must be a single token."""
+    thinking = server.formats.thinking
+    return thinking is not None and len(_ids(server.llm.get_tokenizer(), thinking.end[0])) == 1
+
+
+def _thinking_ids(server: Server) -> tuple[list[int], int] | None:
+    thinking = server.formats.thinking
+    if thinking is None or not can_end_thinking(server):
+        return None
+    tokenizer = server.llm.get_tokenizer()
+    begin = _ids(tokenizer, thinking.begin[0])
+    return begin if len(begin) == 1 else [], _ids(tokenizer, thinking.end[0])[0]
+
+
+def _budget(server: Server, request: ChatRequest) -> int | None:
+    """After so many tokens of reasoning its end is forced."""
+    budget = request.thinking_token_budget
+    if budget is None or budget == -1:
+        return None
+    if not can_end_thinking(server):
+        raise InvalidParameter(
+            "thinking_token_budget needs --reasoning-parser, and a model whose reasoning ends with a single token",
+            "thinking_token_budget",
+        )
+    return budget
 
 
 def _thinks_already(prompt: Prompt, thinking: Thinking | None, continuing: bool) -> bool | None:
