@@ -21,9 +21,7 @@ def test_complete_answers_are_valid():
     llm = LLM("smollm2", device="cpu", max_model_len=1024, kv_cache_memory_bytes=256 << 20)
     schemas = make_schemas(COUNT)
     params = [
-        SamplingParams(
-            temperature=1.0, seed=i, max_tokens=MAX_TOKENS, structured_outputs=StructuredOutputsParams(json=schema)
-        )
+        SamplingParams(temperature=1.0, seed=i, max_tokens=MAX_TOKENS, structured_outputs=StructuredOutputsParams(json=schema))
         for i, schema in enumerate(schemas)
     ]
     complete = 0
