@@ -127,6 +127,9 @@ MESSAGES = body_of(
         ),
         "priority": INTEGERS,
         "metadata": JUNK,
+        "stop": JUNK,
+        "bad_words": JUNK,
+        "suffix": JUNK,
     },
 )
 PATHS = ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
