@@ -232,6 +232,28 @@ def test_special_tokens_are_not_shown(tokenizer):
     assert ask(server, tool_choice="none")["choices"][0]["message"]["content"] == "ab"
 
 
+def test_auto_is_told_in_the_log(tmp_path, caplog):
+    template = "{{ messages[0].content }}{% if false %}[TOOL_CALLS][THINK][/THINK]{% endif %}"
+    with caplog.at_level("INFO", "quire.serve.formats"):
+        server = Scripted(
+            byte_tokenizer(tmp_path, template), enable_auto_tool_choice=True, tool_call_parser="auto", reasoning_parser="auto"
+        )
+    assert "tool calls: parsed as mistral (by the chat template)" in caplog.text and "reasoning: parsed as" in caplog.text
+    choice = ask(server.say("[THINK]hm[/THINK]a[TOOL_CALLS]add[ARGS]{}"))["choices"][0]
+    assert choice["message"]["reasoning"] == "hm" and choice["message"]["tool_calls"][0]["function"]["name"] == "add"
+    budget = ask(server.say("hm[/THINK]a"), thinking_token_budget=5, tools=None)["choices"][0]["message"]
+    assert budget["reasoning"] == "hm" and server.llm.seen[-1][0].endswith("[THINK]\n")
+    with caplog.at_level("WARNING", "quire.serve.formats"):
+        Scripted(byte_tokenizer(tmp_path, "{{ messages }}"), tool_call_parser="auto")
+    assert "no known way to write tool calls" in caplog.text
+
+
+def test_a_prompt_that_was_cut_still_shows_its_end(tokenizer):
+    server = Scripted(tokenizer, reasoning_parser="qwen3").say("so</think>x")
+    body = {"tools": None, "chat_template_kwargs": {"think": "<think>\n"}, "truncate_prompt_tokens": 5}
+    assert ask(server, **body)["choices"][0]["message"]["reasoning"] == "so"
+
+
 def test_ids_that_the_family_wants(tokenizer):
     server = Scripted(tokenizer, enable_auto_tool_choice=True, tool_call_parser="mistral").say("[TOOL_CALLS]add[ARGS]{}")
     call_id = ask(server)["choices"][0]["message"]["tool_calls"][0]["id"]

@@ -33,7 +33,8 @@ class Reading:
     with_reasoning: bool = True
     calls_finish: bool = True  # an answer with calls ends for that reason
     id_prefix: str = "chatcmpl-tool-"  # of calls
-    thinking_ids: tuple[list[int], int] | None = None  # tokens that begin the reasoning, and the one that ends it
+    begin_ids: tuple[int, ...] = ()  # of the mark that begins the reasoning
+    end_id: int | None = None  # the token that ends it, where it is one
 
     def reader(self) -> "Reader":
         return Reader(self)
@@ -56,8 +57,8 @@ class Reader:
         """What is new in an output, which holds what is new since the last one."""
         if self._parser is None:
             return [Text(part.text)] if part.text else []
-        if self._thought is None and self._reading.thinking_ids is not None:
-            self._count(part.token_ids, *self._reading.thinking_ids)
+        if self._thought is None and self._reading.end_id is not None:
+            self._count(part.token_ids)
         events = self._parser.feed(part.text)
         if part.finish_reason is not None:
             events += self._parser.finish()
@@ -73,12 +74,12 @@ class Reader:
         """Tokens of the reasoning; known when the token that ends it has come."""
         return self._thought if self._reasoned else None
 
-    def _count(self, tokens: Iterable[int], begin: list[int], end: int) -> None:
+    def _count(self, tokens: Iterable[int]) -> None:
         for token in tokens:
-            if token == end:
+            if token == self._reading.end_id:
                 self._thought = self._tokens
                 return
-            self._tokens += token not in begin
+            self._tokens += (token,) != self._reading.begin_ids
 
     def _keep(self, event: Event) -> Event | None:
         if isinstance(event, Reasoning):

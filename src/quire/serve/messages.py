@@ -15,7 +15,7 @@ from quire.serve.protocol.errors import AnthropicErrorBody
 from quire.serve.protocol.messages import CountTokensRequest, MessagesRequest
 from quire.serve.server import Server, server_of
 from quire.serve.sse import ANTHROPIC, Events, open_stream
-from quire.serve.turn import Step, Turn, can_end_thinking, play, play_at_once, prepare_turn, render_turn
+from quire.serve.turn import Step, Turn, play, play_at_once, prepare_turn, render_turn
 
 router = APIRouter(route_class=JSONRoute, tags=["Anthropic"])
 
@@ -26,7 +26,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {400: {"model": AnthropicErrorBody}, 
 async def create_message(request: MessagesRequest, raw: Request) -> Response:
     server = server_of(raw)
     server.check(request)
-    chat = to_chat(request, thinks=can_end_thinking(server))
+    chat = to_chat(request, thinks=server.formats.end_id is not None)
     turn = await unless_gone(raw.receive, prepare_turn(server, raw, chat, "msg", "toolu_"))
     reply = _Reply(server, turn, chat)
     if request.stream:

@@ -21,12 +21,14 @@ from quire.serve.sampling import check_request
 from quire.serve.server import Server
 from quire.serve.tools import ToolUse, read_tool_use
 from quire.text.parse.events import Event
-from quire.text.parse.format import Format, Thinking, combine
+from quire.text.parse.format import Format, combine
 from quire.text.parse.formats import REQUIRED, named
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter
 from quire.types.outputs import CompletionOutput, RequestOutput
 from quire.types.structured import StructuredOutputsParams
+
+LAST_TOKENS = 32  # of a prompt: enough to see how it ends
 
 Steps = AsyncGenerator["Step", None]
 
@@ -76,10 +78,10 @@ async def render_turn(server: Server, request: ChatRequest) -> Rendered:
         shown = None
     prompt = await render_messages(server, request, request.messages, request.documents, shown, _effort(request))
     prompt = truncate(server, request, prompt)
-    thinking, budget = server.formats.thinking, _budget(server, request)
-    inside = _thinks_already(prompt, thinking, request.continue_final_message)
-    if thinking is not None and (use.forced or _constrains(request) or budget is not None):
-        prompt, inside = _settled(server.llm.get_tokenizer(), prompt, thinking, inside)
+    budget = _budget(server, request)
+    inside = _thinks_already(server, prompt, request.continue_final_message)
+    if use.forced or _constrains(request) or budget is not None:
+        prompt, inside = _settled(server, prompt, inside, budget is not None)
     return Rendered(model, use, prompt, inside, budget)
 
 
@@ -91,7 +93,7 @@ async def prepare_turn(
     job = make_job(server, raw, request, prefix, rendered.model, [rendered.prompt])
     reading = _reading(server.formats, request, rendered.use, rendered.inside)
     _set_up(server, job, rendered, reading)
-    return Turn(job, replace(reading, id_prefix=call_prefix, thinking_ids=_thinking_ids(server)))
+    return Turn(job, replace(reading, id_prefix=call_prefix))
 
 
 async def play(server: Server, turn: Turn) -> Steps:
@@ -146,6 +148,8 @@ def _reading(formats: ModelFormats, request: ChatRequest, use: ToolUse, inside: 
         parallel=use.parallel,
         with_reasoning=request.include_reasoning,
         calls_finish=use.mode != "named",
+        begin_ids=formats.begin_ids,
+        end_id=formats.end_id,
     )
 
 
@@ -156,15 +160,14 @@ def _set_up(server: Server, job: Job, rendered: Rendered, reading: Reading) -> N
         params.skip_special_tokens = False  # the markers must be seen; the reading takes the rest out
     if use.forced:
         params.structured_outputs = StructuredOutputsParams(json=use.answer_schema(), disable_any_whitespace=True)
-    if params.structured_outputs is not None and form is not None:
-        before = form.thinking.end[0] if form.thinking is not None and reading.inside else None
-        if form.channels is not None:
-            before = form.channels.final
-        if before is not None:
-            params.structured_outputs.starts_after = _ids(server.llm.get_tokenizer(), before)
-    if rendered.budget is not None and rendered.inside and form is not None and form.thinking is not None:
-        params.thinking_token_budget = rendered.budget
-        params.thinking_end_ids = _ids(server.llm.get_tokenizer(), form.thinking.end[0])
+    end_id = server.formats.end_id if rendered.inside else None
+    if params.structured_outputs is not None:
+        if end_id is not None:
+            params.structured_outputs.starts_after = [end_id]
+        elif form is not None and form.channels is not None:
+            params.structured_outputs.starts_after = _ids(server.llm.get_tokenizer(), form.channels.final)
+    if rendered.budget is not None and end_id is not None:
+        params.thinking_token_budget, params.thinking_end_ids = rendered.budget, [end_id]
 
 
 def _check_tools(server: Server, request: ChatRequest, use: ToolUse) -> None:
@@ -199,27 +202,12 @@ def _effort(request: ChatRequest) -> dict[str, Any]:
     return {"reasoning_effort": effort} | ({"enable_thinking": False, "thinking": False} if effort == "none" else {})
 
 
-def can_end_thinking(server: Server) -> bool:
-    """Is there reasoning that can be ended from outside? Its end must be a single token."""
-    thinking = server.formats.thinking
-    return thinking is not None and len(_ids(server.llm.get_tokenizer(), thinking.end[0])) == 1
-
-
-def _thinking_ids(server: Server) -> tuple[list[int], int] | None:
-    thinking = server.formats.thinking
-    if thinking is None or not can_end_thinking(server):
-        return None
-    tokenizer = server.llm.get_tokenizer()
-    begin = _ids(tokenizer, thinking.begin[0])
-    return begin if len(begin) == 1 else [], _ids(tokenizer, thinking.end[0])[0]
-
-
 def _budget(server: Server, request: ChatRequest) -> int | None:
     """After so many tokens of reasoning its end is forced."""
     budget = request.thinking_token_budget
     if budget is None or budget == -1:
         return None
-    if not can_end_thinking(server):
+    if server.formats.end_id is None:
         raise InvalidParameter(
             "thinking_token_budget needs --reasoning-parser, and a model whose reasoning ends with a single token",
             "thinking_token_budget",
@@ -227,35 +215,43 @@ def _budget(server: Server, request: ChatRequest) -> int | None:
     return budget
 
 
-def _thinks_already(prompt: Prompt, thinking: Thinking | None, continuing: bool) -> bool | None:
+def _thinks_already(server: Server, prompt: Prompt, continuing: bool) -> bool | None:
     """Does the prompt end in the reasoning (True), behind it (False), or does it not say (None)?"""
-    if thinking is None or prompt.text is None:
+    thinking = server.formats.thinking
+    if thinking is None:
         return None
-    end = prompt.text.rstrip()
+    text = prompt.text
+    if text is None:  # it was cut; its end is still there
+        text = server.llm.get_tokenizer().decode(prompt.ids[-LAST_TOKENS:], skip_special_tokens=False)
+    end = text.rstrip()
     if end.endswith(thinking.begin):
         return True
     if end.endswith(thinking.end):
         return False
     if continuing:
-        opened = max(prompt.text.rfind(mark) for mark in thinking.begin)
-        closed = max(prompt.text.rfind(mark) for mark in thinking.end)
+        opened = max(text.rfind(mark) for mark in thinking.begin)
+        closed = max(text.rfind(mark) for mark in thinking.end)
         return opened > closed
     return None
 
 
-def _settled(tokenizer: Tokenizer, prompt: Prompt, thinking: Thinking, inside: bool | None) -> tuple[Prompt, bool]:
-    """A grammar waits for the end of the reasoning, so it must be certain that there is one.
+def _settled(server: Server, prompt: Prompt, inside: bool | None, wanted: bool) -> tuple[Prompt, bool | None]:
+    """A grammar waits for the end of the reasoning, and a budget forces it: it must be certain whether there is reasoning.
 
-    A model that would begin to think by itself is made to begin. Where the end is no single token, it could be missed: there
-    the grammar holds from the first token on, and nothing is thought.
+    A model that would begin to think by itself is made to begin; one that may or may not, only if that is `wanted`. Where the
+    end is no single token it could be missed: there the grammar holds from the first token on, and nothing is thought.
     """
-    if inside is False or len(_ids(tokenizer, thinking.end[0])) != 1:
-        return prompt, False
-    if inside is None and thinking.reopen:
+    thinking = server.formats.thinking
+    if thinking is None:
+        return prompt, None
+    if inside is False or server.formats.end_id is None:
         return prompt, False
     if inside is None and not thinking.opened:
+        if thinking.reopen and not wanted:
+            return prompt, False
         text = thinking.begin[0] + "\n"
-        prompt = Prompt(None if prompt.text is None else prompt.text + text, prompt.ids + _ids(tokenizer, text))
+        ids = _ids(server.llm.get_tokenizer(), text)
+        prompt = Prompt(None if prompt.text is None else prompt.text + text, prompt.ids + ids)
     return prompt, True
 
 
