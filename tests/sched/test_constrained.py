@@ -99,6 +99,17 @@ def test_given_tokens_survive_preemption():
     assert all(drawn_right(desk, f"r{i}", given) and len(desk.tokens(f"r{i}")) == 16 for i in range(4))
 
 
+def test_a_step_ahead_only_many_tokens_are_worth_a_pause():
+    given = {2: [7, 8], 6: [9, 10, 11, 12, 13, 14], 7: [10, 11, 12, 13, 14]}  # the first of the six is in flight by then
+    desk = desk_with(Script(given), depth=1)
+    desk.add("a", range(1, 7), 16, structured_outputs=GRAMMAR)
+    desk.add("free", range(2, 5), 16)
+    desk.finish()
+    assert desk.right("free") and len(desk.tokens("a")) == 16
+    rows = [int(plan.count[plan.slot == 0][0]) for plan in desk.plans[1:] if 0 in plan.slot]
+    assert max(rows) == 6 and rows.count(1) == len(rows) - 1
+
+
 def test_who_wants_logprobs_draws_every_token():
     desk = desk_with(Script({1: [7, 8]}))
     desk.add("a", range(5), 6, structured_outputs=GRAMMAR, logprobs=0)

@@ -56,6 +56,7 @@ class Scheduler:
         self._void: set[Request] = set()  # their rows in flight read pages that were never written
         self._slots = list(range(max_seqs - 1, -1, -1))
         self._given: dict[Request, int] = {}  # running ones with tokens the device has not been told, from this position on
+        self._paused: set[Request] = set()  # they get no row in the next step
         self._retired: list[int] = []  # slots whose leaving the device has not been told
         self._blocked: tuple[Request, int] | None = None  # who did not fit, and pool.returned at that time
         self._max_seqs = max_seqs
@@ -108,10 +109,14 @@ class Scheduler:
     def extend(self, name: str, tokens: Iterable[int]) -> list[TokenDelta]:
         """A request goes on with tokens that need not be drawn because there is no choice.
 
-        Nothing happens before it has run at all, while a row of it is in flight, or if it wants logprobs: those need a draw.
+        Nothing happens before it has run at all, or if it wants logprobs: those need a draw. While a row of it is in flight, it
+        gets no other in the next step, so that it can be asked for this again.
         """
         request = self._live.get(name)
-        if request is None or request.rows or request.admitted < 0 or request.spec.params.wants_logprobs:
+        if request is None or request.admitted < 0 or request.spec.params.wants_logprobs:
+            return []
+        if request.rows:
+            self._paused.add(request)
             return []
         start, stop, news = len(request.tokens), None, list[int]()
         for token in tokens:
@@ -154,6 +159,10 @@ class Scheduler:
         """The ids of those that the device knows."""
         return [request.spec.id for request in self._running]
 
+    def in_flight(self, name: str) -> int:
+        """How many rows of a request the device has not answered."""
+        return self._live[name].rows if name in self._live else 0
+
     @property
     def stats(self) -> Stats:
         return Stats(
@@ -177,6 +186,7 @@ class Scheduler:
         left = self._advance(plan)
         self._admit(plan, left, now)
         self._pool.drop(plan.sources)
+        self._paused.clear()
         for request, start in self._given.items():
             plan.give(request, start)
         scheduled = plan.build(self._retired)
@@ -190,7 +200,7 @@ class Scheduler:
         left, i = self._limits.budget, 0
         while i < len(self._running) and left:
             request = self._running[i]
-            count = self._limits.row_length(request, left)
+            count = 0 if request in self._paused else self._limits.row_length(request, left)
             if count and self._cover(request, request.computed + count, plan):
                 self._place(request, count, plan)
                 left -= count
