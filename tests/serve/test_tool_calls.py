@@ -185,6 +185,14 @@ def test_required_and_named(hermes_server):
     assert hermes_server.llm.seen[-1][1].structured_outputs.json["maxItems"] == 1
 
 
+def test_a_list_of_calls_cut_off_by_the_length(hermes_server):
+    hermes_server.say('</think>[{"name": "add", "parameters": {"n": 1}}, {"name": "get_w', finish="length")
+    choice = ask(hermes_server, tool_choice="required")["choices"][0]
+    assert choice["message"]["content"] is None and len(choice["message"]["tool_calls"]) == 1
+    assert choice["finish_reason"] == "length"
+    assert fold(deltas(hermes_server, tool_choice="required")) == (plain(choice["message"]), "length")
+
+
 def test_thinking_off(tokenizer):
     server = Scripted(tokenizer, tool_call_parser="hermes", reasoning_parser="qwen3").say('{"n": 1}')
     off = {

@@ -32,6 +32,7 @@ class Reading:
     parallel: bool = True  # false: the first call is the only one that is told
     with_reasoning: bool = True
     calls_finish: bool = True  # an answer with calls ends for that reason
+    only_calls: bool = False  # the grammar allows nothing else, so what is not one was cut off before it could be told
     id_prefix: str = "chatcmpl-tool-"  # of calls
     begin_ids: tuple[int, ...] = ()  # of the mark that begins the reasoning
     end_id: int | None = None  # the token that ends it, where it is one
@@ -85,6 +86,8 @@ class Reader:
         if isinstance(event, Reasoning):
             self._reasoned = True
             return event if self._reading.with_reasoning else None
+        if isinstance(event, Text):
+            return None if self._reading.only_calls else event
         if isinstance(event, ToolStart | ToolArguments | ToolEnd):
             if event.index and not self._reading.parallel:
                 return None

@@ -148,6 +148,7 @@ def _reading(formats: ModelFormats, request: ChatRequest, use: ToolUse, inside: 
         parallel=use.parallel,
         with_reasoning=request.include_reasoning,
         calls_finish=use.mode != "named",
+        only_calls=use.forced,
         begin_ids=formats.begin_ids,
         end_id=formats.end_id,
     )
