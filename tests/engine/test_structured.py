@@ -74,8 +74,10 @@ def test_neither_overlap_nor_logprobs_nor_company_change_the_tokens(llm, ahead, 
     assert small.llm_engine.core.stats.preemptions, "this was meant to run out of pages"
 
 
-def test_tokens_without_a_choice_cost_no_step(llm):
-    core, taken = llm.llm_engine.core, []
+@pytest.mark.parametrize("depth", [0, 1])
+def test_tokens_without_a_choice_cost_no_step(llm, ahead, depth):
+    engine = (llm, ahead)[depth]
+    core, taken = engine.llm_engine.core, []
     step = core.step
 
     def counting():
@@ -84,7 +86,7 @@ def test_tokens_without_a_choice_cost_no_step(llm):
 
     core.step = counting
     try:
-        answer = generate(llm, TEXT[0], constrained(choice=["the quick brown fox jumps over the lazy dog!"]))[0]
+        answer = generate(engine, TEXT[0], constrained(choice=["the quick brown fox jumps over the lazy dog!"]))[0]
     finally:
         core.step = step
     assert answer.text == "the quick brown fox jumps over the lazy dog!" and answer.finish_reason == "stop"

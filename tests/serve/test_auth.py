@@ -33,6 +33,16 @@ def test_every_route_but_livez_needs_the_key(path: str) -> None:
     assert desk.ask("/livez").status_code == 200
 
 
+def test_anthropics_header() -> None:
+    desk = Desk(api_key=["secret"])
+    assert desk.ask("/v1/whoami", headers={"X-Api-Key": "secret"}).status_code == 200
+    assert desk.ask("/v1/whoami", headers={"X-Api-Key": "wrong"}).status_code == 401
+    assert desk.ask("/v1/whoami", headers={"X-Api-Key": "a proxy's", **bearer("secret")}).status_code == 200
+    assert desk.ask("/v1/whoami", headers={"X-Api-Key": "secret", **bearer("wrong")}).status_code == 401
+    refused = desk.ask("/v1/messages", headers={"X-Api-Key": "wrong"}).json()
+    assert refused["type"] == "error" and refused["error"]["type"] == "authentication_error"
+
+
 @pytest.mark.parametrize(
     ("path", "method"),
     [

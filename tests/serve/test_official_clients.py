@@ -135,7 +135,7 @@ def test_messages(anthropic_client):
         "max_tokens": 1000,
         "messages": ASK,
         "tools": [{"name": "get_weather", "input_schema": PARAMETERS}],
-        "thinking": {"type": "adaptive"},
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
     }
     whole = anthropic_client.messages.create(**asked)
     assert [block.type for block in whole.content] == ["thinking", "text", "tool_use", "tool_use"]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import threading
 import time
 
@@ -137,6 +138,20 @@ def gaps(client: httpx.Client, tokens: int, out: list[float], **fields) -> None:
                 if last is not None:
                     out.append(now - last)
                 last = now
+
+
+def test_an_answer_goes_on_within_its_grammar_after_the_engine_was_killed(serve_model):
+    request = body(90, True) | {"structured_outputs": {"regex": "([a-z]+ )*"}, "temperature": 1.0, "seed": 3}
+    with serving(serve_model, latency=0.02) as server, server.client() as client:
+
+        def text(begun=lambda: None) -> str:
+            events = read_stream(client, request, begun)
+            assert events[-1] == "[DONE]"
+            return "".join(choice["text"] for event in events[:-1] for choice in event["choices"])
+
+        undisturbed = text()
+        killed = text(lambda: os.kill(server.engine_pid(), signal.SIGKILL))
+        assert killed == undisturbed and re.fullmatch("[a-z ]+", killed)
 
 
 def test_hostile_grammars_are_refused_in_two_seconds_and_disturb_nobody(serve_model):

@@ -51,7 +51,14 @@ def test_models(http):
 def test_docs(http):
     schema = http.get("/openapi.json").json()
     posts = {path for path, item in schema["paths"].items() if "post" in item}
-    assert posts == {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
+    generating = {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/responses/{response_id}/cancel",
+        "/v1/messages",
+    }
+    assert posts == generating | {"/v1/messages/count_tokens", "/tokenize", "/detokenize"}
     fields = schema["components"]["schemas"]["ChatRequest"]["properties"]
     assert {"messages", "max_completion_tokens", "stream_options", "repetition_detection"} <= set(fields)
     assert http.get("/docs").status_code == 200

@@ -116,6 +116,9 @@ def test_usage_and_reasoning_that_is_not_wanted(hermes_server):
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
     hidden = ask(hermes_server, include_reasoning=False)
     assert hidden["choices"][0]["message"]["reasoning"] is None and hidden["choices"][0]["message"]["content"] == "Yes."
+    assert hidden["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+    silent = ask(hermes_server.say("No </think> here."))
+    assert silent["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
 def test_a_call_cut_off_by_the_length(hermes_server):
@@ -182,6 +185,14 @@ def test_required_and_named(hermes_server):
     assert hermes_server.llm.seen[-1][1].structured_outputs.json["maxItems"] == 1
 
 
+def test_a_list_of_calls_cut_off_by_the_length(hermes_server):
+    hermes_server.say('</think>[{"name": "add", "parameters": {"n": 1}}, {"name": "get_w', finish="length")
+    choice = ask(hermes_server, tool_choice="required")["choices"][0]
+    assert choice["message"]["content"] is None and len(choice["message"]["tool_calls"]) == 1
+    assert choice["finish_reason"] == "length"
+    assert fold(deltas(hermes_server, tool_choice="required")) == (plain(choice["message"]), "length")
+
+
 def test_thinking_off(tokenizer):
     server = Scripted(tokenizer, tool_call_parser="hermes", reasoning_parser="qwen3").say('{"n": 1}')
     off = {
@@ -197,6 +208,23 @@ def test_thinking_off(tokenizer):
     assert ask(default.say("a</think>b"), tool_choice="none")["choices"][0]["message"]["reasoning"] == "a"
 
 
+def test_a_budget_for_the_reasoning(tokenizer):
+    server = Scripted(tokenizer, reasoning_parser="qwen3").say("hm</think>x")
+    body = {"thinking_token_budget": 7, "tools": None}
+    assert ask(server, **body)["choices"][0]["message"]["reasoning"] == "hm"
+    prompt, params = server.llm.seen[-1]
+    think_end = tokenizer.convert_tokens_to_ids("</think>")
+    assert prompt.endswith("<think>\n")  # what has a budget must begin
+    assert (params.thinking_token_budget, params.thinking_end_ids) == (7, [think_end])
+    ask(server.say("x"), **body, chat_template_kwargs={"think": "<think></think>"})
+    assert server.llm.seen[-1][1].thinking_token_budget is None  # it was turned off
+    ask(server.say("x"), thinking_token_budget=-1, tools=None)
+    assert server.llm.seen[-1][1].thinking_token_budget is None
+    for other in (Scripted(tokenizer), Scripted(tokenizer, reasoning_parser="granite")):
+        response = other.post("/v1/chat/completions", {"messages": HELLO, "thinking_token_budget": 7})
+        assert response.status_code == 400 and error_of(response)["param"] == "thinking_token_budget"
+
+
 def test_tools_can_be_kept_from_the_template(tokenizer):
     for excluded in (True, False):
         server = Scripted(tokenizer, exclude_tools_when_tool_choice_none=excluded).say("x")
@@ -210,6 +238,28 @@ def test_special_tokens_are_not_shown(tokenizer):
     assert server.llm.seen[-1][1].skip_special_tokens is False
     assert ask(server, skip_special_tokens=False)["choices"][0]["message"]["content"] == "a<|end|>b<s>"
     assert ask(server, tool_choice="none")["choices"][0]["message"]["content"] == "ab"
+
+
+def test_auto_is_told_in_the_log(tmp_path, caplog):
+    template = "{{ messages[0].content }}{% if false %}[TOOL_CALLS][THINK][/THINK]{% endif %}"
+    with caplog.at_level("INFO", "quire.serve.formats"):
+        server = Scripted(
+            byte_tokenizer(tmp_path, template), enable_auto_tool_choice=True, tool_call_parser="auto", reasoning_parser="auto"
+        )
+    assert "tool calls: parsed as mistral (by the chat template)" in caplog.text and "reasoning: parsed as" in caplog.text
+    choice = ask(server.say("[THINK]hm[/THINK]a[TOOL_CALLS]add[ARGS]{}"))["choices"][0]
+    assert choice["message"]["reasoning"] == "hm" and choice["message"]["tool_calls"][0]["function"]["name"] == "add"
+    budget = ask(server.say("hm[/THINK]a"), thinking_token_budget=5, tools=None)["choices"][0]["message"]
+    assert budget["reasoning"] == "hm" and server.llm.seen[-1][0].endswith("[THINK]\n")
+    with caplog.at_level("WARNING", "quire.serve.formats"):
+        Scripted(byte_tokenizer(tmp_path, "{{ messages }}"), tool_call_parser="auto")
+    assert "no known way to write tool calls" in caplog.text
+
+
+def test_a_prompt_that_was_cut_still_shows_its_end(tokenizer):
+    server = Scripted(tokenizer, reasoning_parser="qwen3").say("so</think>x")
+    body = {"tools": None, "chat_template_kwargs": {"think": "<think>\n"}, "truncate_prompt_tokens": 5}
+    assert ask(server, **body)["choices"][0]["message"]["reasoning"] == "so"
 
 
 def test_ids_that_the_family_wants(tokenizer):

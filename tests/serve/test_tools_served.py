@@ -142,4 +142,5 @@ def test_responses_and_messages(client: openai.OpenAI, url: str) -> None:
             message = messages.get_final_message()
         assert message.stop_reason == "tool_use"
         check([(block.name, json.dumps(block.input)) for block in message.content])
-        assert other.messages.count_tokens(model="tiny", messages=ASK).input_tokens == message.usage.input_tokens
+        read = message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+        assert other.messages.count_tokens(model="tiny", messages=ASK).input_tokens == read

@@ -252,6 +252,20 @@ def test_names_that_are_not_known():
         find_format("hermes", "reasoning")
 
 
+def test_plugins_of_packages(monkeypatch):
+    class Point:
+        def __init__(self, name, found):
+            self.name, self.load = name, lambda: found
+
+    points = [Point("packed", Format((named("f"),))), Point("maker", lambda: register_format("made", Format((named("g"),))))]
+    monkeypatch.setattr("quire.text.parse.registry.entry_points", lambda group: points if group == "quire.parsers" else [])
+    load_plugins([])
+    assert {"packed", "made"} <= set(names("tool calls"))
+    points.append(Point("broken", lambda: 1 / 0))
+    with pytest.raises(ConfigError, match="'broken'"):
+        load_plugins([])
+
+
 def test_a_plugin_file(tmp_path):
     plugin = tmp_path / "mine.py"
     plugin.write_text(

@@ -25,6 +25,7 @@ from quire.types.structured import StructuredOutputsParams
 logger = logging.getLogger(__name__)
 
 GRAMMAR_WAIT = 0.005  # seconds, while there is nothing else to do
+JUMP_PRICE = 2  # steps that a row of several tokens costs everyone
 
 
 class EngineCore:
@@ -79,8 +80,7 @@ class EngineCore:
         """One turn of the loop: plan and submit a step, take in those that are due."""
         if self._grammars:
             self._hear(self._grammars)
-            if not self._flights:
-                self._jump(self._grammars)
+            self._jump(self._grammars)
         scheduled = self.scheduler.schedule(self._clock())
         self.tokens = 0 if scheduled is None else scheduled.plan.tokens
         if scheduled is not None:
@@ -151,10 +151,17 @@ class EngineCore:
                 self.on_refused(name, refusal(error))
 
     def _jump(self, grammars: Grammars) -> None:
-        """Where a grammar leaves no choice, tokens are taken without being drawn."""
-        grammars.settle()
+        """Where a grammar leaves no choice, tokens are taken without being drawn.
+
+        A step ahead, a request has to pause for that, and the longer row it gets then may slow the others' step down: only a
+        number of tokens that makes up for it is worth that.
+        """
+        if not self._flights:
+            grammars.settle()
         for name, tokens in grammars.forced():
-            self._tell(self.scheduler.extend(name, tokens))
+            left = len(tokens) - self.scheduler.in_flight(name)  # a row in flight draws the first of them
+            if not self.depth or left > JUMP_PRICE * self.stats.running:
+                self._tell(self.scheduler.extend(name, tokens))
         grammars.send()
 
     def _tell(self, deltas: list[TokenDelta]) -> None:

@@ -268,12 +268,17 @@ class _Process:
             cleaning.callback(os.close, memory)
             handed = (theirs.fileno(), memory)
             self._process = subprocess.Popen(
-                [*COMMAND, *map(str, handed)], pass_fds=handed, stdin=subprocess.DEVNULL, env=environment(), process_group=0
+                [*COMMAND, *map(str, handed)], pass_fds=handed, stdin=subprocess.DEVNULL, env=_environment(), process_group=0
             )
             self.masks: Words = np.frombuffer(mmap.mmap(memory, 0), np.uint32).reshape(start.rows, words)
         self.frames = wire.Frames(ours)
         self.end = weakref.finalize(self, _end, self._process, ours)
         self.frames.send(wire.encode(start))
+
+
+def _environment() -> dict[str, str]:
+    """It forks, so it had better not have threads that it does not need."""
+    return {**(environment() or os.environ), "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def _end(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:

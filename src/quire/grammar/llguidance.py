@@ -92,6 +92,9 @@ class LLGuidance:
         matcher = LLMatcher(self._tokenizer, to_source(params), log_level=SILENT, limits=LIMITS)
         if matcher.is_error():
             raise GrammarError(matcher.get_error().strip())
+        matcher.compute_bitmask()  # the first is the most expensive one; what it builds is shared by all copies
+        if matcher.is_error():
+            raise GrammarError(f"the grammar leads nowhere or is too complex: {first_line(matcher.get_error())}")
         return LLGuidanceMatcher(matcher)
 
     def fill(self, rows: Sequence[tuple[Matcher, int]], address: int, room: int) -> None:

@@ -56,6 +56,7 @@ class Scheduler:
         self._void: set[Request] = set()  # their rows in flight read pages that were never written
         self._slots = list(range(max_seqs - 1, -1, -1))
         self._given: dict[Request, int] = {}  # running ones with tokens the device has not been told, from this position on
+        self._paused: set[Request] = set()  # they get no row in the next step
         self._retired: list[int] = []  # slots whose leaving the device has not been told
         self._last: Scheduled | None = None  # the latest step
         self._blocked: tuple[Request, int] | None = None  # who did not fit, and pool.returned at that time
@@ -109,10 +110,14 @@ class Scheduler:
     def extend(self, name: str, tokens: Iterable[int]) -> list[TokenDelta]:
         """A request goes on with tokens that need not be drawn because there is no choice.
 
-        Nothing happens before it has run at all, while a row of it is in flight, or if it wants logprobs: those need a draw.
+        Nothing happens before it has run at all, or if it wants logprobs: those need a draw. While a row of it is in flight, it
+        gets no other in the next step, so that it can be asked for this again.
         """
         request = self._live.get(name)
-        if request is None or request.rows or request.admitted < 0 or request.spec.params.wants_logprobs:
+        if request is None or request.admitted < 0 or request.spec.params.wants_logprobs:
+            return []
+        if request.rows:
+            self._paused.add(request)
             return []
         start, stop, news = len(request.tokens), None, list[int]()
         for token in tokens:
@@ -155,6 +160,10 @@ class Scheduler:
         """The ids of those that the device knows."""
         return [request.spec.id for request in self._running]
 
+    def in_flight(self, name: str) -> int:
+        """How many rows of a request the device has not answered."""
+        return self._live[name].rows if name in self._live else 0
+
     @property
     def stats(self) -> Stats:
         return Stats(
@@ -178,6 +187,7 @@ class Scheduler:
         left = self._advance(plan)
         self._admit(plan, left, now)
         self._pool.drop(plan.sources)
+        self._paused.clear()
         for request, start in self._given.items():
             plan.give(request, start)
         scheduled = plan.build(self._retired, self._last)
@@ -205,7 +215,7 @@ class Scheduler:
                 ends.append(end)
                 left -= 1
                 continue
-            count = self._limits.row_length(request, left)
+            count = 0 if request in self._paused else self._limits.row_length(request, left)
             if count and self._cover(request, request.computed + count, plan):
                 self._place(request, count, plan)
                 left -= count

@@ -19,7 +19,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def to_chat(request: CountTokensRequest, thinks: bool) -> ChatRequest:
-    """The same request in OpenAI's terms. `thinks`: the model's reasoning is told apart, so it can have a budget."""
+    """The same request in OpenAI's terms. `thinks`: there is reasoning that can have a budget."""
     for name, why in _REFUSED.items():
         if getattr(request, name):
             raise NotSupported(f"{name} cannot be used: {why}", name)

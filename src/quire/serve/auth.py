@@ -15,7 +15,7 @@ from quire.serve.errors import error_body, json_response, shaped
 from quire.types.errors import ConfigError
 
 KEY_VARIABLES = ("QUIRE_API_KEY", "VLLM_API_KEY")
-_KEY_HEADERS = (b"authorization", b"x-api-key")
+_KEY_HEADERS = (b"authorization", b"x-api-key")  # the first that is there counts, and may be there once
 _TENANT_SALT = b"quire prefix-cache tenant"
 
 
@@ -73,8 +73,9 @@ class Guard:
                 return await route.handle(scope, receive, send)
         if not len(self._keys):
             return await self._app(scope, receive, send)
-        given = [(value, name) for name, value in scope["headers"] if name in _KEY_HEADERS]
-        number = self._keys.find(*given[0]) if len(given) == 1 else None
+        given = [(value, header) for header in _KEY_HEADERS for name, value in scope["headers"] if name == header]
+        alone = len(given) == 1 or (len(given) > 1 and given[0][1] != given[1][1])
+        number = self._keys.find(*given[0]) if alone else None
         if number is None:
             return await _unauthorized(scope, receive, send)
         scope.setdefault("state", {})["tenant"] = self._keys.tenant(number)

@@ -17,7 +17,7 @@ from quire.serve.protocol.errors import ErrorBody
 from quire.serve.server import Server, server_of
 from quire.serve.sse import Events, open_stream
 from quire.serve.stream import StreamUsage
-from quire.serve.turn import Heard, Turn, play, play_at_once, prepare_turn
+from quire.serve.turn import Heard, Turn, play, play_at_once, prepare_turn, reasoning_tokens
 from quire.serve.usage import timing_of, usage_of
 from quire.text.parse.events import Event, Reasoning, Text, ToolArguments, ToolStart
 from quire.types.outputs import CompletionOutput
@@ -57,7 +57,7 @@ class _Reply:
         said = [Said().add(heard.events) for heard in step.heard]
         job, output = self._job, step.output
         generated = sum(len(choice.token_ids) for choice in output.outputs)
-        reasoned = await self._reasoning_tokens(said)
+        reasoned = await self._reasoning_tokens(said, [heard.thought for heard in step.heard])
         asked = self._request.prompt_logprobs is not None
         cached = self._server.told_cached(output.num_cached_tokens)
         return {
@@ -88,6 +88,7 @@ class _Reply:
         usage = StreamUsage(self._server, job, self._request.stream_options)
         tokens = [0] * job.n
         said = [Said() for _ in range(job.n)]
+        thought: list[int | None] = [None] * job.n
         head = self._head("chat.completion.chunk")
         begun = False
         async with aclosing(play(self._server, self._turn)) as steps:
@@ -100,11 +101,12 @@ class _Reply:
                 for heard in step.heard:
                     index = heard.part.index
                     said[index].add(event for event in heard.events if isinstance(event, Reasoning))
+                    thought[index] = heard.thought
                     tokens[index] += len(heard.part.token_ids)
                     for chunk in self._chunks(heard):
                         yield usage.mark({**head, "choices": [chunk]}, 0, tokens[index], chunk["finish_reason"] is not None)
         if usage.wanted:
-            yield {**head, "choices": [], **usage.final(sum(tokens), await self._reasoning_tokens(said))}
+            yield {**head, "choices": [], **usage.final(sum(tokens), await self._reasoning_tokens(said, thought))}
 
     def _openings(self) -> list[ChatChunkChoice]:
         """Every choice begins with its role and no text; an echoed message follows."""
@@ -155,11 +157,12 @@ class _Reply:
             "reasoning": said.reasoning or None,
         }
 
-    async def _reasoning_tokens(self, said: Sequence[Said]) -> int | None:
+    async def _reasoning_tokens(self, said: Sequence[Said], thought: Sequence[int | None]) -> int | None:
         """Not told where no reasoning is parsed."""
         if self._server.formats.reasoning is None:
             return None
-        return sum([await self._server.count_tokens(one.reasoning) for one in said])
+        answers = zip(said, thought, strict=True)
+        return sum([await reasoning_tokens(self._server, one.reasoning, known) for one, known in answers])
 
     def _logprobs(self, choice: CompletionOutput) -> ChatLogprobs | None:
         if not self._request.logprobs or choice.logprobs is None:

@@ -32,7 +32,10 @@ class Reading:
     parallel: bool = True  # false: the first call is the only one that is told
     with_reasoning: bool = True
     calls_finish: bool = True  # an answer with calls ends for that reason
+    only_calls: bool = False  # the grammar allows nothing else, so what is not one was cut off before it could be told
     id_prefix: str = "chatcmpl-tool-"  # of calls
+    begin_ids: tuple[int, ...] = ()  # of the mark that begins the reasoning
+    end_id: int | None = None  # the token that ends it, where it is one
 
     def reader(self) -> "Reader":
         return Reader(self)
@@ -44,6 +47,9 @@ class Reader:
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
         self._called = False
+        self._reasoned = False
+        self._tokens = 0
+        self._thought: int | None = None
         self._parser = None
         if reading.form is not None:
             self._parser = Parser(reading.form, tools=reading.tools, inside=reading.inside, noise=reading.noise)
@@ -52,6 +58,8 @@ class Reader:
         """What is new in an output, which holds what is new since the last one."""
         if self._parser is None:
             return [Text(part.text)] if part.text else []
+        if self._thought is None and self._reading.end_id is not None:
+            self._count(part.token_ids)
         events = self._parser.feed(part.text)
         if part.finish_reason is not None:
             events += self._parser.finish()
@@ -62,9 +70,24 @@ class Reader:
             return "tool_calls"
         return part.finish_reason
 
+    @property
+    def thought(self) -> int | None:
+        """Tokens of the reasoning; known when the token that ends it has come."""
+        return self._thought if self._reasoned else None
+
+    def _count(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            if token == self._reading.end_id:
+                self._thought = self._tokens
+                return
+            self._tokens += (token,) != self._reading.begin_ids
+
     def _keep(self, event: Event) -> Event | None:
         if isinstance(event, Reasoning):
+            self._reasoned = True
             return event if self._reading.with_reasoning else None
+        if isinstance(event, Text):
+            return None if self._reading.only_calls else event
         if isinstance(event, ToolStart | ToolArguments | ToolEnd):
             if event.index and not self._reading.parallel:
                 return None

@@ -1,7 +1,7 @@
 """How the served model writes tool calls and reasoning: chosen once, by the settings or by its chat template."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from quire.config.server_args import ServerArgs
@@ -21,6 +21,8 @@ class ModelFormats:
     tools: Format | None = None
     reasoning: Format | None = None
     specials: frozenset[str] = frozenset()
+    begin_ids: tuple[int, ...] = ()  # of the mark that begins the reasoning
+    end_id: int | None = None  # of the one that ends it; None: it is not a single token, or there is none
 
     @property
     def thinking(self) -> Thinking | None:
@@ -41,12 +43,20 @@ def choose_formats(settings: ServerArgs, tokenizer: Tokenizer | None) -> ModelFo
     for name, use in _asked(settings):
         found = detect(template, use) if name == AUTO else name
         if found is None:
-            logger.warning("the chat template shows no known way to write %s: they are not parsed", use)
+            logger.warning("the chat template shows no known way to write %s: nothing of it is parsed", use)
             continue
-        logger.info("%s are parsed as %s%s", use, found, " (by the chat template)" if name == AUTO else "")
+        logger.info("%s: parsed as %s%s", use, found, " (by the chat template)" if name == AUTO else "")
         chosen[use] = find_format(found, use)
-    specials = frozenset() if tokenizer is None else frozenset(tokenizer.all_special_tokens)
-    return ModelFormats(chosen.get("tool calls"), chosen.get("reasoning"), specials)
+    formats = ModelFormats(chosen.get("tool calls"), chosen.get("reasoning"))
+    if tokenizer is None:
+        return formats
+    formats = replace(formats, specials=frozenset(tokenizer.all_special_tokens))
+    if formats.thinking is None:
+        return formats
+    begin, end = (
+        tokenizer.encode(marks[0], add_special_tokens=False) for marks in (formats.thinking.begin, formats.thinking.end)
+    )
+    return replace(formats, begin_ids=tuple(begin), end_id=end[0] if len(end) == 1 else None)
 
 
 def _asked(settings: ServerArgs) -> list[tuple[str, Use]]:

@@ -74,8 +74,10 @@ def check_limits(request: Any, limits: Limits = LIMITS) -> None:
             refuse_more(name, len(value), getattr(limits, name), "entries")
     for name, limit in _MEASURED.items():
         value = getattr(request, name, None)
-        for text in [value] if isinstance(value, str) else value or ():
-            refuse_more(name, len(text), getattr(limits, limit), "characters")
+        # what is not of this type is refused elsewhere, or is a field that this request does not have
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str):
+                refuse_more(name, len(text), getattr(limits, limit), "characters")
 
 
 def check_work(prompts: int, n: int, limits: Limits = LIMITS) -> None:

@@ -26,7 +26,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {400: {"model": AnthropicErrorBody}, 
 async def create_message(request: MessagesRequest, raw: Request) -> Response:
     server = server_of(raw)
     server.check(request)
-    chat = to_chat(request, thinks=server.formats.thinking is not None)
+    chat = to_chat(request, thinks=server.formats.end_id is not None)
     turn = await unless_gone(raw.receive, prepare_turn(server, raw, chat, "msg", "toolu_"))
     reply = _Reply(server, turn, chat)
     if request.stream:

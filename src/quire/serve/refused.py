@@ -15,7 +15,6 @@ def _given(value: Any) -> bool:
     return value is not None
 
 
-_REASONING = "no reasoning parser is available yet"
 _TEXT_ONLY = "this server takes text only"
 
 _REFUSALS = {
@@ -23,7 +22,6 @@ _REFUSALS = {
         f"guided_{kind}": _Refusal(_given, f'its name is now structured_outputs: {{"{kind}": ...}}')
         for kind in ("json", "regex", "choice", "grammar")
     },
-    "thinking_token_budget": _Refusal(_given, _REASONING),
     "suffix": _Refusal(_given, "the model cannot fill in the middle"),
     "prompt_embeds": _Refusal(_given, "prompts are text or token ids"),
     "media_io_kwargs": _Refusal(bool, _TEXT_ONLY),

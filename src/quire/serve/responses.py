@@ -31,7 +31,7 @@ from quire.serve.response_objects import (
 from quire.serve.response_store import Stored
 from quire.serve.server import Server, server_of
 from quire.serve.sse import NAMED, Events, open_stream
-from quire.serve.turn import Heard, Step, Turn, play, play_at_once, prepare_turn
+from quire.serve.turn import Heard, Step, Turn, play, play_at_once, prepare_turn, reasoning_tokens
 from quire.types.errors import InvalidParameter
 
 router = APIRouter(route_class=JSONRoute, tags=["OpenAI"])
@@ -201,7 +201,7 @@ class _Reply:
 
     async def _complete(self, step: Step, heard: Heard) -> None:
         cut = heard.finish_reason == "length"
-        reasoning_tokens = await self._server.count_tokens(self._items.reasoning)
+        reasoned = await reasoning_tokens(self._server, self._items.reasoning, heard.thought)
         cached = self._server.told_cached(step.output.num_cached_tokens) or 0
         self._response |= {
             "status": "incomplete" if cut else "completed",
@@ -212,7 +212,7 @@ class _Reply:
                 "input_tokens": self._turn.job.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
                 "output_tokens": self._tokens,
-                "output_tokens_details": {"reasoning_tokens": min(reasoning_tokens, self._tokens)},
+                "output_tokens_details": {"reasoning_tokens": min(reasoned, self._tokens)},
                 "total_tokens": self._turn.job.prompt_tokens + self._tokens,
             },
         }

@@ -69,10 +69,6 @@ class Server:
         """Does this answer carry its times? The server's setting, or the request's header."""
         return self.settings.enable_per_request_metrics or request.headers.get("x-request-metrics", "").lower() in ("1", "true")
 
-    async def count_tokens(self, text: str) -> int:
-        """Of a text by itself. Marks around it and its joints to what stood beside it are not counted."""
-        return len(await self.llm.encode(text, add_special_tokens=False)) if text else 0
-
     def told_cached(self, tokens: int) -> int | None:
         return tokens if self.settings.enable_prompt_tokens_details else None
 

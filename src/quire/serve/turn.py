@@ -21,12 +21,14 @@ from quire.serve.sampling import check_request
 from quire.serve.server import Server
 from quire.serve.tools import ToolUse, read_tool_use
 from quire.text.parse.events import Event
-from quire.text.parse.format import Format, Thinking, combine
+from quire.text.parse.format import Format, combine
 from quire.text.parse.formats import REQUIRED, named
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter
 from quire.types.outputs import CompletionOutput, RequestOutput
 from quire.types.structured import StructuredOutputsParams
+
+LAST_TOKENS = 32  # of a prompt: enough to see how it ends
 
 Steps = AsyncGenerator["Step", None]
 
@@ -44,6 +46,7 @@ class Heard:
     part: CompletionOutput
     events: list[Event]
     finish_reason: str | None
+    thought: int | None  # tokens of the reasoning, once it is known where it ends
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Rendered:
     use: ToolUse
     prompt: Prompt
     inside: bool | None  # does the answer begin in the reasoning? None: the format says
+    budget: int | None  # tokens for the reasoning
 
 
 async def render_turn(server: Server, request: ChatRequest) -> Rendered:
@@ -74,11 +78,11 @@ async def render_turn(server: Server, request: ChatRequest) -> Rendered:
         shown = None
     prompt = await render_messages(server, request, request.messages, request.documents, shown, _effort(request))
     prompt = truncate(server, request, prompt)
-    thinking = server.formats.thinking
-    inside = _thinks_already(prompt, thinking, request.continue_final_message)
-    if thinking is not None and (use.forced or _constrains(request)):
-        prompt, inside = _settled(server.llm.get_tokenizer(), prompt, thinking, inside)
-    return Rendered(model, use, prompt, inside)
+    budget = _budget(server, request)
+    inside = _thinks_already(server, prompt, request.continue_final_message)
+    if use.forced or _constrains(request) or budget is not None:
+        prompt, inside = _settled(server, prompt, inside, budget is not None)
+    return Rendered(model, use, prompt, inside, budget)
 
 
 async def prepare_turn(
@@ -88,7 +92,7 @@ async def prepare_turn(
     rendered = await render_turn(server, request)
     job = make_job(server, raw, request, prefix, rendered.model, [rendered.prompt])
     reading = _reading(server.formats, request, rendered.use, rendered.inside)
-    _set_up(server, job, rendered.use, reading)
+    _set_up(server, job, rendered, reading)
     return Turn(job, replace(reading, id_prefix=call_prefix))
 
 
@@ -113,8 +117,15 @@ def _step(turn: Turn, output: RequestOutput, readers: dict[int, Reader]) -> Step
     for part in output.outputs:
         reader = readers.get(part.index) or readers.setdefault(part.index, turn.reading.reader())
         events = reader.read(part)
-        heard.append(Heard(part, events, reader.finish_reason(part)))
+        heard.append(Heard(part, events, reader.finish_reason(part), reader.thought))
     return Step(output, heard)
+
+
+async def reasoning_tokens(server: Server, reasoning: str, thought: int | None) -> int:
+    """Counted up to the token that ended it; where there was none, those of the text by itself."""
+    if thought is not None:
+        return thought
+    return 0 if not reasoning else len(await server.llm.encode(reasoning, add_special_tokens=False))
 
 
 # ---- how the answer will be read
@@ -137,22 +148,27 @@ def _reading(formats: ModelFormats, request: ChatRequest, use: ToolUse, inside: 
         parallel=use.parallel,
         with_reasoning=request.include_reasoning,
         calls_finish=use.mode != "named",
+        only_calls=use.forced,
+        begin_ids=formats.begin_ids,
+        end_id=formats.end_id,
     )
 
 
-def _set_up(server: Server, job: Job, use: ToolUse, reading: Reading) -> None:
+def _set_up(server: Server, job: Job, rendered: Rendered, reading: Reading) -> None:
     """What the reading asks of the engine."""
-    params, form = job.params[0], reading.form
+    params, form, use = job.params[0], reading.form, rendered.use
     if form is not None and special_marks(form, server.formats.specials)[0]:
         params.skip_special_tokens = False  # the markers must be seen; the reading takes the rest out
     if use.forced:
         params.structured_outputs = StructuredOutputsParams(json=use.answer_schema(), disable_any_whitespace=True)
-    if params.structured_outputs is not None and form is not None:
-        before = form.thinking.end[0] if form.thinking is not None and reading.inside else None
-        if form.channels is not None:
-            before = form.channels.final
-        if before is not None:
-            params.structured_outputs.starts_after = _ids(server.llm.get_tokenizer(), before)
+    end_id = server.formats.end_id if rendered.inside else None
+    if params.structured_outputs is not None:
+        if end_id is not None:
+            params.structured_outputs.starts_after = [end_id]
+        elif form is not None and form.channels is not None:
+            params.structured_outputs.starts_after = _ids(server.llm.get_tokenizer(), form.channels.final)
+    if rendered.budget is not None and end_id is not None:
+        params.thinking_token_budget, params.thinking_end_ids = rendered.budget, [end_id]
 
 
 def _check_tools(server: Server, request: ChatRequest, use: ToolUse) -> None:
@@ -187,35 +203,56 @@ def _effort(request: ChatRequest) -> dict[str, Any]:
     return {"reasoning_effort": effort} | ({"enable_thinking": False, "thinking": False} if effort == "none" else {})
 
 
-def _thinks_already(prompt: Prompt, thinking: Thinking | None, continuing: bool) -> bool | None:
-    """Does the prompt end in the reasoning (True), behind it (False), or does it not say (None)?"""
-    if thinking is None or prompt.text is None:
+def _budget(server: Server, request: ChatRequest) -> int | None:
+    """After so many tokens of reasoning its end is forced."""
+    budget = request.thinking_token_budget
+    if budget is None or budget == -1:
         return None
-    end = prompt.text.rstrip()
+    if server.formats.end_id is None:
+        raise InvalidParameter(
+            "thinking_token_budget needs --reasoning-parser, and a model whose reasoning ends with a single token",
+            "thinking_token_budget",
+        )
+    return budget
+
+
+def _thinks_already(server: Server, prompt: Prompt, continuing: bool) -> bool | None:
+    """Does the prompt end in the reasoning (True), behind it (False), or does it not say (None)?"""
+    thinking = server.formats.thinking
+    if thinking is None:
+        return None
+    text = prompt.text
+    if text is None:  # it was cut; its end is still there
+        text = server.llm.get_tokenizer().decode(prompt.ids[-LAST_TOKENS:], skip_special_tokens=False)
+    end = text.rstrip()
     if end.endswith(thinking.begin):
         return True
     if end.endswith(thinking.end):
         return False
     if continuing:
-        opened = max(prompt.text.rfind(mark) for mark in thinking.begin)
-        closed = max(prompt.text.rfind(mark) for mark in thinking.end)
+        opened = max(text.rfind(mark) for mark in thinking.begin)
+        closed = max(text.rfind(mark) for mark in thinking.end)
         return opened > closed
     return None
 
 
-def _settled(tokenizer: Tokenizer, prompt: Prompt, thinking: Thinking, inside: bool | None) -> tuple[Prompt, bool]:
-    """A grammar waits for the end of the reasoning, so it must be certain that there is one.
+def _settled(server: Server, prompt: Prompt, inside: bool | None, wanted: bool) -> tuple[Prompt, bool | None]:
+    """A grammar waits for the end of the reasoning, and a budget forces it: it must be certain whether there is reasoning.
 
-    A model that would begin to think by itself is made to begin. Where the end is no single token, it could be missed: there
-    the grammar holds from the first token on, and nothing is thought.
+    A model that would begin to think by itself is made to begin; one that may or may not, only if that is `wanted`. Where the
+    end is no single token it could be missed: there the grammar holds from the first token on, and nothing is thought.
     """
-    if inside is False or len(_ids(tokenizer, thinking.end[0])) != 1:
-        return prompt, False
-    if inside is None and thinking.reopen:
+    thinking = server.formats.thinking
+    if thinking is None:
+        return prompt, None
+    if inside is False or server.formats.end_id is None:
         return prompt, False
     if inside is None and not thinking.opened:
+        if thinking.reopen and not wanted:
+            return prompt, False
         text = thinking.begin[0] + "\n"
-        prompt = Prompt(None if prompt.text is None else prompt.text + text, prompt.ids + _ids(tokenizer, text))
+        ids = _ids(server.llm.get_tokenizer(), text)
+        prompt = Prompt(None if prompt.text is None else prompt.text + text, prompt.ids + ids)
     return prompt, True
 
 

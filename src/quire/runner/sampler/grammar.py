@@ -22,14 +22,15 @@ def forbid(logits: Tensor, masks: Masks) -> Tensor:
     """logits [N, V], changed in place."""
     device, vocabulary = logits.device, logits.shape[1]
     if device.type == "cpu":
-        allowed = np.unpackbits(masks.bits.view(np.uint8), axis=1, count=vocabulary, bitorder="little")  # [m, V]
-        banned = torch.from_numpy(allowed == 0)
-    else:
-        words = upload(masks.bits.view(np.int32), device)  # [m, W]
-        bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device)  # [m, W, 32]
-        banned = (bits & 1).reshape(len(words), -1)[:, :vocabulary] == 0
-    if len(masks.rows) == len(logits):
-        return logits.masked_fill_(banned, -torch.inf)
+        banned = np.unpackbits((~masks.bits).view(np.uint8), axis=1, count=vocabulary, bitorder="little").view(
+            np.bool_
+        )  # [m, V]
+        for row, where in zip(masks.rows.tolist(), banned, strict=True):
+            np.copyto(logits[row].numpy(), -np.inf, where=where)
+        return logits
+    words = upload(masks.bits.view(np.int32), device)  # [m, W]
+    bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device)  # [m, W, 32]
+    allowed = (bits & 1).bool().reshape(len(words), -1)[:, :vocabulary]  # [m, V]
     rows = upload(masks.rows, device)
-    logits[rows] = logits[rows].masked_fill_(banned, -torch.inf)
+    logits[rows] = logits[rows].masked_fill_(~allowed, -torch.inf)
     return logits

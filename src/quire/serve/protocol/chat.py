@@ -27,6 +27,9 @@ class ChatRequest(TemplateFields, GenerationFields):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="given to the chat template; none turns the reasoning off where the template can"
     )
+    thinking_token_budget: int | None = Field(
+        None, ge=-1, le=2**31, description="tokens of reasoning after which its end is forced; -1: as many as it takes"
+    )
     include_reasoning: bool = Field(True, description="false: the answer leaves the reasoning out")
 
     # known, and refused when used

@@ -24,6 +24,7 @@ class CompletionRequest(GenerationFields):
     # known, and refused when used
     suffix: str | None = None
     prompt_embeds: Any = None
+    thinking_token_budget: int | None = None
 
 
 class CompletionLogprobs(TypedDict):

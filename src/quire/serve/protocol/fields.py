@@ -112,7 +112,6 @@ class GenerationFields(Body):
     )
 
     # known, and refused when used (serve/refused.py)
-    thinking_token_budget: int | None = None
     routed_experts_prompt_start: int | None = 0
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None

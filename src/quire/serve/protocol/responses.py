@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.serve.protocol.fields import Body, Int64, Objects, one_error
+from quire.serve.protocol.fields import Body, Int64, Objects, Strings, one_error
 
 
 class ReasoningConfig(BaseModel):
@@ -55,7 +55,7 @@ class ResponsesRequest(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: Int64 | None = None
-    stop: Any = None
+    stop: Annotated[str | Strings | None, one_error("should be a string or a list of strings")] = None
     ignore_eos: bool = False
     priority: Int64 = 0
     cache_salt: str | None = Field(None, min_length=1)

@@ -1,0 +1,165 @@
+"""What a grammar asks of the scheduler: requests that wait, rows that are masked, tokens that are given instead of drawn."""
+
+import numpy as np
+import pytest
+from desk import Desk
+
+from quire.grammar.client import News
+from quire.types.structured import StructuredOutputsParams
+
+GRAMMAR = StructuredOutputsParams(regex="never compiled here")
+
+
+class Script:
+    """In the place of a grammar process: says when grammars are ready, what is forced after so many tokens, and allows all."""
+
+    words = 2
+
+    def __init__(self, forced=None, ready=True) -> None:
+        self._forced, self._ready = forced or {}, ready
+        self.tokens: dict[str, list[int]] = {}
+        self.to_tell = News()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def open(self, request) -> None:
+        self.tokens[request.id] = []
+        if self._ready:
+            self.to_tell.ready.append(request.id)
+
+    def close(self, name) -> None:
+        self.tokens.pop(name, None)
+
+    def tell(self, name, tokens) -> None:
+        if name in self.tokens:
+            self.tokens[name] += tokens
+
+    def news(self) -> News:
+        news, self.to_tell = self.to_tell, News()
+        return news
+
+    def forced(self):
+        found = [(name, self._forced.get(len(told), [])) for name, told in self.tokens.items()]
+        return [(name, tokens) for name, tokens in found if tokens]
+
+    def masks(self, names):
+        return np.full((len(names), self.words), 0xFFFFFFFF, np.uint32)
+
+    def send(self) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def settle_masks(self) -> None: ...
+
+    def wait(self, seconds) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def desk_with(script: Script, **options) -> Desk:
+    desk = Desk(**options)
+    desk.core._grammars = script
+    return desk
+
+
+def drawn_right(desk: Desk, name: str, given: dict[int, list[int]]) -> bool:
+    """Every token is the model's own draw after all tokens before it, except those that were given."""
+    spec, tokens = desk.specs[name], desk.tokens(name)
+    places = {start + i: token for start, forced in given.items() for i, token in enumerate(forced)}
+    return all(
+        token == places[i]
+        if i in places
+        else [token] == desk.model.generate([*spec.prompt, *tokens[:i]], seed=spec.seed, max_tokens=1)
+        for i, token in enumerate(tokens)
+    )
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_given_tokens_reach_the_device_and_cost_no_draw(windows):
+    given = {2: [7, 8, 9, 10, 11], 9: [12]}
+    desk = desk_with(Script(given), windows=windows, pages=60)
+    desk.add("a", range(1, 7), 14, structured_outputs=GRAMMAR)
+    desk.add("b", range(3, 9), 14, structured_outputs=GRAMMAR)
+    desk.add("free", range(2, 5), 14)
+    desk.finish()
+    assert len(desk.tokens("a")) == 14 and drawn_right(desk, "a", given) and drawn_right(desk, "b", given)
+    assert desk.right("free")
+    assert len(desk.plans) == 14, "the free one needs as many"
+    assert max(plan.count[plan.slot == 0].max(initial=0) for plan in desk.plans[1:]) == 6
+
+
+def test_given_tokens_survive_preemption():
+    given = {3: [7, 8, 9, 10, 11, 12]}
+    desk = desk_with(Script(given), pages=9)
+    for i in range(4):
+        desk.add(f"r{i}", range(i, i + 6), 16, structured_outputs=GRAMMAR)
+    desk.finish()
+    assert desk.core.stats.preemptions
+    assert all(drawn_right(desk, f"r{i}", given) and len(desk.tokens(f"r{i}")) == 16 for i in range(4))
+
+
+def test_a_step_ahead_only_many_tokens_are_worth_a_pause():
+    given = {2: [7, 8], 6: [9, 10, 11, 12, 13, 14], 7: [10, 11, 12, 13, 14]}  # the first of the six is in flight by then
+    desk = desk_with(Script(given), depth=1)
+    desk.add("a", range(1, 7), 16, structured_outputs=GRAMMAR)
+    desk.add("free", range(2, 5), 16)
+    desk.finish()
+    assert desk.right("free") and len(desk.tokens("a")) == 16
+    rows = [int(plan.count[plan.slot == 0][0]) for plan in desk.plans[1:] if 0 in plan.slot]
+    assert max(rows) == 6 and rows.count(1) == len(rows) - 1
+
+
+def test_who_wants_logprobs_draws_every_token():
+    desk = desk_with(Script({1: [7, 8]}))
+    desk.add("a", range(5), 6, structured_outputs=GRAMMAR, logprobs=0)
+    desk.finish()
+    assert desk.right("a") and all(len(delta.logprobs) == len(delta.token_ids) for delta in desk.heard["a"])
+
+
+def test_given_tokens_end_a_request_as_drawn_ones_do():
+    desk = desk_with(Script({1: [7, 1, 9]}))
+    desk.add("stops", range(5), 9, structured_outputs=GRAMMAR, eos=[1])
+    desk.add("full", range(5), 3, structured_outputs=GRAMMAR)
+    desk.finish()
+    assert desk.tokens("stops")[1:] == [7, 1] and desk.heard["stops"][-1].finish_reason == "stop"
+    assert desk.tokens("full")[1:] == [7, 1] and desk.heard["full"][-1].finish_reason == "length"
+
+
+def test_a_request_waits_for_its_grammar_and_nobody_waits_for_it():
+    script = Script(ready=False)
+    desk = desk_with(script)
+    desk.add("bound", range(5), 4, structured_outputs=GRAMMAR)
+    desk.add("gone", range(5), 4, structured_outputs=GRAMMAR)
+    desk.add("bad", range(5), 4, structured_outputs=GRAMMAR)
+    desk.add("free", range(5), 4)
+    desk.step(6)
+    assert desk.right("free") and not desk.tokens("bound") and desk.core.has_unfinished
+    desk.core.abort(["gone"])
+    script.to_tell = News(ready=["bound", "gone"], refused=[("bad", "no good")])
+    desk.finish()
+    assert desk.right("bound") and desk.heard["gone"][-1].finish_reason == "abort"
+    assert desk.heard["bad"][-1].finish_reason == "error" and "no good" in desk.heard["bad"][-1].error
+    assert not len(script)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_masked_step_is_drawn_when_the_one_before_has_landed(depth):
+    desk = desk_with(Script(), depth=depth)
+    desk.add("bound", range(5), 6, structured_outputs=GRAMMAR)
+    desk.add("free", range(4), 6)
+    desk.finish()
+    assert desk.right("bound", "free")
+    assert all(plan.slot[plan.masked].tolist() == [0] for plan in desk.plans if 0 in plan.slot)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_failed_matcher_ends_its_request_alone(depth):
+    script = Script()
+    desk = desk_with(script, depth=depth)
+    desk.add("bound", range(5), 9, structured_outputs=GRAMMAR)
+    desk.add("other", range(4), 9, structured_outputs=GRAMMAR)
+    desk.step(3)
+    script.to_tell.failed.append(("bound", "left its grammar"))
+    desk.finish()
+    assert desk.heard["bound"][-1].error == "left its grammar" and desk.right("other")
