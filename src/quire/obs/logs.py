@@ -47,6 +47,7 @@ def set_http_levels(level: str, access: bool, quiet_paths: Collection[str] = ())
     logging.getLogger("uvicorn").setLevel(number)
     logging.getLogger("uvicorn.error").setLevel(max(number, logging.WARNING))  # starting and stopping is told by the launcher
     logger = logging.getLogger("uvicorn.access")
+    logger.setLevel(logging.NOTSET)
     logger.disabled = not access
     logger.filters = [_QuietPaths(quiet_paths)] if quiet_paths else []
 

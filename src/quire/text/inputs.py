@@ -177,7 +177,7 @@ class InputProcessor:
 
     def _check_structured(self, params: StructuredOutputsParams) -> None:
         if find_spec("llguidance") is None:
-            raise NotSupported(f"{FIELD} cannot be used: llguidance is not installed (pip install llguidance)", FIELD)
+            raise NotSupported(f"{FIELD} cannot be used: llguidance is not installed (pip install 'quire[structured]')", FIELD)
         if self.tokenizer is None:
             raise InvalidParameter(f"{FIELD} needs a tokenizer, and this engine was started with skip_tokenizer_init", FIELD)
         for token in params.starts_after or ():
