@@ -84,6 +84,6 @@ def test_check_finds_a_leak():
     with pytest.raises(EngineError, match="references"):
         pool.check(Counter())
     pool.check(Counter(pages))
-    pool._blank.append(pages[0])
+    pool._blank.add(pages[0])
     with pytest.raises(EngineError, match="lost or doubled"):
         pool.check(Counter(pages))

@@ -75,7 +75,8 @@ class Tables:
         """Takes the pages for the positions below `end`; the caller has seen to it that there are enough."""
         grown = []
         for number, group in enumerate(self.groups):
-            pages = self.pool.take(group.need(request, end))
+            table = request.pages[number]
+            pages = self.pool.take(group.need(request, end), after=table[-1] if table else NULL)
             if pages:
                 grown.append(Entries(number, group.grow(request, pages), pages))
         request.covered = -(-end // self.page_size) * self.page_size

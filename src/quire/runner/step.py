@@ -91,8 +91,8 @@ class Runner:
     def allocate(self, pages: int, max_model_len: int) -> None:
         """The cache of `pages` usable pages (the null page comes on top), and slots for contexts of max_model_len."""
         model = self._loaded()
-        kv = KVBuffers(self._layout, pages, self._dtype, self._device)
-        for layer, view, group in kv.views(self._facts.layers):
+        kv = KVBuffers(self._layout, self._facts.layers, pages, self._dtype, self._device)
+        for layer, view, group in kv.views():
             model.attentions[layer].bind(view, group)
         slots = Slots(self._max_seqs, max_model_len, len(self._layout.groups), self._layout.page_size, self._device)
         sampler = Sampler(self._max_seqs, self._facts.vocab_size, self._device, self._logprobs_mode)
