@@ -18,16 +18,18 @@ def kv_lines(kv: Tensor) -> Tensor | None:
 
 def kv_write(kv: Tensor, key: Tensor, value: Tensor, write: Tensor) -> None:
     """key and value [T, kv_heads, head_dim]; write [T] is page * page_size + offset of each token's place."""
+    kv_put(kv, torch.stack((key, value), dim=1), write)
+
+
+def kv_put(kv: Tensor, pairs: Tensor, write: Tensor) -> None:
+    """pairs [T, 2, kv_heads, head_dim]: key and value of each token, to its place in `write` [T]."""
+    pairs = pairs.to(kv.dtype)
     lines = kv_lines(kv)
     if lines is not None:
-        lines[0].index_copy_(1, write, key.to(kv.dtype).transpose(0, 1))
-        lines[1].index_copy_(1, write, value.to(kv.dtype).transpose(0, 1))
-        return
-    page_size = kv.shape[3]
-    page, offset = write // page_size, write % page_size
-    by_token = kv.transpose(2, 3)  # [pages, 2, page_size, kv_heads, head_dim]
-    by_token[page, 0, offset] = key.to(kv.dtype)
-    by_token[page, 1, offset] = value.to(kv.dtype)
+        lines.index_copy_(2, write, pairs.permute(1, 2, 0, 3))
+    else:
+        page_size = kv.shape[3]
+        kv.transpose(2, 3)[write // page_size, :, write % page_size] = pairs
 
 
 def kv_gather(kv: Tensor, pages: Tensor) -> Tensor:

@@ -25,5 +25,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
 
 def reference_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * (weight.float() + offset)).to(x.dtype)
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    wide = torch.mul(wide, scale).mul_(weight.float() + offset if offset else weight.float())
+    return wide.to(x.dtype)

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from quire.ops.kv import kv_write
+from quire.ops.kv import kv_put
 from quire.ops.norm import reference_rms_norm
-from quire.ops.rotary import rotate
+from quire.ops.rotary import turn
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,18 @@ class HeadNorms:
     offset: float  # added to both weights
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rotation:
     cos: Tensor  # [max_position, rotary_dim / 2] float32
     sin: Tensor  # [max_position, rotary_dim / 2] float32
+    _latest: tuple[Tensor, Tensor, Tensor] | None = None  # positions, and `rows` of them: the layers of a step ask for the same
+
+    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [T] -> two of [T, 1, rotary_dim] float32: cosines, and sines with the sign each component of a head takes."""
+        if self._latest is None or self._latest[0] is not positions:
+            cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+            self._latest = positions, torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return self._latest[1:]
 
 
 def place_heads(
@@ -45,11 +54,11 @@ def reference_place_heads(
     kv_heads, head_dim = kv.shape[2], kv.shape[4]
     lanes = qkv.view(len(qkv), -1, head_dim)
     heads = lanes.shape[1] - 2 * kv_heads
-    query, key, value = lanes[:, :heads], lanes[:, heads : heads + kv_heads], lanes[:, heads + kv_heads :]
     if norms is not None:
-        query = reference_rms_norm(query, norms.query, norms.eps, norms.offset)
-        key = reference_rms_norm(key, norms.key, norms.eps, norms.offset)
+        lanes[:, :heads] = reference_rms_norm(lanes[:, :heads], norms.query, norms.eps, norms.offset)
+        turning = lanes[:, heads : heads + kv_heads]
+        turning.copy_(reference_rms_norm(turning, norms.key, norms.eps, norms.offset))
     if rotation is not None:
-        query, key = (rotate(part, positions, rotation.cos, rotation.sin) for part in (query, key))
-    kv_write(kv, key, value, write)
-    return query
+        turn(lanes[:, : heads + kv_heads], *rotation.rows(positions))
+    kv_put(kv, lanes[:, heads:].view(-1, 2, kv_heads, head_dim), write)
+    return lanes[:, :heads]
