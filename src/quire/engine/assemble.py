@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from quire.cache.capacity import Capacity, fit, pages_for
 from quire.cache.layout import make_layout
+from quire.config.cores import threads_wanted, wait_politely
 from quire.config.facts import DeviceFacts, ModelFacts
 from quire.config.resolve import Config
 from quire.engine.core import EngineCore
@@ -34,6 +35,7 @@ class Started:
 
 
 def find_device() -> str:
+    wait_politely()
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,10 +73,15 @@ def start_core(config: Config) -> Started:
 
 def start_local(config: Config, facts: ModelFacts, layout: CacheLayout) -> tuple[Executor, Capacity]:
     """The model in this process."""
+    wait_politely()
+    import torch
+
     from quire.engine.executor.local import LocalExecutor
     from quire.runner.step import Runner
 
     args = config.args
+    if config.device == "cpu":
+        torch.set_num_threads(threads_wanted())
     runner = Runner(
         facts,
         device=config.device,
