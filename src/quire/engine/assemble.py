@@ -94,6 +94,7 @@ def start_local(config: Config, facts: ModelFacts, layout: CacheLayout) -> tuple
         logprobs_mode=config.logprobs_mode,
         model_impl=args.model_impl,
         enforce_eager=args.enforce_eager,
+        keep_blocks=config.keep_blocks and _can_keep_blocks(),
     )
     executor = LocalExecutor(runner)
     executor.call("load")
@@ -101,6 +102,17 @@ def start_local(config: Config, facts: ModelFacts, layout: CacheLayout) -> tuple
     capacity = _fit(config, layout, budget, args.num_gpu_blocks_override)
     executor.call("allocate", capacity.pages, capacity.max_model_len)
     return executor, capacity
+
+
+def _can_keep_blocks() -> bool:
+    from quire.ops.onnx import available
+
+    if not available():
+        logger.warning(
+            "onnxruntime is not installed, so quantized weights are unfolded to float32: they take more memory and time; "
+            "pip install 'quire[cpu]' for the fast path, or say dtype='float32' to have it this way"
+        )
+    return available()
 
 
 def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout) -> tuple[Executor, Capacity]:

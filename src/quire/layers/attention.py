@@ -1,7 +1,10 @@
 """Self-attention: projections, optional norms and rotation around a core that owns the way to the cache."""
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from quire.attn.backend import AttentionBackend, AttentionSpec, choose_backend
 from quire.attn.batch import Batch
@@ -92,9 +95,16 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H] -> [T, H]."""
-        core = self.core
-        rotation = None if self.rope is None else self.rope.table
-        write = batch.groups[core.group].write
-        query = place_heads(self.qkv(x), core.bound(), write, batch.positions, rotation, self.norms)
-        out: Tensor = self.o_proj(core.attend(query, batch, self.sinks))
+        out: Tensor = self.o_proj(attend_heads(self, self.qkv(x), batch))
         return out
+
+
+def attend_heads(attention: SelfAttention, qkv: Tensor, batch: Batch) -> Tensor:
+    """qkv [T, (heads + 2 * kv_heads) * head_dim], which it may overwrite -> [T, heads * head_dim]. It can be overridden."""
+    if has_torch_function_unary(qkv):
+        return cast(Tensor, handle_torch_function(attend_heads, (qkv,), attention, qkv, batch))
+    core = attention.core
+    rotation = None if attention.rope is None else attention.rope.table
+    write = batch.groups[core.group].write
+    query = place_heads(qkv, core.bound(), write, batch.positions, rotation, attention.norms)
+    return core.attend(query, batch, attention.sinks)

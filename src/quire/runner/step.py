@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from quire.attn.batch import Batch
+from quire.layers.linear import Linear
+from quire.layers.quant.gguf import GGUFMethod
 from quire.load.load import load_weights
 from quire.models.decoder import Decoder
+from quire.models.pieces import compile_body
 from quire.models.registry import build_model
 from quire.runner.batch import build_batch
 from quire.runner.flight import StepFlight
@@ -56,6 +59,7 @@ class Runner:
         logprobs_mode: LogprobsMode = "raw_logprobs",
         model_impl: str = "auto",
         enforce_eager: bool = False,
+        keep_blocks: bool = False,
     ) -> None:
         self._facts = facts
         self._device = torch.device(device)
@@ -67,6 +71,7 @@ class Runner:
         self._seed = seed
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self._model_impl = model_impl
+        self._keep_blocks = keep_blocks
         self._recording = self._device.type == "cuda" and not enforce_eager
         self.graphs: Graphs | None = None  # it counts what it recorded and replayed
         self._model: Decoder | None = None
@@ -74,7 +79,12 @@ class Runner:
 
     def load(self) -> None:
         model = build_model(self._facts, self._model_impl)
-        load_weights(model, self._facts, device=self._device, dtype=self._dtype, load_format=self._load_format, seed=self._seed)
+        load_weights(
+            model, self._facts, device=self._device, dtype=self._dtype, load_format=self._load_format, seed=self._seed,
+            keep_blocks=self._keep_blocks,
+        )  # fmt: skip
+        if any(isinstance(module, Linear) and isinstance(module.method, GGUFMethod) for module in model.modules()):
+            model.pieces = compile_body(model.body, self._facts.hidden_size)
         self._model = model
 
     def profile(self, gpu_memory_utilization: float, kv_cache_memory_bytes: int | None) -> int:
