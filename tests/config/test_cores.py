@@ -33,7 +33,9 @@ def test_threads_of_one_core_count_once(tmp_path):
     assert usable_cores(tmp_path) == 1
 
 
-@pytest.mark.parametrize(("limit", "cores"), [("100000 100000", 1), ("150000 100000", 2), ("max 100000", 10**6), ("5 100000", 1)])
+@pytest.mark.parametrize(
+    ("limit", "cores"), [("100000 100000", 1), ("150000 100000", 2), ("max 100000", 10**6), ("5 100000", 1)]
+)
 def test_a_time_limit_of_the_group_or_one_around_it(tmp_path, limit, cores):
     inner, outer = (machine(tmp_path / name) for name in ("inner", "outer"))
     for place in (inner / "sys/fs/cgroup/box", outer / "sys/fs/cgroup"):

@@ -10,9 +10,9 @@ from gguf_files import LLAMA, llama_tensors, tiny_llama, write_gguf
 from quire.config.facts import read_facts
 from quire.files.gguf import GGML_TYPES, READABLE_TYPES
 from quire.files.resolve import resolve_model
-from quire.ops.blocks import UNFOLD, dequantize
 from quire.load.gguf import GGUFSource
 from quire.load.gguf_names import FAMILIES, split_pairs
+from quire.ops.blocks import UNFOLD, dequantize
 from quire.types.errors import ModelError
 
 

@@ -51,12 +51,14 @@ class CPUAttention:
         if ("cpu", group) not in batch.plans:
             self.plan(batch, group, spec, kv)
         lines = kv_lines(kv)
+        lines = kv if lines is None else lines[:, None]  # [2, 1, kv_heads, tokens, head_dim], where a piece reads in place
         plain = spec.soft_cap is None and sinks is None
         pieces: list[Piece] = batch.plans["cpu", group]
         out = []
-        parts = query.split([piece.count for piece in pieces] + [len(query) - sum(piece.count for piece in pieces)])
+        counts = [piece.count for piece in pieces]
+        parts = torch.split_with_sizes(query, [*counts, len(query) - sum(counts)])
         for piece, part in zip(pieces, parts, strict=False):
-            held = lines[:, None] if piece.pages is None and lines is not None else kv_gather(kv, piece.pages)
+            held = lines if piece.pages is None else kv_gather(kv, piece.pages)
             keys, values = held.narrow(3, piece.start, piece.keys)  # each [1, kv_heads, S, head_dim]
             if keys.dtype != query.dtype:
                 keys, values = keys.to(query.dtype), values.to(query.dtype)

@@ -41,7 +41,7 @@ class Pool:
         return len(self._blank) + len(self._cached)
 
     def take(self, count: int, after: int = NULL) -> list[int]:
-        """That many pages with unspecified content, each with one reference; they continue a sequence that ends with `after`."""
+        """That many pages with unspecified content, each with one reference, for a sequence that ends with `after`."""
         if count > self.free:
             raise EngineError(f"{count} pages were taken, but only {self.free} of {self.pages} are free")
         taken = []

@@ -1,7 +1,5 @@
 """Self-attention: projections, optional norms and rotation around a core that owns the way to the cache."""
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -102,7 +100,7 @@ class SelfAttention(nn.Module):
 def attend_heads(attention: SelfAttention, qkv: Tensor, batch: Batch) -> Tensor:
     """qkv [T, (heads + 2 * kv_heads) * head_dim], which it may overwrite -> [T, heads * head_dim]. It can be overridden."""
     if has_torch_function_unary(qkv):
-        return cast(Tensor, handle_torch_function(attend_heads, (qkv,), attention, qkv, batch))
+        return handle_torch_function(attend_heads, (qkv,), attention, qkv, batch)
     core = attention.core
     rotation = None if attention.rope is None else attention.rope.table
     write = batch.groups[core.group].write

@@ -19,24 +19,28 @@ class Embedding(nn.Module):
         super().__init__()
         self.scale = scale
         self.count, self.size = count, size
-        self.type: int | None = None  # ggml's, where the rows are kept as a GGUF file has them
+        self.stored_type: int | None = None  # ggml's, where the rows are kept as a GGUF file has them
         self.weight = parameter(count, size)
 
     def keep(self, path: str, types: Mapping[str, int]) -> frozenset[str]:
         name = f"{path}.weight"
         if name not in types or not suits(types[name], self.size):
             return frozenset()
-        self.type = types[name]
-        self.weight = parameter(self.count, row_bytes(self.type, self.size), dtype=torch.uint8)
+        self.stored_type = types[name]
+        self.weight = parameter(self.count, row_bytes(self.stored_type, self.size), dtype=torch.uint8)
         return frozenset((name,))
 
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
-        kind = self.weight.dtype if self.type is None else torch.float32
+        kind = self.weight.dtype if self.stored_type is None else torch.float32
         self.scale = torch.tensor(self.scale, dtype=kind).item()
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [T] -> [T, size]."""
-        x = F.embedding(ids, self.weight) if self.type is None else look_up(self.weight, self.type, ids, self.size)
+        x = (
+            F.embedding(ids, self.weight)
+            if self.stored_type is None
+            else look_up(self.weight, self.stored_type, ids, self.size)
+        )
         return x if self.scale == 1.0 else x * self.scale
 
 
@@ -57,7 +61,7 @@ class Head(nn.Module):
         self.tied = tied
         self.scale, self.soft_cap = scale, soft_cap
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
-        self.type: int | None = None  # ggml's, where the matrix of our own is kept as a GGUF file has it
+        self.stored_type: int | None = None  # ggml's, where the matrix of our own is kept as a GGUF file has it
         self.product: Product | None = None  # with a matrix that was kept
         self.own = None if tied is not None else parameter(vocab_size, hidden_size)
         self.bias = parameter(vocab_size) if bias else None
@@ -66,12 +70,12 @@ class Head(nn.Module):
         name = f"{path}.weight"
         if self.own is None or name not in types or not suits(types[name], self.hidden_size):
             return frozenset()
-        self.type = types[name]
-        self.own = parameter(self.vocab_size, row_bytes(self.type, self.hidden_size), dtype=torch.uint8)
+        self.stored_type = types[name]
+        self.own = parameter(self.vocab_size, row_bytes(self.stored_type, self.hidden_size), dtype=torch.uint8)
         return frozenset((name,))
 
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
-        rows, type_ = (self.own, self.type) if self.tied is None else (self.tied.weight, self.tied.type)
+        rows, type_ = (self.own, self.stored_type) if self.tied is None else (self.tied.weight, self.tied.stored_type)
         if type_ is not None and rows is not None:
             self.product = Product(pack([take_apart(rows.data, type_)], self.bias))
             self.own = None

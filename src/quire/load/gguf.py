@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quire.files.gguf import GGML_TYPES, GGUFTensor, read_gguf_shards
-from quire.ops.blocks import dequantize
 from quire.load.gguf_names import Name, hf_names
+from quire.ops.blocks import dequantize
 from quire.types.errors import ModelError
 
 if TYPE_CHECKING:

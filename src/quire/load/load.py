@@ -31,7 +31,7 @@ class Keeping(Protocol):
 
 
 @runtime_checkable
-class Blocks(Protocol):
+class Blocks(Source, Protocol):
     """A source whose matrices are stored in blocks, and may be read so."""
 
     @property

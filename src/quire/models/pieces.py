@@ -113,7 +113,9 @@ def _weight(weight: Tensor, offset: float) -> Any:
 
 def _rms_norm(x: Symbol, weight: Tensor, eps: float, offset: float = 0.0) -> Symbol:
     def make(graph: Graph, names: Sequence[str]) -> Sequence[str]:
-        return graph.add("SimplifiedLayerNormalization", [*names, graph.constant(_weight(weight, offset))], axis=-1, epsilon=eps)
+        return graph.add(
+            "SimplifiedLayerNormalization", [*names, graph.constant(_weight(weight, offset))], axis=-1, epsilon=eps
+        )
 
     return x.then(make, columns=[x.columns])[0]
 

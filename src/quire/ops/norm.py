@@ -3,8 +3,6 @@
 Like torch's own functions these can be overridden by what stands in for a tensor (torch.overrides).
 """
 
-from typing import cast
-
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -13,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x [..., n], weight [n]. `offset` is added to the weight: 1.0 for checkpoints that store it around zero."""
     if has_torch_function_unary(x):
-        return cast(Tensor, handle_torch_function(rms_norm, (x,), x, weight, eps, offset))
+        return handle_torch_function(rms_norm, (x,), x, weight, eps, offset)
     if x.is_cuda:
         from quire.ops.kernels import norm
 
@@ -24,7 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """The norm of x + residual, and that sum: the residual stream from here on."""
     if has_torch_function_unary(x):
-        return cast(tuple[Tensor, Tensor], handle_torch_function(add_rms_norm, (x,), x, residual, weight, eps, offset))
+        return handle_torch_function(add_rms_norm, (x,), x, residual, weight, eps, offset)
     if x.is_cuda:
         from quire.ops.kernels import norm
 

@@ -22,7 +22,7 @@ OPSET, CONTRIB_OPSET, IR_VERSION = 21, 1, 10
 FLOAT = 1
 _ELEMENTS = {np.dtype(np.float32): FLOAT, np.dtype(np.uint8): 2, np.dtype(np.int64): 7}
 MOST_THREADS = 16  # of one session; they sleep between runs
-KEPT_ELEMENTS = 1 << 20  # inputs and outputs of at most as many numbers are kept for the next run
+KEPT_ELEMENTS = 1 << 16  # inputs and outputs of at most as many numbers are kept for the next run
 
 Array = npt.NDArray[Any]
 
@@ -68,23 +68,22 @@ class Session:
                 target.copy_(tensor)
             self._session._sess.run_with_iobinding(binding, None)
             return results
-        self._latest = None
-        results = [torch.empty(rows, columns) for _, columns in self._outputs]
         taken = [tensor.contiguous() for tensor in inputs]
-        binding = self._bind(rows, taken, results)
+        results = [torch.empty(rows, columns) for _, columns in self._outputs]
+        small = sum(tensor.numel() for tensor in (*taken, *results)) <= KEPT_ELEMENTS
+        if small:
+            taken = [tensor.clone() for tensor in taken]
+        binding = self._bind(taken, results)
+        self._latest = (rows, binding, taken, results) if small else None
         self._session._sess.run_with_iobinding(binding, None)
         return results
 
-    def _bind(self, rows: int, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
-        if sum(tensor.numel() for tensor in (*inputs, *outputs)) <= KEPT_ELEMENTS:
-            inputs = [tensor.clone() for tensor in inputs]
+    def _bind(self, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
         binding = self._session.io_binding()._iobinding
-        for (name, columns), tensor in zip(self._inputs, inputs, strict=True):
-            binding.bind_input(name, _cpu(), np.float32, (rows, columns), tensor.data_ptr())
-        for (name, columns), tensor in zip(self._outputs, outputs, strict=True):
-            binding.bind_output(name, _cpu(), np.float32, (rows, columns), tensor.data_ptr())
-        if sum(tensor.numel() for tensor in (*inputs, *outputs)) <= KEPT_ELEMENTS:
-            self._latest = rows, binding, inputs, outputs
+        for (name, _), tensor in zip(self._inputs, inputs, strict=True):
+            binding.bind_input(name, _cpu(), np.float32, tuple(tensor.shape), tensor.data_ptr())
+        for (name, _), tensor in zip(self._outputs, outputs, strict=True):
+            binding.bind_output(name, _cpu(), np.float32, tuple(tensor.shape), tensor.data_ptr())
         return binding
 
 

@@ -20,7 +20,7 @@ from quire.runner.batch import build_batch
 from quire.runner.flight import StepFlight
 from quire.runner.graphs import Graphs, allowance, fixed_plans
 from quire.runner.kv import KVBuffers
-from quire.runner.memory import device_budget, host_budget
+from quire.runner.memory import device_budget, give_back_memory, host_budget
 from quire.runner.rehearsal import rehearsal_plan
 from quire.runner.sampler.logprobs import Report
 from quire.runner.sampler.pipeline import Drawn, Sampler
@@ -85,6 +85,7 @@ class Runner:
         )  # fmt: skip
         if any(isinstance(module, Linear) and isinstance(module.method, GGUFMethod) for module in model.modules()):
             model.pieces = compile_body(model.body, self._facts.hidden_size)
+            give_back_memory()
         self._model = model
 
     def profile(self, gpu_memory_utilization: float, kv_cache_memory_bytes: int | None) -> int:

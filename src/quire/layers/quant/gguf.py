@@ -4,7 +4,7 @@ It knows ggml's type numbers and its row sizes; the formats themselves are in `o
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ class GGUFMethod:
     def apply(self, layer: "Linear", x: Tensor) -> Tensor:
         """It can be overridden."""
         if has_torch_function_unary(x):
-            return cast(Tensor, handle_torch_function(GGUFMethod.apply, (x,), self, layer, x))
+            return handle_torch_function(GGUFMethod.apply, (x,), self, layer, x)
         if self._product is None:
             self._product = Product(self.take())
         return self._product(x)
