@@ -9,13 +9,9 @@ from quire.config.cores import threads_wanted, usable_cores, wait_politely
 CPUS = sorted(os.sched_getaffinity(0))
 
 
-def machine(root, *, group="0::/box", **files):
+def machine(root, group="0::/box"):
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(group + "\n")
-    for name, text in files.items():
-        path = root / name.replace("__", "/").replace("_dot_", ".")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
     return root
 
 

@@ -1,4 +1,4 @@
-"""A decoder whose matrices are whole numbers, compiled for ONNX Runtime in pieces: everything between two attentions is one call.
+"""A decoder whose matrices are whole numbers, compiled for ONNX Runtime in pieces: what is between two attentions is one call.
 
 The decoder's own forward is run once with symbols in place of tensors. What happens to them is written down, operator by
 operator; an attention ends a piece, for it goes through the cache.

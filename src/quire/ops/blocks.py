@@ -160,8 +160,8 @@ class Integers:
 
 
 def take_apart(rows: Tensor, type_: int) -> Integers:
-    """rows [N, row bytes] uint8, as they lie in the file. Types of at most 8 bits without a second scale keep their exact values;
-    the others are rounded to 8 bits."""
+    """rows [N, row bytes] uint8, as they lie in the file. Types with a scale per 32 elements keep their values exactly; others
+    are rounded to 8 bits."""
     name, elements, nbytes = GGML_TYPES[type_]
     count, columns = len(rows), rows.shape[1] // nbytes * elements
     blocks = rows.reshape(-1, nbytes)

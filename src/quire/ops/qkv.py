@@ -27,7 +27,7 @@ class Rotation:
     _latest: tuple[Tensor, Tensor, Tensor] | None = None  # positions, and `rows` of them: the layers of a step ask for the same
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> two of [T, 1, rotary_dim] float32: cosines, and sines with the sign each component of a head takes."""
+        """positions [T] -> two of [T, 1, rotary_dim] float32: cosines, and sines with the sign each component takes."""
         if self._latest is None or self._latest[0] is not positions:
             cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
             self._latest = positions, torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
