@@ -4,7 +4,7 @@
     python benchmarks/cpu.py [MODEL.gguf] [--threads 2] [--rounds 3] [--engines quire,quire-float32,llama.cpp,transformers]
 
 Each engine is a process of its own that waits while another one runs; the engines take turns in every round, so that a noisy
-machine is noisy for all, and a ratio compares neighbours in time. Threads wait briefly instead of spinning in every engine alike
+machine is noisy for all, and a ratio compares neighbours in time. In every engine threads wait briefly instead of spinning
 (GOMP_SPINCOUNT). Prompts are random token ids, outputs are greedy and do not stop. Engines that are not installed are skipped;
 `--llama-python` names another interpreter that has llama-cpp-python.
 """
@@ -211,7 +211,8 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        return work(options.worker, options.model, options.threads)
+        work(options.worker, options.model, options.threads)
+        return
     if options.model is None:
         from quire.files.resolve import resolve_model
 

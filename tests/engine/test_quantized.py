@@ -10,14 +10,15 @@ pytest.importorskip("onnxruntime")
 pytestmark = pytest.mark.model
 
 TEXT = (
-    "The miller had three sons, and when he grew old he called them to the table beside the stove. To the eldest he gave the "
-    "mill, because the eldest had carried sacks since he was a boy and knew the moods of the stream. To the second he gave the "
-    "donkey and the cart, and a map of the villages on which every good customer was marked with a small red cross. The youngest "
-    "waited. His father looked out of the window for a while, where the wheel was turning slowly in the evening light, and said "
-    "that there was nothing left in the house but the cat, and that a cat which catches mice is worth more than a field which "
-    "grows stones. The boy thanked him, took the cat under his arm and went down to the river to think. Water is patient, he "
-    "thought; it moves the heaviest wheel in the country by leaning on it a little all day long. In the morning he borrowed his "
-    "brother's cart, loaded it with empty sacks, and drove to the market in the town, where nobody knew that they were empty."
+    "The miller had three sons, and when he grew old he called them to the table beside the stove. To the eldest he gave "
+    "the mill, because the eldest had carried sacks since he was a boy and knew the moods of the stream. To the second he "
+    "gave the donkey and the cart, and a map of the villages on which every good customer was marked with a small red "
+    "cross. The youngest waited. His father looked out of the window for a while, where the wheel was turning slowly in the"
+    " evening light, and said that there was nothing left in the house but the cat, and that a cat which catches mice is "
+    "worth more than a field which grows stones. The boy thanked him, took the cat under his arm and went down to the river"
+    " to think. Water is patient, he thought; it moves the heaviest wheel in the country by leaning on it a little all day "
+    "long. In the morning he borrowed his brother's cart, loaded it with empty sacks, and drove to the market in the town, "
+    "where nobody knew that they were empty."
 )
 
 

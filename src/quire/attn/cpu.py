@@ -35,6 +35,14 @@ class Piece:
 
 
 class CPUAttention:
+    """One per layer: it keeps views of the layer's cache."""
+
+    def __init__(self) -> None:
+        self._kv: Tensor | None = None
+        self._lines: Tensor | None = None  # [2, kv_heads, tokens, head_dim]
+        self._turned_keys = self._values = torch.empty(0)  # [kv_heads, head_dim, tokens], [kv_heads, tokens, head_dim]
+        self._nothing = torch.zeros(1, 1, 1)
+
     def refuse(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> list[str]:  # noqa: ARG002
         return [] if device.type == "cpu" else [f"it runs on CPUs, not on {device.type}"]
 
@@ -50,40 +58,51 @@ class CPUAttention:
     def run(self, spec: AttentionSpec, query: Tensor, kv: Tensor, batch: Batch, group: int, sinks: Tensor | None) -> Tensor:
         if ("cpu", group) not in batch.plans:
             self.plan(batch, group, spec, kv)
-        lines = kv_lines(kv)
-        lines = kv if lines is None else lines[:, None]  # [2, 1, kv_heads, tokens, head_dim], where a piece reads in place
-        plain = spec.soft_cap is None and sinks is None
+        if self._kv is not kv:
+            self._look_at(kv)
         pieces: list[Piece] = batch.plans["cpu", group]
-        out = []
+        plain = spec.soft_cap is None and sinks is None and query.dtype == kv.dtype
+        if plain and len(pieces) == len(query) and all(piece.pages is None for piece in pieces):
+            return self._run_single_tokens(spec, query, pieces)
         counts = [piece.count for piece in pieces]
         parts = torch.split_with_sizes(query, [*counts, len(query) - sum(counts)])
-        for piece, part in zip(pieces, parts, strict=False):
-            held = lines if piece.pages is None else kv_gather(kv, piece.pages)
-            keys, values = held.narrow(3, piece.start, piece.keys)  # each [1, kv_heads, S, head_dim]
-            if keys.dtype != query.dtype:
-                keys, values = keys.to(query.dtype), values.to(query.dtype)
-            if plain and piece.count == 1:
-                folded = (part * spec.scale).view(spec.kv_heads, -1, spec.head_dim)
-                weights = torch.softmax(torch.bmm(folded, keys[0].transpose(1, 2)), dim=-1)
-                out.append(torch.bmm(weights, values[0]).view(1, spec.heads, spec.head_dim))
-            elif plain and piece.causal:
-                shared = spec.heads != spec.kv_heads
-                by_head = part.transpose(0, 1)[None]  # [1, heads, N, head_dim]
-                many = F.scaled_dot_product_attention(
-                    by_head, keys, values, is_causal=True, scale=spec.scale, enable_gqa=shared
-                )
-                out.append(many[0].transpose(0, 1))
-            else:
-                mask = _causal(piece.count) if piece.causal else piece.mask
-                visible = None if mask is None else mask[None]
-                mixed = attend(part[None], keys, values, visible, scale=spec.scale, soft_cap=spec.soft_cap, sinks=sinks)
-                out.append(mixed[0])
-        if len(parts[-1]):
-            out.append(torch.zeros_like(parts[-1]))
-        return torch.cat(out) if len(out) > 1 else out[0]
+        out = [self._run_piece(spec, part, kv, piece, sinks) for piece, part in zip(pieces, parts, strict=False)]
+        return torch.cat([*out, torch.zeros_like(parts[-1])])
 
     def fixed(self) -> None:
         return None
+
+    def _look_at(self, kv: Tensor) -> None:
+        self._kv, self._lines = kv, kv_lines(kv)
+        if self._lines is not None:
+            self._turned_keys, self._values = self._lines[0].transpose(1, 2), self._lines[1]
+        self._nothing = self._nothing.to(kv.dtype)
+
+    def _run_single_tokens(self, spec: AttentionSpec, query: Tensor, pieces: list[Piece]) -> Tensor:
+        """Every piece is one token, and its keys are read in place."""
+        out = []
+        for piece, one in zip(pieces, query.view(len(query), spec.kv_heads, -1, spec.head_dim).unbind(), strict=True):
+            keys = self._turned_keys.narrow(2, piece.start, piece.keys)
+            weights = torch.softmax(torch.baddbmm(self._nothing, one, keys, beta=0, alpha=spec.scale), dim=-1)
+            out.append(torch.bmm(weights, self._values.narrow(1, piece.start, piece.keys)))
+        return (torch.stack(out) if len(out) > 1 else out[0]).view(query.shape)
+
+    def _run_piece(self, spec: AttentionSpec, query: Tensor, kv: Tensor, piece: Piece, sinks: Tensor | None) -> Tensor:
+        """query [N, heads, head_dim] -> the same."""
+        if piece.pages is None:
+            assert self._lines is not None
+            held = self._lines[:, None]
+        else:
+            held = kv_gather(kv, piece.pages)
+        keys, values = held.narrow(3, piece.start, piece.keys).to(query.dtype)  # each [1, kv_heads, S, head_dim]
+        if piece.causal and spec.soft_cap is None and sinks is None:
+            by_head = query.transpose(0, 1)[None]  # [1, heads, N, head_dim]
+            shared = spec.heads != spec.kv_heads
+            out = F.scaled_dot_product_attention(by_head, keys, values, is_causal=True, scale=spec.scale, enable_gqa=shared)
+            return out[0].transpose(0, 1)
+        mask = _causal(piece.count) if piece.causal else piece.mask
+        visible = None if mask is None else mask[None]
+        return attend(query[None], keys, values, visible, scale=spec.scale, soft_cap=spec.soft_cap, sinks=sinks)[0]
 
 
 def _pieces(

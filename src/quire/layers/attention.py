@@ -11,7 +11,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.parameter import parameter
 from quire.layers.rope import Rope
 from quire.ops.kv import kv_write
-from quire.ops.qkv import HeadNorms, place_heads
+from quire.ops.qkv import HeadNorms, Lanes, place_heads
 from quire.types.cache import LayerCache
 from quire.types.errors import EngineError
 
@@ -82,6 +82,7 @@ class SelfAttention(nn.Module):
         assert (q_norm is None) == (k_norm is None)
         self.q_norm, self.k_norm = q_norm, k_norm
         self.norms: HeadNorms | None = None
+        self.lanes: Lanes | None = None  # of the latest step
         self.rope = rope
         self.sinks = parameter(heads) if sinks else None
         scale = head_dim**-0.5 if scale is None else scale
@@ -104,5 +105,11 @@ def attend_heads(attention: SelfAttention, qkv: Tensor, batch: Batch) -> Tensor:
     core = attention.core
     rotation = None if attention.rope is None else attention.rope.table
     write = batch.groups[core.group].write
-    query = place_heads(qkv, core.bound(), write, batch.positions, rotation, attention.norms)
+    if qkv.is_cuda:
+        query = place_heads(qkv, core.bound(), write, batch.positions, rotation, attention.norms)
+    else:
+        lanes = attention.lanes
+        if lanes is None or lanes.qkv is not qkv or lanes.kv is not core.kv:
+            attention.lanes = lanes = Lanes(qkv, core.bound())
+        query = lanes.place(write, batch.positions, rotation, attention.norms)
     return core.attend(query, batch, attention.sinks)

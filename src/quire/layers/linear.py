@@ -79,7 +79,7 @@ class Linear(nn.Module):
         return {path: self.outputs}
 
     def keep(self, path: str, types: Mapping[str, int]) -> frozenset[str]:
-        """Stores its matrix in a GGUF file's blocks, if it can. types: claimed name -> ggml type; returns the names it keeps so."""
+        """Stores its matrix in a GGUF file's blocks, if it can. types: claimed name -> ggml type; returns the names kept."""
         names = [f"{part}.weight" for part in self.parts(path)]
         known = [types[name] for name in names if name in types and suits(types[name], self.inputs)]
         if self.transposed or len(known) < len(names):

@@ -18,18 +18,25 @@ def kv_lines(kv: Tensor) -> Tensor | None:
 
 def kv_write(kv: Tensor, key: Tensor, value: Tensor, write: Tensor) -> None:
     """key and value [T, kv_heads, head_dim]; write [T] is page * page_size + offset of each token's place."""
-    kv_put(kv, torch.stack((key, value), dim=1), write)
+    KVTarget(kv, torch.stack((key, value), dim=1)).put(write)
 
 
-def kv_put(kv: Tensor, pairs: Tensor, write: Tensor) -> None:
-    """pairs [T, 2, kv_heads, head_dim]: key and value of each token, to its place in `write` [T]."""
-    pairs = pairs.to(kv.dtype)
-    lines = kv_lines(kv)
-    if lines is not None:
-        lines.index_copy_(2, write, pairs.permute(1, 2, 0, 3))
-    else:
-        page_size = kv.shape[3]
-        kv.transpose(2, 3)[write // page_size, :, write % page_size] = pairs
+class KVTarget:
+    """The way of pairs [T, 2, kv_heads, head_dim], key and value of each token, into the cache."""
+
+    def __init__(self, kv: Tensor, pairs: Tensor) -> None:
+        self._lines = kv_lines(kv)
+        self._page_size = kv.shape[3]
+        self._by_token = kv.transpose(2, 3)  # [pages, 2, page_size, kv_heads, head_dim]
+        self._pairs = pairs if self._lines is None else pairs.permute(1, 2, 0, 3)
+
+    def put(self, write: Tensor) -> None:
+        """write [T] is page * page_size + offset of each token's place."""
+        pairs = self._pairs if self._pairs.dtype == self._by_token.dtype else self._pairs.to(self._by_token.dtype)
+        if self._lines is not None:
+            self._lines.index_copy_(2, write, pairs)
+        else:
+            self._by_token[write // self._page_size, :, write % self._page_size] = pairs
 
 
 def kv_gather(kv: Tensor, pages: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.ops.kv import kv_put
+from quire.ops.kv import KVTarget
 from quire.ops.norm import reference_rms_norm
 from quire.ops.rotary import turn
 
@@ -51,14 +51,27 @@ def place_heads(
 def reference_place_heads(
     qkv: Tensor, kv: Tensor, write: Tensor, positions: Tensor, rotation: Rotation | None, norms: HeadNorms | None
 ) -> Tensor:
-    kv_heads, head_dim = kv.shape[2], kv.shape[4]
-    lanes = qkv.view(len(qkv), -1, head_dim)
-    heads = lanes.shape[1] - 2 * kv_heads
-    if norms is not None:
-        lanes[:, :heads] = reference_rms_norm(lanes[:, :heads], norms.query, norms.eps, norms.offset)
-        turning = lanes[:, heads : heads + kv_heads]
-        turning.copy_(reference_rms_norm(turning, norms.key, norms.eps, norms.offset))
-    if rotation is not None:
-        turn(lanes[:, : heads + kv_heads], *rotation.rows(positions))
-    kv_put(kv, lanes[:, heads:].view(-1, 2, kv_heads, head_dim), write)
-    return lanes[:, :heads]
+    return Lanes(qkv, kv).place(write, positions, rotation, norms)
+
+
+class Lanes:
+    """Views of a projection and of the cache. They hold as long as both are the same tensors: on a CPU a view costs as much as
+    the arithmetic of one token, so whoever projects into the same memory step after step keeps them."""
+
+    def __init__(self, qkv: Tensor, kv: Tensor) -> None:
+        kv_heads, head_dim = kv.shape[2], kv.shape[4]
+        self.qkv, self.kv = qkv, kv
+        lanes = qkv.view(len(qkv), -1, head_dim)
+        heads = lanes.shape[1] - 2 * kv_heads
+        self.query, self.key = lanes[:, :heads], lanes[:, heads : heads + kv_heads]
+        self.turning = lanes[:, : heads + kv_heads]
+        self.target = KVTarget(kv, lanes[:, heads:].view(-1, 2, kv_heads, head_dim))
+
+    def place(self, write: Tensor, positions: Tensor, rotation: Rotation | None, norms: HeadNorms | None) -> Tensor:
+        if norms is not None:
+            self.query.copy_(reference_rms_norm(self.query, norms.query, norms.eps, norms.offset))
+            self.key.copy_(reference_rms_norm(self.key, norms.key, norms.eps, norms.offset))
+        if rotation is not None:
+            turn(self.turning, *rotation.rows(positions))
+        self.target.put(write)
+        return self.query

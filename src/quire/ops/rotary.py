@@ -11,8 +11,8 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """
     size = cos.shape[-1]
     turning = x if size == x.shape[-1] else x[..., :size]
-    wide = turning.float()
-    swapped = torch.cat((wide[..., size // 2 :], wide[..., : size // 2]), dim=-1)
-    turned = torch.mul(wide, cos, out=wide if wide is turning else None).addcmul_(swapped, sin)
+    wide = turning if turning.dtype == torch.float32 else turning.float()
+    swapped = torch.cat(wide.chunk(2, dim=-1)[::-1], dim=-1)
+    turned = torch.mul(wide, cos, out=wide).addcmul_(swapped, sin)
     if turned is not turning:
         turning.copy_(turned)
