@@ -84,6 +84,26 @@ def test_check_finds_a_leak():
     with pytest.raises(EngineError, match="references"):
         pool.check(Counter())
     pool.check(Counter(pages))
-    pool._blank.append(pages[0])
+    pool._blank.add(pages[0])
     with pytest.raises(EngineError, match="lost or doubled"):
         pool.check(Counter(pages))
+
+
+def test_sequences_begin_far_apart_and_grow_in_one_piece():
+    pool = Pool(64)
+    tables = [pool.take(2), pool.take(1), pool.take(1), pool.take(1)]
+    for _ in range(14):
+        for table in tables:
+            table += pool.take(1, after=table[-1])
+    assert all(table == list(range(table[0], table[0] + len(table))) for table in tables)
+    pool.drop(tables[2])
+    again = pool.take(15)
+    assert again == tables[2][:15], "the same place is free again"
+
+
+def test_a_sequence_that_cannot_go_on_in_place_begins_anew():
+    pool = Pool(4)
+    first, second = pool.take(2), pool.take(2)
+    assert first == [1, 2] and second == [3, 4]
+    pool.drop(first)
+    assert pool.take(1, after=4) == [1]

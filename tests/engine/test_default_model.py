@@ -11,7 +11,7 @@ pytestmark = pytest.mark.model
 
 @pytest.fixture(scope="module")
 def smollm2() -> LLM:
-    return LLM("smollm2", device="cpu", max_model_len=1024, kv_cache_memory_bytes=256 << 20)
+    return LLM("smollm2", device="cpu", dtype="float32", max_model_len=1024, kv_cache_memory_bytes=256 << 20)
 
 
 def test_the_capital_of_france(smollm2):

@@ -10,9 +10,9 @@ from gguf_files import LLAMA, llama_tensors, tiny_llama, write_gguf
 from quire.config.facts import read_facts
 from quire.files.gguf import GGML_TYPES, READABLE_TYPES
 from quire.files.resolve import resolve_model
-from quire.load.dequantize import UNFOLD, dequantize
 from quire.load.gguf import GGUFSource
 from quire.load.gguf_names import FAMILIES, split_pairs
+from quire.ops.blocks import UNFOLD, dequantize
 from quire.types.errors import ModelError
 
 
@@ -43,7 +43,7 @@ def test_block_types_unfold_as_the_reference_does(name: str) -> None:
 
 
 def test_long_tensors_are_unfolded_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.load.dequantize.RUN_ELEMENTS", 64)
+    monkeypatch.setattr("quire.ops.blocks.RUN_ELEMENTS", 64)
     blocks = np.random.default_rng(1).integers(0, 128, (5, 34), dtype=np.uint8)
     expected = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)
     assert np.array_equal(dequantize(torch.from_numpy(blocks.reshape(-1)), 8, (5, 32)).numpy(), expected)

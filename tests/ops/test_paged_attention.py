@@ -7,7 +7,7 @@ import torch
 
 from quire.attn.backend import AttentionSpec, choose_backend
 from quire.attn.batch import Batch, GroupView
-from quire.ops.kv import kv_gather, kv_write
+from quire.ops.kv import kv_gather, kv_lines, kv_write
 from quire.types.errors import ConfigError
 
 PAGE = 4
@@ -31,11 +31,13 @@ def naive(spec, query, keys, values, position, sinks):
     return out
 
 
-def make_batch(rows, page_size=PAGE):
-    """Rows with scattered pages; what no token was written to is NaN."""
+def make_batch(rows, page_size=PAGE, scattered=True):
+    """Rows with scattered pages, or pages in a row; what no token was written to is NaN."""
     per_row = [math.ceil(length / page_size) for _, length in rows]
     pages = 1 + sum(per_row)
-    order = (torch.randperm(pages - 1, generator=torch.Generator().manual_seed(1)) + 1).tolist()
+    order = list(range(1, pages))
+    if scattered:
+        order = (torch.randperm(pages - 1, generator=torch.Generator().manual_seed(1)) + 1).tolist()
     tables = torch.zeros(len(rows), max(per_row), dtype=torch.int32)
     for row, count in enumerate(per_row):
         tables[row, :count] = torch.tensor(order[:count])
@@ -93,6 +95,27 @@ def test_ragged_rows(name, stride):
     backend = choose_backend(spec, torch.device("cpu"), torch.float32, "reference")
     out = backend.run(spec, query, kv, batch, 0, sinks)
     for (start, count, length), (keys, values) in zip(batch.rows, rows, strict=True):
+        for i in range(count):
+            expected = naive(spec, query[start + i], keys, values, length - count + i, sinks)
+            torch.testing.assert_close(out[start + i], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scattered", [True, False], ids=["scattered", "in a row"])
+@pytest.mark.parametrize("lines", [True, False], ids=["lines", "pages"])
+@pytest.mark.parametrize("rows", [ROWS, [(1, 17), (1, 40), (1, 1)]], ids=["mixed", "single tokens"])
+@pytest.mark.parametrize("name", SPECS)
+def test_the_cpu_backend_on_every_layout(name, rows, lines, scattered):
+    spec = SPECS[name]
+    generator = torch.Generator().manual_seed(2)
+    batch, pages = make_batch(rows, scattered=scattered)
+    kv, each = filled_cache(spec, batch, pages, [length for _, length in rows], generator=generator)
+    if lines:
+        kv = kv.permute(1, 2, 0, 3, 4).contiguous().permute(2, 0, 1, 3, 4)
+        assert kv_lines(kv) is not None
+    query = torch.randn(len(batch.ids), spec.heads, spec.head_dim, generator=generator)
+    sinks = torch.randn(spec.heads, generator=generator) if spec.sinks else None
+    out = choose_backend(spec, torch.device("cpu"), torch.float32, "cpu").run(spec, query, kv, batch, 0, sinks)
+    for (start, count, length), (keys, values) in zip(batch.rows, each, strict=True):
         for i in range(count):
             expected = naive(spec, query[start + i], keys, values, length - count + i, sinks)
             torch.testing.assert_close(out[start + i], expected, atol=1e-5, rtol=1e-4)

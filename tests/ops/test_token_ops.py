@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from quire.ops.activation import activate, check_activation, gated
 from quire.ops.moe import experts_forward, route
 from quire.ops.norm import add_rms_norm, rms_norm
-from quire.ops.rotary import rotate
+from quire.ops.qkv import Rotation
+from quire.ops.rotary import turn
 from quire.types.errors import ModelError
 
 
@@ -35,7 +36,8 @@ def test_rotation_turns_pairs_and_leaves_the_rest():
     angles = torch.outer(torch.arange(10.0), torch.tensor([1.0, 0.1]))
     x = torch.randn(3, 2, 6)
     positions = torch.tensor([0, 7, 3])
-    out = rotate(x, positions, angles.cos(), angles.sin())
+    out = x.clone()
+    turn(out, *Rotation(angles.cos(), angles.sin()).rows(positions))
     assert torch.equal(out[0], x[0])  # position 0 does not turn
     assert torch.equal(out[..., 4:], x[..., 4:])
     pairs = torch.complex(x[..., :2], x[..., 2:4]) * torch.exp(1j * angles[positions]).unsqueeze(1)

@@ -82,7 +82,11 @@ class AttentionBackend(Protocol):
 
 # in order of preference; the targets are imported when first tried
 BACKENDS: Mapping[str, str] = MappingProxyType(
-    {"triton": "quire.attn.triton:TritonAttention", "reference": "quire.attn.reference:ReferenceAttention"}
+    {
+        "triton": "quire.attn.triton:TritonAttention",
+        "cpu": "quire.attn.cpu:CPUAttention",
+        "reference": "quire.attn.reference:ReferenceAttention",
+    }
 )
 
 

@@ -4,11 +4,17 @@
     cached   refs == 0, has content       can be found again; evicted oldest first, and only when no blank page is left
     blank    refs == 0, no content        given away first
 
+A sequence that grows gets the page after its last one where that is blank, so that its keys lie in one piece; a sequence that
+begins gets a page with much room behind it: the first, then the middle, then the quarters, and so on.
+
+    beginnings   [ 1st ....... | 3rd ....... | 2nd ....... | 4th ....... ]
+
 Page 0 is the null page: it stands for "nothing here" in a table and is never handed out, shared or dropped.
 The pool does not know requests or positions; a key is any value that stands for a page's content.
 """
 
-from collections import Counter, OrderedDict, deque
+import heapq
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from quire.types.errors import EngineError
@@ -22,7 +28,10 @@ class Pool:
         self.pages = pages
         self.refs = [0] * (pages + 1)
         self.returned = 0  # how often a page became free, ever: tells whether trying again can make sense
-        self._blank: deque[int] = deque(range(1, pages + 1))
+        self._blank = set(range(1, pages + 1))
+        self._order = _spread(pages)
+        self._beginnings = sorted((self._order[page], page) for page in self._blank)  # a heap; some were taken meanwhile
+        self._queued = [True] * (pages + 1)  # is in _beginnings
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._index: dict[Key, int] = {}
         self._content: list[tuple[Key, list[int]] | None] = [None] * (pages + 1)
@@ -31,15 +40,15 @@ class Pool:
     def free(self) -> int:
         return len(self._blank) + len(self._cached)
 
-    def take(self, count: int) -> list[int]:
-        """That many pages with unspecified content, each with one reference."""
+    def take(self, count: int, after: int = NULL) -> list[int]:
+        """That many pages with unspecified content, each with one reference, for a sequence that ends with `after`."""
         if count > self.free:
             raise EngineError(f"{count} pages were taken, but only {self.free} of {self.pages} are free")
         taken = []
         for _ in range(count):
-            page = self._blank.popleft() if self._blank else self._evict()
-            self.refs[page] = 1
-            taken.append(page)
+            after = self._next(after) if self._blank else self._evict()
+            self.refs[after] = 1
+            taken.append(after)
         return taken
 
     def share(self, page: int) -> int:
@@ -59,7 +68,7 @@ class Pool:
             if refs[page] == 0:
                 self.returned += 1
                 if self._content[page] is None:
-                    self._blank.append(page)
+                    self._give(page)
                 else:
                     self._cached[page] = None
 
@@ -88,7 +97,7 @@ class Pool:
             self._content[page] = None
             if self.refs[page] == 0:
                 del self._cached[page]
-                self._blank.append(page)
+                self._give(page)
 
     def forget_all(self) -> None:
         self.forget(list(self._index.values()))
@@ -108,6 +117,23 @@ class Pool:
         if any(page in published for page in self._blank):
             raise EngineError("a blank page has content")
 
+    def _next(self, after: int) -> int:
+        """A blank page: the one behind `after`, else the beginning with the most room."""
+        page = after + 1
+        if after == NULL or page not in self._blank:
+            page = NULL
+            while page not in self._blank:
+                _, page = heapq.heappop(self._beginnings)
+                self._queued[page] = False
+        self._blank.remove(page)
+        return page
+
+    def _give(self, page: int) -> None:
+        self._blank.add(page)
+        if not self._queued[page]:
+            heapq.heappush(self._beginnings, (self._order[page], page))
+            self._queued[page] = True
+
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
         content = self._content[page]
@@ -115,3 +141,11 @@ class Pool:
             del self._index[content[0]]
             self._content[page] = None
         return page
+
+
+def _spread(pages: int) -> list[int]:
+    """For each page its place among the beginnings: its number from 0 with the bits reversed."""
+    order = [0]
+    while len(order) < pages:
+        order = [2 * place for place in order] + [2 * place + 1 for place in order]
+    return [0, *order[:pages]]

@@ -76,7 +76,8 @@ class Tables:
         grown = []
         for number, count in enumerate(needs):
             if count:
-                pages = self.pool.take(count)
+                table = request.pages[number]
+                pages = self.pool.take(count, after=table[-1] if table else NULL)
                 grown.append(Entries(number, self.groups[number].grow(request, pages), pages))
         request.covered = -(-end // self.page_size) * self.page_size
         return grown

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from quire.cache.capacity import fit, pages_for
@@ -17,8 +18,9 @@ from quire.cli.plan_text import render
 from quire.config.args import EngineArgs, add_cli_arguments
 from quire.config.facts import DTYPE_BYTES, DeviceFacts, ModelFacts, read_facts
 from quire.config.host import available_host_bytes
-from quire.config.memory import CUDA_CONTEXT_BYTES, activation_bytes, host_cache_bytes
+from quire.config.memory import CUDA_CONTEXT_BYTES, activation_bytes, host_cache_bytes, kept_weight_bytes
 from quire.config.resolve import Config, resolve
+from quire.files.gguf import read_gguf_shards
 from quire.files.resolve import resolve_model, with_weights_on_disk
 from quire.models.registry import FAMILIES
 from quire.types.cache import CacheLayout
@@ -67,6 +69,7 @@ class Plan:
     parameters_counted: bool  # from weight files, or estimated from the shapes
     weights_stored: int
     weights_loaded: int
+    weights_as: str  # a type, or the file's blocks
     dtype: str
     device: str
     memory: int
@@ -98,7 +101,8 @@ def make_plan(args: EngineArgs, memory: int | None) -> Plan:
     config = resolve(args, lambda: kind, lambda _: device, facts)
     element = DTYPE_BYTES[config.dtype]
     layout = make_layout(facts.layers, config.page_size, element)
-    weights = facts.parameters * element
+    kept = bool(config.keep_blocks and facts.files.weights and find_spec("onnxruntime"))
+    weights = _kept_bytes(facts) if kept else facts.parameters * element
     steps = activation_bytes(facts.hf, element_bytes=element, tokens=config.max_batched_tokens, rows=config.max_seqs)
     usable = int(total * args.gpu_memory_utilization) if kind == "cuda" else total
     reserved = CUDA_CONTEXT_BYTES if kind == "cuda" else 0
@@ -116,6 +120,7 @@ def make_plan(args: EngineArgs, memory: int | None) -> Plan:
         parameters_counted=facts.weight_bytes > 0,
         weights_stored=facts.weight_bytes or facts.parameters * DTYPE_BYTES[facts.dtype],
         weights_loaded=weights,
+        weights_as="the file's blocks, repacked" if kept else config.dtype,
         dtype=config.dtype,
         device=kind,
         memory=total,
@@ -135,6 +140,11 @@ def make_plan(args: EngineArgs, memory: int | None) -> Plan:
         fits=not problems,
         advice=tuple(problems) or _shrunk(config, layout, length, cache),
     )
+
+
+def _kept_bytes(facts: ModelFacts) -> int:
+    headers = read_gguf_shards(facts.files.weights)
+    return kept_weight_bytes(tensor for header in headers for tensor in header.tensors.values())
 
 
 def read_plan_facts(args: EngineArgs) -> ModelFacts:

@@ -12,7 +12,7 @@ def render(plan: "Plan") -> str:
     lines = [
         ("Model", f"{plan.model} ({plan.architecture}{code}, {_count(plan.parameters)} parameters{counted})"),
         ("Device", _device(plan)),
-        ("Weights", f"{size(plan.weights_loaded)} in {plan.dtype} ({size(plan.weights_stored)} as stored)"),
+        ("Weights", f"{size(plan.weights_loaded)} in {plan.weights_as} ({size(plan.weights_stored)} as stored)"),
         (
             "Largest step",
             f"{size(plan.activations)} for {plan.max_batched_tokens} tokens, {plan.max_seqs} requests (estimated)",

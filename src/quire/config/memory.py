@@ -3,18 +3,40 @@
 The runner measures what it can; these formulas are what can be known before anything is loaded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from quire.files.gguf import GGML_TYPES, GGUFTensor
 
 FLOAT32_BYTES = 4
 CUDA_CONTEXT_BYTES = 512 * 2**20  # what the driver and its libraries hold beside us: a usual value, not a measured one
 MOST_HOST_CACHE_BYTES = 4 * 2**30
 HOST_CACHE_SHARE = 0.4
+_KEPT_AS = {"Q4_0": (4, False), "Q4_1": (4, True), "Q4_K": (4, True), "Q5_1": (8, True)}  # bits, offset; others: 8, none
 
 
 def host_cache_bytes(available: int) -> int:
     """The cache's part of the host memory that is available after loading: a cautious share, and never more than 4 GiB."""
     return max(0, min(MOST_HOST_CACHE_BYTES, int(HOST_CACHE_SHARE * available)))
+
+
+def kept_weight_bytes(tensors: Iterable[GGUFTensor]) -> int:
+    """What a GGUF file's tensors take on a CPU that keeps them in blocks (`ops/nbits.py`): numbers of 4 or 8 bits, and for each
+    32 of them a scale, the operator's own sum, and an offset where the type has one. The embedding's rows stay as stored."""
+    total, embedding, tied = 0, 0, True
+    for tensor in tensors:
+        kind, block, _ = GGML_TYPES[tensor.type]
+        bits, offset = _KEPT_AS.get(kind, (8, False))
+        multiplied = tensor.elements // 32 * (4 * bits + FLOAT32_BYTES * (3 if offset else 2))
+        if block == 1 or len(tensor.shape) != 2:
+            total += tensor.elements * FLOAT32_BYTES
+        elif tensor.name == "token_embd.weight":
+            total += tensor.nbytes
+            embedding = multiplied
+        else:
+            total += multiplied
+            tied = tied and tensor.name != "output.weight"
+    return total + (embedding if tied else 0)
 
 
 def estimate_parameters(hf: Mapping[str, Any]) -> int:

@@ -18,7 +18,7 @@ _NOT_MEASURED = "it is not measured yet"
 _Groups = tuple[tuple[str, dict[str, tuple[Any, ...]]], ...]
 _TABLE: _Groups = (
     ("no code from a model repository is ever run", {"trust_remote_code": (False,), "code_revision": ()}),
-    ("quantized layers are not built yet; GGUF files are unfolded to the model's dtype", {"quantization": ()}),
+    ("only GGUF files are served quantized, and that needs no argument; on a GPU they are unfolded", {"quantization": ()}),
     ("the cache holds the model's own dtype", {"kv_cache_dtype": ("auto",)}),
     ("the tokenizer is chosen from the files", {"tokenizer_mode": ("auto", "hf")}),
     ("only text generation is built", {"runner": ("auto", "generate"), "convert": ("auto", "none"),

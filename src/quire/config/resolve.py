@@ -42,6 +42,7 @@ class Config:
     facts: ModelFacts
     device: Device
     dtype: str
+    keep_blocks: bool  # what a GGUF file stores in blocks of few bits stays so in memory
     page_size: int
     max_model_len: int
     max_model_len_explicit: bool  # asked for, so it must fit; otherwise it may shrink to what does
@@ -80,6 +81,7 @@ def resolve(
         facts=facts,
         device=device,
         dtype=choose_dtype(args, facts, device),
+        keep_blocks=choose_keep_blocks(args, facts, device),
         page_size=args.block_size,
         max_model_len=length,
         max_model_len_explicit=explicit,
@@ -153,6 +155,11 @@ def choose_dtype(args: EngineArgs, facts: ModelFacts, device: Device) -> str:
         return "float32"
     stable = facts.hf.get("model_type") not in UNSTABLE_IN_FLOAT16
     return "float16" if facts.dtype == "float16" and stable else "bfloat16"
+
+
+def choose_keep_blocks(args: EngineArgs, facts: ModelFacts, device: Device) -> bool:
+    """On a CPU, unless a type was asked for: then the weights are unfolded to it."""
+    return device == "cpu" and args.dtype == "auto" and facts.files.format == "gguf"
 
 
 def default_batch(device: DeviceFacts | None, kind: Device) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from quire.cache.capacity import Capacity, fit, pages_for
 from quire.cache.layout import make_layout
 from quire.config.args import EngineArgs
+from quire.config.cores import threads_wanted, wait_politely
 from quire.config.facts import DeviceFacts, ModelFacts
 from quire.config.resolve import Config, resolve
 from quire.engine.core import EngineCore
@@ -37,6 +38,12 @@ class Started:
     timeline: Timeline  # of everything since the stopwatch was started
 
 
+def import_torch() -> None:
+    """Whoever is first to import it sets how its threads wait."""
+    wait_politely()
+    import torch  # noqa: F401
+
+
 def find_device() -> str:
     import torch
 
@@ -58,8 +65,7 @@ def resolve_here(args: EngineArgs, watch: Stopwatch) -> Config:
 
     def find() -> str:
         watch.lap("configuration")
-        import torch  # noqa: F401
-
+        import_torch()
         watch.lap("imports")
         found = find_device()
         watch.lap("device")
@@ -108,11 +114,16 @@ def _grammars(config: Config) -> Grammars:
 
 def start_local(config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch) -> tuple[Executor, Capacity]:
     """The model in this process."""
+    import_torch()
+    import torch
+
     from quire.engine.executor.local import LocalExecutor
     from quire.runner.step import Runner
 
     watch.lap("imports")
     args = config.args
+    if config.device == "cpu":
+        torch.set_num_threads(threads_wanted())
     runner = Runner(
         facts,
         device=config.device,
@@ -125,6 +136,7 @@ def start_local(config: Config, facts: ModelFacts, layout: CacheLayout, watch: S
         logprobs_mode=config.logprobs_mode,
         model_impl=args.model_impl,
         enforce_eager=args.enforce_eager,
+        keep_blocks=config.keep_blocks and _can_keep_blocks(),
     )
     executor = LocalExecutor(runner)
     executor.call("load")
@@ -137,6 +149,17 @@ def start_local(config: Config, facts: ModelFacts, layout: CacheLayout, watch: S
     executor.call("allocate", capacity.pages, capacity.max_model_len)
     watch.lap("allocate cache")
     return executor, capacity
+
+
+def _can_keep_blocks() -> bool:
+    from quire.ops.onnx import available
+
+    if not available():
+        logger.warning(
+            "onnxruntime is not installed, so quantized weights are unfolded to float32: they take more memory and time; "
+            "pip install 'quire[cpu]' for the fast path, or say dtype='float32' to have it this way"
+        )
+    return available()
 
 
 def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch) -> tuple[Executor, Capacity]:

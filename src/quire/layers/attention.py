@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from quire.attn.backend import AttentionBackend, AttentionSpec, choose_backend
 from quire.attn.batch import Batch
@@ -10,7 +11,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.parameter import parameter
 from quire.layers.rope import Rope
 from quire.ops.kv import kv_write
-from quire.ops.qkv import HeadNorms, place_heads
+from quire.ops.qkv import HeadNorms, Lanes, place_heads
 from quire.types.cache import LayerCache
 from quire.types.errors import EngineError
 
@@ -81,6 +82,7 @@ class SelfAttention(nn.Module):
         assert (q_norm is None) == (k_norm is None)
         self.q_norm, self.k_norm = q_norm, k_norm
         self.norms: HeadNorms | None = None
+        self.lanes: Lanes | None = None  # of the latest step
         self.rope = rope
         self.sinks = parameter(heads) if sinks else None
         scale = head_dim**-0.5 if scale is None else scale
@@ -92,9 +94,22 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H] -> [T, H]."""
-        core = self.core
-        rotation = None if self.rope is None else self.rope.table
-        write = batch.groups[core.group].write
-        query = place_heads(self.qkv(x), core.bound(), write, batch.positions, rotation, self.norms)
-        out: Tensor = self.o_proj(core.attend(query, batch, self.sinks))
+        out: Tensor = self.o_proj(attend_heads(self, self.qkv(x), batch))
         return out
+
+
+def attend_heads(attention: SelfAttention, qkv: Tensor, batch: Batch) -> Tensor:
+    """qkv [T, (heads + 2 * kv_heads) * head_dim], which it may overwrite -> [T, heads * head_dim]. It can be overridden."""
+    if has_torch_function_unary(qkv):
+        return handle_torch_function(attend_heads, (qkv,), attention, qkv, batch)
+    core = attention.core
+    rotation = None if attention.rope is None else attention.rope.table
+    write = batch.groups[core.group].write
+    if qkv.is_cuda:
+        query = place_heads(qkv, core.bound(), write, batch.positions, rotation, attention.norms)
+    else:
+        lanes = attention.lanes
+        if lanes is None or lanes.qkv is not qkv or lanes.kv is not core.kv:
+            attention.lanes = lanes = Lanes(qkv, core.bound())
+        query = lanes.place(write, batch.positions, rotation, attention.norms)
+    return core.attend(query, batch, attention.sinks)

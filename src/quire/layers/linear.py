@@ -11,15 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from quire.layers.parameter import parameter
+from quire.layers.quant.gguf import GGUFMethod, suits
 from quire.ops.linear import linear
 
 
 class LinearMethod(Protocol):
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the stored parameters; None = the model's."""
+        ...
+
     def shapes(self, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:
         """The parameters by the name the checkpoint gives them after the layer's path."""
         ...
 
-    def load(self, name: str, stored: nn.Parameter, start: int, size: int) -> Tensor:
+    def load(self, name: str, stored: nn.Parameter, start: int, size: int, inputs: int) -> Tensor:
         """The view of parameter `name` that takes the checkpoint tensor of outputs start ... start + size."""
         ...
 
@@ -31,10 +37,12 @@ class LinearMethod(Protocol):
 class Plain:
     """One matrix [outputs, inputs] of the model's type."""
 
+    dtype = None
+
     def shapes(self, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:
         return {"weight": (outputs, inputs)}
 
-    def load(self, name: str, stored: nn.Parameter, start: int, size: int) -> Tensor:  # noqa: ARG002
+    def load(self, name: str, stored: nn.Parameter, start: int, size: int, inputs: int) -> Tensor:  # noqa: ARG002
         return stored.data[start : start + size]
 
     def finish(self, layer: "Linear") -> None:
@@ -55,22 +63,36 @@ class Linear(nn.Module):
         super().__init__()
         self.inputs, self.outputs = inputs, outputs
         self.transposed = transposed
-        self.method: LinearMethod = method or Plain()
-        self.stored = tuple(self.method.shapes(inputs, outputs))
-        for name, shape in self.method.shapes(inputs, outputs).items():
-            self.register_parameter(name, parameter(*shape))
+        self.use(method or Plain())
         self.bias = parameter(outputs) if bias else None
+
+    def use(self, method: LinearMethod) -> None:
+        """Before anything is loaded: stores and multiplies this way."""
+        self.method = method
+        shapes = method.shapes(self.inputs, self.outputs)
+        self.stored = tuple(shapes)
+        for name, shape in shapes.items():
+            self.register_parameter(name, parameter(*shape, dtype=method.dtype))
 
     def parts(self, path: str) -> Mapping[str, int]:
         """Path in the checkpoint -> number of outputs, from the top of the matrix down."""
         return {path: self.outputs}
+
+    def keep(self, path: str, types: Mapping[str, int]) -> frozenset[str]:
+        """Stores its matrix in a GGUF file's blocks, if it can. types: claimed name -> ggml type; returns the names kept."""
+        names = [f"{part}.weight" for part in self.parts(path)]
+        known = [types[name] for name in names if name in types and suits(types[name], self.inputs)]
+        if self.transposed or len(known) < len(names):
+            return frozenset()
+        self.use(GGUFMethod(list(zip(self.parts(path).values(), known, strict=True))))
+        return frozenset(names)
 
     def claims(self, path: str) -> dict[str, Tensor | None]:
         taken: dict[str, Tensor | None] = {}
         start = 0
         for part, size in self.parts(path).items():
             for name in self.stored:
-                view = self.method.load(name, self.get_parameter(name), start, size)
+                view = self.method.load(name, self.get_parameter(name), start, size, self.inputs)
                 taken[f"{part}.{name}"] = view.t() if self.transposed else view
             if self.bias is not None:
                 taken[f"{part}.bias"] = self.bias.data[start : start + size]

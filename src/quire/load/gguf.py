@@ -1,4 +1,4 @@
-"""Weights from GGUF files, unfolded to floating point, under Hugging Face's names."""
+"""Weights from GGUF files, under Hugging Face's names: unfolded to floating point, or kept in blocks where the model can."""
 
 import mmap
 import os
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quire.files.gguf import GGUFTensor, read_gguf_shards
-from quire.load.dequantize import dequantize
+from quire.files.gguf import GGML_TYPES, GGUFTensor, read_gguf_shards
 from quire.load.gguf_names import Name, hf_names
+from quire.ops.blocks import dequantize
 from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
@@ -35,12 +35,17 @@ class Piece:
     stored: tuple[int, ...]  # shape in the file
 
     @property
+    def rows(self) -> tuple[int, int]:
+        return self.stored[0], self.nbytes // self.stored[0]
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return self.stored[::-1] if self.name.transposed else self.stored
 
 
 class GGUFSource:
     def __init__(self, facts: "ModelFacts") -> None:
+        self._kept: frozenset[str] = frozenset()
         headers = read_gguf_shards(facts.files.weights)
         self.pieces: dict[str, Piece] = {}
         for header in headers:
@@ -52,7 +57,20 @@ class GGUFSource:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: piece.shape for name, piece in self.pieces.items()}
+        return {name: piece.rows if name in self._kept else piece.shape for name, piece in self.pieces.items()}
+
+    @property
+    def block_types(self) -> Mapping[str, int]:
+        """The matrices that are stored in blocks along their rows: name -> ggml type."""
+        return {
+            name: piece.type
+            for name, piece in self.pieces.items()
+            if len(piece.stored) == 2 and GGML_TYPES[piece.type][1] > 1 and not piece.name.transposed
+        }
+
+    def keep(self, names: frozenset[str]) -> None:
+        """Those are read as they are stored: [rows, row bytes] uint8."""
+        self._kept = names
 
     def read(self, names: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
         """In file order. A few tensors are unfolded ahead, so that memory stays low and cores stay busy."""
@@ -61,12 +79,20 @@ class GGUFSource:
         ahead: deque[tuple[str, Future[Tensor]]] = deque()
         with ThreadPoolExecutor(WORKERS, "unfold") as pool:
             for piece in pieces:
-                ahead.append((piece.name.hf, pool.submit(_unfold, files[piece.path], piece)))
+                ahead.append((piece.name.hf, pool.submit(self._take, files[piece.path], piece)))
                 if len(ahead) > WORKERS:
                     name, future = ahead.popleft()
                     yield name, future.result()
             for name, future in ahead:
                 yield name, future.result()
+
+    def _take(self, data: mmap.mmap, piece: Piece) -> Tensor:
+        raw = torch.frombuffer(data, dtype=torch.uint8, count=piece.nbytes, offset=piece.offset)
+        kept = piece.name.hf in self._kept
+        tensor = raw.view(piece.rows) if kept else dequantize(raw, piece.type, piece.stored)
+        if piece.name.undo is not None:  # of a matrix it only reorders rows
+            tensor = piece.name.undo(tensor)
+        return tensor.t() if piece.name.transposed else tensor
 
 
 def _piece(path: Path, tensor: GGUFTensor, name: Name) -> Piece:
@@ -80,11 +106,3 @@ def _map(path: Path) -> mmap.mmap:
     """Copy-on-write, because torch wants memory it could write to; nothing is ever written."""
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-
-
-def _unfold(data: mmap.mmap, piece: Piece) -> Tensor:
-    raw = torch.frombuffer(data, dtype=torch.uint8, count=piece.nbytes, offset=piece.offset)
-    tensor = dequantize(raw, piece.type, piece.stored)
-    if piece.name.undo is not None:
-        tensor = piece.name.undo(tensor)
-    return tensor.t() if piece.name.transposed else tensor

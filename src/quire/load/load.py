@@ -1,11 +1,12 @@
 """Fills a model that was built without weights."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from quire.load.assign import Renames, assign, claims_of
+from quire.load.assign import Renames, assign, claims_of, rename
 from quire.load.dummy import DummySource
 from quire.load.safetensors import SafetensorsSource
 from quire.load.source import Source
@@ -23,6 +24,23 @@ class Finishing(Protocol):
 
 
 @runtime_checkable
+class Keeping(Protocol):
+    """A layer that may store matrices as a GGUF file does. types: claimed name -> ggml type; returns the names it keeps so."""
+
+    def keep(self, path: str, types: Mapping[str, int]) -> frozenset[str]: ...
+
+
+@runtime_checkable
+class Blocks(Source, Protocol):
+    """A source whose matrices are stored in blocks, and may be read so."""
+
+    @property
+    def block_types(self) -> Mapping[str, int]: ...
+
+    def keep(self, names: frozenset[str]) -> None: ...
+
+
+@runtime_checkable
 class Filling(Protocol):
     """A model that puts tensors in their places itself. No source = random weights."""
 
@@ -37,23 +55,39 @@ def load_weights(
     dtype: str | torch.dtype,
     load_format: str = "auto",
     seed: int = 0,
+    keep_blocks: bool = False,
 ) -> None:
-    """Puts the model on `device` in `dtype` and fills every parameter. "auto" reads what the model's files are."""
+    """Puts the model on `device` in `dtype` and fills every parameter. "auto" reads what the model's files are.
+
+    keep_blocks: matrices that a file stores in blocks of few bits stay so, where a layer can multiply by them.
+    """
     device = torch.device(device)
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     if isinstance(model, Filling):
         model.fill(None if load_format == "dummy" else open_source(facts, load_format), device, kind, seed)
         return
+    source = None if load_format == "dummy" else open_source(facts, load_format)
+    renames: Renames = getattr(model, "renames", ())
+    if keep_blocks and isinstance(source, Blocks):
+        keep(model, source, renames)
     materialize(model, device, kind)
     table = claims_of(model)
-    if load_format == "dummy":
+    if source is None:
         assign(table, DummySource(table, seed), (), "the set of dummy weights")
     else:
-        renames: Renames = getattr(model, "renames", ())
-        assign(table, open_source(facts, load_format), renames, str(facts.files.path))
+        assign(table, source, renames, str(facts.files.path))
     for module in model.modules():
         if isinstance(module, Finishing):
             module.finish(device)
+
+
+def keep(model: nn.Module, source: Blocks, renames: Renames) -> None:
+    """Lets every layer of the model that can keep what the source has in blocks do so."""
+    stored = source.block_types
+    claimed = {ours: name for name in stored if (ours := rename(name, renames)) is not None}
+    types = {ours: stored[name] for ours, name in claimed.items()}
+    kept = [module.keep(path, types) for path, module in model.named_modules() if isinstance(module, Keeping)]
+    source.keep(frozenset(claimed[name] for names in kept for name in names))
 
 
 def open_source(facts: "ModelFacts", load_format: str) -> Source:

@@ -14,6 +14,7 @@ from quire.layers.embedding import Embedding, Head
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import Norm, RMSNorm
 from quire.layers.rope import Rope, rope_parameters
+from quire.models.pieces import Pieces
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
@@ -52,11 +53,17 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(self.make_block(facts, index) for index in range(len(facts.layers)))
         self.norm: Norm = self.make_norm(facts)
         self.lm_head = self.make_head(facts)
+        self.pieces: Pieces | None = None  # the body compiled, where `models/pieces.py` could
         self.attentions: list[Attention] = [module for module in self.modules() if isinstance(module, Attention)]
 
     def forward(self, batch: Batch) -> Tensor:
         """-> hidden states [T, H] of every token."""
-        x, residual = self.embed(batch), None
+        x = self.embed(batch)
+        return self.body(x, batch) if self.pieces is None else self.pieces(x, batch)
+
+    def body(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [T, H]: the embedded tokens."""
+        residual = None
         for block in self.layers:
             x, residual = block(x, residual, batch)
         return self.norm.add(x, residual)[0]

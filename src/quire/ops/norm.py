@@ -1,11 +1,17 @@
-"""Root-mean-square normalization, computed in float32 whatever the input's type."""
+"""Root-mean-square normalization, computed in float32 whatever the input's type.
+
+Like torch's own functions these can be overridden by what stands in for a tensor (torch.overrides).
+"""
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x [..., n], weight [n]. `offset` is added to the weight: 1.0 for checkpoints that store it around zero."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(rms_norm, (x,), x, weight, eps, offset)
     if x.is_cuda:
         from quire.ops.kernels import norm
 
@@ -15,6 +21,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """The norm of x + residual, and that sum: the residual stream from here on."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(add_rms_norm, (x,), x, residual, weight, eps, offset)
     if x.is_cuda:
         from quire.ops.kernels import norm
 
@@ -25,5 +33,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
 
 def reference_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * (weight.float() + offset)).to(x.dtype)
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    wide = torch.mul(wide, scale).mul_(weight.float() + offset if offset else weight.float())
+    return wide.to(x.dtype)

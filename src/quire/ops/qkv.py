@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from quire.ops.kv import kv_write
+from quire.ops.kv import KVTarget
 from quire.ops.norm import reference_rms_norm
-from quire.ops.rotary import rotate
+from quire.ops.rotary import turn
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,18 @@ class HeadNorms:
     offset: float  # added to both weights
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rotation:
     cos: Tensor  # [max_position, rotary_dim / 2] float32
     sin: Tensor  # [max_position, rotary_dim / 2] float32
+    _latest: tuple[Tensor, Tensor, Tensor] | None = None  # positions, and `rows` of them: the layers of a step ask for the same
+
+    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [T] -> two of [T, 1, rotary_dim] float32: cosines, and sines with the sign each component takes."""
+        if self._latest is None or self._latest[0] is not positions:
+            cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+            self._latest = positions, torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return self._latest[1:]
 
 
 def place_heads(
@@ -42,14 +51,27 @@ def place_heads(
 def reference_place_heads(
     qkv: Tensor, kv: Tensor, write: Tensor, positions: Tensor, rotation: Rotation | None, norms: HeadNorms | None
 ) -> Tensor:
-    kv_heads, head_dim = kv.shape[2], kv.shape[4]
-    lanes = qkv.view(len(qkv), -1, head_dim)
-    heads = lanes.shape[1] - 2 * kv_heads
-    query, key, value = lanes[:, :heads], lanes[:, heads : heads + kv_heads], lanes[:, heads + kv_heads :]
-    if norms is not None:
-        query = reference_rms_norm(query, norms.query, norms.eps, norms.offset)
-        key = reference_rms_norm(key, norms.key, norms.eps, norms.offset)
-    if rotation is not None:
-        query, key = (rotate(part, positions, rotation.cos, rotation.sin) for part in (query, key))
-    kv_write(kv, key, value, write)
-    return query
+    return Lanes(qkv, kv).place(write, positions, rotation, norms)
+
+
+class Lanes:
+    """Views of a projection and of the cache. They hold as long as both are the same tensors: on a CPU a view costs as much as
+    the arithmetic of one token, so whoever projects into the same memory step after step keeps them."""
+
+    def __init__(self, qkv: Tensor, kv: Tensor) -> None:
+        kv_heads, head_dim = kv.shape[2], kv.shape[4]
+        self.qkv, self.kv = qkv, kv
+        lanes = qkv.view(len(qkv), -1, head_dim)
+        heads = lanes.shape[1] - 2 * kv_heads
+        self.query, self.key = lanes[:, :heads], lanes[:, heads : heads + kv_heads]
+        self.turning = lanes[:, : heads + kv_heads]
+        self.target = KVTarget(kv, lanes[:, heads:].view(-1, 2, kv_heads, head_dim))
+
+    def place(self, write: Tensor, positions: Tensor, rotation: Rotation | None, norms: HeadNorms | None) -> Tensor:
+        if norms is not None:
+            self.query.copy_(reference_rms_norm(self.query, norms.query, norms.eps, norms.offset))
+            self.key.copy_(reference_rms_norm(self.key, norms.key, norms.eps, norms.offset))
+        if rotation is not None:
+            turn(self.turning, *rotation.rows(positions))
+        self.target.put(write)
+        return self.query

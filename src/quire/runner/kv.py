@@ -1,8 +1,14 @@
-"""The cache's memory: raw pages, and the typed view of them that each attention layer gets."""
+"""The cache's memory: raw pages, and the typed view of them that each attention layer gets.
 
+    page by page   [ page 0: keys of head 0, head 1 ..., values of head 0 ... | page 1 ... ]
+    line by line   [ keys of head 0: page 0, page 1, ... | keys of head 1: ... | values of head 0: ... ]
+
+A CPU keeps lines where all layers are alike: pages that follow each other are then one piece per head, and need no copy.
+"""
+
+import mmap
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,16 +20,22 @@ from quire.types.plan import Ints
 class KVBuffers:
     """`pages` usable pages in each buffer, and page 0 before them, the null page that no table entry of a live token names."""
 
-    def __init__(self, layout: CacheLayout, pages: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layout: CacheLayout, layers: Sequence[LayerCache], pages: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._layout = layout
+        self._layers = layers
         self._dtype = dtype
         self._device = device
+        alike = len({(layer.kv_heads, layer.head_dim) for layer in layers}) == 1
+        filled = layout.page_bytes == layout.page_size * layers[0].bytes_per_token(dtype.itemsize)
+        self._lines = 2 * layers[0].kv_heads if device.type == "cpu" and alike and filled else 1
         self.raw = [_zeros(pages + 1, layout.page_bytes, device) for _ in range(layout.buffers)]  # each [pages + 1, page_bytes]
 
-    def views(self, layers: Sequence[LayerCache]) -> list[tuple[int, Tensor, int]]:
+    def views(self) -> list[tuple[int, Tensor, int]]:
         """(layer, its cache [pages + 1, 2, kv_heads, page_size, head_dim], its group) for every layer of the layout."""
         return [
-            (layer, self._view(self.raw[buffer], layers[layer]), index)
+            (layer, self._view(self.raw[buffer], self._layers[layer]), index)
             for index, group in enumerate(self._layout.groups)
             for buffer, layer in enumerate(group.layers)
         ]
@@ -34,18 +46,24 @@ class KVBuffers:
             return
         read, write = upload_together([source, target], self._device)
         for buffer in self.raw:
-            buffer[write] = buffer[read]
+            lines = buffer.view(self._lines, len(buffer), -1)
+            lines[:, write] = lines[:, read]
 
     def _view(self, raw: Tensor, layer: LayerCache) -> Tensor:
         """A layer smaller than a page uses the page's first part."""
-        shape = (2, layer.kv_heads, self._layout.page_size, layer.head_dim)
-        elements = 2 * layer.kv_heads * self._layout.page_size * layer.head_dim
-        typed = raw.view(self._dtype)[:, :elements]
-        return typed.view(len(raw), *shape)
+        size, typed = self._layout.page_size, raw.view(self._dtype)
+        if self._lines > 1:
+            return typed.view(2, layer.kv_heads, len(raw), size, layer.head_dim).permute(2, 0, 1, 3, 4)
+        elements = 2 * layer.kv_heads * size * layer.head_dim
+        return typed[:, :elements].view(len(raw), 2, layer.kv_heads, size, layer.head_dim)
 
 
 def _zeros(pages: int, page_bytes: int, device: torch.device) -> Tensor:
-    """On a CPU numpy asks the system for memory that becomes real, and zero, when a page is first used; torch would fill it."""
-    if device.type == "cpu":
-        return torch.from_numpy(np.zeros((pages, page_bytes), np.uint8))
-    return torch.zeros(pages, page_bytes, dtype=torch.uint8, device=device)
+    """On a CPU the system gives memory that becomes real, and zero, when it is first touched: in small pieces, for a huge one
+    would be taken whole for the few tokens of one head."""
+    if device.type != "cpu":
+        return torch.zeros(pages, page_bytes, dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, pages * page_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(pages, page_bytes)

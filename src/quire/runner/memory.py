@@ -1,7 +1,9 @@
 """How many bytes the cache may take: measured on a GPU, a cautious share of what is free on a CPU."""
 
+import ctypes
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -22,6 +24,13 @@ def host_budget() -> int:
             "use a smaller model or dtype, free some memory, or set kv_cache_memory_bytes"
         )
     return budget
+
+
+def give_back_memory() -> None:
+    """What was freed goes back to the system; glibc would keep it. After loading, that is as much as the weights."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def device_budget(device: torch.device, utilization: float, rehearse: Callable[[], None], reserve: int) -> int:

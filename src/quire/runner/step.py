@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from quire.attn.batch import Batch
+from quire.layers.linear import Linear
+from quire.layers.quant.gguf import GGUFMethod
 from quire.load.load import load_weights
 from quire.models.decoder import Decoder
+from quire.models.pieces import compile_body
 from quire.models.registry import build_model
 from quire.runner.batch import build_batch
 from quire.runner.flight import StepFlight
 from quire.runner.graphs import Graphs, allowance, fixed_plans
 from quire.runner.kv import KVBuffers
-from quire.runner.memory import device_budget, host_budget
+from quire.runner.memory import device_budget, give_back_memory, host_budget
 from quire.runner.rehearsal import rehearsal_plan
 from quire.runner.sampler.grammar import Masks
 from quire.runner.sampler.logprobs import Report
@@ -62,6 +65,7 @@ class Runner:
         logprobs_mode: LogprobsMode = "raw_logprobs",
         model_impl: str = "auto",
         enforce_eager: bool = False,
+        keep_blocks: bool = False,
     ) -> None:
         self._facts = facts
         self._device = torch.device(device)
@@ -73,6 +77,7 @@ class Runner:
         self._seed = seed
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self._model_impl = model_impl
+        self._keep_blocks = keep_blocks
         self._recording = self._device.type == "cuda" and not enforce_eager
         self.graphs: Graphs | None = None  # it counts what it recorded and replayed
         self._kernels = watch_kernels() if self._device.type == "cuda" else None
@@ -91,7 +96,13 @@ class Runner:
 
     def load(self) -> None:
         model = build_model(self._facts, self._model_impl)
-        load_weights(model, self._facts, device=self._device, dtype=self._dtype, load_format=self._load_format, seed=self._seed)
+        load_weights(
+            model, self._facts, device=self._device, dtype=self._dtype, load_format=self._load_format, seed=self._seed,
+            keep_blocks=self._keep_blocks,
+        )  # fmt: skip
+        if any(isinstance(module, Linear) and isinstance(module.method, GGUFMethod) for module in model.modules()):
+            model.pieces = compile_body(model.body, self._facts.hidden_size)
+            give_back_memory()
         self._model = model
 
     def warm_up(self) -> None:
@@ -121,8 +132,8 @@ class Runner:
     def allocate(self, pages: int, max_model_len: int) -> None:
         """The cache of `pages` usable pages (the null page comes on top), and slots for contexts of max_model_len."""
         model = self._loaded()
-        kv = KVBuffers(self._layout, pages, self._dtype, self._device)
-        for layer, view, group in kv.views(self._facts.layers):
+        kv = KVBuffers(self._layout, self._facts.layers, pages, self._dtype, self._device)
+        for layer, view, group in kv.views():
             model.attentions[layer].bind(view, group)
         slots = Slots(self._max_seqs, max_model_len, len(self._layout.groups), self._layout.page_size, self._device)
         sampler = Sampler(self._max_seqs, self._facts.vocab_size, self._device, self._logprobs_mode)

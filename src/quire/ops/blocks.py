@@ -1,4 +1,4 @@
-"""GGUF's block types unfolded to float32.
+"""GGUF's block types: unfolded to float32, or taken apart into integers with scales.
 
 A tensor is a row of blocks; a block is one or two half-precision scales and a few bits per element. The common types are
 done here with torch, a cache-sized run of blocks at a time; the rare ones by the `gguf` package. Values are bit for bit
@@ -6,6 +6,7 @@ those of ggml's reference: the order of multiplications is kept.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -138,4 +139,84 @@ UNFOLD: dict[str, Unfold] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+}
+
+
+GROUP = 32  # elements that share a scale
+
+
+@dataclass(frozen=True)
+class Integers:
+    """A matrix [N, K] as whole numbers of 4 or 8 bits: value = scale * (number - 2 ** (bits - 1)) + offset, by groups of 32."""
+
+    bits: int
+    numbers: Tensor  # [N, K] uint8
+    scale: Tensor  # [N, K / 32] float32
+    offset: Tensor | None  # [N, K / 32] float32
+
+    def widened(self) -> "Integers":
+        """The same values with numbers of 8 bits."""
+        return self if self.bits == 8 else Integers(8, self.numbers + 120, self.scale, self.offset)
+
+
+def take_apart(rows: Tensor, type_: int) -> Integers:
+    """rows [N, row bytes] uint8, as they lie in the file. Types with a scale per 32 elements keep their values exactly; others
+    are rounded to 8 bits."""
+    name, elements, nbytes = GGML_TYPES[type_]
+    count, columns = len(rows), rows.shape[1] // nbytes * elements
+    blocks = rows.reshape(-1, nbytes)
+    apart = _APART.get(name)
+    if apart is None:
+        return _rounded(dequantize(rows.flatten(), type_, (count, columns)))
+    bits, numbers, scale, offset = apart(blocks)
+    shape = count, columns // GROUP
+    return Integers(bits, numbers.view(count, columns), scale.reshape(shape), None if offset is None else offset.reshape(shape))
+
+
+def _rounded(values: Tensor) -> Integers:
+    groups = values.float().view(len(values), -1, GROUP)
+    scale = groups.abs().amax(-1, keepdim=True) / 127
+    numbers = (groups / scale.clamp(min=torch.finfo(torch.float32).tiny)).round_().add_(128)
+    return Integers(8, numbers.to(torch.uint8).view(values.shape), scale.squeeze(-1), None)
+
+
+Apart = tuple[int, Tensor, Tensor, Tensor | None]  # bits, numbers [B, elements], scale and offset per group
+
+
+def _apart_q8_0(blocks: Tensor) -> Apart:
+    return 8, blocks[:, 2:] ^ 128, _half(blocks, 0), None
+
+
+def _apart_q4_0(blocks: Tensor) -> Apart:
+    return 4, _nibbles(blocks[:, 2:]), _half(blocks, 0), None
+
+
+def _apart_q4_1(blocks: Tensor) -> Apart:
+    scale = _half(blocks, 0)
+    return 4, _nibbles(blocks[:, 4:]), scale, _half(blocks, 2) + 8 * scale
+
+
+def _apart_q5_0(blocks: Tensor) -> Apart:
+    return 8, (_nibbles(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4) + 112, _half(blocks, 0), None
+
+
+def _apart_q5_1(blocks: Tensor) -> Apart:
+    scale = _half(blocks, 0)
+    return 8, (_nibbles(blocks[:, 8:]) | _bits(blocks[:, 4:8]) << 4) + 112, scale, _half(blocks, 2) + 16 * scale
+
+
+def _apart_q4_k(blocks: Tensor) -> Apart:
+    both = _half(blocks, 0, 2)
+    scales, minima = _scales_and_minima(blocks[:, 4:16])
+    scale = both[:, :1] * scales
+    return 4, _nibble_groups(blocks[:, 16:]).flatten(1), scale, 8 * scale - both[:, 1:] * minima
+
+
+_APART: dict[str, Callable[[Tensor], Apart]] = {
+    "Q8_0": _apart_q8_0,
+    "Q4_0": _apart_q4_0,
+    "Q4_1": _apart_q4_1,
+    "Q5_0": _apart_q5_0,
+    "Q5_1": _apart_q5_1,
+    "Q4_K": _apart_q4_k,
 }

@@ -1,0 +1,141 @@
+"""Attention on a CPU: row by row, over keys where they lie.
+
+A row whose pages follow each other is read in place; a scattered one is gathered first. One query needs no mask, only the right
+slice of keys. Several queries of one row are a piece: causal from the beginning of the row, else behind a mask.
+
+    keys of a piece   [ unseen | lowest ......... position | ... last ]        lowest: the window's edge of the first query
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.attn.backend import AttentionSpec
+from quire.attn.batch import Batch
+from quire.ops.attention import attend
+from quire.ops.kv import kv_gather, kv_lines
+
+QUERIES_PER_PIECE = 256  # behind a mask
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive tokens of one row, and the keys they see."""
+
+    count: int
+    start: int  # of the keys, counted in tokens from the first page of `pages`; without pages, in the cache's lines
+    keys: int
+    pages: Tensor | None  # [1, P] where the keys must be gathered from
+    mask: Tensor | None  # [count, keys] bool
+    causal: bool  # query i sees keys 0 ... i
+
+
+class CPUAttention:
+    """One per layer: it keeps views of the layer's cache."""
+
+    def __init__(self) -> None:
+        self._kv: Tensor | None = None
+        self._lines: Tensor | None = None  # [2, kv_heads, tokens, head_dim]
+        self._turned_keys = self._values = torch.empty(0)  # [kv_heads, head_dim, tokens], [kv_heads, tokens, head_dim]
+        self._nothing = torch.zeros(1, 1, 1)
+
+    def refuse(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> list[str]:  # noqa: ARG002
+        return [] if device.type == "cpu" else [f"it runs on CPUs, not on {device.type}"]
+
+    def plan(self, batch: Batch, group: int, spec: AttentionSpec, kv: Tensor) -> None:
+        tables = batch.groups[group].tables.numpy()
+        in_place = kv_lines(kv) is not None
+        batch.plans["cpu", group] = [
+            piece
+            for table, (_, count, length) in zip(tables, batch.rows, strict=False)
+            for piece in _pieces(table, count, length, spec.window, kv.shape[3], in_place)
+        ]
+
+    def run(self, spec: AttentionSpec, query: Tensor, kv: Tensor, batch: Batch, group: int, sinks: Tensor | None) -> Tensor:
+        if ("cpu", group) not in batch.plans:
+            self.plan(batch, group, spec, kv)
+        if self._kv is not kv:
+            self._look_at(kv)
+        pieces: list[Piece] = batch.plans["cpu", group]
+        plain = spec.soft_cap is None and sinks is None and query.dtype == kv.dtype
+        if plain and len(pieces) == len(query) and all(piece.pages is None for piece in pieces):
+            return self._run_single_tokens(spec, query, pieces)
+        counts = [piece.count for piece in pieces]
+        parts = torch.split_with_sizes(query, [*counts, len(query) - sum(counts)])
+        out = [self._run_piece(spec, part, kv, piece, sinks) for piece, part in zip(pieces, parts, strict=False)]
+        return torch.cat([*out, torch.zeros_like(parts[-1])])
+
+    def fixed(self) -> None:
+        return None
+
+    def _look_at(self, kv: Tensor) -> None:
+        self._kv, self._lines = kv, kv_lines(kv)
+        if self._lines is not None:
+            self._turned_keys, self._values = self._lines[0].transpose(1, 2), self._lines[1]
+        self._nothing = self._nothing.to(kv.dtype)
+
+    def _run_single_tokens(self, spec: AttentionSpec, query: Tensor, pieces: list[Piece]) -> Tensor:
+        """Every piece is one token, and its keys are read in place."""
+        out = []
+        for piece, one in zip(pieces, query.view(len(query), spec.kv_heads, -1, spec.head_dim).unbind(), strict=True):
+            keys = self._turned_keys.narrow(2, piece.start, piece.keys)
+            weights = torch.softmax(torch.baddbmm(self._nothing, one, keys, beta=0, alpha=spec.scale), dim=-1)
+            out.append(torch.bmm(weights, self._values.narrow(1, piece.start, piece.keys)))
+        return (torch.stack(out) if len(out) > 1 else out[0]).view(query.shape)
+
+    def _run_piece(self, spec: AttentionSpec, query: Tensor, kv: Tensor, piece: Piece, sinks: Tensor | None) -> Tensor:
+        """query [N, heads, head_dim] -> the same."""
+        if piece.pages is None:
+            assert self._lines is not None
+            held = self._lines[:, None]
+        else:
+            held = kv_gather(kv, piece.pages)
+        keys, values = held.narrow(3, piece.start, piece.keys).to(query.dtype)  # each [1, kv_heads, S, head_dim]
+        if piece.causal and spec.soft_cap is None and sinks is None:
+            by_head = query.transpose(0, 1)[None]  # [1, heads, N, head_dim]
+            shared = spec.heads != spec.kv_heads
+            out = F.scaled_dot_product_attention(by_head, keys, values, is_causal=True, scale=spec.scale, enable_gqa=shared)
+            return out[0].transpose(0, 1)
+        mask = _causal(piece.count) if piece.causal else piece.mask
+        visible = None if mask is None else mask[None]
+        return attend(query[None], keys, values, visible, scale=spec.scale, soft_cap=spec.soft_cap, sinks=sinks)[0]
+
+
+def _pieces(
+    table: npt.NDArray[np.int32], count: int, length: int, window: int | None, page_size: int, in_place: bool
+) -> list[Piece]:
+    begin = length - count
+    if count > 1 and begin == 0 and (window is None or window >= length):
+        return [_piece(table, count, 0, length, None, page_size, in_place, causal=True)]
+    pieces = []
+    for position in range(begin, length, QUERIES_PER_PIECE):
+        n = min(QUERIES_PER_PIECE, length - position)
+        lowest = 0 if window is None else max(0, position - window + 1)
+        mask = None
+        if n > 1:
+            query_at, key_at = torch.arange(position, position + n).unsqueeze(1), torch.arange(lowest, position + n)
+            mask = key_at <= query_at
+            if window is not None:
+                mask &= key_at > query_at - window
+        pieces.append(_piece(table, n, lowest, position + n, mask, page_size, in_place))
+    return pieces
+
+
+def _piece(
+    table: npt.NDArray[np.int32], count: int, lowest: int, end: int, mask: Tensor | None, page_size: int, in_place: bool,
+    causal: bool = False,
+) -> Piece:  # fmt: skip
+    first, last = lowest // page_size, (end - 1) // page_size
+    pages = table[first : last + 1]
+    offset = lowest - first * page_size
+    if in_place and (len(pages) == 1 or bool((np.diff(pages) == 1).all())):
+        return Piece(count, int(pages[0]) * page_size + offset, end - lowest, None, mask, causal)
+    return Piece(count, offset, end - lowest, torch.from_numpy(pages.astype(np.int64))[None], mask, causal)
+
+
+def _causal(count: int) -> Tensor:
+    return torch.ones(count, count, dtype=torch.bool).tril_()

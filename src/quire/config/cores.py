@@ -1,0 +1,73 @@
+"""How many cores are ours, and how threads wait. Reads /proc and /sys; imports no torch, for the rule about waiting must be
+in place before torch is.
+
+Threads that spin while they wait are right on an idle machine and ruinous on a busy one: the spinner holds the core that the
+thread it waits for needs. OpenMP's default spins for milliseconds. A short spin covers the gaps inside a step and little more.
+"""
+
+import os
+from collections.abc import MutableMapping
+from pathlib import Path
+
+SPINS = "1000"
+# whoever sets one of these has decided about waiting
+WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
+
+
+def wait_politely(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Has no effect once torch is imported."""
+    if not any(name in environ for name in WAITING):
+        environ["GOMP_SPINCOUNT"] = SPINS
+
+
+def threads_wanted(environ: MutableMapping[str, str] = os.environ) -> int:
+    """Of a CPU engine: what OMP_NUM_THREADS says, else one for each core that is ours."""
+    asked = environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return int(asked) if asked.isdigit() and int(asked) > 0 else usable_cores()
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Physical cores this process may run on, within the time its control groups grant."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = {_siblings(root, cpu) for cpu in allowed}
+    return max(1, min([len(cores), *_quotas(root)]))
+
+
+def _siblings(root: Path, cpu: int) -> str:
+    """The threads of a CPU's core, as the system writes them: equal for CPUs that share one."""
+    try:
+        return (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+def _quotas(root: Path) -> list[int]:
+    """Whole cores that the time limits of the control groups around this process amount to, rounded up."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    quotas = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        base = root / "sys/fs/cgroup" / ("" if controllers == "" else "cpu")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        group = base / path.lstrip("/")
+        for place in (group, *group.parents):
+            quotas += [-(-quota // period) for quota, period in [_limit(place)] if quota > 0]
+            if place == base:
+                break
+    return quotas
+
+
+def _limit(group: Path) -> tuple[int, int]:
+    """(microseconds of CPU time, per so many); (0, 1) = no limit."""
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota, period = (group / "cpu.cfs_quota_us").read_text(), (group / "cpu.cfs_period_us").read_text()
+        return int(quota), int(period)
+    except (OSError, ValueError):  # no such group, or "max"
+        return 0, 1

@@ -1,0 +1,1 @@
+"""Linear methods for weights that stay quantized: one file per scheme."""

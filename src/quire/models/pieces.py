@@ -1,0 +1,214 @@
+"""A decoder whose matrices are whole numbers, compiled for ONNX Runtime in pieces: what is between two attentions is one call.
+
+The decoder's own forward is run once with symbols in place of tensors. What happens to them is written down, operator by
+operator; an attention ends a piece, for it goes through the cache.
+
+    embedding | norm qkv | attention | o_proj add norm gate_up silu mul down add norm qkv | attention | ... norm
+              '- piece -'             '---------------------- piece ---------------------'
+
+A decoder that does anything else to its hidden states is `Untraceable`, and runs layer by layer.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.attn.batch import Batch
+from quire.layers.attention import SelfAttention, attend_heads
+from quire.layers.linear import Linear
+from quire.layers.quant.gguf import GGUFMethod
+from quire.ops.nbits import emit, forgets
+from quire.ops.norm import add_rms_norm, rms_norm
+from quire.ops.onnx import CONTRIB, Graph, Session
+
+logger = logging.getLogger(__name__)
+
+Emit = Callable[[Graph, Sequence[str]], Sequence[str]]  # names of inputs -> names of outputs
+
+
+class Untraceable(Exception):
+    pass
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operator of a piece."""
+
+    emit: Emit
+    inputs: "tuple[Symbol, ...]"
+    outputs: "tuple[Symbol, ...]"
+
+
+@dataclass(frozen=True)
+class Attending:
+    attention: SelfAttention
+    source: "Symbol"
+    target: "Symbol"
+
+
+@dataclass
+class Piece:
+    steps: list[Step] = field(default_factory=list)
+    end: Attending | None = None
+
+    @property
+    def read(self) -> "list[Symbol]":
+        made = {symbol for step in self.steps for symbol in step.outputs}
+        return list(dict.fromkeys(symbol for step in self.steps for symbol in step.inputs if symbol not in made))
+
+
+class Symbol:
+    """Stands for hidden states [T, columns] while a forward is written down."""
+
+    is_cuda = False
+
+    def __init__(self, pieces: list[Piece], columns: int) -> None:
+        self.pieces, self.columns = pieces, columns
+
+    def then(self, emit: Emit, *others: "Symbol", columns: Sequence[int]) -> "list[Symbol]":
+        outputs = [Symbol(self.pieces, count) for count in columns]
+        self.pieces[-1].steps.append(Step(emit, (self, *others), tuple(outputs)))
+        return outputs
+
+    def simple(self, operator: str, *others: "Symbol", domain: str = "", **attributes: Any) -> "Symbol":
+        """An operator that keeps the shape."""
+        return self.then(
+            lambda graph, names: graph.add(operator, names, domain=domain, **attributes), *others, columns=[self.columns]
+        )[0]
+
+    def __add__(self, other: "Symbol") -> "Symbol":
+        return self.simple("Add", other)
+
+    def __mul__(self, other: "Symbol") -> "Symbol":
+        return self.simple("Mul", other)
+
+    def chunk(self, count: int, dim: int) -> "list[Symbol]":
+        if dim != -1:
+            raise Untraceable(f"a cut along dimension {dim}")
+        size = self.columns // count
+        return self.then(
+            lambda graph, names: graph.add("Split", names, outputs=count, axis=1, num_outputs=count), columns=[size] * count
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function not in OPERATORS:
+            raise Untraceable(f"{function}")
+        return OPERATORS[function](*args, **(kwargs or {}))
+
+
+def _linear(method: GGUFMethod, layer: Linear, x: Symbol) -> Symbol:
+    return x.then(lambda graph, names: [emit(graph, names[0], method.take())], columns=[layer.outputs])[0]
+
+
+def _weight(weight: Tensor, offset: float) -> Any:
+    return (weight.float() + offset).numpy()
+
+
+def _rms_norm(x: Symbol, weight: Tensor, eps: float, offset: float = 0.0) -> Symbol:
+    def make(graph: Graph, names: Sequence[str]) -> Sequence[str]:
+        return graph.add(
+            "SimplifiedLayerNormalization", [*names, graph.constant(_weight(weight, offset))], axis=-1, epsilon=eps
+        )
+
+    return x.then(make, columns=[x.columns])[0]
+
+
+def _add_rms_norm(x: Symbol, residual: Symbol, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Symbol, Symbol]:
+    def make(graph: Graph, names: Sequence[str]) -> Sequence[str]:
+        normed, total = graph.name(), graph.name()
+        inputs = [*names, graph.constant(_weight(weight, offset))]
+        graph.place("SkipSimplifiedLayerNormalization", inputs, [normed, "", "", total], CONTRIB, epsilon=eps)
+        return normed, total
+
+    normed, total = x.then(make, residual, columns=[x.columns, x.columns])
+    return normed, total
+
+
+def _silu(x: Symbol, inplace: bool = False) -> Symbol:  # noqa: ARG001
+    return x.simple("QuickGelu", domain=CONTRIB, alpha=1.0)
+
+
+def _gelu(x: Symbol, approximate: str = "none") -> Symbol:
+    return x.simple("Gelu", approximate=approximate)
+
+
+def _attend(attention: SelfAttention, qkv: Symbol, batch: Batch) -> Symbol:  # noqa: ARG001
+    spec = attention.core.spec
+    target = Symbol(qkv.pieces, spec.heads * spec.head_dim)
+    qkv.pieces[-1].end = Attending(attention, qkv, target)
+    qkv.pieces.append(Piece())
+    return target
+
+
+OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
+    GGUFMethod.apply: _linear,
+    rms_norm: _rms_norm,
+    add_rms_norm: _add_rms_norm,
+    F.silu: _silu,
+    F.gelu: _gelu,
+    attend_heads: _attend,
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A compiled piece, and the attention behind it."""
+
+    session: Session
+    read: tuple[Symbol, ...]
+    made: tuple[Symbol, ...]
+    end: Attending | None
+    dead: tuple[Symbol, ...]  # nobody reads them any more
+
+
+def compile_body(body: Callable[[Any, Any], Any], columns: int) -> "Pieces | None":
+    try:
+        return Pieces(body, columns)
+    except Untraceable as reason:
+        logger.info("the model runs layer by layer: %s cannot be compiled", reason)
+        return None
+
+
+class Pieces:
+    def __init__(self, body: Callable[[Any, Any], Any], columns: int) -> None:
+        """`body` is a decoder's way from embedded tokens [T, columns] to its last hidden states."""
+        pieces = [Piece()]
+        self._first = Symbol(pieces, columns)
+        self._last: Symbol = body(self._first, None)
+        wanted = [{*piece.read} | ({piece.end.source} if piece.end else set()) for piece in pieces] + [{self._last}]
+        self._stages = []
+        for i, piece in enumerate(pieces):
+            later = set().union(*wanted[i + 1 :])
+            made = [symbol for step in piece.steps for symbol in step.outputs]
+            kept = [symbol for symbol in made if symbol in later or (piece.end and symbol is piece.end.source)]
+            session = _compile(piece, kept)
+            dead = [symbol for symbol in (*piece.read, *kept) if symbol not in later]
+            self._stages.append(Stage(session, tuple(piece.read), tuple(kept), piece.end, tuple(dead)))
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [T, columns] -> hidden states; they are overwritten by the next call."""
+        values = {self._first: x}
+        for stage in self._stages:
+            results = stage.session.run(*[values[symbol] for symbol in stage.read])
+            values.update(zip(stage.made, results, strict=True))
+            if stage.end is not None:
+                values[stage.end.target] = attend_heads(stage.end.attention, values[stage.end.source], batch)
+            for symbol in stage.dead:
+                del values[symbol]
+        return values[self._last]
+
+
+def _compile(piece: Piece, outputs: Sequence[Symbol]) -> Session:
+    graph = Graph()
+    names = {symbol: graph.name() for symbol in piece.read}
+    inputs = [(names[symbol], symbol.columns) for symbol in piece.read]
+    for step in piece.steps:
+        names.update(zip(step.outputs, step.emit(graph, [names[symbol] for symbol in step.inputs]), strict=True))
+    return Session(graph, inputs, [(names[symbol], symbol.columns) for symbol in outputs], hold=not (forgets(4) and forgets(8)))

@@ -1,0 +1,183 @@
+"""Small ONNX graphs, written by hand and run by ONNX Runtime on torch's memory. Knows operators, not layers.
+
+A graph's tensors are float32 matrices with a row per token. Small constants travel inside the model; large matrices are lent
+while the session is made, for the runtime repacks what it multiplies by.
+"""
+
+import importlib
+import itertools
+import struct
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+CONTRIB = "com.microsoft"
+OPSET, CONTRIB_OPSET, IR_VERSION = 21, 1, 10
+# numbers of the element types in ONNX's tensors
+FLOAT = 1
+_ELEMENTS = {np.dtype(np.float32): FLOAT, np.dtype(np.uint8): 2, np.dtype(np.int64): 7}
+MOST_THREADS = 16  # of one session; they sleep between runs
+KEPT_ELEMENTS = 1 << 16  # inputs and outputs of at most as many numbers are kept for the next run
+
+Array = npt.NDArray[Any]
+
+
+@cache
+def available() -> bool:
+    try:
+        importlib.import_module("onnxruntime")
+    except ImportError:
+        return False
+    return True
+
+
+class Session:
+    """A compiled graph. A run's outputs are overwritten by the next run with as many rows."""
+
+    def __init__(
+        self, graph: "Graph", inputs: Sequence[tuple[str, int]], outputs: Sequence[tuple[str, int]], hold: bool = True
+    ) -> None:
+        """inputs and outputs: names, and columns. `hold`: what was lent may be read again, and is kept."""
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = min(torch.get_num_threads(), MOST_THREADS)
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        options.enable_cpu_mem_arena = options.enable_mem_pattern = False
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in graph.lent.values()]
+        options.add_external_initializers(list(graph.lent), values)
+        model = graph.encode(inputs, outputs)
+        self._session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        self._held = values if hold else None
+        self._inputs, self._outputs = tuple(inputs), tuple(outputs)
+        self._latest: tuple[int, Any, list[Tensor], list[Tensor]] | None = None
+
+    def run(self, *inputs: Tensor) -> list[Tensor]:
+        """Each [T, columns] float32 and contiguous."""
+        rows = len(inputs[0])
+        if self._latest is not None and self._latest[0] == rows:
+            _, binding, bound, results = self._latest
+            for target, tensor in zip(bound, inputs, strict=True):
+                target.copy_(tensor)
+            self._session._sess.run_with_iobinding(binding, None)
+            return results
+        taken = [tensor.contiguous() for tensor in inputs]
+        results = [torch.empty(rows, columns) for _, columns in self._outputs]
+        small = sum(tensor.numel() for tensor in (*taken, *results)) <= KEPT_ELEMENTS
+        if small:
+            taken = [tensor.clone() for tensor in taken]
+        binding = self._bind(taken, results)
+        self._latest = (rows, binding, taken, results) if small else None
+        self._session._sess.run_with_iobinding(binding, None)
+        return results
+
+    def _bind(self, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
+        binding = self._session.io_binding()._iobinding
+        for (name, _), tensor in zip(self._inputs, inputs, strict=True):
+            binding.bind_input(name, _cpu(), np.float32, tuple(tensor.shape), tensor.data_ptr())
+        for (name, _), tensor in zip(self._outputs, outputs, strict=True):
+            binding.bind_output(name, _cpu(), np.float32, tuple(tensor.shape), tensor.data_ptr())
+        return binding
+
+
+@cache
+def _cpu() -> Any:
+    from onnxruntime.capi._pybind_state import OrtDevice
+
+    return OrtDevice(OrtDevice.cpu(), OrtDevice.default_memory(), 0)
+
+
+class Graph:
+    def __init__(self) -> None:
+        self.lent: dict[str, Array] = {}
+        self._constants: list[bytes] = []
+        self._nodes: list[bytes] = []
+        self._names = (f"t{number}" for number in itertools.count())
+
+    def name(self) -> str:
+        return next(self._names)
+
+    def constant(self, values: Array) -> str:
+        name = self.name()
+        self._constants.append(_bytes(5, _tensor(name, values) + _bytes(9, values.tobytes())))
+        return name
+
+    def lend(self, matrix: Array) -> str:
+        name = self.name()
+        self.lent[name] = matrix
+        return name
+
+    def add(self, operator: str, inputs: Sequence[str], outputs: int = 1, domain: str = "", **attributes: Any) -> list[str]:
+        """One node; the names of its outputs."""
+        names = [self.name() for _ in range(outputs)]
+        self.place(operator, inputs, names, domain, **attributes)
+        return names
+
+    def place(self, operator: str, inputs: Sequence[str], outputs: Sequence[str], domain: str = "", **attributes: Any) -> None:
+        """One node whose outputs have the names given; "" = that output is not wanted."""
+        body = [_text(1, name) for name in inputs] + [_text(2, name) for name in outputs]
+        body += [_text(4, operator), *(_bytes(5, _attribute(*item)) for item in attributes.items()), _text(7, domain)]
+        self._nodes.append(_bytes(1, b"".join(body)))
+
+    def encode(self, inputs: Sequence[tuple[str, int]], outputs: Sequence[tuple[str, int]]) -> bytes:
+        """The graph as an ONNX file's bytes; what is lent stands elsewhere."""
+        parts = [*self._nodes, _text(2, "graph"), *self._constants]
+        parts += [_bytes(5, _tensor(name, array) + _elsewhere(array)) for name, array in self.lent.items()]
+        parts += [_bytes(11, _matrix(*item)) for item in inputs] + [_bytes(12, _matrix(*item)) for item in outputs]
+        versions = [_bytes(8, _text(1, domain) + _number(2, at)) for domain, at in (("", OPSET), (CONTRIB, CONTRIB_OPSET))]
+        return b"".join([_number(1, IR_VERSION), _bytes(7, b"".join(parts)), *versions])
+
+
+# ONNX files are protocol buffers: a message is a row of fields, each a number and a value. The numbers are those of onnx.proto.
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    value &= (1 << 64) - 1
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def _number(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(value)
+
+
+def _bytes(field: int, value: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(value)) + value
+
+
+def _text(field: int, value: str) -> bytes:
+    return _bytes(field, value.encode())
+
+
+def _attribute(name: str, value: float | int | str) -> bytes:
+    if isinstance(value, float):
+        return _text(1, name) + _varint(2 << 3 | 5) + struct.pack("<f", value) + _number(20, 1)
+    if isinstance(value, str):
+        return _text(1, name) + _text(4, value) + _number(20, 3)
+    return _text(1, name) + _number(3, value) + _number(20, 2)
+
+
+def _tensor(name: str, array: Array) -> bytes:
+    return b"".join(_number(1, size) for size in array.shape) + _number(2, _ELEMENTS[array.dtype]) + _text(8, name)
+
+
+def _elsewhere(array: Array) -> bytes:
+    """Where a tensor's values are, in the form of a file; the session is given them by name."""
+    place = {"location": "lent", "offset": "0", "length": str(array.nbytes)}
+    return b"".join(_bytes(13, _text(1, key) + _text(2, value)) for key, value in place.items()) + _number(14, 1)
+
+
+def _matrix(name: str, columns: int) -> bytes:
+    """A graph's input or output: any number of rows."""
+    shape = _bytes(1, _text(2, "rows")) + _bytes(1, _number(1, columns))
+    return _text(1, name) + _bytes(2, _bytes(1, _number(1, FLOAT) + _bytes(2, shape)))

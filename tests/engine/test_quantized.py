@@ -1,0 +1,55 @@
+"""Weights that stay in GGUF's blocks, through the whole engine: as good as unfolded ones, and the same in every company."""
+
+import math
+
+import pytest
+
+from quire import LLM, SamplingParams
+
+pytest.importorskip("onnxruntime")
+pytestmark = pytest.mark.model
+
+TEXT = (
+    "The miller had three sons, and when he grew old he called them to the table beside the stove. To the eldest he gave "
+    "the mill, because the eldest had carried sacks since he was a boy and knew the moods of the stream. To the second he "
+    "gave the donkey and the cart, and a map of the villages on which every good customer was marked with a small red "
+    "cross. The youngest waited. His father looked out of the window for a while, where the wheel was turning slowly in the"
+    " evening light, and said that there was nothing left in the house but the cat, and that a cat which catches mice is "
+    "worth more than a field which grows stones. The boy thanked him, took the cat under his arm and went down to the river"
+    " to think. Water is patient, he thought; it moves the heaviest wheel in the country by leaning on it a little all day "
+    "long. In the morning he borrowed his brother's cart, loaded it with empty sacks, and drove to the market in the town, "
+    "where nobody knew that they were empty."
+)
+
+
+def perplexity(llm: LLM) -> float:
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    [output] = llm.generate([TEXT], params, use_tqdm=False)
+    chosen = [next(iter(entry.values())).logprob for entry in output.prompt_logprobs if entry]
+    assert len(chosen) > 180
+    return math.exp(-sum(chosen) / len(chosen))
+
+
+@pytest.fixture(scope="module")
+def engines() -> dict[str, LLM]:
+    shared = {"device": "cpu", "max_model_len": 512, "kv_cache_memory_bytes": 64 << 20, "enable_prefix_caching": False}
+    return {dtype: LLM("smollm2", dtype=dtype, **shared) for dtype in ("auto", "float32")}
+
+
+def test_the_capital_of_france(engines):
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    [output] = engines["auto"].generate(["The capital of France is"], params, use_tqdm=False)
+    assert output.outputs[0].text.startswith(" Paris")
+
+
+def test_perplexity_within_one_percent_of_the_unfolded_weights(engines):
+    kept, unfolded = perplexity(engines["auto"]), perplexity(engines["float32"])
+    assert kept == pytest.approx(unfolded, rel=0.01)
+
+
+def test_company_does_not_change_the_tokens(engines):
+    prompts = ["The river was", "Once upon a time there was a king who", "2 + 2 =", "A list of colours: red,"]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    together = [output.outputs[0].token_ids for output in engines["auto"].generate(prompts, params, use_tqdm=False)]
+    alone = [engines["auto"].generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
+    assert together == alone
