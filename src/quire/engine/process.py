@@ -22,6 +22,7 @@ from typing import Any
 
 import zmq
 
+from quire.config.cores import wait_politely
 from quire.engine import ipc
 from quire.engine.core import EngineCore
 from quire.engine.timeline import Stopwatch
@@ -154,7 +155,7 @@ class Engine:
 
 
 def start(command: ipc.Start, watch: Stopwatch) -> tuple[EngineCore, ipc.Ready]:
-    from quire.engine.assemble import import_torch, resolve_here, start_core
+    from quire.engine.assemble import resolve_here, start_core
 
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("quire").setLevel(command.log_level)
@@ -187,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         watch = Stopwatch.of_engine("python")
         if ipc.AHEAD in options:
             with contextlib.suppress(ImportError):  # told by whoever really needs it
-                import_torch()
+                wait_politely()
                 importlib.import_module("quire.runner.step")
             watch.lap("imports")
         return _serve(link, pulse, Journal(directory), watch)
