@@ -27,9 +27,7 @@ class KVBuffers:
         self._layers = layers
         self._dtype = dtype
         self._device = device
-        alike = len({(layer.kv_heads, layer.head_dim) for layer in layers}) == 1
-        filled = layout.page_bytes == layout.page_size * layers[0].bytes_per_token(dtype.itemsize)
-        self._lines = 2 * layers[0].kv_heads if device.type == "cpu" and alike and filled else 1
+        self._lines = count_lines(layout, layers, dtype) if device.type == "cpu" else 1
         self.raw = [_zeros(pages + 1, layout.page_bytes, device) for _ in range(layout.buffers)]  # each [pages + 1, page_bytes]
 
     def views(self) -> list[tuple[int, Tensor, int]]:
@@ -56,6 +54,13 @@ class KVBuffers:
             return typed.view(2, layer.kv_heads, len(raw), size, layer.head_dim).permute(2, 0, 1, 3, 4)
         elements = 2 * layer.kv_heads * size * layer.head_dim
         return typed[:, :elements].view(len(raw), 2, layer.kv_heads, size, layer.head_dim)
+
+
+def count_lines(layout: CacheLayout, layers: Sequence[LayerCache], dtype: torch.dtype) -> int:
+    """Of a buffer that is kept line by line; 1 = it has to be kept page by page."""
+    alike = len({(layer.kv_heads, layer.head_dim) for layer in layers}) == 1
+    filled = layout.page_bytes == layout.page_size * layers[0].bytes_per_token(dtype.itemsize)
+    return 2 * layers[0].kv_heads if alike and filled else 1
 
 
 def _zeros(pages: int, page_bytes: int, device: torch.device) -> Tensor:
