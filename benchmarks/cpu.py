@@ -183,10 +183,8 @@ def installed(engine: str, options: argparse.Namespace) -> bool:
 def report(found: dict[tuple[int, str], list[tuple[float, float]]], workers: list[Worker]) -> None:
     print("| requests | engine | prefill tok/s | decode tok/s |\n|---|---|---|---|")
     for (requests, engine), rates in found.items():
-        print(
-            f"| {requests} | {engine} | {statistics.median(r[0] for r in rates):.0f} "
-            f"| {statistics.median(r[1] for r in rates):.0f} |"
-        )
+        prefill, decode = (statistics.median(rate[at] for rate in rates) for at in (0, 1))
+        print(f"| {requests} | {engine} | {prefill:.0f} | {decode:.0f} |")
     print("\nratios, median of the rounds (and each round)")
     for (requests, engine), rates in found.items():
         theirs = found.get((requests, TARGETS.get(engine, "")))
