@@ -223,7 +223,7 @@ class Sequences:
         self.tables = [shuffled.roll(group).view(count, per_row).int().to(device) for group in range(len(self.windows))]
         for attention, window in zip(model.attentions, windows, strict=True):
             spec = attention.spec
-            dtype = next(model.parameters()).dtype
+            dtype = next(weight.dtype for weight in model.parameters() if weight.is_floating_point())
             kv = torch.full((pages, 2, spec.kv_heads, page_size, spec.head_dim), float("nan"), dtype=dtype, device=device)
             attention.bind(kv, self.windows.index(window))
         self.lengths = [0] * count

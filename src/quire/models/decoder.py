@@ -59,9 +59,9 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """-> hidden states [T, H] of every token."""
         x = self.embed(batch)
-        return self.run_layers(x, batch) if self.pieces is None else self.pieces(x, batch)
+        return self.run_blocks(x, batch) if self.pieces is None else self.pieces(x, batch)
 
-    def run_layers(self, x: Tensor, batch: Batch) -> Tensor:
+    def run_blocks(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H]: the embedded tokens."""
         residual = None
         for block in self.layers:

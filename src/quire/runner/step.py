@@ -101,7 +101,7 @@ class Runner:
             keep_blocks=self._keep_blocks,
         )  # fmt: skip
         if any(isinstance(module, Linear) and isinstance(module.method, GGUFMethod) for module in model.modules()):
-            model.pieces = compile_body(model.run_layers, self._facts.hidden_size)
+            model.pieces = compile_body(model.run_blocks, self._facts.hidden_size)
             give_back_memory()
         self._model = model
 

@@ -1,0 +1,58 @@
+"""A quantized decoder compiled in pieces against the same decoder layer by layer."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from gguf_files import LLAMA, llama_tensors, tiny_llama
+from oracle import Sequences
+from quire.config.facts import read_facts
+from quire.files.resolve import resolve_model
+from quire.load.load import load_weights
+from quire.models.registry import build_model
+
+pytest.importorskip("onnxruntime")
+from quire.models.pieces import Pieces, compile_body
+
+IDS = [3, 17, 42, 8, 30, 11, 25]
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory):
+    """A tiny llama whose matrices are Q4_1, Q8_0 and, in one merged matrix, both."""
+    tensors = {}
+    for name, values in llama_tensors(LLAMA).items():
+        kind = gguf.GGMLQuantizationType.Q8_0 if "attn_v" in name or "embd" in name else gguf.GGMLQuantizationType.Q4_1
+        if values.ndim == 2:
+            tensors[name] = (gguf.quants.quantize(values.astype(np.float32), kind), kind)
+        else:
+            tensors[name] = values
+    path = tiny_llama(tmp_path_factory.mktemp("blocks") / "tiny.gguf", tensors=tensors)
+    return read_facts(resolve_model(str(path)), {})
+
+
+def loaded(facts, keep_blocks):
+    model = build_model(facts)
+    load_weights(model, facts, device="cpu", dtype="float32", keep_blocks=keep_blocks)
+    return model
+
+
+def test_pieces_are_the_layers_in_fewer_calls(facts):
+    by_layer, compiled = loaded(facts, True), loaded(facts, True)
+    compiled.pieces = Pieces(compiled.run_blocks, facts.hidden_size)
+    assert len(compiled.pieces._stages) == len(facts.layers) + 1
+    expected = Sequences(by_layer, 1, len(IDS)).step([(0, IDS)])[0]
+    found = Sequences(compiled, 1, len(IDS)).step([(0, IDS)])[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_near_the_unfolded_model(facts):
+    expected = Sequences(loaded(facts, False), 1, len(IDS)).step([(0, IDS)])[0]
+    found = Sequences(loaded(facts, True), 1, len(IDS)).step([(0, IDS)])[0]
+    assert (found - expected).norm() < 0.05 * expected.norm()  # each product is off by about 0.6 %
+
+
+def test_a_model_of_plain_matrices_is_left_alone(facts):
+    model = loaded(facts, False)
+    assert compile_body(model.run_blocks, facts.hidden_size) is None
