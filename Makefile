@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: serve test check clean
 
 serve: $(VENV)/.installed
-	$(BIN)/quire serve smollm2 --sample "What is the capital of France?"
+	$(BIN)/quire serve smollm2 --sample "What is the capital of France? Answer in one word."
 
 test: check
 	$(BIN)/python -m pytest
@@ -21,7 +21,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(BIN)/python pyproject.toml
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[serve]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[serve,cpu]'
 	touch $@
 
 $(VENV)/.installed-dev: $(BIN)/python pyproject.toml

@@ -18,7 +18,7 @@ LOCAL = (
     "--kv-cache-memory-bytes",
     "128m",
 )
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
 
 
 @pytest.fixture(scope="module")
