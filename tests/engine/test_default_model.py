@@ -18,7 +18,9 @@ def test_the_capital_of_france(smollm2):
     params = SamplingParams(temperature=0.0, max_tokens=8)
     completion = smollm2.generate("The capital of France is", params, use_tqdm=False)[0]
     assert completion.outputs[0].text.startswith(" Paris")
-    answer = smollm2.chat([{"role": "user", "content": "What is the capital of France? Answer in one word."}], params, use_tqdm=False)[0]
+    answer = smollm2.chat(
+        [{"role": "user", "content": "What is the capital of France? Answer in one word."}], params, use_tqdm=False
+    )[0]
     assert "Paris" in answer.outputs[0].text
     assert answer.outputs[0].finish_reason == "stop"
 

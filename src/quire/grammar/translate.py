@@ -16,6 +16,8 @@ from quire.types.structured import StructuredOutputsParams, read_object
 # one space or so, or a line break with an indentation: a model cannot go on with blanks for ever
 WHITESPACE = r"[ ]{0,2}|\r?\n[ \t]{0,40}"
 
+# beside these, others have a say about the same object
+_JOINT = ("allOf", "anyOf", "oneOf", "$ref", "if", "then", "else", "not", "dependentSchemas", "unevaluatedProperties")
 # where a JSON schema holds other schemas: alone, in a list, by name
 _ALONE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else", "propertyNames")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -43,11 +45,21 @@ def to_source(params: StructuredOutputsParams) -> str:
         raise GrammarError(str(error)) from None
 
 
+def _says_all(node: Schema, place: Place) -> bool:
+    """Does this schema alone name the keys of its objects?"""
+    joint, steps = False, iter(place)
+    for step in steps:
+        joint = step in _JOINT
+        if step in _LISTS or step in _NAMED:
+            next(steps, None)  # a number, or a name
+    return "properties" in node and not joint and not any(word in node for word in _JOINT)
+
+
 def prepare_schema(schema: Schema, params: StructuredOutputsParams | None = None) -> Schema:
     """As the library takes it. Raises GrammarError for alternatives of a oneOf that may hold at the same time."""
 
     def change(node: Schema, place: Place) -> Schema:
-        if params is not None and params.disable_additional_properties and "properties" in node:
+        if params is not None and params.disable_additional_properties and _says_all(node, place):
             node.setdefault("additionalProperties", False)
         if "oneOf" in node:
             node = _as_any_of(node, schema, place)

@@ -160,7 +160,10 @@ def _set_up(server: Server, job: Job, rendered: Rendered, reading: Reading) -> N
     if form is not None and special_marks(form, server.formats.specials)[0]:
         params.skip_special_tokens = False  # the markers must be seen; the reading takes the rest out
     if use.forced:
-        params.structured_outputs = StructuredOutputsParams(json=use.answer_schema(), disable_any_whitespace=True)
+        # arguments that no parameter names are of no use to anybody, and small models never stop inventing them
+        params.structured_outputs = StructuredOutputsParams(
+            json=use.answer_schema(), disable_any_whitespace=True, disable_additional_properties=True
+        )
     end_id = server.formats.end_id if rendered.inside else None
     if params.structured_outputs is not None:
         if end_id is not None:
