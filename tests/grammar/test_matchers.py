@@ -179,3 +179,15 @@ def test_additional_properties_can_be_ruled_out():
     made = prepare_schema(given, params)
     assert made["additionalProperties"] is made["properties"]["a"]["items"]["additionalProperties"] is False
     assert made["properties"]["c"]["additionalProperties"] is True and "additionalProperties" not in given
+
+
+def test_keys_that_several_schemas_name_together_stay_open():
+    one, two = {"properties": {"a": {}}}, {"properties": {"b": {}}}
+    given = {
+        "type": "object",
+        "properties": {"allOf": {"properties": {"c": {}}}, "joined": {"allOf": [one, two]}, "both": {**one, "anyOf": [two]}},
+    }
+    made = prepare_schema(given, StructuredOutputsParams(json=given, disable_additional_properties=True))
+    inner = made["properties"]
+    assert made["additionalProperties"] is False and inner["allOf"]["additionalProperties"] is False
+    assert inner["joined"]["allOf"] == [one, two] and inner["both"] == {**one, "anyOf": [two]}
