@@ -25,6 +25,7 @@ EXPECTED = {
     "kernel_loads": ("counter", (), 0),
     "graph_captures": ("counter", (), 0),
     "graph_replays": ("counter", (), 0),
+    "graph_misses": ("counter", (), 0),
     "prompt_tokens": ("counter", (), 0),
     "generation_tokens": ("counter", (), 0),
     "prompt_tokens_by_source": ("counter", ("source",), 0),
@@ -128,11 +129,11 @@ def test_the_engines_numbers() -> None:
 def test_the_devices_counters() -> None:
     metrics = make()
     metrics.on_step(Stats(1, 0, 10, 4, 0, 0, 0, DeviceCounts(compilations=9, loads=3, captures=1, replays=4)), 7, 0.0)
-    metrics.on_step(Stats(1, 0, 10, 4, 0, 0, 0, DeviceCounts(compilations=9, loads=4, captures=1, replays=9)), 7, 0.0)
+    metrics.on_step(Stats(1, 0, 10, 4, 0, 0, 0, DeviceCounts(compilations=9, loads=4, captures=1, replays=9, misses=2)), 7, 0.0)
     metrics.on_step(Stats(1, 0, 10, 4, 0, 0, 0, DeviceCounts(loads=12, replays=1)), 7, 0.0)  # the engine was restarted
     seen = values(metrics)
     assert (seen["kernel_compilations_total"], seen["kernel_loads_total"]) == (9, 16)
-    assert (seen["graph_captures_total"], seen["graph_replays_total"]) == (1, 10)
+    assert (seen["graph_captures_total"], seen["graph_replays_total"], seen["graph_misses_total"]) == (1, 10, 2)
 
 
 def test_requests() -> None:

@@ -81,6 +81,7 @@ class Metrics:
             board.add(Counter("kernel_loads", "Kernel variants taken from the disk cache")),
             board.add(Counter("graph_captures", "CUDA graphs recorded")),
             board.add(Counter("graph_replays", "Steps that replayed a CUDA graph")),
+            board.add(Counter("graph_misses", "Steps of one-token rows that found no CUDA graph")),
         )
         self.prompt_tokens = board.add(Counter("prompt_tokens", "Prompt tokens taken in"))
         self.generation_tokens = board.add(Counter("generation_tokens", "Tokens generated"))
@@ -195,6 +196,7 @@ def _counted(stats: Stats) -> tuple[int, ...]:
     device = stats.device
     return (
         stats.queries, stats.hits, stats.preemptions, device.compilations, device.loads, device.captures, device.replays,
+        device.misses,
     )  # fmt: skip
 
 

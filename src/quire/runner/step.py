@@ -92,6 +92,7 @@ class Runner:
             loads=0 if kernels is None else kernels.loads,
             captures=0 if graphs is None else graphs.captures,
             replays=0 if graphs is None else graphs.replays,
+            misses=0 if graphs is None else graphs.eager,
         )
 
     def load(self) -> None:

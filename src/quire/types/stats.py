@@ -15,6 +15,7 @@ class DeviceCounts(msgspec.Struct, frozen=True, array_like=True):
     loads: int = 0  # kernel variants taken from the disk cache
     captures: int = 0  # CUDA graphs recorded
     replays: int = 0  # steps that were one
+    misses: int = 0  # steps that could have been one and ran without
 
 
 NO_COUNTS = DeviceCounts()
