@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.files.gguf import GGML_TYPES, GGUFTensor, read_gguf_shards
 from quire.load.gguf_names import Name, hf_names
+from quire.load.source import map_file
 from quire.ops.blocks import dequantize
 from quire.types.errors import ModelError
 
@@ -75,7 +76,7 @@ class GGUFSource:
     def read(self, names: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
         """In file order. A few tensors are unfolded ahead, so that memory stays low and cores stay busy."""
         pieces = sorted((self.pieces[name] for name in names), key=lambda piece: (piece.path, piece.offset))
-        files = {path: _map(path) for path in {piece.path for piece in pieces}}
+        files = {path: map_file(path) for path in {piece.path for piece in pieces}}
         ahead: deque[tuple[str, Future[Tensor]]] = deque()
         with ThreadPoolExecutor(WORKERS, "unfold") as pool:
             for piece in pieces:
@@ -100,9 +101,3 @@ def _piece(path: Path, tensor: GGUFTensor, name: Name) -> Piece:
         return Piece(name, path, tensor.type, tensor.offset, tensor.nbytes, tensor.shape)
     nbytes = tensor.nbytes // tensor.shape[0]
     return Piece(name, path, tensor.type, tensor.offset + name.expert * nbytes, nbytes, tensor.shape[1:])
-
-
-def _map(path: Path) -> mmap.mmap:
-    """Copy-on-write, because torch wants memory it could write to; nothing is ever written."""
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.files.safetensors import TensorInfo, read_header
+from quire.load.source import map_file
 from quire.types.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
@@ -64,24 +65,13 @@ class SafetensorsSource:
             for name, info in here:
                 if info.dtype not in DTYPES:
                     raise ModelError(f"{path}: tensor {name!r} is stored as {info.dtype}, which cannot be read")
-            data, let_go = _map(path), 0
+            data, let_go = map_file(path), 0
             for name, info in sorted(here, key=lambda entry: entry[1].offset):
                 if info.offset - let_go > BEHIND:
                     behind = (info.offset - let_go) // mmap.PAGESIZE * mmap.PAGESIZE
                     data.madvise(mmap.MADV_DONTNEED, let_go, behind)
                     let_go += behind
                 yield name, _view(data, info)
-
-
-def _map(path: Path) -> mmap.mmap:
-    """Copy-on-write, because torch wants memory it could write to; nothing is ever written."""
-    try:
-        with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error
-    data.madvise(mmap.MADV_WILLNEED)
-    return data
 
 
 def _view(data: mmap.mmap, info: TensorInfo) -> Tensor:

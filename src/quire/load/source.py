@@ -1,9 +1,13 @@
-"""What every source of weights offers."""
+"""What every source of weights offers, and how files are mapped."""
 
+import mmap
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
+
+from quire.types.errors import ModelError
 
 
 class Source(Protocol):
@@ -17,3 +21,14 @@ class Source(Protocol):
     def read(self, names: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
         """Those tensors, one at a time, in whatever order is fastest; on any device, of any dtype."""
         ...
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """Copy-on-write, because torch wants memory it could write to; nothing is ever written."""
+    try:
+        with path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error
+    data.madvise(mmap.MADV_WILLNEED)
+    return data
