@@ -62,8 +62,9 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--load-format", default="auto", help="dummy: random weights")
     args = parser.parse_args()
-    llm = LLM(args.model, max_model_len=2048)
+    llm = LLM(args.model, max_model_len=2048, load_format=args.load_format)
     for batch in args.batches:
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in GRAMMARS}
         for turn in range(args.rounds + 1):

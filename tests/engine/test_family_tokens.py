@@ -3,6 +3,8 @@
 A repetition penalty keeps the tiny random models from saying one token for ever.
 """
 
+import copy
+
 import pytest
 import torch
 
@@ -84,6 +86,32 @@ def test_batched(family, prompts, expected, how):
 def test_on_cuda(family, prompts, expected, how):
     llm = engine(family, device="cuda", **ENGINES[how])
     assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_as_close_as_transformers_own(family, prompts, dtype):
+    """Log-probabilities of prompts and drawn tokens: hardly further from float32 than transformers in the same type."""
+    llm = engine(family, device="cuda", dtype=dtype)
+    greedy = SamplingParams(temperature=0.0, prompt_logprobs=0, logprobs=0, max_tokens=8, ignore_eos=True)
+    half = copy.deepcopy(family.reference).to("cuda", getattr(torch, dtype))
+    ours, theirs = [], []
+    for prompt, output in zip(prompts, llm.generate(prompts, greedy, use_tqdm=False), strict=True):
+        drawn = output.outputs[0]
+        ids = prompt + list(drawn.token_ids)
+        reported = [step[token].logprob for step, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+        reported += [step[token].logprob for step, token in zip(drawn.logprobs, drawn.token_ids, strict=True)]
+        exact, rounded = (chosen_logprobs(model, ids) for model in (family.reference, half))
+        ours.append(torch.tensor(reported) - exact)
+        theirs.append(rounded - exact)
+    error, allowed = (torch.cat(found).abs().mean().item() for found in (ours, theirs))
+    assert error < 2 * allowed + 1e-3
+
+
+def chosen_logprobs(model, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids], device=model.device)).logits[0, :-1].float().cpu()
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
 def test_alone_and_again_from_the_prefix_cache(family, prompts, expected):

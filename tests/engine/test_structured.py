@@ -74,6 +74,22 @@ def test_neither_overlap_nor_logprobs_nor_company_change_the_tokens(llm, ahead, 
     assert small.llm_engine.core.stats.preemptions, "this was meant to run out of pages"
 
 
+@pytest.mark.gpu
+def test_recorded_steps_give_the_same_tokens(llm, tiny_model):
+    """On a GPU, with graphs and a step ahead: the tokens of the CPU, constrained or free, alone and beside others."""
+    recorded = open_model(tiny_model, device="cuda", dtype="float32", async_scheduling=True)
+    params = [constrained(seed=i, json=PERSON) for i in range(6)] + [constrained(seed=i, regex=PHONE) for i in range(6)]
+    params += [SamplingParams(max_tokens=50, seed=i, ignore_eos=True) for i in range(6)]
+    params += [constrained(seed=i, json=PERSON, logprobs=1, temperature=0.7, top_k=50) for i in range(3)]
+    prompts = [TEXT[i % 2] for i in range(len(params))]
+    expected = [answer.token_ids for answer in generate(llm, prompts, params)]
+    assert [answer.token_ids for answer in generate(recorded, prompts, params)] == expected
+    assert [generate(recorded, prompts[i], params[i])[0].token_ids for i in (0, 7, 13, 19)] == [
+        expected[i] for i in (0, 7, 13, 19)
+    ]
+    assert recorded.llm_engine.core.executor._runner.graphs.replays > 20
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 def test_tokens_without_a_choice_cost_no_step(llm, ahead, depth):
     engine = (llm, ahead)[depth]
