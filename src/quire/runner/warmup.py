@@ -63,7 +63,8 @@ def warm_up_parts(model: Decoder, slots: Slots, sampler: Sampler, vocabulary: in
 
     The slots must be free. A part that cannot be run like this is left to the steps.
     """
-    jobs = [*_layers(model, slots, longest), *_draws(slots, sampler, vocabulary)]
+    first, *others = _layers(model, slots, longest)
+    jobs = [first, _draws(slots, sampler, vocabulary), *others]
     with ThreadPoolExecutor(THREADS, "quire-warm-up") as pool:
         for group in (jobs[:1], jobs[1:]):  # the compiler itself gets ready, once
             for future in [pool.submit(job) for job in group]:
@@ -115,22 +116,22 @@ def _batch(tenants: Sequence[Tenant], slots: Slots) -> Batch:
     return batch
 
 
-def _draws(slots: Slots, sampler: Sampler, vocabulary: int) -> Iterator[Callable[[], None]]:
-    """The tenants are not retired."""
+def _draws(slots: Slots, sampler: Sampler, vocabulary: int) -> Callable[[], None]:
+    """All kinds of draws one after the other, for they have kernels in common. The tenants are not retired."""
     plan = make_step([Tenant(1, 1, params) for params in KINDS[: len(slots.tokens)]])
     slots.admit(plan.admitted)
     for admission in plan.admitted:
         sampler.admit(admission.slot, admission)
     sampler.refresh()
     _, rows = build_batch(plan, slots)
-    for row in range(len(plan.slot)):
-        logits = torch.zeros(1, vocabulary, device=slots.device)
-        yield partial(_sample, sampler, logits, rows.take(np.array([row])))
+    single = [rows.take(np.array([row])) for row in range(len(plan.slot))]
+    return partial(_sample, sampler, torch.zeros(1, vocabulary, device=slots.device), single)
 
 
 @torch.inference_mode()
-def _sample(sampler: Sampler, logits: Tensor, rows: Rows) -> None:
-    sampler.sample(logits, rows)
+def _sample(sampler: Sampler, logits: Tensor, each: Sequence[Rows]) -> None:
+    for rows in each:
+        sampler.sample(logits, rows)
 
 
 @torch.inference_mode()
