@@ -63,8 +63,8 @@ def warm_up_parts(model: Decoder, slots: Slots, sampler: Sampler, vocabulary: in
 
     The slots must be free. A part that cannot be run like this is left to the steps.
     """
-    first, *others = _layers(model, slots, longest)
-    jobs = [first, _draws(slots, sampler, vocabulary), *others]
+    layers = list(_layers(model, slots, longest))
+    jobs = [*layers[:1], _draws(slots, sampler, vocabulary), *layers[1:]]
     with ThreadPoolExecutor(THREADS, "quire-warm-up") as pool:
         for group in (jobs[:1], jobs[1:]):  # the compiler itself gets ready, once
             for future in [pool.submit(job) for job in group]:
