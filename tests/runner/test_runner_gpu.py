@@ -49,6 +49,7 @@ def test_the_sampler_draws_the_same(levels):
         sampler = Sampler(len(tenants), 4000, device, "raw_logprobs")
         for tenant in tenants:
             sampler.admit(tenant.slot, tenant)
+        sampler.refresh()
         moved = {name: getattr(rows, name).to(device) for name in ("slot", "end", "prompt", "tokens")}
         drawn.append(sampler.sample(logits.to(device, copy=True), dataclasses.replace(rows, **moved)))
     assert drawn[1].ids.tolist() == drawn[0].ids.tolist()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from quire.ops.sample import DrawColumns, DrawScratch
 
 TILE = 4096  # tokens that _pick looks at together
-WARPS = 16  # no histogram is taken of fewer values than there are threads: copies would be counted
+WARPS = 16
 
 GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
 FIRST_FACTOR: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -334,6 +334,6 @@ def draw(
         scratch.members, scratch.unedited if fault is None else fault, tokens, scratch.out,
         logits.stride(0), tokens.stride(0), scratch.out.stride(0),
         **shape, BROKEN=BROKEN, NOTHING_ALLOWED=NOTHING_ALLOWED,
-        CHUNKS_BLOCK=triton.next_power_of_2(chunks), GROUPS_BLOCK=max(triton.next_power_of_2(groups), 32 * WARPS),
+        CHUNKS_BLOCK=triton.next_power_of_2(chunks), GROUPS_BLOCK=max(triton.next_power_of_2(groups), TILE // GROUP),
         TILE=TILE, num_warps=WARPS,
     )  # fmt: skip
