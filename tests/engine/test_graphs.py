@@ -102,7 +102,8 @@ def test_larger_graphs_are_borrowed(directory, monkeypatch):
     expected = play(open_model(directory, **args, enforce_eager=True, async_scheduling=False), requests)
     monkeypatch.setattr("quire.runner.graphs.WANTED", 10**9)
     monkeypatch.setattr(
-        "quire.runner.graphs.worth_having", lambda _: [Bucket(2, Room(64, 0)), Bucket(8, Room(128, 0)), Bucket(16, Room(64, 0))]
+        "quire.runner.graphs.worth_having",
+        lambda *_: [Bucket(2, Room(64, 0)), Bucket(8, Room(128, 0)), Bucket(16, Room(64, 0))],
     )
     llm = open_model(directory, **args)
     core = llm.llm_engine.core

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from quire.engine import ipc
-from quire.engine.process import IDLE_WAIT, Engine
+from quire.engine.process import IDLE_WAIT, LULL, Engine
 
 
 class Core:
@@ -48,7 +48,7 @@ def test_idle_time_is_used_until_nothing_is_left_to_prepare():
     pulse = SimpleNamespace(busy_since=0.0)
     link.engine = Engine(core, link, pulse)
     link.engine.run()
-    # two chores and the answer that there is none; a real wait, in which work comes; then again
-    assert link.waits == [0, 0, 0, IDLE_WAIT, IDLE_WAIT, 0, 0, IDLE_WAIT]
+    # a lull, two chores and the answer that there is none; a real wait, in which work comes; then again
+    assert link.waits == [LULL, 0, 0, IDLE_WAIT, IDLE_WAIT, LULL, 0, IDLE_WAIT]
     assert core.steps == 1
     assert pulse.busy_since == 0.0

@@ -12,7 +12,7 @@ from quire.ops.kernels import rows as kernels
 
 PAGE_SIZE, SLOTS, LENGTH, GROUPS = 4, 6, 39, 2
 SLOT, END = [4, 0, 5, -1, -1], [39, 1, 9, 1, 1]
-ONE_EACH, RAGGED = [0, 1, 2, 3, 4, 5], [0, 13, 14, 16, 17, 18]
+ONE_EACH, RAGGED = [0, 1, 2, 3, 4, 5], [0, 13, 14, 16, 19, 19]
 
 
 def blank(starts, device) -> RowInputs:
@@ -49,9 +49,9 @@ def test_the_reference():
 
 def test_the_reference_with_several_tokens_in_a_row():
     out = filled(reference_fill_rows, RAGGED, "cpu")
-    assert out["positions"].tolist() == [*range(26, 39), 0, 7, 8, 0, 0]
-    assert out["ids"].tolist() == [*range(186, 199), 0, 207, 208, 0, 0]
-    assert out["write"][1, 13:].tolist() == [640, 211 * 4 + 3, 212 * 4, 0, 0]
+    assert out["positions"].tolist() == [*range(26, 39), 0, 7, 8, 0, 0, 0]
+    assert out["ids"].tolist() == [*range(186, 199), 0, 207, 208, 0, 0, 0]
+    assert out["write"][1, 13:].tolist() == [640, 211 * 4 + 3, 212 * 4, 0, 0, 0]
     assert out["write"][0, :4].tolist() == [146 * 4 + 2, 146 * 4 + 3, 147 * 4, 147 * 4 + 1]
 
 

@@ -234,12 +234,36 @@ def test_a_plan_with_room_to_spare_gives_the_same(small_splits, device, name, pr
     batch = sharing(batch, 4)
     expected = backend.TritonAttention().run(spec, query, kv, batch, 0, sinks)
     fixed, lengths = backend.TritonAttention().fixed(spec, torch.float32), batch.kv_lengths.cpu().numpy()
-    cut, need = fixed.cut(lengths, spec.window, batch.groups[0].alike)
+    cut, need = fixed.cut(np.ones_like(lengths), lengths, spec.window, batch.groups[0].alike)
     assert need.splits < 30 and (need.shared > 0) == (bool(prefixes) and spec.window is None)
     room = Room(30, 5 if need.shared else 0)
     numbers = torch.from_numpy(fixed.numbers(cut, len(rows), room)).to(device)
     fixed.attach(batch, 0, numbers, len(rows), room)
     assert torch.equal(backend.TritonAttention().run(spec, query, kv, batch, 0, sinks), expected)
+
+
+@pytest.mark.parametrize("name", ["shared heads, odd head", "window", "sinks and window", "sinks"])
+def test_a_ragged_plan_with_room_to_spare_gives_the_same(small_splits, device, name):
+    """Rows of one and of several tokens, a row that takes the tokens that are left, and an empty one."""
+    spec, rows = SPECS[name], [(1, 70), (40, 45), (1, 3), (7, 90), (33, 33)]
+    batch, query, kv, sinks = inputs(spec, rows, 4, torch.float32, device)
+    expected = backend.TritonAttention().run(spec, query, kv, batch, 0, sinks)
+    counts, lengths = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+    fixed, room = backend.TritonAttention().fixed(spec, torch.float32), Room(30, 0, 40)
+    cut, need = fixed.cut(counts, lengths, spec.window, batch.groups[0].alike)
+    assert need.splits < 30 and 3 <= need.tiles < 40
+    left, size = 14, len(rows) + 2
+    starts = torch.tensor([*batch.row_starts.tolist(), len(query) + left, len(query) + left], dtype=torch.int32, device=device)
+    view = batch.groups[0]
+    ragged = dataclasses.replace(
+        batch, row_starts=starts, kv_lengths=torch.cat([batch.kv_lengths, torch.ones_like(batch.kv_lengths[:2])]), rows=(),
+        groups=(dataclasses.replace(view, tables=torch.cat([view.tables, torch.zeros_like(view.tables[:2])])),), plans={},
+    )  # fmt: skip
+    numbers = torch.from_numpy(fixed.numbers(cut, size, room)).to(device)
+    fixed.attach(ragged, 0, numbers, size, room)
+    longer = torch.cat([query, query[:left]])
+    out = backend.TritonAttention().run(spec, longer, kv, ragged, 0, sinks)
+    assert torch.equal(out[: len(query)], expected) and not out[len(query) :].any()
 
 
 def test_plans_in_memory_that_stays_have_an_end(small_splits, monkeypatch):

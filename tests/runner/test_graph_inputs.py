@@ -7,18 +7,19 @@ from runner_support import ints
 from quire.attn.alike import Alike, nothing_alike
 from quire.attn.backend import Room
 from quire.attn.cuts import SPLIT
-from quire.attn.triton import FixedSplits
+from quire.attn.triton import FixedCuts
 from quire.runner.buckets import (
     MOST_ROOM,
     MOST_ROWS,
     Bucket,
+    prompt_bucket,
     room_bucket,
     row_bucket,
     substitute,
     usual_room,
     worth_having,
 )
-from quire.runner.graphs import allowance, fixed_plans, pack
+from quire.runner.graphs import allowance, fixed_plans, pack, row_starts
 
 
 @pytest.mark.parametrize(
@@ -54,8 +55,8 @@ def test_a_somewhat_larger_graph_can_be_borrowed():
 
 @pytest.mark.parametrize("max_seqs", [1, 6, 256, 512])
 def test_what_is_recorded_in_idle_time_serves_usual_traffic(max_seqs):
-    buckets = worth_having(max_seqs)
-    assert buckets[0].rows == 1 and len(buckets) == len(set(buckets)) <= 45
+    buckets = worth_having(max_seqs, 2048)
+    assert buckets[0].rows == 1 and len(buckets) == len(set(buckets)) <= 100
     for rows in range(1, max_seqs + 1):
         own = Bucket(row_bucket(rows, max_seqs), usual_room(row_bucket(rows, max_seqs), 4))
         assert own in buckets
@@ -67,8 +68,8 @@ def test_the_allowance_grows_with_the_logits():
 
 
 def numbers_of(lengths, window, bucket, find=nothing_alike):
-    fixed = FixedSplits(8)
-    cut, need = fixed.cut(ints(*lengths), window, find)
+    fixed = FixedCuts(8, 16)
+    cut, need = fixed.cut(ints(*[1] * len(lengths)), ints(*lengths), window, find)
     numbers = fixed.numbers(cut, bucket.rows, bucket.room)
     assert len(numbers) == fixed.size(bucket.rows, bucket.room)
     return numbers, need
@@ -121,13 +122,13 @@ class Layer:
 
 @pytest.mark.parametrize("recordable", [True, False])
 def test_a_model_may_refuse(recordable):
-    fixed = FixedSplits(8)
+    fixed = FixedCuts(8, 16)
     model = type("Model", (), {"attentions": [Layer(1, fixed, 4), Layer(0, fixed, None)], "recordable": recordable})
     assert fixed_plans(model, 2) == ([(fixed, None), (fixed, 4)] if recordable else None)
 
 
 def test_a_backend_may_refuse():
-    model = type("Model", (), {"attentions": [Layer(0, FixedSplits(8), None), Layer(0, None, None)], "recordable": True})
+    model = type("Model", (), {"attentions": [Layer(0, FixedCuts(8, 16), None), Layer(0, None, None)], "recordable": True})
     assert fixed_plans(model, 1) is None
 
 
@@ -140,3 +141,44 @@ def test_numbers_of_no_rows_at_all():
     pack([np.empty(0, np.int32)] * 4, bucket, [plan], numbers)
     assert numbers[:16].view(np.int64).reshape(4, 2).tolist() == [[-1, -1], [1, 1], [0, 0], [-1, -1]]
     assert plan[:16].reshape(4, 4).tolist() == [[0, 0, -1, 1], [1, 0, -1, 1], *[[-1] * 4] * 2]
+
+
+@pytest.mark.parametrize("max_seqs", [1, 6, 256])
+def test_steps_with_prompts_find_a_graph_after_idle_time(max_seqs):
+    buckets = worth_having(max_seqs, 2048)
+    for rows in {1, min(3, max_seqs), min(50, max_seqs)}:
+        for tokens in (rows + 1, 100, 512, 540, 1000, 1024):
+            need = Room(3 * (rows - 1) - 1, 0, 20)
+            own = prompt_bucket(need, rows, max(tokens, rows + 1), max_seqs)
+            assert own in buckets and own.rows > rows and own.tokens >= tokens
+
+
+def test_steps_with_prompts_are_coarse():
+    assert prompt_bucket(Room(100, 0, 40), 3, 500, 256) == Bucket(4, Room(256, 0, 64), 512)
+    assert prompt_bucket(Room(0, 3, 1), 5, 17, 256) == Bucket(16, Room(64, 64, 32), 32)
+    assert prompt_bucket(Room(0, 0, 1), 5, 1025, 256) is None
+    assert prompt_bucket(Room(0, 0, 1), 256, 500, 512) is None
+    assert prompt_bucket(Room(MOST_ROOM.splits, 0, 1), 3, 500, 256) is None
+
+
+def test_graphs_of_prompts_are_borrowed_by_prompts_alone():
+    own, need = Bucket(4, Room(64, 0, 32), 512), Room(10, 0, 20)
+    larger, enough = Bucket(16, Room(256, 0, 32), 640), Bucket(16, Room(64, 0, 32), 576)
+    assert substitute(own, need, [Bucket(4, Room(64, 0)), Bucket(4, Room(64, 0, 32), 1024), larger, enough]) == enough
+    assert substitute(own, need, [Bucket(4, Room(64, 0, 16), 512), Bucket(64, Room(64, 0, 32), 512)]) is None
+    assert substitute(Bucket(4, Room(64, 0)), Room(0, 0), [own]) is None
+
+
+def test_numbers_of_a_ragged_step():
+    """A row of one token and a prompt: the tokens that are left belong to the row behind them, and nobody attends for it."""
+    bucket = Bucket(4, Room(4, 0, 8), 64)
+    fixed = FixedCuts(8, 16)
+    cut, need = fixed.cut(ints(1, 40), ints(SPLIT + 5, 50), None, nothing_alike)
+    assert need == Room(2, 0, 3)
+    numbers = fixed.numbers(cut, bucket.rows, bucket.room)
+    nothing = [-1] * 4
+    assert numbers[:16].reshape(4, 4).tolist() == [[0, 0, 0, SPLIT + 5], [0, 1, 1, SPLIT + 5], nothing, nothing]
+    assert numbers[16:28].reshape(4, 3).tolist() == [[0, 0, 2], *[nothing[:3]] * 3]
+    assert numbers[28:].reshape(8, 3).tolist() == [[1, 32, 0], [1, 16, 0], [1, 0, 0], *[nothing[:3]] * 5]
+    assert row_starts(ints(1, 40), bucket).tolist() == [0, 1, 41, 64, 64, 64, 64, 64]
+    assert row_starts(ints(), bucket).tolist() == [0, 64, 64, 64, 64, 64, 64, 64]

@@ -12,7 +12,7 @@ from quire.config.facts import ModelFacts
 from quire.engine.executor.local import LocalExecutor
 from quire.files.resolve import ModelFiles
 from quire.runner.step import Runner
-from quire.runner.warmup import kinds_of_layers, warm_up_layers, warm_up_steps
+from quire.runner.warmup import kinds_of_layers, warm_up_parts, warm_up_steps
 from quire.types.cache import CacheGroup, CacheLayout, LayerCache
 from quire.types.errors import ConfigError, EngineError
 
@@ -278,7 +278,8 @@ def test_every_layer_and_step_of_the_warm_up_can_be_run(caplog):
     runner = make_runner()
     runner.allocate(0, LENGTH)
     with caplog.at_level(logging.DEBUG):
-        warm_up_layers(runner._model, runner._tenants[0], LENGTH)
+        slots, _, sampler = runner._tenants
+        warm_up_parts(runner._model, slots, sampler, runner._facts.vocab_size, LENGTH)
     assert not caplog.records
     attentions, norms, others = kinds_of_layers(runner._model)
     assert (len(attentions), len(norms), len(others)) == (2, 1, 1)

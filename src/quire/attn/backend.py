@@ -37,13 +37,14 @@ class Room:
 
     splits: int
     shared: int
+    tiles: int = 0  # of rows of several tokens
 
 
 class FixedPlans(Protocol):
-    """Plans for rows of one token, as numbers in memory that stays: only the numbers change from step to step."""
+    """Plans as numbers in memory that stays: only the numbers change from step to step."""
 
-    def cut(self, lengths: Ints, window: int | None, find: FindAlike) -> tuple[Any, Room] | None:
-        """The work of rows with these key lengths [R], and how much it is; None = it is more than any plan can take."""
+    def cut(self, counts: Ints, lengths: Ints, window: int | None, find: FindAlike) -> tuple[Any, Room] | None:
+        """The work of rows with so many tokens and keys [R], and how much it is; None = it is more than any plan can take."""
         ...
 
     def size(self, rows: int, room: Room) -> int:
@@ -51,7 +52,8 @@ class FixedPlans(Protocol):
         ...
 
     def numbers(self, cut: Any, rows: int, room: Room) -> Ints:
-        """[size(rows, room)] what was cut, and one split for each row beyond those that were: its key length is 1."""
+        """[size(rows, room)] what was cut. Without room for tiles, all rows have one token, and there is one split for each row
+        beyond those that were cut: its key length is 1."""
         ...
 
     def attach(self, batch: Batch, group: int, numbers: Tensor, rows: int, room: Room) -> None:

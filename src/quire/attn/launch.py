@@ -47,7 +47,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Plan:
-    tiles: Tensor  # [tiles, 3] int32: row, first token within the row, 0
+    tiles: Tensor  # [tiles, 3] int32: row or -1, first token within the row, 0
     copies: Tensor  # [copies, 3] int32: row, first key, place in the copy
     long_tiles: Tensor  # [long tiles, 3] int32: row, first token within the row, place of the row's first key in the copy
     splits: Tensor  # [splits, 4] int32: row or -1, split, place among the parts or -1, key length

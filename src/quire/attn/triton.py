@@ -1,9 +1,10 @@
 """Attention in Triton over page tables, for CUDA devices.
 
 `plan` cuts the batch on the host (`cuts.py`) and sends the cuts in one copy; `run` launches a few kernels (`launch.py`), whose
-grids are numbers the host knows. A plan in memory that stays (`FixedSplits`) has lists of fixed length, filled up with -1:
+grids are numbers the host knows. A plan in memory that stays (`FixedCuts`) has lists of fixed length, filled up with -1:
 
-    splits [ row 0 | row 0 | row 1 | -1 | -1 ]    merges [ row 0 | -1 ]    shared [ split 0 | -1 ]    members [ row 0 | -1 ]
+    splits [ row 0 | row 0 | row 1 | -1 | -1 ]  merges [ row 0 | -1 ]  shared [ split 0 | -1 ]  members [ row 0 | -1 ]
+    tiles  [ row 2 | row 2 | -1 ]
 
 Programs that find -1 leave at once.
 """
@@ -65,49 +66,58 @@ class TritonAttention:
             Launch(spec, plan, query, kv, out, batch, batch.groups[group].tables, sinks).run()
         return out
 
-    def fixed(self, spec: AttentionSpec, dtype: torch.dtype) -> "FixedSplits":
+    def fixed(self, spec: AttentionSpec, dtype: torch.dtype) -> "FixedCuts":
         share = spec.heads // spec.kv_heads
-        return FixedSplits(geometry(share, spec.head_dim, dtype).shared_m // share)
+        shape = geometry(share, spec.head_dim, dtype)
+        return FixedCuts(shape.shared_m // share, shape.tile_m // share)
 
 
-class FixedSplits:
-    def __init__(self, most_members: int) -> None:
-        self._most_members = most_members
+class FixedCuts:
+    """Long rows are not copied: their tiles read the pages, as all tiles do."""
 
-    def cut(self, lengths: Ints, window: int | None, find: FindAlike) -> tuple[Cuts, Room] | None:
+    def __init__(self, most_members: int, tile_tokens: int) -> None:
+        self._most_members, self._tile_tokens = most_members, tile_tokens
+
+    def cut(self, counts: Ints, lengths: Ints, window: int | None, find: FindAlike) -> tuple[tuple[Cuts, Ints], Room] | None:
         alike = find(cuts.SPLIT) if window is None else NOTHING_ALIKE
-        made = cut_rows(np.arange(len(lengths), dtype=np.int32), lengths, window, alike, self._most_members)
-        return None if made.parts > PARTS else (made, Room(len(made.splits), len(made.shared)))
+        single, several = (np.flatnonzero(mask).astype(np.int32) for mask in (counts == 1, counts > 1))
+        made = cut_rows(single, lengths[single], window, alike, self._most_members)
+        if made.parts > PARTS:
+            return None
+        tiles = cut_tiles(several, counts[several], lengths[several], self._tile_tokens, np.zeros_like(several))
+        return (made, tiles), Room(len(made.splits), len(made.shared), len(tiles))
 
     def size(self, rows: int, room: Room) -> int:
         return sum(_counts(rows, room))
 
-    def numbers(self, cut: Cuts, rows: int, room: Room) -> Ints:
+    def numbers(self, cut: tuple[Cuts, Ints], rows: int, room: Room) -> Ints:
         out = np.full(self.size(rows, room), -1, np.int32)
-        padding = np.array([(row, 0, -1, 1) for row in range(cut.rows, rows)], np.int32)  # attends to itself
+        made, tiles = cut
+        unused = () if room.tiles else range(made.rows, rows)
+        padding = np.array([(row, 0, -1, 1) for row in unused], np.int32)  # attends to itself
+        parts = ((made.splits, padding), (made.merges,), (made.shared,), (made.members,), (tiles,))
         at = 0
-        for arrays, count in zip(
-            ((cut.splits, padding), (cut.merges,), (cut.shared,), (cut.members,)), _counts(rows, room), strict=True
-        ):
+        for arrays, count in zip(parts, _counts(rows, room), strict=True):
             filled = np.concatenate([array.ravel() for array in arrays])
             out[at : at + len(filled)] = filled
             at += count
         return out
 
     def attach(self, batch: Batch, group: int, numbers: Tensor, rows: int, room: Room) -> None:
-        splits, merges, shared, members = torch.split(numbers, _counts(rows, room))
+        splits, merges, shared, members, tiles = torch.split(numbers, _counts(rows, room))
         nothing = numbers.new_empty(0, 3)
         batch.plans["triton", group] = [
             Plan(
-                tiles=nothing, copies=nothing, long_tiles=nothing, splits=splits.view(-1, 4), merges=merges.view(-1, 3),
-                shared=shared.view(-1, 3), members=members.view(-1, 2), parts=PARTS, keys=0, copied=0,
+                tiles=tiles.view(-1, 3), copies=nothing, long_tiles=nothing, splits=splits.view(-1, 4),
+                merges=merges.view(-1, 3), shared=shared.view(-1, 3), members=members.view(-1, 2),
+                parts=PARTS, keys=0, copied=0,
             )
         ]  # fmt: skip
 
 
 def _counts(rows: int, room: Room) -> list[int]:
-    """Of the numbers of splits, merges, shared splits and members."""
-    return [4 * room.splits, 3 * rows, 3 * room.shared, 2 * rows if room.shared else 0]
+    """Of the numbers of splits, merges, shared splits, members and tiles."""
+    return [4 * room.splits, 3 * rows, 3 * room.shared, 2 * rows if room.shared else 0, 3 * room.tiles]
 
 
 def cut(batch: Batch, window: int | None, alike: Alike, shape: Geometry, share: int, in_blocks: bool) -> list[Plan]:

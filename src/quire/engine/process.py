@@ -31,6 +31,7 @@ from quire.types.request import EngineRequest
 
 BEAT_EVERY = 0.25  # seconds
 IDLE_WAIT = 500  # milliseconds between looks at the stop signal
+LULL = 50  # milliseconds without work before idle time is used: who asks one thing after the other is not kept waiting
 FAREWELL = 2000  # milliseconds for the last report to leave
 CALLS = ("reset_prefix_cache",)
 
@@ -103,15 +104,15 @@ class Engine:
         self.stopping = False
 
     def run(self) -> None:
-        preparing = True  # idle time is still of use
+        preparing, patience = True, LULL  # idle time is still of use, once it has lasted so long
         while not self.stopping:
             if not self._core.has_unfinished:
                 self._pulse.busy_since = 0.0
-                if not self._link.wait(0 if preparing else IDLE_WAIT):
+                if not self._link.wait(patience if preparing else IDLE_WAIT):
                     self._pulse.busy_since = time.monotonic() if preparing else 0.0
-                    preparing = preparing and self._core.idle()
+                    preparing, patience = preparing and self._core.idle(), 0
                     continue
-            preparing = True
+            preparing, patience = True, LULL
             self._pulse.busy_since = time.monotonic()
             while not self.stopping and (command := self._link.receive()) is not None:
                 self._obey(command)

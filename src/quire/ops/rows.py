@@ -23,7 +23,7 @@ def fill_rows(
     """slot and end [R] int64, starts [R + 1] int32 of the rows among the tokens, tokens [S, L] int32, tables [G, S, P] int32:
     each row runs the last positions of its slot before `end`.
 
-    A row whose slot is -1 must have one token and the end 1: it runs token 0, alone, on the null page.
+    A row whose slot is -1 must have the end 1: each of its tokens is token 0, alone at position 0 on the null page.
     """
     if slot.is_cuda:
         from quire.ops.kernels import rows
@@ -38,7 +38,7 @@ def reference_fill_rows(
 ) -> None:
     row = torch.repeat_interleave(starts.diff())  # [T]
     real, held = slot >= 0, slot.clamp(min=0)
-    position = torch.arange(len(row), device=slot.device) + (end - starts[1:])[row]
+    position = torch.where(real[row], torch.arange(len(row), device=slot.device) + (end - starts[1:])[row], 0)
     out.ids.copy_(torch.where(real[row], tokens[held[row], position], 0))
     out.positions.copy_(position)
     out.kv_lengths.copy_(end)

@@ -1,4 +1,4 @@
-"""The sizes graphs are recorded for: how many rows, and room for how many pieces of attention work.
+"""The sizes graphs are recorded for: how many rows, how many tokens, and room for how many pieces of attention work.
 
 Few, so that traffic that wanders over rows and lengths has soon met them all; and near enough to each other that what is left
 over costs little. Pure arithmetic: nothing here knows the device.
@@ -13,15 +13,28 @@ MOST_ROWS = 512
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, *range(96, 257, 32), *range(320, MOST_ROWS + 1, 64))
 LEAST_SPLITS = 64
 SHARED_BUCKETS = (0, 64, 256, 1024, 4096)  # pieces that several rows share
-MOST_ROOM = Room(8192, SHARED_BUCKETS[-1])
+MOST_TILES = 512
+MOST_ROOM = Room(8192, SHARED_BUCKETS[-1], MOST_TILES)
 USUAL_PIECES = (4, 2, 8)  # of a row: the lengths that idle time is spent on, most usual first
 BORROWED = 2  # times as large another bucket may be, in rows and in splits; shared pieces: the next size up
+# steps with prompts: the rest of them costs little beside the prompts' tokens, so that coarse sizes do
+MOST_TOKENS = 1024  # more keep the device busy while they are launched one by one
+TOKEN_BUCKETS = (16, 32, *range(64, MOST_TOKENS + 1, 64))
+ROW_BUCKETS_BESIDE_PROMPTS = (4, 16, 64, 256)
+LEAST_TILES = 32
+BORROWED_BESIDE_PROMPTS = 4
 
 
 @dataclass(frozen=True)
 class Bucket:
     rows: int
     room: Room
+    tokens: int = 0  # in rows of any length; 0 = every row has one token
+
+    @property
+    def width(self) -> int:
+        """Tokens that are run."""
+        return self.tokens or self.rows
 
 
 def row_bucket(rows: int, max_rows: int) -> int | None:
@@ -37,30 +50,57 @@ def room_bucket(need: Room, rows: int) -> Room | None:
     return Room(max(LEAST_SPLITS, 1 << (splits - 1).bit_length()), min(size for size in SHARED_BUCKETS if size >= need.shared))
 
 
+def prompt_bucket(need: Room, rows: int, tokens: int, max_rows: int) -> Bucket | None:
+    """The least bucket with rows of any length. There is a row left, for the tokens that are left; `need` as in room_bucket."""
+    sizes = sorted({min(size, max_rows + 1) for size in ROW_BUCKETS_BESIDE_PROMPTS})
+    size = next((size for size in sizes if size > rows), None)
+    width = next((width for width in TOKEN_BUCKETS if width >= tokens), None)
+    room = None if size is None or width is None else room_bucket(need, size)
+    if size is None or width is None or room is None:
+        return None
+    splits = room.splits << (room.splits.bit_length() - LEAST_SPLITS.bit_length()) % 2  # every other size
+    tiles = max(LEAST_TILES, 1 << (need.tiles - 1).bit_length())
+    return Bucket(size, Room(min(splits, MOST_ROOM.splits), room.shared, tiles), width)
+
+
 def substitute(own: Bucket, need: Room, recorded: Collection[Bucket]) -> Bucket | None:
     """The least recorded bucket that can do the work of `own`. `need` is beyond one split for each of the step's rows: every
     row of a bucket, used or not, takes one."""
     next_shared = min((size for size in SHARED_BUCKETS if size > own.room.shared), default=own.room.shared)
+    factor = BORROWED_BESIDE_PROMPTS if own.tokens else BORROWED
     near = (
         bucket
         for bucket in recorded
-        if bucket.rows <= BORROWED * own.rows
-        and bucket.room.splits <= BORROWED * own.room.splits
+        if bucket.rows <= factor * own.rows
+        and bucket.room.splits <= factor * own.room.splits
         and bucket.room.shared <= next_shared
+        and (bucket.tokens <= own.tokens + own.tokens // 4 if own.tokens else not bucket.tokens)
     )
     able = (
         bucket
         for bucket in near
-        if own.rows <= bucket.rows and need.splits + bucket.rows <= bucket.room.splits and need.shared <= bucket.room.shared
+        if own.rows <= bucket.rows
+        and own.tokens <= bucket.tokens
+        and need.splits + bucket.rows <= bucket.room.splits
+        and need.shared <= bucket.room.shared
+        and need.tiles <= bucket.room.tiles
     )
-    return min(able, key=lambda bucket: (bucket.rows, bucket.room.splits, bucket.room.shared), default=None)
+    return min(able, key=lambda bucket: (bucket.width, bucket.rows, bucket.room.splits, bucket.room.shared), default=None)
 
 
-def worth_having(max_rows: int) -> list[Bucket]:
-    """Buckets to record before anybody wants them: powers of two first (others can borrow them), small ones first."""
+def worth_having(max_rows: int, max_tokens: int) -> list[Bucket]:
+    """Buckets to record before anybody wants them: those that others can borrow first, small ones first."""
     sizes = sorted({min(size, max_rows) for size in ROW_BUCKETS}, key=lambda size: (size & (size - 1) != 0, size))
-    likely = (Bucket(size, room) for pieces in USUAL_PIECES for size in sizes if (room := usual_room(size, pieces)))
-    return list(dict.fromkeys(likely))
+    alone = [Bucket(size, room) for pieces in USUAL_PIECES for size in sizes if (room := usual_room(size, pieces))]
+    widths = sorted((width for width in TOKEN_BUCKETS if width <= max_tokens), key=lambda width: (width % 256 > 0, width))
+    beside = [
+        bucket
+        for rows in ROW_BUCKETS_BESIDE_PROMPTS[:3]
+        for width in widths
+        if (bucket := prompt_bucket(Room((USUAL_PIECES[0] - 1) * (rows - 1), 0, 1), min(rows - 1, max_rows), width, max_rows))
+    ]
+    first = sum(size & (size - 1) == 0 for size in sizes)
+    return list(dict.fromkeys([*alone[:first], *beside, *alone[first:]]))
 
 
 def usual_room(rows: int, pieces: int) -> Room | None:

@@ -1,13 +1,16 @@
-"""CUDA graphs of the steps whose rows are all one token long: everything from slots to drawn tokens in one launch.
+"""CUDA graphs of steps with few tokens: everything from slots to drawn tokens in one launch.
 
-A graph is recorded for a bucket, so many rows with room for so much attention work, over inputs that stay where they are:
+A graph is recorded for a bucket, so many rows and tokens with room for so much attention work, over inputs that stay where
+they are:
 
-    numbers   [ slot, end, prompt, drawer of each row (int64) | attention plan of group 0 | group 1 ... ]   one copy a step
+    numbers   [ slot, end, prompt, drawer of each row (int64) | starts | attention plan of group 0 | ... ]  one copy a step
     fill      numbers, slots ─► ids, positions, key lengths, tables, places to write                        in the graph
     model     ─► logits [rows, V]                                                                           in the graph
     draw      ─► ids and faults [2, rows], tokens to their slots                                            in the graph
 
-Rows beyond the step's own run token 0 on the null page, and nobody reads what they give. Where rows ask for more than a draw
+Most steps have rows of one token each, and so have most buckets; the others are for steps with prompts, which are ragged. Rows
+beyond the step's own run token 0 on the null page, and nobody reads what they give: in ragged steps the first of them takes all
+tokens that are left, and the others are empty. Where rows ask for more than a draw
 (edits, logprobs), nobody is a drawer, and the sampler goes on from the logits.
 
 A bucket without a graph borrows that of a somewhat larger one, or runs eagerly; one that is wanted often enough is recorded
@@ -31,7 +34,18 @@ from quire.attn.backend import FixedPlans, Room
 from quire.attn.batch import Batch, GroupView
 from quire.models.decoder import Decoder
 from quire.ops.rows import RowInputs, fill_rows
-from quire.runner.buckets import MOST_ROOM, MOST_ROWS, Bucket, room_bucket, row_bucket, substitute, worth_having
+from quire.runner.buckets import (
+    MOST_ROOM,
+    MOST_ROWS,
+    MOST_TILES,
+    MOST_TOKENS,
+    Bucket,
+    prompt_bucket,
+    room_bucket,
+    row_bucket,
+    substitute,
+    worth_having,
+)  # fmt: skip
 from quire.runner.sampler.pipeline import Sampler
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
@@ -45,6 +59,7 @@ MISSED = 200  # steps that borrowed before theirs is
 ACTIVATION_BYTES = 512 << 20
 NUMBERS = 4  # int64 of each row
 NOBODY = -1
+NOTHING: Ints = np.empty(0, np.int32)
 Integers = npt.NDArray[np.integer]
 Planners = list[tuple[FixedPlans, int | None]]
 
@@ -80,9 +95,14 @@ class Recorded:
 
 
 class Graphs:
-    """`captures`, `replays` and `eager` (steps of one-token rows that no graph ran) count since the cache was allocated."""
+    """`captures`, `replays` and `eager` (steps that were small enough, and yet no graph ran them) count since the cache was
+    allocated."""
 
-    def __init__(self, model: Decoder, slots: Slots, sampler: Sampler, planners: Planners, vocabulary: int) -> None:
+    def __init__(
+        self, model: Decoder, slots: Slots, sampler: Sampler, planners: Planners, vocabulary: int, max_tokens: int
+    ) -> None:
+        """`max_tokens`: no step has more."""
+        self._max_tokens = min(max_tokens, MOST_TOKENS)
         self._model, self._slots, self._sampler, self._planners = model, slots, sampler, planners
         self._max_rows = min(len(slots.tokens), MOST_ROWS)
         self._allowance = allowance(len(slots.tokens), vocabulary)
@@ -95,7 +115,7 @@ class Graphs:
     def run(self, plan: StepPlan, plain: bool) -> Tensor | Undrawn | None:
         """`plain`: a draw is all that the rows ask for; then -> ids and faults [2, >= R] int32 of all rows of the step.
         None = this step is to be run eagerly."""
-        if (plan.count != 1).any():
+        if len(plan.slot) > self._max_rows or plan.tokens > max(self._max_rows, self._max_tokens):
             return None
         chosen = self._choose(plan)
         if chosen is None:
@@ -120,7 +140,7 @@ class Graphs:
 
     def record_next(self) -> bool:
         """Records the most useful bucket that has no graph, without any row; False = there is none, or no memory."""
-        likely = [bucket for bucket, _ in self._wanted.most_common()] + worth_having(self._max_rows)
+        likely = [bucket for bucket, _ in self._wanted.most_common()] + worth_having(self._max_rows, self._max_tokens)
         bucket = next((bucket for bucket in likely if bucket not in self._recorded), None)
         if bucket is None or self._taken >= self._allowance:
             return False
@@ -130,15 +150,13 @@ class Graphs:
 
     def _choose(self, plan: StepPlan) -> tuple[Bucket, list[Any]] | None:
         """The bucket whose graph runs this step, or is to be recorded by it, and each group's attention work."""
-        rows = row_bucket(len(plan.slot), self._max_rows)
-        cuts = None if rows is None else self._cut(plan)
-        if rows is None or cuts is None:
+        cuts = self._cut(plan)
+        if cuts is None:
             return None
         pieces, need = cuts
-        room = room_bucket(need, rows)
-        if room is None:
+        own = self._bucket(need, len(plan.slot), plan.tokens)
+        if own is None:
             return None
-        own = Bucket(rows, room)
         if own in self._recorded:
             return own, pieces
         other = substitute(own, need, self._recorded)
@@ -147,17 +165,24 @@ class Graphs:
         chosen = own if due else other
         return None if chosen is None else (chosen, pieces)
 
+    def _bucket(self, need: Room, rows: int, tokens: int) -> Bucket | None:
+        if need.tiles:
+            return prompt_bucket(need, rows, tokens, self._max_rows)
+        size = row_bucket(rows, self._max_rows)
+        room = None if size is None else room_bucket(need, size)
+        return None if size is None or room is None else Bucket(size, room)
+
     def _cut(self, plan: StepPlan) -> tuple[list[Any], Room] | None:
         """Each group's attention work, and the most of it beyond one split a row; None = it is too much for any graph."""
-        lengths = plan.end.astype(np.int32)
-        pieces, splits, shared = [], 0, 0
+        counts, lengths = plan.count.astype(np.int32), plan.end.astype(np.int32)
+        pieces, splits, shared, tiles = [], 0, 0, 0
         for group, (planner, window) in enumerate(self._planners):
-            cut = planner.cut(lengths, window, self._slots.prefixes.finder(group, plan.slot, plan.count, plan.end))
+            cut = planner.cut(counts, lengths, window, self._slots.prefixes.finder(group, plan.slot, plan.count, plan.end))
             if cut is None:
                 return None
             pieces.append(cut[0])
-            splits, shared = max(splits, cut[1].splits), max(shared, cut[1].shared)
-        return pieces, Room(splits - len(lengths), shared)
+            splits, shared, tiles = max(splits, cut[1].splits), max(shared, cut[1].shared), max(tiles, cut[1].tiles)
+        return (pieces, Room(splits - len(lengths), shared, tiles)) if tiles <= MOST_TILES else None
 
     def _record(self, bucket: Bucket) -> Tensor:
         """Runs the step for its result, then records the same launches, which runs nothing."""
@@ -186,7 +211,8 @@ class Graphs:
         slots, inputs = self._slots, self._inputs
         slot, end, _, drawer = inputs.row_numbers(bucket)
         fill_rows(slot, end, batch.row_starts, slots.tokens, slots.tables, slots.page_size, inputs.rows(bucket))
-        logits = self._model.logits(self._model(batch))
+        hidden = self._model(batch)
+        logits = self._model.logits(hidden[batch.row_starts[1:].long() - 1] if bucket.tokens else hidden)
         self._sampler.draw(logits, drawer, end, slots.tokens)
         return logits
 
@@ -207,17 +233,19 @@ class Inputs:
     def __init__(self, slots: Slots, planners: Planners, max_rows: int) -> None:
         device, groups = slots.device, len(planners)
         self._slots, self._planners = slots, planners
-        size = number_size(max_rows) + sum(planner.size(max_rows, MOST_ROOM) for planner, _ in planners)
+        most = max_rows + 1  # rows of prompts have one more, for what is left
+        size = number_size(most) + start_size(most) + sum(planner.size(most, MOST_ROOM) for planner, _ in planners)
+        tokens = max(most, MOST_TOKENS)
         width = -(-slots.tables.shape[2] // 4) * 4  # rows of tables begin at multiples of 16 bytes
         self._numbers = torch.zeros(size, dtype=torch.int32, device=device)
-        self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        self._index = torch.arange(max_rows, device=device)
+        self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self._index = torch.arange(most, device=device)
         self._rows = RowInputs(
-            ids=torch.zeros(max_rows, dtype=torch.int64, device=device),
-            positions=torch.zeros(max_rows, dtype=torch.int64, device=device),
-            kv_lengths=torch.zeros(max_rows, dtype=torch.int32, device=device),
-            tables=torch.zeros(groups, max_rows, width, dtype=torch.int32, device=device),
-            write=torch.zeros(groups, max_rows, dtype=torch.int64, device=device),
+            ids=torch.zeros(tokens, dtype=torch.int64, device=device),
+            positions=torch.zeros(tokens, dtype=torch.int64, device=device),
+            kv_lengths=torch.zeros(most, dtype=torch.int32, device=device),
+            tables=torch.zeros(groups, most, width, dtype=torch.int32, device=device),
+            write=torch.zeros(groups, tokens, dtype=torch.int64, device=device),
         )
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.pool = torch.cuda.graph_pool_handle()
@@ -225,7 +253,7 @@ class Inputs:
     def write(self, plan: StepPlan, bucket: Bucket, plain: bool, pieces: list[Any]) -> None:
         """Sends a step's numbers to the device."""
         drawer = np.where(plan.sample, plan.slot, NOBODY) if plain else np.full(len(plan.slot), NOBODY)
-        self._send((plan.slot, plan.end, self._slots.prompt_length[plan.slot], drawer), bucket, pieces)
+        self._send((plan.slot, plan.end, self._slots.prompt_length[plan.slot], drawer), plan.count, bucket, pieces)
 
     def sampler_rows(self, plan: StepPlan, bucket: Bucket) -> Rows:
         """All rows of the step that was written, as the sampler sees them."""
@@ -237,14 +265,15 @@ class Inputs:
         """A step without rows: all of the bucket's are padding."""
         pieces = []
         for planner, window in self._planners:
-            cut = planner.cut(np.empty(0, np.int32), window, nothing_alike)
+            cut = planner.cut(NOTHING, NOTHING, window, nothing_alike)
             assert cut is not None
             pieces.append(cut[0])
-        self._send([np.empty(0, np.int32)] * NUMBERS, bucket, pieces)
+        self._send([NOTHING] * NUMBERS, NOTHING, bucket, pieces)
 
-    def _send(self, numbers: Sequence[Integers], bucket: Bucket, pieces: list[Any]) -> None:
+    def _send(self, numbers: Sequence[Integers], counts: Ints, bucket: Bucket, pieces: list[Any]) -> None:
         planned = zip(self._planners, pieces, strict=True)
         plans = [planner.numbers(cut, bucket.rows, bucket.room) for (planner, _), cut in planned]
+        plans = [row_starts(counts, bucket), *plans] if bucket.tokens else plans
         size = number_size(bucket.rows) + sum(len(plan) for plan in plans)
         staged = torch.empty(size, dtype=torch.int32, pin_memory=True)  # not used again before the copy has happened
         pack(numbers, bucket, plans, staged.numpy())
@@ -256,22 +285,25 @@ class Inputs:
         return numbers[:, : bucket.rows].unbind()
 
     def rows(self, bucket: Bucket) -> RowInputs:
-        n, rows = bucket.rows, self._rows
-        return RowInputs(rows.ids[:n], rows.positions[:n], rows.kv_lengths[:n], rows.tables[:, :n], rows.write[:, :n])
+        n, t, rows = bucket.rows, bucket.width, self._rows
+        return RowInputs(rows.ids[:t], rows.positions[:t], rows.kv_lengths[:n], rows.tables[:, :n], rows.write[:, :t])
 
     def batch(self, bucket: Bucket) -> Batch:
-        """The batch of a bucket: its tensors are the persistent ones. The key lengths on the host are not those of any step."""
-        rows, n = self.rows(bucket), bucket.rows
+        """The batch of a bucket: its tensors are the persistent ones. The rows the host knows are not those of any step."""
+        rows, n, at = self.rows(bucket), bucket.rows, number_size(bucket.rows)
+        starts = self._starts[: n + 1]
+        if bucket.tokens:
+            starts = self._numbers[at : at + n + 1]
+            at += start_size(n)
         batch = Batch(
             ids=rows.ids,
             positions=rows.positions,
-            row_starts=self._starts[: n + 1],
+            row_starts=starts,
             kv_lengths=rows.kv_lengths,
-            rows=tuple((row, 1, 1) for row in range(n)),
+            rows=() if bucket.tokens else tuple((row, 1, 1) for row in range(n)),
             logit_index=self._index[:n],
             groups=tuple(GroupView(tables, write) for tables, write in zip(rows.tables, rows.write, strict=True)),
         )
-        at = number_size(n)
         for group, (planner, _) in enumerate(self._planners):
             size = planner.size(n, bucket.room)
             planner.attach(batch, group, self._numbers[at : at + size], n, bucket.room)
@@ -282,6 +314,20 @@ class Inputs:
 def number_size(rows: int) -> int:
     """In int32. Each of the numbers begins at a multiple of 16 bytes: kernels are compiled anew for pointers that do not."""
     return 2 * NUMBERS * (rows + rows % 2)
+
+
+def start_size(rows: int) -> int:
+    """In int32, up to a multiple of 16 bytes."""
+    return -(-(rows + 1) // 4) * 4
+
+
+def row_starts(counts: Ints, bucket: Bucket) -> Ints:
+    """[start_size(rows)] where each row begins among the bucket's tokens, and all end: what is left belongs to the row after
+    the step's own."""
+    out = np.full(start_size(bucket.rows), bucket.tokens, np.int32)
+    out[0] = 0
+    out[1 : len(counts) + 1] = np.cumsum(counts)
+    return out
 
 
 def pack(numbers: Sequence[Integers], bucket: Bucket, plans: list[Ints], out: Ints) -> None:

@@ -30,7 +30,7 @@ from quire.runner.sampler.pipeline import Drawn, Sampler
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.runner.transfer import Longs
-from quire.runner.warmup import LONG, warm_up_layers, warm_up_steps, watch_kernels
+from quire.runner.warmup import LONG, warm_up_parts, warm_up_steps, watch_kernels
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError, EngineError
 from quire.types.plan import StepPlan
@@ -113,7 +113,8 @@ class Runner:
         self.allocate(0, self._facts.max_position)
         assert self._tenants is not None
         longest = min(LONG, self._facts.max_position)
-        warm_up_layers(self._loaded(), self._tenants[0], longest)
+        slots, _, sampler = self._tenants
+        warm_up_parts(self._loaded(), slots, sampler, self._facts.vocab_size, longest)
         for plan in warm_up_steps(self._max_seqs, self._max_batched_tokens, longest):
             self.launch(plan)
         torch.cuda.synchronize(self._device)
@@ -140,7 +141,11 @@ class Runner:
         sampler = Sampler(self._max_seqs, self._facts.vocab_size, self._device, self._logprobs_mode)
         self._tenants = slots, kv, sampler
         planners = fixed_plans(model, len(self._layout.groups)) if self._recording else None
-        self.graphs = None if planners is None else Graphs(model, slots, sampler, planners, self._facts.vocab_size)
+        self.graphs = (
+            None
+            if planners is None
+            else Graphs(model, slots, sampler, planners, self._facts.vocab_size, self._max_batched_tokens)
+        )
 
     def close(self) -> None:
         self._model = self._tenants = self.graphs = None

@@ -1,9 +1,9 @@
 """What is run before the engine is ready, so that the first requests find their kernels compiled and loaded.
 
-First one layer of each kind by itself, all at once: kernels that were never compiled on this machine are compiled side by side.
-Then steps of the shapes that traffic has: rows of one token, few and many, with short and long contexts; prompts of several
-lengths; both together; each with the kinds of sampling there are. Everything runs on the null page, and what it computes is
-thrown away. Which kernels there are is not known here: layers and steps are run as any are.
+First one layer of each kind and each kind of draw by itself, all at once: kernels that were never compiled on this machine are
+compiled side by side. Then steps of the shapes that traffic has: rows of one token, few and many, with short and long contexts;
+prompts of several lengths; both together; each with the kinds of sampling there are. Everything runs on the null page, and what
+it computes is thrown away. Which kernels there are is not known here: layers and steps are run as any are.
 """
 
 import importlib.util
@@ -13,14 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quire.attn.batch import Batch
 from quire.layers.attention import SelfAttention
 from quire.models.decoder import Decoder
 from quire.runner.batch import build_batch
 from quire.runner.rehearsal import GREEDY, Tenant, make_step
+from quire.runner.sampler.pipeline import Sampler
+from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.types.plan import StepPlan
 from quire.types.sampling import SamplingParams
@@ -36,6 +39,7 @@ PENALIZED = SamplingParams(temperature=0.7, presence_penalty=0.5, frequency_pena
 KINDS = (GREEDY, RANDOM, FILTERED, PENALIZED)
 LONG = 1024  # tokens of a context that is worked on in several pieces
 SINGLES = (1, 4, 16, 64, 256)  # rows of one token
+ALIKE = 8  # rows of one token that begin with the same pages
 PROMPTS = (2, 16, 128, 1024)  # tokens
 MIXED = 3  # rows of one token beside a prompt
 RECORDED = 4  # times a step is repeated, so that it is recorded and replayed where steps are
@@ -51,32 +55,39 @@ def watch_kernels() -> "Variants | None":
     return VARIANTS
 
 
-# ---- layers ----------------------------------------------------------------------------------------------------------------
+# ---- parts -----------------------------------------------------------------------------------------------------------------
 
 
-def warm_up_layers(model: Decoder, slots: Slots, longest: int) -> None:
-    """Each kind of layer on a thread of its own, for a row of one token and for a prompt. The slots must be free.
+def warm_up_parts(model: Decoder, slots: Slots, sampler: Sampler, vocabulary: int, longest: int) -> None:
+    """Each kind of layer on a thread of its own, for rows of one token and for prompts, and each kind of draw.
 
-    A layer that cannot be run like this is left to the steps.
+    The slots must be free. A part that cannot be run like this is left to the steps.
     """
-    jobs = list(_jobs(model, slots, longest))
+    layers = list(_layers(model, slots, longest))
+    jobs = [*layers[:1], _draws(slots, sampler, vocabulary), *layers[1:]]
     with ThreadPoolExecutor(THREADS, "quire-warm-up") as pool:
         for group in (jobs[:1], jobs[1:]):  # the compiler itself gets ready, once
             for future in [pool.submit(job) for job in group]:
                 if (error := future.exception()) is not None:
-                    logger.debug("a layer could not be run by itself", exc_info=error)
+                    logger.debug("a part of a step could not be run by itself", exc_info=error)
+    sampler_slots = np.arange(min(len(KINDS), len(slots.tokens)), dtype=np.int32)
+    slots.retire(sampler_slots)
+    for slot in sampler_slots.tolist():
+        sampler.retire(slot)
 
 
-def _jobs(model: Decoder, slots: Slots, longest: int) -> Iterator[Callable[[], None]]:
+def _layers(model: Decoder, slots: Slots, longest: int) -> Iterator[Callable[[], None]]:
     """Norms first: their kernels are small."""
     attentions, norms, others = kinds_of_layers(model)
-    one, prompt = [Tenant(longest, 1)], [Tenant(longest, min(longest, 16))]
+    one, alike = [Tenant(longest, 1)], [Tenant(longest, 1)] * min(ALIKE, len(slots.tokens))
+    long, prompt = [Tenant(longest, longest)], [Tenant(longest, min(longest, 16))]
     for layer in norms:
         yield partial(_run, model, _batch(one, slots), lambda x, _, layer=layer: layer.add(x, None))
         yield partial(_run, model, _batch(one, slots), lambda x, _, layer=layer: layer.add(x, x))
-    for tenants in (prompt, one):
+    for tenants in (long, prompt, alike, one):  # what takes longest comes first
         for layer in attentions:
             yield partial(_run, model, _batch(tenants, slots), layer)
+    for tenants in (prompt, one):
         for layer in others:
             yield partial(_run, model, _batch(tenants, slots), lambda x, _, layer=layer: layer(x))
 
@@ -103,6 +114,24 @@ def _batch(tenants: Sequence[Tenant], slots: Slots) -> Batch:
     batch, _ = build_batch(plan, slots)
     slots.retire(plan.slot)
     return batch
+
+
+def _draws(slots: Slots, sampler: Sampler, vocabulary: int) -> Callable[[], None]:
+    """All kinds of draws one after the other, for they have kernels in common. The tenants are not retired."""
+    plan = make_step([Tenant(1, 1, params) for params in KINDS[: len(slots.tokens)]])
+    slots.admit(plan.admitted)
+    for admission in plan.admitted:
+        sampler.admit(admission.slot, admission)
+    sampler.refresh()
+    _, rows = build_batch(plan, slots)
+    single = [rows.take(np.array([row])) for row in range(len(plan.slot))]
+    return partial(_sample, sampler, torch.zeros(1, vocabulary, device=slots.device), single)
+
+
+@torch.inference_mode()
+def _sample(sampler: Sampler, logits: Tensor, each: Sequence[Rows]) -> None:
+    for rows in each:
+        sampler.sample(logits, rows)
 
 
 @torch.inference_mode()

@@ -137,7 +137,7 @@ def tiles_kernel(
     tables,  # [R, max_pages]
     row_starts,  # [R + 1]
     kv_lengths,  # [R]
-    tiles,  # [tiles, 3] row, its first token within the row, nothing
+    tiles,  # [tiles, 3] row (-1 = nothing to do), its first token within the row, nothing
     query_stride,
     out_stride,
     page_stride,
@@ -157,6 +157,8 @@ def tiles_kernel(
     kv_head = tl.program_id(0)
     tile = tiles + tl.program_id(1) * 3
     row, first = tl.load(tile), tl.load(tile + 1)
+    if row < 0:
+        return
     q, peak, total, position, lowest_query, high, token, head, stored = _tile(
         query, sinks, row_starts, kv_lengths, row, first, kv_head, query_stride, SHARE, HEAD_DIM, DIM_BLOCK, SINKS, BLOCK_M
     )

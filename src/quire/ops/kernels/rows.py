@@ -48,7 +48,7 @@ def _fill_rows(
     for begin in tl.range(0, count, BLOCK):
         lane = begin + tl.arange(0, BLOCK)
         inside = lane < count
-        position = end - count + lane
+        position = tl.where(real, end - count + lane, 0)
         own = tl.where(real, tl.load(source + position // PAGE_SIZE, mask=inside, other=0), 0).to(tl.int64)
         tl.store(write + group * write_stride + first + lane, own * PAGE_SIZE + position % PAGE_SIZE, mask=inside)
         if group == 0:
