@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attn.batch import Batch, GroupView
+from quire.attn.batch import Batch, GroupView, keep_last
 from quire.config.facts import ModelFacts, read_facts
 from quire.files.resolve import resolve_model
 from quire.load.load import load_weights
@@ -228,8 +229,8 @@ class Sequences:
             attention.bind(kv, self.windows.index(window))
         self.lengths = [0] * count
 
-    def step(self, rows: list[tuple[int, list[int]]]) -> list[Tensor]:
-        """rows of (sequence, next token ids) -> logits [n, V] of each row's every token."""
+    def step(self, rows: list[tuple[int, list[int]]], kept: list[int] | None = None) -> list[Tensor]:
+        """rows of (sequence, next token ids) -> logits [n, V] of each row's every token, or of its last kept[r] ones."""
         ids = [token for _, tokens in rows for token in tokens]
         shapes, positions, start = [], [], 0
         for sequence, tokens in rows:
@@ -251,14 +252,20 @@ class Sequences:
             row_starts=torch.tensor([0] + [first + count for first, count, _ in shapes], dtype=torch.int32, device=self.device),
             kv_lengths=torch.tensor([length for _, _, length in shapes], dtype=torch.int32, device=self.device),
             rows=tuple(shapes),
-            logit_index=torch.arange(len(ids), device=self.device),
+            logit_index=torch.arange(len(ids) if kept is None else sum(kept), device=self.device),
             groups=tuple(groups),
         )
+        counts = [len(tokens) for _, tokens in rows]
+        if kept is not None:
+            index = [first + i for (first, count, _), n in zip(shapes, kept, strict=True) for i in range(count - n, count)]
+            starts = torch.tensor([0, *np.cumsum(kept)], dtype=torch.int32, device=self.device)
+            batch = keep_last(batch, np.array(kept), starts, torch.tensor(index, device=self.device))
+            counts = kept
         with torch.inference_mode():
             hidden = self.model(batch)
             logits = self.model.logits(hidden[batch.logit_index])
         assert logits.dtype == torch.float32
-        return list(logits.split([len(tokens) for _, tokens in rows]))
+        return list(logits.split(counts))
 
 
 def in_pieces(model: Decoder, first: list[int], second: list[int]) -> tuple[Tensor, Tensor]:

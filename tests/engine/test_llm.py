@@ -88,7 +88,9 @@ def test_n_answers_share_the_prompt_and_are_the_seeds_own(llm):
 @pytest.mark.parametrize("interval", [None, 4])
 def test_streams_add_up_to_the_final_answer(llm, kind, n, interval):
     settings = {"n": n, "temperature": 1.1, "seed": 5, "max_tokens": 15, "logprobs": 1, "ignore_eos": True}
+    llm.reset_prefix_cache()
     final = generate(llm, TEXT[2], SamplingParams(**settings))[0]
+    llm.reset_prefix_cache()  # logprobs are compared to the last bit
     engine = llm.llm_engine
     engine.add_request("stream", TEXT[2], SamplingParams(**settings, output_kind=kind, stream_interval=interval))
     text, tokens, scores, steps = [""] * n, [[] for _ in range(n)], [[] for _ in range(n)], 0
@@ -147,9 +149,8 @@ def test_logprobs(llm):
     )
     for token, table in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
         assert token in table and 2 <= len(table) <= 3
-    flat = generate(llm, TEXT[0], SamplingParams(temperature=0, max_tokens=5, logprobs=3, flat_logprobs=True, ignore_eos=True))[
-        0
-    ]
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=3, prompt_logprobs=2, flat_logprobs=True, ignore_eos=True)
+    flat = generate(llm, TEXT[0], params)[0]
     assert isinstance(flat.outputs[0].logprobs, FlatLogprobs) and list(flat.outputs[0].logprobs) == choice.logprobs
 
 

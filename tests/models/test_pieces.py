@@ -45,6 +45,8 @@ def test_pieces_are_the_layers_in_fewer_calls(facts):
     expected = Sequences(by_layer, 1, len(IDS)).step([(0, IDS)])[0]
     found = Sequences(compiled, 1, len(IDS)).step([(0, IDS)])[0]
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+    few = Sequences(compiled, 1, len(IDS)).step([(0, IDS)], kept=[2])[0]
+    torch.testing.assert_close(few, expected[-2:], atol=1e-4, rtol=1e-3)
 
 
 def test_near_the_unfolded_model(facts):

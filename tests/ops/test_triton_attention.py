@@ -142,16 +142,17 @@ def test_it_is_the_first_choice_on_a_gpu():
 
 @pytest.mark.usefixtures("small_splits")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("copied", [1, 700, 1 << 18])
+@pytest.mark.parametrize(("copied", "blocks"), [(1, 2), (700, 10), (1 << 18, 10)])
 @pytest.mark.parametrize("name", ["plain", "many share", "soft cap", "sinks"])
-def test_long_rows_over_a_copy_of_their_keys(name, copied, dtype, device, monkeypatch):
-    """The rows' keys fill blocks of 128 by no means; memory is for one head, for some, and for all."""
+def test_long_rows_over_a_copy_of_their_keys(name, copied, blocks, dtype, device, monkeypatch):
+    """The rows' keys fill blocks of 128 by no means; memory is for one row, for one head, and for all."""
     monkeypatch.setattr(backend, "LONG", 5)
+    monkeypatch.setattr(backend, "DEEP", 200)
     monkeypatch.setattr(backend, "COPIED", copied)
     monkeypatch.setattr(backend, "reads_in_blocks", lambda spec, kv: True)
-    batch = compare(SPECS[name], [(9, 9), (1, 70), (37, 161), (130, 130), (3, 52), (5, 260)], 16, dtype, device)
+    batch = compare(SPECS[name], [(9, 9), (1, 270), (37, 161), (130, 130), (3, 52), (5, 260), (2, 200)], 16, dtype, device)
     (plan,) = batch.plans["triton", 0]
-    assert (len(plan.copies), plan.keys, plan.copied) == (1 + 2 + 2 + 3, 8 * 128, max(copied, 8 * 128))
+    assert (len(plan.copies), plan.keys, plan.copied) == (blocks, blocks * 128, max(copied, blocks * 128))
 
 
 @pytest.mark.gpu

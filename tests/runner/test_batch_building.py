@@ -29,8 +29,8 @@ def tenants(draw):
 
 
 @settings(max_examples=100, deadline=None)
-@given(tenants=tenants(), seed=st.integers(0, 99))
-def test_a_batch_is_what_walking_the_plan_gives(tenants, seed):
+@given(tenants=tenants(), seed=st.integers(0, 99), reporters=st.sets(st.integers(0, SLOTS - 1)))
+def test_a_batch_is_what_walking_the_plan_gives(tenants, seed, reporters):
     pages = np.random.default_rng(seed).permutation(np.arange(1, 1 + GROUPS * SLOTS * PAGES)).reshape(GROUPS, SLOTS, PAGES)
     slots = Slots(SLOTS, LENGTH, GROUPS, PAGE, CPU)
     slots.tokens.fill_(-5)  # an old tenant's tokens must never be read
@@ -40,9 +40,10 @@ def test_a_batch_is_what_walking_the_plan_gives(tenants, seed):
     step = plan(rows=rows, **entries(*written))
     slots.write_tables(step)
     slots.check(step)
-    batch, drawing = build_batch(step, slots)
+    reporting = np.flatnonzero([row[0] in reporters for row in rows])
+    batch, drawing = build_batch(step, slots, reporting)
 
-    ids, positions, places, starts, last = [], [], [[], []], [0], []
+    ids, positions, places, starts, kept, final = [], [], [[], []], [0], [], []
     for slot, tokens, _, start, count in tenants:
         for position in range(start, start + count):
             ids.append(tokens[position])
@@ -50,14 +51,25 @@ def test_a_batch_is_what_walking_the_plan_gives(tenants, seed):
             for g in range(GROUPS):
                 places[g].append(int(pages[g, slot, position // PAGE]) * PAGE + position % PAGE)
         starts.append(len(ids))
-        if start + count == len(tokens):
-            last.append(len(ids) - 1)
+        draws = start + count == len(tokens)
+        own = count if slot in reporters else int(draws)
+        final.append((len(kept), own, start + count, draws))
+        kept += range(len(ids) - own, len(ids))
     assert batch.ids.tolist() == ids
     assert batch.positions.tolist() == positions
     assert batch.row_starts.tolist() == starts
     assert batch.kv_lengths.tolist() == [row[2] for row in rows]
     assert batch.rows == tuple((first, row[1], row[2]) for first, row in zip(starts, rows, strict=False))
-    assert batch.logit_index.tolist() == last
+    if not kept:
+        kept, final = [len(ids) - 1], [*final[:-1], (0, 1, *final[-1][2:])]
+    assert batch.logit_index.tolist() == [first + own - 1 for first, own, _, draws in final if draws]
+    assert (batch.kept is None) == (len(kept) == len(ids))
+    assert kept == (list(range(len(ids))) if batch.kept is None else batch.kept.index.tolist())
+    assert batch.final.rows == tuple(row[:3] for row in final)
+    assert batch.final.row_starts.tolist() == [*(row[0] for row in final), len(kept)]
+    assert batch.final.positions.tolist() == [positions[token] for token in kept]
+    assert batch.final.ids.tolist() == [ids[token] for token in kept]
+    assert batch.final.groups[1].write.tolist() == [places[1][token] for token in kept]
     width = -(-max(row[2] for row in rows) // PAGE)
     for g, view in enumerate(batch.groups):
         assert view.write.tolist() == places[g]

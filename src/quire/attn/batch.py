@@ -1,11 +1,13 @@
 """One step's ragged batch as the device sees it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-from quire.attn.alike import FindAlike, nothing_alike
+from quire.attn.alike import Alike, FindAlike, nothing_alike
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,45 @@ class Batch:
     row_starts: Tensor  # [R + 1] int32
     kv_lengths: Tensor  # [R] int32 cached tokens of each row, those of this batch included
     rows: tuple[tuple[int, int, int], ...]  # host copy, R times: first token index, token count, kv length
-    logit_index: Tensor  # [P] int64 tokens whose hidden state feeds logits
+    logit_index: Tensor  # [P] int64 those of the final tokens that feed logits
     groups: tuple[GroupView, ...]
     plans: dict[Any, Any] = field(default_factory=dict)  # what attention backends prepared for this batch, under their own keys
+    kept: "Kept | None" = None  # None = all tokens are
+
+    @property
+    def final(self) -> "Batch":
+        """The tokens whose hidden states come out at the end."""
+        return self if self.kept is None else self.kept.batch
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The tokens that go on behind the last attention, where all have left their keys and values: the last few of each row."""
+
+    index: Tensor  # [K] int64 into the batch's tokens, rising
+    batch: Batch  # these tokens alone; its rows are the same rows, and some of them are empty
+
+
+def keep_last(batch: Batch, counts: npt.NDArray[np.int64], starts: Tensor, index: Tensor) -> Batch:
+    """`batch`, of which only the last counts[r] tokens of row r are kept.
+
+    `starts` [R + 1] int32 of the rows among the kept tokens and `index` [K] int64 of those say the same on the device.
+    """
+    first = np.cumsum(counts) - counts
+    part = replace(
+        batch,
+        ids=batch.ids[index],
+        positions=batch.positions[index],
+        row_starts=starts,
+        rows=tuple(zip(first.tolist(), counts.tolist(), (length for _, _, length in batch.rows), strict=True)),
+        groups=tuple(GroupView(view.tables, view.write[index], _among(view.alike, counts == 1)) for view in batch.groups),
+        plans={},
+    )
+    return replace(batch, kept=Kept(index, part))
+
+
+def _among(find: FindAlike, chosen: npt.NDArray[np.bool_]) -> FindAlike:
+    def find_chosen(keys: int) -> Alike:
+        return find(keys).among(chosen)
+
+    return find_chosen

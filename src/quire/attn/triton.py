@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -30,6 +31,7 @@ MOST_SHARING = 64
 PARTS = 8192  # at a time
 COPIED = 1 << 18  # keys times heads that are copied at a time
 LONG = 512  # tokens in a row whose keys are worth copying
+DEEP = 4096  # keys of a row of several tokens that are: tiles over pages are few then, and each takes long
 
 
 class TritonAttention:
@@ -154,12 +156,22 @@ NO_PROMPTS = Prompts(NOTHING, NOTHING, NOTHING, keys=0)
 
 def _cut_prompts(rows: Ints, shape: Geometry, share: int, in_blocks: bool) -> Prompts:
     count, length = rows[:, 1], rows[:, 2]
-    far = (count >= LONG) & in_blocks
+    far = _copied(count, length) if in_blocks else np.zeros(len(rows), np.bool_)
     long, several = (np.flatnonzero(mask).astype(np.int32) for mask in (far, (count > 1) & ~far))
     tiles = cut_tiles(several, count[several], length[several], shape.tile_m // share, np.zeros_like(several))
     copies, place, keys = cut_copies(long, length[long], shape.long_n)
     long_tiles = cut_tiles(long, count[long], length[long], shape.long_m // share, place)
     return Prompts(tiles, copies, long_tiles, keys)
+
+
+def _copied(count: Ints, length: Ints) -> npt.NDArray[np.bool_]:
+    """[R] whose keys are copied: rows of many tokens first, and no row more when there are COPIED keys."""
+    worthy = np.flatnonzero((count >= LONG) | ((count > 1) & (length >= DEEP)))
+    worthy = worthy[np.argsort(-count[worthy], kind="stable")]
+    before = np.cumsum(length[worthy]) - length[worthy]
+    chosen = np.zeros(len(count), np.bool_)
+    chosen[worthy[before < COPIED]] = True
+    return chosen
 
 
 def _borders(parts: Ints) -> list[int]:

@@ -52,7 +52,10 @@ class Attention(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """`fused`: the checkpoint stores q, k and v as one matrix at `<path>.qkv`. `q_norm`, `k_norm`: applied per head."""
+    """`fused`: the checkpoint stores q, k and v as one matrix at `<path>.qkv`. `q_norm`, `k_norm`: applied per head.
+
+    `last`: of its model, so that behind it only those tokens go on that the batch keeps.
+    """
 
     def __init__(
         self,
@@ -70,6 +73,7 @@ class SelfAttention(nn.Module):
         scale: float | None = None,
         soft_cap: float | None = None,
         sinks: bool = False,
+        last: bool = False,
     ) -> None:
         super().__init__()
         head_dim, kv_heads = cache.head_dim, cache.kv_heads
@@ -84,6 +88,7 @@ class SelfAttention(nn.Module):
         self.norms: HeadNorms | None = None
         self.lanes: Lanes | None = None  # of the latest step
         self.rope = rope
+        self.last = last
         self.sinks = parameter(heads) if sinks else None
         scale = head_dim**-0.5 if scale is None else scale
         self.core = Attention(AttentionSpec(heads, kv_heads, head_dim, scale, cache.window, soft_cap, sinks))
@@ -93,13 +98,18 @@ class SelfAttention(nn.Module):
             self.norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """x [T, H] -> [T, H]."""
+        """x [T, H] -> [T, H], or less if it is the last."""
         out: Tensor = self.o_proj(attend_heads(self, self.qkv(x), batch))
         return out
 
+    def passed(self, residual: Tensor, batch: Batch) -> Tensor:
+        """What goes past it [T, H] -> the part that belongs to what comes out of it."""
+        return keep(residual, batch) if self.last else residual
+
 
 def attend_heads(attention: SelfAttention, qkv: Tensor, batch: Batch) -> Tensor:
-    """qkv [T, (heads + 2 * kv_heads) * head_dim], which it may overwrite -> [T, heads * head_dim]. It can be overridden."""
+    """qkv [T, (heads + 2 * kv_heads) * head_dim], which it may overwrite -> [T, heads * head_dim], or less behind
+    the last attention. It can be overridden."""
     if has_torch_function_unary(qkv):
         return handle_torch_function(attend_heads, (qkv,), attention, qkv, batch)
     core = attention.core
@@ -112,4 +122,13 @@ def attend_heads(attention: SelfAttention, qkv: Tensor, batch: Batch) -> Tensor:
         if lanes is None or lanes.qkv is not qkv or lanes.kv is not core.kv:
             attention.lanes = lanes = Lanes(qkv, core.bound())
         query = lanes.place(write, batch.positions, rotation, attention.norms)
+    if attention.last:
+        query, batch = keep(query, batch), batch.final
     return core.attend(query, batch, attention.sinks)
+
+
+def keep(x: Tensor, batch: Batch) -> Tensor:
+    """x [T, ...] of all tokens -> of those that are kept. It can be overridden."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(keep, (x,), x, batch)
+    return x if batch.kept is None else x[batch.kept.index]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Block(nn.Module):
     """norm, attention, norm, feed-forward. The residual stream travels beside x, and each norm adds x to it."""
 
-    def __init__(self, input_layernorm: Norm, self_attn: nn.Module, post_attention_layernorm: Norm, mlp: nn.Module) -> None:
+    def __init__(self, input_layernorm: Norm, self_attn: SelfAttention, post_attention_layernorm: Norm, mlp: nn.Module) -> None:
         super().__init__()
         self.input_layernorm = input_layernorm
         self.self_attn = self_attn
@@ -31,10 +31,10 @@ class Block(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """x [T, H] is not yet in the residual stream [T, H]; neither is the x that comes back."""
+        """x [T, H] is not yet in the residual stream [T, H]; neither is the x that comes back. The last block gives less."""
         x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, batch)
-        x, residual = self.post_attention_layernorm.add(x, residual)
+        x, residual = self.post_attention_layernorm.add(x, self.self_attn.passed(residual, batch))
         return self.mlp(x), residual
 
 
@@ -57,7 +57,7 @@ class Decoder(nn.Module):
         self.attentions: list[Attention] = [module for module in self.modules() if isinstance(module, Attention)]
 
     def forward(self, batch: Batch) -> Tensor:
-        """-> hidden states [T, H] of every token."""
+        """-> hidden states [K, H] of the final tokens."""
         x = self.embed(batch)
         return self.run_blocks(x, batch) if self.pieces is None else self.pieces(x, batch)
 
@@ -85,7 +85,7 @@ class Decoder(nn.Module):
             self.make_norm(facts), self.make_attention(facts, index), self.make_norm(facts), self.make_mlp(facts, index)
         )
 
-    def make_attention(self, facts: "ModelFacts", index: int) -> nn.Module:
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
         return self.attention(facts, index)
 
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
@@ -106,7 +106,8 @@ class Decoder(nn.Module):
             options["heads"] = facts.hf["num_attention_heads"]
         if "rope" not in options:
             options["rope"] = self.rope(facts, index)
-        return SelfAttention(facts.hidden_size, cache=facts.layers[index], **options)
+        last = index == len(facts.layers) - 1
+        return SelfAttention(facts.hidden_size, cache=facts.layers[index], last=last, **options)
 
     def rope(self, facts: "ModelFacts", index: int, layer_type: str | None = None) -> Rope:
         """The rotation of layer `index`; layers of one type share one table."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch
-from quire.layers.attention import Attention
+from quire.layers.attention import Attention, keep
 from quire.load.source import Source
 from quire.models.decoder import Decoder
 from quire.models.fallback_checks import check_tokens_meet_in_attention_only, trace
@@ -115,7 +115,7 @@ class Fallback(Decoder):
         self.step.batch = batch
         out: Tensor = self.body(input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False)[0]
         self.step.batch = None
-        return out[0]
+        return keep(out[0], batch)
 
     def logits(self, hidden: Tensor) -> Tensor:
         self.given.hidden = hidden[None]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch
+from quire.layers.attention import SelfAttention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import Norm, RMSNorm
@@ -35,7 +36,7 @@ class Gemma(Decoder):
     def make_norm(self, facts: "ModelFacts", size: int | None = None) -> Norm:
         return RMSNorm(size or facts.hidden_size, facts.hf.get("rms_norm_eps", 1e-6), offset=1.0)
 
-    def make_attention(self, facts: "ModelFacts", index: int) -> nn.Module:
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
         return self.attention(facts, index, **self.differences(facts, index))
 
     def differences(self, facts: "ModelFacts", index: int) -> dict[str, Any]:  # noqa: ARG002
@@ -50,7 +51,7 @@ class Gemma(Decoder):
 class SandwichBlock(nn.Module):
     """A norm before and a norm after both attention and feed-forward."""
 
-    def __init__(self, norms: tuple[Norm, Norm, Norm, Norm], self_attn: nn.Module, mlp: nn.Module) -> None:
+    def __init__(self, norms: tuple[Norm, Norm, Norm, Norm], self_attn: SelfAttention, mlp: nn.Module) -> None:
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = norms[:2]
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norms[2:]
@@ -58,10 +59,10 @@ class SandwichBlock(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-        """x [T, H] is not yet in the residual stream [T, H]; neither is the x that comes back."""
+        """x [T, H] is not yet in the residual stream [T, H]; neither is the x that comes back. The last block gives less."""
         x, residual = self.input_layernorm.add(x, residual)
         x = self.post_attention_layernorm(self.self_attn(x, batch))
-        x, residual = self.pre_feedforward_layernorm.add(x, residual)
+        x, residual = self.pre_feedforward_layernorm.add(x, self.self_attn.passed(residual, batch))
         return self.post_feedforward_layernorm(self.mlp(x)), residual
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch
+from quire.layers.attention import SelfAttention
 from quire.layers.embedding import Embedding
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm, Norm
@@ -39,7 +40,7 @@ class GPT2(Decoder):
         x: Tensor = self.embed_tokens(batch.ids) + self.embed_positions(batch.positions)
         return x
 
-    def make_attention(self, facts: "ModelFacts", index: int) -> nn.Module:
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
         hf = facts.hf
         scale = facts.layers[index].head_dim ** -0.5 if hf.get("scale_attn_weights", True) else 1.0
         if hf.get("scale_attn_by_inverse_layer_idx"):

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from quire.layers.attention import SelfAttention
 from quire.layers.mlp import GatedMLP
 from quire.models.decoder import Decoder
 
@@ -14,18 +15,18 @@ if TYPE_CHECKING:
 class Llama(Decoder):
     """Also Mistral: its windows are a fact of each layer's cache."""
 
-    def make_attention(self, facts: "ModelFacts", index: int) -> nn.Module:
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
         bias = bool(facts.hf.get("attention_bias"))
         return self.attention(facts, index, bias=bias, out_bias=bias)
 
 
 class Qwen2(Decoder):
-    def make_attention(self, facts: "ModelFacts", index: int) -> nn.Module:
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
         return self.attention(facts, index, bias=True)
 
 
 class Qwen3(Decoder):
-    def make_attention(self, facts: "ModelFacts", index: int) -> nn.Module:
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
         bias = bool(facts.hf.get("attention_bias"))
         head_dim = facts.layers[index].head_dim
         q_norm, k_norm = self.make_norm(facts, head_dim), self.make_norm(facts, head_dim)
@@ -35,7 +36,7 @@ class Qwen3(Decoder):
 class Phi3(Decoder):
     renames = (*Decoder.renames, (r"\.qkv_proj\.", ".qkv."), (r"\.gate_up_proj\.", ".gate_up."))
 
-    def make_attention(self, facts: "ModelFacts", index: int) -> nn.Module:
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
         return self.attention(facts, index, fused=True)
 
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch
+from quire.layers.attention import SelfAttention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
 from quire.layers.mlp import MLP
@@ -22,7 +23,7 @@ class NormAfterBlock(Block):
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
         assert residual is None
-        x, _ = self.input_layernorm.add(self.self_attn(x, batch), x)
+        x, _ = self.input_layernorm.add(self.self_attn(x, batch), self.self_attn.passed(x, batch))
         x, _ = self.post_attention_layernorm.add(self.mlp(x), x)
         return x, None
 
@@ -71,7 +72,7 @@ class OPT(Decoder):
             self.make_norm(facts), self.make_attention(facts, index), self.make_norm(facts), self.make_mlp(facts, index)
         )
 
-    def make_attention(self, facts: "ModelFacts", index: int) -> nn.Module:
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
         bias = facts.hf.get("enable_bias", True)
         return self.attention(facts, index, rope=None, bias=bias, out_bias=bias)
 

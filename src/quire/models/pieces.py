@@ -1,7 +1,7 @@
 """A decoder whose matrices are whole numbers, compiled for ONNX Runtime in pieces: what is between two attentions is one call.
 
 The decoder's own forward is run once with symbols in place of tensors. What happens to them is written down, operator by
-operator; an attention ends a piece, for it goes through the cache.
+operator; an attention ends a piece, for it goes through the cache. Behind the last one, tokens may be left out.
 
     embedding | norm qkv | attention | o_proj add norm gate_up silu mul down add norm qkv | attention | ... norm
               '- piece -'             '---------------------- piece ---------------------'
@@ -12,13 +12,14 @@ A decoder that does anything else to its hidden states is `Untraceable`, and run
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire.attn.batch import Batch
-from quire.layers.attention import SelfAttention, attend_heads
+from quire.layers.attention import SelfAttention, attend_heads, keep
 from quire.layers.linear import Linear
 from quire.layers.quant.gguf import GGUFMethod
 from quire.ops.nbits import emit, forgets
@@ -44,8 +45,10 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Attending:
-    attention: SelfAttention
+class Between:
+    """What is done behind a piece."""
+
+    do: Callable[[Tensor, Batch], Tensor]
     source: "Symbol"
     target: "Symbol"
 
@@ -53,7 +56,7 @@ class Attending:
 @dataclass
 class Piece:
     steps: list[Step] = field(default_factory=list)
-    end: Attending | None = None
+    behind: list[Between] = field(default_factory=list)
 
     @property
     def read(self) -> "list[Symbol]":
@@ -142,8 +145,17 @@ def _gelu(x: Symbol, approximate: str = "none") -> Symbol:
 def _attend(attention: SelfAttention, qkv: Symbol, batch: Batch) -> Symbol:  # noqa: ARG001
     spec = attention.core.spec
     target = Symbol(qkv.pieces, spec.heads * spec.head_dim)
-    qkv.pieces[-1].end = Attending(attention, qkv, target)
+    qkv.pieces[-1].behind.append(Between(partial(attend_heads, attention), qkv, target))
     qkv.pieces.append(Piece())
+    return target
+
+
+def _keep(x: Symbol, batch: Batch) -> Symbol:  # noqa: ARG001
+    """x went past the latest attention, and is thinned out beside it."""
+    if len(x.pieces) == 1 or any(x in step.outputs for step in x.pieces[-1].steps):
+        raise Untraceable("leaving out tokens anywhere else")
+    target = Symbol(x.pieces, x.columns)
+    x.pieces[-2].behind.append(Between(keep, x, target))
     return target
 
 
@@ -154,17 +166,18 @@ OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.silu: _silu,
     F.gelu: _gelu,
     attend_heads: _attend,
+    keep: _keep,
 }
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A compiled piece, and the attention behind it."""
+    """A compiled piece, and what comes behind it."""
 
     session: Session
     read: tuple[Symbol, ...]
     made: tuple[Symbol, ...]
-    end: Attending | None
+    behind: tuple[Between, ...]
     dead: tuple[Symbol, ...]  # nobody reads them any more
 
 
@@ -182,15 +195,16 @@ class Pieces:
         pieces = [Piece()]
         self._first = Symbol(pieces, columns)
         self._last: Symbol = body(self._first, None)
-        wanted = [{*piece.read} | ({piece.end.source} if piece.end else set()) for piece in pieces] + [{self._last}]
+        sources = [{between.source for between in piece.behind} for piece in pieces]
+        wanted = [{*piece.read} | behind for piece, behind in zip(pieces, sources, strict=True)] + [{self._last}]
         self._stages = []
         for i, piece in enumerate(pieces):
             later = set().union(*wanted[i + 1 :])
             made = [symbol for step in piece.steps for symbol in step.outputs]
-            kept = [symbol for symbol in made if symbol in later or (piece.end and symbol is piece.end.source)]
+            kept = [symbol for symbol in made if symbol in later or symbol in sources[i]]
             session = _compile(piece, kept)
-            dead = [symbol for symbol in (*piece.read, *kept) if symbol not in later]
-            self._stages.append(Stage(session, tuple(piece.read), tuple(kept), piece.end, tuple(dead)))
+            dead = {*wanted[i], *kept} - later
+            self._stages.append(Stage(session, tuple(piece.read), tuple(kept), tuple(piece.behind), tuple(dead)))
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, columns] -> hidden states; they are overwritten by the next call."""
@@ -198,8 +212,8 @@ class Pieces:
         for stage in self._stages:
             results = stage.session.run(*[values[symbol] for symbol in stage.read])
             values.update(zip(stage.made, results, strict=True))
-            if stage.end is not None:
-                values[stage.end.target] = attend_heads(stage.end.attention, values[stage.end.source], batch)
+            for between in stage.behind:
+                values[between.target] = between.do(values[between.source], batch)
             for symbol in stage.dead:
                 del values[symbol]
         return values[self._last]

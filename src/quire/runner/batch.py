@@ -3,7 +3,9 @@
     rows        r0: 3 tokens at 0..2      r1: 1 token at 7       r2: 2 tokens at 4..5
     positions   [ 0  1  2 |  7 |  4  5 ]
     row_starts  [ 0          3    4       6 ]
-    logit_index             2,   3             (r2 is a chunk: it ends before its last known token)
+    kept                2    3                 (r2 is a chunk: it ends before its last known token)
+
+A row keeps its last token if it draws, all tokens if their logprobs are reported, none otherwise; but some token is kept.
 
 The token ids are read from the slots on the device, so a row can follow a draw whose value has not reached the host.
 """
@@ -11,21 +13,27 @@ The token ids are read from the slots on the device, so a row can follow a draw 
 import numpy as np
 import torch
 
-from quire.attn.batch import Batch, GroupView
+from quire.attn.batch import Batch, GroupView, keep_last
 from quire.ops.rows import RowInputs, fill_rows
+from quire.runner.sampler.logprobs import NO_ROWS
 from quire.runner.sampler.stage import Rows
-from quire.runner.slots import Slots
-from quire.runner.transfer import upload_together
+from quire.runner.slots import Slots, ragged_arange
+from quire.runner.transfer import Longs, upload_together
 from quire.types.plan import StepPlan
 
 
-def build_batch(plan: StepPlan, slots: Slots) -> tuple[Batch, Rows]:
+def build_batch(plan: StepPlan, slots: Slots, reporting: Longs = NO_ROWS) -> tuple[Batch, Rows]:
+    """`reporting` [n]: the rows whose every hidden state is wanted."""
     slot, count, end = (array.astype(np.int64) for array in (plan.slot, plan.count, plan.end))
     row_starts = np.concatenate([[0], np.cumsum(count)])
     drawing = np.flatnonzero(plan.sample)
+    kept = _count_kept(plan, count, reporting)
+    kept_starts = np.concatenate([[0], np.cumsum(kept)])
+    kept_index = ragged_arange(kept) + np.repeat(row_starts[1:] - kept, kept)
     drawing_slot, drawing_end, prompt = slot[drawing], end[drawing], slots.prompt_length[slot[drawing]]
-    starts_there, slot_there, end_there, logit_index, *rest = upload_together(
-        [row_starts, slot, end, row_starts[1:][drawing] - 1, drawing_slot, drawing_end, prompt], slots.device
+    starts_there, slot_there, end_there, kept_starts_there, kept_there, logit_index, *rest = upload_together(
+        [row_starts, slot, end, kept_starts, kept_index, kept_starts[1:][drawing] - 1, drawing_slot, drawing_end, prompt],
+        slots.device,
     )
     starts_there = starts_there.int()
     inputs = _blank(len(slot), int(row_starts[-1]), -(-int(end.max()) // slots.page_size), slots)
@@ -42,8 +50,19 @@ def build_batch(plan: StepPlan, slots: Slots) -> tuple[Batch, Rows]:
             for group, (tables, write) in enumerate(zip(inputs.tables, inputs.write, strict=True))
         ),
     )
+    if len(kept_index) < row_starts[-1]:
+        batch = keep_last(batch, kept, kept_starts_there.int(), kept_there)
     rows = Rows(drawing_slot, drawing_end, prompt, slot=rest[0], end=rest[1], prompt=rest[2], tokens=slots.tokens)
     return batch, rows
+
+
+def _count_kept(plan: StepPlan, count: Longs, reporting: Longs) -> Longs:
+    """[R] how many of its last tokens each row keeps."""
+    kept = plan.sample.astype(np.int64)
+    kept[reporting] = count[reporting]
+    if not kept.any():
+        kept[-1] = 1  # layers need not know what it is to have no token at all
+    return kept
 
 
 def _blank(rows: int, tokens: int, width: int, slots: Slots) -> RowInputs:

@@ -178,7 +178,7 @@ class Runner:
         replayed = None if self.graphs is None or len(reporting) else self.graphs.run(plan, plain)
         draw: Drawn | Callable[[Masks | None], Drawn] | None = None
         if replayed is None:
-            batch, rows = build_batch(plan, slots)
+            batch, rows = build_batch(plan, slots, reporting)
             hidden: Tensor = model(batch)
             prompts = _report_prompts(reporting, plan, batch, hidden, model, slots, sampler)
             if len(rows.slots):
@@ -235,7 +235,7 @@ def _report_prompts(
         slot, end = int(plan.slot[row]), int(plan.end[row])
         start = end - int(plan.count[row])
         stop = min(end, int(slots.prompt_length[slot]) - 1)  # the last prompt token has no successor in the prompt
-        token = batch.rows[row][0] - start  # + position = index into the batch
+        token = batch.final.rows[row][0] - start  # + position = index into the hidden states
         for first in range(start, stop, PROMPT_PIECE):
             last = min(first + PROMPT_PIECE, stop)
             targets = slots.tokens[slot, first + 1 : last + 1].long()
