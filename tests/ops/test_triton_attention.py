@@ -269,6 +269,6 @@ def test_a_ragged_plan_with_room_to_spare_gives_the_same(small_splits, device, n
 
 def test_plans_in_memory_that_stays_have_an_end(small_splits, monkeypatch):
     monkeypatch.setattr(backend, "PARTS", 10)
-    fixed = backend.TritonAttention().fixed(SPECS["plain"], torch.float32)
-    assert fixed.cut(np.array([300, 40], np.int32), None, nothing_alike) is None
-    assert fixed.cut(np.array([250, 40], np.int32), None, nothing_alike) is not None
+    fixed, ones = backend.TritonAttention().fixed(SPECS["plain"], torch.float32), np.ones(2, np.int32)
+    assert fixed.cut(ones, np.array([300, 40], np.int32), None, nothing_alike) is None
+    assert fixed.cut(ones, np.array([250, 40], np.int32), None, nothing_alike) is not None
