@@ -32,8 +32,9 @@ def test_the_least_bucket_that_takes_the_rows(rows, max_seqs, size):
 
 def test_buckets_are_few():
     assert len({row_bucket(rows, MOST_ROWS) for rows in range(1, MOST_ROWS + 1)}) <= 20
-    assert len({room_bucket(Room(need, 0), 1) for need in range(MOST_ROOM.splits)}) <= 8
+    assert len({room_bucket(Room(need, 0), 1) for need in range(MOST_ROOM.splits)}) <= 12
     assert len({room_bucket(Room(70, shared), 1) for shared in range(MOST_ROOM.shared + 1)}) == 5
+    assert room_bucket(Room(2048, 0), 32) == Room(3072, 0) and room_bucket(Room(1023, 0), 1) == Room(1024, 0)
     assert room_bucket(Room(64, 0), 1) == Room(128, 0) and room_bucket(Room(9, 65), 7) == Room(64, 256)
     assert room_bucket(Room(MOST_ROOM.splits - 1, 0), 1) == Room(MOST_ROOM.splits, 0)
     assert room_bucket(Room(MOST_ROOM.splits, 0), 1) is None and room_bucket(Room(9, MOST_ROOM.shared + 1), 1) is None

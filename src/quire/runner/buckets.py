@@ -12,6 +12,7 @@ from quire.attn.backend import Room
 MOST_ROWS = 512
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, *range(96, 257, 32), *range(320, MOST_ROWS + 1, 64))
 LEAST_SPLITS = 64
+COARSE_SPLITS = 1024  # beyond, by so many more: splits that are left over are no longer free
 SHARED_BUCKETS = (0, 64, 256, 1024, 4096)  # pieces that several rows share
 MOST_TILES = 512
 MOST_ROOM = Room(8192, SHARED_BUCKETS[-1], MOST_TILES)
@@ -47,7 +48,8 @@ def room_bucket(need: Room, rows: int) -> Room | None:
     splits = need.splits + rows
     if splits > MOST_ROOM.splits or need.shared > MOST_ROOM.shared:
         return None
-    return Room(max(LEAST_SPLITS, 1 << (splits - 1).bit_length()), min(size for size in SHARED_BUCKETS if size >= need.shared))
+    size = 1 << (splits - 1).bit_length() if splits <= COARSE_SPLITS else -(-splits // COARSE_SPLITS) * COARSE_SPLITS
+    return Room(max(LEAST_SPLITS, size), min(size for size in SHARED_BUCKETS if size >= need.shared))
 
 
 def prompt_bucket(need: Room, rows: int, tokens: int, max_rows: int) -> Bucket | None:
