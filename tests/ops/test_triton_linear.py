@@ -35,6 +35,10 @@ def matrix(outputs, inner, dtype, device):
     return weight
 
 
+def distance(got, expected):
+    return ((got.float() - expected).norm() / expected.norm()).item()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("shape", "outputs"), SHAPES)
@@ -124,13 +128,13 @@ def test_few_rows_of_short_types_are_streamed(device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 96, 160, 256])
 def test_products_of_large_matrices(rows, dtype, device):
-    """Whichever way a product goes, it is the same product."""
+    """Whichever way a product goes, it is the same product; a library may round sums of parts on the way."""
     x = numbers(rows, 4096, dtype=dtype, device=device)
     deep, wide = matrix(4096, 4096, dtype, device), matrix(28672, 4096, dtype, device)
-    close(linear(x, deep), F.linear(x.float(), deep.float()).to(dtype))
-    close(linear_float(x, deep), F.linear(x.float(), deep.float()))
-    both = F.linear(x.float(), wide.float()).to(dtype)
-    close(gated_linear(x, wide, None, "silu"), reference_gated(both, "silu"))
+    exact = F.linear(x.float(), deep.float())
+    assert distance(linear(x, deep), exact) < 8e-3
+    assert distance(linear_float(x, deep), exact) < 1e-4
+    assert distance(gated_linear(x, wide, None, "silu"), reference_gated(F.linear(x.float(), wide.float()), "silu")) < 8e-3
 
 
 @pytest.mark.gpu
