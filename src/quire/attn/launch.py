@@ -162,7 +162,6 @@ class Launch:
 
     def _splits(self, memory: Tensor) -> None:
         from quire.ops.kernels.attention import merge_kernel, shared_kernel, splits_kernel
-        from quire.ops.kernels.overlap import overlapping
 
         plan, spec, shape, starts = self.plan, self.spec, self._shape(), self.batch.row_starts
         count = plan.parts * spec.heads
@@ -183,11 +182,9 @@ class Launch:
                 self.query, self.kv, self.out, parts, weights, self._biases(), self.tables, starts, plan.splits,
                 self.query.stride(0), self.out.stride(0), *self._page_strides(), spec.scale, **options,
                 WINDOW=spec.window or 0, BLOCK_M=shape.split_m, num_warps=shape.split_warps, num_stages=shape.split_stages,
-                **overlapping(),
             )  # fmt: skip
         if len(plan.merges):
             merge_kernel[(spec.heads, len(plan.merges))](
                 parts, weights, self.out, starts, plan.merges, self.out.stride(0),
                 HEADS=spec.heads, HEAD_DIM=spec.head_dim, DIM_BLOCK=shape.dim_block, BLOCK=MERGED_AT_ONCE, num_warps=1,
-                **overlapping(),
             )  # fmt: skip

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from quire.ops.kernels.math import tanh
-from quire.ops.kernels.overlap import let_next_start, wait_for_previous
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -290,10 +289,7 @@ def splits_kernel(
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    let_next_start(EARLY)
-    wait_for_previous(EARLY)
     kv_head = tl.program_id(0)
     item = splits + tl.program_id(1) * 4
     row, split, part, length = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
@@ -412,10 +408,7 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    let_next_start(EARLY)
-    wait_for_previous(EARLY)
     head = tl.program_id(0)
     merge = merges + tl.program_id(1) * 3
     row, first, count = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2)
