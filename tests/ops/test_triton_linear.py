@@ -1,4 +1,4 @@
-"""The streamed matrix product for a few rows, against torch's own."""
+"""Matrix products of our own for one, a few and some dozens of rows, against torch's."""
 
 import pytest
 import torch
@@ -6,10 +6,23 @@ import torch.nn.functional as F
 from kernel_support import DTYPES, close, numbers
 
 from quire.ops.activation import ACTIVATIONS, reference_gated
-from quire.ops.linear import MOST_READ, gated_linear, linear, streams
+from quire.ops.linear import (
+    DEEP_ROWS,
+    FILLED,
+    GATED_ROWS,
+    MOST_READ,
+    filled,
+    gated_linear,
+    gates_rows,
+    is_deep,
+    linear,
+    linear_float,
+    streams,
+)
 
 pytest.importorskip("triton")
 from quire.ops.kernels import linear as kernels
+from quire.ops.kernels import linear_rows
 
 SHAPES = [((1, 64), 10), ((3, 40), 7), ((2, 2, 37), 5), ((1, 1100), 3), ((1, 2500), 5), ((2, 4096), 4)]
 
@@ -20,6 +33,10 @@ def matrix(outputs, inner, dtype, device):
     if weight.is_cuda:
         torch.cuda.synchronize()
     return weight
+
+
+def distance(got, expected):
+    return ((got.float() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -60,10 +77,41 @@ def test_views(device):
     close(kernels.linear(x, weight, None), F.linear(x, weight))
 
 
+def test_a_product_of_another_type(device):
+    """What was summed in float32 need not be rounded to the type of the matrix."""
+    x, weight = numbers(1, 96, dtype=torch.float16, device=device), matrix(9, 96, torch.float16, device)
+    got = kernels.linear(x, weight, None, kind=torch.float32)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, F.linear(x.float(), weight.float()), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inner"), [(16, 64, 64), (33, 70, 104), (96, 33, 40), (65, 130, 264), (128, 65, 136)]
+)
+def test_gated_rows(rows, outputs, inner, biased, dtype, device):
+    x, weight = numbers(rows, inner, dtype=dtype, device=device), matrix(2 * outputs, inner, dtype, device)
+    bias = numbers(2 * outputs, dtype=dtype, device=device, seed=2) if biased else None
+    close(linear_rows.gated_linear(x, weight, bias, "silu"), reference_gated(F.linear(x, weight, bias), "silu"))
+
+
+def test_every_number_of_gated_rows_has_a_tile():
+    assert max(tile.rows + tile.more for tile in linear_rows.TILES) == GATED_ROWS[-1]
+
+
+def test_programs_fill_the_rounds_they_take():
+    assert [filled(programs, 264) for programs in (264, 132, 528, 265)] == [1, 0.5, 1, 265 / 528]
+    worth = [programs for programs in (128, 152, 192, 224, 296, 400, 448) if filled(programs, 264) >= FILLED]
+    assert worth == [224, 400, 448]  # those that were measured to be faster than the library
+
+
 def test_a_cpu_uses_torch():
     x, weight, bias = torch.randn(2, 8), torch.randn(6, 8), torch.randn(6)
-    assert not streams(x, weight)
+    assert not streams(x, weight) and not gates_rows(x, weight) and not is_deep(x, weight)
     assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+    assert torch.equal(linear_float(x, weight, bias), F.linear(x, weight, bias))
+    assert linear_float(x.bfloat16(), weight.bfloat16()).dtype == torch.float32
     assert torch.equal(gated_linear(x, weight, bias, "silu"), reference_gated(F.linear(x, weight, bias), "silu"))
 
 
@@ -74,3 +122,26 @@ def test_few_rows_of_short_types_are_streamed(device):
     assert [streams(weight[:rows], weight) for rows in (0, 1, most, most + 1)] == [False, True, True, False]
     assert not streams(weight[:1].float(), weight.float())
     assert not streams(weight[:1], weight.t())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 96, 160, 256])
+def test_products_of_large_matrices(rows, dtype, device):
+    """Whichever way a product goes, it is the same product; a library may round sums of parts on the way."""
+    x = numbers(rows, 4096, dtype=dtype, device=device)
+    deep, wide = matrix(4096, 4096, dtype, device), matrix(28672, 4096, dtype, device)
+    exact = F.linear(x.float(), deep.float())
+    assert distance(linear(x, deep), exact) < 8e-3
+    assert distance(linear_float(x, deep), exact) < 1e-4
+    assert distance(gated_linear(x, wide, None, "silu"), reference_gated(F.linear(x.float(), wide.float()), "silu")) < 8e-3
+
+
+@pytest.mark.gpu
+def test_which_way_a_product_goes(device):
+    """On any device: float32, and what the copy engine cannot read, go to the library."""
+    deep, wide = (torch.zeros(size, 4096, device=device, dtype=torch.bfloat16) for size in (4096, 28672))
+    rows = DEEP_ROWS[-1] + 1
+    assert [is_deep(deep[:n], deep) for n in (1, DEEP_ROWS[0], rows - 1, rows)] == [False, True, True, False]
+    assert not is_deep(deep[:64], wide) and not is_deep(deep[:64].float(), deep.float())
+    assert not gates_rows(deep[:64].float(), wide.float()) and not gates_rows(deep[:64, :4], wide[:, :4].contiguous())

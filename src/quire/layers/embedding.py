@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from quire.layers.parameter import parameter
 from quire.layers.quant.gguf import look_up, row_bytes, suits
 from quire.ops.blocks import take_apart
+from quire.ops.linear import linear_float
 from quire.ops.nbits import Product, pack
 
 
@@ -94,7 +95,7 @@ class Head(nn.Module):
         else:
             weight = self.own if self.tied is None else self.tied.weight
             assert weight is not None
-            logits = F.linear(hidden, weight, self.bias).float()
+            logits = linear_float(hidden, weight, self.bias)
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.soft_cap is not None:

@@ -41,6 +41,7 @@ LONG = 1024  # tokens of a context that is worked on in several pieces
 SINGLES = (1, 4, 16, 64, 256)  # rows of one token
 ALIKE = 8  # rows of one token that begin with the same pages
 PROMPTS = (2, 16, 128, 1024)  # tokens
+DOZENS = (32, 64, 96, 128)  # tokens, one row or many, for layers that do not care which
 MIXED = 3  # rows of one token beside a prompt
 RECORDED = 4  # times a step is repeated, so that it is recorded and replayed where steps are
 THREADS = 8
@@ -90,6 +91,9 @@ def _layers(model: Decoder, slots: Slots, longest: int) -> Iterator[Callable[[],
     for tenants in (prompt, one):
         for layer in others:
             yield partial(_run, model, _batch(tenants, slots), lambda x, _, layer=layer: layer(x))
+    for tokens in sorted({min(size, longest) for size in DOZENS}):
+        for layer in others:
+            yield partial(_run, model, _batch([Tenant(tokens, tokens)], slots), lambda x, _, layer=layer: layer(x))
 
 
 def kinds_of_layers(model: Decoder) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:

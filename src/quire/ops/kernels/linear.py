@@ -9,7 +9,7 @@ makes x has ended.
 
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, dtype
 
 from quire.ops.kernels.activation import KINDS, activate
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
@@ -92,12 +92,13 @@ def _linear(
     tl.store(out + n, value.to(out.dtype.element_ty), mask=n < outputs)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "") -> Tensor:
-    """x [..., inner], weight [outputs, inner] -> [..., outputs]; with an activation: of [2 * outputs, inner], gated."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "", kind: dtype | None = None) -> Tensor:
+    """x [..., inner], weight [outputs, inner] -> [..., outputs] of x's type or `kind`; with an activation: of
+    [2 * outputs, inner], gated."""
     x = x.contiguous()
     inner = x.shape[-1]
     outputs = len(weight) // 2 if activation else len(weight)
-    out = x.new_empty(*x.shape[:-1], outputs)
+    out = x.new_empty(*x.shape[:-1], outputs, dtype=kind)
     # as many loads in flight as a long or a short row of the matrix allows, by measurement
     matrix_rows, warps = (2, 8) if inner >= 2048 else (4, 4)
     block = matrix_rows // 2 if activation else matrix_rows
