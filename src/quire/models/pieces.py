@@ -21,6 +21,7 @@ from quire.attn.batch import Batch
 from quire.layers.attention import SelfAttention, attend_heads
 from quire.layers.linear import Linear
 from quire.layers.quant.gguf import GGUFMethod
+from quire.models.track import BoundAttention, Group, Memory, Track
 from quire.ops.nbits import emit, forgets
 from quire.ops.norm import add_rms_norm, rms_norm
 from quire.ops.onnx import CONTRIB, Graph, Session
@@ -191,9 +192,14 @@ class Pieces:
             session = _compile(piece, kept)
             dead = [symbol for symbol in (*piece.read, *kept) if symbol not in later]
             self._stages.append(Stage(session, tuple(piece.read), tuple(kept), piece.end, tuple(dead)))
+        self._track: Track | None = None  # of the latest step of rows of one token
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, columns] -> hidden states; they are overwritten by the next call."""
+        if len(x) == len(batch.rows) == len(batch.logit_index):  # rows of one token, and all go on to the end
+            if self._track is None or not self._track.suits(len(x)):
+                self._track = self._lay(len(x))
+            return self._track.run(x, batch)
         values = {self._first: x}
         for stage in self._stages:
             results = stage.session.run(*[values[symbol] for symbol in stage.read])
@@ -203,6 +209,23 @@ class Pieces:
             for symbol in stage.dead:
                 del values[symbol]
         return values[self._last]
+
+    def _lay(self, rows: int) -> Track:
+        memory, groups = Memory(rows), dict[int, Group]()
+        values = {self._first: memory.take(self._first.columns)}
+        source, calls = values[self._first], []
+        for stage in self._stages:
+            values.update((symbol, memory.take(symbol.columns)) for symbol in stage.made)
+            binding = stage.session.bind([values[symbol] for symbol in stage.read], [values[symbol] for symbol in stage.made])
+            attending = None
+            if stage.end is not None:
+                values[stage.end.target] = memory.take(stage.end.target.columns)
+                between = values[stage.end.source], values[stage.end.target]
+                attending = BoundAttention(stage.end.attention, *between, groups)
+            calls.append((binding, attending))
+            for symbol in stage.dead:
+                memory.give(values.pop(symbol))
+        return Track(source, values[self._last], calls, list(groups.values()), memory)
 
 
 def _compile(piece: Piece, outputs: Sequence[Symbol]) -> Session:
