@@ -13,6 +13,7 @@ from quire.load.load import load_weights
 from quire.models.registry import build_model
 
 pytest.importorskip("onnxruntime")
+from quire.attn.lines import Form, LineAttention, agrees
 from quire.models.pieces import Pieces, compile_body
 
 IDS = [3, 17, 42, 8, 30, 11, 25]
@@ -30,6 +31,33 @@ def facts(tmp_path_factory):
             tensors[name] = values
     path = tiny_llama(tmp_path_factory.mktemp("blocks") / "tiny.gguf", tensors=tensors)
     return read_facts(resolve_model(str(path)), {})
+
+
+@pytest.fixture(scope="module")
+def wider(tmp_path_factory):
+    """The same with heads of 16 components, which the runtime can attend with."""
+    fields = {**LLAMA, "embedding_length": 64, "rope.dimension_count": 16}
+    kind = gguf.GGMLQuantizationType.Q4_1
+    tensors = {
+        name: (gguf.quants.quantize(values.astype(np.float32), kind), kind) if values.ndim == 2 else values
+        for name, values in llama_tensors(fields).items()
+    }
+    path = tiny_llama(tmp_path_factory.mktemp("wider") / "tiny.gguf", fields=fields, tensors=tensors)
+    return read_facts(resolve_model(str(path)), {})
+
+
+class Lined(Sequences):
+    """Sequences whose cache lies line by line, and whose pages follow each other unless `scattered` names the sequence."""
+
+    def __init__(self, model, count, length, scattered=()):
+        super().__init__(model, count, length)
+        per_row = self.tables[0].shape[1]
+        self.tables = [1 + torch.arange(count * per_row, dtype=torch.int32).view(count, per_row)]
+        for sequence in scattered:
+            self.tables[0][sequence] = self.tables[0][sequence].flip(0)
+        for attention in model.attentions:
+            lines = attention.kv.permute(1, 2, 0, 3, 4).contiguous()
+            attention.bind(lines.zero_().permute(2, 0, 1, 3, 4), 0)
 
 
 def loaded(facts, keep_blocks):
@@ -58,3 +86,28 @@ def test_near_the_unfolded_model(facts):
 def test_a_model_of_plain_matrices_is_left_alone(facts):
     model = loaded(facts, False)
     assert compile_body(model.run_blocks, facts.hidden_size) is None
+
+
+STEPS = [
+    [(0, IDS), (1, IDS[:3]), (2, IDS[2:])],
+    [(0, [5]), (1, [6]), (2, [7])],
+    [(2, [9]), (0, [8])],
+    [(1, [4])],
+    [(1, [3]), (0, [2, 11])],
+    [(1, [1]), (2, [12]), (0, [13])],
+]
+
+
+@pytest.mark.parametrize("scattered", [(), (1,), (0, 1, 2)])
+def test_single_tokens_are_attended_by_the_runtime(wider, scattered, monkeypatch):
+    by_layer, compiled = loaded(wider, True), loaded(wider, True)
+    compiled.pieces = Pieces(compiled.run_blocks, wider.hidden_size)
+    assert agrees(Form(4, 2, 16, 0.25, 16, None))  # and has been tried before calls are counted
+    calls = []
+    monkeypatch.setattr(LineAttention, "run", lambda self, run=LineAttention.run: calls.append(self) or run(self))
+    for _ in range(2):  # with another cache the second time
+        expected, found = Lined(by_layer, 3, 20), Lined(compiled, 3, 20, scattered)
+        for rows in STEPS:
+            for theirs, ours in zip(expected.step(rows), found.step(rows), strict=True):
+                torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+    assert len(calls) == 2 * 4 * len(wider.layers)  # four of the steps have rows of one token only

@@ -12,7 +12,6 @@ A decoder that does anything else to its hidden states is `Untraceable`, and run
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -22,6 +21,7 @@ from quire.attn.batch import Batch
 from quire.layers.attention import SelfAttention, attend_heads, keep
 from quire.layers.linear import Linear
 from quire.layers.quant.gguf import GGUFMethod
+from quire.models.track import BoundAttention, Group, Memory, Track
 from quire.ops.nbits import emit, forgets
 from quire.ops.norm import add_rms_norm, rms_norm
 from quire.ops.onnx import CONTRIB, Graph, Session
@@ -46,11 +46,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Between:
-    """What is done behind a piece."""
+    """What is done behind a piece: an attention, or the choice of the tokens that are kept."""
 
-    do: Callable[[Tensor, Batch], Tensor]
+    attention: SelfAttention | None
     source: "Symbol"
     target: "Symbol"
+
+    def do(self, x: Tensor, batch: Batch) -> Tensor:
+        return keep(x, batch) if self.attention is None else attend_heads(self.attention, x, batch)
 
 
 @dataclass
@@ -145,7 +148,7 @@ def _gelu(x: Symbol, approximate: str = "none") -> Symbol:
 def _attend(attention: SelfAttention, qkv: Symbol, batch: Batch) -> Symbol:  # noqa: ARG001
     spec = attention.core.spec
     target = Symbol(qkv.pieces, spec.heads * spec.head_dim)
-    qkv.pieces[-1].behind.append(Between(partial(attend_heads, attention), qkv, target))
+    qkv.pieces[-1].behind.append(Between(attention, qkv, target))
     qkv.pieces.append(Piece())
     return target
 
@@ -155,7 +158,7 @@ def _keep(x: Symbol, batch: Batch) -> Symbol:  # noqa: ARG001
     if len(x.pieces) == 1 or any(x in step.outputs for step in x.pieces[-1].steps):
         raise Untraceable("leaving out tokens anywhere else")
     target = Symbol(x.pieces, x.columns)
-    x.pieces[-2].behind.append(Between(keep, x, target))
+    x.pieces[-2].behind.append(Between(None, x, target))
     return target
 
 
@@ -205,9 +208,14 @@ class Pieces:
             session = _compile(piece, kept)
             dead = {*wanted[i], *kept} - later
             self._stages.append(Stage(session, tuple(piece.read), tuple(kept), tuple(piece.behind), tuple(dead)))
+        self._track: Track | None = None  # of the latest step of rows of one token
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, columns] -> hidden states; they are overwritten by the next call."""
+        if len(x) == len(batch.rows) and batch.kept is None:  # rows of one token, and all go on to the end
+            if self._track is None or not self._track.suits(len(x)):
+                self._track = self._lay(len(x))
+            return self._track.run(x, batch)
         values = {self._first: x}
         for stage in self._stages:
             results = stage.session.run(*[values[symbol] for symbol in stage.read])
@@ -217,6 +225,27 @@ class Pieces:
             for symbol in stage.dead:
                 del values[symbol]
         return values[self._last]
+
+    def _lay(self, rows: int) -> Track:
+        memory, groups = Memory(rows), dict[int, Group]()
+        values = {self._first: memory.take(self._first.columns)}
+        source, calls = values[self._first], []
+        for stage in self._stages:
+            values.update((symbol, memory.take(symbol.columns)) for symbol in stage.made)
+            binding = stage.session.bind([values[symbol] for symbol in stage.read], [values[symbol] for symbol in stage.made])
+            attending = None
+            for between in stage.behind:
+                if between.attention is None:  # all tokens are kept
+                    values[between.target] = values[between.source]
+                else:
+                    values[between.target] = memory.take(between.target.columns)
+                    attending = BoundAttention(between.attention, values[between.source], values[between.target], groups)
+            calls.append((binding, attending))
+            for symbol in stage.dead:
+                matrix = values.pop(symbol)
+                if all(matrix is not other for other in values.values()):
+                    memory.give(matrix)
+        return Track(source, values[self._last], calls, list(groups.values()), memory)
 
 
 def _compile(piece: Piece, outputs: Sequence[Symbol]) -> Session:
