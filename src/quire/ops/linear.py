@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from quire.ops.activation import gated
 
@@ -12,6 +13,8 @@ MOST_READ = 1 << 24  # numbers of the matrix, read once for each row: beyond, to
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., inner], weight [outputs, inner], bias [outputs] -> [..., outputs]."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(linear, (x,), x, weight, bias)
     if streams(x, weight):
         from quire.ops.kernels import linear as kernels
 
@@ -21,6 +24,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """x [..., inner], weight [2n, inner] = gate above up -> activation(gate) * up [..., n]."""
+    if has_torch_function_unary(x):
+        return gated(linear(x, weight, bias), activation)
     if streams(x, weight):
         from quire.ops.kernels import linear as kernels
 
