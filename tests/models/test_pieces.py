@@ -9,6 +9,7 @@ from gguf_files import LLAMA, llama_tensors, tiny_llama
 from oracle import Sequences
 from quire.config.facts import read_facts
 from quire.files.resolve import resolve_model
+from quire.layers.linear import Linear
 from quire.load.load import load_weights
 from quire.models.registry import build_model
 
@@ -68,7 +69,7 @@ def loaded(facts, keep_blocks):
 
 def test_pieces_are_the_layers_in_fewer_calls(facts):
     by_layer, compiled = loaded(facts, True), loaded(facts, True)
-    compiled.pieces = Pieces(compiled.run_blocks, facts.hidden_size)
+    compiled.pieces = Pieces(compiled.run_blocks, facts.hidden_size, whole=False)
     assert len(compiled.pieces._stages) == len(facts.layers) + 1
     expected = Sequences(by_layer, 1, len(IDS)).step([(0, IDS)])[0]
     found = Sequences(compiled, 1, len(IDS)).step([(0, IDS)])[0]
@@ -83,9 +84,31 @@ def test_near_the_unfolded_model(facts):
     assert (found - expected).norm() < 0.05 * expected.norm()  # each product is off by about 0.6 %
 
 
-def test_a_model_of_plain_matrices_is_left_alone(facts):
+def test_floats_are_the_same_floats_in_pieces(facts):
+    expected = Sequences(loaded(facts, False), 1, len(IDS)).step([(0, IDS)])[0]
+    compiled = loaded(facts, False)
+    compiled.pieces = Pieces(compiled.run_blocks, facts.hidden_size, whole=True)
+    matrices = [module.weight for module in compiled.layers.modules() if isinstance(module, Linear)]
+    assert all(matrix.numel() == 0 for matrix in matrices)  # the runtime has its own copy
+    found = Sequences(compiled, 1, len(IDS)).step([(0, IDS)])[0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_what_cannot_be_traced_is_left_alone(facts):
     model = loaded(facts, False)
-    assert compile_body(model.run_blocks, facts.hidden_size) is None
+    assert compile_body(lambda x, batch: torch.cumsum(x, 0), facts.hidden_size, whole=True) is None
+    assert model.pieces is None
+
+
+@pytest.mark.parametrize("least", [1, 4])
+def test_many_rows_go_layer_by_layer(facts, least):
+    """The same numbers, unfolded to bfloat16, for every row of the step or for none."""
+    expected = Sequences(loaded(facts, False), 1, len(IDS)).step([(0, IDS)])[0]
+    model = loaded(facts, True)
+    model.pieces = Pieces(model.run_blocks, facts.hidden_size, whole=False)
+    model.pieces.too_many = least
+    found = Sequences(model, 1, len(IDS)).step([(0, IDS)])[0]
+    assert (found - expected).norm() < 0.03 * expected.norm()
 
 
 STEPS = [
@@ -101,7 +124,7 @@ STEPS = [
 @pytest.mark.parametrize("scattered", [(), (1,), (0, 1, 2)])
 def test_single_tokens_are_attended_by_the_runtime(wider, scattered, monkeypatch):
     by_layer, compiled = loaded(wider, True), loaded(wider, True)
-    compiled.pieces = Pieces(compiled.run_blocks, wider.hidden_size)
+    compiled.pieces = Pieces(compiled.run_blocks, wider.hidden_size, whole=False)
     assert agrees(Form(4, 2, 16, 0.25, 16, None))  # and has been tried before calls are counted
     calls = []
     monkeypatch.setattr(LineAttention, "run", lambda self, run=LineAttention.run: calls.append(self) or run(self))

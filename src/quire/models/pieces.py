@@ -1,4 +1,4 @@
-"""A decoder whose matrices are whole numbers, compiled for ONNX Runtime in pieces: what is between two attentions is one call.
+"""A decoder of float32 numbers on a CPU, compiled for ONNX Runtime in pieces: what is between two attentions is one call.
 
 The decoder's own forward is run once with symbols in place of tensors. What happens to them is written down, operator by
 operator; an attention ends a piece, for it goes through the cache. Behind the last one, tokens may be left out.
@@ -22,6 +22,9 @@ from quire.layers.attention import SelfAttention, attend_heads, keep
 from quire.layers.linear import Linear
 from quire.layers.quant.gguf import GGUFMethod
 from quire.models.track import BoundAttention, Group, Memory, Track
+from quire.ops import gemm
+from quire.ops.choice import NEVER, unfold_from
+from quire.ops.linear import linear
 from quire.ops.nbits import emit, forgets
 from quire.ops.norm import add_rms_norm, rms_norm
 from quire.ops.onnx import CONTRIB, Graph, Session
@@ -42,6 +45,7 @@ class Step:
     emit: Emit
     inputs: "tuple[Symbol, ...]"
     outputs: "tuple[Symbol, ...]"
+    matrix: Tensor | None = None  # of floats, that the runtime repacks
 
 
 @dataclass(frozen=True)
@@ -75,9 +79,9 @@ class Symbol:
     def __init__(self, pieces: list[Piece], columns: int) -> None:
         self.pieces, self.columns = pieces, columns
 
-    def then(self, emit: Emit, *others: "Symbol", columns: Sequence[int]) -> "list[Symbol]":
+    def then(self, emit: Emit, *others: "Symbol", columns: Sequence[int], matrix: Tensor | None = None) -> "list[Symbol]":
         outputs = [Symbol(self.pieces, count) for count in columns]
-        self.pieces[-1].steps.append(Step(emit, (self, *others), tuple(outputs)))
+        self.pieces[-1].steps.append(Step(emit, (self, *others), tuple(outputs), matrix))
         return outputs
 
     def simple(self, operator: str, *others: "Symbol", domain: str = "", **attributes: Any) -> "Symbol":
@@ -87,10 +91,13 @@ class Symbol:
         )[0]
 
     def __add__(self, other: "Symbol") -> "Symbol":
-        return self.simple("Add", other)
+        return self.simple("Add", _symbol(other))
 
     def __mul__(self, other: "Symbol") -> "Symbol":
-        return self.simple("Mul", other)
+        return self.simple("Mul", _symbol(other))
+
+    def __getattr__(self, name: str) -> Any:
+        raise Untraceable(f"a use of {name!r}")
 
     def chunk(self, count: int, dim: int) -> "list[Symbol]":
         if dim != -1:
@@ -109,8 +116,18 @@ class Symbol:
         return OPERATORS[function](*args, **(kwargs or {}))
 
 
+def _symbol(value: Any) -> Symbol:
+    if not isinstance(value, Symbol):
+        raise Untraceable(f"arithmetic with a {type(value).__name__}")
+    return value
+
+
 def _linear(method: GGUFMethod, layer: Linear, x: Symbol) -> Symbol:
-    return x.then(lambda graph, names: [emit(graph, names[0], method.take())], columns=[layer.outputs])[0]
+    return x.then(lambda graph, names: [emit(graph, names[0], method.take(layer))], columns=[layer.outputs])[0]
+
+
+def _plain_linear(x: Symbol, weight: Tensor, bias: Tensor | None = None) -> Symbol:
+    return x.then(lambda graph, names: [gemm.emit(graph, names[0], weight, bias)], columns=[len(weight)], matrix=weight)[0]
 
 
 def _weight(weight: Tensor, offset: float) -> Any:
@@ -164,6 +181,7 @@ def _keep(x: Symbol, batch: Batch) -> Symbol:  # noqa: ARG001
 
 OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
     GGUFMethod.apply: _linear,
+    linear: _plain_linear,
     rms_norm: _rms_norm,
     add_rms_norm: _add_rms_norm,
     F.silu: _silu,
@@ -184,17 +202,19 @@ class Stage:
     dead: tuple[Symbol, ...]  # nobody reads them any more
 
 
-def compile_body(body: Callable[[Any, Any], Any], columns: int) -> "Pieces | None":
+def compile_body(body: Callable[[Any, Any], Any], columns: int, *, whole: bool) -> "Pieces | None":
     try:
-        return Pieces(body, columns)
+        return Pieces(body, columns, whole=whole)
     except Untraceable as reason:
         logger.info("the model runs layer by layer: %s cannot be compiled", reason)
         return None
 
 
 class Pieces:
-    def __init__(self, body: Callable[[Any, Any], Any], columns: int) -> None:
-        """`body` is a decoder's way from embedded tokens [T, columns] to its last hidden states."""
+    def __init__(self, body: Callable[[Any, Any], Any], columns: int, *, whole: bool) -> None:
+        """`body` is a decoder's way from embedded tokens [T, columns] to its last hidden states. `whole`: it will not be run
+        itself any more, and what it holds in matrices of floats is given back."""
+        self.too_many = NEVER if whole else unfold_from()  # rows: from there on the body itself is faster
         pieces = [Piece()]
         self._first = Symbol(pieces, columns)
         self._last: Symbol = body(self._first, None)
@@ -206,6 +226,8 @@ class Pieces:
             made = [symbol for step in piece.steps for symbol in step.outputs]
             kept = [symbol for symbol in made if symbol in later or symbol in sources[i]]
             session = _compile(piece, kept)
+            if whole and gemm.forgets():
+                _give_back(piece)
             dead = {*wanted[i], *kept} - later
             self._stages.append(Stage(session, tuple(piece.read), tuple(kept), tuple(piece.behind), tuple(dead)))
         self._track: Track | None = None  # of the latest step of rows of one token
@@ -248,10 +270,21 @@ class Pieces:
         return Track(source, values[self._last], calls, list(groups.values()), memory)
 
 
+def _give_back(piece: Piece) -> None:
+    for step in piece.steps:
+        if step.matrix is not None:
+            step.matrix.data = step.matrix.new_empty(0)
+
+
 def _compile(piece: Piece, outputs: Sequence[Symbol]) -> Session:
     graph = Graph()
     names = {symbol: graph.name() for symbol in piece.read}
     inputs = [(names[symbol], symbol.columns) for symbol in piece.read]
     for step in piece.steps:
         names.update(zip(step.outputs, step.emit(graph, [names[symbol] for symbol in step.inputs]), strict=True))
-    return Session(graph, inputs, [(names[symbol], symbol.columns) for symbol in outputs], hold=not (forgets(4) and forgets(8)))
+    return Session(
+        graph,
+        inputs,
+        [(names[symbol], symbol.columns) for symbol in outputs],
+        hold=not (forgets(4) and forgets(8) and gemm.forgets()),
+    )
