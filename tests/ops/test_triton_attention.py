@@ -9,7 +9,7 @@ from kernel_support import DTYPES
 from test_paged_attention import make_batch
 
 from quire.attn import cuts, launch
-from quire.attn.alike import find_alike, nothing_alike
+from quire.attn.alike import NOTHING_ALIKE, find_alike, nothing_alike
 from quire.attn.backend import AttentionSpec, Room, choose_backend
 from quire.attn.reference import ReferenceAttention
 from quire.types.errors import ConfigError
@@ -153,6 +153,20 @@ def test_long_rows_over_a_copy_of_their_keys(name, copied, blocks, dtype, device
     batch = compare(SPECS[name], [(9, 9), (1, 270), (37, 161), (130, 130), (3, 52), (5, 260), (2, 200)], 16, dtype, device)
     (plan,) = batch.plans["triton", 0]
     assert (len(plan.copies), plan.keys, plan.copied) == (blocks, blocks * 128, max(copied, blocks * 128))
+
+
+def test_few_tokens_behind_many_keys_join_the_long_rows_where_they_are_few():
+    shape = launch.geometry(4, 128, torch.bfloat16)
+
+    def long_rows(rows):
+        (plan,) = backend.cut(make_batch(rows, 16)[0], None, NOTHING_ALIKE, shape, 4, True)
+        assert len(plan.tiles) + len(plan.long_tiles) > 0
+        return sorted(set(plan.long_tiles[:, 0].tolist()))
+
+    assert long_rows([(3, 4096), (600, 600), (1, 9000), (300, 4095)]) == [0, 1]
+    assert long_rows([(2, 5000)]) == [0]
+    assert long_rows([(600, 600), *[(64, 4200)] * 16]) == list(range(17))
+    assert long_rows([(600, 600), *[(64, 4200)] * 17]) == [0]
 
 
 @pytest.mark.gpu
