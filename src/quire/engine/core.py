@@ -136,8 +136,10 @@ class EngineCore:
         return masks
 
     def _hear(self, grammars: Grammars) -> None:
-        """Grammars that are compiled or cannot be, and those that failed later."""
+        """Grammars that are compiled or cannot be, have to be compiled again, or failed later."""
         news = grammars.news()
+        for name in news.lost:
+            self.scheduler.suspend(name)
         for name in news.ready:
             self.scheduler.ready(name)
         for name, error in news.failed:
