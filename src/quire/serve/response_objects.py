@@ -7,6 +7,7 @@ from typing import Any, Literal
 from quire.serve.items import Item
 from quire.serve.protocol.chat import ChatRequest, chat_request
 from quire.serve.protocol.responses import ResponsesRequest
+from quire.serve.wording import Terms
 from quire.types.errors import InvalidParameter, NotSupported
 
 Status = Literal["completed", "incomplete", "in_progress"]
@@ -18,6 +19,13 @@ _REFUSED = {
     "max_tool_calls": "the server calls no tools by itself",
     "top_logprobs": "logprobs are in /v1/chat/completions",
 }
+TERMS: Terms = (
+    (r"response_format(\.json_schema)?", "text.format"),
+    (r"(tools\[\d+\])\.function", r"\1"),
+    ("reasoning_effort", "reasoning.effort"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("messages", "input"),
+)
 _SAME = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "seed", "stop", "ignore_eos", "priority", "cache_salt", "chat_template_kwargs",
@@ -202,14 +210,24 @@ def _tool(tool: dict[str, Any], i: int) -> dict[str, Any]:
 
 
 def _choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
+    if choice is None or choice in ("none", "auto", "required"):
+        return choice
+    if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
+        return {"type": "function", "function": {"name": choice["name"]}}
+    raise InvalidParameter(
+        f'tool_choice must be "none", "auto", "required" or {{"type": "function", "name": ...}}, got {choice!r:.200}',
+        "tool_choice",
+    )
 
 
 def _format(form: dict[str, Any]) -> dict[str, Any]:
     if form.get("type") != "json_schema":
         return form
+    if not isinstance(form.get("schema"), dict):
+        raise InvalidParameter(
+            'text.format of type json_schema needs a schema: {"type": "json_schema", "name": "...", "schema": {...}}',
+            "text.format.schema",
+        )
     schema = {key: form[key] for key in ("name", "description", "schema", "strict") if key in form}
     return {"type": "json_schema", "json_schema": schema}
 

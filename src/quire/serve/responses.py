@@ -18,6 +18,7 @@ from quire.serve.protocol.chat import ChatRequest
 from quire.serve.protocol.errors import ErrorBody
 from quire.serve.protocol.responses import ResponsesRequest
 from quire.serve.response_objects import (
+    TERMS,
     Message,
     Status,
     messages_of,
@@ -55,7 +56,7 @@ async def create_response(request: ResponsesRequest, raw: Request) -> Response:
         raise HttpError(429, f"{server.limits.background_responses} responses run in the background already", "background")
     messages = [*_history(server, raw, request), *messages_of(request)]
     chat = to_chat(request, messages)
-    turn = await unless_gone(raw.receive, prepare_turn(server, raw, chat, "resp", "call_"))
+    turn = await unless_gone(raw.receive, prepare_turn(server, raw, chat, "resp", "call_", TERMS))
     # ids are the store's keys: clients cannot choose them
     turn = replace(turn, job=replace(turn.job, id=f"resp_{uuid.uuid4().hex}"))
     reply = _Reply(server, turn, request, chat, messages, _tenant(raw))
