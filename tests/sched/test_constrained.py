@@ -14,6 +14,7 @@ class Script:
     """In the place of a grammar process: says when grammars are ready, what is forced after so many tokens, and allows all."""
 
     words = 2
+    losses = 0
 
     def __init__(self, forced=None, ready=True) -> None:
         self._forced, self._ready = forced or {}, ready

@@ -304,3 +304,23 @@ def test_definitions_move_to_the_root():
     answer = read_tool_use(tools, "required", None).answer_schema()
     assert answer["$defs"] == {"A": {"type": "integer"}}
     assert answer["items"]["anyOf"][0]["properties"]["parameters"]["properties"]["a"] == {"$ref": "#/$defs/A"}
+
+
+def test_calls_are_counted(hermes_server):
+    metrics = hermes_server.app.state.server.metrics
+    assert metrics is None, "a server without metrics counts nothing"
+    ask(hermes_server.say(hermes([("add", {"n": 1})])))
+    counted = Scripted(hermes_server.llm.tokenizer, metrics=True, enable_auto_tool_choice=True, tool_call_parser="hermes")
+    calls = hermes([("add", {"n": 1}), ("add", {"n": 2})])
+    scripts = [
+        (calls, "stop"),
+        (calls[: calls.index("2")], "length"),
+        ('<tool_call>{"name": "add", "arguments": {"n": }}</tool_call>', "stop"),
+        ("<tool_call>hello</tool_call>", "stop"),
+        ("nothing of the kind", "stop"),
+    ]
+    for script, finish in scripts:
+        ask(counted.say(script, finish=finish))
+        deltas(counted.say(script, finish=finish))
+    outcomes = {labels[0]: value for labels, value in counted.app.state.server.metrics.tool_calls.values.items()}
+    assert outcomes == {"complete": 6, "cut": 2, "broken": 2, "text": 2}

@@ -74,7 +74,8 @@ class EngineCore:
 
     @property
     def stats(self) -> Stats:
-        return msgspec.structs.replace(self.scheduler.stats, device=self.executor.counts)
+        losses = 0 if self._grammars is None else self._grammars.losses
+        return msgspec.structs.replace(self.scheduler.stats, device=self.executor.counts, grammar_losses=losses)
 
     def step(self) -> list[TokenDelta]:
         """One turn of the loop: plan and submit a step, take in those that are due."""

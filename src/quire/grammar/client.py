@@ -65,6 +65,7 @@ class _Open:
 class Grammars:
     def __init__(self, path: str, tokenizer: str | None, revision: str | None, vocab_size: int, eos_ids: Iterable[int]) -> None:
         self.words = -(-vocab_size // 32)
+        self.losses = 0  # of processes
         self._start = wire.Start(path, tokenizer, revision, vocab_size, sorted(eos_ids), ROWS)
         self._process: Process | None = None
         self._starts = 0  # in vain
@@ -323,6 +324,7 @@ class Grammars:
         """Nobody is opened again before `_revive`: some of their tokens may not have been told yet."""
         process, self._process = self._process, None
         assert process is not None
+        self.losses += 1
         known = [entry for entry in self._by_number.values() if entry.ready or entry in self._opening]
         logger.warning("the grammar process %s (exit status %s); %d requests wait for another", why, process.end(), len(known))
         if process.started:

@@ -12,6 +12,7 @@ from quire.types.errors import InvalidParameter, NotSupported
 
 Status = Literal["completed", "incomplete", "in_progress"]
 Message = dict[str, Any]
+StoredItem = dict[str, Any]  # of an input or an output
 
 _REFUSED = {
     "conversation": "conversations are not kept: send previous_response_id, or the whole input",
@@ -33,6 +34,7 @@ _SAME = (
 )  # fmt: skip
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+_INPUT_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 
 
 def to_chat(request: ResponsesRequest, messages: list[Message]) -> ChatRequest:
@@ -83,17 +85,27 @@ def join_turns(messages: list[Message]) -> list[Message]:
     return out
 
 
-def said_by(items: list[Item]) -> list[Message]:
-    """What the model wrote, as it stands in the conversation later. Calls that broke off are left out: they have no answer."""
-    told: list[Message] = []
-    for item in items:
-        if item.kind == "text":
-            told.append({"role": "assistant", "content": item.text})
-        elif item.kind == "reasoning":
-            told.append({"role": "assistant", "content": "", "reasoning": item.text})
-        elif item.complete:
-            told.append(_called(item.id, item.name, item.text))
-    return join_turns(told)
+def said_before(items: list[StoredItem]) -> list[Message]:
+    """An earlier conversation as messages. Calls that broke off are left out: they have no answer."""
+    kept = [item for item in items if item["type"] != "function_call" or item["status"] == "completed"]
+    return join_turns([_message(item, "previous_response_id") for item in kept])
+
+
+def input_items(request: ResponsesRequest) -> list[StoredItem]:
+    """The request's own input as it is kept: every item has an id, every message its content in parts."""
+    given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
+    return [_stored(item) for item in given]
+
+
+def _stored(item: dict[str, Any]) -> StoredItem:
+    kind = item.get("type", "message")
+    own = item.get("id")
+    kept = {"id": own if isinstance(own, str) else f"{_INPUT_PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind}
+    kept |= {"status": "completed"} | {key: value for key, value in item.items() if key not in kept and value is not None}
+    if kind == "message" and isinstance(item.get("content"), str):
+        part = {"type": "output_text", "annotations": []} if item["role"] == "assistant" else {"type": "input_text"}
+        kept["content"] = [part | {"text": item["content"]}]
+    return kept
 
 
 def new_id(item: Item) -> str:

@@ -105,7 +105,7 @@ async def prepare_turn(
         _set_up(server, job, rendered, reading)
     except RequestError as error:
         raise rendered.wording.of(error) from error
-    return Turn(replace(job, wording=rendered.wording), replace(reading, id_prefix=call_prefix))
+    return Turn(replace(job, wording=rendered.wording), replace(reading, id_prefix=call_prefix, on_call=server.count_call))
 
 
 async def play(server: Server, turn: Turn) -> Steps:
