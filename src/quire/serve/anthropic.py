@@ -203,6 +203,8 @@ def _tools(request: CountTokensRequest) -> dict[str, Any]:
         return {}
     out: dict[str, Any] = {"tools": tools}
     if choice is not None:
+        if choice.type == "tool" and choice.name is None:
+            raise InvalidParameter('tool_choice of type "tool" needs the name of a tool', "tool_choice")
         if choice.type == "tool":
             out["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
         else:

@@ -42,6 +42,8 @@ def to_chat(request: ResponsesRequest, messages: list[Message]) -> ChatRequest:
     for name, why in _REFUSED.items():
         if getattr(request, name) is not None:
             raise NotSupported(f"{name} cannot be used: {why}", name)
+    if "message.output_text.logprobs" in (request.include or ()):
+        raise NotSupported("include: logprobs are in /v1/chat/completions", "include")
     if request.instructions:
         messages = [{"role": "system", "content": request.instructions}, *messages]
     body: dict[str, Any] = {name: getattr(request, name) for name in _SAME}

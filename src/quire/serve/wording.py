@@ -15,7 +15,9 @@ from quire.types.structured import FIELD
 
 Terms = tuple[tuple[str, str], ...]  # patterns of fields as a chat request has them, and what they are called instead
 
-_TOOL = re.compile(r"\$\.items(?:\.anyOf\[(\d+)\])?\.properties\.parameters\b")  # in what makes a model call some tool
+# places in the schema that makes a model call some tool (`ToolUse.answer_schema`)
+_TOOL = re.compile(r"\$\.items(?:\.anyOf\[(\d+)\])?\.properties\.parameters\b")
+_DEFINITION = re.compile(r"\$\['\$defs'\]\['tool(\d+)[.:]([^']*)'\]")
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,13 @@ class Wording:
 
     def _placed(self, rest: str) -> tuple[str, str]:
         """`rest` of a message, behind the name of the field."""
-        place = _TOOL.search(rest) if self.field == "tools" else None
+        place = (_TOOL.search(rest) or _DEFINITION.search(rest)) if self.field == "tools" else None
         if place is None:
             return self.field + rest, self.parameter
-        field = f"tools[{place[1] or 0}].function.parameters"
-        return f"{field}{rest[: place.start()]}${rest[place.end() :]}", field
+        field, root = f"tools[{place[1] or 0}].function.parameters", "$"
+        if place.re is _DEFINITION:
+            root = f"$['$defs']['{place[2]}']"
+        return f"{field}{rest[: place.start()]}{root}{rest[place.end() :]}", field
 
 
 def wording_of(request: GenerationFields, use: ToolUse | None = None, terms: Terms = ()) -> Wording:
