@@ -77,8 +77,6 @@ def engine(request, tiny_model):
 @pytest.fixture
 def faulty(tiny_model, monkeypatch):
     monkeypatch.setattr(process, "COMMAND", FAULTY)
-    monkeypatch.setattr(client, "LONGEST_STEP", 1.0)
-    monkeypatch.setattr(client, "LONGEST_SILENCE", 1.0)
     return open_model(tiny_model).llm_engine
 
 
@@ -133,7 +131,9 @@ def test_a_deadly_grammar_ends_its_own_requests(faulty):
     assert told(Run(faulty, good).finish()) == expected
 
 
-def test_a_grammar_that_hangs_is_a_deadly_one(faulty):
+def test_a_grammar_that_hangs_is_a_deadly_one(faulty, monkeypatch):
+    monkeypatch.setattr(client, "LONGEST_STEP", 2.0)
+    monkeypatch.setattr(client, "LONGEST_SILENCE", 4.0)
     answers = Run(faulty, {"bad": bound(9, regex="stuck[ab]{9}"), "good": bound(1, regex="[ab]{20}")}).finish()
     assert answers["bad"][0].finish_reason == "error" and "crash or hang" in answers["bad"][0].error
     assert answers["good"][0].finish_reason == "stop"

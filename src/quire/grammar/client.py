@@ -265,7 +265,7 @@ class Grammars:
             alive = process.frames.receive()
         except OSError:
             alive = False
-        while (frame := process.frames.next()) is not None:
+        while self._process is process and (frame := process.frames.next()) is not None:
             self._hear(wire.decode_answer(frame), process)
         if not alive and self._process is process:
             self._lose("is gone")

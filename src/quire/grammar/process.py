@@ -16,6 +16,7 @@ from quire.grammar import wire
 from quire.subprocesses import environment
 
 COMMAND = (sys.executable, "-P", "-m", "quire.grammar.worker")
+LONGEST_SEND = 20.0  # seconds: it reads as soon as it has started, whatever else it does
 Words = npt.NDArray[np.uint32]
 
 
@@ -33,6 +34,7 @@ class Process:
             self.masks: Words = np.frombuffer(mmap.mmap(memory, 0), np.uint32).reshape(start.rows, words)
         self.pid = self._child.pid
         self.started = False  # it has said so
+        ours.settimeout(LONGEST_SEND)
         self.frames = wire.Frames(ours)
         self.end = weakref.finalize(self, _end, self._child, ours)
         with contextlib.suppress(OSError):  # it is gone already; whoever reads learns that
