@@ -188,28 +188,6 @@ def test_who_leaves_early_leaves_nothing(llm):
         assert "leaver" not in core._grammars and not len(core._grammars)
 
 
-def test_a_lost_grammar_process_ends_its_requests_alone(tiny_model):
-    engine = open_model(tiny_model).llm_engine
-    engine.add_request("bound", TEXT[0], constrained(regex="(a|b){200}", max_tokens=200))
-    engine.add_request("free", TEXT[0], SamplingParams(max_tokens=30, seed=1, ignore_eos=True))
-    ended = {}
-    for turn in range(300):
-        if turn == 10:
-            engine.core._grammars._process._process.kill()
-        for output in engine.step():
-            if output.finished:
-                ended[output.request_id] = output.outputs[0]
-        if not engine.has_unfinished_requests():
-            break
-    assert ended["bound"].finish_reason == "error" and "lost" in ended["bound"].error
-    assert ended["free"].finish_reason == "length"
-    engine.add_request("next", TEXT[0], constrained(choice=["yes"]))
-    while engine.has_unfinished_requests():
-        ended |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
-    assert ended["next"].text == "yes"
-    engine.core.scheduler.check()
-
-
 def test_what_cannot_be_constrained_says_so(tiny_model):
     with pytest.raises(NotSupported, match="beam"):
         BeamSearchParams(beam_width=2, max_tokens=3, structured_outputs=StructuredOutputsParams(regex="a"))

@@ -191,3 +191,18 @@ def test_keys_that_several_schemas_name_together_stay_open():
     inner = made["properties"]
     assert made["additionalProperties"] is False and inner["allOf"]["additionalProperties"] is False
     assert inner["joined"]["allOf"] == [one, two] and inner["both"] == {**one, "anyOf": [two]}
+
+
+@pytest.mark.parametrize("constraint", [{"choice": ["<|end|>"]}, {"regex": r"a <\|end\|> b"}, {"json": {"const": "</s>"}}])
+def test_text_that_spells_a_special_token_is_text(backend, constraint):
+    """What is forced is written with ordinary tokens: an end of text in the middle of it would end the answer."""
+    tokenizer, grammar = backend
+    matcher = grammar.compile(StructuredOutputsParams(**constraint))
+    tokens = []
+    while not matcher.done:
+        forced = matcher.forced() or [next(iter(allowed(grammar, matcher) - {tokenizer.eos_token_id}))]
+        assert not set(forced) & set(tokenizer.special_ids)
+        tokens += forced
+        matcher.accept(forced)
+        assert matcher.error is None
+    assert spelled(tokenizer, tokens) in ("<|end|>", "a <|end|> b", '"</s>"')

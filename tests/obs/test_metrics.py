@@ -26,6 +26,8 @@ EXPECTED = {
     "graph_captures": ("counter", (), 0),
     "graph_replays": ("counter", (), 0),
     "graph_misses": ("counter", (), 0),
+    "grammar_losses": ("counter", (), 0),
+    "tool_calls": ("counter", ("outcome",), 0),
     "prompt_tokens": ("counter", (), 0),
     "generation_tokens": ("counter", (), 0),
     "prompt_tokens_by_source": ("counter", ("source",), 0),

@@ -12,7 +12,7 @@ from quire.types.errors import ConfigError
 
 PAGE = 4
 # (token count, kv length) of each row
-ROWS = [(1, 1), (1, 17), (5, 5), (3, 22), (1, 40), (1, 9), (30, 41), (1, 12)]
+ROWS = [(0, 7), (1, 1), (1, 17), (5, 5), (3, 22), (1, 40), (1, 9), (30, 41), (1, 12), (0, 21)]
 
 
 def naive(spec, query, keys, values, position, sinks):

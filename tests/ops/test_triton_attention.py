@@ -9,7 +9,7 @@ from kernel_support import DTYPES
 from test_paged_attention import make_batch
 
 from quire.attn import cuts, launch
-from quire.attn.alike import find_alike, nothing_alike
+from quire.attn.alike import NOTHING_ALIKE, find_alike, nothing_alike
 from quire.attn.backend import AttentionSpec, Room, choose_backend
 from quire.attn.reference import ReferenceAttention
 from quire.types.errors import ConfigError
@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from quire.attn import triton as backend
 
 # (token count, kv length) of each row
-ROWS = [(1, 1), (1, 70), (9, 9), (3, 52), (1, 40), (1, 33), (37, 61), (1, 64), (2, 2)]
+ROWS = [(1, 1), (1, 70), (9, 9), (0, 20), (3, 52), (1, 40), (1, 33), (37, 61), (1, 64), (2, 2), (0, 9)]
 SPECS = {
     "plain": AttentionSpec(2, 2, 16, 16**-0.5),
     "shared heads, odd head": AttentionSpec(6, 2, 24, 0.3),
@@ -110,7 +110,7 @@ def test_a_row_does_not_depend_on_the_batch(device):
     batch, query, kv, _ = inputs(spec, ROWS, 4, dtype, device)
     together = backend.TritonAttention().run(spec, query, kv, batch, 0, None)
     for row, (start, count, length) in enumerate(batch.rows):
-        if count > 1:
+        if count != 1:
             continue
         view = batch.groups[0]
         alone = dataclasses.replace(
@@ -155,11 +155,25 @@ def test_long_rows_over_a_copy_of_their_keys(name, copied, blocks, dtype, device
     assert (len(plan.copies), plan.keys, plan.copied) == (blocks, blocks * 128, max(copied, blocks * 128))
 
 
+def test_few_tokens_behind_many_keys_join_the_long_rows_where_they_are_few():
+    shape = launch.geometry(4, 128, torch.bfloat16)
+
+    def long_rows(rows):
+        (plan,) = backend.cut(make_batch(rows, 16)[0], None, NOTHING_ALIKE, shape, 4, True)
+        assert len(plan.tiles) + len(plan.long_tiles) > 0
+        return sorted(set(plan.long_tiles[:, 0].tolist()))
+
+    assert long_rows([(3, 4096), (600, 600), (1, 9000), (300, 4095)]) == [0, 1]
+    assert long_rows([(2, 5000)]) == [0]
+    assert long_rows([(600, 600), *[(64, 4200)] * 16]) == list(range(17))
+    assert long_rows([(600, 600), *[(64, 4200)] * 17]) == [0]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["32 over 8 of 128", "14 over 2 of 64"])
 def test_real_long_rows(name, dtype, device):
-    rows = [(2048, 2048), (1, 900), (513, 3000), (512, 512), (511, 511), (1000, 1129)]
+    rows = [(2048, 2048), (1, 900), (513, 3000), (512, 512), (511, 511), (1000, 1129), (3, 5000), (70, 4096)]
     for changes in ({}, {"soft_cap": 30.0}, {"sinks": True}):
         batch = compare(dataclasses.replace(LARGE[name], **changes), rows, 16, dtype, device)
         assert len(batch.plans["triton", 0][0].long_tiles) > 30

@@ -14,11 +14,13 @@ class Script:
     """In the place of a grammar process: says when grammars are ready, what is forced after so many tokens, and allows all."""
 
     words = 2
+    losses = 0
 
     def __init__(self, forced=None, ready=True) -> None:
         self._forced, self._ready = forced or {}, ready
         self.tokens: dict[str, list[int]] = {}
         self.to_tell = News()
+        self.away: set[str] = set()  # their grammars are lost
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -40,7 +42,7 @@ class Script:
         return news
 
     def forced(self):
-        found = [(name, self._forced.get(len(told), [])) for name, told in self.tokens.items()]
+        found = [(name, self._forced.get(len(told), [])) for name, told in self.tokens.items() if name not in self.away]
         return [(name, tokens) for name, tokens in found if tokens]
 
     def masks(self, names):
@@ -163,3 +165,27 @@ def test_a_failed_matcher_ends_its_request_alone(depth):
     script.to_tell.failed.append(("bound", "left its grammar"))
     desk.finish()
     assert desk.heard["bound"][-1].error == "left its grammar" and desk.right("other")
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("lost_at", [1, 2, 3, 4, 5, 7])
+def test_whoever_lost_its_grammar_waits_and_draws_again_what_was_in_flight(depth, lost_at):
+    given = {} if depth else {3: [7, 8, 9, 10, 11, 12, 13]}
+    script = Script(given)
+    desk = desk_with(script, depth=depth, pages=14)
+    for name, fork in (("bound", None), ("child", "bound"), ("other", None)):
+        desk.add(name, range(6), 14, structured_outputs=GRAMMAR, fork_of=fork)
+    desk.add("free", range(2, 7), 24)
+    desk.step(lost_at)
+    script.to_tell.lost += ["bound", "child", "nobody"]
+    script.away = {"bound", "child"}
+    desk.step()
+    before = desk.tokens("bound"), desk.tokens("child")
+    desk.step(3)
+    assert (desk.tokens("bound"), desk.tokens("child")) == before
+    assert not {"bound", "child"} & desk.running()
+    script.to_tell.ready += ["child", "bound"]
+    script.away = set()
+    desk.finish()
+    assert all(drawn_right(desk, name, given) and len(desk.tokens(name)) == 14 for name in ("bound", "child", "other"))
+    assert desk.right("free")

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Fast
 
 from quire.config.server_args import ServerArgs
+from quire.obs.metrics import Metrics
 from quire.serve.app import build_app
 from quire.text.inputs import InputProcessor
 from quire.text.outputs import OutputProcessor
@@ -119,9 +120,10 @@ def _plain(params: SamplingParams) -> dict[str, Any]:
 class Scripted:
     """The HTTP app over a scripted model."""
 
-    def __init__(self, tokenizer: Tokenizer, **settings: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer, metrics: bool = False, **settings: Any) -> None:
         self.llm = ScriptedLLM(tokenizer)
-        self.app = build_app(self.llm, ServerArgs(**settings))  # type: ignore[arg-type]
+        counts = Metrics("quire", "scripted", 100, {}) if metrics else None
+        self.app = build_app(self.llm, ServerArgs(**settings), metrics=counts)  # type: ignore[arg-type]
 
     def say(self, script: str, cuts: Iterable[int] | None = None, finish: str = "stop") -> "Scripted":
         self.llm.script, self.llm.cuts, self.llm.finish = script, cuts, finish

@@ -51,13 +51,10 @@ class ServerProcess:
         return httpx.Client(**{"base_url": self.url(), "timeout": 60} | options)
 
     def engine_pid(self) -> int:
-        """The engine is the server's only child."""
-        pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            children += (task / "children").read_text().split()
-        assert len(set(children)) == 1, children
-        return int(children[0])
+        return only_child(self.process.pid)
+
+    def grammar_pid(self) -> int:
+        return only_child(self.engine_pid())
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
@@ -77,6 +74,12 @@ def serving(model: Path, *flags: str, **options: Any) -> Iterator[ServerProcess]
         with contextlib.suppress(ProcessLookupError):
             server.process.kill()
         server.wait()
+
+
+def only_child(pid: int) -> int:
+    children = {int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()}
+    assert len(children) == 1, children
+    return children.pop()
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 30) -> None:

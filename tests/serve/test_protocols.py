@@ -213,6 +213,54 @@ def test_stored_responses(server):
     assert server.call("GET", f"/v1/responses/{streamed['id']}").json() == streamed
 
 
+def test_what_a_response_was_made_from(server):
+    def page(response, **query):
+        answer = server.call("GET", f"/v1/responses/{response['id']}/input_items", params=query)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    first = respond(server.say("One." + hermes([("add", {"n": 1})])), input="hi")
+    call = first["output"][1]
+    given = [
+        {"type": "function_call_output", "call_id": call["call_id"], "output": "2"},
+        {"role": "user", "content": [{"type": "input_text", "text": "go on"}], "id": "msg_mine"},
+        {"role": "assistant", "content": "well"},
+    ]
+    second = respond(server.say("Two."), input=given, previous_response_id=first["id"])
+    [item] = page(first)["data"]
+    assert item == {
+        "id": item["id"], "type": "message", "role": "user", "status": "completed",
+        "content": [{"type": "input_text", "text": "hi"}],
+    }  # fmt: skip
+    everything = page(second, order="asc")
+    kinds = [item["type"] for item in everything["data"]]
+    assert kinds == ["message", "message", "function_call", "function_call_output", "message", "message"]
+    assert everything["data"][:3] == [item, *first["output"]] and everything["data"][4]["id"] == "msg_mine"
+    assert everything["data"][5]["content"] == [{"type": "output_text", "annotations": [], "text": "well"}]
+    assert everything["has_more"] is False and everything["object"] == "list"
+    assert page(second)["data"] == everything["data"][::-1], "the latest first, unless told"
+    two = page(second, order="asc", limit=2)
+    assert two["has_more"] and (two["first_id"], two["last_id"]) == tuple(item["id"] for item in everything["data"][:2])
+    rest = page(second, order="asc", limit=4, after=two["last_id"])
+    assert two["data"] + rest["data"] == everything["data"] and not rest["has_more"]
+    assert page(second, after=item["id"]) == {
+        "object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False,
+    }  # fmt: skip
+    for query, param in (({"after": "nobody"}, "after"), ({"limit": 0}, "query.limit"), ({"order": "up"}, "query.order")):
+        refused = server.call("GET", f"/v1/responses/{second['id']}/input_items", params=query)
+        assert refused.status_code == 400 and error_of(refused)["param"] == param
+    assert server.call("GET", "/v1/responses/resp_0/input_items").status_code == 404
+    refused = server.call("GET", f"/v1/responses/{second['id']}", params={"stream": True})
+    assert refused.status_code == 400 and error_of(refused)["param"] == "stream"
+
+
+def test_a_call_that_broke_off_is_not_part_of_the_conversation(server):
+    first = respond(server.say('One.<tool_call>{"name": "add", "arguments": {"n": 1', finish="length"))
+    assert [item["status"] for item in first["output"]] == ["completed", "incomplete"]
+    respond(server.say("Two."), input="and?", previous_response_id=first["id"])
+    assert "<assistant>One.</s><user>and?" in server.llm.seen[-1][0]
+
+
 def test_the_background(server):
     import asyncio
 
@@ -268,6 +316,9 @@ def test_the_store_has_bounds():
         ({"input": [{"role": "robot", "content": "x"}]}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"background": True, "stream": True}, "background"),

@@ -106,6 +106,73 @@ def test_a_bad_grammar_is_a_400_that_says_where(http, wrong, words):
     assert answer.status_code == 400 and error["param"] == "structured_outputs" and words in error["message"]
 
 
+def tool(parameters, name="f"):
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+BAD = {"type": "object", "properties": {"a": {"type": "strin"}}}
+GOOD = {"type": "object", "properties": {"a": {"type": "string"}}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": BAD}}
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    "fields, param, begins",
+    [
+        ({"response_format": FORMAT}, "response_format", "response_format.json_schema.schema: $.properties.a: "),
+        (
+            {"tools": [tool(BAD)], "tool_choice": "required"},
+            "tools[0].function.parameters",
+            "tools[0].function.parameters: $.properties.a: ",
+        ),
+        (
+            {"tools": [tool(GOOD, "g"), tool(BAD)], "tool_choice": "required"},
+            "tools[1].function.parameters",
+            "tools[1].function.parameters: $.properties.a: ",
+        ),
+        (
+            {"tools": [tool(GOOD, "g"), tool(BAD)], "tool_choice": NAMED},
+            "tools[1].function.parameters",
+            "tools[1].function.parameters: $.properties.a: ",
+        ),
+        ({"structured_outputs": {"json": BAD}}, "structured_outputs", "structured_outputs: $.properties.a: "),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["x" * 300_000]}}}},
+            "response_format",
+            "response_format.json_schema.schema",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_names_the_field_that_was_sent(http, fields, param, begins, stream):
+    answer = http.post("/v1/chat/completions", json={"model": "tiny", "messages": HELLO, "stream": stream, **fields})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param) and error["message"].startswith(begins), error
+
+
+def test_an_error_names_the_field_as_its_protocol_has_it(http):
+    def refused(path, **fields):
+        answer = http.post(path, json={"model": "tiny", **fields})
+        assert answer.status_code == 400, answer.text
+        return answer.json()["error"]
+
+    error = refused("/v1/completions", prompt=["a", "b"], response_format=FORMAT)
+    assert error["param"] == "response_format" and error["message"].startswith("response_format.json_schema.schema: $.prop")
+    form = {"format": {"type": "json_schema", "name": "x", "schema": BAD}}
+    error = refused("/v1/responses", input="a", text=form)
+    assert error["param"] == "text.format.schema" and error["message"].startswith("text.format.schema: $.properties.a")
+    flat = {"type": "function", "name": "f", "parameters": BAD}
+    error = refused("/v1/responses", input="a", tools=[flat], tool_choice={"type": "function", "name": "f"})
+    assert error["param"] == "tools[0].parameters" and error["message"].startswith("tools[0].parameters: $.properties.a")
+    ask = {"messages": HELLO, "max_tokens": 9}
+    error = refused("/v1/messages", **ask, output_config={"format": {"type": "json_schema", "schema": BAD}})
+    assert error["message"].startswith("output_config.format.schema: $.properties.a")
+    error = refused("/v1/messages", **ask, tools=[{"name": "f", "input_schema": BAD}], tool_choice={"type": "any"})
+    assert error["message"].startswith("tools[0].input_schema: $.properties.a")
+    error = refused("/v1/messages", **ask, tools=[{"name": "f", "input_schema": {"type": "array"}}])
+    assert error["message"].startswith("tools[0].input_schema must")
+
+
 def rules(count: int) -> str:
     return "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(count)), f'r{count}: "a"'])
 
@@ -140,7 +207,7 @@ def gaps(client: httpx.Client, tokens: int, out: list[float], **fields) -> None:
                 last = now
 
 
-def test_an_answer_goes_on_within_its_grammar_after_the_engine_was_killed(serve_model):
+def test_an_answer_goes_on_within_its_grammar_after_a_process_was_killed(serve_model):
     request = body(90, True) | {"structured_outputs": {"regex": "([a-z]+ )*"}, "temperature": 1.0, "seed": 3}
     with serving(serve_model, latency=0.02) as server, server.client() as client:
 
@@ -150,8 +217,9 @@ def test_an_answer_goes_on_within_its_grammar_after_the_engine_was_killed(serve_
             return "".join(choice["text"] for event in events[:-1] for choice in event["choices"])
 
         undisturbed = text()
-        killed = text(lambda: os.kill(server.engine_pid(), signal.SIGKILL))
-        assert killed == undisturbed and re.fullmatch("[a-z ]+", killed)
+        assert text(lambda: os.kill(server.grammar_pid(), signal.SIGKILL)) == undisturbed
+        assert text(lambda: os.kill(server.engine_pid(), signal.SIGKILL)) == undisturbed
+        assert re.fullmatch("[a-z ]+", undisturbed)
 
 
 def test_hostile_grammars_are_refused_in_two_seconds_and_disturb_nobody(serve_model):

@@ -2,6 +2,7 @@
 
 import json
 
+import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -154,9 +155,11 @@ def test_calls_and_results_in_the_history(hermes_server):
         *HELLO,
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
         {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        {"role": "assistant", "tool_calls": [call]},
     ]
     ask(hermes_server.say("ok"), messages=history)
     prompt, _ = hermes_server.llm.seen[-1]
+    assert prompt.count('<assistant>[add:{"n": 1}]') == 2, "who calls tools need not say anything"
     assert '[add:{"n": 1}]' in prompt and "<tool>2(c1)" in prompt and "<tools>get_weather,add</tools>" in prompt
 
 
@@ -284,6 +287,8 @@ def test_ids_that_the_family_wants(tokenizer):
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"reasoning_effort": "huge"}, "body.reasoning_effort"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
     ],
 )
 def test_what_is_refused(hermes_server, body, param):
@@ -296,11 +301,57 @@ def test_auto_needs_the_flags(tokenizer):
     assert response.status_code == 400 and "--enable-auto-tool-choice" in error_of(response)["message"]
 
 
-def test_definitions_move_to_the_root():
+def required_schema(*parameters):
     from quire.serve.tools import read_tool_use
 
-    schema = {"properties": {"a": {"$ref": "#/definitions/A"}}, "definitions": {"A": {"type": "integer"}}}
-    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("f", "g")]
-    answer = read_tool_use(tools, "required", None).answer_schema()
-    assert answer["$defs"] == {"A": {"type": "integer"}}
-    assert answer["items"]["anyOf"][0]["properties"]["parameters"]["properties"]["a"] == {"$ref": "#/$defs/A"}
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": one}} for i, one in enumerate(parameters)]
+    return read_tool_use(tools, "required", None).answer_schema()
+
+
+def test_references_keep_their_meaning():
+    """In the schema for calls of any tool, `#` is another document's root, and tools may use the same names."""
+    one = {"properties": {"a": {"$ref": "#/definitions/A"}}, "required": ["a"], "definitions": {"A": {"type": "integer"}}}
+    other = {"properties": {"a": {"$ref": "#/$defs/A"}}, "required": ["a"], "$defs": {"A": {"type": "string"}}}
+    tree = {
+        "properties": {"child": {"$ref": "#"}, "n": {"type": "integer"}, "m": {"$ref": "#/properties/n"}},
+        "required": ["n"],
+    }
+    tree |= {"additionalProperties": False}
+    schema = required_schema(one, other, tree)
+
+    def fits(name, **parameters):
+        call = {"name": name, "parameters": parameters}
+        return jsonschema.Draft202012Validator(schema).is_valid([call])
+
+    assert fits("f0", a=1) and not fits("f0", a="x")
+    assert fits("f1", a="x") and not fits("f1", a=1)
+    assert fits("f2", n=1, child={"n": 2, "child": {"n": 3, "m": 4}})
+    assert not fits("f2", n=1, child={}) and not fits("f2", n=1, m="x") and not fits("f2", n=1, child=[])
+    assert "$defs" not in required_schema(PARAMETERS, PARAMETERS)
+
+
+def test_a_tool_may_have_any_name(hermes_server):
+    tools = [{"type": "function", "function": {"name": "look it up!", "parameters": PARAMETERS}}]
+    script = '[{"name": "look it up!", "parameters": {"n": 1}}]'
+    choice = ask(hermes_server.say("</think>" + script), tools=tools, tool_choice="required")["choices"][0]
+    assert [c["function"]["name"] for c in choice["message"]["tool_calls"]] == ["look it up!"]
+
+
+def test_calls_are_counted(hermes_server):
+    metrics = hermes_server.app.state.server.metrics
+    assert metrics is None, "a server without metrics counts nothing"
+    ask(hermes_server.say(hermes([("add", {"n": 1})])))
+    counted = Scripted(hermes_server.llm.tokenizer, metrics=True, enable_auto_tool_choice=True, tool_call_parser="hermes")
+    calls = hermes([("add", {"n": 1}), ("add", {"n": 2})])
+    scripts = [
+        (calls, "stop"),
+        (calls[: calls.index("2")], "length"),
+        ('<tool_call>{"name": "add", "arguments": {"n": }}</tool_call>', "stop"),
+        ("<tool_call>hello</tool_call>", "stop"),
+        ("nothing of the kind", "stop"),
+    ]
+    for script, finish in scripts:
+        ask(counted.say(script, finish=finish))
+        deltas(counted.say(script, finish=finish))
+    outcomes = {labels[0]: value for labels, value in counted.app.state.server.metrics.tool_calls.values.items()}
+    assert outcomes == {"complete": 6, "cut": 2, "broken": 2, "text": 2}

@@ -21,7 +21,7 @@ class GroupView:
 
 @dataclass(frozen=True)
 class Batch:
-    """R rows of tokens, one after the other; a row's last token is at position kv_length - 1."""
+    """R rows of tokens, one after the other; a row's last token is at position kv_length - 1. It may have none here."""
 
     ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64

@@ -162,7 +162,6 @@ class Launch:
 
     def _splits(self, memory: Tensor) -> None:
         from quire.ops.kernels.attention import merge_kernel, shared_kernel, splits_kernel
-        from quire.ops.kernels.overlap import overlapping
 
         plan, spec, shape, starts = self.plan, self.spec, self._shape(), self.batch.row_starts
         count = plan.parts * spec.heads
@@ -170,7 +169,7 @@ class Launch:
         parts, weights = floats[: count * spec.head_dim], floats[count * spec.head_dim :]
         options = {
             **self._options(), "DIM_BLOCK": shape.dim_block, "PAGE_SIZE": self.kv.shape[3],
-            "HEADS": spec.heads, "SPLIT": cuts.SPLIT, "BLOCK_N": min(shape.split_n, cuts.SPLIT), **overlapping(),
+            "HEADS": spec.heads, "SPLIT": cuts.SPLIT, "BLOCK_N": min(shape.split_n, cuts.SPLIT),
         }  # fmt: skip
         if len(plan.shared):
             shared_kernel[(spec.kv_heads, len(plan.shared))](
@@ -188,5 +187,4 @@ class Launch:
             merge_kernel[(spec.heads, len(plan.merges))](
                 parts, weights, self.out, starts, plan.merges, self.out.stride(0),
                 HEADS=spec.heads, HEAD_DIM=spec.head_dim, DIM_BLOCK=shape.dim_block, BLOCK=MERGED_AT_ONCE, num_warps=1,
-                **overlapping(),
             )  # fmt: skip

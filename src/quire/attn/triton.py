@@ -31,7 +31,8 @@ MOST_SHARING = 64
 PARTS = 8192  # at a time
 COPIED = 1 << 18  # keys times heads that are copied at a time
 LONG = 512  # tokens in a row whose keys are worth copying
-DEEP = 4096  # keys of a row of several tokens that are: tiles over pages are few then, and each takes long
+DEEP = 4096  # keys of a row of several tokens that are as well, where tiles over pages would be long and ...
+FEW_TILES = 16  # ... leave most of the device idle: beside the tiles of long rows they do not
 
 
 class TritonAttention:
@@ -156,7 +157,7 @@ NO_PROMPTS = Prompts(NOTHING, NOTHING, NOTHING, keys=0)
 
 def _cut_prompts(rows: Ints, shape: Geometry, share: int, in_blocks: bool) -> Prompts:
     count, length = rows[:, 1], rows[:, 2]
-    far = _copied(count, length) if in_blocks else np.zeros(len(rows), np.bool_)
+    far = _copied(count, length, shape.tile_m // share) if in_blocks else np.zeros(len(rows), np.bool_)
     long, several = (np.flatnonzero(mask).astype(np.int32) for mask in (far, (count > 1) & ~far))
     tiles = cut_tiles(several, count[several], length[several], shape.tile_m // share, np.zeros_like(several))
     copies, place, keys = cut_copies(long, length[long], shape.long_n)
@@ -164,9 +165,12 @@ def _cut_prompts(rows: Ints, shape: Geometry, share: int, in_blocks: bool) -> Pr
     return Prompts(tiles, copies, long_tiles, keys)
 
 
-def _copied(count: Ints, length: Ints) -> npt.NDArray[np.bool_]:
+def _copied(count: Ints, length: Ints, tile: int) -> npt.NDArray[np.bool_]:
     """[R] whose keys are copied: rows of many tokens first, and no row more when there are COPIED keys."""
-    worthy = np.flatnonzero((count >= LONG) | ((count > 1) & (length >= DEEP)))
+    deep = (count > 1) & (count < LONG) & (length >= DEEP)
+    if (-(-count[deep] // tile)).sum() > FEW_TILES:
+        deep[:] = False
+    worthy = np.flatnonzero((count >= LONG) | deep)
     worthy = worthy[np.argsort(-count[worthy], kind="stable")]
     before = np.cumsum(length[worthy]) - length[worthy]
     chosen = np.zeros(len(count), np.bool_)

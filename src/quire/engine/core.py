@@ -74,7 +74,8 @@ class EngineCore:
 
     @property
     def stats(self) -> Stats:
-        return msgspec.structs.replace(self.scheduler.stats, device=self.executor.counts)
+        losses = 0 if self._grammars is None else self._grammars.losses
+        return msgspec.structs.replace(self.scheduler.stats, device=self.executor.counts, grammar_losses=losses)
 
     def step(self) -> list[TokenDelta]:
         """One turn of the loop: plan and submit a step, take in those that are due."""
@@ -136,8 +137,10 @@ class EngineCore:
         return masks
 
     def _hear(self, grammars: Grammars) -> None:
-        """Grammars that are compiled or cannot be, and those that failed later."""
+        """Grammars that are compiled or cannot be, have to be compiled again, or failed later."""
         news = grammars.news()
+        for name in news.lost:
+            self.scheduler.suspend(name)
         for name in news.ready:
             self.scheduler.ready(name)
         for name, error in news.failed:

@@ -1,38 +1,38 @@
 """The engine's side of structured outputs: who has a grammar, which tokens they must take, and masks of those they may.
 
 The grammar process runs beside the engine: tokens are told as they are known, masks are read when they are needed, and what is
-in between costs the engine nothing. If that process is lost, its requests end with an error and the next one starts another.
+in between costs the engine nothing. All that the process knows can be told again: if it is lost, its requests wait for another
+one, which hears their tokens so far, and go on. A grammar that kills it again is refused.
 """
 
-import contextlib
-import mmap
-import os
+import hashlib
+import logging
 import select
-import socket
-import subprocess
-import sys
-import tempfile
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from quire.grammar import wire
-from quire.subprocesses import environment
+from quire.grammar.process import Process, Words
 from quire.types.errors import EngineError, InvalidParameter
 from quire.types.request import EngineRequest
 from quire.types.structured import FIELD, StructuredOutputsParams
 
-COMMAND = (sys.executable, "-P", "-m", "quire.grammar.worker")
 LONGEST_STEP = 5.0  # seconds until an answer to sampled tokens is given up
 LONGEST_CHECK = 60.0  # the same for a grammar: the process may have to start, and others may be tried before it
+LONGEST_SILENCE = 20.0  # of a process that has grammars to tell us about; more than a trial takes
 ROWS = 4096  # of masks: requests with a grammar at a time; the others wait
-LOST = "the grammar process was lost; the request can be sent again"
+MOST_STARTS = 3  # in vain, one after the other
+MOST_DEATHS = 2  # of a process at work for a grammar, with nothing done in between, and the last time for no other
+MOST_LOSSES = 8  # of a process at work for one request
+NO_START = "the grammar process does not start; the server's log says why"
+LOST = f"the grammar process was lost {MOST_LOSSES} times while it followed this request"
+DEADLY = "this grammar makes the library that follows it crash or hang, so it cannot be used; another way to say it may work"
 ALL = 0xFFFFFFFF
-Words = npt.NDArray[np.uint32]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -40,31 +40,47 @@ class News:
     """What the grammar process has said since it was last asked."""
 
     ready: list[str] = field(default_factory=list)  # their masks are there
+    lost: list[str] = field(default_factory=list)  # they were ready, and are not until they are named again
     refused: list[tuple[str, str]] = field(default_factory=list)  # what is wrong with their grammar
     failed: list[tuple[str, str]] = field(default_factory=list)  # what went wrong later
 
 
 @dataclass(eq=False)
 class _Open:
-    name: str
-    row: int = -1  # -1: no row is free yet
+    """A matcher: all that another process would have to be told."""
+
+    number: int
+    name: str | None  # None: it is only asked whether the grammar can be compiled
+    rules: wire.Rules
+    tokens: list[int]  # the text so far
+    row: int = -1  # of its masks, while a process knows of it
+    ready: bool = False
+    begun: bool = False  # it was ready once
     told: int = 0  # the number of the message with its latest tokens
+    losses: int = 0  # of processes that were at work for it
+    suspected: int = 0  # those of them since it was last ready: did it kill them?
+    verdict: Exception | None = None  # of a question
 
 
 class Grammars:
     def __init__(self, path: str, tokenizer: str | None, revision: str | None, vocab_size: int, eos_ids: Iterable[int]) -> None:
         self.words = -(-vocab_size // 32)
+        self.losses = 0  # of processes
         self._start = wire.Start(path, tokenizer, revision, vocab_size, sorted(eos_ids), ROWS)
-        self._process: _Process | None = None
+        self._process: Process | None = None
+        self._starts = 0  # in vain
+        self._heard = 0.0  # when it last said something
+        self._deadly: set[bytes] = set()  # grammars
         self._rows = list(range(ROWS - 1, -1, -1))
-        self._open: dict[str, int] = {}
+        self._open: dict[str, _Open] = {}
         self._by_number: dict[int, _Open] = {}
-        self._queue: list[tuple[int, EngineRequest]] = []  # no row is free for them
+        self._queue: list[_Open] = []  # the process does not know of them yet
+        self._opening: dict[_Open, float] = {}  # it was told, and has not answered; since when
+        self._lost: list[_Open] = []  # a process that is gone knew of them
         self._numbers = self._sent = self._accepted = self._masked = 0
         self._tokens: dict[int, list[int]] = {}  # to be told
         self._news = News()
         self._forced: dict[int, list[int]] = {}
-        self._verdicts: dict[int, wire.Opened | None] = {}  # None: it is awaited
 
     def __contains__(self, name: str) -> bool:
         return name in self._open
@@ -76,40 +92,26 @@ class Grammars:
 
     def open(self, request: EngineRequest) -> None:
         """News will say that it is ready, or what is wrong."""
-        self._numbers += 1
-        self._open[request.id] = self._numbers
-        self._by_number[self._numbers] = _Open(request.id)
-        self._queue.append((self._numbers, request))
-        self._send_queue()
+        params = request.params
+        assert params.structured_outputs is not None
+        rules = wire.Rules(params.structured_outputs, params.ignore_eos, params.min_tokens)
+        self._open[request.id] = self._line_up(request.id, rules, list(request.resumed))
 
     def close(self, name: str) -> None:
-        number = self._open.pop(name, None)
-        if number is None:
-            return
-        entry = self._by_number.pop(number)
-        self._forced.pop(number, None)
-        if entry.row < 0:
-            self._queue = [item for item in self._queue if item[0] != number]
-            return
-        self._rows.append(entry.row)
-        self._tokens.pop(number, None)
-        self._send(wire.Close([number]))
-        self._send_queue()
+        entry = self._open.pop(name, None)
+        if entry is not None:
+            self._forget(entry)
 
     def check(self, params: StructuredOutputsParams) -> None:
         """Waits until it is known whether this can be compiled. Raises InvalidParameter if not."""
-        self._numbers += 1
-        self._verdicts[self._numbers] = None
-        self._spawn()
-        self._send(wire.Check(self._numbers, params))
+        entry = self._line_up(None, wire.Rules(params), [])
         deadline = time.monotonic() + LONGEST_CHECK
-        while self._verdicts[self._numbers] is None and time.monotonic() < deadline and self._read(deadline - time.monotonic()):
-            pass
-        verdict = self._verdicts.pop(self._numbers)
-        if verdict is None:
-            raise EngineError(LOST)
-        if verdict.error is not None:
-            raise refusal(verdict.error)
+        while not entry.ready and entry.verdict is None and time.monotonic() < deadline:
+            self._read(deadline - time.monotonic())
+            self._revive()
+        self._forget(entry)
+        if not entry.ready:
+            raise entry.verdict or EngineError(f"the grammar process has not answered for {LONGEST_CHECK:g} s")
 
     def stop(self) -> None:
         if self._process is not None:
@@ -120,11 +122,13 @@ class Grammars:
 
     def tell(self, name: str, tokens: Sequence[int]) -> None:
         """The request goes on with these tokens; `send` sends all that was told."""
-        number = self._open.get(name)
-        if number is not None and tokens:
-            self._forced.pop(number, None)
-            self._by_number[number].told = self._sent + 1
-            self._tokens.setdefault(number, []).extend(tokens)
+        entry = self._open.get(name)
+        if entry is not None and tokens:
+            entry.tokens += tokens
+            if entry.ready:
+                self._forced.pop(entry.number, None)
+                entry.told = self._sent + 1
+                self._tokens.setdefault(entry.number, []).extend(tokens)
 
     def send(self) -> None:
         if self._tokens:
@@ -137,9 +141,13 @@ class Grammars:
         self._read(seconds)
 
     def news(self) -> News:
-        """What came since the last time."""
+        """What came since the last time. Those that are lost get no more tokens until they are ready again."""
         self._read(0.0)
+        self._check_silence()
+        self._revive()
         news, self._news = self._news, News()
+        if any(entry.suspected for entry in (*self._queue, *self._opening)):
+            self._news.ready, news.ready = news.ready, []  # whoever goes on now would be a suspect, too
         return news
 
     def settle(self) -> None:
@@ -148,151 +156,224 @@ class Grammars:
 
     def forced(self) -> list[tuple[str, list[int]]]:
         """The requests that have no choice, and the tokens they must take."""
-        return [(self._by_number[number].name, tokens) for number, tokens in self._forced.items()]
+        return [(self._by_number[number].name or "", tokens) for number, tokens in self._forced.items()]
 
     def settle_masks(self) -> None:
         """Waits until the masks are up to date."""
         self._wait(lambda: self._masked >= self._sent)
 
     def masks(self, names: Sequence[str]) -> Words:
-        """[names, words] the tokens that may come next. All may where a request has no grammar any more."""
+        """[names, words] the tokens that may come next. All may where a request has no grammar any more, or is lost."""
         out: Words = np.full((len(names), self.words), ALL, np.uint32)
         for i, name in enumerate(names):
-            number = self._open.get(name)
-            if number is not None and self._process is not None:
-                out[i] = self._process.masks[self._by_number[number].row]
+            entry = self._open.get(name)
+            if entry is not None and entry.ready and self._process is not None:
+                out[i] = self._process.masks[entry.row]
         return out
+
+    # ---- telling the process of matchers
+
+    def _line_up(self, name: str | None, rules: wire.Rules, tokens: list[int]) -> _Open:
+        self._numbers += 1
+        entry = self._by_number[self._numbers] = _Open(self._numbers, name, rules, tokens)
+        self._queue.insert(0 if name is None else len(self._queue), entry)  # a question needs no row
+        self._send_queue()
+        return entry
+
+    def _send_queue(self) -> None:
+        """Opens those that wait. A suspect is opened alone."""
+        while self._queue and (self._rows or self._queue[0].name is None):
+            entry = self._queue[0]
+            if self._deadly and fingerprint(entry.rules.params) in self._deadly:
+                self._refuse(self._queue.pop(0), DEADLY)
+                continue
+            if self._opening and any(other.suspected for other in (entry, *self._opening)):
+                return
+            if not self._spawn():
+                return
+            self._queue.pop(0)
+            self._opening[entry] = time.monotonic()
+            if entry.name is None:
+                self._send(wire.Check(entry.number, entry.rules.params))
+            else:
+                entry.row = self._rows.pop()
+                self._send(wire.Open(entry.number, entry.row, entry.rules, entry.tokens))
+
+    def _forget(self, entry: _Open) -> None:
+        del self._by_number[entry.number]
+        self._forced.pop(entry.number, None)
+        self._tokens.pop(entry.number, None)
+        self._opening.pop(entry, None)
+        for line in (self._queue, self._lost):
+            if entry in line:
+                line.remove(entry)
+        if entry.row >= 0:
+            self._rows.append(entry.row)
+            self._send(wire.Close([entry.number]))
+        self._send_queue()
+
+    def _refuse(self, entry: _Open, error: str) -> None:
+        """Its grammar is at fault."""
+        if entry.begun:
+            self._fail(entry, error)
+        elif entry.name is None:
+            entry.verdict = refusal(error)
+        else:
+            self._news.refused.append((entry.name, error))
+
+    def _fail(self, entry: _Open, error: str) -> None:
+        if entry.name is None:
+            entry.verdict = EngineError(error)
+        else:
+            self._news.failed.append((entry.name, f"structured outputs: {error}"))
 
     # ---- the process
 
-    def _send_queue(self) -> None:
-        if self._queue:
-            self._spawn()
-        while self._queue and self._rows:
-            number, request = self._queue.pop(0)
-            row = self._by_number[number].row = self._rows.pop()
-            params = request.params
-            assert params.structured_outputs is not None
-            rules = wire.Rules(params.structured_outputs, params.ignore_eos, params.min_tokens)
-            self._send(wire.Open(number, row, rules, list(request.resumed)))
-
-    def _spawn(self) -> None:
+    def _spawn(self) -> bool:
         if self._process is None:
-            self._process = _Process(self._start, self.words)
+            try:
+                self._process = Process(self._start, self.words)
+            except OSError as error:
+                logger.error("the grammar process does not start: %s", error)
+                self._give_up(NO_START, self._fail)
+        return self._process is not None
 
     def _send(self, command: wire.Command) -> None:
-        """A process that is not there needs no command: what it knew is lost, and said to be."""
+        """A process that is not there needs no command: the next one is told everything."""
         if self._process is not None:
             try:
                 self._process.frames.send(wire.encode(command))
             except OSError:
-                self._lose()
+                self._lose("is gone")
 
     def _wait(self, done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LONGEST_STEP
         while not done() and self._process is not None:
             left = deadline - time.monotonic()
             if left <= 0:
-                self._lose()
+                self._lose("does not answer")
             else:
                 self._read(left)
 
-    def _read(self, wait: float) -> bool:
-        """Takes in what there is, waiting for up to `wait` seconds. False: the process is gone."""
+    def _read(self, wait: float) -> None:
+        """Takes in what there is, waiting for up to `wait` seconds."""
         process = self._process
-        if process is None:
-            return False
-        if not select.select([process.frames.socket], [], [], max(0.0, wait))[0]:
-            return True
+        if process is None or not select.select([process.frames.socket], [], [], max(0.0, wait))[0]:
+            return
+        self._heard = time.monotonic()
         try:
             alive = process.frames.receive()
         except OSError:
             alive = False
-        while (frame := process.frames.next()) is not None:
-            self._hear(wire.decode_answer(frame))
-        if not alive:
-            self._lose()
-        return alive
+        while self._process is process and (frame := process.frames.next()) is not None:
+            self._hear(wire.decode_answer(frame), process)
+        if not alive and self._process is process:
+            self._lose("is gone")
 
-    def _hear(self, answer: wire.Answer) -> None:
+    def _check_silence(self) -> None:
+        if self._process is not None and self._opening:
+            since = max(self._heard, next(iter(self._opening.values())))
+            if time.monotonic() - since > (LONGEST_SILENCE if self._process.started else LONGEST_CHECK):
+                self._lose("does not answer")
+
+    def _hear(self, answer: wire.Answer, process: Process) -> None:
         match answer:
+            case wire.Started(None):
+                process.started, self._starts = True, 0
+            case wire.Started(error):
+                self._give_up(error or "", self._refuse)
             case wire.Opened(number, error, forced):
                 entry = self._by_number.get(number)
-                if number in self._verdicts:
-                    self._verdicts[number] = answer
-                elif entry is not None and error is not None:
-                    self._news.refused.append((entry.name, error))
-                elif entry is not None:
-                    self._force([(number, forced)], 0)
-                    self._news.ready.append(entry.name)
+                if entry is not None:
+                    self._opened(entry, error, forced)
             case wire.Accepted(number, forced, failed):
                 self._accepted = number
-                self._force(forced, number)
-                self._fail(failed)
+                for which, tokens in forced:
+                    self._force(which, tokens, number)
+                self._fail_all(failed)
             case wire.Masked(number, failed):
                 self._masked = number
-                self._fail(failed)
+                self._fail_all(failed)
 
-    def _force(self, forced: Iterable[tuple[int, list[int]]], message: int) -> None:
-        """What message `message` led to is of no interest for those that have gone on since."""
-        for number, tokens in forced:
-            entry = self._by_number.get(number)
-            if tokens and entry is not None and entry.told <= message:
-                self._forced[number] = tokens
+    def _opened(self, entry: _Open, error: str | None, forced: list[int]) -> None:
+        del self._opening[entry]
+        entry.suspected = 0  # all that it asked of the process that died has been done again
+        if error is not None:
+            self._refuse(entry, error)
+        else:
+            entry.ready = entry.begun = True
+            self._force(entry.number, forced, 0)
+            if entry.name is not None:
+                self._news.ready.append(entry.name)
+        self._send_queue()
 
-    def _fail(self, failed: Iterable[tuple[int, str]]) -> None:
+    def _force(self, number: int, tokens: list[int], message: int) -> None:
+        """What message `message` led to is of no interest for one that has gone on since."""
+        entry = self._by_number.get(number)
+        if tokens and entry is not None and entry.told <= message:
+            self._forced[number] = tokens
+
+    def _fail_all(self, failed: Iterable[tuple[int, str]]) -> None:
         for number, error in failed:
             if number in self._by_number:
-                self._news.failed.append((self._by_number[number].name, f"structured outputs: {error}"))
+                self._fail(self._by_number[number], error)
 
-    def _lose(self) -> None:
-        """The process is gone or hangs."""
-        self.stop()
-        self._fail((number, LOST) for number in self._by_number)
-        self._queue, self._tokens, self._forced = [], {}, {}
+    # ---- losing it
+
+    def _lose(self, why: str) -> None:
+        """Nobody is opened again before `_revive`: some of their tokens may not have been told yet."""
+        process, self._process = self._process, None
+        assert process is not None
+        self.losses += 1
+        known = [entry for entry in self._by_number.values() if entry.ready or entry in self._opening]
+        logger.warning("the grammar process %s (exit status %s); %d requests wait for another", why, process.end(), len(known))
+        if process.started:
+            self._accuse([entry for entry in known if entry in self._opening or entry.told > self._masked])
+        else:
+            self._starts += 1
+        self._news.lost += [entry.name for entry in known if entry.ready and entry.name is not None]
+        self._news.ready = []
+        for entry in known:
+            self._rows += [] if entry.row < 0 else [entry.row]
+            entry.row, entry.ready, entry.told = -1, False, 0
+        self._lost += known
+        self._tokens, self._forced, self._opening = {}, {}, {}
         self._accepted = self._masked = self._sent
+
+    def _accuse(self, at_work: list[_Open]) -> None:
+        """The process died while it was at work for these. One that was alone the second time is what kills it."""
+        for entry in at_work:
+            entry.losses += 1
+            entry.suspected += 1
+        if len(at_work) == 1 and at_work[0].suspected >= MOST_DEATHS:
+            self._deadly.add(fingerprint(at_work[0].rules.params))
+
+    def _revive(self) -> None:
+        """Whoever a lost process knew is opened by the next one, suspects last."""
+        if not self._lost:
+            return
+        lost, self._lost = self._lost, []
+        for entry in lost:
+            if entry.losses >= MOST_LOSSES:
+                self._fail(entry, LOST)
+        self._queue = [entry for entry in lost if entry.losses < MOST_LOSSES] + self._queue
+        self._queue.sort(key=lambda entry: entry.suspected)
+        if self._starts >= MOST_STARTS:
+            self._give_up(NO_START, self._fail)
+        self._send_queue()
+
+    def _give_up(self, error: str, tell: Callable[[_Open, str], None]) -> None:
+        """There is no process to be had for those who wait."""
+        self.stop()
+        waiting, self._queue, self._opening, self._starts = [*self._opening, *self._queue], [], {}, 0
+        for entry in waiting:
+            tell(entry, error)
+
+
+def fingerprint(params: StructuredOutputsParams) -> bytes:
+    """Equal for equal grammars."""
+    return hashlib.sha256(wire.key_of(params)).digest()
 
 
 def refusal(error: str) -> InvalidParameter:
     return InvalidParameter(f"{FIELD}: {error}", FIELD)
-
-
-class _Process:
-    """The process, the socket and the memory it shares with us."""
-
-    def __init__(self, start: wire.Start, words: int) -> None:
-        ours, theirs = socket.socketpair()
-        with contextlib.ExitStack() as cleaning:
-            cleaning.callback(theirs.close)
-            memory = _shared_memory(4 * start.rows * words)
-            cleaning.callback(os.close, memory)
-            handed = (theirs.fileno(), memory)
-            self._process = subprocess.Popen(
-                [*COMMAND, *map(str, handed)], pass_fds=handed, stdin=subprocess.DEVNULL, env=_environment(), process_group=0
-            )
-            self.masks: Words = np.frombuffer(mmap.mmap(memory, 0), np.uint32).reshape(start.rows, words)
-        self.frames = wire.Frames(ours)
-        self.end = weakref.finalize(self, _end, self._process, ours)
-        self.frames.send(wire.encode(start))
-
-
-def _environment() -> dict[str, str]:
-    """It forks, so it had better not have threads that it does not need."""
-    return {**(environment() or os.environ), "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
-def _end(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
-    connection.close()
-    process.kill()
-    process.wait()
-
-
-def _shared_memory(size: int) -> int:
-    """A file without a name. What was never written takes no memory."""
-    if hasattr(os, "memfd_create"):
-        memory = os.memfd_create("quire-masks")
-    else:
-        with tempfile.TemporaryFile() as file:
-            memory = os.dup(file.fileno())
-    os.ftruncate(memory, size)
-    return memory

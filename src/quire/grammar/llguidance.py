@@ -6,8 +6,10 @@ library stops by itself when a step exceeds its limits; it does not guard agains
 """
 
 import os
+import re
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
@@ -37,6 +39,7 @@ class _Spelling:
         size = min(len(tokenizer), vocab_size)
         self.tokens = [pieces.join([i], started=True)[0] for i in range(size)] + [b""] * (vocab_size - size)  # [V]
         self.special_token_ids = sorted({i for i in (*tokenizer.special_ids, *eos_ids) if i < size})
+        self._special = frozenset(self.special_token_ids)
         self.eos_token_id, self.bos_token_id = eos_ids[0], tokenizer.bos_token_id
         self._encode = tokenizer.encode
         self._known = lru_cache(MOST_ENCODINGS)(self._spell)
@@ -45,15 +48,29 @@ class _Spelling:
         return self._known(text)
 
     def _spell(self, text: bytes) -> list[int]:
+        """As ordinary tokens: what spells a special one is taken apart behind its first character."""
+        told = text.decode(errors="ignore")
+        if told.encode() != text:
+            return []  # none: what is forced is left to the mask
+        if self._special.isdisjoint(self._encode(told, add_special_tokens=False)):
+            return self._spell_inner(told)
+        names = (self.tokens[i].decode(errors="ignore") for i in self._special)
+        pattern = "|".join(re.escape(name) for name in names if len(name) > 1)
+        cuts = [place.start() + 1 for place in re.finditer(pattern, told)]
+        pieces = [self._spell_inner(told[begin:end]) for begin, end in pairwise([0, *cuts, len(told)])]
+        return [i for piece in pieces for i in piece] if all(pieces) else []
+
+    def _spell_inner(self, text: str) -> list[int]:
         """How the tokenizer writes `text` in the middle of a text: some put a space before a text's first word."""
-        ids = self._encode(text.decode(errors="ignore"), add_special_tokens=False)
-        if b"".join(self.tokens[i] for i in ids) == text:
+        ids = self._encode(text, add_special_tokens=False)
+        if self._spells(ids, text):
             return ids
-        mark, ids = self._encode("\x02", add_special_tokens=False), self._encode("\x02" + text.decode(errors="ignore"), False)
+        mark, ids = self._encode("\x02", add_special_tokens=False), self._encode("\x02" + text, add_special_tokens=False)
         rest = ids[len(mark) :]
-        if ids[: len(mark)] == mark and b"".join(self.tokens[i] for i in rest) == text:
-            return rest
-        return []  # none: what is forced is left to the mask
+        return rest if ids[: len(mark)] == mark and self._spells(rest, text) else []
+
+    def _spells(self, ids: Sequence[int], text: str) -> bool:
+        return b"".join(self.tokens[i] for i in ids) == text.encode()
 
 
 class LLGuidanceMatcher:

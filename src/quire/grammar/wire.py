@@ -68,6 +68,12 @@ class Close(_Frame):
 # ---- from it
 
 
+class Started(_Frame):
+    """The first thing it says, unless it could not even read the tokenizer."""
+
+    error: str | None  # why this model cannot have structured outputs at all
+
+
 class Opened(_Frame):
     id: int
     error: str | None  # why there is no matcher
@@ -86,11 +92,19 @@ class Masked(_Frame):
 
 
 Command = Start | Open | Check | Accept | Close
-Answer = Opened | Accepted | Masked
+Answer = Started | Opened | Accepted | Masked
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
 decode_answer: Callable[[bytes], Answer] = msgspec.msgpack.Decoder(Answer).decode
+
+
+def key_of(params: StructuredOutputsParams) -> bytes:
+    """Equal for requests that can share a compiled grammar: when it starts is each one's own matter."""
+    starts, params.starts_after = params.starts_after, None
+    key = encode(params)
+    params.starts_after = starts
+    return key
 
 
 class Frames:

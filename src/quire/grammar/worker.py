@@ -36,14 +36,6 @@ ALL = np.uint32(0xFFFFFFFF)
 Words = npt.NDArray[np.uint32]
 
 
-def key_of(params: StructuredOutputsParams) -> bytes:
-    """Equal for requests that can share a compiled grammar: when it starts is each one's own matter."""
-    starts, params.starts_after = params.starts_after, None
-    key = encode(params)
-    params.starts_after = starts
-    return key
-
-
 class Kept:
     """Compiled grammars by content, the most recently used ones, and what was found wrong with others."""
 
@@ -193,7 +185,7 @@ class Worker:
 
     def _want(self, command: wire.Open | wire.Check) -> None:
         params = command.rules.params if isinstance(command, wire.Open) else command.params
-        key = key_of(params)
+        key = wire.key_of(params)
         outcome = self._kept.get(key)
         if outcome is not None:
             self._serve(command, outcome)
@@ -272,12 +264,18 @@ def main(argv: Sequence[str]) -> int:
             return 0
     start = wire.decode_command(frame)
     assert isinstance(start, wire.Start), start
-    backend = open_backend(start)
+    try:
+        backend = open_backend(start)
+    except GrammarError as error:
+        frames.send(wire.encode(wire.Started(str(error))))
+        return 0
     memory = mmap.mmap(int(argv[1]), 4 * start.rows * backend.words)
     os.close(int(argv[1]))
     masks: Words = np.frombuffer(memory, np.uint32).reshape(start.rows, backend.words)
     try:
-        Worker(frames, masks, backend).run()
+        worker = Worker(frames, masks, backend)
+        frames.send(wire.encode(wire.Started(None)))
+        worker.run()
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the engine is gone
     return 0

@@ -16,6 +16,7 @@ from quire.types.stats import Stats
 
 NOTHING = Stats(0, 0, 0, 0, 0, 0, 0)
 REASONS = ("stop", "length", "abort", "error", "repetition")
+CALL_ENDS = ("complete", "cut", "broken", "text")  # text: a call's marker that no call followed
 FIRST_TOKEN = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
     2560.0,
@@ -82,6 +83,7 @@ class Metrics:
             board.add(Counter("graph_captures", "CUDA graphs recorded")),
             board.add(Counter("graph_replays", "Steps that replayed a CUDA graph")),
             board.add(Counter("graph_misses", "Steps of one-token rows that found no CUDA graph")),
+            board.add(Counter("grammar_losses", "Times the grammar process was lost; its requests go on with another")),
         )
         self.prompt_tokens = board.add(Counter("prompt_tokens", "Prompt tokens taken in"))
         self.generation_tokens = board.add(Counter("generation_tokens", "Tokens generated"))
@@ -92,6 +94,9 @@ class Metrics:
             )
         )  # fmt: skip
         self.prompt_cached = board.add(Counter("prompt_tokens_cached", "Prompt tokens that were cached"))
+        self.tool_calls = board.add(
+            Counter("tool_calls", "Tool calls in answers, by what became of them", ("outcome",), ((end,) for end in CALL_ENDS))
+        )
         self.success = board.add(
             Counter("request_success", "Choices that ended, by reason", ("finished_reason",), ((reason,) for reason in REASONS))
         )
@@ -196,7 +201,7 @@ def _counted(stats: Stats) -> tuple[int, ...]:
     device = stats.device
     return (
         stats.queries, stats.hits, stats.preemptions, device.compilations, device.loads, device.captures, device.replays,
-        device.misses,
+        device.misses, stats.grammar_losses,
     )  # fmt: skip
 
 

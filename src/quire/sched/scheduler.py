@@ -87,6 +87,19 @@ class Scheduler:
             self._unready.discard(request)
             self._line_up(request)
 
+    def suspend(self, name: str) -> None:
+        """The request's grammar is lost: it waits until that is `ready` again. What its rows in flight draw does not count."""
+        request = self._live.get(name)
+        if request is None or request in self._unready:
+            return
+        if request.rows:
+            self._void.add(request)
+        if request.slot >= 0:
+            self._unseat(request)
+        else:
+            self._withdraw(request)
+        self._unready.add(request)
+
     def _line_up(self, request: Request) -> None:
         parent = self._forks.parent(request, self._live)
         if parent is None or not self._forks.park(request, parent, parent.computed):
@@ -361,12 +374,25 @@ class Scheduler:
             owed -= self._tables.demand(victim, victim.computed + victim.known) + self._tables.freed_by(victim, owned)
 
     def _preempt(self, request: Request) -> None:
-        self._vacate(request)
-        self._tables.free(request)
-        request.computed = request.easy = request.look = 0
+        self._unseat(request)
         request.preemptions += 1
         self._preemptions += 1
         self._queue.push(request)
+
+    def _unseat(self, request: Request) -> None:
+        """It keeps nothing but its tokens."""
+        self._vacate(request)
+        self._tables.free(request)
+        request.computed = request.easy = request.look = 0
+
+    def _withdraw(self, request: Request) -> None:
+        """From where it waits."""
+        if request in self._unready:
+            self._unready.discard(request)
+        elif request in self._queue:
+            self._queue.remove(request)
+        else:
+            self._forks.unpark(request)
 
     def _vacate(self, request: Request) -> None:
         self._given.pop(request, None)
@@ -480,12 +506,8 @@ class Scheduler:
                 self._forks.held[request.spec.id] = request
             else:
                 self._tables.free(request)
-        elif request in self._unready:
-            self._unready.discard(request)
-        elif request in self._queue:
-            self._queue.remove(request)
         else:
-            self._forks.unpark(request)
+            self._withdraw(request)
         for child in self._forks.orphans(request):
             self._queue.push(child)
 

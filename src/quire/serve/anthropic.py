@@ -8,6 +8,7 @@ import pydantic_core
 from quire.serve.items import Item
 from quire.serve.protocol.chat import ChatRequest, chat_request
 from quire.serve.protocol.messages import CountTokensRequest, InputMessage, MessagesRequest
+from quire.serve.wording import Terms
 from quire.types.errors import InvalidParameter, NotSupported
 
 _REFUSED = {
@@ -15,6 +16,15 @@ _REFUSED = {
     "container": "the server runs no code",
     "context_management": "the conversation is used as it is sent",
 }
+TERMS: Terms = (
+    (r"response_format(\.json_schema)?", "output_config.format"),
+    (r"(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
+    (r"(tools\[\d+\])\.function", r"\1"),
+    ("reasoning_effort", "output_config.effort"),
+    ("thinking_token_budget", "thinking.budget_tokens"),
+    ("max_completion_tokens", "max_tokens"),
+    ("stop", "stop_sequences"),
+)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -193,6 +203,8 @@ def _tools(request: CountTokensRequest) -> dict[str, Any]:
         return {}
     out: dict[str, Any] = {"tools": tools}
     if choice is not None:
+        if choice.type == "tool" and choice.name is None:
+            raise InvalidParameter('tool_choice of type "tool" needs the name of a tool', "tool_choice")
         if choice.type == "tool":
             out["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
         else:

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import quire
 from quire.async_llm import AsyncLLM
 from quire.config.server_args import ServerArgs
+from quire.obs.metrics import Metrics
 from quire.serve import chat, completions, messages, models, responses, tokenize
 from quire.serve.disconnect import ClientGone
 from quire.serve.errors import CLIENT_GONE, HttpError, error_response, install_error_handlers
@@ -19,7 +20,7 @@ from quire.serve.server import Server
 logger = logging.getLogger(__name__)
 
 
-def build_app(llm: AsyncLLM, settings: ServerArgs, limits: Limits = LIMITS) -> FastAPI:
+def build_app(llm: AsyncLLM, settings: ServerArgs, limits: Limits = LIMITS, metrics: Metrics | None = None) -> FastAPI:
     shown = not settings.disable_fastapi_docs
     app = FastAPI(
         title="Quire",
@@ -29,7 +30,7 @@ def build_app(llm: AsyncLLM, settings: ServerArgs, limits: Limits = LIMITS) -> F
         redoc_url="/redoc" if shown else None,
         openapi_url="/openapi.json" if shown else None,
     )
-    app.state.server = server = Server(llm, settings, limits)
+    app.state.server = server = Server(llm, settings, limits, metrics)
     _ = server.formats  # chosen, and logged, now
     for protocol in (completions, chat, responses, messages, models, tokenize):
         app.include_router(protocol.router)

@@ -46,7 +46,7 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_PATHS = re.compile(r"(?<![\w/])(?:/[\w.@+~-]+){2,}/?(?:\.\w+)?")
+_PATHS = re.compile(r"(?<![\w/])(?!/v1/)(?:/[\w.@+~-]+){2,}/?(?:\.\w+)?")
 _ADDRESSES = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 
 

@@ -6,8 +6,9 @@ A streamed answer is its events written one by one; one that is not streamed is 
 import secrets
 import string
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
@@ -19,6 +20,10 @@ from quire.types.outputs import CompletionOutput
 
 _SHORT_ID = 9  # characters; templates of some families accept no other ids
 _ALPHABET = string.ascii_letters + string.digits
+
+
+# of a call: its arguments are whole, the length cut it off, its arguments went wrong, or it was never more than a marker
+Outcome = Literal["complete", "cut", "broken", "text"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class Reading:
     id_prefix: str = "chatcmpl-tool-"  # of calls
     begin_ids: tuple[int, ...] = ()  # of the mark that begins the reasoning
     end_id: int | None = None  # the token that ends it, where it is one
+    on_call: Callable[[Outcome], None] | None = None  # told of every call, and of what was none
 
     def reader(self) -> "Reader":
         return Reader(self)
@@ -60,10 +66,19 @@ class Reader:
             return [Text(part.text)] if part.text else []
         if self._thought is None and self._reading.end_id is not None:
             self._count(part.token_ids)
+        mistaken = self._parser.mistaken
         events = self._parser.feed(part.text)
         if part.finish_reason is not None:
             events += self._parser.finish()
-        return [kept for event in events if (kept := self._keep(event)) is not None]
+        kept = [known for event in events if (known := self._keep(event)) is not None]
+        if self._reading.on_call is not None:
+            cut = part.finish_reason == "length"
+            for event in kept:
+                if isinstance(event, ToolEnd):
+                    self._reading.on_call("complete" if event.complete else "cut" if cut else "broken")
+            for _ in range(self._parser.mistaken - mistaken):
+                self._reading.on_call("cut" if cut else "text")
+        return kept
 
     def finish_reason(self, part: CompletionOutput) -> str | None:
         if part.finish_reason == "stop" and self._called and self._reading.calls_finish:

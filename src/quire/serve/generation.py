@@ -15,6 +15,8 @@ from quire.serve.prompts import Prompt
 from quire.serve.protocol.fields import GenerationFields
 from quire.serve.sampling import max_tokens_for, sampling_params
 from quire.serve.server import Server, answer_id, priority_of
+from quire.serve.wording import Wording, wording_of
+from quire.types.errors import RequestError
 from quire.types.outputs import RequestOutput
 from quire.types.prompts import TokensPrompt
 from quire.types.sampling import SamplingParams
@@ -37,6 +39,7 @@ class Job:
     cache_tenant: str | None  # whose cached prompts may be shared
     trace_headers: dict[str, str] | None
     timed: bool  # the answer carries its times
+    wording: Wording  # of its errors
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -67,13 +70,14 @@ def make_job(
         cache_tenant=getattr(raw.state, "tenant", None),
         trace_headers=traced or None,
         timed=server.wants_timing(raw),
+        wording=wording_of(request),
     )
 
 
 def run(server: Server, job: Job) -> Outputs:
     """Outputs of all prompts as they come, each with its prompt's number. Closing it ends everything in the engine."""
     streams = [_start(server, job, i) for i in range(len(job.prompts))]
-    return _number(streams[0]) if len(streams) == 1 else _merge(streams)
+    return _number(streams[0], job.wording) if len(streams) == 1 else _merge(streams, job.wording)
 
 
 async def collect(server: Server, job: Job) -> list[RequestOutput]:
@@ -110,13 +114,16 @@ def _start(server: Server, job: Job, i: int) -> AsyncGenerator[RequestOutput, No
     )
 
 
-async def _number(stream: AsyncGenerator[RequestOutput, None]) -> Outputs:
+async def _number(stream: AsyncGenerator[RequestOutput, None], wording: Wording) -> Outputs:
     async with aclosing(stream):
-        async for output in stream:
-            yield 0, output
+        try:
+            async for output in stream:
+                yield 0, output
+        except RequestError as error:
+            raise wording.of(error) from error
 
 
-async def _merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:
+async def _merge(streams: Sequence[AsyncGenerator[RequestOutput, None]], wording: Wording) -> Outputs:
     """The queue is short: a reader that is slow slows its own streams, it does not fill memory."""
     queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(maxsize=len(streams))
 
@@ -135,6 +142,8 @@ async def _merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outp
         running = len(pumps)
         while running:
             i, item = await queue.get()
+            if isinstance(item, RequestError):
+                raise wording.of(item) from item
             if isinstance(item, Exception):
                 raise item
             if item is None:

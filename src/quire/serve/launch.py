@@ -166,7 +166,7 @@ class Launch:
             return 0
         llm = loading.result()
         metrics = self._observe(llm)
-        app = build_app(llm, self._settings)
+        app = build_app(llm, self._settings, metrics=metrics)
         self._state.service = Service(llm, app, metrics, HttpMetrics(metrics.registry))
         _tell_ready(llm, url, started)
         if self._settings.sample is not None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from quire.serve.anthropic import block_of, delta_of, empty_block_of, stop_reason, to_chat
+from quire.serve.anthropic import TERMS, block_of, delta_of, empty_block_of, stop_reason, to_chat
 from quire.serve.body import JSONRoute
 from quire.serve.disconnect import unless_gone
 from quire.serve.errors import json_response
@@ -27,7 +27,7 @@ async def create_message(request: MessagesRequest, raw: Request) -> Response:
     server = server_of(raw)
     server.check(request)
     chat = to_chat(request, thinks=server.formats.end_id is not None)
-    turn = await unless_gone(raw.receive, prepare_turn(server, raw, chat, "msg", "toolu_"))
+    turn = await unless_gone(raw.receive, prepare_turn(server, raw, chat, "msg", "toolu_", TERMS))
     reply = _Reply(server, turn, chat)
     if request.stream:
         return await open_stream(reply.stream(), raw.receive, ANTHROPIC)
@@ -38,7 +38,7 @@ async def create_message(request: MessagesRequest, raw: Request) -> Response:
 async def count_tokens(request: CountTokensRequest, raw: Request) -> Response:
     server = server_of(raw)
     server.check(request)
-    rendered = await unless_gone(raw.receive, render_turn(server, to_chat(request, thinks=False)))
+    rendered = await unless_gone(raw.receive, render_turn(server, to_chat(request, thinks=False), TERMS))
     return json_response({"input_tokens": len(rendered.prompt.ids)})
 
 

@@ -79,7 +79,7 @@ async def render_messages(
         )
     _check_messages(server, messages)
     text, ids = await server.llm.render_chat(
-        [_with_reasoning(message) for message in messages],
+        [_completed(message) for message in messages],
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         add_special_tokens=request.add_special_tokens,
@@ -91,8 +91,15 @@ async def render_messages(
     return Prompt(text, ids)
 
 
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Clients and templates know what an assistant thought under two names; a message that has one gets both."""
+def _completed(message: dict[str, Any]) -> dict[str, Any]:
+    """Clients and templates know what an assistant thought under two names; a message that has one gets both.
+
+    One that calls tools or thinks need not say anything; templates join what it says to other text all the same.
+    """
+    if message.get("role") != "assistant":
+        return message
+    if message.get("content") is None:
+        message = {**message, "content": ""}
     thought = message.get("reasoning", message.get("reasoning_content"))
     return message if thought is None else {**message, "reasoning": thought, "reasoning_content": thought}
 

@@ -22,6 +22,8 @@ _REFUSALS = {
         f"guided_{kind}": _Refusal(_given, f'its name is now structured_outputs: {{"{kind}": ...}}')
         for kind in ("json", "regex", "choice", "grammar")
     },
+    "functions": _Refusal(_given, "its name is now tools"),
+    "function_call": _Refusal(_given, "its name is now tool_choice"),
     "suffix": _Refusal(_given, "the model cannot fill in the middle"),
     "prompt_embeds": _Refusal(_given, "prompts are text or token ids"),
     "media_io_kwargs": _Refusal(bool, _TEXT_ONLY),

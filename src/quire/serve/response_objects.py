@@ -7,10 +7,12 @@ from typing import Any, Literal
 from quire.serve.items import Item
 from quire.serve.protocol.chat import ChatRequest, chat_request
 from quire.serve.protocol.responses import ResponsesRequest
+from quire.serve.wording import Terms
 from quire.types.errors import InvalidParameter, NotSupported
 
 Status = Literal["completed", "incomplete", "in_progress"]
 Message = dict[str, Any]
+StoredItem = dict[str, Any]  # of an input or an output
 
 _REFUSED = {
     "conversation": "conversations are not kept: send previous_response_id, or the whole input",
@@ -18,6 +20,13 @@ _REFUSED = {
     "max_tool_calls": "the server calls no tools by itself",
     "top_logprobs": "logprobs are in /v1/chat/completions",
 }
+TERMS: Terms = (
+    (r"response_format(\.json_schema)?", "text.format"),
+    (r"(tools\[\d+\])\.function", r"\1"),
+    ("reasoning_effort", "reasoning.effort"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("messages", "input"),
+)
 _SAME = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "seed", "stop", "ignore_eos", "priority", "cache_salt", "chat_template_kwargs",
@@ -25,6 +34,7 @@ _SAME = (
 )  # fmt: skip
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+_INPUT_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 
 
 def to_chat(request: ResponsesRequest, messages: list[Message]) -> ChatRequest:
@@ -32,6 +42,8 @@ def to_chat(request: ResponsesRequest, messages: list[Message]) -> ChatRequest:
     for name, why in _REFUSED.items():
         if getattr(request, name) is not None:
             raise NotSupported(f"{name} cannot be used: {why}", name)
+    if "message.output_text.logprobs" in (request.include or ()):
+        raise NotSupported("include: logprobs are in /v1/chat/completions", "include")
     if request.instructions:
         messages = [{"role": "system", "content": request.instructions}, *messages]
     body: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
@@ -75,17 +87,27 @@ def join_turns(messages: list[Message]) -> list[Message]:
     return out
 
 
-def said_by(items: list[Item]) -> list[Message]:
-    """What the model wrote, as it stands in the conversation later. Calls that broke off are left out: they have no answer."""
-    told: list[Message] = []
-    for item in items:
-        if item.kind == "text":
-            told.append({"role": "assistant", "content": item.text})
-        elif item.kind == "reasoning":
-            told.append({"role": "assistant", "content": "", "reasoning": item.text})
-        elif item.complete:
-            told.append(_called(item.id, item.name, item.text))
-    return join_turns(told)
+def said_before(items: list[StoredItem]) -> list[Message]:
+    """An earlier conversation as messages. Calls that broke off are left out: they have no answer."""
+    kept = [item for item in items if item["type"] != "function_call" or item["status"] == "completed"]
+    return join_turns([_message(item, "previous_response_id") for item in kept])
+
+
+def input_items(request: ResponsesRequest) -> list[StoredItem]:
+    """The request's own input as it is kept: every item has an id, every message its content in parts."""
+    given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
+    return [_stored(item) for item in given]
+
+
+def _stored(item: dict[str, Any]) -> StoredItem:
+    kind = item.get("type", "message")
+    own = item.get("id")
+    kept = {"id": own if isinstance(own, str) else f"{_INPUT_PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind}
+    kept |= {"status": "completed"} | {key: value for key, value in item.items() if key not in kept and value is not None}
+    if kind == "message" and isinstance(item.get("content"), str):
+        part = {"type": "output_text", "annotations": []} if item["role"] == "assistant" else {"type": "input_text"}
+        kept["content"] = [part | {"text": item["content"]}]
+    return kept
 
 
 def new_id(item: Item) -> str:
@@ -202,14 +224,24 @@ def _tool(tool: dict[str, Any], i: int) -> dict[str, Any]:
 
 
 def _choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
+    if choice is None or choice in ("none", "auto", "required"):
+        return choice
+    if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
+        return {"type": "function", "function": {"name": choice["name"]}}
+    raise InvalidParameter(
+        f'tool_choice must be "none", "auto", "required" or {{"type": "function", "name": ...}}, got {choice!r:.200}',
+        "tool_choice",
+    )
 
 
 def _format(form: dict[str, Any]) -> dict[str, Any]:
     if form.get("type") != "json_schema":
         return form
+    if not isinstance(form.get("schema"), dict):
+        raise InvalidParameter(
+            'text.format of type json_schema needs a schema: {"type": "json_schema", "name": "...", "schema": {...}}',
+            "text.format.schema",
+        )
     schema = {key: form[key] for key in ("name", "description", "schema", "strict") if key in form}
     return {"type": "json_schema", "json_schema": schema}
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.serve.disconnect import stop
-from quire.serve.response_objects import Message, size_of
+from quire.serve.response_objects import StoredItem, size_of
 
 
 @dataclass
 class Stored:
     response: dict[str, Any]
-    messages: list[Message]  # the conversation up to and with this response, without instructions
+    items: list[StoredItem]  # the conversation up to this response, without instructions
     tenant: str | None
     work: "asyncio.Task[None] | None" = None  # of one in the background, while it runs
     bytes: int = field(default=0)
@@ -46,7 +46,7 @@ class ResponseStore:
         """Keeps it, or what has become of it. One that is too large for the store is not kept."""
         name = stored.response["id"]
         self.drop(name)
-        stored.bytes = size_of(stored.response) + size_of(stored.messages)
+        stored.bytes = size_of(stored.response) + size_of(stored.items)
         if stored.bytes > self._most_bytes and stored.work is None:
             return
         self._kept[name] = stored

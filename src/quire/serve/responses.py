@@ -1,4 +1,7 @@
-"""/v1/responses: create, retrieve, cancel, delete. The stream tells items and parts as they open, grow and close."""
+"""/v1/responses: create, retrieve, list the input, cancel, delete.
+
+The stream tells items and parts as they open, grow and close.
+"""
 
 import asyncio
 import time
@@ -6,9 +9,9 @@ import uuid
 from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from quire.serve.body import JSONRoute
 from quire.serve.disconnect import unless_gone
@@ -18,13 +21,15 @@ from quire.serve.protocol.chat import ChatRequest
 from quire.serve.protocol.errors import ErrorBody
 from quire.serve.protocol.responses import ResponsesRequest
 from quire.serve.response_objects import (
-    Message,
+    TERMS,
     Status,
+    StoredItem,
+    input_items,
     messages_of,
     new_id,
     output_item,
     part_of,
-    said_by,
+    said_before,
     settings_of,
     to_chat,
 )
@@ -32,7 +37,7 @@ from quire.serve.response_store import Stored
 from quire.serve.server import Server, server_of
 from quire.serve.sse import NAMED, Events, open_stream
 from quire.serve.turn import Heard, Step, Turn, play, play_at_once, prepare_turn, reasoning_tokens
-from quire.types.errors import InvalidParameter
+from quire.types.errors import InvalidParameter, NotSupported
 
 router = APIRouter(route_class=JSONRoute, tags=["OpenAI"])
 stored_router = APIRouter(tags=["OpenAI"])  # without bodies
@@ -53,12 +58,12 @@ async def create_response(request: ResponsesRequest, raw: Request) -> Response:
         raise InvalidParameter("background needs a response that is stored and not streamed", "background")
     if request.background and server.responses.running >= server.limits.background_responses:
         raise HttpError(429, f"{server.limits.background_responses} responses run in the background already", "background")
-    messages = [*_history(server, raw, request), *messages_of(request)]
-    chat = to_chat(request, messages)
-    turn = await unless_gone(raw.receive, prepare_turn(server, raw, chat, "resp", "call_"))
+    history = _history(server, raw, request)
+    chat = to_chat(request, [*said_before(history), *messages_of(request)])
+    turn = await unless_gone(raw.receive, prepare_turn(server, raw, chat, "resp", "call_", TERMS))
     # ids are the store's keys: clients cannot choose them
     turn = replace(turn, job=replace(turn.job, id=f"resp_{uuid.uuid4().hex}"))
-    reply = _Reply(server, turn, request, chat, messages, _tenant(raw))
+    reply = _Reply(server, turn, request, chat, [*history, *input_items(request)], _tenant(raw))
     if request.stream:
         return await open_stream(reply.stream(), raw.receive, NAMED)
     if request.background:
@@ -67,8 +72,34 @@ async def create_response(request: ResponsesRequest, raw: Request) -> Response:
 
 
 @stored_router.get("/v1/responses/{response_id}", responses=_ERRORS)
-async def retrieve_response(response_id: str, raw: Request) -> Response:
+async def retrieve_response(response_id: str, raw: Request, stream: bool = False) -> Response:
+    if stream:
+        raise NotSupported("stream cannot be used here: a response is streamed while it is made, and kept whole", "stream")
     return json_response(_find(server_of(raw), raw, response_id).response)
+
+
+@stored_router.get("/v1/responses/{response_id}/input_items", responses=_ERRORS)
+async def list_input_items(
+    response_id: str,
+    raw: Request,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    """What the response was made from: the items of its own input, behind those of the responses before it."""
+    items = _find(server_of(raw), raw, response_id).items
+    if order == "desc":
+        items = items[::-1]
+    if after is not None:
+        place = next((i for i, item in enumerate(items) if item["id"] == after), None)
+        if place is None:
+            raise InvalidParameter(f"after: the response has no input item {after!r:.100}", "after")
+        items = items[place + 1 :]
+    page = items[:limit]
+    ids = [item["id"] for item in page] or [None]
+    return json_response(
+        {"object": "list", "data": page, "first_id": ids[0], "last_id": ids[-1], "has_more": len(items) > limit}
+    )
 
 
 @stored_router.post("/v1/responses/{response_id}/cancel", responses=_ERRORS)
@@ -100,7 +131,7 @@ def _find(server: Server, raw: Request, name: str) -> Stored:
     return stored
 
 
-def _history(server: Server, raw: Request, request: ResponsesRequest) -> list[Message]:
+def _history(server: Server, raw: Request, request: ResponsesRequest) -> list[StoredItem]:
     name = request.previous_response_id
     if name is None:
         return []
@@ -109,7 +140,7 @@ def _history(server: Server, raw: Request, request: ResponsesRequest) -> list[Me
         raise HttpError(404, f"there is no response {name[:100]!r}: it was not stored, or is no longer", "previous_response_id")
     if stored.response["status"] not in ("completed", "incomplete"):
         raise HttpError(400, f"the previous response is {stored.response['status']}", "previous_response_id")
-    return stored.messages
+    return [*stored.items, *stored.response["output"]]
 
 
 class _Reply:
@@ -121,7 +152,7 @@ class _Reply:
         turn: Turn,
         request: ResponsesRequest,
         chat: ChatRequest,
-        messages: list[Message],
+        items: list[StoredItem],
         tenant: str | None,
     ) -> None:
         self._server, self._turn, self._chat = server, turn, chat
@@ -129,7 +160,7 @@ class _Reply:
         self._ids: list[str] = []
         self._tokens = 0
         self._number = 0
-        self._kept = Stored({}, messages, tenant)
+        self._kept = Stored({}, items, tenant)
         self._store = request.store is not False
         self._response: dict[str, Any] = {
             "id": turn.job.id,
@@ -218,7 +249,6 @@ class _Reply:
         }
         if self._store:
             self._kept.response = self._response
-            self._kept.messages = [*self._kept.messages, *said_by(self._items.items)]
             self._server.responses.put(self._kept)
 
     def _output_item(self, index: int, item: Item, status: Status | None = None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from fastapi import Request
 import quire
 from quire.async_llm import AsyncLLM
 from quire.config.server_args import ServerArgs
+from quire.obs.metrics import Metrics
 from quire.serve.errors import HttpError
 from quire.serve.formats import ModelFormats, choose_formats
 from quire.serve.limits import LIMITS, Limits, check_limits
@@ -31,6 +32,7 @@ class Server:
     llm: AsyncLLM
     settings: ServerArgs
     limits: Limits = LIMITS
+    metrics: Metrics | None = None
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -68,6 +70,10 @@ class Server:
     def wants_timing(self, request: Request) -> bool:
         """Does this answer carry its times? The server's setting, or the request's header."""
         return self.settings.enable_per_request_metrics or request.headers.get("x-request-metrics", "").lower() in ("1", "true")
+
+    def count_call(self, outcome: str) -> None:
+        if self.metrics is not None:
+            self.metrics.tool_calls.add(1, outcome)
 
     def told_cached(self, tokens: int) -> int | None:
         return tokens if self.settings.enable_prompt_tokens_details else None

@@ -7,6 +7,7 @@ from quire.serve.limits import refuse_more
 from quire.types.errors import InvalidParameter, NotSupported
 
 LONGEST_NAME = 256
+_DEFINITIONS = {"$defs": ".", "definitions": ":"}  # where a schema keeps what it refers to, and a mark for each
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 Mode = Literal["none", "auto", "required", "named"]
@@ -30,19 +31,21 @@ class ToolUse:
         schemas = self.schemas or {}
         if self.name is not None:
             return schemas[self.name]
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "parameters": _without_definitions(schema)},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-            for name, schema in schemas.items()
-        ]
+        calls, definitions = [], dict[str, Any]()
+        for i, (name, schema) in enumerate(schemas.items()):
+            part, needed = _as_part(schema, f"tool{i}")
+            definitions |= needed
+            calls.append(
+                {
+                    "type": "object",
+                    "properties": {"name": {"const": name}, "parameters": part},
+                    "required": ["name", "parameters"],
+                    "additionalProperties": False,
+                }
+            )
         answer: dict[str, Any] = {"type": "array", "minItems": 1, "items": calls[0] if len(calls) == 1 else {"anyOf": calls}}
         if not self.parallel:
             answer["maxItems"] = 1
-        definitions = _definitions(schemas)
         return {**answer, "$defs": definitions} if definitions else answer
 
 
@@ -100,32 +103,42 @@ def _parameters(schema: Any, where: str) -> dict[str, Any]:
     return {"type": "object", **schema}
 
 
-def _definitions(schemas: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """References point to the root of a schema, so what they point to must move there with them."""
-    found: dict[str, Any] = {}
-    for schema in schemas.values():
-        for name, definition in {**schema.get("definitions", {}), **schema.get("$defs", {})}.items():
-            if found.setdefault(name, definition) != definition:
-                raise InvalidParameter(
-                    f"two tools define {name!r:.100} differently in $defs: give the definitions different names", "tools"
-                )
-    return found
+def _as_part(schema: dict[str, Any], key: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A tool's schema as a part of a larger one, and what that has to have in its $defs, under names that begin with `key`.
+
+    References point to the root of a document, so what they point to must move there with them.
+    """
+    own = {name: value for name, value in schema.items() if name not in (*_DEFINITIONS, "$schema", "$id")}
+    part = _moved(own, key)
+    definitions = {
+        f"{key}{mark}{name}": _moved(definition, key)
+        for word, mark in _DEFINITIONS.items()
+        for name, definition in schema.get(word, {}).items()
+    }
+    return part, {key: part, **definitions} if _refers_to(f"#/$defs/{key}", [part, definitions]) else definitions
 
 
-def _without_definitions(schema: dict[str, Any]) -> dict[str, Any]:
-    """A tool's schema as a part of a larger one."""
-    kept = {key: value for key, value in schema.items() if key not in ("$defs", "definitions", "$schema", "$id")}
-    moved: dict[str, Any] = _moved(kept)
-    return moved
-
-
-def _moved(value: Any) -> Any:
+def _moved(value: Any, key: str) -> Any:
     if isinstance(value, list):
-        return [_moved(item) for item in value]
+        return [_moved(item, key) for item in value]
     if not isinstance(value, dict):
         return value
-    out = {key: _moved(item) for key, item in value.items()}
+    out = {name: _moved(item, key) for name, item in value.items()}
     reference = out.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/definitions/"):
-        out["$ref"] = "#/$defs/" + reference.removeprefix("#/definitions/")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        out["$ref"] = f"#/$defs/{key}{reference[1:]}"
+        for word, mark in _DEFINITIONS.items():
+            if reference.startswith(f"#/{word}/"):
+                out["$ref"] = f"#/$defs/{key}{mark}{reference.removeprefix(f'#/{word}/')}"
     return out
+
+
+def _refers_to(target: str, value: Any) -> bool:
+    """Is there a reference to this, or to something in it?"""
+    if isinstance(value, list):
+        return any(_refers_to(target, item) for item in value)
+    if not isinstance(value, dict):
+        return False
+    reference = value.get("$ref")
+    found = isinstance(reference, str) and (reference == target or reference.startswith(f"{target}/"))
+    return found or any(_refers_to(target, item) for item in value.values())

@@ -20,11 +20,12 @@ from quire.serve.protocol.chat import ChatRequest
 from quire.serve.sampling import check_request
 from quire.serve.server import Server
 from quire.serve.tools import ToolUse, read_tool_use
+from quire.serve.wording import Terms, Wording, wording_of
 from quire.text.parse.events import Event
 from quire.text.parse.format import Format, combine
 from quire.text.parse.formats import REQUIRED, named
 from quire.text.tokenizer import Tokenizer
-from quire.types.errors import InvalidParameter
+from quire.types.errors import InvalidParameter, RequestError
 from quire.types.outputs import CompletionOutput, RequestOutput
 from quire.types.structured import StructuredOutputsParams
 
@@ -64,10 +65,18 @@ class Rendered:
     prompt: Prompt
     inside: bool | None  # does the answer begin in the reasoning? None: the format says
     budget: int | None  # tokens for the reasoning
+    wording: Wording  # of errors
 
 
-async def render_turn(server: Server, request: ChatRequest) -> Rendered:
+async def render_turn(server: Server, request: ChatRequest, terms: Terms = ()) -> Rendered:
     """Refuses all that can be refused without an engine."""
+    try:
+        return await _render(server, request, terms)
+    except RequestError as error:
+        raise Wording(terms=terms).of(error) from error
+
+
+async def _render(server: Server, request: ChatRequest, terms: Terms) -> Rendered:
     model = server.check(request)
     check_request(request)
     use = read_tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
@@ -82,18 +91,21 @@ async def render_turn(server: Server, request: ChatRequest) -> Rendered:
     inside = _thinks_already(server, prompt, request.continue_final_message)
     if use.forced or _constrains(request) or budget is not None:
         prompt, inside = _settled(server, prompt, inside, budget is not None)
-    return Rendered(model, use, prompt, inside, budget)
+    return Rendered(model, use, prompt, inside, budget, wording_of(request, use, terms))
 
 
 async def prepare_turn(
-    server: Server, raw: Request, request: ChatRequest, prefix: str, call_prefix: str = "chatcmpl-tool-"
+    server: Server, raw: Request, request: ChatRequest, prefix: str, call_prefix: str = "chatcmpl-tool-", terms: Terms = ()
 ) -> Turn:
-    """The prefixes are those of the answer's id and of calls' ids."""
-    rendered = await render_turn(server, request)
-    job = make_job(server, raw, request, prefix, rendered.model, [rendered.prompt])
-    reading = _reading(server.formats, request, rendered.use, rendered.inside)
-    _set_up(server, job, rendered, reading)
-    return Turn(job, replace(reading, id_prefix=call_prefix))
+    """The prefixes are those of the answer's id and of calls' ids, `terms` the protocol's own names of fields."""
+    rendered = await render_turn(server, request, terms)
+    try:
+        job = make_job(server, raw, request, prefix, rendered.model, [rendered.prompt])
+        reading = _reading(server.formats, request, rendered.use, rendered.inside)
+        _set_up(server, job, rendered, reading)
+    except RequestError as error:
+        raise rendered.wording.of(error) from error
+    return Turn(replace(job, wording=rendered.wording), replace(reading, id_prefix=call_prefix, on_call=server.count_call))
 
 
 async def play(server: Server, turn: Turn) -> Steps:

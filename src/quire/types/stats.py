@@ -30,6 +30,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     hits: int  # ... and found
     preemptions: int
     device: DeviceCounts = NO_COUNTS
+    grammar_losses: int = 0  # of grammar processes
 
 
 class Observer(OutputObserver, Protocol):
@@ -38,5 +39,5 @@ class Observer(OutputObserver, Protocol):
     def on_step(self, stats: Stats, tokens_in_step: int, now: float) -> None:
         """One turn of the engine's loop. `tokens_in_step` were run, prompt and output together; `now` is time.monotonic().
 
-        `queries`, `hits`, `preemptions` and `device` count from the start of the engine process, and again after a restart.
+        All but the first four count from the start of the engine process, and again after a restart.
         """

@@ -5,7 +5,6 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.kernels.math import tanh
-from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
 BLOCK = 1024
 KINDS = {
@@ -40,13 +39,10 @@ def _gated(
     size,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    let_next_start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    wait_for_previous(EARLY)
     gate = tl.load(x + row * 2 * size + at, mask=inside, other=0.0)
     up = tl.load(x + row * 2 * size + size + at, mask=inside, other=0.0)
     active = activate(gate.to(tl.float32), KIND).to(gate.dtype).to(tl.float32)
@@ -59,5 +55,5 @@ def gated(x: Tensor, name: str) -> Tensor:
     out = x.new_empty(*x.shape[:-1], size)
     rows = out.numel() // size
     if rows:
-        _gated[(rows, triton.cdiv(size, BLOCK))](x, out, size, KIND=KINDS[name], BLOCK=BLOCK, **overlapping())
+        _gated[(rows, triton.cdiv(size, BLOCK))](x, out, size, KIND=KINDS[name], BLOCK=BLOCK)
     return out

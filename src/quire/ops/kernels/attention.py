@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from quire.ops.kernels.math import tanh
-from quire.ops.kernels.overlap import let_next_start, wait_for_previous
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -292,13 +291,10 @@ def splits_kernel(
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    let_next_start(EARLY)
     kv_head = tl.program_id(0)
     item = splits + tl.program_id(1) * 4
     row, split, part, length = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
-    wait_for_previous(EARLY)
     if row < 0:
         return
     token = tl.load(row_starts + row).to(tl.int64)
@@ -366,14 +362,11 @@ def shared_kernel(
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """The members see all keys of the split, and have more after it. Any member's page table leads to the keys."""
-    let_next_start(EARLY)
     kv_head = tl.program_id(0)
     item = shared + tl.program_id(1) * 3
     split, first, count = tl.load(item), tl.load(item + 1), tl.load(item + 2)
-    wait_for_previous(EARLY)
     if count < 0:
         return
     m = tl.arange(0, BLOCK_M)
@@ -417,13 +410,10 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    let_next_start(EARLY)
     head = tl.program_id(0)
     merge = merges + tl.program_id(1) * 3
     row, first, count = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2)
-    wait_for_previous(EARLY)
     if row < 0:
         return
     dim = tl.arange(0, DIM_BLOCK)

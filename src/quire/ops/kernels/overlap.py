@@ -2,9 +2,8 @@
 
 A kernel launched with `**overlapping()` must call `wait_for_previous` before it reads what earlier kernels wrote, and before it
 writes anything: every program of it, on every path. Weights it may read before, since nobody has written them for a long time;
-who writes weights lets the device finish. What the host has copied it may read as well: a copy begins when all kernels before
-it have ended, and ends before those behind it begin. `let_next_start` allows the next kernel to take the room that is free on
-the device; without it the next begins when all programs have ended.
+who writes weights lets the device finish. `let_next_start` allows the next kernel to take the room that is free on the device;
+without it the next begins when all programs have ended.
 """
 
 from functools import cache

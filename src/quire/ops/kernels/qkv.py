@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
-
 if TYPE_CHECKING:
     from quire.ops.qkv import HeadNorms, Rotation
 
@@ -53,9 +51,7 @@ def _place_heads(
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    let_next_start(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     exists = head < HEADS + 2 * KV_HEADS
@@ -69,7 +65,6 @@ def _place_heads(
     source = qkv + token * qkv_stride + head[:, None] * HEAD_DIM
     KIND: tl.constexpr = qkv.dtype.element_ty
     whole = exists[:, None] & in_half[None, :]
-    wait_for_previous(EARLY)
     first = tl.load(source + pair[None, :], mask=whole, other=0.0).to(tl.float32)
     second = tl.load(source + HALF + pair[None, :], mask=whole, other=0.0).to(tl.float32)
     rest = first
@@ -130,6 +125,5 @@ def place_heads(
             HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size, HALF=half,
             ROTATE=rotation is not None, NORM=norms is not None, HALF_BLOCK=triton.next_power_of_2(half),
             REST_BLOCK=triton.next_power_of_2(max(head_dim - 2 * half, 1)), HEAD_BLOCK=HEADS_PER_PROGRAM,
-            **overlapping(),
         )  # fmt: skip
     return qkv[:, : heads * head_dim].view(tokens, heads, head_dim)

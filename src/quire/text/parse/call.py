@@ -29,7 +29,7 @@ class Call:
         self.started = False
 
     def name_it(self, name: str, own_id: str | None = None) -> None:
-        if not _NAME.fullmatch(name):
+        if name not in self._tools and not _NAME.fullmatch(name):
             raise Malformed(f"{name!r:.80} is no name of a tool")
         if self._only_known and name not in self._tools:
             raise Malformed(f"there is no tool {name!r}")

@@ -41,6 +41,7 @@ class Parser:
         self._gap = ""  # space in front of the latest marker
         self._owed = ""  # the end of calls that went wrong: it may still come
         self._count = 0
+        self.mistaken = 0  # markers of calls that no call followed
         self._over = False
         self._reading = (
             self._read_answer(form.thinking, inside) if form.channels is None else self._read_channels(form.channels)
@@ -161,13 +162,14 @@ class Parser:
         try:
             shape = yield from self._choose(tables)
         except Malformed:
-            self._take_back(self._gap + mark)
-            return
-        if not (yield from self._read_call(shape.call, shape.markerless)):
+            shape = None
+        if shape is None or not (yield from self._read_call(shape.call, shape.markerless)):
+            self.mistaken += not tables[0].markerless
             self._take_back(self._gap + mark)
             return
         while (yield from self._goes_on(shape)):
             if not (yield from self._read_call(shape.call, shape.markerless)):
+                self.mistaken += not shape.markerless
                 self._owed = shape.end
                 self._take_back("")
                 return
@@ -237,6 +239,7 @@ class Parser:
                 name = recipient[1].removeprefix(channels.prefix)
                 if (yield from self._read_call((Known(name), Json()), only_known=False)):
                     continue
+                self.mistaken += 1
                 self._take_back("")
             channel = re.search(re.escape(channels.channel) + r"\s*(\w+)", header)
             kind = Reasoning if channel is not None and channel[1] in channels.reasoning else Text

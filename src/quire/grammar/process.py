@@ -1,0 +1,64 @@
+"""A grammar process as its owner sees it: the child, the socket, and the masks in the memory they share."""
+
+import contextlib
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import weakref
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.grammar import wire
+from quire.subprocesses import environment
+
+COMMAND = (sys.executable, "-P", "-m", "quire.grammar.worker")
+LONGEST_SEND = 20.0  # seconds: it reads as soon as it has started, whatever else it does
+Words = npt.NDArray[np.uint32]
+
+
+class Process:
+    def __init__(self, start: wire.Start, words: int) -> None:
+        ours, theirs = socket.socketpair()
+        with contextlib.ExitStack() as cleaning:
+            cleaning.callback(theirs.close)
+            memory = _shared_memory(4 * start.rows * words)
+            cleaning.callback(os.close, memory)
+            handed = (theirs.fileno(), memory)
+            self._child = subprocess.Popen(
+                [*COMMAND, *map(str, handed)], pass_fds=handed, stdin=subprocess.DEVNULL, env=_environment(), process_group=0
+            )
+            self.masks: Words = np.frombuffer(mmap.mmap(memory, 0), np.uint32).reshape(start.rows, words)
+        self.pid = self._child.pid
+        self.started = False  # it has said so
+        ours.settimeout(LONGEST_SEND)
+        self.frames = wire.Frames(ours)
+        self.end = weakref.finalize(self, _end, self._child, ours)
+        with contextlib.suppress(OSError):  # it is gone already; whoever reads learns that
+            self.frames.send(wire.encode(start))
+
+
+def _environment() -> dict[str, str]:
+    """It forks, so it had better not have threads that it does not need."""
+    return {**(environment() or os.environ), "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _end(child: "subprocess.Popen[bytes]", connection: socket.socket) -> int:
+    """-> how it ended, as `Popen.returncode` has it."""
+    connection.close()
+    child.kill()
+    return child.wait()
+
+
+def _shared_memory(size: int) -> int:
+    """A file without a name. What was never written takes no memory."""
+    if hasattr(os, "memfd_create"):
+        memory = os.memfd_create("quire-masks")
+    else:
+        with tempfile.TemporaryFile() as file:
+            memory = os.dup(file.fileno())
+    os.ftruncate(memory, size)
+    return memory

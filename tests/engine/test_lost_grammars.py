@@ -1,0 +1,163 @@
+"""The grammar process dies under requests that use it: they pause, and their tokens are those of an undisturbed run."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import TEXT, open_model
+
+from quire import SamplingParams
+from quire.grammar import client, process
+from quire.sampling_params import StructuredOutputsParams
+from quire.types.errors import EngineError, InvalidParameter
+
+FAULTY = (sys.executable, str(Path(__file__).parents[1] / "grammar" / "faulty_grammar.py"))
+DIGITS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 999}, "minItems": 6, "maxItems": 6}
+
+
+def bound(seed: int, max_tokens: int = 60, **options) -> SamplingParams:
+    constraint = {name: options.pop(name) for name in ("json", "regex", "choice", "starts_after") if name in options}
+    return SamplingParams(max_tokens=max_tokens, seed=seed, structured_outputs=StructuredOutputsParams(**constraint), **options)
+
+
+def requests() -> dict[str, SamplingParams]:
+    return {
+        "json": bound(1, json=DIGITS),
+        "regex": bound(2, regex="(a|b){40}"),
+        "three": bound(3, regex="[a-z ]{30}", n=3),
+        "reported": bound(4, regex="[xyz]{20}", logprobs=1, prompt_logprobs=1),
+        "later": bound(5, regex="[0-9]{9}", starts_after=[40], logit_bias={40: 5.0}, max_tokens=200),
+        "free": SamplingParams(max_tokens=120, seed=6, ignore_eos=True),
+    }
+
+
+class Run:
+    """Requests in an engine that is turned by hand."""
+
+    def __init__(self, engine, params: dict[str, SamplingParams]) -> None:
+        self.engine, self.answers, self.lengths, self.turns = engine, {}, {}, 0
+        for name, one in params.items():
+            engine.add_request(name, TEXT[0], one)
+
+    def turn(self) -> None:
+        self.turns += 1
+        for output in self.engine.step():
+            self.lengths[output.request_id] = len(output.outputs[0].token_ids)
+            if output.finished:
+                self.answers[output.request_id] = output.outputs
+        self.engine.core.scheduler.check()
+
+    def finish(self, kill_at=()):
+        while self.engine.has_unfinished_requests():
+            if self.turns in kill_at:
+                kill(self.engine)
+            self.turn()
+        return self.answers
+
+
+def kill(engine) -> None:
+    running = engine.core._grammars._process
+    if running is not None:
+        os.kill(running.pid, signal.SIGKILL)
+
+
+def told(answers) -> dict:
+    return {name: [(choice.token_ids, choice.finish_reason) for choice in choices] for name, choices in answers.items()}
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def engine(request, tiny_model):
+    llm = open_model(tiny_model, async_scheduling=bool(request.param))
+    assert llm.llm_engine.core.depth == request.param
+    return llm.llm_engine
+
+
+@pytest.fixture
+def faulty(tiny_model, monkeypatch):
+    monkeypatch.setattr(process, "COMMAND", FAULTY)
+    return open_model(tiny_model).llm_engine
+
+
+@pytest.mark.parametrize("kill_at", [(0,), (3,), (9, 30), (14, 15, 200)])
+def test_nobody_loses_an_answer_or_a_token(engine, kill_at):
+    expected = told(Run(engine, requests()).finish())
+    assert all(choice[1] != "error" for choices in expected.values() for choice in choices)
+    run = Run(engine, requests())
+    answers = run.finish(kill_at)
+    assert told(answers) == expected
+    reported = answers["reported"][0]
+    assert len(reported.logprobs) == len(reported.token_ids)
+    assert not len(engine.core._grammars)
+
+
+def test_those_without_a_grammar_do_not_wait(engine):
+    run = Run(engine, {"bound": bound(1, 200, regex="(a|b){190}"), "free": SamplingParams(max_tokens=100, ignore_eos=True)})
+    while run.lengths.get("bound", 0) < 5:
+        run.turn()
+    kill(engine)
+    while engine.core._grammars._process is None or engine.core._grammars._lost or not run.lengths.get("free"):
+        run.turn()
+    before = dict(run.lengths)
+    for _ in range(10):
+        run.turn()
+    assert run.lengths["free"] >= before["free"] + 9 or "free" in run.answers
+    run.finish()
+
+
+def test_whoever_leaves_meanwhile_leaves_nothing(engine):
+    run = Run(engine, {name: bound(1, 200, regex="(a|b){190}") for name in ("stays", "leaves")})
+    for turn in range(40):
+        if turn == 20:
+            kill(engine)
+        run.turn()
+    engine.abort_request("leaves")
+    assert len(engine.core._grammars) == 1
+    assert list(run.finish()) == ["stays"] and not len(engine.core._grammars)
+
+
+def test_a_deadly_grammar_ends_its_own_requests(faulty):
+    """However many are at work when the process dies, the one that kills it is found."""
+    good = {f"good{i}": bound(i, regex=f"[ab]{{{20 + i}}}") for i in range(4)}
+    expected = told(Run(faulty, good).finish())
+    bad = {"bad": bound(9, regex="deadly[ab]{9}"), "twin": bound(8, regex="deadly[ab]{9}", n=2)}
+    answers = Run(faulty, good | bad).finish()
+    assert {name: told(answers)[name] for name in good} == expected
+    for choice in answers["bad"] + answers["twin"]:
+        assert choice.finish_reason == "error" and "crash or hang" in choice.error
+    with pytest.raises(InvalidParameter, match="crash or hang"):
+        faulty.add_request("again", TEXT[0], bad["bad"])
+    assert told(Run(faulty, good).finish()) == expected
+
+
+def test_a_grammar_that_hangs_is_a_deadly_one(faulty, monkeypatch):
+    monkeypatch.setattr(client, "LONGEST_STEP", 2.0)
+    monkeypatch.setattr(client, "LONGEST_SILENCE", 4.0)
+    answers = Run(faulty, {"bad": bound(9, regex="stuck[ab]{9}"), "good": bound(1, regex="[ab]{20}")}).finish()
+    assert answers["bad"][0].finish_reason == "error" and "crash or hang" in answers["bad"][0].error
+    assert answers["good"][0].finish_reason == "stop"
+
+
+def test_who_cannot_be_blamed_is_not_tried_for_ever(faulty):
+    """Alone, each of them is harmless."""
+    answers = Run(
+        faulty, {"a": bound(1, regex="frail[ab]{40}", logprobs=0), "b": bound(2, regex="[ab]{40}", logprobs=0)}
+    ).finish()
+    assert [choice.finish_reason for choices in answers.values() for choice in choices].count("error") >= 1
+    assert all("8 times" in choice.error for choices in answers.values() for choice in choices if choice.error)
+
+
+def test_a_process_that_does_not_start_is_not_the_requests_fault(tiny_model, monkeypatch):
+    engine = open_model(tiny_model).llm_engine
+    monkeypatch.setattr(process, "COMMAND", (sys.executable, "-c", "raise SystemExit(7)"))
+    with pytest.raises(EngineError, match="does not start"):
+        engine.add_request("a", TEXT[0], bound(1, regex="ab"))
+    monkeypatch.undo()
+    assert Run(engine, {"a": bound(1, regex="ab")}).finish()["a"][0].text == "ab", "the next one tries again"
+    monkeypatch.setattr(process, "COMMAND", (sys.executable, "-c", "raise SystemExit(7)"))
+    run = Run(engine, {"b": bound(1, 200, regex="(a|b){190}")})
+    while run.lengths.get("b", 0) < 5:
+        run.turn()
+    kill(engine)
+    assert "does not start" in run.finish()["b"][0].error
