@@ -99,6 +99,19 @@ def test_rows_that_move_are_followed():
         torch.testing.assert_close(out, run_torch(form, kv.clone(), qkv, starts, [6] * 3), atol=1e-5, rtol=1e-5)
 
 
+def test_threads_share_long_rows():
+    form = Form(4, 2, 16, 0.25, 0, None)
+    kv, qkv = cache(form, 320), torch.randn(2, 8 * 16, generator=torch.Generator().manual_seed(4))
+    seats, out = Seats(2), torch.empty(2, 4 * 16)
+    attention = LineAttention(form, kv, None, None, qkv, out, seats)
+    for lengths in ([30, 20], [30, 1100]):
+        seats.take(np.array([8, 80]), np.array(lengths, np.int32))
+        attention.place()
+        attention.run()
+        torch.testing.assert_close(out, run_torch(form, kv.clone(), qkv, [8, 80], lengths), atol=1e-5, rtol=1e-5)
+    assert seats.shared
+
+
 def batch_of(tables: list[list[int]], lengths: list[int]) -> Batch:
     nothing = torch.empty(0, dtype=torch.int64)
     rows = tuple((i, 1, length) for i, length in enumerate(lengths))

@@ -23,12 +23,13 @@ from quire.attn.backend import AttentionSpec
 from quire.attn.batch import Batch
 from quire.ops.attention import attend
 from quire.ops.kv import kv_lines
-from quire.ops.onnx import CONTRIB, Binding, Graph, Program, Value
+from quire.ops.onnx import CONTRIB, MOST_THREADS, Binding, Graph, Program, Value
 from quire.ops.qkv import HeadNorms, Rotation, reference_place_heads
 
 logger = logging.getLogger(__name__)
 
 ROWS_PER_CALL = 16
+SHARED_FROM = 1024  # keys of the longest row, from which threads share a row's heads: of fewer, waking one costs more
 SCATTERED = -1  # where a row's keys start that lie in several places
 
 Starts = npt.NDArray[np.int64]
@@ -59,11 +60,14 @@ class Seats:
         self.before = torch.zeros(count, dtype=torch.int32)  # keys before each row's token; 0 where they are scattered
         self.longest = torch.zeros((), dtype=torch.int32)
         self.starts = np.zeros(0, np.int64)  # of the keys in the lines, for each seat that is taken
+        self.shared = False  # do threads share a row
 
     def take(self, starts: Starts, lengths: Lengths) -> None:
         self.starts = starts
         self.before.numpy()[: len(starts)] = np.where(starts == SCATTERED, 0, lengths - 1)
-        self.longest.fill_(int(lengths.max()))
+        longest = int(lengths.max())
+        self.longest.fill_(longest)
+        self.shared = longest >= SHARED_FROM
 
 
 def find_starts(batch: Batch, group: int, window: int | None, page_size: int) -> Starts:
@@ -119,7 +123,7 @@ class LineAttention:
         if norms is not None:
             self._fixed["query_norm"] = (norms.query.float() + norms.offset) * form.scale
             self._fixed["key_norm"] = norms.key.float() + norms.offset
-        self._known: dict[tuple[int, int], Call] = {}
+        self._known: dict[tuple[int, int, bool], Call] = {}
         self._calls: list[Call] = []
 
     def place(self) -> None:
@@ -139,13 +143,13 @@ class LineAttention:
             call.binding.run()
 
     def _call(self, part: slice) -> Call:
-        key = part.start, part.stop
+        key = part.start, part.stop, self._seats.shared
         if key not in self._known:
             self._known[key] = Call(self._bind(self._qkv[part], self._out[part], self._seats.before[part]), part)
         return self._known[key]
 
     def _bind(self, qkv: Tensor, out: Tensor, before: Tensor) -> Binding:
-        binding = Binding(_program(self._form, len(qkv)))
+        binding = Binding(_program(self._form, len(qkv), self._seats.shared))
         for name, tensor in self._fixed.items():
             binding.read(name, tensor.shape, tensor.data_ptr())
         binding.read("before", before.shape, before.data_ptr())
@@ -203,7 +207,7 @@ def agrees(form: Form) -> bool:
 
 
 @cache
-def _program(form: Form, rows: int) -> Program:
+def _program(form: Form, rows: int, shared: bool) -> Program:
     graph = Graph()
     columns, cache_shape = sum(form.columns), (1, form.kv_heads, "tokens", form.head_dim)
     heads = _split_rows(graph, _scaled(graph, form, rows), rows)
@@ -224,7 +228,8 @@ def _program(form: Form, rows: int) -> Program:
         inputs_ += [Value(name, (form.head_dim,)) for name in ("query_norm", "key_norm")]
     inputs_ += [Value(f"{name}{i}", cache_shape) for i in range(rows) for name in ("key", "value")]
     outputs = [Value(f"new_{name}{i}", cache_shape) for i in range(rows) for name in ("key", "value")]
-    return Program(graph, inputs_, [Value("out", (rows, 1, form.columns[0])), *outputs])
+    outputs = [Value("out", (rows, 1, form.columns[0])), *outputs]
+    return Program(graph, inputs_, outputs, most_threads=MOST_THREADS if shared else 1)
 
 
 def _scaled(graph: Graph, form: Form, rows: int) -> list[str]:

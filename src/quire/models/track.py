@@ -56,9 +56,9 @@ class Group:
 
     def take_seats(self, batch: Batch, starts: Starts, order: list[int]) -> None:
         """`starts` [R] of the batch's rows, of which order[i] takes seat i."""
-        seated, known = starts[order], self.seats.starts
+        seated, known, shared = starts[order], self.seats.starts, self.seats.shared
         self.seats.take(seated, count_keys(batch)[order])
-        if not np.array_equal(known, seated):
+        if shared != self.seats.shared or not np.array_equal(known, seated):
             for layer in self.layers:
                 layer.place()
         scattered = np.flatnonzero(seated == SCATTERED)
