@@ -65,7 +65,7 @@ class Seats:
     def take(self, starts: Starts, lengths: Lengths) -> None:
         self.starts = starts
         self.before.numpy()[: len(starts)] = np.where(starts == SCATTERED, 0, lengths - 1)
-        longest = int(lengths.max())
+        longest = max(int(lengths.max()), 2)  # the runtime takes 1 for the beginning of a prompt
         self.longest.fill_(longest)
         self.shared = longest >= SHARED_FROM
 
