@@ -72,4 +72,4 @@ def test_prefix_hits_and_preemption_leave_good_tokens(engines):
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     for judged in engines["auto"].generate(whole, params, use_tqdm=False):
         for token, entry in list(zip(judged.prompt_token_ids, judged.prompt_logprobs, strict=True))[-GREEDY.max_tokens :]:
-            assert entry[token].logprob > max(choice.logprob for choice in entry.values()) - 0.3
+            assert entry[token].logprob > max(choice.logprob for choice in entry.values()) - 0.5

@@ -7,7 +7,7 @@ import torch
 pytest.importorskip("onnxruntime")
 from quire.attn.backend import AttentionSpec
 from quire.attn.batch import Batch, GroupView
-from quire.attn.lines import SCATTERED, Form, LineAttention, RowPlaces, agrees, find_form, find_starts
+from quire.attn.lines import SCATTERED, Form, LineAttention, Seats, agrees, find_form, find_seats, find_starts
 from quire.ops.attention import attend
 from quire.ops.kv import kv_lines
 from quire.ops.qkv import HeadNorms, Rotation, reference_place_heads
@@ -33,11 +33,9 @@ def norms_of(form: Form) -> HeadNorms | None:
 
 
 def run_lines(form: Form, kv: torch.Tensor, qkv: torch.Tensor, starts: list[int], lengths: list[int]) -> torch.Tensor:
-    places, out = RowPlaces(len(qkv)), torch.full((len(qkv), form.heads * form.head_dim), float("nan"))
-    attention = LineAttention(form, kv, rotation_of(form), norms_of(form), qkv, out, places)
-    places.starts = np.array(starts)
-    places.before.copy_(torch.tensor(lengths) - 1)
-    places.longest.fill_(max(lengths))
+    seats, out = Seats(len(qkv)), torch.full((len(qkv), form.heads * form.head_dim), float("nan"))
+    attention = LineAttention(form, kv, rotation_of(form), norms_of(form), qkv, out, seats)
+    seats.take(np.array(starts), np.array(lengths, np.int32))
     attention.place()
     attention.run()
     return out
@@ -92,34 +90,57 @@ def test_company_changes_no_bit():
 def test_rows_that_move_are_followed():
     form = Form(4, 2, 16, 0.25, 16, None)
     kv, qkv = cache(form, 40), torch.randn(3, 8 * 16, generator=torch.Generator().manual_seed(4))
-    places, out = RowPlaces(3), torch.empty(3, 4 * 16)
-    attention = LineAttention(form, kv, rotation_of(form), None, qkv, out, places)
+    seats, out = Seats(3), torch.empty(3, 4 * 16)
+    attention = LineAttention(form, kv, rotation_of(form), None, qkv, out, seats)
     for starts in ([4, 20, 40], [4, 60, 40], [80, 60, 100]):
-        places.starts = np.array(starts)
-        places.before.fill_(5)
-        places.longest.fill_(6)
+        seats.take(np.array(starts), np.full(3, 6, np.int32))
         attention.place()
         attention.run()
         torch.testing.assert_close(out, run_torch(form, kv.clone(), qkv, starts, [6] * 3), atol=1e-5, rtol=1e-5)
 
 
+def test_threads_share_long_rows():
+    form = Form(4, 2, 16, 0.25, 0, None)
+    kv, qkv = cache(form, 320), torch.randn(2, 8 * 16, generator=torch.Generator().manual_seed(4))
+    seats, out = Seats(2), torch.empty(2, 4 * 16)
+    attention = LineAttention(form, kv, None, None, qkv, out, seats)
+    for lengths in ([30, 20], [30, 1100]):
+        seats.take(np.array([8, 80]), np.array(lengths, np.int32))
+        attention.place()
+        attention.run()
+        torch.testing.assert_close(out, run_torch(form, kv.clone(), qkv, [8, 80], lengths), atol=1e-5, rtol=1e-5)
+    assert seats.shared
+
+
+def batch_of(tables: list[list[int]], lengths: list[int]) -> Batch:
+    nothing = torch.empty(0, dtype=torch.int64)
+    rows = tuple((i, 1, length) for i, length in enumerate(lengths))
+    return Batch(*[nothing] * 4, rows, nothing, (GroupView(torch.tensor(tables, dtype=torch.int32), nothing),))
+
+
 def test_where_rows_start():
-    tables = np.array([[3, 4, 5], [7, 8, 2], [9, 0, 0], [6, 5, 4], [0, 11, 12]], np.int32)
-    lengths = np.array([12, 7, 3, 4, 11], np.int32)  # not all pages are in use yet
-    assert find_starts(tables, lengths, PAGE, None).tolist() == [12, 28, 36, 24, SCATTERED]
-    assert find_starts(tables, lengths + 2, PAGE, None)[1] == SCATTERED
-    assert find_starts(tables, lengths, PAGE, 7).tolist() == [SCATTERED, 28, 36, 24, SCATTERED]
+    tables = [[3, 4, 5], [7, 8, 2], [9, 0, 0], [6, 5, 4], [0, 11, 12]]
+    lengths = [12, 7, 3, 4, 11]  # not all pages are in use yet
+    assert find_starts(batch_of(tables, lengths), 0, None, PAGE).tolist() == [12, 28, 36, 24, SCATTERED]
+    assert find_starts(batch_of(tables, [12, 9, 3, 4, 11]), 0, None, PAGE)[1] == SCATTERED
+    assert find_starts(batch_of(tables, lengths), 0, 7, PAGE).tolist() == [SCATTERED, 28, 36, 24, SCATTERED]
 
 
-def test_scattered_rows_are_told_and_do_no_harm():
+def test_rows_keep_their_seats():
+    seated = np.array([10, 20, 30, 40])
+    assert find_seats(np.array([10, 20, 30, 40]), seated) == [0, 1, 2, 3]
+    assert find_seats(np.array([10, 30, 40]), seated) == [0, 2, 1]  # the fourth takes the free seat
+    assert find_seats(np.array([50, 40, 20]), seated) == [0, 2, 1]
+    assert find_seats(np.array([SCATTERED, 20, SCATTERED, 60, 10]), seated) == [4, 1, 0, 2, 3]
+    assert find_seats(np.array([10, 10]), seated) == [1, 0]
+
+
+def test_scattered_rows_do_no_harm():
     form = Form(4, 2, 16, 0.25, 16, None)
     kv, qkv = cache(form, 10), torch.randn(2, 8 * 16, generator=torch.Generator().manual_seed(4))
-    before, places, out = kv.clone(), RowPlaces(2), torch.empty(2, 4 * 16)
-    attention = LineAttention(form, kv, rotation_of(form), None, qkv, out, places)
-    tables = torch.tensor([[2, 3], [6, 5]], dtype=torch.int32)
-    nothing = torch.empty(0, dtype=torch.int64)
-    batch = Batch(nothing, nothing, nothing, nothing, ((0, 1, 6), (1, 1, 7)), nothing, (GroupView(tables, nothing),))
-    assert places.look(batch, 0, None, PAGE) == [1]
+    before, seats, out = kv.clone(), Seats(2), torch.empty(2, 4 * 16)
+    attention = LineAttention(form, kv, rotation_of(form), None, qkv, out, seats)
+    seats.take(np.array([8, SCATTERED]), np.array([6, 7], np.int32))
     attention.place()
     attention.run()
     torch.testing.assert_close(out[:1], run_torch(form, before.clone(), qkv[:1], [8], [6]), atol=1e-5, rtol=1e-5)

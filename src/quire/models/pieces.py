@@ -12,6 +12,7 @@ A decoder that does anything else to its hidden states is `Untraceable`, and run
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -21,13 +22,13 @@ from quire.attn.batch import Batch
 from quire.layers.attention import SelfAttention, attend_heads, keep
 from quire.layers.linear import Linear
 from quire.layers.quant.gguf import GGUFMethod
-from quire.models.track import BoundAttention, Group, Memory, Track
+from quire.models.track import BoundAttention, Group, Memory, Track, room_for
 from quire.ops import gemm
 from quire.ops.choice import NEVER, unfold_from
 from quire.ops.linear import linear
 from quire.ops.nbits import emit, forgets
 from quire.ops.norm import add_rms_norm, rms_norm
-from quire.ops.onnx import CONTRIB, Graph, Session
+from quire.ops.onnx import CONTRIB, Binding, Graph, Session
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +231,7 @@ class Pieces:
                 _give_back(piece)
             dead = {*wanted[i], *kept} - later
             self._stages.append(Stage(session, tuple(piece.read), tuple(kept), tuple(piece.behind), tuple(dead)))
-        self._track: Track | None = None  # of the latest step of rows of one token
+        self._track: Track | None = None  # for steps of rows of one token
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, columns] -> hidden states; they are overwritten by the next call."""
@@ -249,12 +250,12 @@ class Pieces:
         return values[self._last]
 
     def _lay(self, rows: int) -> Track:
-        memory, groups = Memory(rows), dict[int, Group]()
+        memory, groups = Memory(room_for(rows)), dict[int, Group]()
         values = {self._first: memory.take(self._first.columns)}
-        source, calls = values[self._first], []
+        source, stages = values[self._first], []
         for stage in self._stages:
             values.update((symbol, memory.take(symbol.columns)) for symbol in stage.made)
-            binding = stage.session.bind([values[symbol] for symbol in stage.read], [values[symbol] for symbol in stage.made])
+            bind = partial(_bind, stage.session, [values[s] for s in stage.read], [values[s] for s in stage.made])
             attending = None
             for between in stage.behind:
                 if between.attention is None:  # all tokens are kept
@@ -262,12 +263,17 @@ class Pieces:
                 else:
                     values[between.target] = memory.take(between.target.columns)
                     attending = BoundAttention(between.attention, values[between.source], values[between.target], groups)
-            calls.append((binding, attending))
+            stages.append((bind, attending))
             for symbol in stage.dead:
                 matrix = values.pop(symbol)
                 if all(matrix is not other for other in values.values()):
                     memory.give(matrix)
-        return Track(source, values[self._last], calls, list(groups.values()), memory)
+        return Track(source, values[self._last], stages, list(groups.values()), memory)
+
+
+def _bind(session: Session, inputs: Sequence[Tensor], outputs: Sequence[Tensor], rows: int) -> Binding:
+    """The session at work on the first rows of these matrices."""
+    return session.bind([matrix[:rows] for matrix in inputs], [matrix[:rows] for matrix in outputs])
 
 
 def _give_back(piece: Piece) -> None:

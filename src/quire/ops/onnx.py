@@ -52,12 +52,19 @@ class Value:
 class Program:
     """A compiled graph."""
 
-    def __init__(self, graph: "Graph", inputs: Sequence[Value], outputs: Sequence[Value], hold: bool = True) -> None:
+    def __init__(
+        self,
+        graph: "Graph",
+        inputs: Sequence[Value],
+        outputs: Sequence[Value],
+        hold: bool = True,
+        most_threads: int = MOST_THREADS,
+    ) -> None:
         """`hold`: what was lent may be read again, and is kept."""
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = min(torch.get_num_threads(), MOST_THREADS)
+        options.intra_op_num_threads = min(torch.get_num_threads(), most_threads)
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
         options.enable_cpu_mem_arena = options.enable_mem_pattern = False
