@@ -54,7 +54,7 @@ class Run:
 
     @property
     def phases(self) -> tuple[float, float] | None:
-        """Tokens per second in, until every request has its first token, and out, after that; None where nothing is after it."""
+        """Tokens per second in, until every request has its first token, and out, after that; None if nothing is after it."""
         first = max(self.ttfts, default=self.elapsed_time)
         if first >= self.elapsed_time or self.output_tokens == self.num_requests:
             return None

@@ -19,7 +19,8 @@ def throughput_lines(name: str, runs: Sequence[Run]) -> list[str]:
     top = best(runs)
     lines = [
         f"{name}: {top.num_requests:,} requests, {top.input_tokens:,} tokens in, {top.output_tokens:,} out",
-        f"{'run':>6}{'seconds':>11}{'requests/s':>13}{'output tok/s':>15}{'total tok/s':>14}{'first, in/s':>13}{'then, out/s':>13}{'ms/token':>11}",
+        f"{'run':>6}{'seconds':>11}{'requests/s':>13}{'output tok/s':>15}{'total tok/s':>14}"
+        f"{'first, in/s':>13}{'then, out/s':>13}{'ms/token':>11}",
     ]
     for number, run in enumerate(runs, 1):
         figures, each = run.figures(), run.ms_per_token
