@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.files.gguf import GGML_TYPES, READABLE_TYPES
 from quire.types.errors import ModelError
 
-RUN_ELEMENTS = 1 << 20  # unfolded at once: small enough for a cache, and many blocks side by side
+RUN_ELEMENTS = 1 << 19  # unfolded at once: small enough for a cache, and many blocks side by side
 
 Unfold = Callable[[Tensor, Tensor], None]  # blocks [G, block bytes, N] uint8, out [G, block elements, N] float32
 
