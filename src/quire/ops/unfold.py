@@ -23,13 +23,13 @@ def unfolded_linear(x: Tensor, parts: Sequence[Stored], bias: Tensor | None) -> 
     """x [T, K] float32, parts of the matrix [N, K] above each other -> [T, N] float32."""
     inputs, outputs = x.shape[1], max(1, SLAB_ELEMENTS // x.shape[1])
     out = x.new_empty(len(x), sum(map(len, parts)))
-    blocks = x.to(torch.bfloat16).split(ROWS)
+    narrow = x.to(torch.bfloat16)
     for start in range(0, out.shape[1], outputs):
         stop = min(start + outputs, out.shape[1])
         slab = _slab(max(SLAB_ELEMENTS, inputs))[: inputs * (stop - start)].view(inputs, stop - start)
         _unfold(parts, start, stop, slab)
-        for block, place in zip(blocks, out[:, start:stop].split(ROWS), strict=True):
-            place.copy_(block @ slab)
+        for row in range(0, len(x), ROWS):
+            out[row : row + ROWS, start:stop] = narrow[row : row + ROWS] @ slab
     for part in parts:
         part.forget()
     return out if bias is None else out.add_(bias)
