@@ -13,6 +13,7 @@ from quire.ops.choice import NEVER, Choice
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
+    monkeypatch.setattr(choice, "busy", lambda: False)
     choice.choose.cache_clear()
     yield
     choice.choose.cache_clear()
@@ -27,6 +28,13 @@ def test_tried_once(tmp_path, monkeypatch):
     assert len(json.loads((tmp_path / "cpu.json").read_text())) == 1
 
 
+def test_a_busy_machine_is_not_remembered(tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "measure", lambda: Choice(64, True))
+    monkeypatch.setattr(choice, "busy", lambda: True)
+    assert choice.choose() == Choice(64, True)
+    assert not (tmp_path / "cpu.json").exists()
+
+
 @pytest.mark.parametrize("found", ["", "[]", "null", '{"another CPU": {}}'])
 def test_what_cannot_be_used_is_tried_again(found, tmp_path, monkeypatch):
     (tmp_path / "cpu.json").write_text(found)
@@ -36,12 +44,12 @@ def test_what_cannot_be_used_is_tried_again(found, tmp_path, monkeypatch):
 
 
 def test_slow_bfloat16_is_never_used(monkeypatch):
-    monkeypatch.setattr(choice, "_time", lambda multiply, x: float(len(x)) if isinstance(multiply, choice.Product) else 1e6)
+    monkeypatch.setattr(choice, "_time", lambda ways, rows, tries=1: (float(rows), 1e6))
     assert choice._measure_unfolding() == NEVER
 
 
 def test_unfolding_pays_from_the_rows_on_where_it_is_faster(monkeypatch):
-    monkeypatch.setattr(choice, "_time", lambda multiply, x: float(len(x)) if isinstance(multiply, choice.Product) else 100.0)
+    monkeypatch.setattr(choice, "_time", lambda ways, rows, tries=1: (float(rows), 100.0))
     assert choice._measure_unfolding() == 128
 
 

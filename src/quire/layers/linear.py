@@ -64,13 +64,14 @@ class Linear(nn.Module):
         super().__init__()
         self.inputs, self.outputs = inputs, outputs
         self.transposed = transposed
+        self.stored: tuple[str, ...] = ()  # the names of the method's parameters
         self.use(method or Plain())
         self.bias = parameter(outputs) if bias else None
 
     def use(self, method: LinearMethod) -> None:
         """Before anything is loaded: stores and multiplies this way."""
         self.method = method
-        for name in getattr(self, "stored", ()):
+        for name in self.stored:
             del self._parameters[name]
         shapes = method.shapes(self.inputs, self.outputs)
         self.stored = tuple(shapes)

@@ -97,6 +97,8 @@ class Symbol:
     def __mul__(self, other: "Symbol") -> "Symbol":
         return self.simple("Mul", _symbol(other))
 
+    mul_ = __mul__
+
     def __getattr__(self, name: str) -> Any:
         raise Untraceable(f"a use of {name!r}")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.files.gguf import GGML_TYPES, READABLE_TYPES
 from quire.types.errors import ModelError
 
-RUN_ELEMENTS = 1 << 20  # unfolded at once: small enough for a cache, and many blocks side by side
+RUN_ELEMENTS = 1 << 19  # unfolded at once: small enough for a cache, and many blocks side by side
 
 Unfold = Callable[[Tensor, Tensor], None]  # blocks [G, block bytes, N] uint8, out [G, block elements, N] float32
 
@@ -78,13 +78,36 @@ def unfold_columns(stored: Stored, start: int, stop: int, out: Tensor) -> None:
     run = max(1, RUN_ELEMENTS // stored.columns)
     for first in range(start, stop, run):
         rows = stored.read(first, min(first + run, stop))
+        place = out[:, first - start : first - start + len(rows)]
+        if name in _NIBBLES:
+            _unfold_nibbles(rows.view(torch.int16).view(len(rows), -1, nbytes // 2), _NIBBLES[name], place)
+            continue
         if unfold is None:
             wide = _by_package(rows.flatten(), stored.type, (len(rows), stored.columns)).t()
         else:
             blocks = rows.view(len(rows), -1, nbytes).permute(1, 2, 0).contiguous()
             wide = torch.empty(blocks.shape[0], elements, len(rows))
             unfold(blocks, wide)
-        out[:, first - start : first - start + len(rows)] = wide.view(stored.columns, len(rows))
+        place.copy_(wide.view(stored.columns, len(rows)))
+
+
+_NIBBLES = {"Q4_0": 1, "Q4_1": 2}  # half-precision numbers before 32 elements of 4 bits
+
+
+def _unfold_nibbles(rows: Tensor, halves: int, out: Tensor) -> None:
+    """The types that matter most, by words of 16 bits: rows [N, G, words] int16, out [32 G, N].
+
+    word i of a block   [ element 2i | 16 + 2i | 2i + 1 | 16 + 2i + 1 ]   from the lowest 4 bits up
+    """
+    words = rows.permute(1, 2, 0).contiguous()  # [G, words, N]
+    scale, *least = words[:, :halves].view(torch.float16).float().split_with_sizes([1] * halves, dim=1)
+    offset = least[0] if least else -8 * scale
+    packed, places = words[:, halves:], out.view(len(words), 2, 8, 2, -1)
+    bits, wide = torch.empty_like(packed), torch.empty(packed.shape)
+    for half, odd in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        torch.bitwise_right_shift(packed, 4 * half + 8 * odd, out=bits)
+        wide.copy_(bits.bitwise_and_(15))
+        places[:, half, :, odd] = torch.addcmul(offset, wide, scale, out=wide)
 
 
 def _by_package(raw: Tensor, type_: int, shape: tuple[int, ...]) -> Tensor:

@@ -33,8 +33,11 @@ ABOUT = ("model name", "flags", "Features", "CPU")  # x86 writes the first two, 
 OUTPUTS, INPUTS = 1536, 576
 ROWS = (96, 128, 192, 256, 512)  # at which unfolding is tried
 NEVER = 1 << 30
-HOPELESS = 8  # times slower at the first try: more rows will not help
-TRIES = 3
+HOPELESS = 30  # times slower with the fewest rows: more will not help
+TRIES = 15  # of which the best counts: others may be at work
+
+
+Ways = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,19 @@ def choose() -> Choice:
         return Choice(**known[key])
     choice = measure()
     logger.info("tried on this CPU: %s", choice)
+    if busy():
+        return choice
     with suppress(OSError):  # a cache that cannot be written only means trying again next time
         path.parent.mkdir(parents=True, exist_ok=True)
         own = path.with_suffix(f".{os.getpid()}")
         own.write_text(json.dumps({**known, key: asdict(choice)}, indent=1))
         own.replace(path)
     return choice
+
+
+def busy() -> bool:
+    """Do others want more than this machine has? What was measured then is used, but not kept."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1)
 
 
 @torch.inference_mode()
@@ -85,29 +95,31 @@ def _measure_unfolding() -> int:
     numbers = torch.randint(0, 60, (OUTPUTS, INPUTS // 32 * 18), dtype=torch.uint8)  # small scales, whatever the bytes are
     stored = Stored(number, INPUTS, numbers)
     product = Product(pack([stored], None))
+    ways: Ways = (product, lambda x: unfolded_linear(x, [stored], None))
+    folded, unfolded = _time(ways, ROWS[0], tries=3)
+    if unfolded > HOPELESS * folded:
+        return NEVER
     for rows in ROWS:
-        x = torch.randn(rows, INPUTS)
-        folded, unfolded = _time(product, x), _time(lambda x: unfolded_linear(x, [stored], None), x)
+        folded, unfolded = _time(ways, rows)
         if unfolded < folded:
             return rows
-        if unfolded > HOPELESS * folded:
-            break
     return NEVER
 
 
 def _measure_floats() -> bool:
     weight = torch.randn(OUTPUTS, INPUTS)
-    runtime = Gemm(weight, None)
-    some = [torch.randn(rows, INPUTS) for rows in (1, 16)]
-    return sum(_time(runtime, x) for x in some) < sum(_time(lambda x: F.linear(x, weight), x) for x in some)
+    ways: Ways = (Gemm(weight, None), lambda x: F.linear(x, weight))
+    runtime, torch_ = (sum(both) for both in zip(_time(ways, 1), _time(ways, 16), strict=True))
+    return runtime < torch_
 
 
-def _time(multiply: Callable[[Tensor], Tensor], x: Tensor, tries: int = TRIES) -> float:
-    """Seconds; the best try, for others may be at work."""
-    multiply(x)
-    found = []
-    for _ in range(tries):
-        begun = time.perf_counter()
-        multiply(x)
-        found.append(time.perf_counter() - begun)
-    return min(found)
+def _time(ways: Ways, rows: int, tries: int = TRIES) -> tuple[float, float]:
+    """Seconds of both, which take turns; a first try of each does not count."""
+    x = torch.randn(rows, INPUTS)
+    found: tuple[list[float], list[float]] = [], []
+    for _ in range(tries + 1):
+        for multiply, seconds in zip(ways, found, strict=True):
+            begun = time.perf_counter()
+            multiply(x)
+            seconds.append(time.perf_counter() - begun)
+    return min(found[0][1:]), min(found[1][1:])

@@ -16,18 +16,20 @@ from torch import Tensor
 from quire.ops.blocks import Stored, unfold_columns
 
 SLAB_ELEMENTS = 1 << 21
+ROWS = 512  # multiplied at once
 
 
 def unfolded_linear(x: Tensor, parts: Sequence[Stored], bias: Tensor | None) -> Tensor:
     """x [T, K] float32, parts of the matrix [N, K] above each other -> [T, N] float32."""
-    narrow, inputs = x.to(torch.bfloat16), x.shape[1]
+    inputs, outputs = x.shape[1], max(1, SLAB_ELEMENTS // x.shape[1])
     out = x.new_empty(len(x), sum(map(len, parts)))
-    outputs = max(1, SLAB_ELEMENTS // inputs)
+    narrow = x.to(torch.bfloat16)
     for start in range(0, out.shape[1], outputs):
         stop = min(start + outputs, out.shape[1])
         slab = _slab(max(SLAB_ELEMENTS, inputs))[: inputs * (stop - start)].view(inputs, stop - start)
         _unfold(parts, start, stop, slab)
-        out[:, start:stop] = narrow @ slab
+        for row in range(0, len(x), ROWS):
+            out[row : row + ROWS, start:stop] = narrow[row : row + ROWS] @ slab
     for part in parts:
         part.forget()
     return out if bias is None else out.add_(bias)
