@@ -6,7 +6,8 @@ operator; an attention ends a piece, for it goes through the cache. Behind the l
     embedding | norm qkv | attention | o_proj add norm gate_up silu mul down add norm qkv | attention | ... norm
               '- piece -'             '---------------------- piece ---------------------'
 
-A decoder that does anything else to its hidden states is `Untraceable`, and runs layer by layer.
+Steps in which every row is one token run on memory that stays (`track.py`). A decoder that does anything else to its hidden
+states is `Untraceable`, and runs layer by layer.
 """
 
 import logging
