@@ -76,6 +76,13 @@ def test_a_busy_engine_is_not_measured() -> None:
         run_once(model, work(2))
 
 
+def test_first_tokens_and_the_rest() -> None:
+    run = Run(3.0, 2, 600, 10, [0.5, 1.0], [0.01, 0.03])
+    assert run.phases == (600.0, 4.0)  # 8 tokens came after the first ones, in 2 seconds
+    assert run.figures()["decode_tokens_per_second"] == 4.0
+    assert Run(1.0, 2, 600, 2, [0.5, 1.0], []).phases is None
+
+
 def test_latency() -> None:
     runs = [Run(seconds, 2, 6, 10, [0.1, 0.3], [0.01, 0.03]) for seconds in (1.0, 2.0, 3.0)]
     latency = latency_of(runs)
@@ -93,6 +100,7 @@ def test_the_machine() -> None:
     assert facts["cpu"]
     assert facts["cpu_count"]
     assert facts["torch_version"]
+    assert facts["resident_mb"] > 10
     assert "gpu" not in facts
 
 

@@ -9,10 +9,12 @@ from gguf_files import LLAMA, llama_tensors, tiny_llama
 from oracle import Sequences
 from quire.config.facts import read_facts
 from quire.files.resolve import resolve_model
+from quire.layers.linear import Linear
 from quire.load.load import load_weights
 from quire.models.registry import build_model
 
 pytest.importorskip("onnxruntime")
+from quire.attn.lines import Form, LineAttention, agrees
 from quire.models.pieces import Pieces, compile_body
 
 IDS = [3, 17, 42, 8, 30, 11, 25]
@@ -32,6 +34,33 @@ def facts(tmp_path_factory):
     return read_facts(resolve_model(str(path)), {})
 
 
+@pytest.fixture(scope="module")
+def wider(tmp_path_factory):
+    """The same with heads of 16 components, which the runtime can attend with."""
+    fields = {**LLAMA, "embedding_length": 64, "rope.dimension_count": 16}
+    kind = gguf.GGMLQuantizationType.Q4_1
+    tensors = {
+        name: (gguf.quants.quantize(values.astype(np.float32), kind), kind) if values.ndim == 2 else values
+        for name, values in llama_tensors(fields).items()
+    }
+    path = tiny_llama(tmp_path_factory.mktemp("wider") / "tiny.gguf", fields=fields, tensors=tensors)
+    return read_facts(resolve_model(str(path)), {})
+
+
+class Lined(Sequences):
+    """Sequences whose cache lies line by line, and whose pages follow each other unless `scattered` names the sequence."""
+
+    def __init__(self, model, count, length, scattered=()):
+        super().__init__(model, count, length)
+        per_row = self.tables[0].shape[1]
+        self.tables = [1 + torch.arange(count * per_row, dtype=torch.int32).view(count, per_row)]
+        for sequence in scattered:
+            self.tables[0][sequence] = self.tables[0][sequence].flip(0)
+        for attention in model.attentions:
+            lines = attention.kv.permute(1, 2, 0, 3, 4).contiguous()
+            attention.bind(lines.zero_().permute(2, 0, 1, 3, 4), 0)
+
+
 def loaded(facts, keep_blocks):
     model = build_model(facts)
     load_weights(model, facts, device="cpu", dtype="float32", keep_blocks=keep_blocks)
@@ -40,7 +69,7 @@ def loaded(facts, keep_blocks):
 
 def test_pieces_are_the_layers_in_fewer_calls(facts):
     by_layer, compiled = loaded(facts, True), loaded(facts, True)
-    compiled.pieces = Pieces(compiled.run_blocks, facts.hidden_size)
+    compiled.pieces = Pieces(compiled.run_blocks, facts.hidden_size, whole=False)
     assert len(compiled.pieces._stages) == len(facts.layers) + 1
     expected = Sequences(by_layer, 1, len(IDS)).step([(0, IDS)])[0]
     found = Sequences(compiled, 1, len(IDS)).step([(0, IDS)])[0]
@@ -55,6 +84,53 @@ def test_near_the_unfolded_model(facts):
     assert (found - expected).norm() < 0.05 * expected.norm()  # each product is off by about 0.6 %
 
 
-def test_a_model_of_plain_matrices_is_left_alone(facts):
+def test_floats_are_the_same_floats_in_pieces(facts):
+    expected = Sequences(loaded(facts, False), 1, len(IDS)).step([(0, IDS)])[0]
+    compiled = loaded(facts, False)
+    compiled.pieces = Pieces(compiled.run_blocks, facts.hidden_size, whole=True)
+    matrices = [module.weight for module in compiled.layers.modules() if isinstance(module, Linear)]
+    assert all(matrix.numel() == 0 for matrix in matrices)  # the runtime has its own copy
+    found = Sequences(compiled, 1, len(IDS)).step([(0, IDS)])[0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_what_cannot_be_traced_is_left_alone(facts):
     model = loaded(facts, False)
-    assert compile_body(model.run_blocks, facts.hidden_size) is None
+    assert compile_body(lambda x, batch: torch.cumsum(x, 0), facts.hidden_size, whole=True) is None
+    assert model.pieces is None
+
+
+@pytest.mark.parametrize("least", [1, 4])
+def test_many_rows_go_layer_by_layer(facts, least):
+    """The same numbers, unfolded to bfloat16, for every row of the step or for none."""
+    expected = Sequences(loaded(facts, False), 1, len(IDS)).step([(0, IDS)])[0]
+    model = loaded(facts, True)
+    model.pieces = Pieces(model.run_blocks, facts.hidden_size, whole=False)
+    model.pieces.too_many = least
+    found = Sequences(model, 1, len(IDS)).step([(0, IDS)])[0]
+    assert (found - expected).norm() < 0.03 * expected.norm()
+
+
+STEPS = [
+    [(0, IDS), (1, IDS[:3]), (2, IDS[2:])],
+    [(0, [5]), (1, [6]), (2, [7])],
+    [(2, [9]), (0, [8])],
+    [(1, [4])],
+    [(1, [3]), (0, [2, 11])],
+    [(1, [1]), (2, [12]), (0, [13])],
+]
+
+
+@pytest.mark.parametrize("scattered", [(), (1,), (0, 1, 2)])
+def test_single_tokens_are_attended_by_the_runtime(wider, scattered, monkeypatch):
+    by_layer, compiled = loaded(wider, True), loaded(wider, True)
+    compiled.pieces = Pieces(compiled.run_blocks, wider.hidden_size, whole=False)
+    assert agrees(Form(4, 2, 16, 0.25, 16, None))  # and has been tried before calls are counted
+    calls = []
+    monkeypatch.setattr(LineAttention, "run", lambda self, run=LineAttention.run: calls.append(self) or run(self))
+    for _ in range(2):  # with another cache the second time
+        expected, found = Lined(by_layer, 3, 20), Lined(compiled, 3, 20, scattered)
+        for rows in STEPS:
+            for theirs, ours in zip(expected.step(rows), found.step(rows), strict=True):
+                torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+    assert len(calls) == 2 * 4 * len(wider.layers)  # four of the steps have rows of one token only

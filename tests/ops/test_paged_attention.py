@@ -100,9 +100,12 @@ def test_ragged_rows(name, stride):
             torch.testing.assert_close(out[start + i], expected, atol=1e-5, rtol=1e-4)
 
 
+EQUAL = [(6, 6), (6, 6), (1, 9), (6, 6), (6, 6), (6, 6), (6, 8), (6, 8)]
+
+
 @pytest.mark.parametrize("scattered", [True, False], ids=["scattered", "in a row"])
 @pytest.mark.parametrize("lines", [True, False], ids=["lines", "pages"])
-@pytest.mark.parametrize("rows", [ROWS, [(1, 17), (1, 40), (1, 1)]], ids=["mixed", "single tokens"])
+@pytest.mark.parametrize("rows", [ROWS, [(1, 17), (1, 40), (1, 1)], EQUAL], ids=["mixed", "single tokens", "equal lengths"])
 @pytest.mark.parametrize("name", SPECS)
 def test_the_cpu_backend_on_every_layout(name, rows, lines, scattered):
     spec = SPECS[name]

@@ -1,12 +1,14 @@
 """Attention on a CPU: row by row, over keys where they lie.
 
 A row whose pages follow each other is read in place; a scattered one is gathered first. One query needs no mask, only the right
-slice of keys. Several queries of one row are a piece: causal from the beginning of the row, else behind a mask.
+slice of keys. Several queries of one row are a piece: causal from the beginning of the row, else behind a mask. Causal pieces
+of equal length that follow each other are run as one.
 
     keys of a piece   [ unseen | lowest ......... position | ... last ]        lowest: the window's edge of the first query
 """
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +28,14 @@ QUERIES_PER_PIECE = 256  # behind a mask
 class Piece:
     """Consecutive tokens of one row, and the keys they see."""
 
-    count: int
+    count: int  # of all rows together
     start: int  # of the keys, counted in tokens from the first page of `pages`; without pages, in the cache's lines
     keys: int
     pages: Tensor | None  # [1, P] where the keys must be gathered from
     mask: Tensor | None  # [count, keys] bool
     causal: bool  # query i sees keys 0 ... i
+    rows: int = 1
+    tokens: Tensor | None = None  # [count] where the keys of several rows lie in the cache's lines
 
 
 class CPUAttention:
@@ -49,11 +53,12 @@ class CPUAttention:
     def plan(self, batch: Batch, group: int, spec: AttentionSpec, kv: Tensor) -> None:
         tables = batch.groups[group].tables.numpy()
         in_place = kv_lines(kv) is not None
-        batch.plans["cpu", group] = [
+        pieces = [
             piece
             for table, (_, count, length) in zip(tables, batch.rows, strict=False)
             for piece in _pieces(table, count, length, spec.window, kv.shape[3], in_place)
         ]
+        batch.plans["cpu", group] = _joined(pieces) if spec.soft_cap is None and not spec.sinks else pieces
 
     def run(self, spec: AttentionSpec, query: Tensor, kv: Tensor, batch: Batch, group: int, sinks: Tensor | None) -> Tensor:
         if ("cpu", group) not in batch.plans:
@@ -94,12 +99,16 @@ class CPUAttention:
             held = self._lines[:, None]
         else:
             held = kv_gather(kv, piece.pages)
-        keys, values = held.narrow(3, piece.start, piece.keys).to(query.dtype)  # each [1, kv_heads, S, head_dim]
+        if piece.tokens is not None:
+            together = held[:, 0].index_select(2, piece.tokens).view(2, spec.kv_heads, piece.rows, piece.keys, -1)
+            keys, values = together.transpose(1, 2).to(query.dtype)
+        else:
+            keys, values = held.narrow(3, piece.start, piece.keys).to(query.dtype)  # each [rows, kv_heads, S, head_dim]
         if piece.causal and spec.soft_cap is None and sinks is None:
-            by_head = query.transpose(0, 1)[None]  # [1, heads, N, head_dim]
+            by_head = query.reshape(piece.rows, -1, spec.heads, spec.head_dim).transpose(1, 2)  # [rows, heads, N, head_dim]
             shared = spec.heads != spec.kv_heads
             out = F.scaled_dot_product_attention(by_head, keys, values, is_causal=True, scale=spec.scale, enable_gqa=shared)
-            return out[0].transpose(0, 1)
+            return out.transpose(1, 2).flatten(0, 1)
         mask = _causal(piece.count) if piece.causal else piece.mask
         visible = None if mask is None else mask[None]
         return attend(query[None], keys, values, visible, scale=spec.scale, soft_cap=spec.soft_cap, sinks=sinks)[0]
@@ -123,6 +132,18 @@ def _pieces(
                 mask &= key_at > query_at - window
         pieces.append(_piece(table, n, lowest, position + n, mask, page_size, in_place))
     return pieces
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    joined = []
+    for (count, causal, _), alike in groupby(pieces, lambda piece: (piece.count, piece.causal, piece.pages is None)):
+        some = list(alike)
+        if len(some) == 1 or not causal or some[0].pages is not None:
+            joined += some
+            continue
+        tokens = torch.cat([torch.arange(piece.start, piece.start + count) for piece in some])
+        joined.append(Piece(len(tokens), 0, count, None, None, True, len(some), tokens))
+    return joined
 
 
 def _piece(

@@ -7,6 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 CPU_INFO = Path("/proc/cpuinfo")
+MEMORY = Path("/proc/self/statm")
 GPU_FIELDS = {  # of nvidia-smi → the name in a result
     "name": "gpu",
     "driver_version": "driver",
@@ -30,7 +31,16 @@ def machine(device: str) -> dict[str, str | int | float | None]:
         "torch_version": version("torch"),
         "triton_version": version("triton"),
     }
-    return facts if device == "cpu" else {**facts, **gpu()}
+    return {**facts, "resident_mb": resident_mb()} if device == "cpu" else {**facts, **gpu()}
+
+
+def resident_mb() -> float | None:
+    """Megabytes of memory that this process holds."""
+    try:
+        pages = int(MEMORY.read_text().split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def cpu_name() -> str:

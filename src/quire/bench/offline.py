@@ -52,6 +52,14 @@ class Run:
         """For one request alone."""
         return 1000 * self.elapsed_time / self.output_tokens if self.num_requests == 1 else None
 
+    @property
+    def phases(self) -> tuple[float, float] | None:
+        """Tokens per second in, until every request has its first token, and out, after that; None if nothing is after it."""
+        first = max(self.ttfts, default=self.elapsed_time)
+        if first >= self.elapsed_time or self.output_tokens == self.num_requests:
+            return None
+        return self.input_tokens / first, (self.output_tokens - self.num_requests) / (self.elapsed_time - first)
+
     def figures(self) -> Figures:
         """Under the names of vLLM's result files, where those have one."""
         found = {
@@ -60,6 +68,8 @@ class Run:
             "output_tokens_per_second": self.output_tokens / self.elapsed_time,
             "tokens_per_second": (self.input_tokens + self.output_tokens) / self.elapsed_time,
         }
+        if self.phases is not None:
+            found["prefill_tokens_per_second"], found["decode_tokens_per_second"] = self.phases
         return found if self.ms_per_token is None else {**found, "ms_per_token": self.ms_per_token}
 
 

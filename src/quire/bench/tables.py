@@ -19,15 +19,17 @@ def throughput_lines(name: str, runs: Sequence[Run]) -> list[str]:
     top = best(runs)
     lines = [
         f"{name}: {top.num_requests:,} requests, {top.input_tokens:,} tokens in, {top.output_tokens:,} out",
-        f"{'run':>6}{'seconds':>11}{'requests/s':>13}{'output tok/s':>15}{'total tok/s':>14}{'ms/token':>11}",
+        f"{'run':>6}{'seconds':>11}{'requests/s':>13}{'output tok/s':>15}{'total tok/s':>14}"
+        f"{'first, in/s':>13}{'then, out/s':>13}{'ms/token':>11}",
     ]
     for number, run in enumerate(runs, 1):
         figures, each = run.figures(), run.ms_per_token
+        phases = ("-", "-") if run.phases is None else tuple(f"{rate:,.1f}" for rate in run.phases)
         lines.append(
             f"{number:>5}{'*' if run is top and len(runs) > 1 else ' '}"
             f"{run.elapsed_time:>11,.3f}{figures['requests_per_second']:>13,.2f}"
             f"{figures['output_tokens_per_second']:>15,.1f}{figures['tokens_per_second']:>14,.1f}"
-            f"{'-' if each is None else f'{each:.3f}':>11}"
+            f"{phases[0]:>13}{phases[1]:>13}{'-' if each is None else f'{each:.3f}':>11}"
         )
     return lines
 

@@ -45,8 +45,23 @@ def shared(dice: Dice, vocab_size: int) -> list[Sample]:
     return [_sample(head + _ids(dice, 64, vocab_size), 64) for _ in range(512)]
 
 
+def cpu1(dice: Dice, vocab_size: int) -> list[Sample]:
+    """One user of a laptop."""
+    return [_sample(_ids(dice, 128, vocab_size), 64)]
+
+
+def cpu16(dice: Dice, vocab_size: int) -> list[Sample]:
+    """What a small machine can run at once."""
+    return [_sample(_ids(dice, 128, vocab_size), 64) for _ in range(16)]
+
+
+def cpu64(dice: Dice, vocab_size: int) -> list[Sample]:
+    """A full batch on a small machine."""
+    return [_sample(_ids(dice, 64, vocab_size), 64) for _ in range(64)]
+
+
 WORKLOADS: dict[str, Callable[[Dice, int], list[Sample]]] = {
-    make.__name__: make for make in (single, mixed, batch, prefill, longctx, shared)
+    make.__name__: make for make in (single, mixed, batch, prefill, longctx, shared, cpu1, cpu16, cpu64)
 }
 
 

@@ -22,7 +22,7 @@ DESCRIPTION = """\
 Gives a model all requests of a workload at once and measures how long it takes to answer them. Named workloads are random token
 ids with fixed seeds, the same in every engine; data sets are those of `quire bench serve`, without their times. Prompts of
 token ids run without a tokenizer. The prefix cache is emptied before every run, and the best run is the result."""
-WORKLOADS = ("single", "mixed", "batch", "prefill", "longctx", "shared")
+WORKLOADS = ("single", "mixed", "batch", "prefill", "longctx", "shared", "cpu1", "cpu16", "cpu64")
 NUM_PROMPTS = 1000
 # --input-len and --output-len are short for the data set's own flags
 INPUT_LEN = {"random": "random_input_len"}
@@ -89,7 +89,11 @@ def run(namespace: argparse.Namespace) -> int:
         print("\n".join(throughput_lines(work.name, done)), flush=True)
         entries.append(throughput_of(work.name, done))
         figures |= {f"{work.name} {name}": value for name, value in best(done).figures().items()}
-    report.close(args.model, engine, machine(engine["device"]), figures, {"workloads": entries})
+    facts = machine(engine["device"])
+    if (resident := facts.get("resident_mb")) is not None:
+        print(f"{resident:,.0f} MB resident")
+        figures["resident_mb"] = float(resident)
+    report.close(args.model, engine, facts, figures, {"workloads": entries})
     return 0
 
 

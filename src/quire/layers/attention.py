@@ -11,6 +11,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.parameter import parameter
 from quire.layers.rope import Rope
 from quire.ops.kv import kv_write
+from quire.ops.onnx import KEPT_ELEMENTS
 from quire.ops.qkv import HeadNorms, Lanes, place_heads
 from quire.types.cache import LayerCache
 from quire.types.errors import EngineError
@@ -120,7 +121,8 @@ def attend_heads(attention: SelfAttention, qkv: Tensor, batch: Batch) -> Tensor:
     else:
         lanes = attention.lanes
         if lanes is None or lanes.qkv is not qkv or lanes.kv is not core.kv:
-            attention.lanes = lanes = Lanes(qkv, core.bound())
+            lanes = Lanes(qkv, core.bound())
+            attention.lanes = lanes if qkv.numel() <= KEPT_ELEMENTS else None  # larger ones are not the same memory again
         query = lanes.place(write, batch.positions, rotation, attention.norms)
     if attention.last:
         query, batch = keep(query, batch), batch.final

@@ -7,10 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.layers.parameter import parameter
-from quire.layers.quant.gguf import look_up, row_bytes, suits
-from quire.ops.blocks import take_apart
+from quire.layers.quant.gguf import look_up, suits
+from quire.ops.blocks import Stored
 from quire.ops.linear import linear_float
 from quire.ops.nbits import Product, pack
+
+
+def fitting(stored: Mapping[str, Stored], name: str, count: int, size: int) -> Stored | None:
+    found = stored.get(name)
+    return found if found is not None and suits(found) and (len(found), found.columns) == (count, size) else None
 
 
 class Embedding(nn.Module):
@@ -20,28 +25,26 @@ class Embedding(nn.Module):
         super().__init__()
         self.scale = scale
         self.count, self.size = count, size
-        self.stored_type: int | None = None  # ggml's, where the rows are kept as a GGUF file has them
-        self.weight = parameter(count, size)
+        self.stored: Stored | None = None  # where the rows stay as a GGUF file has them; there is no weight then
+        self.weight: nn.Parameter | None = parameter(count, size)
 
-    def keep(self, path: str, types: Mapping[str, int]) -> frozenset[str]:
-        name = f"{path}.weight"
-        if name not in types or not suits(types[name], self.size):
-            return frozenset()
-        self.stored_type = types[name]
-        self.weight = parameter(self.count, row_bytes(self.stored_type, self.size), dtype=torch.uint8)
-        return frozenset((name,))
+    def keep(self, path: str, stored: Mapping[str, Stored]) -> frozenset[str]:
+        found = fitting(stored, f"{path}.weight", self.count, self.size)
+        if found is not None:
+            self.stored, self.weight = found, None
+        return frozenset() if found is None else frozenset((f"{path}.weight",))
 
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
-        kind = self.weight.dtype if self.stored_type is None else torch.float32
+        kind = torch.float32 if self.weight is None else self.weight.dtype
         self.scale = torch.tensor(self.scale, dtype=kind).item()
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [T] -> [T, size]."""
-        x = (
-            F.embedding(ids, self.weight)
-            if self.stored_type is None
-            else look_up(self.weight, self.stored_type, ids, self.size)
-        )
+        if self.stored is not None:
+            x = look_up(self.stored, ids)
+        else:
+            assert self.weight is not None
+            x = F.embedding(ids, self.weight)
         return x if self.scale == 1.0 else x * self.scale
 
 
@@ -62,24 +65,22 @@ class Head(nn.Module):
         self.tied = tied
         self.scale, self.soft_cap = scale, soft_cap
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
-        self.stored_type: int | None = None  # ggml's, where the matrix of our own is kept as a GGUF file has it
+        self.stored: Stored | None = None  # where the matrix of our own stays as a GGUF file has it
         self.product: Product | None = None  # with a matrix that was kept
         self.own = None if tied is not None else parameter(vocab_size, hidden_size)
         self.bias = parameter(vocab_size) if bias else None
 
-    def keep(self, path: str, types: Mapping[str, int]) -> frozenset[str]:
-        name = f"{path}.weight"
-        if self.own is None or name not in types or not suits(types[name], self.hidden_size):
+    def keep(self, path: str, stored: Mapping[str, Stored]) -> frozenset[str]:
+        found = fitting(stored, f"{path}.weight", self.vocab_size, self.hidden_size)
+        if self.own is None or found is None:
             return frozenset()
-        self.stored_type = types[name]
-        self.own = parameter(self.vocab_size, row_bytes(self.stored_type, self.hidden_size), dtype=torch.uint8)
-        return frozenset((name,))
+        self.stored, self.own = found, None
+        return frozenset((f"{path}.weight",))
 
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
-        rows, type_ = (self.own, self.stored_type) if self.tied is None else (self.tied.weight, self.tied.stored_type)
-        if type_ is not None and rows is not None:
-            self.product = Product(pack([take_apart(rows.data, type_)], self.bias))
-            self.own = None
+        stored = self.stored if self.tied is None else self.tied.stored
+        if stored is not None:
+            self.product = Product(pack([stored], self.bias))
 
     def claims(self, path: str) -> dict[str, Tensor | None]:
         """A checkpoint may store a tied matrix a second time."""

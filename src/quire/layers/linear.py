@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from quire.layers.parameter import parameter
 from quire.layers.quant.gguf import GGUFMethod, suits
+from quire.ops.blocks import Stored
 from quire.ops.linear import linear
 
 
@@ -63,12 +64,15 @@ class Linear(nn.Module):
         super().__init__()
         self.inputs, self.outputs = inputs, outputs
         self.transposed = transposed
+        self.stored: tuple[str, ...] = ()  # the names of the method's parameters
         self.use(method or Plain())
         self.bias = parameter(outputs) if bias else None
 
     def use(self, method: LinearMethod) -> None:
         """Before anything is loaded: stores and multiplies this way."""
         self.method = method
+        for name in self.stored:
+            del self._parameters[name]
         shapes = method.shapes(self.inputs, self.outputs)
         self.stored = tuple(shapes)
         for name, shape in shapes.items():
@@ -78,14 +82,15 @@ class Linear(nn.Module):
         """Path in the checkpoint -> number of outputs, from the top of the matrix down."""
         return {path: self.outputs}
 
-    def keep(self, path: str, types: Mapping[str, int]) -> frozenset[str]:
-        """Stores its matrix in a GGUF file's blocks, if it can. types: claimed name -> ggml type; returns the names kept."""
-        names = [f"{part}.weight" for part in self.parts(path)]
-        known = [types[name] for name in names if name in types and suits(types[name], self.inputs)]
-        if self.transposed or len(known) < len(names):
+    def keep(self, path: str, stored: Mapping[str, Stored]) -> frozenset[str]:
+        """Leaves its matrix in a GGUF file's blocks, if it can. stored: by claimed name; returns the names kept."""
+        sizes = {f"{part}.weight": size for part, size in self.parts(path).items()}
+        found = {name: stored[name] for name in sizes if name in stored and suits(stored[name])}
+        fitting = [name for name, part in found.items() if (len(part), part.columns) == (sizes[name], self.inputs)]
+        if self.transposed or len(fitting) < len(sizes):
             return frozenset()
-        self.use(GGUFMethod(list(zip(self.parts(path).values(), known, strict=True))))
-        return frozenset(names)
+        self.use(GGUFMethod([found[name] for name in sizes]))
+        return frozenset(sizes)
 
     def claims(self, path: str) -> dict[str, Tensor | None]:
         taken: dict[str, Tensor | None] = {}

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.files.gguf import GGML_TYPES, GGUFTensor, read_gguf_shards
 from quire.load.gguf_names import Name, hf_names
 from quire.load.source import map_file
-from quire.ops.blocks import dequantize
+from quire.ops.blocks import Stored, dequantize
 from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
@@ -36,10 +36,6 @@ class Piece:
     stored: tuple[int, ...]  # shape in the file
 
     @property
-    def rows(self) -> tuple[int, int]:
-        return self.stored[0], self.nbytes // self.stored[0]
-
-    @property
     def shape(self) -> tuple[int, ...]:
         return self.stored[::-1] if self.name.transposed else self.stored
 
@@ -47,6 +43,7 @@ class Piece:
 class GGUFSource:
     def __init__(self, facts: "ModelFacts") -> None:
         self._kept: frozenset[str] = frozenset()
+        self._files: dict[Path, mmap.mmap] = {}
         headers = read_gguf_shards(facts.files.weights)
         self.pieces: dict[str, Piece] = {}
         for header in headers:
@@ -58,29 +55,28 @@ class GGUFSource:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: piece.rows if name in self._kept else piece.shape for name, piece in self.pieces.items()}
+        return {name: piece.shape for name, piece in self.pieces.items() if name not in self._kept}
 
     @property
-    def block_types(self) -> Mapping[str, int]:
-        """The matrices that are stored in blocks along their rows: name -> ggml type."""
+    def stored(self) -> Mapping[str, Stored]:
+        """The matrices that are stored in blocks along their rows."""
         return {
-            name: piece.type
+            name: self._stored(piece)
             for name, piece in self.pieces.items()
             if len(piece.stored) == 2 and GGML_TYPES[piece.type][1] > 1 and not piece.name.transposed
         }
 
     def keep(self, names: frozenset[str]) -> None:
-        """Those are read as they are stored: [rows, row bytes] uint8."""
+        """Somebody has those as they are stored; they are not offered any more."""
         self._kept = names
 
     def read(self, names: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
         """In file order. A few tensors are unfolded ahead, so that memory stays low and cores stay busy."""
         pieces = sorted((self.pieces[name] for name in names), key=lambda piece: (piece.path, piece.offset))
-        files = {path: map_file(path) for path in {piece.path for piece in pieces}}
         ahead: deque[tuple[str, Future[Tensor]]] = deque()
         with ThreadPoolExecutor(WORKERS, "unfold") as pool:
             for piece in pieces:
-                ahead.append((piece.name.hf, pool.submit(self._take, files[piece.path], piece)))
+                ahead.append((piece.name.hf, pool.submit(self._take, self._file(piece.path), piece)))
                 if len(ahead) > WORKERS:
                     name, future = ahead.popleft()
                     yield name, future.result()
@@ -89,11 +85,21 @@ class GGUFSource:
 
     def _take(self, data: mmap.mmap, piece: Piece) -> Tensor:
         raw = torch.frombuffer(data, dtype=torch.uint8, count=piece.nbytes, offset=piece.offset)
-        kept = piece.name.hf in self._kept
-        tensor = raw.view(piece.rows) if kept else dequantize(raw, piece.type, piece.stored)
-        if piece.name.undo is not None:  # of a matrix it only reorders rows
+        tensor = dequantize(raw, piece.type, piece.stored)
+        if piece.name.undo is not None:
             tensor = piece.name.undo(tensor)
         return tensor.t() if piece.name.transposed else tensor
+
+    def _stored(self, piece: Piece) -> Stored:
+        file, (count, columns), undo = self._file(piece.path), piece.stored, piece.name.undo
+        raw = torch.frombuffer(file, dtype=torch.uint8, count=piece.nbytes, offset=piece.offset)
+        order = None if undo is None else undo(torch.arange(count))  # of a matrix it only reorders rows
+        return Stored(piece.type, columns, raw.view(count, -1), order, file, piece.offset)
+
+    def _file(self, path: Path) -> mmap.mmap:
+        if path not in self._files:
+            self._files[path] = map_file(path)
+        return self._files[path]
 
 
 def _piece(path: Path, tensor: GGUFTensor, name: Name) -> Piece:

@@ -10,6 +10,7 @@ from quire.load.assign import Renames, assign, claims_of, rename
 from quire.load.dummy import DummySource
 from quire.load.safetensors import SafetensorsSource
 from quire.load.source import Source
+from quire.ops.blocks import Stored
 from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
@@ -25,17 +26,17 @@ class Finishing(Protocol):
 
 @runtime_checkable
 class Keeping(Protocol):
-    """A layer that may store matrices as a GGUF file does. types: claimed name -> ggml type; returns the names it keeps so."""
+    """A layer that can use matrices as a GGUF file has them. stored: by claimed name; returns the names it takes so."""
 
-    def keep(self, path: str, types: Mapping[str, int]) -> frozenset[str]: ...
+    def keep(self, path: str, stored: Mapping[str, Stored]) -> frozenset[str]: ...
 
 
 @runtime_checkable
 class Blocks(Source, Protocol):
-    """A source whose matrices are stored in blocks, and may be read so."""
+    """A source whose matrices are stored in blocks, and may be used so."""
 
     @property
-    def block_types(self) -> Mapping[str, int]: ...
+    def stored(self) -> Mapping[str, Stored]: ...
 
     def keep(self, names: frozenset[str]) -> None: ...
 
@@ -83,10 +84,10 @@ def load_weights(
 
 def keep(model: nn.Module, source: Blocks, renames: Renames) -> None:
     """Lets every layer of the model that can keep what the source has in blocks do so."""
-    stored = source.block_types
+    stored = source.stored
     claimed = {ours: name for name in stored if (ours := rename(name, renames)) is not None}
-    types = {ours: stored[name] for ours, name in claimed.items()}
-    kept = [module.keep(path, types) for path, module in model.named_modules() if isinstance(module, Keeping)]
+    offered = {ours: stored[name] for ours, name in claimed.items()}
+    kept = [module.keep(path, offered) for path, module in model.named_modules() if isinstance(module, Keeping)]
     source.keep(frozenset(claimed[name] for names in kept for name in names))
 
 

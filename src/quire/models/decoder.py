@@ -59,7 +59,9 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """-> hidden states [K, H] of the final tokens."""
         x = self.embed(batch)
-        return self.run_blocks(x, batch) if self.pieces is None else self.pieces(x, batch)
+        if self.pieces is None or len(x) >= self.pieces.too_many:
+            return self.run_blocks(x, batch)
+        return self.pieces(x, batch)
 
     def run_blocks(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H]: the embedded tokens."""

@@ -1,4 +1,4 @@
-"""A decoder whose matrices are whole numbers, compiled for ONNX Runtime in pieces: what is between two attentions is one call.
+"""A decoder of float32 numbers on a CPU, compiled for ONNX Runtime in pieces: what is between two attentions is one call.
 
 The decoder's own forward is run once with symbols in place of tensors. What happens to them is written down, operator by
 operator; an attention ends a piece, for it goes through the cache. Behind the last one, tokens may be left out.
@@ -6,7 +6,8 @@ operator; an attention ends a piece, for it goes through the cache. Behind the l
     embedding | norm qkv | attention | o_proj add norm gate_up silu mul down add norm qkv | attention | ... norm
               '- piece -'             '---------------------- piece ---------------------'
 
-A decoder that does anything else to its hidden states is `Untraceable`, and runs layer by layer.
+Steps in which every row is one token run on memory that stays (`track.py`). A decoder that does anything else to its hidden
+states is `Untraceable`, and runs layer by layer.
 """
 
 import logging
@@ -22,9 +23,13 @@ from quire.attn.batch import Batch
 from quire.layers.attention import SelfAttention, attend_heads, keep
 from quire.layers.linear import Linear
 from quire.layers.quant.gguf import GGUFMethod
+from quire.models.track import BoundAttention, Group, Memory, Track, room_for
+from quire.ops import gemm
+from quire.ops.choice import NEVER, unfold_from
+from quire.ops.linear import linear
 from quire.ops.nbits import emit, forgets
 from quire.ops.norm import add_rms_norm, rms_norm
-from quire.ops.onnx import CONTRIB, Graph, Session
+from quire.ops.onnx import CONTRIB, Binding, Graph, Session
 
 logger = logging.getLogger(__name__)
 
@@ -42,15 +47,19 @@ class Step:
     emit: Emit
     inputs: "tuple[Symbol, ...]"
     outputs: "tuple[Symbol, ...]"
+    matrix: Tensor | None = None  # of floats, that the runtime repacks
 
 
 @dataclass(frozen=True)
 class Between:
-    """What is done behind a piece."""
+    """What is done behind a piece: an attention, or the choice of the tokens that are kept."""
 
-    do: Callable[[Tensor, Batch], Tensor]
+    attention: SelfAttention | None
     source: "Symbol"
     target: "Symbol"
+
+    def do(self, x: Tensor, batch: Batch) -> Tensor:
+        return keep(x, batch) if self.attention is None else attend_heads(self.attention, x, batch)
 
 
 @dataclass
@@ -72,9 +81,9 @@ class Symbol:
     def __init__(self, pieces: list[Piece], columns: int) -> None:
         self.pieces, self.columns = pieces, columns
 
-    def then(self, emit: Emit, *others: "Symbol", columns: Sequence[int]) -> "list[Symbol]":
+    def then(self, emit: Emit, *others: "Symbol", columns: Sequence[int], matrix: Tensor | None = None) -> "list[Symbol]":
         outputs = [Symbol(self.pieces, count) for count in columns]
-        self.pieces[-1].steps.append(Step(emit, (self, *others), tuple(outputs)))
+        self.pieces[-1].steps.append(Step(emit, (self, *others), tuple(outputs), matrix))
         return outputs
 
     def simple(self, operator: str, *others: "Symbol", domain: str = "", **attributes: Any) -> "Symbol":
@@ -84,10 +93,15 @@ class Symbol:
         )[0]
 
     def __add__(self, other: "Symbol") -> "Symbol":
-        return self.simple("Add", other)
+        return self.simple("Add", _symbol(other))
 
     def __mul__(self, other: "Symbol") -> "Symbol":
-        return self.simple("Mul", other)
+        return self.simple("Mul", _symbol(other))
+
+    mul_ = __mul__
+
+    def __getattr__(self, name: str) -> Any:
+        raise Untraceable(f"a use of {name!r}")
 
     def chunk(self, count: int, dim: int) -> "list[Symbol]":
         if dim != -1:
@@ -106,8 +120,18 @@ class Symbol:
         return OPERATORS[function](*args, **(kwargs or {}))
 
 
+def _symbol(value: Any) -> Symbol:
+    if not isinstance(value, Symbol):
+        raise Untraceable(f"arithmetic with a {type(value).__name__}")
+    return value
+
+
 def _linear(method: GGUFMethod, layer: Linear, x: Symbol) -> Symbol:
-    return x.then(lambda graph, names: [emit(graph, names[0], method.take())], columns=[layer.outputs])[0]
+    return x.then(lambda graph, names: [emit(graph, names[0], method.take(layer))], columns=[layer.outputs])[0]
+
+
+def _plain_linear(x: Symbol, weight: Tensor, bias: Tensor | None = None) -> Symbol:
+    return x.then(lambda graph, names: [gemm.emit(graph, names[0], weight, bias)], columns=[len(weight)], matrix=weight)[0]
 
 
 def _weight(weight: Tensor, offset: float) -> Any:
@@ -145,7 +169,7 @@ def _gelu(x: Symbol, approximate: str = "none") -> Symbol:
 def _attend(attention: SelfAttention, qkv: Symbol, batch: Batch) -> Symbol:  # noqa: ARG001
     spec = attention.core.spec
     target = Symbol(qkv.pieces, spec.heads * spec.head_dim)
-    qkv.pieces[-1].behind.append(Between(partial(attend_heads, attention), qkv, target))
+    qkv.pieces[-1].behind.append(Between(attention, qkv, target))
     qkv.pieces.append(Piece())
     return target
 
@@ -155,12 +179,13 @@ def _keep(x: Symbol, batch: Batch) -> Symbol:  # noqa: ARG001
     if len(x.pieces) == 1 or any(x in step.outputs for step in x.pieces[-1].steps):
         raise Untraceable("leaving out tokens anywhere else")
     target = Symbol(x.pieces, x.columns)
-    x.pieces[-2].behind.append(Between(keep, x, target))
+    x.pieces[-2].behind.append(Between(None, x, target))
     return target
 
 
 OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
     GGUFMethod.apply: _linear,
+    linear: _plain_linear,
     rms_norm: _rms_norm,
     add_rms_norm: _add_rms_norm,
     F.silu: _silu,
@@ -181,17 +206,19 @@ class Stage:
     dead: tuple[Symbol, ...]  # nobody reads them any more
 
 
-def compile_body(body: Callable[[Any, Any], Any], columns: int) -> "Pieces | None":
+def compile_body(body: Callable[[Any, Any], Any], columns: int, *, whole: bool) -> "Pieces | None":
     try:
-        return Pieces(body, columns)
+        return Pieces(body, columns, whole=whole)
     except Untraceable as reason:
         logger.info("the model runs layer by layer: %s cannot be compiled", reason)
         return None
 
 
 class Pieces:
-    def __init__(self, body: Callable[[Any, Any], Any], columns: int) -> None:
-        """`body` is a decoder's way from embedded tokens [T, columns] to its last hidden states."""
+    def __init__(self, body: Callable[[Any, Any], Any], columns: int, *, whole: bool) -> None:
+        """`body` is a decoder's way from embedded tokens [T, columns] to its last hidden states. `whole`: it will not be run
+        itself any more, and what it holds in matrices of floats is given back."""
+        self.too_many = NEVER if whole else unfold_from()  # rows: from there on the body itself is faster
         pieces = [Piece()]
         self._first = Symbol(pieces, columns)
         self._last: Symbol = body(self._first, None)
@@ -203,11 +230,18 @@ class Pieces:
             made = [symbol for step in piece.steps for symbol in step.outputs]
             kept = [symbol for symbol in made if symbol in later or symbol in sources[i]]
             session = _compile(piece, kept)
+            if whole and gemm.forgets():
+                _give_back(piece)
             dead = {*wanted[i], *kept} - later
             self._stages.append(Stage(session, tuple(piece.read), tuple(kept), tuple(piece.behind), tuple(dead)))
+        self._track: Track | None = None  # for steps of rows of one token
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, columns] -> hidden states; they are overwritten by the next call."""
+        if len(x) == len(batch.rows) and batch.kept is None:  # rows of one token, and all go on to the end
+            if self._track is None or not self._track.suits(len(x)):
+                self._track = self._lay(len(x))
+            return self._track.run(x, batch)
         values = {self._first: x}
         for stage in self._stages:
             results = stage.session.run(*[values[symbol] for symbol in stage.read])
@@ -218,6 +252,38 @@ class Pieces:
                 del values[symbol]
         return values[self._last]
 
+    def _lay(self, rows: int) -> Track:
+        memory, groups = Memory(room_for(rows)), dict[int, Group]()
+        values = {self._first: memory.take(self._first.columns)}
+        source, stages = values[self._first], []
+        for stage in self._stages:
+            values.update((symbol, memory.take(symbol.columns)) for symbol in stage.made)
+            bind = partial(_bind, stage.session, [values[s] for s in stage.read], [values[s] for s in stage.made])
+            attending = None
+            for between in stage.behind:
+                if between.attention is None:  # all tokens are kept
+                    values[between.target] = values[between.source]
+                else:
+                    values[between.target] = memory.take(between.target.columns)
+                    attending = BoundAttention(between.attention, values[between.source], values[between.target], groups)
+            stages.append((bind, attending))
+            for symbol in stage.dead:
+                matrix = values.pop(symbol)
+                if all(matrix is not other for other in values.values()):
+                    memory.give(matrix)
+        return Track(source, values[self._last], stages, list(groups.values()), memory)
+
+
+def _bind(session: Session, inputs: Sequence[Tensor], outputs: Sequence[Tensor], rows: int) -> Binding:
+    """The session at work on the first rows of these matrices."""
+    return session.bind([matrix[:rows] for matrix in inputs], [matrix[:rows] for matrix in outputs])
+
+
+def _give_back(piece: Piece) -> None:
+    for step in piece.steps:
+        if step.matrix is not None:
+            step.matrix.data = step.matrix.new_empty(0)
+
 
 def _compile(piece: Piece, outputs: Sequence[Symbol]) -> Session:
     graph = Graph()
@@ -225,4 +291,9 @@ def _compile(piece: Piece, outputs: Sequence[Symbol]) -> Session:
     inputs = [(names[symbol], symbol.columns) for symbol in piece.read]
     for step in piece.steps:
         names.update(zip(step.outputs, step.emit(graph, [names[symbol] for symbol in step.inputs]), strict=True))
-    return Session(graph, inputs, [(names[symbol], symbol.columns) for symbol in outputs], hold=not (forgets(4) and forgets(8)))
+    return Session(
+        graph,
+        inputs,
+        [(names[symbol], symbol.columns) for symbol in outputs],
+        hold=not (forgets(4) and forgets(8) and gemm.forgets()),
+    )

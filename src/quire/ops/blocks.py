@@ -1,12 +1,15 @@
-"""GGUF's block types: unfolded to float32, or taken apart into integers with scales.
+"""GGUF's block types: unfolded to floating point, or taken apart into integers with scales.
 
 A tensor is a row of blocks; a block is one or two half-precision scales and a few bits per element. The common types are
-done here with torch, a cache-sized run of blocks at a time; the rare ones by the `gguf` package. Values are bit for bit
+done here with torch, a cache-sized run at a time; the rare ones by the `gguf` package. Values are bit for bit
 those of ggml's reference: the order of multiplications is kept.
+
+Blocks are turned first, [G, block bytes, N]: the same byte of N blocks lies together, so every operation runs along N.
 """
 
+import mmap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -15,11 +18,36 @@ from torch import Tensor
 from quire.files.gguf import GGML_TYPES, READABLE_TYPES
 from quire.types.errors import ModelError
 
-RUN_ELEMENTS = 1 << 18  # unfolded at once: small enough to stay in cache
+RUN_ELEMENTS = 1 << 19  # unfolded at once: small enough for a cache, and many blocks side by side
 
-Unfold = Callable[[Tensor, Tensor], None]  # blocks [B, block bytes] uint8, out [B, block elements] float32
+Unfold = Callable[[Tensor, Tensor], None]  # blocks [G, block bytes, N] uint8, out [G, block elements, N] float32
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A matrix [N, columns] as a file has it: mapped, not copied."""
+
+    type: int  # ggml's
+    columns: int
+    rows: Tensor  # [N, row bytes] uint8
+    order: Tensor | None = None  # [N]: row i of the matrix is row order[i] of the file; None = they lie in order
+    file: mmap.mmap | None = field(default=None, repr=False)
+    offset: int = 0  # of the rows in the file
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Rows of the matrix, [stop - start, row bytes]."""
+        return self.rows[start:stop] if self.order is None else self.rows.index_select(0, self.order[start:stop])
+
+    def forget(self) -> None:
+        """Lets go of the pages that were read. The system still has them, and gives them back for little."""
+        if self.file is not None and hasattr(mmap, "MADV_DONTNEED"):
+            start = self.offset - self.offset % mmap.PAGESIZE
+            self.file.madvise(mmap.MADV_DONTNEED, start, self.offset + self.rows.nbytes - start)
 
 
 def dequantize(raw: Tensor, type_: int, shape: tuple[int, ...]) -> Tensor:
@@ -36,8 +64,50 @@ def dequantize(raw: Tensor, type_: int, shape: tuple[int, ...]) -> Tensor:
     out = torch.empty(blocks.shape[0], elements)
     run = RUN_ELEMENTS // elements
     for start in range(0, blocks.shape[0], run):
-        unfold(blocks[start : start + run], out[start : start + run])
+        some = blocks[start : start + run]
+        turned = torch.empty(1, elements, len(some))
+        unfold(some.t().contiguous()[None], turned)
+        out[start : start + run] = turned[0].t()
     return out.view(shape)
+
+
+def unfold_columns(stored: Stored, start: int, stop: int, out: Tensor) -> None:
+    """Rows start ... stop of a matrix as columns: out [columns, stop - start], of any floating type."""
+    name, elements, nbytes = GGML_TYPES[stored.type]
+    unfold = UNFOLD.get(name)
+    run = max(1, RUN_ELEMENTS // stored.columns)
+    for first in range(start, stop, run):
+        rows = stored.read(first, min(first + run, stop))
+        place = out[:, first - start : first - start + len(rows)]
+        if name in _NIBBLES:
+            _unfold_nibbles(rows.view(torch.int16).view(len(rows), -1, nbytes // 2), _NIBBLES[name], place)
+            continue
+        if unfold is None:
+            wide = _by_package(rows.flatten(), stored.type, (len(rows), stored.columns)).t()
+        else:
+            blocks = rows.view(len(rows), -1, nbytes).permute(1, 2, 0).contiguous()
+            wide = torch.empty(blocks.shape[0], elements, len(rows))
+            unfold(blocks, wide)
+        place.copy_(wide.view(stored.columns, len(rows)))
+
+
+_NIBBLES = {"Q4_0": 1, "Q4_1": 2}  # half-precision numbers before 32 elements of 4 bits
+
+
+def _unfold_nibbles(rows: Tensor, halves: int, out: Tensor) -> None:
+    """The types that matter most, by words of 16 bits: rows [N, G, words] int16, out [32 G, N].
+
+    word i of a block   [ element 2i | 16 + 2i | 2i + 1 | 16 + 2i + 1 ]   from the lowest 4 bits up
+    """
+    words = rows.permute(1, 2, 0).contiguous()  # [G, words, N]
+    scale, *least = words[:, :halves].view(torch.float16).float().split_with_sizes([1] * halves, dim=1)
+    offset = least[0] if least else -8 * scale
+    packed, places = words[:, halves:], out.view(len(words), 2, 8, 2, -1)
+    bits, wide = torch.empty_like(packed), torch.empty(packed.shape)
+    for half, odd in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        torch.bitwise_right_shift(packed, 4 * half + 8 * odd, out=bits)
+        wide.copy_(bits.bitwise_and_(15))
+        places[:, half, :, odd] = torch.addcmul(offset, wide, scale, out=wide)
 
 
 def _by_package(raw: Tensor, type_: int, shape: tuple[int, ...]) -> Tensor:
@@ -48,23 +118,35 @@ def _by_package(raw: Tensor, type_: int, shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(unfold(rows, GGMLQuantizationType(type_))).view(shape)
 
 
+def _split(x: Tensor, outer: int, inner: int) -> Tensor:
+    """[G, outer * inner, N] -> [G, outer, inner, N]."""
+    return x.view(len(x), outer, inner, -1)
+
+
 def _half(blocks: Tensor, start: int, count: int = 1) -> Tensor:
-    """`count` half-precision numbers from byte `start` of each block: [B, count] float32."""
-    return blocks[:, start : start + 2 * count].contiguous().view(torch.float16).float()
+    """`count` half-precision numbers from byte `start` of each block: [G, count, N] float32."""
+    low, high = blocks[:, start : start + 2 * count : 2], blocks[:, start + 1 : start + 2 * count : 2]
+    return (low.to(torch.int16) | high.to(torch.int16) << 8).view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """[B, n] -> [B, 2n]: all low halves, then all high halves."""
-    return torch.cat((packed & 15, packed >> 4), dim=1)
+    """[G, n, N] -> [G, 2n, N]: all low halves, then all high halves."""
+    return _slices(packed, 4).flatten(1, 2)
+
+
+def _slices(packed: Tensor, bits: int) -> Tensor:
+    """[..., n, N] -> [..., 8 / bits, n, N]: the lowest `bits` of every byte, the next, ..."""
+    down = torch.arange(0, 8, bits, dtype=torch.uint8).view(-1, 1, 1)
+    return (packed.unsqueeze(-3) >> down).bitwise_and_((1 << bits) - 1)
 
 
 def _bits(packed: Tensor) -> Tensor:
-    """[B, n] -> [B, 8n] of 0 and 1, lowest bit first."""
-    return ((packed.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1)
+    """[G, n, N] -> [G, 8n, N] of 0 and 1, lowest bit first."""
+    return _slices(packed, 1).transpose(1, 2).flatten(1, 2)
 
 
 def _q8_0(blocks: Tensor, out: Tensor) -> None:
-    out.copy_(blocks[:, 2:].contiguous().view(torch.int8)).mul_(_half(blocks, 0))
+    out.copy_(blocks[:, 2:].view(torch.int8)).mul_(_half(blocks, 0))
 
 
 def _q4_0(blocks: Tensor, out: Tensor) -> None:
@@ -84,7 +166,7 @@ def _q5_1(blocks: Tensor, out: Tensor) -> None:
 
 
 def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """The 8 scales and 8 minima of 6 bits each that K blocks keep in 12 bytes: two of [B, 8].
+    """The 8 scales and 8 minima of 6 bits each that K blocks keep in 12 bytes: two of [G, 8, N].
 
     bytes 0-3    low 6 bits: scales 0-3    high 2 bits: top of scales 4-7
     bytes 4-7    low 6 bits: minima 0-3    high 2 bits: top of minima 4-7
@@ -97,37 +179,34 @@ def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scale_k(blocks: Tensor, out: Tensor) -> None:
-    """out [B, 256] holds the integers; each 32 of them have a scale and a minimum."""
+    """out [G, 256, N] holds the integers; each 32 of them have a scale and a minimum."""
     both = _half(blocks, 0, 2)
     scales, minima = _scales_and_minima(blocks[:, 4:16])
-    groups = out.view(-1, 8, 32)
+    groups = _split(out, 8, 32)
     groups.mul_((both[:, :1] * scales).unsqueeze(2)).sub_((both[:, 1:] * minima).unsqueeze(2))
 
 
 def _nibble_groups(packed: Tensor) -> Tensor:
-    """[B, 128] -> [B, 8, 32]: 32 bytes hold the low halves of one group and the high halves of the next."""
-    pairs = packed.reshape(-1, 4, 1, 32)
-    return torch.cat((pairs & 15, pairs >> 4), dim=2).view(-1, 8, 32)
+    """[G, 128, N] -> [G, 256, N]: 32 bytes hold the low halves of one group and the high halves of the next."""
+    return _slices(_split(packed, 4, 32), 4).flatten(1, 3)
 
 
 def _q4_k(blocks: Tensor, out: Tensor) -> None:
-    out.view(-1, 8, 32).copy_(_nibble_groups(blocks[:, 16:]))
+    out.copy_(_nibble_groups(blocks[:, 16:]))
     _scale_k(blocks, out)
 
 
 def _q5_k(blocks: Tensor, out: Tensor) -> None:
-    planes = (blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8).view(8, 1)) & 1  # [B, 8, 32]
-    out.view(-1, 8, 32).copy_(_nibble_groups(blocks[:, 48:]) | planes << 4)
+    out.copy_(_nibble_groups(blocks[:, 48:]) | _slices(blocks[:, 16:48], 1).flatten(1, 2) << 4)
     _scale_k(blocks, out)
 
 
 def _q6_k(blocks: Tensor, out: Tensor) -> None:
-    low = blocks[:, :128].reshape(-1, 2, 1, 64)
-    low = torch.cat((low & 15, low >> 4), dim=2).view(-1, 2, 4, 32)
-    high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1)) & 3
-    out.view(-1, 2, 4, 32).copy_(low | high << 4).sub_(32)
-    scales = blocks[:, 192:208].contiguous().view(torch.int8) * _half(blocks, 208)
-    out.view(-1, 16, 16).mul_(scales.unsqueeze(2))
+    low = _slices(_split(blocks[:, :128], 2, 64), 4).flatten(1, 3)
+    high = _slices(_split(blocks[:, 128:192], 2, 32), 2).flatten(1, 3)
+    out.copy_(low | high << 4).sub_(32)
+    scales = blocks[:, 192:208].view(torch.int8) * _half(blocks, 208)
+    _split(out, 16, 16).mul_(scales.unsqueeze(2))
 
 
 UNFOLD: dict[str, Unfold] = {
@@ -159,18 +238,17 @@ class Integers:
         return self if self.bits == 8 else Integers(8, self.numbers + 120, self.scale, self.offset)
 
 
-def take_apart(rows: Tensor, type_: int) -> Integers:
-    """rows [N, row bytes] uint8, as they lie in the file. Types with a scale per 32 elements keep their values exactly; others
-    are rounded to 8 bits."""
-    name, elements, nbytes = GGML_TYPES[type_]
-    count, columns = len(rows), rows.shape[1] // nbytes * elements
-    blocks = rows.reshape(-1, nbytes)
+def take_apart(stored: Stored) -> Integers:
+    """Types with a scale per 32 elements keep their values exactly; others are rounded to 8 bits."""
+    name, _, nbytes = GGML_TYPES[stored.type]
+    rows, shape = stored.read(0, len(stored)), (len(stored), stored.columns)
     apart = _APART.get(name)
     if apart is None:
-        return _rounded(dequantize(rows.flatten(), type_, (count, columns)))
-    bits, numbers, scale, offset = apart(blocks)
-    shape = count, columns // GROUP
-    return Integers(bits, numbers.view(count, columns), scale.reshape(shape), None if offset is None else offset.reshape(shape))
+        return _rounded(dequantize(rows.flatten(), stored.type, shape))
+    bits, *parts = apart(rows.reshape(-1, nbytes).t().contiguous()[None])
+    numbers, scale, offset = (None if part is None else part[0].t().reshape(len(stored), -1) for part in parts)
+    assert numbers is not None and scale is not None
+    return Integers(bits, numbers, scale, offset)
 
 
 def _rounded(values: Tensor) -> Integers:
@@ -180,7 +258,7 @@ def _rounded(values: Tensor) -> Integers:
     return Integers(8, numbers.to(torch.uint8).view(values.shape), scale.squeeze(-1), None)
 
 
-Apart = tuple[int, Tensor, Tensor, Tensor | None]  # bits, numbers [B, elements], scale and offset per group
+Apart = tuple[int, Tensor, Tensor, Tensor | None]  # bits, numbers [1, elements, N], scale and offset [1, groups, N]
 
 
 def _apart_q8_0(blocks: Tensor) -> Apart:
@@ -209,7 +287,7 @@ def _apart_q4_k(blocks: Tensor) -> Apart:
     both = _half(blocks, 0, 2)
     scales, minima = _scales_and_minima(blocks[:, 4:16])
     scale = both[:, :1] * scales
-    return 4, _nibble_groups(blocks[:, 16:]).flatten(1), scale, 8 * scale - both[:, 1:] * minima
+    return 4, _nibble_groups(blocks[:, 16:]), scale, 8 * scale - both[:, 1:] * minima
 
 
 _APART: dict[str, Callable[[Tensor], Apart]] = {

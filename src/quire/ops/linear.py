@@ -6,6 +6,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from quire.ops.activation import gated
 
@@ -19,6 +20,8 @@ DEEP = 1 << 24  # numbers of a matrix
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., inner], weight [outputs, inner], bias [outputs] -> [..., outputs]."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(linear, (x,), x, weight, bias)
     if streams(x, weight):
         from quire.ops.kernels import linear as kernels
 
@@ -42,6 +45,8 @@ def linear_float(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """x [..., inner], weight [2n, inner] = gate above up -> activation(gate) * up [..., n]."""
+    if has_torch_function_unary(x):
+        return gated(linear(x, weight, bias), activation)
     if streams(x, weight):
         from quire.ops.kernels import linear as kernels
 

@@ -6,6 +6,7 @@ The operator knows scales but only whole offsets. Offsets of any value are a sma
     x @ (scale * numbers + offset)  =  x @ (scale * numbers)  +  (sums of x by group) @ offset
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.ops.blocks import GROUP, Integers
+from quire.ops.blocks import GROUP, Stored, take_apart
 from quire.ops.onnx import CONTRIB, Array, Graph, Session
 
 BY_INTEGERS = 4  # the operator's accuracy_level
@@ -38,8 +39,11 @@ class Packed:
         return int(self.numbers.shape[1]) * GROUP
 
 
-def pack(parts: list[Integers], bias: Tensor | None) -> Packed:
+def pack(stored: Sequence[Stored], bias: Tensor | None) -> Packed:
     """One matrix of matrices above each other; numbers of different width take the larger one."""
+    parts = [take_apart(part) for part in stored]
+    for part in stored:
+        part.forget()
     if len({part.bits for part in parts}) > 1:
         parts = [part.widened() for part in parts]
     numbers, scale = torch.cat([part.numbers for part in parts]), torch.cat([part.scale for part in parts])

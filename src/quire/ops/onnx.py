@@ -1,13 +1,16 @@
 """Small ONNX graphs, written by hand and run by ONNX Runtime on torch's memory. Knows operators, not layers.
 
-A graph's tensors are float32 matrices with a row per token. Small constants travel inside the model; large matrices are lent
-while the session is made, for the runtime repacks what it multiplies by.
+Small constants travel inside the model; large matrices are lent while the program is made, for the runtime repacks what it
+multiplies by.
 """
 
 import importlib
 import itertools
+import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,10 +22,11 @@ from torch import Tensor
 CONTRIB = "com.microsoft"
 OPSET, CONTRIB_OPSET, IR_VERSION = 21, 1, 10
 # numbers of the element types in ONNX's tensors
-FLOAT = 1
-_ELEMENTS = {np.dtype(np.float32): FLOAT, np.dtype(np.uint8): 2, np.dtype(np.int64): 7}
-MOST_THREADS = 16  # of one session; they sleep between runs
+_ELEMENTS = {np.dtype(np.float32): 1, np.dtype(np.uint8): 2, np.dtype(np.int32): 6, np.dtype(np.int64): 7}
+MOST_THREADS = 16  # of one program; they sleep between runs
 KEPT_ELEMENTS = 1 << 16  # inputs and outputs of at most as many numbers are kept for the next run
+# attention over one query at a time takes twice as long by the runtime's way for many
+SETTINGS = {"ORT_GQA_DISABLE_FLASH_ATTENTION": "1"}
 
 Array = npt.NDArray[Any]
 
@@ -36,17 +40,31 @@ def available() -> bool:
     return True
 
 
-class Session:
-    """A compiled graph. A run's outputs are overwritten by the next run with as many rows."""
+@dataclass(frozen=True)
+class Value:
+    """An input or output of a graph. A dimension with a name has any size."""
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: type[np.generic] = np.float32
+
+
+class Program:
+    """A compiled graph."""
 
     def __init__(
-        self, graph: "Graph", inputs: Sequence[tuple[str, int]], outputs: Sequence[tuple[str, int]], hold: bool = True
+        self,
+        graph: "Graph",
+        inputs: Sequence[Value],
+        outputs: Sequence[Value],
+        hold: bool = True,
+        most_threads: int = MOST_THREADS,
     ) -> None:
-        """inputs and outputs: names, and columns. `hold`: what was lent may be read again, and is kept."""
+        """`hold`: what was lent may be read again, and is kept."""
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = min(torch.get_num_threads(), MOST_THREADS)
+        options.intra_op_num_threads = min(torch.get_num_threads(), most_threads)
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
         options.enable_cpu_mem_arena = options.enable_mem_pattern = False
@@ -54,10 +72,40 @@ class Session:
         values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in graph.lent.values()]
         options.add_external_initializers(list(graph.lent), values)
         model = graph.encode(inputs, outputs)
-        self._session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        with _environment(SETTINGS):
+            self.session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        self.types = {value.name: value.dtype for value in (*inputs, *outputs)}
         self._held = values if hold else None
+
+
+class Binding:
+    """A program and the memory it works on, which has to stay where it is."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._memory = program.session.io_binding()._iobinding
+        self._run = program.session._sess.run_with_iobinding
+
+    def read(self, name: str, shape: Sequence[int], address: int) -> None:
+        self._memory.bind_input(name, _cpu(), self._program.types[name], shape, address)
+
+    def write(self, name: str, shape: Sequence[int], address: int) -> None:
+        self._memory.bind_output(name, _cpu(), self._program.types[name], shape, address)
+
+    def run(self) -> None:
+        self._run(self._memory, None)
+
+
+class Session(Program):
+    """Of float32 matrices with a row per token. A run's outputs are overwritten by the next run with as many rows."""
+
+    def __init__(
+        self, graph: "Graph", inputs: Sequence[tuple[str, int]], outputs: Sequence[tuple[str, int]], hold: bool = True
+    ) -> None:
+        """inputs and outputs: names, and columns."""
+        super().__init__(graph, [_matrix(*item) for item in inputs], [_matrix(*item) for item in outputs], hold)
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
-        self._latest: tuple[int, Any, list[Tensor], list[Tensor]] | None = None
+        self._latest: tuple[int, Binding, list[Tensor], list[Tensor]] | None = None
 
     def run(self, *inputs: Tensor) -> list[Tensor]:
         """Each [T, columns] float32 and contiguous."""
@@ -66,24 +114,25 @@ class Session:
             _, binding, bound, results = self._latest
             for target, tensor in zip(bound, inputs, strict=True):
                 target.copy_(tensor)
-            self._session._sess.run_with_iobinding(binding, None)
+            binding.run()
             return results
         taken = [tensor.contiguous() for tensor in inputs]
         results = [torch.empty(rows, columns) for _, columns in self._outputs]
         small = sum(tensor.numel() for tensor in (*taken, *results)) <= KEPT_ELEMENTS
         if small:
             taken = [tensor.clone() for tensor in taken]
-        binding = self._bind(taken, results)
+        binding = self.bind(taken, results)
         self._latest = (rows, binding, taken, results) if small else None
-        self._session._sess.run_with_iobinding(binding, None)
+        binding.run()
         return results
 
-    def _bind(self, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
-        binding = self._session.io_binding()._iobinding
+    def bind(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Binding:
+        """Each [T, columns] float32 and contiguous."""
+        binding = Binding(self)
         for (name, _), tensor in zip(self._inputs, inputs, strict=True):
-            binding.bind_input(name, _cpu(), np.float32, tuple(tensor.shape), tensor.data_ptr())
+            binding.read(name, tensor.shape, tensor.data_ptr())
         for (name, _), tensor in zip(self._outputs, outputs, strict=True):
-            binding.bind_output(name, _cpu(), np.float32, tuple(tensor.shape), tensor.data_ptr())
+            binding.write(name, tensor.shape, tensor.data_ptr())
         return binding
 
 
@@ -92,6 +141,22 @@ def _cpu() -> Any:
     from onnxruntime.capi._pybind_state import OrtDevice
 
     return OrtDevice(OrtDevice.cpu(), OrtDevice.default_memory(), 0)
+
+
+@contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """The process's environment with `settings` for a moment; what the user has set stays."""
+    added = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def _matrix(name: str, columns: int) -> Value:
+    return Value(name, ("rows", columns))
 
 
 class Graph:
@@ -126,11 +191,11 @@ class Graph:
         body += [_text(4, operator), *(_bytes(5, _attribute(*item)) for item in attributes.items()), _text(7, domain)]
         self._nodes.append(_bytes(1, b"".join(body)))
 
-    def encode(self, inputs: Sequence[tuple[str, int]], outputs: Sequence[tuple[str, int]]) -> bytes:
+    def encode(self, inputs: Sequence[Value], outputs: Sequence[Value]) -> bytes:
         """The graph as an ONNX file's bytes; what is lent stands elsewhere."""
         parts = [*self._nodes, _text(2, "graph"), *self._constants]
         parts += [_bytes(5, _tensor(name, array) + _elsewhere(array)) for name, array in self.lent.items()]
-        parts += [_bytes(11, _matrix(*item)) for item in inputs] + [_bytes(12, _matrix(*item)) for item in outputs]
+        parts += [_bytes(11, _described(value)) for value in inputs] + [_bytes(12, _described(value)) for value in outputs]
         versions = [_bytes(8, _text(1, domain) + _number(2, at)) for domain, at in (("", OPSET), (CONTRIB, CONTRIB_OPSET))]
         return b"".join([_number(1, IR_VERSION), _bytes(7, b"".join(parts)), *versions])
 
@@ -177,7 +242,8 @@ def _elsewhere(array: Array) -> bytes:
     return b"".join(_bytes(13, _text(1, key) + _text(2, value)) for key, value in place.items()) + _number(14, 1)
 
 
-def _matrix(name: str, columns: int) -> bytes:
-    """A graph's input or output: any number of rows."""
-    shape = _bytes(1, _text(2, "rows")) + _bytes(1, _number(1, columns))
-    return _text(1, name) + _bytes(2, _bytes(1, _number(1, FLOAT) + _bytes(2, shape)))
+def _described(value: Value) -> bytes:
+    """A graph's input or output."""
+    shape = [_bytes(1, _text(2, size) if isinstance(size, str) else _number(1, size)) for size in value.shape]
+    tensor = _number(1, _ELEMENTS[np.dtype(value.dtype)]) + _bytes(2, b"".join(shape))
+    return _text(1, value.name) + _bytes(2, _bytes(1, tensor))

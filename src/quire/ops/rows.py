@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
 
@@ -36,16 +36,17 @@ def fill_rows(
 def reference_fill_rows(
     slot: Tensor, end: Tensor, starts: Tensor, tokens: Tensor, tables: Tensor, page_size: int, out: RowInputs
 ) -> None:
-    row = torch.repeat_interleave(starts.diff())  # [T]
-    real, held = slot >= 0, slot.clamp(min=0)
-    position = torch.where(real[row], torch.arange(len(row), device=slot.device) + (end - starts[1:])[row], 0)
-    out.ids.copy_(torch.where(real[row], tokens[held[row], position], 0))
-    out.positions.copy_(position)
-    out.kv_lengths.copy_(end)
+    """By numpy, whose indexing costs a tenth of torch's where there is little to index."""
+    slots, ends, firsts, known, pages = (tensor.numpy() for tensor in (slot, end, starts, tokens, tables))
+    row = np.repeat(np.arange(len(slots)), np.diff(firsts))  # [T]
+    real, held = slots >= 0, np.maximum(slots, 0)
+    position = np.where(real[row], np.arange(len(row)) + (ends - firsts[1:])[row], 0)
+    out.ids.numpy()[:] = np.where(real[row], known[held[row], position], 0)
+    out.positions.numpy()[:] = position
+    out.kv_lengths.numpy()[:] = ends
     page = position // page_size
-    own = torch.where(real[row], tables[:, held[row], page], 0)  # [G, T]
-    out.write.copy_(own.long() * page_size + (position - page * page_size))
-    width = min(tables.shape[2], out.tables.shape[2])
-    theirs = torch.arange(width, device=slot.device) <= ((end - 1) // page_size)[:, None]  # [R, width]
-    pages = torch.where(real[:, None], tables[:, held, :width], 0)
-    out.tables[:, :, :width] = torch.where(theirs, pages, out.tables[:, :, :width])
+    own = np.where(real[row], pages[:, held[row], page], 0)  # [G, T]
+    out.write.numpy()[:] = own.astype(np.int64) * page_size + (position - page * page_size)
+    width = min(pages.shape[2], out.tables.shape[2])
+    theirs = np.arange(width) <= ((ends - 1) // page_size)[:, None]  # [R, width]
+    np.copyto(out.tables.numpy()[:, :, :width], np.where(real[:, None], pages[:, held, :width], 0), where=theirs)

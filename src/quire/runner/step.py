@@ -14,10 +14,12 @@ from torch import Tensor
 from quire.attn.batch import Batch
 from quire.layers.linear import Linear
 from quire.layers.quant.gguf import GGUFMethod
-from quire.load.load import load_weights
+from quire.load.load import Filling, load_weights
 from quire.models.decoder import Decoder
 from quire.models.pieces import compile_body
 from quire.models.registry import build_model
+from quire.ops.choice import choose
+from quire.ops.onnx import available
 from quire.runner.batch import build_batch
 from quire.runner.flight import StepFlight
 from quire.runner.graphs import Graphs, allowance, fixed_plans
@@ -101,10 +103,16 @@ class Runner:
             model, self._facts, device=self._device, dtype=self._dtype, load_format=self._load_format, seed=self._seed,
             keep_blocks=self._keep_blocks,
         )  # fmt: skip
-        if any(isinstance(module, Linear) and isinstance(module.method, GGUFMethod) for module in model.modules()):
-            model.pieces = compile_body(model.run_blocks, self._facts.hidden_size)
+        in_blocks = any(isinstance(module, Linear) and isinstance(module.method, GGUFMethod) for module in model.modules())
+        if in_blocks or self._in_runtime(model):
+            model.pieces = compile_body(model.run_blocks, self._facts.hidden_size, whole=not in_blocks)
             give_back_memory()
         self._model = model
+
+    def _in_runtime(self, model: Decoder) -> bool:
+        """Is a model of floats better run by ONNX Runtime?"""
+        ours = self._device.type == "cpu" and self._dtype == torch.float32 and not isinstance(model, Filling)
+        return ours and available() and choose().runtime_floats
 
     def warm_up(self) -> None:
         """Runs the steps that traffic is made of, so that no request has to wait for a kernel. On a CPU there are none."""

@@ -1,0 +1,125 @@
+"""What this CPU does well, found out by trying: once for a CPU, a number of threads and versions of the libraries. The outcome
+is kept beside Quire's other files.
+"""
+
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.files.gguf import GGML_TYPES
+from quire.files.wheel import cache_directory
+from quire.ops.blocks import Stored
+from quire.ops.gemm import Gemm
+from quire.ops.nbits import Product, pack
+from quire.ops.unfold import unfolded_linear
+
+logger = logging.getLogger(__name__)
+
+CPU_INFO = Path("/proc/cpuinfo")
+ABOUT = ("model name", "flags", "Features", "CPU")  # x86 writes the first two, ARM the others
+OUTPUTS, INPUTS = 1536, 576
+ROWS = (96, 128, 192, 256, 512)  # at which unfolding is tried
+NEVER = 1 << 30
+HOPELESS = 30  # times slower with the fewest rows: more will not help
+TRIES = 15  # of which the best counts: others may be at work
+
+
+Ways = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    unfold_from: int  # rows from which a matrix in blocks is worth unfolding to bfloat16; NEVER = bfloat16 is slow here
+    runtime_floats: bool  # ONNX Runtime multiplies few rows of float32 faster than torch
+
+
+def unfold_from() -> int:
+    return choose().unfold_from
+
+
+@cache
+def choose() -> Choice:
+    path, key, known = cache_directory() / "cpu.json", _key(), {}
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        known = dict(json.loads(path.read_text()))
+        return Choice(**known[key])
+    choice = measure()
+    logger.info("tried on this CPU: %s", choice)
+    if busy():
+        return choice
+    with suppress(OSError):  # a cache that cannot be written only means trying again next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own = path.with_suffix(f".{os.getpid()}")
+        own.write_text(json.dumps({**known, key: asdict(choice)}, indent=1))
+        own.replace(path)
+    return choice
+
+
+def busy() -> bool:
+    """Do others want more than this machine has? What was measured then is used, but not kept."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1)
+
+
+@torch.inference_mode()
+def measure() -> Choice:
+    return Choice(_measure_unfolding(), _measure_floats())
+
+
+def _key() -> str:
+    """The CPU by name and abilities, and everything else that speed depends on."""
+    abilities = ""
+    with suppress(OSError):
+        lines = {
+            line for line in CPU_INFO.read_text().splitlines() if line.startswith(("model name", "flags", "Features", "CPU"))
+        }
+        abilities = sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
+    parts = platform.machine(), abilities, f"{torch.get_num_threads()} threads"
+    return ", ".join([*parts, *(f"{name} {version(name)}" for name in ("torch", "onnxruntime"))])
+
+
+def _measure_unfolding() -> int:
+    number = {name: type_ for type_, (name, _, _) in GGML_TYPES.items()}["Q4_0"]
+    numbers = torch.randint(0, 60, (OUTPUTS, INPUTS // 32 * 18), dtype=torch.uint8)  # small scales, whatever the bytes are
+    stored = Stored(number, INPUTS, numbers)
+    product = Product(pack([stored], None))
+    ways: Ways = (product, lambda x: unfolded_linear(x, [stored], None))
+    folded, unfolded = _time(ways, ROWS[0], tries=3)
+    if unfolded > HOPELESS * folded:
+        return NEVER
+    for rows in ROWS:
+        folded, unfolded = _time(ways, rows)
+        if unfolded < folded:
+            return rows
+    return NEVER
+
+
+def _measure_floats() -> bool:
+    weight = torch.randn(OUTPUTS, INPUTS)
+    ways: Ways = (Gemm(weight, None), lambda x: F.linear(x, weight))
+    runtime, torch_ = (sum(both) for both in zip(_time(ways, 1), _time(ways, 16), strict=True))
+    return runtime < torch_
+
+
+def _time(ways: Ways, rows: int, tries: int = TRIES) -> tuple[float, float]:
+    """Seconds of both, which take turns; a first try of each does not count."""
+    x = torch.randn(rows, INPUTS)
+    found: tuple[list[float], list[float]] = [], []
+    for _ in range(tries + 1):
+        for multiply, seconds in zip(ways, found, strict=True):
+            begun = time.perf_counter()
+            multiply(x)
+            seconds.append(time.perf_counter() - begun)
+    return min(found[0][1:]), min(found[1][1:])

@@ -1,0 +1,40 @@
+"""Products with float32 matrices through ONNX Runtime, which repacks a matrix once instead of at every product."""
+
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.ops.onnx import Graph, Session
+
+
+def emit(graph: Graph, x: str, weight: Tensor, bias: Tensor | None) -> str:
+    """Adds the product to a graph; x is [T, K], weight [N, K], the result [T, N]."""
+    inputs = [x, graph.lend(weight.detach().numpy())]
+    if bias is not None:
+        inputs.append(graph.constant(bias.detach().numpy()))
+    [y] = graph.add("Gemm", inputs, transB=1)
+    return y
+
+
+class Gemm:
+    """x [T, K] -> [T, N]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        graph, x = Graph(), "x"
+        y = emit(graph, x, weight, bias)
+        self._session = Session(graph, [(x, weight.shape[1])], [(y, weight.shape[0])])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._session.run(x)[0]
+
+
+@cache
+def forgets() -> bool:
+    """Does the runtime, on this machine, never look again at a matrix it was lent? Tried on a small one, by changing it."""
+    weight = torch.from_numpy(np.random.default_rng(0).random((96, 128), np.float32))
+    product, some = Gemm(weight, None), [torch.ones(rows, 128) for rows in (1, 40)]
+    before = [product(x).clone() for x in some]
+    weight.zero_()
+    return all(torch.equal(product(x), was) for x, was in zip(some, before, strict=True))
