@@ -82,9 +82,7 @@ def _key() -> str:
     """The CPU by name and abilities, and everything else that speed depends on."""
     abilities = ""
     with suppress(OSError):
-        lines = {
-            line for line in CPU_INFO.read_text().splitlines() if line.startswith(("model name", "flags", "Features", "CPU"))
-        }
+        lines = {line for line in CPU_INFO.read_text().splitlines() if line.startswith(ABOUT)}
         abilities = sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
     parts = platform.machine(), abilities, f"{torch.get_num_threads()} threads"
     return ", ".join([*parts, *(f"{name} {version(name)}" for name in ("torch", "onnxruntime"))])

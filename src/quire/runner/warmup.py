@@ -71,9 +71,9 @@ def warm_up_parts(model: Decoder, slots: Slots, sampler: Sampler, vocabulary: in
             for future in [pool.submit(job) for job in group]:
                 if (error := future.exception()) is not None:
                     logger.debug("a part of a step could not be run by itself", exc_info=error)
-    sampler_slots = np.arange(min(len(KINDS), len(slots.tokens)), dtype=np.int32)
-    slots.retire(sampler_slots)
-    for slot in sampler_slots.tolist():
+    drawn = np.arange(min(len(KINDS), len(slots.tokens)), dtype=np.int32)
+    slots.retire(drawn)
+    for slot in drawn.tolist():
         sampler.retire(slot)
 
 
