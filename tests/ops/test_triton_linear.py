@@ -138,6 +138,13 @@ def test_products_of_large_matrices(rows, dtype, device):
 
 
 @pytest.mark.gpu
+def test_a_large_vocabulary(device):
+    """More blocks of outputs than the second axis of a grid may have programs."""
+    x, head = numbers(1, 2048, dtype=torch.bfloat16, device=device), matrix(151936, 2048, torch.bfloat16, device)
+    assert distance(linear_float(x, head), F.linear(x.float(), head.float())) < 1e-4
+
+
+@pytest.mark.gpu
 def test_which_way_a_product_goes(device):
     """On any device: float32, and what the copy engine cannot read, go to the library."""
     deep, wide = (torch.zeros(size, 4096, device=device, dtype=torch.bfloat16) for size in (4096, 28672))

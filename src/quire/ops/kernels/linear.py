@@ -76,9 +76,10 @@ def _linear(
     EARLY: tl.constexpr,
 ):
     let_next_start(EARLY)
-    x += tl.program_id(0) * INNER
-    out += tl.program_id(0) * outputs
-    first = tl.program_id(1) * BLOCK_N
+    rows = tl.num_programs(0) // tl.cdiv(outputs, BLOCK_N)
+    x += tl.program_id(0) % rows * INNER
+    out += tl.program_id(0) % rows * outputs
+    first = tl.program_id(0) // rows * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
     if KIND == "":
         row, inside = n, n < outputs
@@ -102,7 +103,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "",
     # as many loads in flight as a long or a short row of the matrix allows, by measurement
     matrix_rows, warps = (2, 8) if inner >= 2048 else (4, 4)
     block = matrix_rows // 2 if activation else matrix_rows
-    _linear[(x.numel() // inner, triton.cdiv(outputs, block))](
+    # one axis: a vocabulary has more blocks than a second axis may have programs
+    _linear[(x.numel() // inner * triton.cdiv(outputs, block),)](
         x, weight, weight if bias is None else bias, out, outputs, INNER=inner, BIAS=bias is not None,
         KIND=KINDS[activation] if activation else "", BLOCK_N=block, BLOCK_K=256 * warps, num_warps=warps, **overlapping(),
     )  # fmt: skip
