@@ -21,7 +21,7 @@ BORROWED = 2  # times as large another bucket may be, in rows and in splits; sha
 # steps with prompts: the rest of them costs little beside the prompts' tokens, so that coarse sizes do
 MOST_TOKENS = 1024  # more keep the device busy while they are launched one by one
 TOKEN_BUCKETS = (16, 32, *range(64, MOST_TOKENS + 1, 64))
-ROW_BUCKETS_BESIDE_PROMPTS = (4, 16, 64, 256)
+ROW_BUCKETS_BESIDE_PROMPTS = (4, 16, 64, 256, MOST_ROWS + 1)
 LEAST_TILES = 32
 BORROWED_BESIDE_PROMPTS = 4
 

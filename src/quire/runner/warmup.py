@@ -41,7 +41,7 @@ LONG = 1024  # tokens of a context that is worked on in several pieces
 SINGLES = (1, 4, 16, 64, 256)  # rows of one token
 ALIKE = 8  # rows of one token that begin with the same pages
 PROMPTS = (2, 16, 128, 1024)  # tokens
-DOZENS = (32, 64, 96, 128)  # tokens, one row or many, for layers that do not care which
+DOZENS = (32, 64, 96, 128, 192)  # tokens, one row or many, for layers that do not care which
 MIXED = 3  # rows of one token beside a prompt
 RECORDED = 4  # times a step is repeated, so that it is recorded and replayed where steps are
 THREADS = 8
@@ -65,7 +65,7 @@ def warm_up_parts(model: Decoder, slots: Slots, sampler: Sampler, vocabulary: in
     The slots must be free. A part that cannot be run like this is left to the steps.
     """
     layers = list(_layers(model, slots, longest))
-    jobs = [*layers[:1], _draws(slots, sampler, vocabulary), *layers[1:]]
+    jobs = [*layers[:1], *_draws(slots, sampler, vocabulary), *layers[1:]]
     with ThreadPoolExecutor(THREADS, "quire-warm-up") as pool:
         for group in (jobs[:1], jobs[1:]):  # the compiler itself gets ready, once
             for future in [pool.submit(job) for job in group]:
@@ -94,6 +94,7 @@ def _layers(model: Decoder, slots: Slots, longest: int) -> Iterator[Callable[[],
     for tokens in sorted({min(size, longest) for size in DOZENS}):
         for layer in others:
             yield partial(_run, model, _batch([Tenant(tokens, tokens)], slots), lambda x, _, layer=layer: layer(x))
+    yield partial(_run, model, _batch(one, slots), lambda x, _: model.logits(x))
 
 
 def kinds_of_layers(model: Decoder) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
@@ -120,8 +121,9 @@ def _batch(tenants: Sequence[Tenant], slots: Slots) -> Batch:
     return batch
 
 
-def _draws(slots: Slots, sampler: Sampler, vocabulary: int) -> Callable[[], None]:
-    """All kinds of draws one after the other, for they have kernels in common. The tenants are not retired."""
+def _draws(slots: Slots, sampler: Sampler, vocabulary: int) -> list[Callable[[], None]]:
+    """All kinds of draws one after the other, for they have kernels in common; what is done before and after a draw meanwhile.
+    The tenants are not retired."""
     plan = make_step([Tenant(1, 1, params) for params in KINDS[: len(slots.tokens)]])
     slots.admit(plan.admitted)
     for admission in plan.admitted:
@@ -129,13 +131,21 @@ def _draws(slots: Slots, sampler: Sampler, vocabulary: int) -> Callable[[], None
     sampler.refresh()
     _, rows = build_batch(plan, slots)
     single = [rows.take(np.array([row])) for row in range(len(plan.slot))]
-    return partial(_sample, sampler, torch.zeros(1, vocabulary, device=slots.device), single)
+    return [partial(job, sampler, torch.zeros(1, vocabulary, device=slots.device), single) for job in (_draw, _edit)]
 
 
 @torch.inference_mode()
-def _sample(sampler: Sampler, logits: Tensor, each: Sequence[Rows]) -> None:
+def _draw(sampler: Sampler, logits: Tensor, each: Sequence[Rows]) -> None:
     for rows in each:
-        sampler.sample(logits, rows)
+        if sampler.plain(rows.slots):
+            sampler.sample(logits, rows)
+
+
+@torch.inference_mode()
+def _edit(sampler: Sampler, logits: Tensor, each: Sequence[Rows]) -> None:
+    for rows in each:
+        edited, _, raw = sampler.edit(logits, rows, None)
+        sampler.report(torch.zeros(2, 1, dtype=torch.int32, device=logits.device), edited, raw, rows)
 
 
 @torch.inference_mode()

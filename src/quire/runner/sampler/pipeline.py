@@ -90,7 +90,7 @@ class Sampler:
         for part in self._parts:
             part.retire(slot)
 
-    def plain(self, slots: Ints) -> bool:
+    def plain(self, slots: Ints | Longs) -> bool:
         """Whether `draw` is all that these slots ask for: no edits, no logprobs."""
         return not self._special or self._special.isdisjoint(slots.tolist())
 
@@ -111,21 +111,30 @@ class Sampler:
 
     def sample(self, logits: Tensor, rows: Rows, masks: Masks | None = None) -> Drawn:
         """logits [N, V] float32, which this may overwrite; the tokens drawn are also written to their slots."""
-        wanted = self.logprobs.wanted(rows)
+        edited, fault, raw = self.edit(logits, rows, masks)
+        if self._scratch is not None and not (self.logprobs.processed and len(self.logprobs.wanted(rows))):
+            result = self.draw(edited, rows.slot, rows.end, rows.tokens, fault)
+        else:
+            result = self._draw_in_stages(edited, rows, fault)
+        return self.report(result, edited, raw, rows)
+
+    def edit(self, logits: Tensor, rows: Rows, masks: Masks | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What the draw is from; then, where something was edited: what was wrong before, and the raw logits of rows that ask
+        for logprobs of those."""
         edits = [stage for stage in self._edits if stage.active(rows)]
         fault, raw = None, None
         if edits or masks is not None:
             fault = torch.where(largest(logits)[0].isfinite(), GOOD, BROKEN).int()
+            wanted = self.logprobs.wanted(rows)
             if len(wanted) and not self.logprobs.processed:
                 raw = logits[upload(wanted, self._device)]
         for stage in edits:
             logits = stage.apply(logits, rows)
-        if masks is not None:
-            logits = forbid(logits, masks)
-        if self._scratch is not None and not (len(wanted) and self.logprobs.processed):
-            result = self.draw(logits, rows.slot, rows.end, rows.tokens, fault)
-        else:
-            result = self._draw_in_stages(logits, rows, fault)
+        return (logits if masks is None else forbid(logits, masks)), fault, raw
+
+    def report(self, result: Tensor, logits: Tensor, raw: Tensor | None, rows: Rows) -> Drawn:
+        """What was drawn, with the logprobs that were asked for."""
+        wanted = self.logprobs.wanted(rows)
         if not len(wanted):
             return Drawn(result)
         chosen = upload(wanted, self._device)
