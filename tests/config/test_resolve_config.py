@@ -24,10 +24,10 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config_of(model: Path, device: str = "cpu", gib: int | None = None, **values: Any) -> Config:
+def config_of(model: Path, device: str = "cpu", gib: int | None = None, serving: bool = False, **values: Any) -> Config:
     facts = None if gib is None else lambda kind: DeviceFacts(kind, "test", gib * 2**30, gib * 2**30)
     args = EngineArgs.from_kwargs(model=str(model), load_format="dummy", **values)
-    return resolve(args, lambda: device, facts)
+    return resolve(args, lambda: device, facts, serving=serving)
 
 
 def test_on_a_cpu(model: Path) -> None:
@@ -51,6 +51,17 @@ def test_on_a_gpu(model: Path) -> None:
     assert (config.max_batched_tokens, config.max_seqs) == (8192, 256)
     assert (config_of(model, "cuda", gib=80).max_batched_tokens, config_of(model, "cuda", gib=80).max_seqs) == (16384, 1024)
     assert config_of(model, "cuda", gib=24).max_seqs == 256
+
+
+def test_whoever_serves_takes_smaller_steps(model: Path) -> None:
+    """So that nobody waits long for a token because of others' prompts."""
+    assert config_of(model, serving=True).max_batched_tokens == 1024
+    large = config_of(model, "cuda", gib=80, serving=True)
+    assert (large.max_batched_tokens, large.max_seqs) == (2048, 1024)
+    assert config_of(model, "cuda", gib=80, serving=True, max_num_batched_tokens=9000).max_batched_tokens == 9000
+    (model / "config.json").write_text(json.dumps(CONFIG | {"num_local_experts": 8, "num_experts_per_tok": 2}))
+    assert config_of(model, "cuda", gib=80, serving=True).max_batched_tokens == 8192
+    assert config_of(model, "cuda", gib=80).max_batched_tokens == 16384
 
 
 def test_an_explicit_device_is_not_looked_for(model: Path) -> None:

@@ -75,12 +75,14 @@ class TritonAttention:
 
 
 class FixedCuts:
-    """Long rows are not copied: their tiles read the pages, as all tiles do."""
+    """Long rows are not copied: their tiles read the pages, as all tiles do. Where a copy is worth much, there is no plan."""
 
     def __init__(self, most_members: int, tile_tokens: int) -> None:
         self._most_members, self._tile_tokens = most_members, tile_tokens
 
     def cut(self, counts: Ints, lengths: Ints, window: int | None, find: FindAlike) -> tuple[tuple[Cuts, Ints], Room] | None:
+        if window is None and ((counts >= LONG) & (lengths >= DEEP)).any():
+            return None
         alike = find(cuts.SPLIT) if window is None else NOTHING_ALIKE
         single, several = (np.flatnonzero(mask).astype(np.int32) for mask in (counts == 1, counts > 1))
         made = cut_rows(single, lengths[single], window, alike, self._most_members)

@@ -98,7 +98,7 @@ def make_plan(args: EngineArgs, memory: int | None) -> Plan:
         raise ConfigError("a plan for a GPU needs its memory; add --memory, such as --memory 80GiB")
     total = memory if memory is not None else available_host_bytes()
     device = DeviceFacts("cuda" if kind == "cuda" else "cpu", kind, total, total)
-    config = resolve(args, lambda: kind, lambda _: device, facts)
+    config = resolve(args, lambda: kind, lambda _: device, facts, serving=True)
     element = DTYPE_BYTES[config.dtype]
     layout = make_layout(facts.layers, config.page_size, element)
     kept = bool(config.keep_blocks and facts.files.weights and find_spec("onnxruntime"))

@@ -23,6 +23,9 @@ CPU_BATCH = (1024, 64)  # tokens and requests per step
 CUDA_BATCH = (8192, 256)
 LARGE_CUDA_BATCH = (16384, 1024)
 LARGE_CUDA_BYTES = 70 * 2**30
+SERVED_TOKENS = 2048  # of a step on a GPU while people wait for their next token; it is busy with so many, or with ...
+SERVED_TOKENS_OF_EXPERTS = 8192  # ... so many where each token is for a few of the matrices
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # sampling defaults a checkpoint may bring: generation_config.json's name -> SamplingParams' name
 SAMPLING_DEFAULTS = {
     "temperature": "temperature",
@@ -65,16 +68,18 @@ def resolve(
     find_device: Callable[[], str],
     device_facts: Callable[[str], DeviceFacts] | None = None,
     facts: ModelFacts | None = None,
+    serving: bool = False,
 ) -> Config:
     """`find_device` says which device `auto` is; `device_facts` describes it, for batch sizes that suit it.
 
     Both may need torch, so they are asked after everything that can fail without it. `facts`: the model's, if known already.
+    `serving`: requests come and go while others wait for their next token; otherwise what counts is when all are done.
     """
     facts = facts or find_facts(args)
     sampling = choose_sampling(args, facts)
     length, explicit = choose_length(args, facts)
     device = choose_device(args, find_device)
-    batch = default_batch(device_facts(device) if device_facts and device == "cuda" else None, device)
+    batch = default_batch(device_facts(device) if device_facts and device == "cuda" else None, device, facts, serving)
     max_batched_tokens, max_seqs = choose_batch(args, batch, length)
     config = Config(
         args=args,
@@ -162,11 +167,15 @@ def choose_keep_blocks(args: EngineArgs, facts: ModelFacts, device: Device) -> b
     return device == "cpu" and args.dtype == "auto" and facts.files.format == "gguf"
 
 
-def default_batch(device: DeviceFacts | None, kind: Device) -> tuple[int, int]:
+def default_batch(device: DeviceFacts | None, kind: Device, facts: ModelFacts, serving: bool) -> tuple[int, int]:
     """Tokens and requests per step that suit the device."""
     if kind == "cpu":
         return CPU_BATCH
-    return LARGE_CUDA_BATCH if device and device.total_bytes >= LARGE_CUDA_BYTES else CUDA_BATCH
+    tokens, seqs = LARGE_CUDA_BATCH if device and device.total_bytes >= LARGE_CUDA_BYTES else CUDA_BATCH
+    if serving:
+        experts = any(facts.hf.get(name) for name in EXPERT_COUNTS)
+        tokens = min(tokens, SERVED_TOKENS_OF_EXPERTS if experts else SERVED_TOKENS)
+    return tokens, seqs
 
 
 def choose_batch(args: EngineArgs, default: tuple[int, int], max_model_len: int) -> tuple[int, int]:

@@ -60,7 +60,7 @@ def device_facts(device: str) -> DeviceFacts:
     return DeviceFacts("cuda", torch.cuda.get_device_name(device), total_bytes=total, free_bytes=free)
 
 
-def resolve_here(args: EngineArgs, watch: Stopwatch) -> Config:
+def resolve_here(args: EngineArgs, watch: Stopwatch, serving: bool = False) -> Config:
     """The configuration of an engine in this process. Whatever can be wrong without torch is found before it is imported."""
 
     def find() -> str:
@@ -76,7 +76,7 @@ def resolve_here(args: EngineArgs, watch: Stopwatch) -> Config:
         watch.lap("device")
         return facts
 
-    config = resolve(args, find, describe)
+    config = resolve(args, find, describe, serving=serving)
     watch.lap("configuration")
     return config
 

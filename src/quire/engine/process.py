@@ -160,7 +160,7 @@ def start(command: ipc.Start, watch: Stopwatch) -> tuple[EngineCore, ipc.Ready]:
 
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("quire").setLevel(command.log_level)
-    config = resolve_here(command.args, watch)
+    config = resolve_here(command.args, watch, serving=True)
     started = start_core(config, watch)
     gc.collect()
     gc.freeze()  # what lives now lives to the end

@@ -19,8 +19,8 @@ MOST_ROOM = Room(8192, SHARED_BUCKETS[-1], MOST_TILES)
 USUAL_PIECES = (4, 2, 8)  # of a row: the lengths that idle time is spent on, most usual first
 BORROWED = 2  # times as large another bucket may be, in rows and in splits; shared pieces: the next size up
 # steps with prompts: the rest of them costs little beside the prompts' tokens, so that coarse sizes do
-MOST_TOKENS = 1024  # more keep the device busy while they are launched one by one
-TOKEN_BUCKETS = (16, 32, *range(64, MOST_TOKENS + 1, 64))
+MOST_TOKENS = 2048  # more keep the device busy while they are launched one by one
+TOKEN_BUCKETS = (16, 32, *range(64, 1024, 64), *range(1024, MOST_TOKENS + 1, 128))
 ROW_BUCKETS_BESIDE_PROMPTS = (4, 16, 64, 256, MOST_ROWS + 1)
 LEAST_TILES = 32
 BORROWED_BESIDE_PROMPTS = 4
