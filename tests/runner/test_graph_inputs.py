@@ -89,11 +89,13 @@ def test_numbers_of_a_step():
     rows = numbers[:32].view(np.int64).reshape(4, 4).tolist()
     assert rows == [[7, 2, -1, -1], [3 * SPLIT, 5, 1, 1], [9, 4, 0, 0], [7, -1, -1, -1]]
     assert numbers[32:].tolist() == [*full, *window]
-    nothing = [-1] * 5
-    alone = [[1, 0, -1, 5, 1], [2, 0, -1, 1, 1], [3, 0, -1, 1, 1]]  # the padding attends to itself
-    long = [[0, split, split, 3 * SPLIT, 3] for split in range(3)]
-    assert full.reshape(8, 5).tolist() == [*long, *alone, nothing, nothing]
-    assert window.reshape(8, 5).tolist() == [[0, 2, -1, 3 * SPLIT, 1], *alone, *[nothing] * 4]
+    nothing = [-1, -1, -1, -1]
+    alone = [[1, 0, -1, 5], [2, 0, -1, 1], [3, 0, -1, 1]]  # the padding attends to itself
+    long = [[0, split, split, 3 * SPLIT] for split in range(3)]
+    assert full[:32].reshape(8, 4).tolist() == [*long, *alone, nothing, nothing]
+    assert full[32:].reshape(4, 3).tolist() == [[0, 0, 3], *[nothing[:3]] * 3]
+    assert window[:32].reshape(8, 4).tolist() == [[0, 2, -1, 3 * SPLIT], *alone, *[nothing] * 4]
+    assert (window[32:] == -1).all()
 
 
 def test_numbers_of_rows_that_begin_alike():
@@ -140,7 +142,7 @@ def test_numbers_of_no_rows_at_all():
     numbers = np.full(16 + len(plan), 99, np.int32)
     pack([np.empty(0, np.int32)] * 4, bucket, [plan], numbers)
     assert numbers[:16].view(np.int64).reshape(4, 2).tolist() == [[-1, -1], [1, 1], [0, 0], [-1, -1]]
-    assert plan.reshape(4, 5).tolist() == [[0, 0, -1, 1, 1], [1, 0, -1, 1, 1], *[[-1] * 5] * 2]
+    assert plan[:16].reshape(4, 4).tolist() == [[0, 0, -1, 1], [1, 0, -1, 1], *[[-1] * 4] * 2]
 
 
 @pytest.mark.parametrize("max_seqs", [1, 6, 256])
@@ -177,8 +179,18 @@ def test_numbers_of_a_ragged_step():
     cut, need = fixed.cut(ints(1, 40), ints(SPLIT + 5, 50), None, nothing_alike)
     assert need == Room(2, 0, 3)
     numbers = fixed.numbers(cut, bucket.rows, bucket.room)
-    nothing = [-1] * 5
-    assert numbers[:20].reshape(4, 5).tolist() == [[0, 0, 0, SPLIT + 5, 2], [0, 1, 1, SPLIT + 5, 2], nothing, nothing]
-    assert numbers[20:].reshape(8, 3).tolist() == [[1, 32, 0], [1, 16, 0], [1, 0, 0], *[nothing[:3]] * 5]
+    nothing = [-1] * 4
+    assert numbers[:16].reshape(4, 4).tolist() == [[0, 0, 0, SPLIT + 5], [0, 1, 1, SPLIT + 5], nothing, nothing]
+    assert numbers[16:28].reshape(4, 3).tolist() == [[0, 0, 2], *[nothing[:3]] * 3]
+    assert numbers[28:].reshape(8, 3).tolist() == [[1, 32, 0], [1, 16, 0], [1, 0, 0], *[nothing[:3]] * 5]
     assert row_starts(ints(1, 40), bucket).tolist() == [0, 1, 41, 64, 64, 64, 64, 64]
     assert row_starts(ints(), bucket).tolist() == [0, 64, 64, 64, 64, 64, 64, 64]
+
+
+def test_long_prompts_behind_many_keys_have_no_plan_that_stays():
+    """A copy of their keys is worth more than a launch saved."""
+    fixed = FixedCuts(8, 16)
+    assert fixed.cut(ints(1, 600), ints(5000, 5000), None, nothing_alike) is None
+    assert fixed.cut(ints(1, 600), ints(5000, 5000), 64, nothing_alike) is not None
+    assert fixed.cut(ints(1, 600), ints(5000, 3000), None, nothing_alike) is not None
+    assert fixed.cut(ints(1, 200), ints(5000, 5000), None, nothing_alike) is not None

@@ -1,12 +1,13 @@
 """How the rows of a batch are cut into pieces of work, as numbers on the host.
 
 Rows of several tokens are cut into tiles of queries; the keys of long ones may be copied to one place before. Rows of one token
-are cut into splits of keys. A split's result is a part; parts lie row after row, and the last that is done merges them. Where
-rows begin with the same pages, one shared split makes the parts of many rows:
+are cut into splits of keys. A split's result is a part; parts lie row after row, and are merged. Where rows begin with the same
+pages, one shared split makes the parts of many rows:
 
     rows        0: 600 keys     1: 700 keys, 512 of them on the pages of row 0     2: 20 keys
     shared      split 0 and split 1, each with the members 0 and 1
     splits      row 0 split 2 -> part 2       row 1 split 2 -> part 5       row 2 split 0 -> the result itself
+    merges      row 0: parts 0 to 2           row 1: parts 3 to 5
 
 It does not know devices or kernels.
 """
@@ -26,7 +27,8 @@ class Cuts:
     """Rows of one token."""
 
     rows: int
-    splits: Ints  # [splits, 5]: row, split, place among the parts or -1, key length, splits of the row that are its own
+    splits: Ints  # [splits, 4]: row, split, place among the parts or -1, key length
+    merges: Ints  # [merges, 3]: row, first part, parts
     shared: Ints  # [shared, 3]: split, first member, members
     members: Ints  # [members, 2]: row, its first part
     parts: int
@@ -63,11 +65,13 @@ def cut_rows(row: Ints, length: Ints, window: int | None, alike: Alike, most_mem
             done[place] = depth
             members = np.stack((alike.order, first[place]), axis=1)
     own = each - done
-    splits = np.stack((row, lowest + done, np.where(parts > 0, first + done, -1), length, own), axis=1).repeat(own, axis=0)
+    splits = np.stack((row, lowest + done, np.where(parts > 0, first + done, -1), length), axis=1).repeat(own, axis=0)
     within = _ragged_arange(own)
     splits[:, 1] += within
     splits[:, 2] += within
-    return Cuts(len(row), splits, shared, members, int(parts.sum()))
+    merging = np.flatnonzero(parts)
+    merges = np.stack((row[merging], first[merging], parts[merging]), axis=1)
+    return Cuts(len(row), splits, merges, shared, members, int(parts.sum()))
 
 
 @lru_cache(maxsize=8)  # rows stay together for many steps

@@ -3,13 +3,14 @@
     tiles        rows of several tokens, over the pages
     long tiles   the same for long rows, over a copy of their keys and values in one place, some heads at a time
     shared       splits that several rows of one token have in common
-    splits       the other splits of rows of one token; the last of a row merges what its splits gave
+    splits       the other splits of rows of one token
+    merges       rows with several splits
 
 It does not know how a batch was cut.
 """
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,8 +20,7 @@ from quire.attn import cuts
 from quire.attn.backend import AttentionSpec
 from quire.attn.batch import Batch
 
-MERGED_AT_ONCE = 64  # parts times sharing heads
-COUNTERS = 1 << 14  # at least
+MERGED_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Plan:
     tiles: Tensor  # [tiles, 3] int32: row or -1, first token within the row, 0
     copies: Tensor  # [copies, 3] int32: row, first key, place in the copy
     long_tiles: Tensor  # [long tiles, 3] int32: row, first token within the row, place of the row's first key in the copy
-    splits: Tensor  # [splits, 5] int32: row or -1, split, place among the parts or -1, key length, splits of the row
+    splits: Tensor  # [splits, 4] int32: row or -1, split, place among the parts or -1, key length
+    merges: Tensor  # [merges, 3] int32: row or -1, first part, parts
     shared: Tensor  # [shared, 3] int32: split, first member, members or -1
     members: Tensor  # [members, 2] int32: row, its first part
     parts: int
@@ -160,7 +161,7 @@ class Launch:
             )  # fmt: skip
 
     def _splits(self, memory: Tensor) -> None:
-        from quire.ops.kernels.attention import shared_kernel, splits_kernel
+        from quire.ops.kernels.attention import merge_kernel, shared_kernel, splits_kernel
 
         plan, spec, shape, starts = self.plan, self.spec, self._shape(), self.batch.row_starts
         count = plan.parts * spec.heads
@@ -177,17 +178,13 @@ class Launch:
                 BLOCK_M=shape.shared_m, num_warps=shape.shared_warps, num_stages=shape.shared_stages,
             )  # fmt: skip
         if len(plan.splits):
-            heads = _power_of_two(spec.heads // spec.kv_heads)
-            done = _counters(max(COUNTERS, _power_of_two(len(starts) * spec.kv_heads)), self.out.device)
             splits_kernel[(spec.kv_heads, len(plan.splits))](
-                self.query, self.kv, self.out, parts, weights, self._biases(), self.tables, starts, done, plan.splits,
+                self.query, self.kv, self.out, parts, weights, self._biases(), self.tables, starts, plan.splits,
                 self.query.stride(0), self.out.stride(0), *self._page_strides(), spec.scale, **options,
-                WINDOW=spec.window or 0, BLOCK_M=shape.split_m, HEAD_BLOCK=heads, PART_BLOCK=max(1, MERGED_AT_ONCE // heads),
-                num_warps=shape.split_warps, num_stages=shape.split_stages,
+                WINDOW=spec.window or 0, BLOCK_M=shape.split_m, num_warps=shape.split_warps, num_stages=shape.split_stages,
             )  # fmt: skip
-
-
-@cache
-def _counters(count: int, device: torch.device) -> Tensor:
-    """Zeros that every launch finds and leaves. Launches follow one another, so all layers have them in common."""
-    return torch.zeros(count, dtype=torch.int32, device=device)
+        if len(plan.merges):
+            merge_kernel[(spec.heads, len(plan.merges))](
+                parts, weights, self.out, starts, plan.merges, self.out.stride(0),
+                HEADS=spec.heads, HEAD_DIM=spec.head_dim, DIM_BLOCK=shape.dim_block, BLOCK=MERGED_AT_ONCE, num_warps=1,
+            )  # fmt: skip

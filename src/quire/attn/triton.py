@@ -3,7 +3,8 @@
 `plan` cuts the batch on the host (`cuts.py`) and sends the cuts in one copy; `run` launches a few kernels (`launch.py`), whose
 grids are numbers the host knows. A plan in memory that stays (`FixedCuts`) has lists of fixed length, filled up with -1:
 
-    splits [ row 0 | row 0 | row 1 | -1 | -1 ]  shared [ split 0 | -1 ]  members [ row 0 | -1 ]  tiles [ row 2 | row 2 | -1 ]
+    splits [ row 0 | row 0 | row 1 | -1 | -1 ]  merges [ row 0 | -1 ]  shared [ split 0 | -1 ]  members [ row 0 | -1 ]
+    tiles  [ row 2 | row 2 | -1 ]
 
 Programs that find -1 leave at once.
 """
@@ -98,8 +99,8 @@ class FixedCuts:
         out = np.full(self.size(rows, room), -1, np.int32)
         made, tiles = cut
         unused = () if room.tiles else range(made.rows, rows)
-        padding = np.array([(row, 0, -1, 1, 1) for row in unused], np.int32)  # attends to itself
-        parts = ((made.splits, padding), (made.shared,), (made.members,), (tiles,))
+        padding = np.array([(row, 0, -1, 1) for row in unused], np.int32)  # attends to itself
+        parts = ((made.splits, padding), (made.merges,), (made.shared,), (made.members,), (tiles,))
         at = 0
         for arrays, count in zip(parts, _counts(rows, room), strict=True):
             filled = np.concatenate([array.ravel() for array in arrays])
@@ -108,19 +109,20 @@ class FixedCuts:
         return out
 
     def attach(self, batch: Batch, group: int, numbers: Tensor, rows: int, room: Room) -> None:
-        splits, shared, members, tiles = torch.split(numbers, _counts(rows, room))
+        splits, merges, shared, members, tiles = torch.split(numbers, _counts(rows, room))
         nothing = numbers.new_empty(0, 3)
         batch.plans["triton", group] = [
             Plan(
-                tiles=tiles.view(-1, 3), copies=nothing, long_tiles=nothing, splits=splits.view(-1, 5),
-                shared=shared.view(-1, 3), members=members.view(-1, 2), parts=PARTS, keys=0, copied=0,
+                tiles=tiles.view(-1, 3), copies=nothing, long_tiles=nothing, splits=splits.view(-1, 4),
+                merges=merges.view(-1, 3), shared=shared.view(-1, 3), members=members.view(-1, 2),
+                parts=PARTS, keys=0, copied=0,
             )
         ]  # fmt: skip
 
 
 def _counts(rows: int, room: Room) -> list[int]:
-    """Of the numbers of splits, shared splits, members and tiles."""
-    return [5 * room.splits, 3 * room.shared, 2 * rows if room.shared else 0, 3 * room.tiles]
+    """Of the numbers of splits, merges, shared splits, members and tiles."""
+    return [4 * room.splits, 3 * rows, 3 * room.shared, 2 * rows if room.shared else 0, 3 * room.tiles]
 
 
 def cut(batch: Batch, window: int | None, alike: Alike, shape: Geometry, share: int, in_blocks: bool) -> list[Plan]:
@@ -189,12 +191,14 @@ def _borders(parts: Ints) -> list[int]:
 
 
 def _send(prompts: Prompts, made: Cuts, device: torch.device) -> Plan:
-    arrays = (prompts.tiles, prompts.copies, prompts.long_tiles, made.splits, made.shared, made.members)
+    arrays = (
+        prompts.tiles, prompts.copies, prompts.long_tiles, made.splits, made.merges, made.shared, made.members
+    )  # fmt: skip
     packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
     if device.type == "cuda":
         packed = packed.pin_memory().to(device, non_blocking=True)
     views = torch.split(packed, [array.size for array in arrays])
     tiles, copies, long_tiles, *rest = (view.view(array.shape) for view, array in zip(views, arrays, strict=True))
-    splits, shared, members = rest
+    splits, merges, shared, members = rest
     parts, copied = max(PARTS, made.parts), max(COPIED, prompts.keys)
-    return Plan(tiles, copies, long_tiles, splits, shared, members, parts, prompts.keys, copied)
+    return Plan(tiles, copies, long_tiles, splits, merges, shared, members, parts, prompts.keys, copied)

@@ -263,46 +263,6 @@ def long_tiles_kernel(
     tl.store(where_out, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
 
 
-@triton.jit
-def _merge(
-    parts,  # [parts, heads, HEAD_DIM] float32
-    weights,  # [parts, heads] float32
-    first,  # part
-    count,
-    first_head,
-    HEADS: tl.constexpr,
-    SHARE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,
-    PART_BLOCK: tl.constexpr,
-):
-    """One row's parts for heads that share a KV head, always in the same order -> [HEAD_BLOCK, DIM_BLOCK]."""
-    m = tl.arange(0, PART_BLOCK * HEAD_BLOCK)
-    dim = tl.arange(0, DIM_BLOCK)
-    share = m % HEAD_BLOCK
-    acc = tl.zeros((HEAD_BLOCK, DIM_BLOCK), tl.float32)
-    peak = tl.full((HEAD_BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((HEAD_BLOCK,), tl.float32)
-    for begin in tl.range(0, count, PART_BLOCK):
-        part = begin + m // HEAD_BLOCK
-        there = (part < count) & (share < SHARE)
-        place = (first + part).to(tl.int64) * HEADS + first_head + share
-        # other programs have written them: what this processor may hold of them in its own cache is not asked
-        weight = tl.load(weights + place, mask=there, other=0.0, cache_modifier=".cg")
-        readable = there[:, None] & (dim < HEAD_DIM)[None, :]
-        where_value = parts + (place * HEAD_DIM)[:, None] + dim[None, :]
-        value = tl.load(where_value, mask=readable, other=0.0, cache_modifier=".cg")
-        weight = tl.reshape(tl.where(part < count, weight, float("-inf")), (PART_BLOCK, HEAD_BLOCK))
-        higher = tl.maximum(peak, tl.max(weight, 0))
-        weight = tl.exp2(weight - higher[None, :])
-        fade = tl.exp2(peak - higher)
-        acc = acc * fade[:, None] + tl.sum(weight[:, :, None] * tl.reshape(value, (PART_BLOCK, HEAD_BLOCK, DIM_BLOCK)), 0)
-        total = total * fade + tl.sum(weight, 0)
-        peak = higher
-    return acc / total[:, None]
-
-
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["splits"])
 def splits_kernel(
     query,  # [T, heads, HEAD_DIM]
@@ -313,8 +273,7 @@ def splits_kernel(
     sinks,  # [heads]
     tables,  # [R, max_pages]
     row_starts,  # [R + 1]
-    done,  # [>= R, kv_heads] int32: how many of a row's splits are done; zero before and after
-    splits,  # [splits, 5] row (-1 = nothing to do), split, place among the parts (-1 = the only one), key length, row's splits
+    splits,  # [splits, 4] row (-1 = nothing to do), split of its keys, place among the parts (-1 = the only one), key length
     query_stride,
     out_stride,
     page_stride,
@@ -332,12 +291,9 @@ def splits_kernel(
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,
-    PART_BLOCK: tl.constexpr,
 ):
-    """Whoever is the last to do a split of a row merges the row's parts; those from shared splits are there already."""
     kv_head = tl.program_id(0)
-    item = splits + tl.program_id(1) * 5
+    item = splits + tl.program_id(1) * 4
     row, split, part, length = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     if row < 0:
         return
@@ -378,19 +334,6 @@ def splits_kernel(
         where_part = part.to(tl.int64) * HEADS + head
         tl.store(parts + (where_part * HEAD_DIM)[:, None] + dim[None, :], acc, mask=stored)
         tl.store(weights + where_part, peak + tl.log2(total), mask=real)
-        tl.debug_barrier()  # all threads have stored before one of them says so
-        counter = done + row * tl.num_programs(0) + kv_head
-        if tl.atomic_add(counter, 1, sem="acq_rel") == tl.load(item + 4) - 1:
-            tl.store(counter, 0)
-            lowest = low // SPLIT
-            first, count = part - split + lowest, (length - 1) // SPLIT + 1 - lowest
-            merged = _merge(
-                parts, weights, first, count, kv_head * SHARE, HEADS, SHARE, HEAD_DIM, DIM_BLOCK, HEAD_BLOCK, PART_BLOCK
-            )
-            share = tl.arange(0, HEAD_BLOCK)
-            kept = (share < SHARE)[:, None] & (dim < HEAD_DIM)[None, :]
-            where_out = out + token * out_stride + ((kv_head * SHARE + share) * HEAD_DIM)[:, None] + dim[None, :]
-            tl.store(where_out, merged.to(out.dtype.element_ty), mask=kept)
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["shared", "members"])
@@ -453,3 +396,42 @@ def shared_kernel(
     where_part = part * HEADS + head
     tl.store(parts + (where_part * HEAD_DIM)[:, None] + dim[None, :], acc / total[:, None], mask=stored)
     tl.store(weights + where_part, peak + tl.log2(total), mask=real)
+
+
+@triton.jit(do_not_specialize_on_alignment=["merges"])
+def merge_kernel(
+    parts,  # [parts, heads, HEAD_DIM] float32
+    weights,  # [parts, heads] float32
+    out,  # [T, heads, HEAD_DIM]
+    row_starts,  # [R + 1]
+    merges,  # [merges, 3] row (-1 = nothing to do), its first part, how many
+    out_stride,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    head = tl.program_id(0)
+    merge = merges + tl.program_id(1) * 3
+    row, first, count = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2)
+    if row < 0:
+        return
+    dim = tl.arange(0, DIM_BLOCK)
+    in_head = dim < HEAD_DIM
+    acc = tl.zeros((DIM_BLOCK,), tl.float32)
+    peak = float("-inf")
+    total = 0.0
+    for begin in tl.range(0, count, BLOCK):
+        part = begin + tl.arange(0, BLOCK)
+        where_part = (first + part).to(tl.int64) * HEADS + head
+        weight = tl.load(weights + where_part, mask=part < count, other=float("-inf"))
+        readable = (part < count)[:, None] & in_head[None, :]
+        value = tl.load(parts + (where_part * HEAD_DIM)[:, None] + dim[None, :], mask=readable, other=0.0)
+        higher = tl.maximum(peak, tl.max(weight, 0))
+        weight = tl.exp2(weight - higher)
+        fade = tl.exp2(peak - higher)
+        acc = acc * fade + tl.sum(weight[:, None] * value, 0)
+        total = total * fade + tl.sum(weight, 0)
+        peak = higher
+    token = tl.load(row_starts + row).to(tl.int64)
+    tl.store(out + token * out_stride + head * HEAD_DIM + dim, (acc / total).to(out.dtype.element_ty), mask=in_head)
