@@ -13,6 +13,7 @@ from quire.runner.buckets import (
     MOST_ROWS,
     MOST_TOKENS,
     Bucket,
+    final_room,
     prompt_bucket,
     room_bucket,
     row_bucket,
@@ -194,3 +195,16 @@ def test_long_prompts_behind_many_keys_have_no_plan_that_stays():
     assert fixed.cut(ints(1, 600), ints(5000, 5000), 64, nothing_alike) is not None
     assert fixed.cut(ints(1, 600), ints(5000, 3000), None, nothing_alike) is not None
     assert fixed.cut(ints(1, 200), ints(5000, 5000), None, nothing_alike) is not None
+
+
+def test_last_tokens_of_a_ragged_step_have_room():
+    """Single tokens, some of which begin alike, and prompts: as many pieces more as the prompts' keys have."""
+    counts, lengths = ints(1, 1, 1, 1, 300, 40), ints(700, 700, 600, 600, 700, 5000)
+    fixed, alike = FixedCuts(8, 16), Alike(ints(0, 1, 2, 3), ints(2, 2, 2))
+    _, need = fixed.cut(counts, lengths, None, lambda keys: alike)
+    cut, more = fixed.cut(np.ones_like(counts), lengths, None, lambda keys: alike)
+    assert (more.splits - need.splits, more.shared, more.tiles) == (3 + 20, need.shared, 0)
+    bucket = prompt_bucket(Room(need.splits - 6, need.shared, need.tiles), 6, 344, 256)
+    numbers = fixed.numbers(cut, bucket.rows, final_room(bucket.room))
+    splits = numbers[: 4 * final_room(bucket.room).splits].reshape(-1, 4)
+    assert sorted(set(splits[:, 0].tolist())) == [-1, *range(bucket.rows)]  # rows of no slot attend to themselves

@@ -23,6 +23,7 @@ MOST_TOKENS = 2048  # more keep the device busy while they are launched one by o
 TOKEN_BUCKETS = (16, 32, *range(64, 1024, 64), *range(1024, MOST_TOKENS + 1, 128))
 ROW_BUCKETS_BESIDE_PROMPTS = (4, 16, 64, 256, MOST_ROWS + 1)
 LEAST_TILES = 32
+MOST_PROMPT_SPLITS = 256  # of the keys before the last tokens of all prompts
 BORROWED_BESIDE_PROMPTS = 4
 
 
@@ -63,6 +64,11 @@ def prompt_bucket(need: Room, rows: int, tokens: int, max_rows: int) -> Bucket |
     splits = room.splits << (room.splits.bit_length() - LEAST_SPLITS.bit_length()) % 2  # every other size
     tiles = max(LEAST_TILES, 1 << (need.tiles - 1).bit_length())
     return Bucket(size, Room(min(splits, MOST_ROOM.splits), room.shared, tiles), width)
+
+
+def final_room(room: Room) -> Room:
+    """For the last tokens of rows that fit `room` in a bucket with prompts."""
+    return Room(room.splits + MOST_PROMPT_SPLITS, room.shared)
 
 
 def substitute(own: Bucket, need: Room, recorded: Collection[Bucket]) -> Bucket | None:

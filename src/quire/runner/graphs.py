@@ -4,6 +4,7 @@ A graph is recorded for a bucket, so many rows and tokens with room for so much 
 they are:
 
     numbers   [ slot, end, prompt, drawer of each row (int64) | starts | attention plan of group 0 | ... ]  one copy a step
+              ragged: ... | plan of group 0 for the rows' last tokens, which alone go on behind the last attention | ... ]
     fill      numbers, slots ─► ids, positions, key lengths, tables, places to write                        in the graph
     model     ─► logits [rows, V]                                                                           in the graph
     draw      ─► ids and faults [2, rows], tokens to their slots                                            in the graph
@@ -21,7 +22,7 @@ sizes and the order.
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,15 +32,17 @@ from torch import Tensor
 
 from quire.attn.alike import nothing_alike
 from quire.attn.backend import FixedPlans, Room
-from quire.attn.batch import Batch, GroupView
+from quire.attn.batch import Batch, GroupView, Kept
 from quire.models.decoder import Decoder
 from quire.ops.rows import RowInputs, fill_rows
 from quire.runner.buckets import (
+    MOST_PROMPT_SPLITS,
     MOST_ROOM,
     MOST_ROWS,
     MOST_TILES,
     MOST_TOKENS,
     Bucket,
+    final_room,
     prompt_bucket,
     room_bucket,
     row_bucket,
@@ -121,8 +124,8 @@ class Graphs:
         if chosen is None:
             self.eager += 1
             return None
-        bucket, pieces = chosen
-        self._inputs.write(plan, bucket, plain, pieces)
+        bucket, work = chosen
+        self._inputs.write(plan, bucket, plain, work)
         recorded = self._recorded.get(bucket)
         if recorded is None:
             logits = self._record(bucket)
@@ -148,22 +151,22 @@ class Graphs:
         self._record(bucket)
         return True
 
-    def _choose(self, plan: StepPlan) -> tuple[Bucket, list[Any]] | None:
+    def _choose(self, plan: StepPlan) -> tuple[Bucket, "Work"] | None:
         """The bucket whose graph runs this step, or is to be recorded by it, and each group's attention work."""
-        cuts = self._cut(plan)
-        if cuts is None:
+        found = self._cut(plan)
+        if found is None:
             return None
-        pieces, need = cuts
+        work, need = found
         own = self._bucket(need, len(plan.slot), plan.tokens)
         if own is None:
             return None
         if own in self._recorded:
-            return own, pieces
+            return own, work
         other = substitute(own, need, self._recorded)
         self._wanted[own] += 1
         due = self._wanted[own] >= (WANTED if other is None else MISSED) and self._taken < self._allowance
         chosen = own if due else other
-        return None if chosen is None else (chosen, pieces)
+        return None if chosen is None else (chosen, work)
 
     def _bucket(self, need: Room, rows: int, tokens: int) -> Bucket | None:
         if need.tiles:
@@ -172,17 +175,24 @@ class Graphs:
         room = None if size is None else room_bucket(need, size)
         return None if size is None or room is None else Bucket(size, room)
 
-    def _cut(self, plan: StepPlan) -> tuple[list[Any], Room] | None:
+    def _cut(self, plan: StepPlan) -> "tuple[Work, Room] | None":
         """Each group's attention work, and the most of it beyond one split a row; None = it is too much for any graph."""
         counts, lengths = plan.count.astype(np.int32), plan.end.astype(np.int32)
-        pieces, splits, shared, tiles = [], 0, 0, 0
+        last = np.ones_like(counts)
+        work, splits, shared, tiles = Work([], []), 0, 0, 0
         for group, (planner, window) in enumerate(self._planners):
-            cut = planner.cut(counts, lengths, window, self._slots.prefixes.finder(group, plan.slot, plan.count, plan.end))
+            find = self._slots.prefixes.finder(group, plan.slot, plan.count, plan.end)
+            cut = planner.cut(counts, lengths, window, find)
             if cut is None:
                 return None
-            pieces.append(cut[0])
+            work.pieces.append(cut[0])
             splits, shared, tiles = max(splits, cut[1].splits), max(shared, cut[1].shared), max(tiles, cut[1].tiles)
-        return (pieces, Room(splits - len(lengths), shared, tiles)) if tiles <= MOST_TILES else None
+            if cut[1].tiles:
+                final = planner.cut(last, lengths, window, find)
+                if final is None or final[1].splits - cut[1].splits > MOST_PROMPT_SPLITS:
+                    return None
+                work.final.append(final[0])
+        return (work, Room(splits - len(lengths), shared, tiles)) if tiles <= MOST_TILES else None
 
     def _record(self, bucket: Bucket) -> Tensor:
         """Runs the step for its result, then records the same launches, which runs nothing."""
@@ -211,10 +221,17 @@ class Graphs:
         slots, inputs = self._slots, self._inputs
         slot, end, _, drawer = inputs.row_numbers(bucket)
         fill_rows(slot, end, batch.row_starts, slots.tokens, slots.tables, slots.page_size, inputs.rows(bucket))
-        hidden = self._model(batch)
-        logits = self._model.logits(hidden[batch.row_starts[1:].long() - 1] if bucket.tokens else hidden)
+        logits = self._model.logits(self._model(inputs.keep_final(bucket, batch) if bucket.tokens else batch))
         self._sampler.draw(logits, drawer, end, slots.tokens)
         return logits
+
+
+@dataclass(frozen=True)
+class Work:
+    """Attention work, cut by each group's planner."""
+
+    pieces: list[Any]
+    final: list[Any]  # of the last token of each row, where rows have several
 
 
 class Place:
@@ -234,7 +251,8 @@ class Inputs:
         device, groups = slots.device, len(planners)
         self._slots, self._planners = slots, planners
         most = max_rows + 1  # rows of prompts have one more, for what is left
-        size = number_size(most) + start_size(most) + sum(planner.size(most, MOST_ROOM) for planner, _ in planners)
+        rooms = (MOST_ROOM, final_room(MOST_ROOM))
+        size = number_size(most) + start_size(most) + sum(planner.size(most, room) for planner, _ in planners for room in rooms)
         tokens = max(most, MOST_TOKENS)
         width = -(-slots.tables.shape[2] // 4) * 4  # rows of tables begin at multiples of 16 bytes
         self._numbers = torch.zeros(size, dtype=torch.int32, device=device)
@@ -250,10 +268,10 @@ class Inputs:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.pool = torch.cuda.graph_pool_handle()
 
-    def write(self, plan: StepPlan, bucket: Bucket, plain: bool, pieces: list[Any]) -> None:
+    def write(self, plan: StepPlan, bucket: Bucket, plain: bool, work: Work) -> None:
         """Sends a step's numbers to the device."""
         drawer = np.where(plan.sample, plan.slot, NOBODY) if plain else np.full(len(plan.slot), NOBODY)
-        self._send((plan.slot, plan.end, self._slots.prompt_length[plan.slot], drawer), plan.count, bucket, pieces)
+        self._send((plan.slot, plan.end, self._slots.prompt_length[plan.slot], drawer), plan.count, bucket, work)
 
     def sampler_rows(self, plan: StepPlan, bucket: Bucket) -> Rows:
         """All rows of the step that was written, as the sampler sees them."""
@@ -268,12 +286,14 @@ class Inputs:
             cut = planner.cut(NOTHING, NOTHING, window, nothing_alike)
             assert cut is not None
             pieces.append(cut[0])
-        self._send([NOTHING] * NUMBERS, NOTHING, bucket, pieces)
+        self._send([NOTHING] * NUMBERS, NOTHING, bucket, Work(pieces, pieces))
 
-    def _send(self, numbers: Sequence[Integers], counts: Ints, bucket: Bucket, pieces: list[Any]) -> None:
-        planned = zip(self._planners, pieces, strict=True)
-        plans = [planner.numbers(cut, bucket.rows, bucket.room) for (planner, _), cut in planned]
-        plans = [row_starts(counts, bucket), *plans] if bucket.tokens else plans
+    def _send(self, numbers: Sequence[Integers], counts: Ints, bucket: Bucket, work: Work) -> None:
+        planners = [planner for planner, _ in self._planners]
+        plans = [planner.numbers(cut, bucket.rows, bucket.room) for planner, cut in zip(planners, work.pieces, strict=True)]
+        if bucket.tokens:
+            last, room = zip(planners, work.final, strict=True), final_room(bucket.room)
+            plans = [row_starts(counts, bucket), *plans, *(planner.numbers(cut, bucket.rows, room) for planner, cut in last)]
         size = number_size(bucket.rows) + sum(len(plan) for plan in plans)
         staged = torch.empty(size, dtype=torch.int32, pin_memory=True)  # not used again before the copy has happened
         pack(numbers, bucket, plans, staged.numpy())
@@ -300,15 +320,41 @@ class Inputs:
             positions=rows.positions,
             row_starts=starts,
             kv_lengths=rows.kv_lengths,
-            rows=() if bucket.tokens else tuple((row, 1, 1) for row in range(n)),
+            rows=() if bucket.tokens else _of_one_token(n),
             logit_index=self._index[:n],
             groups=tuple(GroupView(tables, write) for tables, write in zip(rows.tables, rows.write, strict=True)),
         )
-        for group, (planner, _) in enumerate(self._planners):
-            size = planner.size(n, bucket.room)
-            planner.attach(batch, group, self._numbers[at : at + size], n, bucket.room)
-            at += size
+        self._attach(batch, at, n, bucket.room)
         return batch
+
+    def keep_final(self, bucket: Bucket, batch: Batch) -> Batch:
+        """The batch of a bucket, of which the last token of each row is kept. Where those are changes from step to step, so
+        this is recorded; a row without any keeps the last of all."""
+        n = bucket.rows
+        index = batch.row_starts[1:].long() - 1
+        part = replace(
+            batch,
+            ids=batch.ids[index],
+            positions=batch.positions[index],
+            row_starts=self._starts[: n + 1],
+            rows=_of_one_token(n),
+            groups=tuple(GroupView(view.tables, view.write[index]) for view in batch.groups),
+            plans={},
+        )
+        before = sum(planner.size(n, bucket.room) for planner, _ in self._planners)
+        self._attach(part, number_size(n) + start_size(n) + before, n, final_room(bucket.room))
+        return replace(batch, kept=Kept(index, part))
+
+    def _attach(self, batch: Batch, at: int, rows: int, room: Room) -> None:
+        """The groups' plans stand one after the other among the numbers."""
+        for group, (planner, _) in enumerate(self._planners):
+            size = planner.size(rows, room)
+            planner.attach(batch, group, self._numbers[at : at + size], rows, room)
+            at += size
+
+
+def _of_one_token(rows: int) -> tuple[tuple[int, int, int], ...]:
+    return tuple((row, 1, 1) for row in range(rows))
 
 
 def number_size(rows: int) -> int:
