@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from runner_support import admission, entries, ints, plan
 from quire.config.facts import ModelFacts
 from quire.engine.executor.local import LocalExecutor
 from quire.files.resolve import ModelFiles
+from quire.load.load import load_weights
 from quire.runner.step import Runner
 from quire.runner.warmup import kinds_of_layers, warm_up_parts, warm_up_steps
 from quire.types.cache import CacheGroup, CacheLayout, LayerCache
@@ -41,12 +43,18 @@ def make_runner(device: str = "cpu") -> Runner:
     runner = Runner(
         facts(), device=device, dtype="float32", layout=LAYOUT, max_seqs=6, max_batched_tokens=64, load_format="dummy"
     )
-    runner.load()
+    with patch("quire.runner.step.load_weights", load_weights_that_matter):
+        runner.load()
+    return runner
+
+
+def load_weights_that_matter(model, facts, **options) -> None:
+    """Dummy weights are too small for tokens to matter to each other."""
+    load_weights(model, facts, **options)
     generator = torch.Generator().manual_seed(0)
-    for name, parameter in runner._model.named_parameters():  # dummy weights are too small for tokens to matter to each other
+    for name, parameter in model.named_parameters():
         mean, spread = (1.0, 0.1) if "norm" in name else (0.0, 0.25)
         parameter.data.copy_(torch.empty(parameter.shape).normal_(mean, spread, generator=generator))
-    return runner
 
 
 @pytest.fixture

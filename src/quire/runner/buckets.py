@@ -20,8 +20,8 @@ USUAL_PIECES = (4, 2, 8)  # of a row: the lengths that idle time is spent on, mo
 BORROWED = 2  # times as large another bucket may be, in rows and in splits; shared pieces: the next size up
 # steps with prompts: the rest of them costs little beside the prompts' tokens, so that coarse sizes do
 MOST_TOKENS = 2048  # more keep the device busy while they are launched one by one
-TOKEN_BUCKETS = (16, 32, *range(64, 1024, 64), *range(1024, MOST_TOKENS + 1, 128))
-ROW_BUCKETS_BESIDE_PROMPTS = (4, 16, 64, 256, MOST_ROWS + 1)
+TOKEN_BUCKETS = (16, 32, *range(64, 1024, 64), *range(1024, MOST_TOKENS + 1, 256))
+ROW_BUCKETS_BESIDE_PROMPTS = (16, 80, 288, MOST_ROWS + 1)  # more than 64 and 256, of which people are fond
 LEAST_TILES = 32
 MOST_PROMPT_SPLITS = 256  # of the keys before the last tokens of all prompts
 BORROWED_BESIDE_PROMPTS = 4
@@ -103,7 +103,7 @@ def worth_having(max_rows: int, max_tokens: int) -> list[Bucket]:
     widths = sorted((width for width in TOKEN_BUCKETS if width <= max_tokens), key=lambda width: (width % 256 > 0, width))
     beside = [
         bucket
-        for rows in ROW_BUCKETS_BESIDE_PROMPTS[:3]
+        for rows in ROW_BUCKETS_BESIDE_PROMPTS[:2]
         for width in widths
         if (bucket := prompt_bucket(Room((USUAL_PIECES[0] - 1) * (rows - 1), 0, 1), min(rows - 1, max_rows), width, max_rows))
     ]
