@@ -108,7 +108,7 @@ def test_many_rows_go_layer_by_layer(facts, least):
     model.pieces = Pieces(model.run_blocks, facts.hidden_size, whole=False)
     model.pieces.too_many = least
     found = Sequences(model, 1, len(IDS)).step([(0, IDS)])[0]
-    assert (found - expected).norm() < 0.03 * expected.norm()
+    assert (found - expected).norm() < 0.05 * expected.norm()  # most of it is the head's, which rounds its inputs to 8 bits
 
 
 STEPS = [

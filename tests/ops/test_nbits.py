@@ -73,11 +73,12 @@ def test_parts_of_different_types_become_one_matrix():
     assert (Product(packed)(x) - expected).norm() <= ROUNDING * expected.norm()
 
 
+@pytest.mark.parametrize("kinds", [("Q4_0", "Q4_1", "Q4_1"), (*EXACT, "Q6_K")], ids=["by torch's operator", "of all kinds"])
 @pytest.mark.parametrize("slab", [1 << 21, 20 * 512])
-def test_unfolded_parts_are_one_matrix(slab, monkeypatch):
+def test_unfolded_parts_are_one_matrix(slab, kinds, monkeypatch):
     """bfloat16 keeps 8 bits of a number: an error of up to 1/512 in each, much less in a sum. Rows may lie in another order."""
     monkeypatch.setattr("quire.ops.unfold.SLAB_ELEMENTS", slab)
-    parts = [stored(kind, seed=seed) for seed, kind in enumerate((*EXACT, "Q6_K"))]
+    parts = [stored(kind, seed=seed) for seed, kind in enumerate(kinds)]
     order = torch.randperm(48)
     parts[1] = Stored(parts[1].type, 512, parts[1].rows, order)
     x, bias = torch.randn(33, 512), torch.randn(48 * len(parts))
@@ -85,6 +86,14 @@ def test_unfolded_parts_are_one_matrix(slab, monkeypatch):
     matrices[1] = matrices[1][order]
     expected = x @ torch.cat(matrices).t()
     assert (unfolded_linear(x, parts, bias) - bias - expected).norm() <= 0.005 * expected.norm()
+
+
+def test_unfolding_changes_no_other_products():
+    setting, x, weight = torch.backends.mkldnn.matmul.fp32_precision, torch.randn(33, 512), torch.randn(48, 512)
+    before = x @ weight.t()
+    unfolded_linear(x, [stored("Q4_0")], None)
+    assert torch.backends.mkldnn.matmul.fp32_precision == setting
+    assert torch.equal(x @ weight.t(), before)
 
 
 def test_a_row_does_not_see_the_others():
