@@ -4,6 +4,8 @@ The operator rounds activations to 8 bits by groups of 32: an error of up to 1/2
 0.6 % of a result's size for normal numbers. With a scale or an offset in the wrong place, results are off by tens of percent.
 """
 
+import sys
+
 import gguf
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from quire.ops.blocks import Stored, dequantize, take_apart
 
 pytest.importorskip("onnxruntime")
 from quire.ops.nbits import Product, forgets, pack
-from quire.ops.unfold import unfolded_linear
+from quire.ops.unfold import round_up, unfolded_linear
 
 ROUNDING = 0.012
 EXACT = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K")
@@ -86,6 +88,21 @@ def test_unfolded_parts_are_one_matrix(slab, kinds, monkeypatch):
     matrices[1] = matrices[1][order]
     expected = x @ torch.cat(matrices).t()
     assert (unfolded_linear(x, parts, bias) - bias - expected).norm() <= 0.005 * expected.norm()
+
+
+def test_few_numbers_of_rows_are_multiplied():
+    assert [round_up(rows) for rows in (1, 64, 65, 512, 513, 1024)] == [64, 64, 128, 512, 768, 1024]
+    assert len({round_up(rows) for rows in range(1, 2049)}) == 14
+
+
+def test_what_was_given_is_not_kept():
+    """The runtime has its own copy of numbers, scales and offsets, and reads no others."""
+    packed = pack([stored("Q4_1", rows=2048)], None)
+    product, x = Product(packed), torch.randn(3, 512)
+    expected = x @ unfolded(stored("Q4_1", rows=2048)).t()
+    assert (product(x) - expected).norm() <= ROUNDING * expected.norm()
+    if sys.platform == "linux" and forgets(4):
+        assert not packed.scale[1000:1040].any()
 
 
 def test_unfolding_changes_no_other_products():

@@ -17,16 +17,19 @@ from threading import Barrier
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.blocks import GROUP, NIBBLE_ROW, Stored, fill_nibble_rows, has_nibble_rows, unfold_columns
 
 SLAB_ELEMENTS = 1 << 21
+MANY, STEP, LONG_STEP = 512, 64, 256  # rows
 
 
 def unfolded_linear(x: Tensor, parts: Sequence[Stored], bias: Tensor | None) -> Tensor:
     """x [T, K] float32, parts of the matrix [N, K] above each other -> [T, N] float32."""
-    inputs, outputs = x.shape[1], max(1, SLAB_ELEMENTS // x.shape[1])
+    count, inputs, outputs = len(x), x.shape[1], max(1, SLAB_ELEMENTS // x.shape[1])
+    x = F.pad(x, (0, 0, 0, round_up(count) - count))
     out = x.new_empty(len(x), sum(map(len, parts)))
     quick = unfolds_quickly(parts)
     x, unfold = (_paired(x), _unfold_nibbles) if quick else (x, _unfold_others)
@@ -36,7 +39,13 @@ def unfolded_linear(x: Tensor, parts: Sequence[Stored], bias: Tensor | None) -> 
             torch.mm(x, unfold(parts, start, stop, inputs), out=out[:, start:stop])
     for part in parts:
         part.forget()
-    return out if bias is None else out.add_(bias)
+    return out[:count] if bias is None else out[:count].add_(bias)
+
+
+def round_up(rows: int) -> int:
+    """Few numbers of rows, for torch keeps half a megabyte of code for each with each shape of a matrix."""
+    step = STEP if rows <= MANY else LONG_STEP
+    return -(-rows // step) * step
 
 
 def unfolds_quickly(parts: Sequence[Stored]) -> bool:
