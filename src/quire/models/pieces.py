@@ -228,7 +228,7 @@ class Pieces:
         self._first = Symbol(pieces, columns)
         self._last: Symbol = body(self._first, None)
         quickly = all(step.quickly for piece in pieces for step in piece.steps)
-        self.too_many = NEVER if whole else unfold_from(quickly)  # rows: from there on the body itself is faster
+        self.too_many = NEVER if whole else unfold_from(quickly)  # tokens: from there on the body itself is faster
         sources = [{between.source for between in piece.behind} for piece in pieces]
         wanted = [{*piece.read} | behind for piece, behind in zip(pieces, sources, strict=True)] + [{self._last}]
         self._stages = []
@@ -243,9 +243,13 @@ class Pieces:
             self._stages.append(Stage(session, tuple(piece.read), tuple(kept), tuple(piece.behind), tuple(dead)))
         self._track: Track | None = None  # for steps of rows of one token
 
+    def suit(self, batch: Batch) -> bool:
+        """Are they faster than the body? With many rows of one token the body loses in attention what it gains in products."""
+        return len(batch.ids) < self.too_many or _are_single(batch)
+
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, columns] -> hidden states; they are overwritten by the next call."""
-        if len(x) == len(batch.rows) and batch.kept is None:  # rows of one token, and all go on to the end
+        if _are_single(batch):
             if self._track is None or not self._track.suits(len(x)):
                 self._track = self._lay(len(x))
             return self._track.run(x, batch)
@@ -279,6 +283,11 @@ class Pieces:
                 if all(matrix is not other for other in values.values()):
                     memory.give(matrix)
         return Track(source, values[self._last], stages, list(groups.values()), memory)
+
+
+def _are_single(batch: Batch) -> bool:
+    """Are its rows of one token, and do all go on to the end?"""
+    return len(batch.ids) == len(batch.rows) and batch.kept is None
 
 
 def _bind(session: Session, inputs: Sequence[Tensor], outputs: Sequence[Tensor], rows: int) -> Binding:
