@@ -108,7 +108,19 @@ def test_many_rows_go_layer_by_layer(facts, least):
     model.pieces = Pieces(model.run_blocks, facts.hidden_size, whole=False)
     model.pieces.too_many = least
     found = Sequences(model, 1, len(IDS)).step([(0, IDS)])[0]
-    assert (found - expected).norm() < 0.03 * expected.norm()
+    assert (found - expected).norm() < 0.05 * expected.norm()  # most of it is the head's, which rounds its inputs to 8 bits
+
+
+def test_single_tokens_go_by_pieces_however_many(facts):
+    model = loaded(facts, True)
+    model.pieces = Pieces(model.run_blocks, facts.hidden_size, whole=False)
+    model.pieces.too_many = 2
+    asked = []
+    model.run_blocks = lambda x, batch, run=model.run_blocks: asked.append(len(x)) or run(x, batch)
+    sequences = Sequences(model, 3, 8)
+    for rows in ([(0, [3]), (1, [4]), (2, [5])], [(0, [3, 4])], [(0, [3]), (1, [4, 5])], [(2, [6])]):
+        sequences.step(rows)
+    assert asked == [2, 3]
 
 
 STEPS = [

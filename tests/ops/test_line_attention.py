@@ -7,7 +7,19 @@ import torch
 pytest.importorskip("onnxruntime")
 from quire.attn.backend import AttentionSpec
 from quire.attn.batch import Batch, GroupView
-from quire.attn.lines import SCATTERED, Form, LineAttention, Seats, agrees, find_form, find_seats, find_starts
+from quire.attn.lines import (
+    SCATTERED,
+    Call,
+    Form,
+    LineAttention,
+    Seats,
+    agrees,
+    cut_rows,
+    find_form,
+    find_seats,
+    find_starts,
+    share_out,
+)
 from quire.ops.attention import attend
 from quire.ops.kv import kv_lines
 from quire.ops.qkv import HeadNorms, Rotation, reference_place_heads
@@ -99,7 +111,24 @@ def test_rows_that_move_are_followed():
         torch.testing.assert_close(out, run_torch(form, kv.clone(), qkv, starts, [6] * 3), atol=1e-5, rtol=1e-5)
 
 
-def test_threads_share_long_rows():
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_take_rows_each(threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    form = Form(4, 2, 16, 0.25, 16, None)
+    kv, qkv = cache(form, 80), torch.randn(21, 8 * 16, generator=torch.Generator().manual_seed(4))
+    starts, lengths = [4 + 12 * row for row in range(21)], [1 + row % 12 for row in range(21)]
+    expected = run_torch(form, kv.clone(), qkv, starts, lengths)
+    torch.testing.assert_close(run_lines(form, kv, qkv, starts, lengths), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("threads, rows", [(2, [8, 7]), (3, [8, 4, 3]), (8, [8, 4, 2, 1])])
+def test_calls_are_shared_out_evenly(threads, rows):
+    calls = [Call(None, part) for part in cut_rows(15)]
+    assert [sum(len(call.starts) for call in share) for share in share_out(calls, threads)] == rows
+
+
+def test_threads_share_long_rows(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     form = Form(4, 2, 16, 0.25, 0, None)
     kv, qkv = cache(form, 320), torch.randn(2, 8 * 16, generator=torch.Generator().manual_seed(4))
     seats, out = Seats(2), torch.empty(2, 4 * 16)

@@ -4,6 +4,8 @@ The operator rounds activations to 8 bits by groups of 32: an error of up to 1/2
 0.6 % of a result's size for normal numbers. With a scale or an offset in the wrong place, results are off by tens of percent.
 """
 
+import sys
+
 import gguf
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from quire.ops.blocks import Stored, dequantize, take_apart
 
 pytest.importorskip("onnxruntime")
 from quire.ops.nbits import Product, forgets, pack
-from quire.ops.unfold import unfolded_linear
+from quire.ops.unfold import round_up, unfolded_linear
 
 ROUNDING = 0.012
 EXACT = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K")
@@ -73,11 +75,12 @@ def test_parts_of_different_types_become_one_matrix():
     assert (Product(packed)(x) - expected).norm() <= ROUNDING * expected.norm()
 
 
+@pytest.mark.parametrize("kinds", [("Q4_0", "Q4_1", "Q4_1"), (*EXACT, "Q6_K")], ids=["by torch's operator", "of all kinds"])
 @pytest.mark.parametrize("slab", [1 << 21, 20 * 512])
-def test_unfolded_parts_are_one_matrix(slab, monkeypatch):
+def test_unfolded_parts_are_one_matrix(slab, kinds, monkeypatch):
     """bfloat16 keeps 8 bits of a number: an error of up to 1/512 in each, much less in a sum. Rows may lie in another order."""
     monkeypatch.setattr("quire.ops.unfold.SLAB_ELEMENTS", slab)
-    parts = [stored(kind, seed=seed) for seed, kind in enumerate((*EXACT, "Q6_K"))]
+    parts = [stored(kind, seed=seed) for seed, kind in enumerate(kinds)]
     order = torch.randperm(48)
     parts[1] = Stored(parts[1].type, 512, parts[1].rows, order)
     x, bias = torch.randn(33, 512), torch.randn(48 * len(parts))
@@ -85,6 +88,29 @@ def test_unfolded_parts_are_one_matrix(slab, monkeypatch):
     matrices[1] = matrices[1][order]
     expected = x @ torch.cat(matrices).t()
     assert (unfolded_linear(x, parts, bias) - bias - expected).norm() <= 0.005 * expected.norm()
+
+
+def test_few_numbers_of_rows_are_multiplied():
+    assert [round_up(rows) for rows in (1, 64, 65, 512, 513, 1024)] == [64, 64, 128, 512, 768, 1024]
+    assert len({round_up(rows) for rows in range(1, 2049)}) == 14
+
+
+def test_what_was_given_is_not_kept():
+    """The runtime has its own copy of numbers, scales and offsets, and reads no others."""
+    packed = pack([stored("Q4_1", rows=2048)], None)
+    product, x = Product(packed), torch.randn(3, 512)
+    expected = x @ unfolded(stored("Q4_1", rows=2048)).t()
+    assert (product(x) - expected).norm() <= ROUNDING * expected.norm()
+    if sys.platform == "linux" and forgets(4):
+        assert not packed.scale[1000:1040].any()
+
+
+def test_unfolding_changes_no_other_products():
+    setting, x, weight = torch.backends.mkldnn.matmul.fp32_precision, torch.randn(33, 512), torch.randn(48, 512)
+    before = x @ weight.t()
+    unfolded_linear(x, [stored("Q4_0")], None)
+    assert torch.backends.mkldnn.matmul.fp32_precision == setting
+    assert torch.equal(x @ weight.t(), before)
 
 
 def test_a_row_does_not_see_the_others():

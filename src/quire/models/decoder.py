@@ -59,7 +59,7 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """-> hidden states [K, H] of the final tokens."""
         x = self.embed(batch)
-        if self.pieces is None or len(x) >= self.pieces.too_many:
+        if self.pieces is None or not self.pieces.suit(batch):
             return self.run_blocks(x, batch)
         return self.pieces(x, batch)
 

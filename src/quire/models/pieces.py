@@ -48,6 +48,7 @@ class Step:
     inputs: "tuple[Symbol, ...]"
     outputs: "tuple[Symbol, ...]"
     matrix: Tensor | None = None  # of floats, that the runtime repacks
+    quickly: bool = True  # unfolds the body its matrix in blocks, if it has one
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,11 @@ class Symbol:
     def __init__(self, pieces: list[Piece], columns: int) -> None:
         self.pieces, self.columns = pieces, columns
 
-    def then(self, emit: Emit, *others: "Symbol", columns: Sequence[int], matrix: Tensor | None = None) -> "list[Symbol]":
+    def then(
+        self, emit: Emit, *others: "Symbol", columns: Sequence[int], matrix: Tensor | None = None, quickly: bool = True
+    ) -> "list[Symbol]":
         outputs = [Symbol(self.pieces, count) for count in columns]
-        self.pieces[-1].steps.append(Step(emit, (self, *others), tuple(outputs), matrix))
+        self.pieces[-1].steps.append(Step(emit, (self, *others), tuple(outputs), matrix, quickly))
         return outputs
 
     def simple(self, operator: str, *others: "Symbol", domain: str = "", **attributes: Any) -> "Symbol":
@@ -127,7 +130,10 @@ def _symbol(value: Any) -> Symbol:
 
 
 def _linear(method: GGUFMethod, layer: Linear, x: Symbol) -> Symbol:
-    return x.then(lambda graph, names: [emit(graph, names[0], method.take(layer))], columns=[layer.outputs])[0]
+    def make(graph: Graph, names: Sequence[str]) -> Sequence[str]:
+        return [emit(graph, names[0], method.take(layer))]
+
+    return x.then(make, columns=[layer.outputs], quickly=method.unfolds_quickly)[0]
 
 
 def _plain_linear(x: Symbol, weight: Tensor, bias: Tensor | None = None) -> Symbol:
@@ -218,10 +224,11 @@ class Pieces:
     def __init__(self, body: Callable[[Any, Any], Any], columns: int, *, whole: bool) -> None:
         """`body` is a decoder's way from embedded tokens [T, columns] to its last hidden states. `whole`: it will not be run
         itself any more, and what it holds in matrices of floats is given back."""
-        self.too_many = NEVER if whole else unfold_from()  # rows: from there on the body itself is faster
         pieces = [Piece()]
         self._first = Symbol(pieces, columns)
         self._last: Symbol = body(self._first, None)
+        quickly = all(step.quickly for piece in pieces for step in piece.steps)
+        self.too_many = NEVER if whole else unfold_from(quickly)  # tokens: from there on the body itself is faster
         sources = [{between.source for between in piece.behind} for piece in pieces]
         wanted = [{*piece.read} | behind for piece, behind in zip(pieces, sources, strict=True)] + [{self._last}]
         self._stages = []
@@ -236,9 +243,13 @@ class Pieces:
             self._stages.append(Stage(session, tuple(piece.read), tuple(kept), tuple(piece.behind), tuple(dead)))
         self._track: Track | None = None  # for steps of rows of one token
 
+    def suit(self, batch: Batch) -> bool:
+        """Are they faster than the body? With many rows of one token the body loses in attention what it gains in products."""
+        return len(batch.ids) < self.too_many or _are_single(batch)
+
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, columns] -> hidden states; they are overwritten by the next call."""
-        if len(x) == len(batch.rows) and batch.kept is None:  # rows of one token, and all go on to the end
+        if _are_single(batch):
             if self._track is None or not self._track.suits(len(x)):
                 self._track = self._lay(len(x))
             return self._track.run(x, batch)
@@ -272,6 +283,11 @@ class Pieces:
                 if all(matrix is not other for other in values.values()):
                     memory.give(matrix)
         return Track(source, values[self._last], stages, list(groups.values()), memory)
+
+
+def _are_single(batch: Batch) -> bool:
+    """Are its rows of one token, and do all go on to the end?"""
+    return len(batch.ids) == len(batch.rows) and batch.kept is None
 
 
 def _bind(session: Session, inputs: Sequence[Tensor], outputs: Sequence[Tensor], rows: int) -> Binding:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from quire.attn.batch import Batch, GroupView
 from quire.attn.lines import (
-    ROWS_PER_CALL,
     SCATTERED,
     LineAttention,
     Seats,
@@ -29,6 +28,8 @@ from quire.attn.lines import (
 )
 from quire.layers.attention import SelfAttention, attend_heads
 from quire.ops.onnx import Binding
+
+ROOM = 16  # rows by which tracks grow
 
 Bind = Callable[[int], Binding]  # a number of rows -> a call that works on so many
 
@@ -177,7 +178,7 @@ class Track:
 
 def room_for(rows: int) -> int:
     """How many rows a track is made for that has to take so many."""
-    return -(-rows // ROWS_PER_CALL) * ROWS_PER_CALL
+    return -(-rows // ROOM) * ROOM
 
 
 def pick_rows(batch: Batch, rows: Sequence[int]) -> Batch:

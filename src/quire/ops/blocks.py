@@ -79,9 +79,6 @@ def unfold_columns(stored: Stored, start: int, stop: int, out: Tensor) -> None:
     for first in range(start, stop, run):
         rows = stored.read(first, min(first + run, stop))
         place = out[:, first - start : first - start + len(rows)]
-        if name in _NIBBLES:
-            _unfold_nibbles(rows.view(torch.int16).view(len(rows), -1, nbytes // 2), _NIBBLES[name], place)
-            continue
         if unfold is None:
             wide = _by_package(rows.flatten(), stored.type, (len(rows), stored.columns)).t()
         else:
@@ -91,23 +88,39 @@ def unfold_columns(stored: Stored, start: int, stop: int, out: Tensor) -> None:
         place.copy_(wide.view(stored.columns, len(rows)))
 
 
-_NIBBLES = {"Q4_0": 1, "Q4_1": 2}  # half-precision numbers before 32 elements of 4 bits
+NIBBLE_ROW = 20  # bytes of 32 elements with scale and offset
 
 
-def _unfold_nibbles(rows: Tensor, halves: int, out: Tensor) -> None:
-    """The types that matter most, by words of 16 bits: rows [N, G, words] int16, out [32 G, N].
+def fill_nibble_rows(stored: Stored, start: int, stop: int, out: Tensor) -> None:
+    """Rows start ... stop of a matrix of 4-bit numbers in blocks of 32, each block as out's rows [groups, 20] uint8 have them:
 
-    word i of a block   [ element 2i | 16 + 2i | 2i + 1 | 16 + 2i + 1 ]   from the lowest 4 bits up
+    [ element 0, 16 | 1, 17 | ... | 15, 31 | scale | offset ]   the lower 4 bits first; both numbers in half precision
     """
-    words = rows.permute(1, 2, 0).contiguous()  # [G, words, N]
-    scale, *least = words[:, :halves].view(torch.float16).float().split_with_sizes([1] * halves, dim=1)
-    offset = least[0] if least else -8 * scale
-    packed, places = words[:, halves:], out.view(len(words), 2, 8, 2, -1)
-    bits, wide = torch.empty_like(packed), torch.empty(packed.shape)
-    for half, odd in ((0, 0), (1, 0), (0, 1), (1, 1)):
-        torch.bitwise_right_shift(packed, 4 * half + 8 * odd, out=bits)
-        wide.copy_(bits.bitwise_and_(15))
-        places[:, half, :, odd] = torch.addcmul(offset, wide, scale, out=wide)
+    name, _, nbytes = GGML_TYPES[stored.type]
+    _NIBBLE_ROWS[name](stored.read(start, stop).view(-1, nbytes), out)
+
+
+def has_nibble_rows(stored: Stored) -> bool:
+    return GGML_TYPES[stored.type][0] in _NIBBLE_ROWS
+
+
+def _nibble_rows_q4_0(blocks: Tensor, out: Tensor) -> None:
+    words, halves = out.view(torch.int16), blocks.view(torch.int16)  # [groups, 10], [groups, 9]
+    words[:, :8], words[:, 8] = halves[:, 1:], halves[:, 0]
+    torch.mul(halves[:, 0].view(torch.float16), -8, out=words.view(torch.float16)[:, 9])
+
+
+def _nibble_rows_q4_1(blocks: Tensor, out: Tensor) -> None:
+    """A block begins with what a row ends with: all moves by that, then each gets its own instead of its neighbour's."""
+    words, there = out.view(torch.int32), blocks.view(torch.int32)  # [groups, 5]
+    words.view(-1)[:-1] = there.view(-1)[1:]
+    words[:, 4] = there[:, 0]
+
+
+_NIBBLE_ROWS: dict[str, Callable[[Tensor, Tensor], None]] = {
+    "Q4_0": _nibble_rows_q4_0,
+    "Q4_1": _nibble_rows_q4_1,
+}
 
 
 def _by_package(raw: Tensor, type_: int, shape: tuple[int, ...]) -> Tensor:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 CPU_INFO = Path("/proc/cpuinfo")
 ABOUT = ("model name", "flags", "Features", "CPU")  # x86 writes the first two, ARM the others
 OUTPUTS, INPUTS = 1536, 576
-ROWS = (96, 128, 192, 256, 512)  # at which unfolding is tried
+ROWS = (32, 48, 64, 96, 128, 192, 256, 512)  # at which unfolding is tried
 NEVER = 1 << 30
 HOPELESS = 30  # times slower with the fewest rows: more will not help
 TRIES = 15  # of which the best counts: others may be at work
@@ -42,12 +42,15 @@ Ways = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 @dataclass(frozen=True)
 class Choice:
-    unfold_from: int  # rows from which a matrix in blocks is worth unfolding to bfloat16; NEVER = bfloat16 is slow here
+    unfold_from: int  # rows from which 4-bit numbers are worth unfolding; NEVER = bfloat16 is slow here
+    unfold_others_from: int  # the same for other types, which take longer
     runtime_floats: bool  # ONNX Runtime multiplies few rows of float32 faster than torch
 
 
-def unfold_from() -> int:
-    return choose().unfold_from
+def unfold_from(quickly: bool) -> int:
+    """Rows from which a matrix in blocks is worth unfolding to bfloat16."""
+    choice = choose()
+    return choice.unfold_from if quickly else choice.unfold_others_from
 
 
 @cache
@@ -75,7 +78,7 @@ def busy() -> bool:
 
 @torch.inference_mode()
 def measure() -> Choice:
-    return Choice(_measure_unfolding(), _measure_floats())
+    return Choice(_measure_unfolding("Q4_0"), _measure_unfolding("Q5_0"), _measure_floats())
 
 
 def _key() -> str:
@@ -88,9 +91,9 @@ def _key() -> str:
     return ", ".join([*parts, *(f"{name} {version(name)}" for name in ("torch", "onnxruntime"))])
 
 
-def _measure_unfolding() -> int:
-    number = {name: type_ for type_, (name, _, _) in GGML_TYPES.items()}["Q4_0"]
-    numbers = torch.randint(0, 60, (OUTPUTS, INPUTS // 32 * 18), dtype=torch.uint8)  # small scales, whatever the bytes are
+def _measure_unfolding(kind: str) -> int:
+    [(number, nbytes)] = [(type_, nbytes) for type_, (name, _, nbytes) in GGML_TYPES.items() if name == kind]
+    numbers = torch.randint(0, 60, (OUTPUTS, INPUTS // 32 * nbytes), dtype=torch.uint8)  # small scales, whatever the bytes are
     stored = Stored(number, INPUTS, numbers)
     product = Product(pack([stored], None))
     ways: Ways = (product, lambda x: unfolded_linear(x, [stored], None))

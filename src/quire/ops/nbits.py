@@ -58,8 +58,8 @@ def pack(stored: Sequence[Stored], bias: Tensor | None) -> Packed:
 
 
 def emit(graph: Graph, x: str, packed: Packed) -> str:
-    """Adds the product to a graph; x is [T, K], the result [T, N]."""
-    inputs = [x, graph.lend(packed.numbers), graph.lend(packed.scale)]
+    """Adds the product to a graph, which takes the matrix over; x is [T, K], the result [T, N]."""
+    inputs = [x, graph.give(packed.numbers), graph.give(packed.scale)]
     if packed.bias is not None:
         inputs += ["", "", graph.constant(packed.bias)]
     shape = {"K": packed.inputs, "N": packed.outputs, "bits": packed.bits, "block_size": GROUP, "accuracy_level": BY_INTEGERS}
@@ -69,7 +69,7 @@ def emit(graph: Graph, x: str, packed: Packed) -> str:
     groups = graph.constant(np.array([0, packed.inputs // GROUP, GROUP], np.int64))
     [by_group] = graph.add("Reshape", [x, groups])
     [sums] = graph.add("ReduceSum", [by_group, graph.constant(np.array([2], np.int64))], keepdims=0)
-    [total] = graph.add("Gemm", [sums, graph.lend(packed.offset), y])
+    [total] = graph.add("Gemm", [sums, graph.give(packed.offset), y])
     return total
 
 

@@ -4,10 +4,13 @@ Small constants travel inside the model; large matrices are lent while the progr
 multiplies by.
 """
 
+import ctypes
 import importlib
 import itertools
+import mmap
 import os
 import struct
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,7 +63,8 @@ class Program:
         hold: bool = True,
         most_threads: int = MOST_THREADS,
     ) -> None:
-        """`hold`: what was lent may be read again, and is kept."""
+        """`hold`: what was lent may be read again, and is kept. Otherwise the memory of what was given goes back to the system,
+        if not its addresses."""
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -69,13 +73,18 @@ class Program:
         options.log_severity_level = 3
         options.enable_cpu_mem_arena = options.enable_mem_pattern = False
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in graph.lent.values()]
-        options.add_external_initializers(list(graph.lent), values)
+        values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in graph.lent.items()}
+        options.add_external_initializers(list(graph.lent), list(values.values()))
+        for name in graph.given:
+            options.add_initializer(name, values[name])  # otherwise the runtime copies some, and keeps the copies
         model = graph.encode(inputs, outputs)
         with _environment(SETTINGS):
             self.session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         self.types = {value.name: value.dtype for value in (*inputs, *outputs)}
-        self._held = values if hold else None
+        self._held = values if hold else {name: values[name] for name in graph.given}
+        if not hold:
+            for name in graph.given:
+                _empty(graph.lent[name])
 
 
 class Binding:
@@ -155,6 +164,15 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
+def _empty(array: Array) -> None:
+    """Its pages go back to the system; whoever reads it finds zeros."""
+    start, end = -(-array.ctypes.data // mmap.PAGESIZE), (array.ctypes.data + array.nbytes) // mmap.PAGESIZE
+    if start < end and sys.platform == "linux":
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(start * mmap.PAGESIZE), ctypes.c_size_t((end - start) * mmap.PAGESIZE), mmap.MADV_DONTNEED
+        )
+
+
 def _matrix(name: str, columns: int) -> Value:
     return Value(name, ("rows", columns))
 
@@ -162,6 +180,7 @@ def _matrix(name: str, columns: int) -> Value:
 class Graph:
     def __init__(self) -> None:
         self.lent: dict[str, Array] = {}
+        self.given: list[str] = []  # of what is lent, that nobody else reads
         self._constants: list[bytes] = []
         self._nodes: list[bytes] = []
         self._names = (f"t{number}" for number in itertools.count())
@@ -177,6 +196,12 @@ class Graph:
     def lend(self, matrix: Array) -> str:
         name = self.name()
         self.lent[name] = matrix
+        return name
+
+    def give(self, matrix: Array) -> str:
+        """Lends what nobody else reads."""
+        name = self.lend(matrix)
+        self.given.append(name)
         return name
 
     def add(self, operator: str, inputs: Sequence[str], outputs: int = 1, domain: str = "", **attributes: Any) -> list[str]:

@@ -1,42 +1,90 @@
-"""Products of many rows with matrices in a GGUF file's blocks: a matrix is unfolded to bfloat16, a slab at a time, into memory
-that the next slab takes over. Worth it where the CPU multiplies bfloat16 well; `ops/choice.py` finds out from how many rows on.
+"""Products of many rows with matrices in a GGUF file's blocks: a matrix is unfolded, a slab at a time, and multiplied as
+bfloat16. Worth it where the CPU does that well; `ops/choice.py` finds out from how many rows on.
 
-Unfolding is a long row of small operations, so each thread takes columns of its own and goes through all of them alone: torch's
-threads would wait for each other after every one.
+4-bit numbers are unfolded by torch's own operator for tables of embeddings, whose rows are like a block: 32 numbers, a scale
+and an offset. It takes the two numbers of a byte for neighbours, where in a file the second is 16 further on, so the
+inputs of a product change places instead.
+
+Other types take a long row of small operations, so each thread has columns of its own and goes through all of them alone:
+torch's threads would wait for each other after every one.
 """
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from threading import Barrier
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.blocks import Stored, unfold_columns
+from quire.ops.blocks import GROUP, NIBBLE_ROW, Stored, fill_nibble_rows, has_nibble_rows, unfold_columns
 
 SLAB_ELEMENTS = 1 << 21
-ROWS = 512  # multiplied at once
+MANY, STEP, LONG_STEP = 512, 64, 256  # rows
 
 
 def unfolded_linear(x: Tensor, parts: Sequence[Stored], bias: Tensor | None) -> Tensor:
     """x [T, K] float32, parts of the matrix [N, K] above each other -> [T, N] float32."""
-    inputs, outputs = x.shape[1], max(1, SLAB_ELEMENTS // x.shape[1])
+    count, inputs, outputs = len(x), x.shape[1], max(1, SLAB_ELEMENTS // x.shape[1])
+    x = F.pad(x, (0, 0, 0, round_up(count) - count))
     out = x.new_empty(len(x), sum(map(len, parts)))
-    narrow = x.to(torch.bfloat16)
-    for start in range(0, out.shape[1], outputs):
-        stop = min(start + outputs, out.shape[1])
-        slab = _slab(max(SLAB_ELEMENTS, inputs))[: inputs * (stop - start)].view(inputs, stop - start)
-        _unfold(parts, start, stop, slab)
-        for row in range(0, len(x), ROWS):
-            out[row : row + ROWS, start:stop] = narrow[row : row + ROWS] @ slab
+    quick = unfolds_quickly(parts)
+    x, unfold = (_paired(x), _unfold_nibbles) if quick else (x, _unfold_others)
+    with _bfloat16_products():
+        for start in range(0, out.shape[1], outputs):
+            stop = min(start + outputs, out.shape[1])
+            torch.mm(x, unfold(parts, start, stop, inputs), out=out[:, start:stop])
     for part in parts:
         part.forget()
-    return out if bias is None else out.add_(bias)
+    return out[:count] if bias is None else out[:count].add_(bias)
 
 
-def _unfold(parts: Sequence[Stored], start: int, stop: int, slab: Tensor) -> None:
-    """Outputs start ... stop of the whole matrix, a share for each thread."""
+def round_up(rows: int) -> int:
+    """Few numbers of rows, for torch keeps half a megabyte of code for each with each shape of a matrix."""
+    step = STEP if rows <= MANY else LONG_STEP
+    return -(-rows // step) * step
+
+
+def unfolds_quickly(parts: Sequence[Stored]) -> bool:
+    return all(map(has_nibble_rows, parts))
+
+
+def _paired(x: Tensor) -> Tensor:
+    """Of each 32 numbers: 0, 16, 1, 17, ... 15, 31."""
+    first, second = x.view(len(x), -1, 2, GROUP // 2).unbind(2)
+    return torch.complex(first, second).view(torch.float32).view(x.shape)
+
+
+@contextmanager
+def _bfloat16_products() -> Iterator[None]:
+    """Products of float32 round their factors to bfloat16, where the CPU multiplies that faster. Sums stay float32."""
+    backend: Any = torch.backends.mkldnn
+    settings = backend.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+def _unfold_nibbles(parts: Sequence[Stored], start: int, stop: int, inputs: int) -> Tensor:
+    """Outputs start ... stop of the whole matrix: [K, stop - start]."""
+    groups = inputs // GROUP
+    rows = _buffer(max(SLAB_ELEMENTS, inputs) // GROUP * NIBBLE_ROW, torch.uint8)[: (stop - start) * groups * NIBBLE_ROW]
+    for part, low, high, at in _cut(parts, start, stop):
+        first = (at - start) * groups
+        fill_nibble_rows(part, low, high, rows.view(-1, NIBBLE_ROW)[first : first + (high - low) * groups])
+    unfolded: Tensor = torch.ops.quantized.embedding_bag_4bit_unpack(rows.view(-1, NIBBLE_ROW))
+    return unfolded.view(stop - start, inputs).t()
+
+
+def _unfold_others(parts: Sequence[Stored], start: int, stop: int, inputs: int) -> Tensor:
+    """As above, a share for each thread."""
+    slab = _buffer(max(SLAB_ELEMENTS, inputs), torch.float32)[: inputs * (stop - start)].view(inputs, stop - start)
     threads = torch.get_num_threads()
     share = -(-(stop - start) // threads)
 
@@ -45,11 +93,11 @@ def _unfold(parts: Sequence[Stored], start: int, stop: int, slab: Tensor) -> Non
             for part, low, high, at in _cut(parts, begin, min(begin + share, stop)):
                 unfold_columns(part, low, high, slab[:, at - start : at - start + high - low])
 
-    begins = range(start, stop, share)
     if threads == 1:
         work(start)
     else:
-        list(_pool(threads).map(work, begins))
+        list(_pool(threads).map(work, range(start, stop, share)))
+    return slab
 
 
 def _cut(parts: Sequence[Stored], start: int, stop: int) -> Iterator[tuple[Stored, int, int, int]]:
@@ -63,8 +111,9 @@ def _cut(parts: Sequence[Stored], start: int, stop: int) -> Iterator[tuple[Store
 
 
 @cache
-def _slab(elements: int) -> Tensor:
-    return torch.empty(elements, dtype=torch.bfloat16)
+def _buffer(size: int, dtype: torch.dtype) -> Tensor:
+    """Memory that the next slab takes over."""
+    return torch.empty(size, dtype=dtype)
 
 
 @cache

@@ -12,6 +12,7 @@ from quire.config.memory import host_cache_bytes
 from quire.types.errors import ConfigError
 
 GIB = 2**30
+LARGE_STEP, SMALLER = 256, 8  # tokens of a step worth noticing, and how many times smaller the next is
 
 
 def host_budget() -> int:
@@ -29,8 +30,25 @@ def host_budget() -> int:
 def give_back_memory() -> None:
     """What was freed goes back to the system; glibc would keep it. After loading, that is as much as the weights."""
     gc.collect()
+    _trim()
+
+
+def _trim() -> None:
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
+
+
+class Tide:
+    """On a CPU, what large steps took goes back to the system when small ones follow."""
+
+    def __init__(self) -> None:
+        self._high = 0  # tokens of the largest step since the last time
+
+    def note(self, tokens: int) -> None:
+        if self._high >= max(LARGE_STEP, SMALLER * tokens):
+            _trim()
+            self._high = 0
+        self._high = max(self._high, tokens)
 
 
 def device_budget(device: torch.device, utilization: float, rehearse: Callable[[], None], reserve: int) -> int:

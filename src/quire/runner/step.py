@@ -24,7 +24,7 @@ from quire.runner.batch import build_batch
 from quire.runner.flight import StepFlight
 from quire.runner.graphs import Graphs, allowance, fixed_plans
 from quire.runner.kv import KVBuffers
-from quire.runner.memory import device_budget, give_back_memory, host_budget
+from quire.runner.memory import Tide, device_budget, give_back_memory, host_budget
 from quire.runner.rehearsal import rehearsal_plan
 from quire.runner.sampler.grammar import Masks
 from quire.runner.sampler.logprobs import Report
@@ -83,6 +83,7 @@ class Runner:
         self._recording = self._device.type == "cuda" and not enforce_eager
         self.graphs: Graphs | None = None  # it counts what it recorded and replayed
         self._kernels = watch_kernels() if self._device.type == "cuda" else None
+        self._tide = Tide() if self._device.type == "cpu" else None
         self._model: Decoder | None = None
         self._tenants: tuple[Slots, KVBuffers, Sampler] | None = None
 
@@ -180,6 +181,8 @@ class Runner:
         if not len(plan.slot):
             return StepFlight(plan, [], None)
         slots.check(plan)
+        if self._tide is not None:
+            self._tide.note(int(plan.count.sum()))
         prompts: list[tuple[int, Report]] = []
         reporting = _reporting(plan, slots, sampler)
         plain = not len(plan.masked) and sampler.plain(plan.slot)

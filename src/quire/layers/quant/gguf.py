@@ -14,7 +14,7 @@ from quire.files.gguf import GGML_TYPES
 from quire.ops.blocks import GROUP, Stored, dequantize
 from quire.ops.choice import unfold_from
 from quire.ops.nbits import Packed, Product, pack
-from quire.ops.unfold import unfolded_linear
+from quire.ops.unfold import unfolded_linear, unfolds_quickly
 
 if TYPE_CHECKING:
     from quire.layers.linear import Linear
@@ -37,6 +37,10 @@ class GGUFMethod:
         self._taken = False  # whoever took the repacked matrix multiplies few rows; none is made here
         self._product: Product | None = None
 
+    @property
+    def unfolds_quickly(self) -> bool:
+        return unfolds_quickly(self.parts)
+
     def shapes(self, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
         return {}
 
@@ -50,7 +54,7 @@ class GGUFMethod:
         """It can be overridden."""
         if has_torch_function_unary(x):
             return handle_torch_function(GGUFMethod.apply, (x,), self, layer, x)
-        if self._taken or len(x) >= unfold_from():
+        if self._taken or len(x) >= unfold_from(self.unfolds_quickly):
             return unfolded_linear(x, self.parts, layer.bias)
         if self._product is None:
             self._product = Product(pack(self.parts, layer.bias))
