@@ -7,7 +7,7 @@ import torch
 pytest.importorskip("onnxruntime")
 from quire.attn.backend import AttentionSpec
 from quire.attn.batch import Batch, GroupView
-from quire.attn.lines import SCATTERED, Form, LineAttention, Seats, agrees, find_form, find_seats, find_starts
+from quire.attn.lines import SCATTERED, Form, LineAttention, Seats, agrees, cut_rows, find_form, find_seats, find_starts
 from quire.ops.attention import attend
 from quire.ops.kv import kv_lines
 from quire.ops.qkv import HeadNorms, Rotation, reference_place_heads
@@ -110,6 +110,25 @@ def test_threads_share_long_rows():
         attention.run()
         torch.testing.assert_close(out, run_torch(form, kv.clone(), qkv, [8, 80], lengths), atol=1e-5, rtol=1e-5)
     assert seats.shared
+
+
+@pytest.mark.parametrize("rows", [4, 7, 40])
+def test_threads_divide_rows(rows):
+    form, before = Form(4, 2, 16, 0.25, 16, None), torch.get_num_threads()
+    starts, lengths = [PAGE * (1 + 8 * row) for row in range(rows)], [1 + 7 * row % 31 for row in range(rows)]
+    qkv = torch.randn(rows, 8 * 16, generator=torch.Generator().manual_seed(4))
+    torch.set_num_threads(3)
+    try:
+        found = run_lines(form, cache(form, 340), qkv.clone(), starts, lengths)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(found, run_torch(form, cache(form, 340), qkv, starts, lengths), atol=1e-5, rtol=1e-5)
+
+
+def test_rows_are_cut_for_threads():
+    sizes = lambda count, spread: [part.stop - part.start for part in cut_rows(count, spread)]  # noqa: E731
+    assert sizes(1, 1) == [1] and sizes(21, 1) == [16, 4, 1]
+    assert sizes(16, 2) == [8, 8] and sizes(5, 2) == [2, 2, 1] and sizes(64, 2) == [16] * 4 and sizes(4, 16) == [1] * 4
 
 
 def batch_of(tables: list[list[int]], lengths: list[int]) -> Batch:

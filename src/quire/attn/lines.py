@@ -1,4 +1,5 @@
-"""Rows of one token by ONNX Runtime: head norms, rotation, the way into the cache and attention of up to 16 rows are one call.
+"""Rows of one token by ONNX Runtime: head norms, rotation, the way into the cache and attention of up to 16 rows are one call,
+and calls run side by side.
 
 The cache must lie line by line and a row's pages behind each other. Then the place of its first key says where all of its keys
 are, and a call's memory stays the same as long as the rows do: only lengths change. When rows come and go, the others keep
@@ -11,6 +12,7 @@ nothing is left to be scaled, so queries are scaled before.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -22,6 +24,7 @@ from torch import Tensor
 from quire.attn.backend import AttentionSpec
 from quire.attn.batch import Batch
 from quire.ops.attention import attend
+from quire.ops.crew import crew_size, run_together
 from quire.ops.kv import kv_lines
 from quire.ops.onnx import CONTRIB, MOST_THREADS, Binding, Graph, Program, Value
 from quire.ops.qkv import HeadNorms, Rotation, reference_place_heads
@@ -29,7 +32,8 @@ from quire.ops.qkv import HeadNorms, Rotation, reference_place_heads
 logger = logging.getLogger(__name__)
 
 ROWS_PER_CALL = 16
-SHARED_FROM = 1024  # keys of the longest row, from which threads share a row's heads: of fewer, waking one costs more
+SPREAD_FROM = 4  # rows that threads divide among themselves: for fewer, waking one costs as much as it saves
+SHARED_FROM = 1024  # keys of the longest row, from which threads share a row's heads where there are more threads than rows
 SCATTERED = -1  # where a row's keys start that lie in several places
 
 Starts = npt.NDArray[np.int64]
@@ -67,7 +71,7 @@ class Seats:
         self.before.numpy()[: len(starts)] = np.where(starts == SCATTERED, 0, lengths - 1)
         longest = max(int(lengths.max()), 2)  # the runtime takes 1 for the beginning of a prompt
         self.longest.fill_(longest)
-        self.shared = longest >= SHARED_FROM
+        self.shared = longest >= SHARED_FROM and len(starts) < max(SPREAD_FROM, crew_size())
 
 
 def find_starts(batch: Batch, group: int, window: int | None, page_size: int) -> Starts:
@@ -125,10 +129,14 @@ class LineAttention:
             self._fixed["key_norm"] = norms.key.float() + norms.offset
         self._known: dict[tuple[int, int, bool], Call] = {}
         self._calls: list[Call] = []
+        self._jobs: list[Callable[[], None]] = []
 
     def place(self) -> None:
         """Leads the row of each seat that is taken to its keys; scattered ones to the null page, where they do no harm."""
-        self._calls = [self._call(part) for part in cut_rows(len(self._seats.starts))]
+        rows = len(self._seats.starts)
+        spread = 1 if self._seats.shared or rows < SPREAD_FROM else crew_size()
+        self._calls = [self._call(part) for part in cut_rows(rows, spread)]
+        self._jobs = [call.binding.run for call in self._calls]
         for call in self._calls:
             wanted = self._seats.starts[call.part]
             for node in np.flatnonzero(wanted != call.starts).tolist():
@@ -139,8 +147,11 @@ class LineAttention:
             call.starts = wanted
 
     def run(self) -> None:
-        for call in self._calls:
-            call.binding.run()
+        if self._seats.shared or len(self._jobs) == 1:
+            for job in self._jobs:
+                job()
+        else:
+            run_together(self._jobs)
 
     def _call(self, part: slice) -> Call:
         key = part.start, part.stop, self._seats.shared
@@ -158,11 +169,11 @@ class LineAttention:
         return binding
 
 
-def cut_rows(count: int) -> list[slice]:
-    """Rows by calls: full ones, then powers of two, so that there are few programs."""
-    parts, at = [], 0
+def cut_rows(count: int, spread: int) -> list[slice]:
+    """Rows by calls, for `spread` threads to run side by side: powers of two, so that there are few programs."""
+    parts, at, share = [], 0, min(ROWS_PER_CALL, -(-count // spread))
     while at < count:
-        size = min(ROWS_PER_CALL, 1 << (count - at).bit_length() - 1)
+        size = 1 << min(share, count - at).bit_length() - 1
         parts.append(slice(at, at + size))
         at += size
     return parts
