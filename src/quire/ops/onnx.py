@@ -127,8 +127,9 @@ class Session(Program):
             return results
         self._latest = None
         share = -(-rows // -(-rows // ROWS_AT_ONCE))
-        for parts in zip(*(tensor.split(share) for tensor in (*taken, *results)), strict=True):
-            self.bind(parts[: len(taken)], parts[len(taken) :]).run()
+        for start in range(0, rows, share):
+            part = slice(start, start + share)
+            self.bind([tensor[part] for tensor in taken], [tensor[part] for tensor in results]).run()
         return results
 
     def bind(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Binding:
