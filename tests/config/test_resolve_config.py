@@ -33,7 +33,7 @@ def config_of(model: Path, device: str = "cpu", gib: int | None = None, serving:
 def test_on_a_cpu(model: Path) -> None:
     config = config_of(model)
     assert (config.device, config.dtype, config.depth) == ("cpu", "float32", 0)
-    assert (config.max_batched_tokens, config.max_seqs) == (1024, 64)
+    assert (config.max_batched_tokens, config.max_seqs) == (1088, 64)
     assert (config.max_model_len, config.max_model_len_explicit) == (4096, False)
     assert (config.page_size, config.chunk_cap, config.chunked, config.prefix_caching, config.policy) == (
         16,

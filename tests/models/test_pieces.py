@@ -9,6 +9,7 @@ from gguf_files import LLAMA, llama_tensors, tiny_llama
 from oracle import Sequences
 from quire.config.facts import read_facts
 from quire.files.resolve import resolve_model
+from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
 from quire.load.load import load_weights
 from quire.models.registry import build_model
@@ -16,6 +17,7 @@ from quire.models.registry import build_model
 pytest.importorskip("onnxruntime")
 from quire.attn.lines import Form, LineAttention, agrees
 from quire.models.pieces import Pieces, compile_body
+from quire.ops.gemm import forgets
 
 IDS = [3, 17, 42, 8, 30, 11, 25]
 
@@ -92,6 +94,25 @@ def test_floats_are_the_same_floats_in_pieces(facts):
     assert all(matrix.numel() == 0 for matrix in matrices)  # the runtime has its own copy
     found = Sequences(compiled, 1, len(IDS)).step([(0, IDS)])[0]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_packed_head_gives_the_same_logits(tied, bias):
+    embedding = Embedding(96, 32)
+    embedding.weight = torch.nn.Parameter(torch.randn(96, 32), requires_grad=False)
+    head = Head(96, 32, tied=embedding if tied else None, bias=bias, scale=0.5)
+    if not tied:
+        head.own = torch.nn.Parameter(torch.randn(96, 32), requires_grad=False)
+    if bias:
+        head.bias = torch.nn.Parameter(torch.randn(96), requires_grad=False)
+    some = [torch.randn(rows, 32) for rows in (1, 5, 70)]
+    expected = [head(hidden) for hidden in some]
+    head.pack()
+    for hidden, logits in zip(some, expected, strict=True):
+        torch.testing.assert_close(head(hidden), logits, atol=1e-5, rtol=1e-5)
+    assert embedding(torch.tensor([5])).shape == (1, 32)  # what is looked up stays
+    assert tied or not forgets() or head.own.numel() == 0
 
 
 def test_what_cannot_be_traced_is_left_alone(facts):

@@ -1,39 +1,48 @@
-"""Jobs at the same time."""
+"""Jobs that run side by side."""
 
+from functools import partial
 from threading import Barrier, get_ident
 
 import pytest
+import torch
 
-from quire.ops.crew import Crew
-
-
-def test_all_run_at_the_same_time_and_the_first_here():
-    everyone, seen = Barrier(3, timeout=10), {}
-
-    def meet(number: int) -> None:
-        everyone.wait()
-        seen[number] = get_ident()
-
-    crew = Crew(2)
-    for _ in range(3):
-        seen.clear()
-        crew.run([lambda number=number: meet(number) for number in range(3)])
-        assert len(set(seen.values())) == 3
-        assert seen[0] == get_ident()
+from quire.ops.crew import run_together
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_is_the_callers_and_nobody_is_left_behind(failing):
+@pytest.fixture(autouse=True)
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_each_job_runs_once():
+    for count in (0, 1, 2, 3, 50):
+        done = []
+        run_together([partial(done.append, number) for number in range(count)])
+        assert sorted(done) == list(range(count))
+
+
+def test_jobs_run_at_the_same_time():
+    meeting, threads = Barrier(3), set()
+
+    def meet():
+        threads.add(get_ident())
+        meeting.wait(timeout=10)
+
+    run_together([meet] * 3)
+    assert len(threads) == 3
+
+
+def test_an_error_is_raised_when_all_have_ended():
     done = []
 
-    def work(number: int) -> None:
-        if number == failing:
-            raise ValueError("broken")
-        done.append(number)
+    def fail():
+        raise ValueError("no")
 
-    crew = Crew(2)
-    with pytest.raises(ValueError, match="broken"):
-        crew.run([lambda number=number: work(number) for number in range(3)])
-    assert sorted(done) == [number for number in range(3) if number != failing]
-    crew.run([lambda: done.append(7)])
-    assert done[-1] == 7
+    with pytest.raises(ValueError, match="no"):
+        run_together([fail, *[lambda: done.append(1)] * 5])
+    assert len(done) == 5
+    run_together([lambda: done.append(1)] * 4)
+    assert len(done) == 9

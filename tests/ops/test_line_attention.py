@@ -7,19 +7,7 @@ import torch
 pytest.importorskip("onnxruntime")
 from quire.attn.backend import AttentionSpec
 from quire.attn.batch import Batch, GroupView
-from quire.attn.lines import (
-    SCATTERED,
-    Call,
-    Form,
-    LineAttention,
-    Seats,
-    agrees,
-    cut_rows,
-    find_form,
-    find_seats,
-    find_starts,
-    share_out,
-)
+from quire.attn.lines import SCATTERED, Form, LineAttention, Seats, agrees, cut_rows, find_form, find_seats, find_starts
 from quire.ops.attention import attend
 from quire.ops.kv import kv_lines
 from quire.ops.qkv import HeadNorms, Rotation, reference_place_heads
@@ -111,24 +99,7 @@ def test_rows_that_move_are_followed():
         torch.testing.assert_close(out, run_torch(form, kv.clone(), qkv, starts, [6] * 3), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_threads_take_rows_each(threads, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    form = Form(4, 2, 16, 0.25, 16, None)
-    kv, qkv = cache(form, 80), torch.randn(21, 8 * 16, generator=torch.Generator().manual_seed(4))
-    starts, lengths = [4 + 12 * row for row in range(21)], [1 + row % 12 for row in range(21)]
-    expected = run_torch(form, kv.clone(), qkv, starts, lengths)
-    torch.testing.assert_close(run_lines(form, kv, qkv, starts, lengths), expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("threads, rows", [(2, [8, 7]), (3, [8, 4, 3]), (8, [8, 4, 2, 1])])
-def test_calls_are_shared_out_evenly(threads, rows):
-    calls = [Call(None, part) for part in cut_rows(15)]
-    assert [sum(len(call.starts) for call in share) for share in share_out(calls, threads)] == rows
-
-
-def test_threads_share_long_rows(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+def test_threads_share_long_rows():
     form = Form(4, 2, 16, 0.25, 0, None)
     kv, qkv = cache(form, 320), torch.randn(2, 8 * 16, generator=torch.Generator().manual_seed(4))
     seats, out = Seats(2), torch.empty(2, 4 * 16)
@@ -139,6 +110,25 @@ def test_threads_share_long_rows(monkeypatch):
         attention.run()
         torch.testing.assert_close(out, run_torch(form, kv.clone(), qkv, [8, 80], lengths), atol=1e-5, rtol=1e-5)
     assert seats.shared
+
+
+@pytest.mark.parametrize("rows", [4, 7, 40])
+def test_threads_divide_rows(rows):
+    form, before = Form(4, 2, 16, 0.25, 16, None), torch.get_num_threads()
+    starts, lengths = [PAGE * (1 + 8 * row) for row in range(rows)], [1 + 7 * row % 31 for row in range(rows)]
+    qkv = torch.randn(rows, 8 * 16, generator=torch.Generator().manual_seed(4))
+    torch.set_num_threads(3)
+    try:
+        found = run_lines(form, cache(form, 340), qkv.clone(), starts, lengths)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(found, run_torch(form, cache(form, 340), qkv, starts, lengths), atol=1e-5, rtol=1e-5)
+
+
+def test_rows_are_cut_for_threads():
+    sizes = lambda count, spread: [part.stop - part.start for part in cut_rows(count, spread)]  # noqa: E731
+    assert sizes(1, 1) == [1] and sizes(21, 1) == [16, 4, 1]
+    assert sizes(16, 2) == [8, 8] and sizes(5, 2) == [2, 2, 1] and sizes(64, 2) == [16] * 4 and sizes(4, 16) == [1] * 4
 
 
 def batch_of(tables: list[list[int]], lengths: list[int]) -> Batch:

@@ -67,12 +67,20 @@ class CPUAttention:
             self._look_at(kv)
         pieces: list[Piece] = batch.plans["cpu", group]
         plain = spec.soft_cap is None and sinks is None and query.dtype == kv.dtype
-        if plain and len(pieces) == len(query) and all(piece.pages is None for piece in pieces):
-            return self._run_single_tokens(spec, query, pieces)
-        counts = [piece.count for piece in pieces]
-        parts = torch.split_with_sizes(query, [*counts, len(query) - sum(counts)])
-        out = [self._run_piece(spec, part, kv, piece, sinks) for piece, part in zip(pieces, parts, strict=False)]
-        return torch.cat([*out, torch.zeros_like(parts[-1])])
+        if len(pieces) == 1 and pieces[0].count == len(query) > 1:
+            return self._run_piece(spec, query, kv, pieces[0], sinks)
+        out, at = query.new_empty(query.shape), 0
+        for single, alike in groupby(pieces, lambda piece: plain and piece.count == 1 and piece.pages is None):
+            some = list(alike)
+            if single:
+                self._run_single_tokens(spec, query[at : at + len(some)], some, out[at : at + len(some)])
+                at += len(some)
+                continue
+            for piece in some:
+                out[at : at + piece.count] = self._run_piece(spec, query[at : at + piece.count], kv, piece, sinks)
+                at += piece.count
+        out[at:] = 0
+        return out
 
     def fixed(self) -> None:
         return None
@@ -83,14 +91,13 @@ class CPUAttention:
             self._turned_keys, self._values = self._lines[0].transpose(1, 2), self._lines[1]
         self._nothing = self._nothing.to(kv.dtype)
 
-    def _run_single_tokens(self, spec: AttentionSpec, query: Tensor, pieces: list[Piece]) -> Tensor:
-        """Every piece is one token, and its keys are read in place."""
-        out = []
-        for piece, one in zip(pieces, query.view(len(query), spec.kv_heads, -1, spec.head_dim).unbind(), strict=True):
+    def _run_single_tokens(self, spec: AttentionSpec, query: Tensor, pieces: list[Piece], out: Tensor) -> None:
+        """query [N, heads, head_dim] -> `out`: every piece is one token, and its keys are read in place."""
+        shape = len(query), spec.kv_heads, -1, spec.head_dim
+        for piece, one, target in zip(pieces, query.view(shape).unbind(), out.view(shape).unbind(), strict=True):
             keys = self._turned_keys.narrow(2, piece.start, piece.keys)
             weights = torch.softmax(torch.baddbmm(self._nothing, one, keys, beta=0, alpha=spec.scale), dim=-1)
-            out.append(torch.bmm(weights, self._values.narrow(1, piece.start, piece.keys)))
-        return (torch.stack(out) if len(out) > 1 else out[0]).view(query.shape)
+            torch.bmm(weights, self._values.narrow(1, piece.start, piece.keys), out=target)
 
     def _run_piece(self, spec: AttentionSpec, query: Tensor, kv: Tensor, piece: Piece, sinks: Tensor | None) -> Tensor:
         """query [N, heads, head_dim] -> the same."""

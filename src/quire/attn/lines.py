@@ -1,5 +1,5 @@
-"""Rows of one token by ONNX Runtime: head norms, rotation, the way into the cache and attention of up to 8 rows are one call,
-and every thread takes some of the calls.
+"""Rows of one token by ONNX Runtime: head norms, rotation, the way into the cache and attention of up to 16 rows are one call,
+and calls run side by side.
 
 The cache must lie line by line and a row's pages behind each other. Then the place of its first key says where all of its keys
 are, and a call's memory stays the same as long as the rows do: only lengths change. When rows come and go, the others keep
@@ -12,9 +12,9 @@ nothing is left to be scaled, so queries are scaled before.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -24,16 +24,16 @@ from torch import Tensor
 from quire.attn.backend import AttentionSpec
 from quire.attn.batch import Batch
 from quire.ops.attention import attend
-from quire.ops.crew import Job, crew_of
+from quire.ops.crew import crew_size, run_together
 from quire.ops.kv import kv_lines
 from quire.ops.onnx import CONTRIB, MOST_THREADS, Binding, Graph, Program, Value
 from quire.ops.qkv import HeadNorms, Rotation, reference_place_heads
 
 logger = logging.getLogger(__name__)
 
-ROWS_PER_CALL = 8
-FEW_ROWS = 4  # below, waking a thread costs more than it saves
-SHARED_FROM = 1024  # keys of the longest row, from which threads share a row's heads, if there are fewer calls than threads
+ROWS_PER_CALL = 16
+SPREAD_FROM = 4  # rows that threads divide among themselves: for fewer, waking one costs as much as it saves
+SHARED_FROM = 1024  # keys of the longest row, from which threads share a row's heads where there are more threads than rows
 SCATTERED = -1  # where a row's keys start that lie in several places
 
 Starts = npt.NDArray[np.int64]
@@ -71,7 +71,7 @@ class Seats:
         self.before.numpy()[: len(starts)] = np.where(starts == SCATTERED, 0, lengths - 1)
         longest = max(int(lengths.max()), 2)  # the runtime takes 1 for the beginning of a prompt
         self.longest.fill_(longest)
-        self.shared = longest >= SHARED_FROM and len(cut_rows(len(starts))) < torch.get_num_threads()
+        self.shared = longest >= SHARED_FROM and len(starts) < max(SPREAD_FROM, crew_size())
 
 
 def find_starts(batch: Batch, group: int, window: int | None, page_size: int) -> Starts:
@@ -128,12 +128,16 @@ class LineAttention:
             self._fixed["query_norm"] = (norms.query.float() + norms.offset) * form.scale
             self._fixed["key_norm"] = norms.key.float() + norms.offset
         self._known: dict[tuple[int, int, bool], Call] = {}
-        self._jobs: list[Job] = []  # that can run at the same time
+        self._calls: list[Call] = []
+        self._jobs: list[Callable[[], None]] = []
 
     def place(self) -> None:
         """Leads the row of each seat that is taken to its keys; scattered ones to the null page, where they do no harm."""
-        calls = [self._call(part) for part in cut_rows(len(self._seats.starts))]
-        for call in calls:
+        rows = len(self._seats.starts)
+        spread = 1 if self._seats.shared or rows < SPREAD_FROM else crew_size()
+        self._calls = [self._call(part) for part in cut_rows(rows, spread)]
+        self._jobs = [call.binding.run for call in self._calls]
+        for call in self._calls:
             wanted = self._seats.starts[call.part]
             for node in np.flatnonzero(wanted != call.starts).tolist():
                 offset = max(int(wanted[node]), 0) * self._step
@@ -141,14 +145,13 @@ class LineAttention:
                     call.binding.read(f"{name}{node}", self._shape, address)
                     call.binding.write(f"new_{name}{node}", self._shape, address)
             call.starts = wanted
-        alone = self._seats.shared or len(self._seats.starts) < FEW_ROWS
-        self._jobs = [partial(_run, share) for share in share_out(calls, 1 if alone else torch.get_num_threads())]
 
     def run(self) -> None:
-        if len(self._jobs) == 1:
-            self._jobs[0]()
+        if self._seats.shared or len(self._jobs) == 1:
+            for job in self._jobs:
+                job()
         else:
-            crew_of(torch.get_num_threads()).run(self._jobs)
+            run_together(self._jobs)
 
     def _call(self, part: slice) -> Call:
         key = part.start, part.stop, self._seats.shared
@@ -166,24 +169,11 @@ class LineAttention:
         return binding
 
 
-def share_out(calls: Sequence[Call], threads: int) -> list[list[Call]]:
-    """Calls for each thread, largest first to whom has the fewest rows."""
-    shares: list[list[Call]] = [[] for _ in range(min(threads, len(calls)))]
-    for call in calls:
-        min(shares, key=lambda share: sum(len(other.starts) for other in share)).append(call)
-    return shares
-
-
-def _run(calls: Sequence[Call]) -> None:
-    for call in calls:
-        call.binding.run()
-
-
-def cut_rows(count: int) -> list[slice]:
-    """Rows by calls: full ones, then powers of two, so that there are few programs."""
-    parts, at = [], 0
+def cut_rows(count: int, spread: int) -> list[slice]:
+    """Rows by calls, for `spread` threads to run side by side: powers of two, so that there are few programs."""
+    parts, at, share = [], 0, min(ROWS_PER_CALL, -(-count // spread))
     while at < count:
-        size = min(ROWS_PER_CALL, 1 << (count - at).bit_length() - 1)
+        size = 1 << min(share, count - at).bit_length() - 1
         parts.append(slice(at, at + size))
         at += size
     return parts

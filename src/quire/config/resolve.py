@@ -19,7 +19,7 @@ from quire.types.sampling import LogprobsMode, SamplingParams
 Device = Literal["cpu", "cuda"]
 Policy = Literal["fcfs", "priority"]
 
-CPU_BATCH = (1024, 64)  # tokens and requests per step
+CPU_BATCH = (1024 + 64, 64)  # tokens and requests per step: 1,024 of prompts beside a token of everybody
 CUDA_BATCH = (8192, 256)
 LARGE_CUDA_BATCH = (16384, 1024)
 LARGE_CUDA_BYTES = 70 * 2**30

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from quire.layers.parameter import parameter
 from quire.layers.quant.gguf import look_up, suits
+from quire.ops import gemm
 from quire.ops.blocks import Stored
 from quire.ops.linear import linear_float
 from quire.ops.nbits import Product, pack
@@ -66,7 +67,7 @@ class Head(nn.Module):
         self.scale, self.soft_cap = scale, soft_cap
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self.stored: Stored | None = None  # where the matrix of our own stays as a GGUF file has it
-        self.product: Product | None = None  # with a matrix that was kept
+        self.product: Product | gemm.Gemm | None = None  # with a matrix that was kept, or packed
         self.own = None if tied is not None else parameter(vocab_size, hidden_size)
         self.bias = parameter(vocab_size) if bias else None
 
@@ -82,6 +83,12 @@ class Head(nn.Module):
         if stored is not None:
             self.product = Product(pack([stored], self.bias))
 
+    def pack(self) -> None:
+        """From now on ONNX Runtime multiplies, by a copy of the float32 matrix in an order of its own."""
+        self.product = gemm.Gemm(self._matrix(), self.bias)
+        if self.own is not None and gemm.forgets():
+            self.own.data = self.own.new_empty(0)
+
     def claims(self, path: str) -> dict[str, Tensor | None]:
         """A checkpoint may store a tied matrix a second time."""
         taken: dict[str, Tensor | None] = {f"{path}.weight": None if self.own is None else self.own.data}
@@ -91,14 +98,14 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [P, H] -> [P, V] float32."""
-        if self.product is not None:
-            logits = self.product(hidden)
-        else:
-            weight = self.own if self.tied is None else self.tied.weight
-            assert weight is not None
-            logits = linear_float(hidden, weight, self.bias)
+        logits = linear_float(hidden, self._matrix(), self.bias) if self.product is None else self.product(hidden)
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
         return logits
+
+    def _matrix(self) -> Tensor:
+        weight = self.own if self.tied is None else self.tied.weight
+        assert weight is not None
+        return weight

@@ -1,44 +1,55 @@
-"""Threads that wait for short work: jobs that let go of Python's lock while they run, such as calls of ONNX Runtime."""
+"""Short jobs side by side, on threads that wait for them. Worth it for jobs that let go of the interpreter and take longer than
+waking a thread does, some ten microseconds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from queue import SimpleQueue
 from threading import Thread
 
+import torch
+
+MOST = 16  # threads, the caller's own included
+
 Job = Callable[[], None]
-Outcome = BaseException | None
+Task = tuple[
+    Iterator[Job], "SimpleQueue[Exception | None]"
+]  # jobs that nobody has taken yet, and where to say that none is left
 
 
-class Crew:
-    def __init__(self, helpers: int) -> None:
-        """`helpers`: threads beside the caller's."""
-        self._jobs: SimpleQueue[tuple[Job, SimpleQueue[Outcome]]] = SimpleQueue()
-        for number in range(helpers):
-            Thread(target=self._help, name=f"crew-{number}", daemon=True).start()
+def run_together(jobs: Sequence[Job]) -> None:
+    """Returns when all are done. Who is free takes the next job."""
+    helpers = min(len(jobs), crew_size()) - 1
+    left, ends = iter(jobs), SimpleQueue[Exception | None]()
+    for _ in range(helpers):
+        _crew(crew_size()).put((left, ends))
+    errors = [_work(left), *(ends.get() for _ in range(helpers))]
+    for error in errors:
+        if error is not None:
+            raise error
 
-    def run(self, jobs: Sequence[Job]) -> None:
-        """All at the same time, the first in the caller's thread; returns when all are done."""
-        outcomes: SimpleQueue[Outcome] = SimpleQueue()
-        for job in jobs[1:]:
-            self._jobs.put((job, outcomes))
-        try:
-            jobs[0]()
-        finally:
-            errors = [error for error in (outcomes.get() for _ in jobs[1:]) if error is not None]
-        if errors:
-            raise errors[0]
 
-    def _help(self) -> None:
-        while True:
-            job, outcomes = self._jobs.get()
-            try:
-                job()
-                outcomes.put(None)
-            except BaseException as error:
-                outcomes.put(error)
+def crew_size() -> int:
+    return min(torch.get_num_threads(), MOST)
+
+
+def _work(left: Iterator[Job]) -> Exception | None:
+    try:
+        for job in left:
+            job()
+    except Exception as error:
+        return error
+    return None
 
 
 @cache
-def crew_of(threads: int) -> Crew:
-    """The caller's thread counts."""
-    return Crew(threads - 1)
+def _crew(size: int) -> "SimpleQueue[Task]":
+    tasks = SimpleQueue[Task]()
+
+    def wait() -> None:
+        while True:
+            left, ends = tasks.get()
+            ends.put(_work(left))
+
+    for number in range(1, size):
+        Thread(target=wait, name=f"quire-crew-{number}", daemon=True).start()
+    return tasks

@@ -21,10 +21,12 @@ def emit(graph: Graph, x: str, weight: Tensor, bias: Tensor | None) -> str:
 class Gemm:
     """x [T, K] -> [T, N]."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, hold: bool | None = None) -> None:
         graph, x = Graph(), "x"
         y = emit(graph, x, weight, bias)
-        self._session = Session(graph, [(x, weight.shape[1])], [(y, weight.shape[0])])
+        self._session = Session(
+            graph, [(x, weight.shape[1])], [(y, weight.shape[0])], hold=not forgets() if hold is None else hold
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._session.run(x)[0]
@@ -34,7 +36,7 @@ class Gemm:
 def forgets() -> bool:
     """Does the runtime, on this machine, never look again at a matrix it was lent? Tried on a small one, by changing it."""
     weight = torch.from_numpy(np.random.default_rng(0).random((96, 128), np.float32))
-    product, some = Gemm(weight, None), [torch.ones(rows, 128) for rows in (1, 40)]
+    product, some = Gemm(weight, None, hold=True), [torch.ones(rows, 128) for rows in (1, 40)]
     before = [product(x).clone() for x in some]
     weight.zero_()
     return all(torch.equal(product(x), was) for x, was in zip(some, before, strict=True))

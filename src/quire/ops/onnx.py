@@ -27,6 +27,7 @@ OPSET, CONTRIB_OPSET, IR_VERSION = 21, 1, 10
 # numbers of the element types in ONNX's tensors
 _ELEMENTS = {np.dtype(np.float32): 1, np.dtype(np.uint8): 2, np.dtype(np.int32): 6, np.dtype(np.int64): 7}
 MOST_THREADS = 16  # of one program; they sleep between runs
+ROWS_AT_ONCE = 256  # of matrices with more: what is between operators then stays in the caches
 KEPT_ELEMENTS = 1 << 16  # inputs and outputs of at most as many numbers are kept for the next run
 # attention over one query at a time takes twice as long by the runtime's way for many
 SETTINGS = {"ORT_GQA_DISABLE_FLASH_ATTENTION": "1"}
@@ -127,12 +128,17 @@ class Session(Program):
             return results
         taken = [tensor.contiguous() for tensor in inputs]
         results = [torch.empty(rows, columns) for _, columns in self._outputs]
-        small = sum(tensor.numel() for tensor in (*taken, *results)) <= KEPT_ELEMENTS
-        if small:
+        if sum(tensor.numel() for tensor in (*taken, *results)) <= KEPT_ELEMENTS:
             taken = [tensor.clone() for tensor in taken]
-        binding = self.bind(taken, results)
-        self._latest = (rows, binding, taken, results) if small else None
-        binding.run()
+            binding = self.bind(taken, results)
+            self._latest = rows, binding, taken, results
+            binding.run()
+            return results
+        self._latest = None
+        share = -(-rows // -(-rows // ROWS_AT_ONCE))
+        for start in range(0, rows, share):
+            part = slice(start, start + share)
+            self.bind([tensor[part] for tensor in taken], [tensor[part] for tensor in results]).run()
         return results
 
     def bind(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Binding:

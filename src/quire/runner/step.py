@@ -107,6 +107,8 @@ class Runner:
         in_blocks = any(isinstance(module, Linear) and isinstance(module.method, GGUFMethod) for module in model.modules())
         if in_blocks or self._in_runtime(model):
             model.pieces = compile_body(model.run_blocks, self._facts.hidden_size, whole=not in_blocks)
+            if not in_blocks:
+                model.lm_head.pack()
             give_back_memory()
         self._model = model
 
