@@ -63,6 +63,21 @@ def test_memory_goes_back_when_steps_become_small(monkeypatch):
     times = []
     monkeypatch.setattr(memory, "_trim", lambda: times.append(tide))
     tide = memory.Tide()
-    for tokens, expected in [(1024, 0), (1024, 0), (512, 0), (16, 1), (16, 1), (1, 1), (255, 1), (1, 1), (300, 1), (1, 2)]:
+    steps = [
+        (1024, 0),
+        (1024, 0),
+        (512, 0),
+        (16, 0),
+        (16, 1),
+        (16, 1),
+        (1, 1),
+        (255, 1),
+        (1, 1),
+        (1, 1),
+        (300, 1),
+        (1, 1),
+        (1, 2),
+    ]
+    for tokens, expected in steps:
         tide.note(tokens)
         assert len(times) == expected

@@ -18,6 +18,7 @@ from torch import Tensor
 from quire.files.gguf import GGML_TYPES, READABLE_TYPES
 from quire.types.errors import ModelError
 
+AROUND = 1 << 16  # bytes: with a page of a file, the system maps its neighbours
 RUN_ELEMENTS = 1 << 19  # unfolded at once: small enough for a cache, and many blocks side by side
 
 Unfold = Callable[[Tensor, Tensor], None]  # blocks [G, block bytes, N] uint8, out [G, block elements, N] float32
@@ -46,8 +47,8 @@ class Stored:
     def forget(self) -> None:
         """Lets go of the pages that were read. The system still has them, and gives them back for little."""
         if self.file is not None and hasattr(mmap, "MADV_DONTNEED"):
-            start = self.offset - self.offset % mmap.PAGESIZE
-            self.file.madvise(mmap.MADV_DONTNEED, start, self.offset + self.rows.nbytes - start)
+            start, end = self.offset // AROUND * AROUND, -(-(self.offset + self.rows.nbytes) // AROUND) * AROUND
+            self.file.madvise(mmap.MADV_DONTNEED, start, min(end, len(self.file)) - start)
 
 
 def dequantize(raw: Tensor, type_: int, shape: tuple[int, ...]) -> Tensor:

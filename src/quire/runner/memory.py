@@ -39,16 +39,17 @@ def _trim() -> None:
 
 
 class Tide:
-    """On a CPU, what large steps took goes back to the system when small ones follow."""
+    """On a CPU, what large steps took goes back to the system when small ones follow: with the second, for the results of a
+    large one are there until the first is done."""
 
     def __init__(self) -> None:
-        self._high = 0  # tokens of the largest step since the last time
+        self._high = self._latest = 0  # tokens of the largest step since the last time, and of the latest
 
     def note(self, tokens: int) -> None:
-        if self._high >= max(LARGE_STEP, SMALLER * tokens):
+        if self._high >= max(LARGE_STEP, SMALLER * max(tokens, self._latest)):
             _trim()
             self._high = 0
-        self._high = max(self._high, tokens)
+        self._high, self._latest = max(self._high, tokens), tokens
 
 
 def device_budget(device: torch.device, utilization: float, rehearse: Callable[[], None], reserve: int) -> int:
