@@ -28,10 +28,11 @@ class Rotation:
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] -> two of [T, 1, rotary_dim] float32: cosines, and sines with the sign each component takes."""
-        if self._latest is None or self._latest[0] is not positions:
+        latest = self._latest
+        if latest is None or latest[0] is not positions:
             cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-            self._latest = positions, torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-        return self._latest[1:]
+            self._latest = latest = positions, torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return latest[1:]
 
 
 def place_heads(
