@@ -12,7 +12,6 @@ nothing is left to be scaled, so queries are scaled before.
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,7 +23,7 @@ from torch import Tensor
 from quire.attn.backend import AttentionSpec
 from quire.attn.batch import Batch
 from quire.ops.attention import attend
-from quire.ops.crew import crew_size, run_together
+from quire.ops.crew import Job, crew_size, run_together
 from quire.ops.kv import kv_lines
 from quire.ops.onnx import CONTRIB, MOST_THREADS, Binding, Graph, Program, Value
 from quire.ops.qkv import HeadNorms, Rotation, reference_place_heads
@@ -128,16 +127,17 @@ class LineAttention:
             self._fixed["query_norm"] = (norms.query.float() + norms.offset) * form.scale
             self._fixed["key_norm"] = norms.key.float() + norms.offset
         self._known: dict[tuple[int, int, bool], Call] = {}
-        self._calls: list[Call] = []
-        self._jobs: list[Callable[[], None]] = []
+        self._jobs: list[Job] = []
+        self._together = False  # whether threads divide the jobs
 
     def place(self) -> None:
         """Leads the row of each seat that is taken to its keys; scattered ones to the null page, where they do no harm."""
         rows = len(self._seats.starts)
         spread = 1 if self._seats.shared or rows < SPREAD_FROM else crew_size()
-        self._calls = [self._call(part) for part in cut_rows(rows, spread)]
-        self._jobs = [call.binding.run for call in self._calls]
-        for call in self._calls:
+        self._together = spread > 1
+        calls = [self._call(part) for part in cut_rows(rows, spread)]
+        self._jobs = [call.binding.run for call in calls]
+        for call in calls:
             wanted = self._seats.starts[call.part]
             for node in np.flatnonzero(wanted != call.starts).tolist():
                 offset = max(int(wanted[node]), 0) * self._step
@@ -147,11 +147,11 @@ class LineAttention:
             call.starts = wanted
 
     def run(self) -> None:
-        if self._seats.shared or len(self._jobs) == 1:
+        if self._together:
+            run_together(self._jobs)
+        else:
             for job in self._jobs:
                 job()
-        else:
-            run_together(self._jobs)
 
     def _call(self, part: slice) -> Call:
         key = part.start, part.stop, self._seats.shared

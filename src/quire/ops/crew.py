@@ -11,15 +11,14 @@ import torch
 MOST = 16  # threads, the caller's own included
 
 Job = Callable[[], None]
-Task = tuple[
-    Iterator[Job], "SimpleQueue[Exception | None]"
-]  # jobs that nobody has taken yet, and where to say that none is left
+Ends = SimpleQueue[Exception | None]
+Task = tuple[Iterator[Job], Ends]  # jobs that nobody has taken yet, and where to say that none is left
 
 
 def run_together(jobs: Sequence[Job]) -> None:
     """Returns when all are done. Who is free takes the next job."""
     helpers = min(len(jobs), crew_size()) - 1
-    left, ends = iter(jobs), SimpleQueue[Exception | None]()
+    left, ends = iter(jobs), Ends()
     for _ in range(helpers):
         _crew(crew_size()).put((left, ends))
     errors = [_work(left), *(ends.get() for _ in range(helpers))]
@@ -42,7 +41,7 @@ def _work(left: Iterator[Job]) -> Exception | None:
 
 
 @cache
-def _crew(size: int) -> "SimpleQueue[Task]":
+def _crew(size: int) -> SimpleQueue[Task]:
     tasks = SimpleQueue[Task]()
 
     def wait() -> None:
