@@ -125,6 +125,7 @@ class Launch:
 
     def _tiles(self) -> None:
         from quire.ops.kernels.attention import tiles_kernel
+        from quire.ops.kernels.overlap import overlapping
 
         if not len(self.plan.tiles):
             return
@@ -134,12 +135,14 @@ class Launch:
             self.query.stride(0), self.out.stride(0), *self._page_strides(), self.spec.scale, **self._options(),
             DIM_BLOCK=shape.dim_block, PAGE_SIZE=self.kv.shape[3], WINDOW=self.spec.window or 0,
             BLOCK_M=shape.tile_m, BLOCK_N=shape.tile_n, num_warps=shape.tile_warps, num_stages=shape.tile_stages,
+            **overlapping(),
         )  # fmt: skip
 
     def _long_tiles(self, memory: Tensor) -> None:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         from quire.ops.kernels.attention import copy_kernel, long_tiles_kernel
+        from quire.ops.kernels.overlap import overlapping
 
         plan, spec, batch, shape = self.plan, self.spec, self.batch, self._shape()
         if not plan.keys:
@@ -152,16 +155,19 @@ class Launch:
             copy_kernel[(heads, len(plan.copies))](
                 self.kv, copy, self.tables, batch.kv_lengths, plan.copies, *self._page_strides(), first, plan.keys,
                 HEAD_DIM=spec.head_dim, PAGE_SIZE=self.kv.shape[3], BLOCK=shape.long_n, num_warps=4,
+                **overlapping(),
             )  # fmt: skip
             keys, values = (TensorDescriptor.from_tensor(lane, [shape.long_n, spec.head_dim]) for lane in copy)
             long_tiles_kernel[(heads, len(plan.long_tiles))](
                 self.query, keys, values, self.out, self._biases(), batch.row_starts, batch.kv_lengths, plan.long_tiles,
                 self.query.stride(0), self.out.stride(0), first, plan.keys, spec.scale, **self._options(),
                 BLOCK_M=shape.long_m, BLOCK_N=shape.long_n, num_warps=shape.long_warps, num_stages=shape.long_stages,
+                **overlapping(),
             )  # fmt: skip
 
     def _splits(self, memory: Tensor) -> None:
         from quire.ops.kernels.attention import merge_kernel, shared_kernel, splits_kernel
+        from quire.ops.kernels.overlap import overlapping
 
         plan, spec, shape, starts = self.plan, self.spec, self._shape(), self.batch.row_starts
         count = plan.parts * spec.heads
@@ -175,16 +181,18 @@ class Launch:
             shared_kernel[(spec.kv_heads, len(plan.shared))](
                 self.query, self.kv, parts, weights, self._biases(), self.tables, starts, plan.shared, plan.members,
                 self.query.stride(0), *self._page_strides(), spec.scale, **options,
-                BLOCK_M=shape.shared_m, num_warps=shape.shared_warps, num_stages=shape.shared_stages,
+                BLOCK_M=shape.shared_m, num_warps=shape.shared_warps, num_stages=shape.shared_stages, **overlapping(),
             )  # fmt: skip
         if len(plan.splits):
             splits_kernel[(spec.kv_heads, len(plan.splits))](
                 self.query, self.kv, self.out, parts, weights, self._biases(), self.tables, starts, plan.splits,
                 self.query.stride(0), self.out.stride(0), *self._page_strides(), spec.scale, **options,
                 WINDOW=spec.window or 0, BLOCK_M=shape.split_m, num_warps=shape.split_warps, num_stages=shape.split_stages,
+                **overlapping(),
             )  # fmt: skip
         if len(plan.merges):
             merge_kernel[(spec.heads, len(plan.merges))](
                 parts, weights, self.out, starts, plan.merges, self.out.stride(0),
                 HEADS=spec.heads, HEAD_DIM=spec.head_dim, DIM_BLOCK=shape.dim_block, BLOCK=MERGED_AT_ONCE, num_warps=1,
+                **overlapping(),
             )  # fmt: skip

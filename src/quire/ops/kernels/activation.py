@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.kernels.math import tanh
+from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
 BLOCK = 1024
 KINDS = {
@@ -39,7 +40,10 @@ def _gated(
     size,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -55,5 +59,5 @@ def gated(x: Tensor, name: str) -> Tensor:
     out = x.new_empty(*x.shape[:-1], size)
     rows = out.numel() // size
     if rows:
-        _gated[(rows, triton.cdiv(size, BLOCK))](x, out, size, KIND=KINDS[name], BLOCK=BLOCK)
+        _gated[(rows, triton.cdiv(size, BLOCK))](x, out, size, KIND=KINDS[name], BLOCK=BLOCK, **overlapping())
     return out

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from quire.ops.kernels.math import tanh
+from quire.ops.kernels.overlap import let_next_start, wait_for_previous
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -153,7 +154,10 @@ def tiles_kernel(
     SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
     kv_head = tl.program_id(0)
     tile = tiles + tl.program_id(1) * 3
     row, first = tl.load(tile), tl.load(tile + 1)
@@ -200,8 +204,11 @@ def copy_kernel(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """BLOCK keys and values of one head; there are zeros after the end of a row."""
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
     head = tl.program_id(0)
     item = copies + tl.program_id(1) * 3
     row, first, place = tl.load(item), tl.load(item + 1), tl.load(item + 2)
@@ -237,8 +244,11 @@ def long_tiles_kernel(
     SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """As tiles_kernel, over keys and values that lie one after the other: blocks of them come by the tensor copy engine."""
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
     kv_head = first_head + tl.program_id(0)
     tile = tiles + tl.program_id(1) * 3
     row, first, place = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
@@ -291,7 +301,10 @@ def splits_kernel(
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
     kv_head = tl.program_id(0)
     item = splits + tl.program_id(1) * 4
     row, split, part, length = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
@@ -362,8 +375,11 @@ def shared_kernel(
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The members see all keys of the split, and have more after it. Any member's page table leads to the keys."""
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
     kv_head = tl.program_id(0)
     item = shared + tl.program_id(1) * 3
     split, first, count = tl.load(item), tl.load(item + 1), tl.load(item + 2)
@@ -410,7 +426,10 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
     head = tl.program_id(0)
     merge = merges + tl.program_id(1) * 3
     row, first, count = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.kernels.activation import KINDS, activate
+from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
 SUM_BLOCK = 1024
 STEP = 128  # slots a program sorts at a time
@@ -29,7 +30,10 @@ def _count(
     EXPERT_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
     expert = tl.arange(0, EXPERT_BLOCK)
     count = tl.zeros((EXPERT_BLOCK,), tl.int32)
     for begin in tl.range(tl.program_id(0) * CHUNK, tl.minimum(tl.program_id(0) * CHUNK + CHUNK, slots), STEP):
@@ -52,8 +56,11 @@ def _place(
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A slot's place: all slots of lower experts, its expert's in earlier chunks, and its expert's before it in the chunk."""
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
     mine = tl.program_id(0)
     expert = tl.arange(0, EXPERT_BLOCK)
     total = tl.zeros((EXPERT_BLOCK,), tl.int32)
@@ -87,8 +94,8 @@ def sort_slots(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
     counts = torch.empty(chunks, count, dtype=torch.int32, device=experts.device)
     order = torch.empty_like(experts)
     ends = torch.empty(count, dtype=torch.int32, device=experts.device)
-    _count[(chunks,)](experts, counts, slots, **sizes)
-    _place[(chunks,)](experts, counts, order, ends, slots, chunks, **sizes, ROWS=16)
+    _count[(chunks,)](experts, counts, slots, **sizes, **overlapping())
+    _place[(chunks,)](experts, counts, order, ends, slots, chunks, **sizes, ROWS=16, **overlapping())
     return order, ends
 
 
@@ -108,7 +115,10 @@ def _product(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
     tile = tl.program_id(1)
     each = tl.arange(0, EXPERT_BLOCK)
     end = tl.load(ends + each, mask=each < EXPERTS, other=0)
@@ -179,6 +189,7 @@ def product(
         x, matrices, out, order, ends, outputs, INNER=inner, EXPERTS=experts, SHARING=sharing,
         KIND=KINDS[activation] if activation else "", EXPERT_BLOCK=triton.next_power_of_2(experts),
         BLOCK_M=block.m, BLOCK_N=block.n, BLOCK_K=block.k, num_warps=block.warps, num_stages=block.stages,
+        **overlapping(),
     )  # fmt: skip
     return out
 
@@ -191,7 +202,10 @@ def _weighted_sum(
     size,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), tl.float32)
@@ -209,5 +223,5 @@ def experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, dow
     inner = product(x, up, order, ends, block, top_k, activation)
     y = product(inner, down, order, ends, block, 1)
     size = x.shape[1]
-    _weighted_sum[(tokens, triton.cdiv(size, SUM_BLOCK))](y, weights, out, size, TOP_K=top_k, BLOCK=SUM_BLOCK)
+    _weighted_sum[(tokens, triton.cdiv(size, SUM_BLOCK))](y, weights, out, size, TOP_K=top_k, BLOCK=SUM_BLOCK, **overlapping())
     return out

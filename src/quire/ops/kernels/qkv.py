@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
+
 if TYPE_CHECKING:
     from quire.ops.qkv import HeadNorms, Rotation
 
@@ -51,7 +53,10 @@ def _place_heads(
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     exists = head < HEADS + 2 * KV_HEADS
@@ -125,5 +130,6 @@ def place_heads(
             HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size, HALF=half,
             ROTATE=rotation is not None, NORM=norms is not None, HALF_BLOCK=triton.next_power_of_2(half),
             REST_BLOCK=triton.next_power_of_2(max(head_dim - 2 * half, 1)), HEAD_BLOCK=HEADS_PER_PROGRAM,
+            **overlapping(),
         )  # fmt: skip
     return qkv[:, : heads * head_dim].view(tokens, heads, head_dim)
