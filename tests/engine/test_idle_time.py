@@ -10,7 +10,8 @@ class Core:
     """Has `chores` to do in idle time; has work when told so, for one step."""
 
     def __init__(self, chores: int) -> None:
-        self.chores, self.has_unfinished, self.stats, self.tokens, self.steps = chores, False, None, 0, 0
+        self.chores, self.has_unfinished, self.stats, self.steps = chores, False, None, 0
+        self.tokens, self.rows, self.waited = 0, 0, 0.0
 
     def idle(self) -> bool:
         self.chores -= 1

@@ -43,7 +43,8 @@ class EngineCore:
         self._grammars = grammars
         self._flights: deque[tuple[Scheduled, Flight]] = deque()
         self._deltas: list[TokenDelta] = []  # to be handed out by the next step
-        self.tokens = 0  # run by the latest step
+        self.tokens = self.rows = 0  # run by the latest step
+        self.waited = 0.0  # seconds, by the latest step, for the device
         self.on_refused: Callable[[str, RequestError], None] | None = None  # told of requests whose grammar cannot be compiled
         self.before_admission: Callable[[list[str]], None] | None = None  # told who runs when new ones join, before they do
 
@@ -83,7 +84,8 @@ class EngineCore:
             self._hear(self._grammars)
             self._jump(self._grammars)
         scheduled = self.scheduler.schedule(self._clock())
-        self.tokens = 0 if scheduled is None else scheduled.plan.tokens
+        self.tokens, self.rows = (0, 0) if scheduled is None else (scheduled.plan.tokens, len(scheduled.plan.slot))
+        self.waited = 0.0
         if scheduled is not None:
             if self.before_admission is not None and scheduled.plan.admitted:
                 self.before_admission(self.scheduler.running)
@@ -178,6 +180,7 @@ class EngineCore:
                     self._grammars.tell(delta.request_id, delta.token_ids)
 
     def _land(self, scheduled: Scheduled, flight: Flight) -> None:
+        began = self._clock()
         try:
             result = flight.result()
         except EngineDead:
@@ -185,6 +188,7 @@ class EngineCore:
         except Exception as error:
             self._fail(scheduled, error)
         else:
+            self.waited += self._clock() - began
             self._tell(self.scheduler.commit(scheduled, result))
             if self._grammars:
                 self._grammars.send()

@@ -25,6 +25,7 @@ import zmq
 from quire.config.cores import wait_politely
 from quire.engine import ipc
 from quire.engine.core import EngineCore
+from quire.engine.pace import Pace
 from quire.engine.timeline import Stopwatch
 from quire.types.errors import QuireError, RequestError
 from quire.types.request import EngineRequest
@@ -32,6 +33,7 @@ from quire.types.request import EngineRequest
 BEAT_EVERY = 0.25  # seconds
 IDLE_WAIT = 500  # milliseconds between looks at the stop signal
 LULL = 50  # milliseconds without work before idle time is used: who asks one thing after the other is not kept waiting
+ADMISSION = 0.0015  # seconds that it takes longer to plan and start a step with newcomers
 FAREWELL = 2000  # milliseconds for the last report to leave
 CALLS = ("reset_prefix_cache",)
 
@@ -101,6 +103,7 @@ class Engine:
     def __init__(self, core: EngineCore, link: Link, pulse: Pulse) -> None:
         self._core, self._link, self._pulse = core, link, pulse
         core.on_refused = self._refuse
+        self._pace = Pace()
         self.stopping = False
 
     def run(self) -> None:
@@ -114,11 +117,23 @@ class Engine:
                     continue
             preparing, patience = True, LULL
             self._pulse.busy_since = time.monotonic()
-            while not self.stopping and (command := self._link.receive()) is not None:
-                self._obey(command)
+            self._gather()
             if self._core.has_unfinished and not self.stopping:
+                began = time.monotonic()
                 deltas = self._core.step()
                 self._link.send(ipc.StepReport(deltas, self._core.stats, self._core.tokens))
+                self._pace.turned(began, time.monotonic(), self._core.waited, self._core.rows, self._core.tokens)
+
+    def _gather(self) -> None:
+        """Takes commands until the next step has to be planned."""
+        due = self._pace.due
+        while not self.stopping:
+            while not self.stopping and (command := self._link.receive()) is not None:
+                self._obey(command)
+                due = self._pace.due - ADMISSION
+            left = int(1000 * (due - time.monotonic()))
+            if left <= 0 or not self._core.has_unfinished or not self._link.wait(left):
+                return
 
     def _obey(self, command: ipc.Command) -> None:
         match command:
