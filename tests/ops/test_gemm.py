@@ -1,5 +1,9 @@
 """Products with float32 matrices by ONNX Runtime against torch's."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,3 +35,12 @@ def test_many_rows_go_through_in_equal_parts(monkeypatch):
     )
     product(torch.randn(2 * onnx.ROWS_AT_ONCE + 10, 64))
     assert sizes == [174, 174, 174]
+
+
+def test_the_runtime_tells_its_makers_nothing(tmp_path):
+    """It would open a database of what it has to report, in the user's cache."""
+    code = "import torch; from quire.ops.gemm import Gemm; Gemm(torch.ones(8, 8), None)(torch.ones(2, 8))"
+    unset = ("CI", "ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME", "PYTEST_CURRENT_TEST")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    subprocess.run([sys.executable, "-c", code], env={**environment, "HOME": str(tmp_path)}, check=True, timeout=60)
+    assert list(tmp_path.rglob("*")) == []

@@ -37,6 +37,8 @@ Array = npt.NDArray[Any]
 
 @cache
 def available() -> bool:
+    """Releases since 1.29 report what models run to their makers, unless told not to before they are imported."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         importlib.import_module("onnxruntime")
     except ImportError:
@@ -66,6 +68,7 @@ class Program:
     ) -> None:
         """`hold`: what was lent may be read again, and is kept. Otherwise the memory of what was given goes back to the system,
         if not its addresses."""
+        assert available()
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
