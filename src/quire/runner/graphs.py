@@ -195,26 +195,37 @@ class Graphs:
         return (work, Room(splits - len(lengths), shared, tiles)) if tiles <= MOST_TILES else None
 
     def _record(self, bucket: Bucket) -> Tensor:
-        """Runs the step for its result, then records the same launches, which runs nothing."""
+        """Records the step, which runs nothing, and replays it for its result. What was never run may refuse to be recorded, so
+        that it is tried again after a run."""
         before = torch.cuda.mem_get_info(self._slots.device)[0]
-        batch = self._inputs.batch(bucket)
-        logits = self._forward(bucket, batch)
-        graph = torch.cuda.CUDAGraph()
+        batch, logits = self._inputs.batch(bucket), None
         try:
-            with torch.cuda.stream(self._inputs.stream):
-                graph.capture_begin(pool=self._inputs.pool, capture_error_mode="thread_local")
-                try:
-                    place = Place(self._forward(bucket, batch))
-                finally:
-                    graph.capture_end()
-        except RuntimeError as error:  # most likely there is no memory left
-            logger.warning("no more CUDA graphs are recorded: the one for %s failed", bucket, exc_info=error)
-            self._taken = self._allowance
-            return logits
-        self._recorded[bucket] = Recorded(graph, torch.as_tensor(place, device=self._slots.device))
+            recorded = self._capture(bucket, batch)
+        except RuntimeError:
+            logits = self._forward(bucket, batch)
+            try:
+                recorded = self._capture(bucket, batch)
+            except RuntimeError as error:  # most likely there is no memory left
+                logger.warning("no more CUDA graphs are recorded: the one for %s failed", bucket, exc_info=error)
+                self._taken = self._allowance
+                return logits
+        self._recorded[bucket] = recorded
         self.captures += 1
         self._taken += before - torch.cuda.mem_get_info(self._slots.device)[0]
+        if logits is None:
+            recorded.graph.replay()
+            logits = recorded.logits
         return logits
+
+    def _capture(self, bucket: Bucket, batch: Batch) -> Recorded:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._inputs.stream):
+            graph.capture_begin(pool=self._inputs.pool, capture_error_mode="thread_local")
+            try:
+                place = Place(self._forward(bucket, batch))
+            finally:
+                graph.capture_end()
+        return Recorded(graph, torch.as_tensor(place, device=self._slots.device))
 
     def _forward(self, bucket: Bucket, batch: Batch) -> Tensor:
         """-> logits [rows, V]; what was drawn is in the slots and in the sampler's result."""
