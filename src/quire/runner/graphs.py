@@ -211,6 +211,7 @@ class Graphs:
                 return logits
         self._recorded[bucket] = recorded
         self.captures += 1
+        logger.debug("recorded a CUDA graph for %s", bucket)
         self._taken += before - torch.cuda.mem_get_info(self._slots.device)[0]
         if logits is None:
             recorded.graph.replay()
