@@ -26,7 +26,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.scale = scale
         self.count, self.size = count, size
-        self.stored: Stored | None = None  # where the rows stay as a GGUF file has them; there is no weight then
+        self.stored: Stored | None = None  # where the rows stay as a file has them; there is no weight then
         self.weight: nn.Parameter | None = parameter(count, size)
 
     def keep(self, path: str, stored: Mapping[str, Stored]) -> frozenset[str]:
@@ -34,6 +34,10 @@ class Embedding(nn.Module):
         if found is not None:
             self.stored, self.weight = found, None
         return frozenset() if found is None else frozenset((f"{path}.weight",))
+
+    def leave(self, stored: Stored) -> None:
+        """From now on the rows, which are the weight's, are looked up where a file has them, and not held."""
+        self.stored, self.weight = stored, None
 
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
         kind = torch.float32 if self.weight is None else self.weight.dtype

@@ -83,6 +83,10 @@ class GGUFSource:
             for name, future in ahead:
                 yield name, future.result()
 
+    def find_rows(self, name: str) -> Stored | None:
+        piece = self.pieces[name]
+        return self._stored(piece) if len(piece.stored) == 2 and not piece.name.transposed else None
+
     def _take(self, data: mmap.mmap, piece: Piece) -> Tensor:
         raw = torch.frombuffer(data, dtype=torch.uint8, count=piece.nbytes, offset=piece.offset)
         tensor = dequantize(raw, piece.type, piece.stored)

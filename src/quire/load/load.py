@@ -91,6 +91,16 @@ def keep(model: nn.Module, source: Blocks, renames: Renames) -> None:
     source.keep(frozenset(claimed[name] for names in kept for name in names))
 
 
+def find_rows(model: nn.Module, part: nn.Module, facts: "ModelFacts", load_format: str) -> Stored | None:
+    """Where the files have the weight of a part of the model, if its rows can be read there one by one."""
+    if load_format == "dummy":
+        return None
+    [path] = [path for path, module in model.named_modules() if module is part]
+    source, renames = open_source(facts, load_format), getattr(model, "renames", ())
+    names = [name for name in source.shapes if rename(name, renames) == f"{path}.weight"]
+    return source.find_rows(names[0]) if names else None
+
+
 def open_source(facts: "ModelFacts", load_format: str) -> Source:
     if load_format not in FORMATS:
         raise ModelError(f"unknown load_format {load_format!r}; it must be one of {', '.join(FORMATS)}")

@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quire.files.gguf import GGML_TYPES
 from quire.files.safetensors import TensorInfo, read_header
 from quire.load.source import map_file
+from quire.ops.blocks import Stored
 from quire.types.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
@@ -22,6 +24,9 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
     "C64": torch.complex64,
 }  # fmt: skip
+
+FLOATS = ("F32", "F16", "BF16")  # which GGUF's types have under the same names
+GGML_NUMBERS = {name: number for number, (name, _, _) in GGML_TYPES.items() if name in FLOATS}
 
 
 class SafetensorsSource:
@@ -72,6 +77,14 @@ class SafetensorsSource:
                     data.madvise(mmap.MADV_DONTNEED, let_go, behind)
                     let_go += behind
                 yield name, _view(data, info)
+
+    def find_rows(self, name: str) -> Stored | None:
+        path, info = self._found[name]
+        if len(info.shape) != 2 or not info.nbytes or info.dtype not in FLOATS:
+            return None
+        data = map_file(path)
+        raw = torch.frombuffer(data, dtype=torch.uint8, count=info.nbytes, offset=info.offset)
+        return Stored(GGML_NUMBERS[info.dtype], info.shape[1], raw.view(info.shape[0], -1), None, data, info.offset)
 
 
 def _view(data: mmap.mmap, info: TensorInfo) -> Tensor:

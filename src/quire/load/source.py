@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from quire.ops.blocks import Stored
 from quire.types.errors import ModelError
 
 
@@ -20,6 +21,10 @@ class Source(Protocol):
 
     def read(self, names: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
         """Those tensors, one at a time, in whatever order is fastest; on any device, of any dtype."""
+        ...
+
+    def find_rows(self, name: str) -> Stored | None:
+        """That matrix where it lies, to be read row by row; None = it does not lie in rows."""
         ...
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.attn.batch import Batch
 from quire.layers.linear import Linear
 from quire.layers.quant.gguf import GGUFMethod
-from quire.load.load import Filling, load_weights
+from quire.load.load import Filling, find_rows, load_weights
 from quire.models.decoder import Decoder
 from quire.models.pieces import compile_body
 from quire.models.registry import build_model
@@ -109,8 +109,16 @@ class Runner:
             model.pieces = compile_body(model.run_blocks, self._facts.hidden_size, whole=not in_blocks)
             if not in_blocks:
                 model.lm_head.pack()
+                self._hold_once(model)
             give_back_memory()
         self._model = model
+
+    def _hold_once(self, model: Decoder) -> None:
+        """A matrix that embeds tokens as well is held by its packed head; its rows are looked up in the file."""
+        embedding = model.lm_head.tied
+        stored = None if embedding is None else find_rows(model, embedding, self._facts, self._load_format)
+        if embedding is not None and stored is not None:
+            embedding.leave(stored)
 
     def _in_runtime(self, model: Decoder) -> bool:
         """Is a model of floats better run by ONNX Runtime?"""

@@ -71,4 +71,4 @@ def look_up(stored: Stored, ids: Tensor) -> Tensor:
     rows = stored.rows.index_select(0, ids if stored.order is None else stored.order[ids])
     if len(ids) > MANY_IDS:
         stored.forget()
-    return dequantize(rows.flatten(), stored.type, (len(ids), stored.columns))
+    return dequantize(rows.flatten(), stored.type, (len(ids), stored.columns)).float()
