@@ -23,6 +23,7 @@ from quire.ops.onnx import available
 from quire.runner.batch import build_batch
 from quire.runner.flight import StepFlight
 from quire.runner.graphs import Graphs, allowance, fixed_plans
+from quire.runner.huge_pages import gather_in_background
 from quire.runner.kv import KVBuffers
 from quire.runner.memory import Tide, device_budget, give_back_memory, host_budget
 from quire.runner.rehearsal import rehearsal_plan
@@ -111,6 +112,8 @@ class Runner:
                 model.lm_head.pack()
                 self._hold_once(model)
             give_back_memory()
+        if self._device.type == "cpu":
+            gather_in_background(self._facts.weight_bytes)
         self._model = model
 
     def _hold_once(self, model: Decoder) -> None:
