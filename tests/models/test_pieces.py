@@ -20,6 +20,7 @@ pytest.importorskip("onnxruntime")
 from quire.attn.lines import Form, LineAttention, agrees
 from quire.models.pieces import Pieces, compile_body
 from quire.ops.gemm import forgets
+from quire.ops.onnx import Graph
 
 IDS = [3, 17, 42, 8, 30, 11, 25]
 
@@ -88,10 +89,14 @@ def test_near_the_unfolded_model(facts):
     assert (found - expected).norm() < 0.05 * expected.norm()  # each product is off by about 0.6 %
 
 
-def test_floats_are_the_same_floats_in_pieces(facts):
+def test_floats_are_the_same_floats_in_pieces(facts, monkeypatch):
     expected = Sequences(loaded(facts, False), 1, len(IDS)).step([(0, IDS)])[0]
-    compiled = loaded(facts, False)
+    compiled, operators, place = loaded(facts, False), [], Graph.place
+    monkeypatch.setattr(
+        Graph, "place", lambda self, operator, *args, **more: operators.append(operator) or place(self, operator, *args, **more)
+    )
     compiled.pieces = Pieces(compiled.run_blocks, facts.hidden_size, whole=True)
+    assert operators.count("Gemm") == 5 * len(facts.layers) and "Split" not in operators  # gate and up are made apart
     matrices = [module.weight for module in compiled.layers.modules() if isinstance(module, Linear)]
     assert all(matrix.numel() == 0 for matrix in matrices)  # the runtime has its own copy
     found = Sequences(compiled, 1, len(IDS)).step([(0, IDS)])[0]

@@ -12,7 +12,7 @@ states is `Untraceable`, and runs layer by layer.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -41,13 +41,28 @@ class Untraceable(Exception):
 
 
 @dataclass(frozen=True)
+class Matrix:
+    """Of floats, that the runtime repacks."""
+
+    weight: Tensor  # [N, K]
+    bias: Tensor | None  # [N]
+
+    def multiply(self, parts: int = 1) -> Emit:
+        """The product in equal parts of its columns."""
+        return lambda graph, names: gemm.emit(graph, names[0], self.weight, self.bias, parts)
+
+    def give_back(self) -> None:
+        self.weight.data = self.weight.new_empty(0)
+
+
+@dataclass(frozen=True)
 class Step:
     """One operator of a piece."""
 
     emit: Emit
     inputs: "tuple[Symbol, ...]"
     outputs: "tuple[Symbol, ...]"
-    matrix: Tensor | None = None  # of floats, that the runtime repacks
+    matrix: Matrix | None = None  # by which it multiplies
     quickly: bool = True  # unfolds the body its matrix in blocks, if it has one
 
 
@@ -83,7 +98,7 @@ class Symbol:
         self.pieces, self.columns = pieces, columns
 
     def then(
-        self, emit: Emit, *others: "Symbol", columns: Sequence[int], matrix: Tensor | None = None, quickly: bool = True
+        self, emit: Emit, *others: "Symbol", columns: Sequence[int], matrix: Matrix | None = None, quickly: bool = True
     ) -> "list[Symbol]":
         outputs = [Symbol(self.pieces, count) for count in columns]
         self.pieces[-1].steps.append(Step(emit, (self, *others), tuple(outputs), matrix, quickly))
@@ -109,9 +124,13 @@ class Symbol:
     def chunk(self, count: int, dim: int) -> "list[Symbol]":
         if dim != -1:
             raise Untraceable(f"a cut along dimension {dim}")
-        size = self.columns // count
+        sizes, steps = [self.columns // count] * count, self.pieces[-1].steps
+        if steps and steps[-1].matrix is not None and steps[-1].outputs == (self,):  # nobody else has seen the whole
+            parts = [Symbol(self.pieces, size) for size in sizes]
+            steps[-1] = replace(steps[-1], emit=steps[-1].matrix.multiply(count), outputs=tuple(parts))
+            return parts
         return self.then(
-            lambda graph, names: graph.add("Split", names, outputs=count, axis=1, num_outputs=count), columns=[size] * count
+            lambda graph, names: graph.add("Split", names, outputs=count, axis=1, num_outputs=count), columns=sizes
         )
 
     @classmethod
@@ -137,7 +156,8 @@ def _linear(method: GGUFMethod, layer: Linear, x: Symbol) -> Symbol:
 
 
 def _plain_linear(x: Symbol, weight: Tensor, bias: Tensor | None = None) -> Symbol:
-    return x.then(lambda graph, names: [gemm.emit(graph, names[0], weight, bias)], columns=[len(weight)], matrix=weight)[0]
+    matrix = Matrix(weight, bias)
+    return x.then(matrix.multiply(), columns=[len(weight)], matrix=matrix)[0]
 
 
 def _weight(weight: Tensor, offset: float) -> Any:
@@ -298,7 +318,7 @@ def _bind(session: Session, inputs: Sequence[Tensor], outputs: Sequence[Tensor],
 def _give_back(piece: Piece) -> None:
     for step in piece.steps:
         if step.matrix is not None:
-            step.matrix.data = step.matrix.new_empty(0)
+            step.matrix.give_back()
 
 
 def _compile(piece: Piece, outputs: Sequence[Symbol]) -> Session:

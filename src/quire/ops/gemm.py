@@ -9,13 +9,17 @@ from torch import Tensor
 from quire.ops.onnx import Graph, Session
 
 
-def emit(graph: Graph, x: str, weight: Tensor, bias: Tensor | None) -> str:
-    """Adds the product to a graph; x is [T, K], weight [N, K], the result [T, N]."""
-    inputs = [x, graph.lend(weight.detach().numpy())]
-    if bias is not None:
-        inputs.append(graph.constant(bias.detach().numpy()))
-    [y] = graph.add("Gemm", inputs, transB=1)
-    return y
+def emit(graph: Graph, x: str, weight: Tensor, bias: Tensor | None, parts: int = 1) -> list[str]:
+    """Adds the product to a graph; x is [T, K], weight [N, K], the result [T, N], in equal parts of its columns: to make them
+    apart costs less than to cut the whole."""
+    added = [None] * parts if bias is None else bias.detach().chunk(parts)
+    names = []
+    for some, constant in zip(weight.detach().chunk(parts), added, strict=True):
+        inputs = [x, graph.lend(some.numpy())]
+        if constant is not None:
+            inputs.append(graph.constant(constant.numpy()))
+        names += graph.add("Gemm", inputs, transB=1)
+    return names
 
 
 class Gemm:
@@ -23,7 +27,7 @@ class Gemm:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, hold: bool | None = None) -> None:
         graph, x = Graph(), "x"
-        y = emit(graph, x, weight, bias)
+        [y] = emit(graph, x, weight, bias)
         self._session = Session(
             graph, [(x, weight.shape[1])], [(y, weight.shape[0])], hold=not forgets() if hold is None else hold
         )
