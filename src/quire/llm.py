@@ -8,6 +8,7 @@ from tqdm import tqdm
 
 from quire.beam import search_beams
 from quire.config.args import EngineArgs
+from quire.garbage import little_garbage_collection
 from quire.interrupt import interrupts_between_steps
 from quire.llm_engine import LLMEngine
 from quire.text.inputs import Prepared
@@ -122,7 +123,7 @@ class LLM:
         engine = self.llm_engine
         done: dict[str, RequestOutput] = {}
         try:
-            with _progress(len(prepared), use_tqdm) as bar, interrupts_between_steps() as check:
+            with _progress(len(prepared), use_tqdm) as bar, interrupts_between_steps() as check, little_garbage_collection():
                 for one in prepared:
                     engine.submit(one)
                 while len(done) < len(prepared):

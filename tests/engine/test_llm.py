@@ -1,5 +1,6 @@
 """The offline API as a vLLM user knows it."""
 
+import gc
 import math
 import os
 import signal
@@ -259,6 +260,20 @@ def test_ctrl_c_leaves_a_clean_engine(llm):
     timer.join()
     assert not llm.llm_engine.has_unfinished_requests()
     assert generate(llm, TEXT[0], GREEDY)[0].finished
+
+
+def test_what_the_program_holds_is_not_searched_for_garbage_while_steps_run(llm, monkeypatch):
+    frozen: list[int] = []
+    step = llm.llm_engine.step
+    monkeypatch.setattr(llm.llm_engine, "step", lambda: frozen.append(gc.get_freeze_count()) or step())
+    generate(llm, TEXT[0], SamplingParams(max_tokens=3))
+    assert min(frozen) > 10_000 and gc.get_freeze_count() == 0
+    gc.freeze()  # the program's own doing stays
+    try:
+        generate(llm, TEXT[0], SamplingParams(max_tokens=3))
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
 
 
 def test_tokens_in_tokens_out_without_a_tokenizer(tiny_model, llm):

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from quire.bench.garbage import little_garbage_collection
 from quire.types.errors import EngineError
 from quire.types.outputs import RequestOutput
 from quire.types.prompts import PromptType
@@ -77,10 +76,9 @@ def run_once(model: Model, work: Work, *, use_tqdm: bool = False) -> Run:
     """With an empty prefix cache. A request that fails or falls short makes the figures worthless, so it is an error."""
     if not model.reset_prefix_cache():
         raise EngineError("the prefix cache cannot be emptied: something else is running on this engine")
-    with little_garbage_collection():
-        began = time.perf_counter()
-        outputs = model.generate(work.prompts, work.params, use_tqdm=use_tqdm)
-        seconds = time.perf_counter() - began
+    began = time.perf_counter()
+    outputs = model.generate(work.prompts, work.params, use_tqdm=use_tqdm)
+    seconds = time.perf_counter() - began
     for output, params in zip(outputs, work.params, strict=True):
         (choice,) = output.outputs
         if choice.error is not None:

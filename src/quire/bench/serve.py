@@ -11,7 +11,6 @@ from quire.bench.arrivals import LoadShape, arrival_times
 from quire.bench.client import Client, Origin, allow_open_files
 from quire.bench.datasets import find
 from quire.bench.datasets.options import SYNTHETIC, DatasetOptions
-from quire.bench.garbage import little_garbage_collection
 from quire.bench.load import Load, Outgoing, sender
 from quire.bench.openai import request_body
 from quire.bench.progress import progress
@@ -19,6 +18,7 @@ from quire.bench.record import Record
 from quire.bench.report import error_lines
 from quire.bench.samples import Alphabet, Sample
 from quire.bench.server import Server
+from quire.garbage import little_garbage_collection
 from quire.types.errors import ConfigError, EngineError
 
 SPARE_FILES = 64

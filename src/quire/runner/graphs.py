@@ -15,8 +15,8 @@ tokens that are left, and the others are empty. Where rows ask for more than a d
 (edits, logprobs), nobody is a drawer, and the sampler goes on from the logits.
 
 A bucket without a graph borrows that of a somewhat larger one, or runs eagerly; one that is wanted often enough is recorded
-within a step, behind its own launch, and idle time is used to record buckets before anybody wants them. `buckets.py` has the
-sizes and the order.
+within a step, which its first replay then is, and idle time is used to record buckets before anybody wants them.
+`buckets.py` has the sizes and the order.
 """
 
 import logging
