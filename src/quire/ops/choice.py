@@ -24,6 +24,7 @@ from quire.files.wheel import cache_directory
 from quire.ops.blocks import Stored
 from quire.ops.gemm import Gemm
 from quire.ops.nbits import Product, pack
+from quire.ops.octets import OctetProduct
 from quire.ops.unfold import unfolded_linear
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 CPU_INFO = Path("/proc/cpuinfo")
 ABOUT = ("model name", "flags", "Features", "CPU")  # x86 writes the first two, ARM the others
 OUTPUTS, INPUTS = 1536, 576
+HEAD_OUTPUTS = 16384  # too many bytes for the caches near a core, as a head's
 ROWS = (32, 48, 64, 96, 128, 192, 256, 512)  # at which unfolding is tried
 NEVER = 1 << 30
 HOPELESS = 30  # times slower with the fewest rows: more will not help
@@ -45,6 +47,7 @@ class Choice:
     unfold_from: int  # rows from which 4-bit numbers are worth unfolding; NEVER = bfloat16 is slow here
     unfold_others_from: int  # the same for other types, which take longer
     runtime_floats: bool  # ONNX Runtime multiplies few rows of float32 faster than torch
+    octets: bool  # torch multiplies a head of bytes faster than ONNX Runtime
 
 
 def unfold_from(quickly: bool) -> int:
@@ -78,7 +81,7 @@ def busy() -> bool:
 
 @torch.inference_mode()
 def measure() -> Choice:
-    return Choice(_measure_unfolding("Q4_0"), _measure_unfolding("Q5_0"), _measure_floats())
+    return Choice(_measure_unfolding("Q4_0"), _measure_unfolding("Q5_0"), _measure_floats(), _measure_octets())
 
 
 def _key() -> str:
@@ -91,10 +94,14 @@ def _key() -> str:
     return ", ".join([*parts, *(f"{name} {version(name)}" for name in ("torch", "onnxruntime"))])
 
 
-def _measure_unfolding(kind: str) -> int:
+def _matrix(kind: str, outputs: int = OUTPUTS) -> Stored:
     [(number, nbytes)] = [(type_, nbytes) for type_, (name, _, nbytes) in GGML_TYPES.items() if name == kind]
-    numbers = torch.randint(0, 60, (OUTPUTS, INPUTS // 32 * nbytes), dtype=torch.uint8)  # small scales, whatever the bytes are
-    stored = Stored(number, INPUTS, numbers)
+    numbers = torch.randint(0, 60, (outputs, INPUTS // 32 * nbytes), dtype=torch.uint8)  # small scales, whatever the bytes are
+    return Stored(number, INPUTS, numbers)
+
+
+def _measure_unfolding(kind: str) -> int:
+    stored = _matrix(kind)
     product = Product(pack([stored], None))
     ways: Ways = (product, lambda x: unfolded_linear(x, [stored], None))
     folded, unfolded = _time(ways, ROWS[0], tries=3)
@@ -109,9 +116,24 @@ def _measure_unfolding(kind: str) -> int:
 
 def _measure_floats() -> bool:
     weight = torch.randn(OUTPUTS, INPUTS)
-    ways: Ways = (Gemm(weight, None), lambda x: F.linear(x, weight))
-    runtime, torch_ = (sum(both) for both in zip(_time(ways, 1), _time(ways, 16), strict=True))
+    runtime, torch_ = _time_few((Gemm(weight, None), lambda x: F.linear(x, weight)))
     return runtime < torch_
+
+
+def _measure_octets() -> bool:
+    stored = _matrix("Q8_0", HEAD_OUTPUTS)
+    ways: Ways = (Product(pack([stored], None)), OctetProduct(stored, None))
+    runtime, torch_ = _time(ways, 1, tries=3)
+    if torch_ > HOPELESS * runtime:
+        return False
+    runtime, torch_ = _time_few(ways)
+    return torch_ < runtime
+
+
+def _time_few(ways: Ways) -> tuple[float, float]:
+    """Seconds of both, for one row and for a few."""
+    alone, few = _time(ways, 1), _time(ways, 16)
+    return alone[0] + few[0], alone[1] + few[1]
 
 
 def _time(ways: Ways, rows: int, tries: int = TRIES) -> tuple[float, float]:
