@@ -83,8 +83,8 @@ class Head(nn.Module):
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
         stored = self.stored if self.tied is None else self.tied.stored
         if stored is not None:
-            octets = not is_narrow(stored) and choose().octets
-            self.product = OctetProduct(stored, self.bias) if octets else Product(pack([stored], self.bias))
+            octets, fold = not is_narrow(stored) and choose().octets, choose().fold
+            self.product = OctetProduct(stored, self.bias) if octets else Product(pack([stored], self.bias, fold))
 
     def pack(self) -> None:
         """From now on ONNX Runtime multiplies, by a copy of the float32 matrix in an order of its own."""

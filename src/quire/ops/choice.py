@@ -35,6 +35,7 @@ OUTPUTS, INPUTS = 1536, 576
 HEAD_OUTPUTS = 16384  # too many bytes for the caches near a core, as a head's
 ROWS = (32, 48, 64, 96, 128, 192, 256, 512)  # at which unfolding is tried
 NEVER = 1 << 30
+LESS_MEMORY = 1.1  # times the seconds of the other way are still worth it, for what takes less
 HOPELESS = 30  # times slower with the fewest rows: more will not help
 TRIES = 15  # of which the best counts: others may be at work
 
@@ -48,6 +49,7 @@ class Choice:
     unfold_others_from: int  # the same for other types, which take longer
     runtime_floats: bool  # ONNX Runtime multiplies few rows of float32 faster than torch
     octets: bool  # torch multiplies a head of bytes faster than ONNX Runtime
+    fold: bool  # offsets among the numbers (`ops/nbits.py`) are no slower than as a product of their own
 
 
 def unfold_from(quickly: bool) -> int:
@@ -81,7 +83,8 @@ def busy() -> bool:
 
 @torch.inference_mode()
 def measure() -> Choice:
-    return Choice(_measure_unfolding("Q4_0"), _measure_unfolding("Q5_0"), _measure_floats(), _measure_octets())
+    unfold_from, unfold_others_from = (_measure_unfolding(kind) for kind in ("Q4_0", "Q5_0"))
+    return Choice(unfold_from, unfold_others_from, _measure_floats(), _measure_octets(), _measure_folding())
 
 
 def _key() -> str:
@@ -102,7 +105,7 @@ def _matrix(kind: str, outputs: int = OUTPUTS) -> Stored:
 
 def _measure_unfolding(kind: str) -> int:
     stored = _matrix(kind)
-    product = Product(pack([stored], None))
+    product = Product(pack([stored], None, fold=False))
     ways: Ways = (product, lambda x: unfolded_linear(x, [stored], None))
     folded, unfolded = _time(ways, ROWS[0], tries=3)
     if unfolded > HOPELESS * folded:
@@ -122,12 +125,20 @@ def _measure_floats() -> bool:
 
 def _measure_octets() -> bool:
     stored = _matrix("Q8_0", HEAD_OUTPUTS)
-    ways: Ways = (Product(pack([stored], None)), OctetProduct(stored, None))
+    ways: Ways = (Product(pack([stored], None, fold=False)), OctetProduct(stored, None))
     runtime, torch_ = _time(ways, 1, tries=3)
     if torch_ > HOPELESS * runtime:
         return False
     runtime, torch_ = _time_few(ways)
-    return torch_ < runtime
+    return torch_ < LESS_MEMORY * runtime
+
+
+def _measure_folding() -> bool:
+    stored = _matrix("Q4_1")
+    blocks = stored.rows.view(-1, 20)
+    blocks[:, :4] = torch.tensor([0.01, -0.073], dtype=torch.float16).view(torch.uint8)
+    apart, folded = _time_few((Product(pack([stored], None, fold=False)), Product(pack([stored], None, fold=True))))
+    return folded < LESS_MEMORY * apart
 
 
 def _time_few(ways: Ways) -> tuple[float, float]:
