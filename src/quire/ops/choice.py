@@ -24,7 +24,7 @@ from quire.files.wheel import cache_directory
 from quire.ops.blocks import Stored
 from quire.ops.gemm import Gemm
 from quire.ops.nbits import Product, pack
-from quire.ops.octets import OctetProduct
+from quire.ops.octets import OctetProduct, is_exact
 from quire.ops.unfold import unfolded_linear
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,9 @@ class Choice:
     unfold_from: int  # rows from which 4-bit numbers are worth unfolding; NEVER = bfloat16 is slow here
     unfold_others_from: int  # the same for other types, which take longer
     runtime_floats: bool  # ONNX Runtime multiplies few rows of float32 faster than torch
-    octets: bool  # torch multiplies a head of bytes faster than ONNX Runtime
+    octets: (
+        bool  # a head of bytes is no slower with a scale for each output (`ops/octets.py`) than with one for each 32 numbers
+    )
     fold: bool  # offsets among the numbers (`ops/nbits.py`) are no slower than as a product of their own
 
 
@@ -124,13 +126,11 @@ def _measure_floats() -> bool:
 
 
 def _measure_octets() -> bool:
-    stored = _matrix("Q8_0", HEAD_OUTPUTS)
-    ways: Ways = (Product(pack([stored], None, fold=False)), OctetProduct(stored, None))
-    runtime, torch_ = _time(ways, 1, tries=3)
-    if torch_ > HOPELESS * runtime:
+    if not is_exact():
         return False
-    runtime, torch_ = _time_few(ways)
-    return torch_ < LESS_MEMORY * runtime
+    stored = _matrix("Q8_0", HEAD_OUTPUTS)
+    by_groups, by_rows = _time_few((Product(pack([stored], None, fold=False)), OctetProduct(stored, None)))
+    return by_rows < LESS_MEMORY * by_groups
 
 
 def _measure_folding() -> bool:
