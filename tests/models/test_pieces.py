@@ -77,10 +77,9 @@ def test_pieces_are_the_layers_in_fewer_calls(facts):
     assert len(compiled.pieces._stages) == len(facts.layers) + 1
     expected = Sequences(by_layer, 1, len(IDS)).step([(0, IDS)])[0]
     found = Sequences(compiled, 1, len(IDS)).step([(0, IDS)])[0]
-    rounding = 5e-5 * expected.abs().max().item()  # of hidden states to 1 / (2 * 127 * 254) of the largest, in a head of bytes
-    torch.testing.assert_close(found, expected, atol=rounding, rtol=1e-3)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
     few = Sequences(compiled, 1, len(IDS)).step([(0, IDS)], kept=[2])[0]
-    torch.testing.assert_close(few, expected[-2:], atol=rounding, rtol=1e-3)
+    torch.testing.assert_close(few, expected[-2:], atol=1e-4, rtol=1e-3)
 
 
 def test_near_the_unfolded_model(facts):

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from quire.layers.parameter import parameter
 from quire.layers.quant.gguf import look_up, suits
 from quire.ops import gemm
-from quire.ops.blocks import Stored, is_narrow
+from quire.ops.blocks import Stored
 from quire.ops.choice import choose
 from quire.ops.linear import linear_float
 from quire.ops.nbits import Product, pack
-from quire.ops.octets import OctetProduct
 
 
 def fitting(stored: Mapping[str, Stored], name: str, count: int, size: int) -> Stored | None:
@@ -69,7 +68,7 @@ class Head(nn.Module):
         self.scale, self.soft_cap = scale, soft_cap
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self.stored: Stored | None = None  # where the matrix of our own stays as a GGUF file has it
-        self.product: Product | OctetProduct | gemm.Gemm | None = None  # with a matrix that was kept, or packed
+        self.product: Product | gemm.Gemm | None = None  # with a matrix that was kept, or packed
         self.own = None if tied is not None else parameter(vocab_size, hidden_size)
         self.bias = parameter(vocab_size) if bias else None
 
@@ -83,8 +82,7 @@ class Head(nn.Module):
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
         stored = self.stored if self.tied is None else self.tied.stored
         if stored is not None:
-            octets, fold = not is_narrow(stored) and choose().octets, choose().fold
-            self.product = OctetProduct(stored, self.bias) if octets else Product(pack([stored], self.bias, fold))
+            self.product = Product(pack([stored], self.bias, choose().fold))
 
     def pack(self) -> None:
         """From now on ONNX Runtime multiplies, by a copy of the float32 matrix in an order of its own."""

@@ -252,11 +252,6 @@ class Integers:
         return self if self.bits == 8 else Integers(8, self.numbers + 120, self.scale, self.offset)
 
 
-def is_narrow(stored: Stored) -> bool:
-    """Are its numbers of 4 bits, and stay so?"""
-    return GGML_TYPES[stored.type][0] in ("Q4_0", "Q4_1", "Q4_K")
-
-
 def take_apart(stored: Stored) -> Integers:
     """Types with a scale per 32 elements keep their values exactly; others are rounded to 8 bits."""
     name, _, nbytes = GGML_TYPES[stored.type]

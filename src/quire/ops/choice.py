@@ -24,7 +24,6 @@ from quire.files.wheel import cache_directory
 from quire.ops.blocks import Stored
 from quire.ops.gemm import Gemm
 from quire.ops.nbits import Product, pack
-from quire.ops.octets import OctetProduct, is_exact
 from quire.ops.unfold import unfolded_linear
 
 logger = logging.getLogger(__name__)
@@ -32,7 +31,6 @@ logger = logging.getLogger(__name__)
 CPU_INFO = Path("/proc/cpuinfo")
 ABOUT = ("model name", "flags", "Features", "CPU")  # x86 writes the first two, ARM the others
 OUTPUTS, INPUTS = 1536, 576
-HEAD_OUTPUTS = 16384  # too many bytes for the caches near a core, as a head's
 ROWS = (32, 48, 64, 96, 128, 192, 256, 512)  # at which unfolding is tried
 NEVER = 1 << 30
 LESS_MEMORY = 1.1  # times the seconds of the other way are still worth it, for what takes less
@@ -48,9 +46,6 @@ class Choice:
     unfold_from: int  # rows from which 4-bit numbers are worth unfolding; NEVER = bfloat16 is slow here
     unfold_others_from: int  # the same for other types, which take longer
     runtime_floats: bool  # ONNX Runtime multiplies few rows of float32 faster than torch
-    octets: (
-        bool  # a head of bytes is no slower with a scale for each output (`ops/octets.py`) than with one for each 32 numbers
-    )
     fold: bool  # offsets among the numbers (`ops/nbits.py`) are no slower than as a product of their own
 
 
@@ -85,8 +80,7 @@ def busy() -> bool:
 
 @torch.inference_mode()
 def measure() -> Choice:
-    unfold_from, unfold_others_from = (_measure_unfolding(kind) for kind in ("Q4_0", "Q5_0"))
-    return Choice(unfold_from, unfold_others_from, _measure_floats(), _measure_octets(), _measure_folding())
+    return Choice(_measure_unfolding("Q4_0"), _measure_unfolding("Q5_0"), _measure_floats(), _measure_folding())
 
 
 def _key() -> str:
@@ -99,9 +93,9 @@ def _key() -> str:
     return ", ".join([*parts, *(f"{name} {version(name)}" for name in ("torch", "onnxruntime"))])
 
 
-def _matrix(kind: str, outputs: int = OUTPUTS) -> Stored:
+def _matrix(kind: str) -> Stored:
     [(number, nbytes)] = [(type_, nbytes) for type_, (name, _, nbytes) in GGML_TYPES.items() if name == kind]
-    numbers = torch.randint(0, 60, (outputs, INPUTS // 32 * nbytes), dtype=torch.uint8)  # small scales, whatever the bytes are
+    numbers = torch.randint(0, 60, (OUTPUTS, INPUTS // 32 * nbytes), dtype=torch.uint8)  # small scales, whatever the bytes are
     return Stored(number, INPUTS, numbers)
 
 
@@ -123,14 +117,6 @@ def _measure_floats() -> bool:
     weight = torch.randn(OUTPUTS, INPUTS)
     runtime, torch_ = _time_few((Gemm(weight, None), lambda x: F.linear(x, weight)))
     return runtime < torch_
-
-
-def _measure_octets() -> bool:
-    if not is_exact():
-        return False
-    stored = _matrix("Q8_0", HEAD_OUTPUTS)
-    by_groups, by_rows = _time_few((Product(pack([stored], None, fold=False)), OctetProduct(stored, None)))
-    return by_rows < LESS_MEMORY * by_groups
 
 
 def _measure_folding() -> bool:

@@ -25,9 +25,7 @@ from torch import Tensor
 CONTRIB = "com.microsoft"
 OPSET, CONTRIB_OPSET, IR_VERSION = 21, 1, 10
 # numbers of the element types in ONNX's tensors
-_ELEMENTS = {
-    np.dtype(kind): number for kind, number in ((np.float32, 1), (np.uint8, 2), (np.int8, 3), (np.int32, 6), (np.int64, 7))
-}
+_ELEMENTS = {np.dtype(np.float32): 1, np.dtype(np.uint8): 2, np.dtype(np.int32): 6, np.dtype(np.int64): 7}
 MOST_THREADS = 16  # of one program; they sleep between runs
 ROWS_AT_ONCE = 256  # of matrices with more: what is between operators then stays in the caches
 KEPT_ELEMENTS = 1 << 16  # inputs and outputs of at most as many numbers are kept for the next run
