@@ -55,22 +55,39 @@ def test_taken_apart_and_put_together(kind):
         assert ((values - expected.view(48, -1, 32)).abs() <= worst).all()
 
 
+@pytest.mark.parametrize("fold", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 33])
 @pytest.mark.parametrize("kind", [*EXACT, "Q6_K"])
-def test_products(kind, count):
+def test_products(kind, count, fold):
     matrix, bias = stored(kind), torch.randn(48)
     x = torch.randn(count, 512)
     expected = x @ unfolded(matrix).t() + bias
-    found = Product(pack([matrix], bias))(x)
+    found = Product(pack([matrix], bias, fold))(x)
     assert (found - expected).norm() <= ROUNDING * (expected - bias).norm()
 
 
-def test_parts_of_different_types_become_one_matrix():
+def test_folded_offsets_are_in_the_numbers():
+    """Those of Q4_1 follow its scales; offsets far beyond them stay a product of their own, and exact."""
+    matrix = stored("Q4_1", columns=1056)  # 33 groups: their rests take two more
+    packed = pack([matrix], None, fold=True)
+    assert packed.offset is None and packed.zeros.shape == (48, 18) and packed.scale.shape == (48, 35)
+    x = torch.randn(3, 1056) + 0.5
+    expected = x @ unfolded(matrix).t()
+    assert (Product(packed)(x) - expected).norm() <= ROUNDING * expected.norm()
+    halves = matrix.rows.view(-1, 20)[:, :4].view(torch.float16)
+    halves[::5, 1] += 40 * halves[::5, 0]
+    packed, expected = pack([matrix], None, fold=True), x @ unfolded(matrix).t()
+    assert packed.offset is not None and packed.zeros is None
+    assert (Product(packed)(x) - expected).norm() <= ROUNDING * expected.norm()
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_parts_of_different_types_become_one_matrix(fold):
     kinds = ("Q4_1", "Q8_0", "Q4_0")
     parts = [stored(kind, seed=seed) for seed, kind in enumerate(kinds)]
     x = torch.randn(5, 512)
     expected = torch.cat([x @ unfolded(part).t() for part in parts], dim=1)
-    packed = pack(parts, None)
+    packed = pack(parts, None, fold)
     assert packed.bits == 8
     assert (Product(packed)(x) - expected).norm() <= ROUNDING * expected.norm()
 
@@ -95,9 +112,10 @@ def test_few_numbers_of_rows_are_multiplied():
     assert len({round_up(rows) for rows in range(1, 2049)}) == 14
 
 
-def test_what_was_given_is_not_kept():
+@pytest.mark.parametrize("fold", [False, True])
+def test_what_was_given_is_not_kept(fold):
     """The runtime has its own copy of numbers, scales and offsets, and reads no others."""
-    packed = pack([stored("Q4_1", rows=2048)], None)
+    packed = pack([stored("Q4_1", rows=2048)], None, fold)
     product, x = Product(packed), torch.randn(3, 512)
     expected = x @ unfolded(stored("Q4_1", rows=2048)).t()
     assert (product(x) - expected).norm() <= ROUNDING * expected.norm()
@@ -114,7 +132,7 @@ def test_unfolding_changes_no_other_products():
 
 
 def test_a_row_does_not_see_the_others():
-    product = Product(pack([stored("Q4_0")], None))
+    product = Product(pack([stored("Q4_0")], None, fold=True))
     x = torch.randn(40, 512)
     together = product(x).clone()
     assert all(torch.equal(product(x[i : i + 1])[0], together[i]) for i in range(40))

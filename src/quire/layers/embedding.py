@@ -10,6 +10,7 @@ from quire.layers.parameter import parameter
 from quire.layers.quant.gguf import look_up, suits
 from quire.ops import gemm
 from quire.ops.blocks import Stored
+from quire.ops.choice import choose
 from quire.ops.linear import linear_float
 from quire.ops.nbits import Product, pack
 
@@ -85,7 +86,7 @@ class Head(nn.Module):
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
         stored = self.stored if self.tied is None else self.tied.stored
         if stored is not None:
-            self.product = Product(pack([stored], self.bias))
+            self.product = Product(pack([stored], self.bias, choose().fold))
 
     def pack(self) -> None:
         """From now on ONNX Runtime multiplies, by a copy of the float32 matrix in an order of its own."""

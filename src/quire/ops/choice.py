@@ -33,6 +33,7 @@ ABOUT = ("model name", "flags", "Features", "CPU")  # x86 writes the first two, 
 OUTPUTS, INPUTS = 1536, 576
 ROWS = (32, 48, 64, 96, 128, 192, 256, 512)  # at which unfolding is tried
 NEVER = 1 << 30
+LESS_MEMORY = 1.1  # times the seconds of the other way are still worth it, for what takes less
 HOPELESS = 30  # times slower with the fewest rows: more will not help
 TRIES = 15  # of which the best counts: others may be at work
 
@@ -45,6 +46,7 @@ class Choice:
     unfold_from: int  # rows from which 4-bit numbers are worth unfolding; NEVER = bfloat16 is slow here
     unfold_others_from: int  # the same for other types, which take longer
     runtime_floats: bool  # ONNX Runtime multiplies few rows of float32 faster than torch
+    fold: bool  # offsets among the numbers (`ops/nbits.py`) are no slower than as a product of their own
 
 
 def unfold_from(quickly: bool) -> int:
@@ -78,7 +80,7 @@ def busy() -> bool:
 
 @torch.inference_mode()
 def measure() -> Choice:
-    return Choice(_measure_unfolding("Q4_0"), _measure_unfolding("Q5_0"), _measure_floats())
+    return Choice(_measure_unfolding("Q4_0"), _measure_unfolding("Q5_0"), _measure_floats(), _measure_folding())
 
 
 def _key() -> str:
@@ -91,11 +93,15 @@ def _key() -> str:
     return ", ".join([*parts, *(f"{name} {version(name)}" for name in ("torch", "onnxruntime"))])
 
 
-def _measure_unfolding(kind: str) -> int:
+def _matrix(kind: str) -> Stored:
     [(number, nbytes)] = [(type_, nbytes) for type_, (name, _, nbytes) in GGML_TYPES.items() if name == kind]
     numbers = torch.randint(0, 60, (OUTPUTS, INPUTS // 32 * nbytes), dtype=torch.uint8)  # small scales, whatever the bytes are
-    stored = Stored(number, INPUTS, numbers)
-    product = Product(pack([stored], None))
+    return Stored(number, INPUTS, numbers)
+
+
+def _measure_unfolding(kind: str) -> int:
+    stored = _matrix(kind)
+    product = Product(pack([stored], None, fold=False))
     ways: Ways = (product, lambda x: unfolded_linear(x, [stored], None))
     folded, unfolded = _time(ways, ROWS[0], tries=3)
     if unfolded > HOPELESS * folded:
@@ -109,9 +115,22 @@ def _measure_unfolding(kind: str) -> int:
 
 def _measure_floats() -> bool:
     weight = torch.randn(OUTPUTS, INPUTS)
-    ways: Ways = (Gemm(weight, None), lambda x: F.linear(x, weight))
-    runtime, torch_ = (sum(both) for both in zip(_time(ways, 1), _time(ways, 16), strict=True))
+    runtime, torch_ = _time_few((Gemm(weight, None), lambda x: F.linear(x, weight)))
     return runtime < torch_
+
+
+def _measure_folding() -> bool:
+    stored = _matrix("Q4_1")
+    blocks = stored.rows.view(-1, 20)
+    blocks[:, :4] = torch.tensor([0.01, -0.073], dtype=torch.float16).view(torch.uint8)
+    apart, folded = _time_few((Product(pack([stored], None, fold=False)), Product(pack([stored], None, fold=True))))
+    return folded < LESS_MEMORY * apart
+
+
+def _time_few(ways: Ways) -> tuple[float, float]:
+    """Seconds of both, for one row and for a few."""
+    alone, few = _time(ways, 1), _time(ways, 16)
+    return alone[0] + few[0], alone[1] + few[1]
 
 
 def _time(ways: Ways, rows: int, tries: int = TRIES) -> tuple[float, float]:

@@ -4,6 +4,11 @@ groups of 32 as well, and the sums are integers, so a row's result does not depe
 The operator knows scales but only whole offsets. Offsets of any value are a small product of their own:
 
     x @ (scale * numbers + offset)  =  x @ (scale * numbers)  +  (sums of x by group) @ offset
+
+or, where that is faster (`ops/choice.py`), they are rounded, and the rests, which are a fraction of a scale, become numbers of
+few bits themselves, behind the others. Then it is one product again:
+
+    x @ (scale * (numbers + whole) + rest)  =  (x, sums of x by group) @ (scale * (numbers + whole), unit * rests)
 """
 
 from collections.abc import Sequence
@@ -14,63 +19,97 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.ops.blocks import GROUP, Stored, take_apart
+from quire.ops.blocks import GROUP, Integers, Stored, take_apart
 from quire.ops.onnx import CONTRIB, Array, Graph, Session
 
 BY_INTEGERS = 4  # the operator's accuracy_level
+FINE = 4  # rests are in units of at most 1 / FINE of a scale, on average
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A matrix [N, K] as the operator wants it."""
+    """A matrix [N, K] as the operator wants it. G = K / 32, and with offsets folded as many more as their rests take."""
 
     bits: int
-    numbers: Array  # [N, K / 32, 4 * bits] uint8; 4 bits: two to a byte, the first in the low half
-    scale: Array  # [N, K / 32] float32
-    offset: Array | None  # [K / 32, N] float32
+    inputs: int  # K
+    numbers: Array  # [N, G, 4 * bits] uint8; 4 bits: two to a byte, the first in the low half
+    scale: Array  # [N, G] float32
+    zeros: Array | None  # [N, G * bits / 8, rounded up] uint8: numbers that stand for 0, if offsets are folded
+    offset: Array | None  # [K / 32, N] float32, if they are not
     bias: Array | None  # [N] float32
 
     @property
     def outputs(self) -> int:
         return int(self.numbers.shape[0])
 
-    @property
-    def inputs(self) -> int:
-        return int(self.numbers.shape[1]) * GROUP
 
-
-def pack(stored: Sequence[Stored], bias: Tensor | None) -> Packed:
-    """One matrix of matrices above each other; numbers of different width take the larger one."""
+def pack(stored: Sequence[Stored], bias: Tensor | None, fold: bool) -> Packed:
+    """One matrix of matrices above each other; numbers of different width take the larger one. `fold`: the offsets, if it can
+    be done well."""
     parts = [take_apart(part) for part in stored]
     for part in stored:
         part.forget()
     if len({part.bits for part in parts}) > 1:
         parts = [part.widened() for part in parts]
-    numbers, scale = torch.cat([part.numbers for part in parts]), torch.cat([part.scale for part in parts])
-    if parts[0].bits == 4:
-        numbers = numbers[:, 0::2] | numbers[:, 1::2] << 4
-    offset = None
+    bits, numbers, scale = parts[0].bits, torch.cat([part.numbers for part in parts]), torch.cat([part.scale for part in parts])
+    offset = zeros = None
     if any(part.offset is not None for part in parts):
-        each = [torch.zeros_like(part.scale) if part.offset is None else part.offset for part in parts]
-        offset = torch.cat(each).t().contiguous().numpy()
-    shaped = numbers.reshape(*scale.shape, -1).numpy()
-    return Packed(parts[0].bits, shaped, scale.contiguous().numpy(), offset, None if bias is None else bias.float().numpy())
+        offset = torch.cat([torch.zeros_like(part.scale) if part.offset is None else part.offset for part in parts])
+        folded = _fold(Integers(bits, numbers, scale, offset)) if fold else None
+        if folded is not None:
+            offset, (numbers, scale, zeros) = None, folded
+    return Packed(
+        bits,
+        stored[0].columns,
+        _in_bytes(numbers, bits).view(*scale.shape, -1).numpy(),
+        scale.contiguous().numpy(),
+        None if zeros is None else _in_bytes(zeros, bits).numpy(),
+        None if offset is None else offset.t().contiguous().numpy(),
+        None if bias is None else bias.float().numpy(),
+    )
+
+
+def _fold(matrix: Integers) -> tuple[Tensor, Tensor, Tensor] | None:
+    """numbers [N, 32 * G], scale and zeros [N, G]; None = the rests would have to be too coarse."""
+    assert matrix.offset is not None
+    middle, scale = 2 ** (matrix.bits - 1), matrix.scale
+    zeros = (middle - matrix.offset / scale).nan_to_num(middle, middle, middle).round_().clamp_(0, 2 * middle - 1)
+    rests = matrix.offset + (zeros - middle) * scale  # [N, K / 32]
+    rests = torch.nn.functional.pad(rests, (0, -rests.shape[1] % GROUP)).view(len(rests), -1, GROUP)
+    unit = rests.abs().amax(-1) / (middle - 1)  # [N, groups of rests]
+    if unit.mean() * FINE > scale.mean():
+        return None
+    steps = (rests / unit[..., None]).nan_to_num(0.0).round_().add_(middle).to(torch.uint8).flatten(1)
+    zeros = torch.cat((zeros, torch.full_like(unit, middle)), dim=1).to(torch.uint8)
+    return torch.cat((matrix.numbers, steps), dim=1), torch.cat((scale, unit), dim=1), zeros
+
+
+def _in_bytes(numbers: Tensor, bits: int) -> Tensor:
+    """[N, C] -> [N, C * bits / 8, rounded up]."""
+    if bits == 8:
+        return numbers
+    numbers = torch.nn.functional.pad(numbers, (0, numbers.shape[1] % 2))
+    return numbers[:, 0::2] | numbers[:, 1::2] << 4
 
 
 def emit(graph: Graph, x: str, packed: Packed) -> str:
     """Adds the product to a graph, which takes the matrix over; x is [T, K], the result [T, N]."""
-    inputs = [x, graph.give(packed.numbers), graph.give(packed.scale)]
-    if packed.bias is not None:
-        inputs += ["", "", graph.constant(packed.bias)]
+    count, sums = packed.inputs // GROUP, ""
+    if packed.offset is not None or packed.zeros is not None:
+        [by_group] = graph.add("Reshape", [x, graph.constant(np.array([0, count, GROUP], np.int64))])
+        [sums] = graph.add("ReduceSum", [by_group, graph.constant(np.array([2], np.int64))], keepdims=0)
     shape = {"K": packed.inputs, "N": packed.outputs, "bits": packed.bits, "block_size": GROUP, "accuracy_level": BY_INTEGERS}
+    if packed.zeros is not None:
+        [x], shape["K"] = graph.add("Concat", [x, sums], axis=1), packed.inputs + count
+    inputs = [x, graph.give(packed.numbers), graph.give(packed.scale)]
+    if packed.zeros is not None or packed.bias is not None:
+        inputs.append("" if packed.zeros is None else graph.give(packed.zeros))
+    if packed.bias is not None:
+        inputs += ["", graph.constant(packed.bias)]
     [y] = graph.add("MatMulNBits", inputs, domain=CONTRIB, **shape)
-    if packed.offset is None:
-        return y
-    groups = graph.constant(np.array([0, packed.inputs // GROUP, GROUP], np.int64))
-    [by_group] = graph.add("Reshape", [x, groups])
-    [sums] = graph.add("ReduceSum", [by_group, graph.constant(np.array([2], np.int64))], keepdims=0)
-    [total] = graph.add("Gemm", [sums, graph.give(packed.offset), y])
-    return total
+    if packed.offset is not None:
+        [y] = graph.add("Gemm", [sums, graph.give(packed.offset), y])
+    return y
 
 
 class Product:
@@ -90,11 +129,20 @@ class Product:
 def forgets(bits: int) -> bool:
     """Does the runtime, on this machine, never look again at a matrix it was lent? Tried on a small one, by changing it."""
     rng = np.random.default_rng(0)
-    numbers = rng.integers(0, 256, (96, 4, 4 * bits), np.uint8)
-    scale, offset = rng.random((96, 4), np.float32), rng.random((4, 96), np.float32)
-    product = Product(Packed(bits, numbers, scale, offset, None), hold=True)
-    some = [torch.from_numpy(rng.random((rows, 4 * GROUP), np.float32)) for rows in (1, 40)]
-    before = [product(x).clone() for x in some]
-    for array in (numbers, scale, offset):
-        array[:] = 1
-    return all(torch.equal(product(x), was) for x, was in zip(some, before, strict=True))
+    numbers, zeros = (
+        rng.integers(0, 256, (96, 5, 4 * bits), np.uint8),
+        rng.integers(0, 256, (96, (5 * bits + 7) // 8), np.uint8),
+    )
+    scale, offset = rng.random((96, 5), np.float32), rng.random((5, 96), np.float32)
+    whole = Packed(bits, 5 * GROUP, numbers.copy(), scale.copy(), None, offset, None)
+    folded = Packed(bits, 4 * GROUP, numbers, scale, zeros, None, None)
+    for packed in (whole, folded):
+        product = Product(packed, hold=True)
+        some = [torch.from_numpy(rng.random((rows, packed.inputs), np.float32)) for rows in (1, 40)]
+        before = [product(x).clone() for x in some]
+        for array in (packed.numbers, packed.scale, packed.zeros, packed.offset):
+            if array is not None:
+                array[:] = 1
+        if not all(torch.equal(product(x), was) for x, was in zip(some, before, strict=True)):
+            return False
+    return True

@@ -75,6 +75,8 @@ class Program:
         options.intra_op_num_threads = min(torch.get_num_threads(), most_threads)
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
+        # graphs are written as they are to run: to look for better ones would take time, and memory that is kept
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.enable_cpu_mem_arena = options.enable_mem_pattern = False
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in graph.lent.items()}
