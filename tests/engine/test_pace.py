@@ -38,7 +38,7 @@ def test_even_steps_are_foreseen_after_one_has_been_timed():
 
 
 @pytest.mark.parametrize(
-    ("rows", "tokens"), [(8, 300), (9, 9), (0, 0)], ids=["with a prompt", "with more rows", "nothing submitted"]
+    ("rows", "tokens"), [(8, 300), (9, 9), (0, 0)], ids=["with a prompt", "with more rows", "nothing in flight"]
 )
 def test_what_is_not_like_the_step_before_is_not_foreseen(rows, tokens):
     assert turn(steady(), 1.0 + 3 * STEP, rows, tokens) == 0.0
@@ -67,10 +67,10 @@ def test_when_the_device_had_to_wait_plans_are_made_earlier():
 
 
 class Core:
-    """Each step of one row takes 30 ms, the newcomers are noted with the step they are in; it ends after ten."""
+    """Each step of one row takes 30 ms; newcomers are noted with the steps before them. It ends after ten."""
 
-    def __init__(self) -> None:
-        self.stats, self.tokens, self.rows, self.waited, self.steps = None, 1, 1, 0.0, 0
+    def __init__(self, ahead: bool) -> None:
+        self.stats, self.tokens, self.rows, self.waited, self.steps, self.ahead = None, 1, 1, 0.0, 0, ahead
         self.joined: dict[str, int] = {}
 
     @property
@@ -80,6 +80,9 @@ class Core:
     def add(self, request: EngineRequest) -> None:
         self.joined[request.id] = self.steps
 
+    def idle(self) -> bool:
+        return False
+
     def step(self) -> list:
         self.steps += 1
         self.waited = 0.03
@@ -87,37 +90,42 @@ class Core:
         return []
 
 
-def test_who_comes_while_a_step_runs_is_in_the_next():
-    """It arrives while the fifth step runs."""
-    core = Core()
-    request = EngineRequest("late", (1,), SamplingParams(max_tokens=1), 0, frozenset(), frozenset(), 0.0)
-    sent: list[int] = []
-    inbox: list[ipc.Command] = []
+class Link:
+    """A request comes at the first wait behind the fifth step."""
 
-    class Link:
-        def wait(self, milliseconds: int) -> bool:
-            if core.steps == 5 and not sent:
-                sent.append(milliseconds)
-                inbox.append(ipc.Add([request]))
-                return True
+    def __init__(self, core: Core) -> None:
+        self.core, self.waits, self.inbox, self.engine = core, list[int](), list[ipc.Command](), None
+
+    def wait(self, milliseconds: int) -> bool:
+        self.engine.stopping = not self.core.has_unfinished
+        if self.core.has_unfinished:
+            self.waits.append(milliseconds)
+        if self.core.steps != 5 or self.core.joined:
             return False
+        self.inbox.append(ipc.Add([EngineRequest("late", (1,), SamplingParams(), 0, frozenset(), frozenset(), 0.0)]))
+        return True
 
-        def receive(self):
-            return inbox.pop() if inbox else None
+    def receive(self) -> ipc.Command | None:
+        return self.inbox.pop() if self.inbox else None
 
-        def send(self, report) -> None:
-            pass
-
-    engine = Engine(core, Link(), SimpleNamespace(busy_since=0.0))
-    core.__class__.step = stopping(engine, core.__class__.step)
-    engine.run()
-    assert core.joined == {"late": 5}
-    assert 0 < sent[0] <= 27  # of the 30 ms that the step takes
+    def send(self, report) -> None:
+        pass
 
 
-def stopping(engine: Engine, step):
-    def last(core: Core) -> list:
-        engine.stopping = core.steps >= 9
-        return step(core)
+def run(ahead: bool) -> Link:
+    core = Core(ahead)
+    link = Link(core)
+    link.engine = Engine(core, link, SimpleNamespace(busy_since=0.0))
+    link.engine.run()
+    assert core.steps == 10
+    return link
 
-    return last
+
+def test_who_comes_while_a_step_runs_is_in_the_next():
+    link = run(ahead=True)
+    assert link.core.joined == {"late": 5}
+    assert 0 < max(link.waits) <= 27  # of the 30 ms that a step takes
+
+
+def test_where_no_step_is_in_flight_nothing_is_waited_for():
+    assert run(ahead=False).waits == []

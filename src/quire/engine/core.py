@@ -74,6 +74,11 @@ class EngineCore:
         return self.scheduler.has_unfinished or bool(self._deltas)
 
     @property
+    def ahead(self) -> bool:
+        """Is a step in flight?"""
+        return bool(self._flights)
+
+    @property
     def stats(self) -> Stats:
         losses = 0 if self._grammars is None else self._grammars.losses
         return msgspec.structs.replace(self.scheduler.stats, device=self.executor.counts, grammar_losses=losses)

@@ -24,7 +24,7 @@ class Pace:
         self._even_rows = 0  # of the step in flight; 0 = it has rows of several tokens, or there is none
 
     def turned(self, began: float, ended: float, waited: float, rows: int, tokens: int) -> None:
-        """A turn of the loop, in which a step of so many rows was submitted (0 = none) and the one before it was waited for."""
+        """A turn of the loop: a step of so many rows is in flight (0 = none is), and the one before it was waited for."""
         in_time = waited >= IN_TIME
         if in_time:
             self._lead = max(LEAST_LEAD, self._lead * EASING)

@@ -122,7 +122,8 @@ class Engine:
                 began = time.monotonic()
                 deltas = self._core.step()
                 self._link.send(ipc.StepReport(deltas, self._core.stats, self._core.tokens))
-                self._pace.turned(began, time.monotonic(), self._core.waited, self._core.rows, self._core.tokens)
+                rows = self._core.rows if self._core.ahead else 0
+                self._pace.turned(began, time.monotonic(), self._core.waited, rows, self._core.tokens)
 
     def _gather(self) -> None:
         """Takes commands until the next step has to be planned."""
