@@ -37,13 +37,17 @@ Array = npt.NDArray[Any]
 
 @cache
 def available() -> bool:
-    """Releases since 1.29 report what models run to their makers, unless told not to before they are imported."""
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
-        importlib.import_module("onnxruntime")
+        runtime()
     except ImportError:
         return False
     return True
+
+
+def runtime() -> Any:
+    """The package. Releases since 1.29 report what models run to their makers, unless told not to before they are imported."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    return importlib.import_module("onnxruntime")
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,7 @@ class Program:
     ) -> None:
         """`hold`: what was lent may be read again, and is kept. Otherwise the memory of what was given goes back to the system,
         if not its addresses."""
-        assert available()
-        import onnxruntime
-
+        onnxruntime = runtime()
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = min(torch.get_num_threads(), most_threads)
         options.inter_op_num_threads = 1
