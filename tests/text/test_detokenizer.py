@@ -2,6 +2,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from quire.text.clean_up import CleanUpStream, clean_up
 from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 from text.tiny_tokenizers import KINDS
@@ -116,6 +117,41 @@ def test_a_long_prompt_costs_nothing(kinds: dict[str, Tokenizer]) -> None:
     prompt = Prompt(tokenizer.encode("pages " * 1000))
     Detokenizer(tokenizer, prompt=prompt)
     assert 0 < Prompt.read < 10
+
+
+def test_clean_up_follows_a_run_of_quotes_from_its_beginning(kinds: dict[str, Tokenizer]) -> None:
+    """Every second one is replaced, so the end of the text depends on where it began, far beyond any window."""
+    tokenizer = kinds["word_piece"]
+    quote = tokenizer.get_vocab()["'"]
+    for length in range(40):
+        assert stream(tokenizer, [quote] * length, [], []) == tokenizer.decode([quote] * length)
+
+
+def test_ids_that_decode_leaves_out_take_no_part(kinds: dict[str, Tokenizer]) -> None:
+    """However many there are, the text goes on after them as if they were not there."""
+    tokenizer = kinds["word_piece"]
+    vocab = tokenizer.get_vocab()
+    pad, quote, don, unknown = vocab["[PAD]"], vocab["'"], vocab["don"], len(vocab)
+    for ids in ([pad] * 8 + [quote] + [unknown] * 8, [don] + [unknown] * 20 + [don], [don] + [pad] * 20 + [don, quote]):
+        for skip in (True, False):
+            flags = {"skip_special_tokens": skip, "spaces_between_special_tokens": False}
+            assert stream(tokenizer, ids, [], [], **flags) == tokenizer.decode(ids, **flags)
+
+
+def test_of_a_prompt_only_what_comes_out_otherwise_is_told(kinds: dict[str, Tokenizer]) -> None:
+    tokenizer = kinds["word_piece"]
+    vocab = tokenizer.get_vocab()
+    prompt = [vocab["don"], vocab["'"]]
+    assert stream(tokenizer, [vocab["t"]], [], prompt) == "'t"  # "don '" has become "don't"
+    assert stream(tokenizer, [vocab["##s"]], [], prompt) == "'s"  # and "don 's" "don's"
+    assert stream(tokenizer, [vocab["##ing"]], [], prompt) == "ing"  # but "don 'ing" keeps its space
+
+
+@law
+@given(parts=st.lists(st.text("a 'nt.msvre!", max_size=6)))
+def test_a_text_cleaned_up_in_parts_is_the_text_cleaned_up(parts: list[str]) -> None:
+    cleaner = CleanUpStream()
+    assert "".join([cleaner.feed(part) for part in parts]) + cleaner.finish() == clean_up("".join(parts))
 
 
 def test_clean_up_holds_back_what_may_still_be_cleaned(kinds: dict[str, Tokenizer]) -> None:

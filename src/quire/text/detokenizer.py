@@ -13,8 +13,9 @@ Each token costs the same, however long the text is.
 import codecs
 from collections.abc import Iterable, Sequence
 
+from quire.text.clean_up import CleanUpStream, clean_up
 from quire.text.pieces import Pieces
-from quire.text.tokenizer import CLEAN_UPS, Tokenizer
+from quire.text.tokenizer import Tokenizer
 
 _UNREADABLE = "\ufffd"
 
@@ -28,12 +29,13 @@ class Detokenizer:
         spaces_between_special_tokens: bool = True,
     ) -> None:
         pieces = tokenizer.pieces
-        self._stream: _PieceStream | _WindowStream
+        self._stream: _PieceStream | _WindowStream | _CleanedStream
         if pieces is not None:
             skip = tokenizer.special_ids if skip_special_tokens else frozenset()
             self._stream = _PieceStream(pieces, prompt, skip)
         else:
-            self._stream = _WindowStream(tokenizer, prompt, skip_special_tokens, spaces_between_special_tokens)
+            stream = _CleanedStream if tokenizer.cleans_up else _WindowStream
+            self._stream = stream(tokenizer, prompt, skip_special_tokens, spaces_between_special_tokens)
 
     def feed(self, ids: Iterable[int]) -> str:
         """The text that is new and certain."""
@@ -73,7 +75,7 @@ class _PieceStream:
 class _WindowStream:
     """For decoders that look at neighbouring tokens: decodes the last few tokens again and tells what came to their text.
 
-    Exact for decoders that look back less than `CONTEXT` tokens.
+    Exact for decoders that look back less than `CONTEXT` tokens. Ids that decode leaves out are not among them.
     """
 
     CONTEXT = 8  # tokens
@@ -82,18 +84,23 @@ class _WindowStream:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special: bool, spaces_between: bool) -> None:
         self._tokenizer = tokenizer
         self._flags = (skip_special, spaces_between)
-        self._ids = list(prompt[-self.CONTEXT :])
+        self._ids = self._spoken(prompt[-self.CONTEXT :])
         self._text = self._decode(self._ids)  # of the window
         self._told = len(self._text)
         self._waited = 0
 
     def feed(self, ids: Iterable[int]) -> str:
-        return "".join([self._push(token_id) for token_id in ids])
+        return "".join([self._push(token_id) for token_id in self._spoken(ids)])
 
     def finish(self) -> str:
         rest = self._text[self._told :]
         self._told = len(self._text)
         return rest
+
+    def _spoken(self, ids: Iterable[int]) -> list[int]:
+        """Those that have a part in the text."""
+        skip = self._tokenizer.special_ids if self._flags[0] else frozenset()
+        return [i for i in ids if i not in skip and self._tokenizer.token(i)]
 
     def _push(self, token_id: int) -> str:
         self._ids.append(token_id)
@@ -114,9 +121,6 @@ class _WindowStream:
             self._waited += 1
             return len(text.rstrip(_UNREADABLE))
         self._waited = 0
-        if self._tokenizer.cleans_up:
-            held = max((n for old, _ in CLEAN_UPS for n in range(len(old)) if text.endswith(old[:n])), default=0)
-            return len(text) - held
         return len(text)
 
     def _shrink(self) -> None:
@@ -127,7 +131,30 @@ class _WindowStream:
 
     def _decode(self, ids: list[int]) -> str:
         skip_special, spaces_between = self._flags
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special, spaces_between_special_tokens=spaces_between)
+        return self._tokenizer.decode(ids, skip_special, spaces_between, clean_up_tokenization_spaces=False)
+
+
+class _CleanedStream:
+    """A window's text, cleaned up. What is held back of the prompt's own text is told only if it came out otherwise."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special: bool, spaces_between: bool) -> None:
+        near = prompt[-_WindowStream.CONTEXT :]
+        self._window = _WindowStream(tokenizer, near, skip_special, spaces_between)
+        self._cleaner = CleanUpStream()
+        raw = tokenizer.decode(near, skip_special, spaces_between, clean_up_tokenization_spaces=False)
+        told = self._cleaner.feed(raw)
+        self._prompt = clean_up(raw)[len(told) :]
+
+    def feed(self, ids: Iterable[int]) -> str:
+        return self._take(self._cleaner.feed(self._window.feed(ids)))
+
+    def finish(self) -> str:
+        return self._take(self._cleaner.feed(self._window.finish()) + self._cleaner.finish())
+
+    def _take(self, text: str) -> str:
+        common = _common_length(text, self._prompt)
+        self._prompt = self._prompt[common:] if common == len(text) else ""
+        return text[common:]
 
 
 def _common_length(a: str, b: str) -> int:

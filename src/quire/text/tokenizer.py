@@ -12,14 +12,9 @@ from typing import Any, Literal, overload
 from quire.files.resolve import ModelFiles, resolve_model
 from quire.text.backends import Backend, unencodable
 from quire.text.chat import ChatTemplates
+from quire.text.clean_up import clean_up
 from quire.text.pieces import Pieces
 from quire.types.errors import NotSupported, RequestError
-
-# clean_up_tokenization_spaces: English as WordPiece takes it apart, put together again, in this order
-CLEAN_UPS = (
-    (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"),
-    (" n't", "n't"), (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
-)  # fmt: skip
 
 MOST_IDS = 2**31
 
@@ -175,8 +170,8 @@ class Tokenizer:
         """`clean_up_tokenization_spaces`: None does as the tokenizer's files say, which is never for BPE vocabularies."""
         checked = [_checked_id(ids)] if isinstance(ids, int) else _checked_ids(ids)
         text = self._backend.decode(checked, skip_special_tokens, spaces_between_special_tokens)
-        clean_up = self.cleans_up if clean_up_tokenization_spaces is None else clean_up_tokenization_spaces
-        return _clean_up(text) if clean_up else text
+        cleans_up = self.cleans_up if clean_up_tokenization_spaces is None else clean_up_tokenization_spaces
+        return clean_up(text) if cleans_up else text
 
     def batch_decode(
         self,
@@ -259,9 +254,3 @@ def _checked_ids(ids: Iterable[int]) -> list[int]:
 
 def _checked_id(token_id: int) -> int:
     return _checked_ids([token_id])[0]
-
-
-def _clean_up(text: str) -> str:
-    for old, new in CLEAN_UPS:
-        text = text.replace(old, new)
-    return text
