@@ -8,7 +8,7 @@ from quire.types.errors import EngineError
 
 def publish(pool: Pool, pages: list[int], name: bytes) -> None:
     for i, page in enumerate(pages):
-        pool.publish(page, (0, name + bytes([i])), [i])
+        pool.publish(page, (0, name + bytes([i])), bytes([i]))
 
 
 def test_page_zero_is_never_handed_out():
@@ -28,7 +28,7 @@ def test_unpublished_pages_go_first_then_the_oldest_and_of_a_sequence_the_tail()
     pool.drop(blank)
     assert set(pool.take(2)) == set(blank)
     assert pool.take(4) == [old[1], old[0], young[1], young[0]]
-    assert pool.find((0, b"old\0"), [0]) == NULL
+    assert pool.find((0, b"old\0"), bytes([0])) == NULL
 
 
 def test_a_hit_revives_a_free_page_and_makes_it_young():
@@ -38,7 +38,7 @@ def test_a_hit_revives_a_free_page_and_makes_it_young():
     publish(pool, [second], b"b")
     pool.drop([first])
     pool.drop([second])
-    assert pool.share(pool.find((0, b"a\0"), [0])) == first
+    assert pool.share(pool.find((0, b"a\0"), bytes([0]))) == first
     assert pool.free == 1
     pool.drop([first])
     assert pool.take(1) == [second]
@@ -49,7 +49,7 @@ def test_a_key_keeps_its_first_page():
     first, second = pool.take(2)
     publish(pool, [first], b"same")
     publish(pool, [second], b"same")
-    assert pool.find((0, b"same\0"), [0]) == first
+    assert pool.find((0, b"same\0"), bytes([0])) == first
     pool.drop([second])
     pool.drop([first])
     assert pool.take(1) == [second], "the double is blank"
@@ -58,10 +58,10 @@ def test_a_key_keeps_its_first_page():
 def test_a_forged_key_finds_nothing():
     pool = Pool(1)
     [page] = pool.take(1)
-    pool.publish(page, (0, b"key"), [1, 2, 3])
-    assert pool.find((0, b"key"), [1, 2, 3]) == page
-    assert pool.find((0, b"key"), [1, 2, 4]) == NULL
-    assert pool.find((1, b"key"), [1, 2, 3]) == NULL, "another group's page"
+    pool.publish(page, (0, b"key"), bytes([1, 2, 3]))
+    assert pool.find((0, b"key"), bytes([1, 2, 3])) == page
+    assert pool.find((0, b"key"), bytes([1, 2, 4])) == NULL
+    assert pool.find((1, b"key"), bytes([1, 2, 3])) == NULL, "another group's page"
 
 
 def test_forgotten_pages_are_blank_again():
@@ -71,7 +71,7 @@ def test_forgotten_pages_are_blank_again():
     publish(pool, cached, b"c")
     pool.drop(cached)
     pool.forget_all()
-    assert pool.find((0, b"u\0"), [0]) == pool.find((0, b"c\0"), [0]) == NULL
+    assert pool.find((0, b"u\0"), bytes([0])) == pool.find((0, b"c\0"), bytes([0])) == NULL
     pool.check(Counter(used))
     pool.drop(used)
     pool.check(Counter())

@@ -1,9 +1,11 @@
+from array import array
+
 from quire.cache.prefix import extend_keys, root
 
 
 def keys(tokens: list[int], salt: tuple[str, ...] = ()) -> list[bytes]:
     out: list[bytes] = []
-    extend_keys(out, tokens, 2, salt)
+    extend_keys(out, array("i", tokens), 2, salt)
     return out
 
 
@@ -16,7 +18,7 @@ def test_only_full_pages_have_keys_and_each_depends_on_all_before():
 
 def test_the_chain_can_be_continued():
     out = keys([1, 2, 3])
-    extend_keys(out, [1, 2, 3, 4, 5, 6], 2, ())
+    extend_keys(out, array("i", [1, 2, 3, 4, 5, 6]), 2, ())
     assert out == keys([1, 2, 3, 4, 5, 6])
 
 

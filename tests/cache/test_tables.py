@@ -1,6 +1,7 @@
 """Page tables of all kinds of groups, without a scheduler."""
 
 import random
+from array import array
 
 import pytest
 
@@ -22,7 +23,7 @@ def tables(*windows: int | None, pages: int = 50, chunk: int = 8) -> Tables:
 
 def request(tokens: list[int], salt: tuple[str, ...] = ()) -> Request:
     spec = EngineRequest("r", tuple(tokens), SamplingParams(), 0, frozenset(), frozenset(), 0.0, salt=salt)
-    return Request(spec, limit=10**6, order=0, tokens=list(tokens))
+    return Request(spec, limit=10**6, order=0, tokens=array("i", tokens))
 
 
 def compute(books: Tables, r: Request, end: int) -> None:

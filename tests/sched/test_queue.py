@@ -1,3 +1,5 @@
+from array import array
+
 from quire.sched.queue import Order, Queue, Running
 from quire.types.request import EngineRequest, Request
 from quire.types.sampling import SamplingParams
@@ -5,7 +7,7 @@ from quire.types.sampling import SamplingParams
 
 def make(order: int, priority: int = 0) -> Request:
     spec = EngineRequest(str(order), (1,), SamplingParams(), 0, frozenset(), frozenset(), 0.0, priority=priority)
-    return Request(spec, limit=9, order=order, tokens=[1])
+    return Request(spec, limit=9, order=order, tokens=array("i", [1]))
 
 
 def drain(queue: Queue) -> list[int]:

@@ -1,3 +1,5 @@
+from array import array
+
 from quire.sched.stop import finish
 from quire.types.request import EngineRequest, Request
 from quire.types.sampling import RepetitionDetectionParams, SamplingParams
@@ -5,7 +7,7 @@ from quire.types.sampling import RepetitionDetectionParams, SamplingParams
 
 def after(sampled: list[int], limit: int = 100, **params) -> object:
     spec = EngineRequest("r", (7, 7, 7), SamplingParams(max_tokens=90, **params), 0, frozenset({1, 2}), frozenset({2}), 0.0)
-    return finish(Request(spec, limit=limit, order=0, tokens=[7, 7, 7, *sampled]), sampled[-1])
+    return finish(Request(spec, limit=limit, order=0, tokens=array("i", [7, 7, 7, *sampled])), sampled[-1])
 
 
 def test_stop_ids():

@@ -91,7 +91,7 @@ class Full:
         table, size = request.pages[self.number], self.page_size
         for i in range(first, last):
             if table[i] != NULL:
-                self.pool.publish(table[i], (self.number, request.keys[i]), request.tokens[i * size : (i + 1) * size])
+                self.pool.publish(table[i], (self.number, request.keys[i]), request.tokens[i * size : (i + 1) * size].tobytes())
 
     def free(self, request: Request) -> None:
         self.pool.drop(request.pages[self.number])
@@ -103,7 +103,7 @@ class Full:
 
     def _find(self, request: Request, i: int) -> int:
         size = self.page_size
-        return self.pool.find((self.number, request.keys[i]), request.tokens[i * size : (i + 1) * size])
+        return self.pool.find((self.number, request.keys[i]), request.tokens[i * size : (i + 1) * size].tobytes())
 
 
 class Window(Full):

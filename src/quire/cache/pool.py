@@ -34,7 +34,7 @@ class Pool:
         self._queued = [True] * (pages + 1)  # is in _beginnings
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._index: dict[Key, int] = {}
-        self._content: list[tuple[Key, list[int]] | None] = [None] * (pages + 1)
+        self._content: list[tuple[Key, bytes] | None] = [None] * (pages + 1)
 
     @property
     def free(self) -> int:
@@ -44,9 +44,13 @@ class Pool:
         """That many pages with unspecified content, each with one reference, for a sequence that ends with `after`."""
         if count > self.free:
             raise EngineError(f"{count} pages were taken, but only {self.free} of {self.pages} are free")
-        taken = []
+        blank, taken = self._blank, []
         for _ in range(count):
-            after = self._next(after) if self._blank else self._evict()
+            after += 1
+            if after > 1 and after in blank:  # behind the sequence's last page
+                blank.remove(after)
+            else:
+                after = self._beginning() if blank else self._evict()
             self.refs[after] = 1
             taken.append(after)
         return taken
@@ -72,13 +76,13 @@ class Pool:
                 else:
                     self._cached[page] = None
 
-    def publish(self, page: int, key: Key, tokens: list[int]) -> None:
+    def publish(self, page: int, key: Key, tokens: bytes) -> None:
         """Lets `page` be found by `key`. The first page of a key stays; another one with the same content remains private."""
         if key not in self._index and self._content[page] is None:
             self._index[key] = page
             self._content[page] = (key, tokens)
 
-    def find(self, key: Key, tokens: list[int]) -> int:
+    def find(self, key: Key, tokens: bytes) -> int:
         """The page with that content, or NULL. The tokens are compared: a key alone proves nothing."""
         page = self._index.get(key, NULL)
         if page != NULL:
@@ -117,14 +121,12 @@ class Pool:
         if any(page in published for page in self._blank):
             raise EngineError("a blank page has content")
 
-    def _next(self, after: int) -> int:
-        """A blank page: the one behind `after`, else the beginning with the most room."""
-        page = after + 1
-        if after == NULL or page not in self._blank:
-            page = NULL
-            while page not in self._blank:
-                _, page = heapq.heappop(self._beginnings)
-                self._queued[page] = False
+    def _beginning(self) -> int:
+        """The blank page with the most room behind it."""
+        page = NULL
+        while page not in self._blank:
+            _, page = heapq.heappop(self._beginnings)
+            self._queued[page] = False
         self._blank.remove(page)
         return page
 

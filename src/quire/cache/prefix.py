@@ -19,12 +19,12 @@ def root(salt: Sequence[str]) -> bytes:
     return digest.digest()
 
 
-def extend_keys(keys: list[bytes], tokens: list[int], page_size: int, salt: Sequence[str]) -> None:
+def extend_keys(keys: list[bytes], tokens: "array[int]", page_size: int, salt: Sequence[str]) -> None:
     """Appends the keys of the full pages of `tokens` that `keys` lacks."""
     count = len(tokens) // page_size
     if len(keys) >= count:
         return
     parent = keys[-1] if keys else root(salt)
     for start in range(len(keys) * page_size, count * page_size, page_size):
-        parent = sha256(parent + array("i", tokens[start : start + page_size]).tobytes()).digest()
+        parent = sha256(parent + tokens[start : start + page_size].tobytes()).digest()
         keys.append(parent)

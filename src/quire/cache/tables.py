@@ -6,7 +6,6 @@ It keeps `request.pages`, `covered`, `keys` and `published`; the scheduler keeps
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from quire.cache.groups import make_groups
 from quire.cache.pool import NULL, Pool
@@ -14,13 +13,7 @@ from quire.cache.prefix import extend_keys
 from quire.types.cache import CacheLayout
 from quire.types.request import Request
 
-
-class Entries(NamedTuple):
-    """New page-table entries: table[group][first + i] = pages[i]."""
-
-    group: int
-    first: int
-    pages: list[int]
+Entries = tuple[int, int, list[int]]  # new page-table entries: table[group][first + i] = pages[i], as group, first, pages
 
 
 class Tables:
@@ -78,7 +71,7 @@ class Tables:
             if count:
                 table = request.pages[number]
                 pages = self.pool.take(count, after=table[-1] if table else NULL)
-                grown.append(Entries(number, self.groups[number].grow(request, pages), pages))
+                grown.append((number, self.groups[number].grow(request, pages), pages))
         request.covered = -(-end // self.page_size) * self.page_size
         return grown
 
@@ -88,7 +81,7 @@ class Tables:
         for number, table in enumerate(request.pages):
             first = table.count(NULL)
             if first < len(table):
-                whole.append(Entries(number, first, table[first:]))
+                whole.append((number, first, table[first:]))
         return whole
 
     def publish(self, request: Request) -> None:

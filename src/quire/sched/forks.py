@@ -6,6 +6,7 @@
 A child may share only what its parent wrote for the same tokens under the same salt, so both are compared.
 """
 
+from array import array
 from collections.abc import Iterator
 
 from quire.sched.queue import Order
@@ -62,7 +63,7 @@ class Forks:
             self._parked.pop(parent, None)
 
 
-def common_prefix(a: list[int], b: list[int]) -> int:
+def common_prefix(a: "array[int]", b: "array[int]") -> int:
     shorter = min(len(a), len(b))
     if a[:shorter] == b[:shorter]:
         return shorter

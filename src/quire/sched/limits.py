@@ -25,9 +25,8 @@ class Limits:
 
     def row_length(self, request: Request, left: int) -> int:
         """How many tokens its next row has when the step has room for `left`; 0 if it gets none."""
-        total = len(request.tokens) + request.pending
-        known = total - request.computed
-        if known < 1 or total >= request.limit:
+        known = request.known
+        if known < 1 or request.computed + known >= request.limit:
             return 0
         if known == 1:  # by far the most frequent, and neither budget nor cap can cut it
             return 1

@@ -45,7 +45,7 @@ class PlanBuilder:
         self._admitted.append(
             Admission(
                 slot=request.slot,
-                tokens=_ints(request.tokens),
+                tokens=np.array(request.tokens),
                 prompt_length=len(spec.prompt),
                 start=start,
                 params=spec.params,

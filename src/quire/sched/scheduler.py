@@ -9,6 +9,7 @@ assigns (pages, slots, cached content) is in place for every later plan. A page 
 that fills it is planned, and reused as soon as its last reader is planned. Only `commit` learns token values.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 
@@ -71,7 +72,7 @@ class Scheduler:
             raise RequestError(f"request id {spec.id!r} is in use; ids of unfinished requests must differ", "request_id")
         limit = self._limits.admissible_length(spec)
         self.release([spec.id])
-        tokens = [*spec.prompt, *spec.resumed]
+        tokens = array("i", spec.prompt + spec.resumed)
         request = Request(spec, limit=limit, order=self._arrivals, tokens=tokens, scored=spec.scored)
         self._arrivals += 1
         self._live[spec.id] = request
@@ -135,6 +136,7 @@ class Scheduler:
         start, stop, news = len(request.tokens), None, list[int]()
         for token in tokens:
             request.tokens.append(token)
+            request.known += 1
             news.append(token)
             if (ending := finish(request, token)) is not None:
                 reason, stop = ending
@@ -222,8 +224,6 @@ class Scheduler:
             end = request.computed + 1
             if end <= request.easy:  # what `_place` does, for one token: most rows of most steps
                 request.computed = end
-                request.pending += 1
-                request.rows += 1
                 requests.append(request)
                 ends.append(end)
                 left -= 1
@@ -271,14 +271,15 @@ class Scheduler:
 
     def _place(self, request: Request, count: int, plan: PlanBuilder) -> None:
         request.computed += count
-        request.rows += 1
-        sample = request.computed == len(request.tokens) + request.pending
+        request.known -= count
+        sample = not request.known
         masked = sample and (request.constrained or may_be_cut(request))
         if sample:
-            request.pending += 1
+            request.known = 1
             if not request.spec.params.needs_masks:
                 request.easy = min(request.covered, request.limit - 1)
         else:
+            request.chunks += 1
             plan.owed += self._tables.demand(request, len(request.tokens))
         self._tables.publish(request)
         plan.row(request, count, request.computed, sample, masked)
@@ -303,16 +304,16 @@ class Scheduler:
         if parent is not None:
             shared = min(common_prefix(request.tokens, parent.tokens), len(request.tokens) - 1, plan.settled(parent))
             if shared > hit and self._tables.can_fork(parent, shared):
-                request.computed = shared
+                request.rewind(shared)
                 return self._tables.fork(request, parent, shared)
-        request.computed = hit
+        request.rewind(hit)
         self._tables.adopt(request, hit)
         return []
 
     def _give_back(self, request: Request, sources: list[int]) -> None:
         self._pool.drop(sources)
         self._tables.free(request)
-        request.computed = 0
+        request.rewind(0)
 
     def _fits(self, request: Request, owed: int) -> bool:
         """Is there room for all the tokens it has, beside what others still need for theirs? Held pages make way."""
@@ -383,7 +384,8 @@ class Scheduler:
         """It keeps nothing but its tokens."""
         self._vacate(request)
         self._tables.free(request)
-        request.computed = request.easy = request.look = 0
+        request.rewind(0)
+        request.easy = request.look = 0
 
     def _withdraw(self, request: Request) -> None:
         """From where it waits."""
@@ -407,25 +409,22 @@ class Scheduler:
     def commit(self, scheduled: Scheduled, result: StepResult) -> list[TokenDelta]:
         """What a step brought. Rows of requests that have left since are dropped here, and nowhere else."""
         deltas: list[TokenDelta] = []
-        requests, tokens = scheduled.requests, result.sampled.tolist()
+        rows: Iterable[tuple[Request, int]] = zip(scheduled.requests, result.sampled.tolist(), strict=True)
         special = {*scheduled.silent, *result.logprobs, *result.prompt_logprobs, *result.failed}
         if self._void:
-            special.update(range(len(requests)))
-        for i, request in enumerate(requests):
-            if i in special:
+            special.update(range(len(scheduled.requests)))
+        if special:
+            rows = [row for i, row in enumerate(rows) if i not in special]
+            for i in special:
                 deltas += self._commit_row(i, scheduled, result)
-                continue
-            token = tokens[i]
-            request.rows -= 1
-            request.pending -= 1
-            if request.finished is not None:
-                continue
-            known, spec = request.tokens, request.spec
-            known.append(token)
-            if token in spec.stop_ids or len(known) >= request.look:
-                deltas.append(self._consider(request, token))
-            else:
-                deltas.append(TokenDelta(spec.id, [token]))
+        for request, token in rows:
+            if request.finished is None:
+                tokens = request.tokens
+                tokens.append(token)
+                if token in request.stop_ids or len(tokens) >= request.look:
+                    deltas.append(self._consider(request, token))
+                else:
+                    deltas.append(TokenDelta(request.id, [token]))
         return deltas
 
     def _commit_row(self, i: int, scheduled: Scheduled, result: StepResult) -> list[TokenDelta]:
@@ -487,14 +486,14 @@ class Scheduler:
         return deltas
 
     def _returned(self, request: Request, sample: bool) -> bool:
-        """Counts one row back in. False if its result is of no use."""
-        request.rows -= 1
-        request.pending -= sample
-        if request in self._void:
-            if not request.rows:
-                self._void.discard(request)
-            return False
-        return request.finished is None
+        """Counts one row back in. False if its result is of no use, and then no token of it is to come any more."""
+        request.chunks -= not sample
+        useful = request.finished is None and request not in self._void
+        if sample and not useful:
+            request.known -= 1
+        if not request.rows:
+            self._void.discard(request)
+        return useful
 
     def _leave(self, request: Request, reason: FinishReason) -> None:
         """The end of a request, wherever it is."""

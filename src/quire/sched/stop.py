@@ -1,5 +1,7 @@
 """When a request is finished. Stop strings are text and are looked for by the text half."""
 
+from array import array
+
 from quire.types.request import FinishReason, Request
 from quire.types.sampling import RepetitionDetectionParams
 
@@ -25,7 +27,7 @@ def attention(request: Request) -> int:
     return 0 if request.spec.params.repetition_detection is not None else request.limit
 
 
-def repeats(tokens: list[int], prompt_length: int, pattern: RepetitionDetectionParams) -> bool:
+def repeats(tokens: "array[int]", prompt_length: int, pattern: RepetitionDetectionParams) -> bool:
     """Are the last sampled tokens one pattern, `min_count` times in a row? A tail with period p equals itself shifted by p."""
     for size in range(max(1, pattern.min_pattern_size), pattern.max_pattern_size + 1):
         length = size * pattern.min_count

@@ -14,7 +14,7 @@ def may_be_cut(request: Request) -> bool:
     params = request.spec.params
     if params.thinking_token_budget is None or request.thought:
         return False
-    return len(request.tokens) + request.pending - len(request.spec.prompt) >= params.thinking_token_budget
+    return request.computed + request.known - len(request.spec.prompt) >= params.thinking_token_budget
 
 
 def forced_end(request: Request) -> int | None:
@@ -25,7 +25,7 @@ def forced_end(request: Request) -> int | None:
         return None
     begun = len(request.tokens) - start - budget  # how much of the end has been forced
     if begun == 0:
-        thinking = request.tokens[start:]
+        thinking = request.tokens[start:].tolist()
         request.thought = any(thinking[i : i + len(ends)] == ends for i in range(len(thinking)))
     elif begun >= len(ends):
         request.thought = True

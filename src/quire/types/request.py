@@ -4,9 +4,13 @@
     computed  [ scheduled to be in the cache ......... )     an upper bound: rows in flight are counted
     known     = len(tokens) + pending - computed             what the device has not been asked to run yet
 
+`computed` and `known` are kept, `pending` follows from them: a row of one token that is sampled after moves `computed` alone,
+and a token that returns is only appended.
+
 There is no phase: a fresh prompt, a chunk of a long one, a resumed request and a decoding one differ only in `known`.
 """
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -47,10 +51,12 @@ class Request:
     spec: EngineRequest
     limit: int  # never more tokens than this, prompt included
     order: int  # arrival number, breaks ties
-    tokens: list[int]
+    tokens: "array[int]"
     computed: int = 0
-    pending: int = 0
-    rows: int = 0  # rows in flight
+    known: int = field(init=False)
+    id: str = field(init=False)  # of the spec
+    stop_ids: frozenset[int] = field(init=False)  # of the spec
+    chunks: int = 0  # rows in flight that bring no token
     easy: int = 0  # rows of one token up to here need no page and no thought; 0 while more than one token is known
     look: int = 0  # a new token that makes it this long may end it, fill a page, or is news beyond itself
     slot: int = -1
@@ -66,11 +72,26 @@ class Request:
     finished: FinishReason | None = None
     thought: bool = False  # its reasoning is known to be over; matters only if that has a budget
 
+    def __post_init__(self) -> None:
+        self.known = len(self.tokens)
+        self.id, self.stop_ids = self.spec.id, self.spec.stop_ids
+
     @property
     def constrained(self) -> bool:
         """What it may draw is a grammar's matter."""
         return self.spec.params.structured_outputs is not None
 
     @property
-    def known(self) -> int:
-        return len(self.tokens) + self.pending - self.computed
+    def pending(self) -> int:
+        """Tokens that are sampled by rows in flight."""
+        return self.known + self.computed - len(self.tokens)
+
+    @property
+    def rows(self) -> int:
+        """Rows in flight."""
+        return self.pending + self.chunks
+
+    def rewind(self, computed: int) -> None:
+        """Of what it has, only so much is in the cache."""
+        self.known += self.computed - computed
+        self.computed = computed
