@@ -151,17 +151,17 @@ def test_steps_with_prompts_find_a_graph_after_idle_time(max_seqs):
     buckets = worth_having(max_seqs, 2048)
     for rows in {1, min(3, max_seqs), min(50, max_seqs), min(64, max_seqs)}:
         for tokens in (rows + 1, 100, 512, 540, 1000, 1024, 2048):
-            need = Room(3 * (rows - 1) - 1, 0, 20)
+            need = Room(3 * (rows - 1) - 1, 0, tokens // 32 + rows)
             own = prompt_bucket(need, rows, max(tokens, rows + 1), max_seqs)
             assert own.rows > rows and own.tokens >= tokens
             assert own in buckets or substitute(own, need, buckets) is not None
 
 
 def test_steps_with_prompts_are_coarse():
-    assert prompt_bucket(Room(100, 0, 40), 3, 500, 256) == Bucket(16, Room(256, 0, 64), 512)
-    assert prompt_bucket(Room(0, 3, 1), 5, 17, 256) == Bucket(16, Room(64, 64, 32), 32)
-    assert prompt_bucket(Room(0, 0, 1), 256, 1100, 512) == Bucket(288, Room(1024, 0, 32), 1280)
-    assert prompt_bucket(Room(0, 0, 1), 300, 1100, 512) == Bucket(513, Room(1024, 0, 32), 1280)
+    assert prompt_bucket(Room(100, 0, 140), 3, 500, 256) == Bucket(16, Room(256, 0, 256), 512)
+    assert prompt_bucket(Room(0, 3, 1), 5, 17, 256) == Bucket(16, Room(64, 64, 128), 32)
+    assert prompt_bucket(Room(0, 0, 1), 256, 1100, 512) == Bucket(288, Room(1024, 0, 128), 1280)
+    assert prompt_bucket(Room(0, 0, 1), 300, 1100, 512) == Bucket(513, Room(1024, 0, 128), 1280)
     assert prompt_bucket(Room(0, 0, 1), 5, MOST_TOKENS + 1, 256) is None
     assert prompt_bucket(Room(0, 0, 1), 513, 700, 512) is None
     assert prompt_bucket(Room(MOST_ROOM.splits, 0, 1), 3, 500, 256) is None

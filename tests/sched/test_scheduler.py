@@ -96,6 +96,46 @@ def test_impossible_numbers():
         Desk(pages=0)
 
 
+# ---- pages ahead ---------------------------------------------------------------------------------------------------------
+
+
+def taken(desk: Desk) -> list[int]:
+    """How many pages each plan so far brought."""
+    return [len(plan.entry_page) for plan in desk.plans]
+
+
+def test_where_pages_are_plenty_a_request_takes_some_ahead_and_never_more_than_it_can_fill():
+    desk = Desk(pages=100, max_seqs=2)
+    desk.add("a", A, 25)  # 36 positions are stored: 9 pages
+    desk.finish()
+    assert [count for count in taken(desk) if count] == [3 + 3, 3]
+    assert desk.right("a") and desk.scheduler.stats.free_pages == 100
+
+
+def test_where_pages_are_few_it_takes_what_it_needs():
+    small = Desk(pages=20, max_seqs=2)  # too few for what all its slots might take ahead
+    small.add("a", A, 9)  # 20 positions are stored: 5 pages
+    small.finish()
+    assert [count for count in taken(small) if count] == [3, 1, 1]
+    full = Desk(pages=24, max_seqs=2, budget=128, max_model_len=90)
+    full.add("big", range(73), 4)
+    full.add("a", A, 9)
+    full.finish()
+    assert [count for count in taken(full) if count] == [19 + 3, 1, 1]
+    assert small.right("a") and full.right("a", "big")
+
+
+def test_who_is_aborted_leaves_its_full_pages_behind():
+    desk = Desk()
+    desk.add("a", A[:4], 20)
+    desk.step(10)
+    said = desk.tokens("a")
+    desk.core.abort(["a"])
+    desk.add("b", [*A[:4], *said], 1)
+    desk.finish()
+    assert len(said) == 10 and desk.heard["b"][0].cached_tokens == 12
+
+
 # ---- prefix cache --------------------------------------------------------------------------------------------------------
 
 

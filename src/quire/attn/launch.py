@@ -68,7 +68,7 @@ def geometry(share: int, head_dim: int, dtype: torch.dtype) -> Geometry:
     if dim_block > 128:
         return Geometry(dim_block, max(128, heads), 64, 8, 2, max(16, heads), 64, 4, 2, max(64, heads), 4, 2)
     if dim_block > 64:
-        return Geometry(dim_block, max(256, heads), 64, 8, 3, max(16, heads), 128, 4, 2, max(128, heads), 8, 2)
+        return Geometry(dim_block, max(128, heads), 64, 8, 3, max(16, heads), 128, 4, 2, max(128, heads), 8, 2)
     return Geometry(dim_block, max(128, heads), 64, 4, 3, max(16, heads), 128, 4, 2, max(128, heads), 8, 2)
 
 

@@ -32,7 +32,7 @@ PARTS = 8192  # at a time
 COPIED = 1 << 18  # keys times heads that are copied at a time
 LONG = 512  # tokens in a row whose keys are worth copying
 DEEP = 4096  # keys of a row of several tokens that are as well, where tiles over pages would be long and ...
-FEW_TILES = 16  # ... leave most of the device idle: beside the tiles of long rows they do not
+FEW_TILES = 32  # ... leave most of the device idle: beside the tiles of long rows they do not
 
 
 class TritonAttention:

@@ -13,6 +13,7 @@ from quire.cache.prefix import extend_keys
 from quire.types.cache import CacheLayout
 from quire.types.request import Request
 
+PUBLISHED = 4  # pages of sampled tokens at a time; a request that ends or gives way publishes the rest
 Entries = tuple[int, int, list[int]]  # new page-table entries: table[group][first + i] = pages[i], as group, first, pages
 
 
@@ -23,6 +24,11 @@ class Tables:
         self.pool = Pool(pages)
         self.groups = make_groups(layout, self.pool, chunk)
         self._forgetful = [group for group, spec in zip(self.groups, layout.groups, strict=True) if spec.window is not None]
+
+    @property
+    def keeps_all(self) -> bool:
+        """No page comes back before its request ends."""
+        return not self._forgetful
 
     def find(self, request: Request) -> int:
         """How many leading tokens are cached: full pages only, and never the last token, whose logits are wanted."""
@@ -97,8 +103,8 @@ class Tables:
         request.published = last
 
     def next_publication(self, request: Request) -> int:
-        """With fewer tokens than this there is no further page to publish."""
-        return (request.published + 1) * self.page_size if self.prefix_caching else sys.maxsize
+        """With so many tokens there are pages to publish: some at a time, since that costs little more than one."""
+        return (request.published + PUBLISHED) * self.page_size if self.prefix_caching else sys.maxsize
 
     def forget(self, request: Request) -> None:
         """What this request's pages hold cannot be trusted."""

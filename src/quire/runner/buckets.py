@@ -22,7 +22,7 @@ BORROWED = 2  # times as large another bucket may be, in rows and in splits; sha
 MOST_TOKENS = 2048  # more keep the device busy while they are launched one by one
 TOKEN_BUCKETS = (16, 32, *range(64, 1024, 64), *range(1024, MOST_TOKENS + 1, 256))
 ROW_BUCKETS_BESIDE_PROMPTS = (16, 80, 288, MOST_ROWS + 1)  # more than 64 and 256, of which people are fond
-LEAST_TILES = 32
+LEAST_TILES = 128  # enough for MOST_TOKENS in a few rows
 MOST_PROMPT_SPLITS = 256  # of the keys before the last tokens of all prompts
 BORROWED_BESIDE_PROMPTS = 4
 

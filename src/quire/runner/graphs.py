@@ -15,11 +15,13 @@ tokens that are left, and the others are empty. Where rows ask for more than a d
 (edits, logprobs), nobody is a drawer, and the sampler goes on from the logits.
 
 A bucket without a graph borrows that of a somewhat larger one, or runs eagerly; one that is wanted often enough is recorded
-within a step, which its first replay then is, and idle time is used to record buckets before anybody wants them.
+within a step, which its first replay then is, and idle time is used to record buckets before anybody wants them. Recording
+makes people wait for a few steps' time: ragged buckets that can borrow, at little cost, are left to idle time.
 `buckets.py` has the sizes and the order.
 """
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -164,7 +166,8 @@ class Graphs:
             return own, work
         other = substitute(own, need, self._recorded)
         self._wanted[own] += 1
-        due = self._wanted[own] >= (WANTED if other is None else MISSED) and self._taken < self._allowance
+        enough = WANTED if other is None else sys.maxsize if own.tokens else MISSED
+        due = self._wanted[own] >= enough and self._taken < self._allowance
         chosen = own if due else other
         return None if chosen is None else (chosen, work)
 

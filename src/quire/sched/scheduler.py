@@ -28,6 +28,8 @@ from quire.types.plan import StepResult, TopLogprobs
 from quire.types.request import EngineRequest, FinishReason, Request
 from quire.types.stats import Stats
 
+AHEAD = 3  # pages that a growing request gets beyond what it needs now, where they are plenty: it asks less often
+
 
 class Scheduler:
     def __init__(
@@ -62,6 +64,8 @@ class Scheduler:
         self._last: Scheduled | None = None  # the latest step
         self._blocked: tuple[Request, int] | None = None  # who did not fit, and pool.returned at that time
         self._max_seqs = max_seqs
+        self._ahead = AHEAD * layout.page_size if self._tables.keeps_all and pages >= 4 * AHEAD * max_seqs else 0
+        self._owed = 0  # by the latest plan
         self._arrivals = self._step = self._queries = self._hits = self._preemptions = 0
 
     # ---- coming and going ------------------------------------------------------------------------------------------------
@@ -207,7 +211,7 @@ class Scheduler:
             plan.give(request, start)
         scheduled = plan.build(self._retired, self._last)
         if scheduled is not None:
-            self._retired, self._given = [], {}
+            self._retired, self._given, self._owed = [], {}, plan.owed
             self._step += 1
             self._last = scheduled
         return scheduled
@@ -328,13 +332,15 @@ class Scheduler:
         if end <= request.covered:
             return True
         self._tables.trim(request)
-        while (grown := self._tables.grow(request, end)) is None:
-            if self._drop_oldest_hold():
-                continue
-            victim = self._running[-1]
-            self._preempt(victim)
-            if victim is request:
-                return False
+        plenty = self._pool.free - self._owed > self._pool.pages // 4
+        grown = self._tables.grow(request, max(end, min(end + self._ahead, request.limit - 1)) if plenty else end)
+        while grown is None:
+            if not self._drop_oldest_hold():
+                victim = self._running[-1]
+                self._preempt(victim)
+                if victim is request:
+                    return False
+            grown = self._tables.grow(request, end)
         plan.enter(request.slot, grown)
         return True
 
@@ -382,6 +388,8 @@ class Scheduler:
 
     def _unseat(self, request: Request) -> None:
         """It keeps nothing but its tokens."""
+        if request not in self._void:
+            self._tables.publish(request)
         self._vacate(request)
         self._tables.free(request)
         request.rewind(0)
@@ -500,6 +508,8 @@ class Scheduler:
         request.finished = reason
         del self._live[request.spec.id]
         if request.slot >= 0:
+            if reason != "error" and request not in self._void:
+                self._tables.publish(request)
             self._vacate(request)
             if request.spec.hold and reason not in ("abort", "error"):
                 self._forks.held[request.spec.id] = request
