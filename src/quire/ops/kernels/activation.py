@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.math import tanh
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
@@ -33,6 +34,7 @@ def activate(x, KIND: tl.constexpr):
     return y
 
 
+@launched
 @triton.jit
 def _gated(
     x,  # [rows, 2 * size] gate, up

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor, dtype
 
 from quire.ops.kernels.activation import KINDS, activate
+from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
 
@@ -61,6 +62,7 @@ def pair_values(both, PAIRS: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constex
     return activate(gate.to(DTYPE).to(tl.float32), KIND).to(DTYPE).to(tl.float32) * up.to(DTYPE).to(tl.float32)
 
 
+@launched
 @triton.jit
 def _linear(
     x,  # [rows, INNER]

@@ -9,11 +9,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.kernels import moe_few, moe_many
+from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
 FEW_SLOTS = 64  # so few rarely share an expert
 
 
+@launched
 @triton.jit
 def _route(
     logits,  # [T, EXPERTS]

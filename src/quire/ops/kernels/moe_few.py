@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.kernels.activation import KINDS
+from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.linear import eighths, pair_rows, pair_values, stream
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
@@ -24,6 +25,7 @@ class Program(NamedTuple):
 UP, DOWN, DOWN_MORE = Program(1, 4), Program(1, 4), Program(2, 1)  # by measurement; the last for more than one token
 
 
+@launched
 @triton.jit
 def _up(
     x,  # [T, INNER]
@@ -50,6 +52,7 @@ def _up(
     tl.store(out + slot * outputs + n, value.to(out.dtype.element_ty), mask=n < outputs)
 
 
+@launched
 @triton.jit
 def _down(
     inner,  # [T * TOP_K, INNER]

@@ -15,12 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.kernels.activation import KINDS, activate
+from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
 SUM_BLOCK = 1024
 STEP = 128  # slots a program sorts at a time
 
 
+@launched
 @triton.jit(do_not_specialize=["slots"])
 def _count(
     experts,  # [slots]
@@ -43,6 +45,7 @@ def _count(
     tl.store(counts + tl.program_id(0) * EXPERTS + expert, count, mask=expert < EXPERTS)
 
 
+@launched
 @triton.jit(do_not_specialize=["slots", "chunks"])
 def _place(
     experts,  # [slots]
@@ -99,6 +102,7 @@ def sort_slots(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return order, ends
 
 
+@launched
 @triton.jit
 def _product(
     x,  # [rows, INNER]
@@ -194,6 +198,7 @@ def product(
     return out
 
 
+@launched
 @triton.jit
 def _weighted_sum(
     y,  # [T, TOP_K, size]

@@ -4,9 +4,11 @@ import triton
 import triton.language as tl
 from torch import Tensor, empty_like
 
+from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
 
+@launched
 @triton.jit
 def _rms_norm(
     x,  # [rows, SIZE]

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.kernels.launcher import launched
 from quire.ops.sample import BROKEN, CHUNK, GROUP, NOTHING_ALLOWED
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def _narrow(counts, prefix, rank, shift):
     return (prefix | (found.to(tl.uint32) << shift)).to(tl.uint32), rank
 
 
+@launched
 @triton.jit
 def _scan(
     logits,  # [N, V] float32
@@ -223,6 +225,7 @@ def _noisiest_before(
     return tl.min(tl.where(best == tl.max(best), where, NOWHERE))
 
 
+@launched
 @triton.jit(do_not_specialize=["token_stride", "out_stride"])
 def _pick(
     logits,  # [N, V] float32

@@ -5,9 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.kernels.launcher import launched
+
 CHUNK = 4096
 
 
+@launched
 @triton.jit
 def _score_chunks(
     logits,  # [n, V] float32
@@ -32,6 +35,7 @@ def _score_chunks(
     tl.store(above + mine, tl.sum((x > bar).to(tl.int32)))
 
 
+@launched
 @triton.jit
 def _score_rows(
     peaks,  # [n, CHUNKS] float32
