@@ -99,7 +99,8 @@ class FixedCuts:
         return sum(_counts(rows, room))
 
     def numbers(self, cut: tuple[Cuts, Ints], rows: int, room: Room) -> Ints:
-        out = np.full(self.size(rows, room), -1, np.int32)
+        out = np.empty(self.size(rows, room), np.int32)
+        out.fill(-1)
         made, tiles = cut
         at = 0
         for array, count in zip((made.splits, made.merges, made.shared, made.members, tiles), _counts(rows, room), strict=True):

@@ -73,7 +73,9 @@ class Slots:
                 for newcomer in newcomers:
                     row = self.prefixes.pages[each, newcomer, :used]
                     self.mail.write(self.tables, (each * slots + newcomer) * width, row, width)
-            others = ~np.isin(slot, newcomers)
+            old = np.ones(slots, np.bool_)
+            old[newcomers] = False
+            others = old[slot]
             group, slot, index, page = group[others], slot[others], index[others], page[others]
         if len(page):
             self.mail.scatter(self.tables, (group.astype(np.int64) * slots + slot) * width + index, page)

@@ -13,6 +13,7 @@ from torch import Tensor, dtype
 
 from quire.ops.kernels.activation import KINDS, activate
 from quire.ops.kernels.launcher import launched
+from quire.ops.kernels.math import cdiv
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
 
@@ -106,7 +107,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "",
     matrix_rows, warps = (2, 8) if inner >= 2048 else (4, 4)
     block = matrix_rows // 2 if activation else matrix_rows
     # one axis: a vocabulary has more blocks than a second axis may have programs
-    _linear[(x.numel() // inner * triton.cdiv(outputs, block),)](
+    _linear[(x.numel() // inner * cdiv(outputs, block),)](
         x, weight, weight if bias is None else bias, out, outputs, INNER=inner, BIAS=bias is not None,
         KIND=KINDS[activation] if activation else "", BLOCK_N=block, BLOCK_K=256 * warps, num_warps=warps, **overlapping(),
     )  # fmt: skip

@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.ops.kernels.activation import KINDS, activate
 from quire.ops.kernels.launcher import launched
+from quire.ops.kernels.math import cdiv
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
 OUTPUTS = 64  # of a program
@@ -99,7 +100,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     outputs = len(weight) // 2
     out = x.new_empty(rows, outputs)
     tile = next(tile for tile in TILES if tile.rows + tile.more >= rows)
-    _gated_rows[(triton.cdiv(outputs, OUTPUTS),)](
+    _gated_rows[(cdiv(outputs, OUTPUTS),)](
         weight if bias is None else bias, out, rows, outputs, inner,
         _blocks(x, tile.rows), _blocks(x, tile.more or tile.rows), _blocks(weight, OUTPUTS),
         BIAS=bias is not None, KIND=KINDS[activation], ROWS=tile.rows, MORE=tile.more, BLOCK_N=OUTPUTS, BLOCK_K=BLOCK_K,

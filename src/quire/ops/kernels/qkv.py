@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.kernels.launcher import launched
+from quire.ops.kernels.math import cdiv, power_of_two
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 from quire.ops.kv import lies_by_page
 
@@ -127,12 +128,12 @@ def place_heads(
     cos, sin = (qkv, qkv) if rotation is None else (rotation.cos, rotation.sin)
     query_weight, key_weight = (qkv, qkv) if norms is None else (norms.query, norms.key)
     if tokens:
-        _place_heads[(tokens, triton.cdiv(lanes, HEADS_PER_PROGRAM))](
+        _place_heads[(tokens, cdiv(lanes, HEADS_PER_PROGRAM))](
             qkv, kv, write, positions, cos, sin, query_weight, key_weight, qkv.stride(0), kv.stride(0),
             0.0 if norms is None else norms.eps, 0.0 if norms is None else norms.offset,
             HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size, HALF=half,
-            ROTATE=rotation is not None, NORM=norms is not None, HALF_BLOCK=triton.next_power_of_2(half),
-            REST_BLOCK=triton.next_power_of_2(max(head_dim - 2 * half, 1)), HEAD_BLOCK=HEADS_PER_PROGRAM,
+            ROTATE=rotation is not None, NORM=norms is not None, HALF_BLOCK=power_of_two(half),
+            REST_BLOCK=power_of_two(max(head_dim - 2 * half, 1)), HEAD_BLOCK=HEADS_PER_PROGRAM,
             **overlapping(),
         )  # fmt: skip
     return qkv.as_strided((tokens, heads, head_dim), (qkv.stride(0), head_dim, 1))
