@@ -63,8 +63,8 @@ class TritonAttention:
             self.plan(batch, group, spec, kv)
         plans: list[Plan] = batch.plans["triton", group]
         covered = batch.rows[-1][0] + batch.rows[-1][1] if batch.rows else 0
-        make = torch.empty if covered == len(query) else torch.zeros
-        out = make(query.shape, dtype=query.dtype, device=query.device)
+        make = torch.empty_like if covered == query.shape[0] else torch.zeros_like
+        out = make(query, memory_format=torch.contiguous_format)
         for plan in plans:
             Launch(spec, plan, query, kv, out, batch, batch.groups[group].tables, sinks).run()
         return out

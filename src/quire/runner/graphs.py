@@ -3,7 +3,7 @@
 A graph is recorded for a bucket, so many rows and tokens with room for so much attention work, over inputs that stay where
 they are:
 
-    numbers   [ slot, end, prompt, drawer of each row (int64) | starts | attention plan of group 0 | ... ]  one copy a step
+    numbers   [ slot, end, prompt, drawer of each row (int64) | starts | attention plan of group 0 | ... ]  by the mail
               ragged: ... | plan of group 0 for the rows' last tokens, which alone go on behind the last attention | ... ]
     fill      numbers, slots ─► ids, positions, key lengths, tables, places to write                        in the graph
     model     ─► logits [rows, V]                                                                           in the graph

@@ -67,7 +67,7 @@ class Edit(Stage, Protocol):
 
 
 class Columns:
-    """Numbers of every slot, in one piece of memory: one copy brings the device up to date, and what is on the device stays
+    """Numbers of every slot, in one piece of memory: one delivery brings the device up to date, and what is on the device stays
     where it is, so that recorded launches may read it. On a CPU both sides are the same memory."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
