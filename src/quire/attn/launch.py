@@ -95,6 +95,19 @@ class Launch:
     tables: Tensor  # [R, max_pages] int32
     sinks: Tensor | None  # [heads]
 
+    def __post_init__(self) -> None:
+        """What several of the kernels are given."""
+        spec, kv = self.spec, self.kv
+        share = spec.heads // spec.kv_heads
+        self._shape = geometry(share, spec.head_dim, kv.dtype)
+        self._biases = self.out if self.sinks is None else self.sinks
+        self._query_stride, self._out_stride = self.query.stride(0), self.out.stride(0)
+        self._page_strides = kv.stride(0), kv.stride(1), self.tables.stride(0)
+        self._options: dict[str, Any] = {
+            "SHARE": share, "HEAD_DIM": spec.head_dim,
+            "SOFT_CAP": spec.soft_cap or 0.0, "SINKS": self.sinks is not None,
+        }  # fmt: skip
+
     def run(self) -> None:
         assert lies_by_page(self.kv) and self.query.stride()[1:] == (self.spec.head_dim, 1)
         # Taken whether it is needed or not: the rehearsal of a large step sees what any step may take.
@@ -113,30 +126,14 @@ class Launch:
         parts = plan.parts * spec.heads * (spec.head_dim + 1)
         return max(parts, 2 * plan.copied * spec.head_dim * self.kv.element_size() // 4)
 
-    def _shape(self) -> Geometry:
-        return geometry(self.spec.heads // self.spec.kv_heads, self.spec.head_dim, self.kv.dtype)
-
-    def _options(self) -> dict[str, Any]:
-        spec = self.spec
-        return {
-            "SHARE": spec.heads // spec.kv_heads, "HEAD_DIM": spec.head_dim,
-            "SOFT_CAP": spec.soft_cap or 0.0, "SINKS": self.sinks is not None,
-        }  # fmt: skip
-
-    def _biases(self) -> Tensor:
-        return self.out if self.sinks is None else self.sinks
-
-    def _page_strides(self) -> tuple[int, int, int]:
-        return self.kv.stride(0), self.kv.stride(1), self.tables.stride(0)
-
     def _tiles(self) -> None:
         from quire.ops.kernels.attention import tiles_kernel
         from quire.ops.kernels.overlap import overlapping
 
-        batch, shape = self.batch, self._shape()
+        batch, shape = self.batch, self._shape
         tiles_kernel[(self.spec.kv_heads, self.plan.tiles.shape[0])](
-            self.query, self.kv, self.out, self._biases(), self.tables, batch.row_starts, batch.kv_lengths, self.plan.tiles,
-            self.query.stride(0), self.out.stride(0), *self._page_strides(), self.spec.scale, **self._options(),
+            self.query, self.kv, self.out, self._biases, self.tables, batch.row_starts, batch.kv_lengths, self.plan.tiles,
+            self._query_stride, self._out_stride, *self._page_strides, self.spec.scale, **self._options,
             DIM_BLOCK=shape.dim_block, PAGE_SIZE=self.kv.shape[3], WINDOW=self.spec.window or 0,
             BLOCK_M=shape.tile_m, BLOCK_N=shape.tile_n, num_warps=shape.tile_warps, num_stages=shape.tile_stages,
             **overlapping(),
@@ -148,14 +145,14 @@ class Launch:
         from quire.ops.kernels.attention import copy_kernel, long_tiles_kernel
         from quire.ops.kernels.overlap import overlapping
 
-        plan, spec, batch, shape = self.plan, self.spec, self.batch, self._shape()
+        plan, spec, batch, shape = self.plan, self.spec, self.batch, self._shape
         copy, block = memory.view(self.kv.dtype), [shape.long_n, spec.head_dim]
         at_once = min(spec.kv_heads, plan.copied // plan.keys)
         for first in range(0, spec.kv_heads, at_once):
             heads = min(at_once, spec.kv_heads - first)
             lane = heads * plan.keys
             copy_kernel[(heads, plan.copies.shape[0])](
-                self.kv, copy, self.tables, batch.kv_lengths, plan.copies, *self._page_strides(), first, plan.keys,
+                self.kv, copy, self.tables, batch.kv_lengths, plan.copies, *self._page_strides, first, plan.keys,
                 HEAD_DIM=spec.head_dim, PAGE_SIZE=self.kv.shape[3], BLOCK=shape.long_n, num_warps=4,
                 **overlapping(),
             )  # fmt: skip
@@ -164,8 +161,8 @@ class Launch:
                 for base in (copy, copy[lane * spec.head_dim :])
             )
             long_tiles_kernel[(heads, plan.long_tiles.shape[0])](
-                self.query, self.out, self._biases(), batch.row_starts, batch.kv_lengths, plan.long_tiles,
-                self.query.stride(0), self.out.stride(0), first, plan.keys, spec.scale, keys, values, **self._options(),
+                self.query, self.out, self._biases, batch.row_starts, batch.kv_lengths, plan.long_tiles,
+                self._query_stride, self._out_stride, first, plan.keys, spec.scale, keys, values, **self._options,
                 BLOCK_M=shape.long_m, BLOCK_N=shape.long_n, num_warps=shape.long_warps, num_stages=shape.long_stages,
                 **overlapping(),
             )  # fmt: skip
@@ -174,28 +171,28 @@ class Launch:
         from quire.ops.kernels.attention import merge_kernel, shared_kernel, splits_kernel
         from quire.ops.kernels.overlap import overlapping
 
-        plan, spec, shape, starts = self.plan, self.spec, self._shape(), self.batch.row_starts
+        plan, spec, shape, starts = self.plan, self.spec, self._shape, self.batch.row_starts
         parts, weights = memory, memory[plan.parts * spec.heads * spec.head_dim :]
         options = {
-            **self._options(), "DIM_BLOCK": shape.dim_block, "PAGE_SIZE": self.kv.shape[3],
+            **self._options, "DIM_BLOCK": shape.dim_block, "PAGE_SIZE": self.kv.shape[3],
             "HEADS": spec.heads, "SPLIT": cuts.SPLIT, "BLOCK_N": min(shape.split_n, cuts.SPLIT),
         }  # fmt: skip
         if plan.shared.shape[0]:
             shared_kernel[(spec.kv_heads, plan.shared.shape[0])](
-                self.query, self.kv, parts, weights, self._biases(), self.tables, starts, plan.shared, plan.members,
-                self.query.stride(0), *self._page_strides(), spec.scale, **options,
+                self.query, self.kv, parts, weights, self._biases, self.tables, starts, plan.shared, plan.members,
+                self._query_stride, *self._page_strides, spec.scale, **options,
                 BLOCK_M=shape.shared_m, num_warps=shape.shared_warps, num_stages=shape.shared_stages, **overlapping(),
             )  # fmt: skip
         if plan.splits.shape[0]:
             splits_kernel[(spec.kv_heads, plan.splits.shape[0])](
-                self.query, self.kv, self.out, parts, weights, self._biases(), self.tables, starts, plan.splits,
-                self.query.stride(0), self.out.stride(0), *self._page_strides(), spec.scale, **options,
+                self.query, self.kv, self.out, parts, weights, self._biases, self.tables, starts, plan.splits,
+                self._query_stride, self._out_stride, *self._page_strides, spec.scale, **options,
                 WINDOW=spec.window or 0, BLOCK_M=shape.split_m, num_warps=shape.split_warps, num_stages=shape.split_stages,
                 **overlapping(),
             )  # fmt: skip
         if plan.merges.shape[0]:
             merge_kernel[(spec.heads, plan.merges.shape[0])](
-                parts, weights, self.out, starts, plan.merges, self.out.stride(0),
+                parts, weights, self.out, starts, plan.merges, self._out_stride,
                 HEADS=spec.heads, HEAD_DIM=spec.head_dim, DIM_BLOCK=shape.dim_block, BLOCK=MERGED_AT_ONCE, num_warps=1,
                 **overlapping(),
             )  # fmt: skip

@@ -55,7 +55,7 @@ class Launched:
         device = driver.active.get_current_device()
         key = (device, *map(dtype_of, tensors), *map(kind_of, numbers), *options, *options.values())
         if reduce(or_, addresses, 0) % ALIGNED:
-            key = (*key, *(address % ALIGNED for address in addresses))
+            key = (*key, *(address % ALIGNED == 0 for address in addresses))
         form = self._forms.get(key)
         if form is None or any(LISTENERS or ()):
             self._launch_as_triton_does(grid, key, arguments, options)
