@@ -82,18 +82,17 @@ class FixedCuts:
         self._most_members, self._tile_tokens = most_members, tile_tokens
 
     def cut(self, counts: Ints, lengths: Ints, window: int | None, find: FindAlike) -> tuple[tuple[Cuts, Ints], Room] | None:
-        if window is None and ((counts >= LONG) & (lengths >= DEEP)).any():
-            return None
-        single = np.flatnonzero(counts == 1).astype(np.int32)
+        alone = counts == 1
+        single, tiles = alone.nonzero()[0].astype(np.int32), NOTHING
+        if len(single) < len(counts):
+            several = (~alone).nonzero()[0].astype(np.int32)
+            count, length = counts[several], lengths[several]
+            if window is None and ((count >= LONG) & (length >= DEEP)).any():
+                return None
+            tiles = cut_tiles(several, count, length, self._tile_tokens, np.zeros_like(several))
         alike = find(cuts.SPLIT) if window is None and len(single) >= FEWEST else NOTHING_ALIKE
         made = cut_rows(single, lengths[single], window, alike, self._most_members)
-        if made.parts > PARTS:
-            return None
-        tiles = NOTHING
-        if len(single) < len(counts):
-            several = np.flatnonzero(counts > 1).astype(np.int32)
-            tiles = cut_tiles(several, counts[several], lengths[several], self._tile_tokens, np.zeros_like(several))
-        return (made, tiles), Room(len(made.splits), len(made.shared), len(tiles))
+        return None if made.parts > PARTS else ((made, tiles), Room(len(made.splits), len(made.shared), len(tiles)))
 
     def size(self, rows: int, room: Room) -> int:
         return sum(_counts(rows, room))
@@ -104,7 +103,8 @@ class FixedCuts:
         made, tiles = cut
         at = 0
         for array, count in zip((made.splits, made.merges, made.shared, made.members, tiles), _counts(rows, room), strict=True):
-            out[at : at + array.size] = array.reshape(-1)
+            if array.size:
+                out[at : at + array.size] = array.reshape(-1)
             at += count
         if not room.tiles and made.rows < rows:  # what is left attends to itself
             padding = out[: 4 * room.splits].reshape(-1, 4)[len(made.splits) :][: rows - made.rows]
