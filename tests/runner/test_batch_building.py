@@ -34,11 +34,11 @@ def test_a_batch_is_what_walking_the_plan_gives(tenants, seed, reporters):
     pages = np.random.default_rng(seed).permutation(np.arange(1, 1 + GROUPS * SLOTS * PAGES)).reshape(GROUPS, SLOTS, PAGES)
     slots = Slots(SLOTS, LENGTH, GROUPS, PAGE, CPU)
     slots.tokens.fill_(-5)  # an old tenant's tokens must never be read
-    slots.admit(tuple(admission(s, tokens, prompt=prompt, start=start) for s, tokens, prompt, start, _ in tenants))
+    admitted = tuple(admission(s, tokens, prompt=prompt, start=start) for s, tokens, prompt, start, _ in tenants)
     written = [(g, s, i, int(pages[g, s, i])) for g in range(GROUPS) for s, *_ in tenants for i in range(PAGES)]
     rows = [(s, count, start + count, start + count == len(tokens)) for s, tokens, _, start, count in tenants]
-    step = plan(rows=rows, **entries(*written))
-    slots.write_tables(step)
+    step = plan(rows=rows, admitted=admitted, **entries(*written))
+    slots.take_in(step)
     slots.check(step)
     reporting = np.flatnonzero([row[0] in reporters for row in rows])
     batch, drawing = build_batch(step, slots, reporting)
@@ -83,8 +83,8 @@ def test_a_batch_is_what_walking_the_plan_gives(tenants, seed, reporters):
 
 def test_a_row_may_follow_a_draw_the_host_has_not_seen():
     slots = Slots(2, LENGTH, 1, PAGE, CPU)
-    slots.admit((admission(1, [4, 5]),))
-    first = plan(rows=[(1, 2, 2, True)])
+    first = plan(rows=[(1, 2, 2, True)], admitted=(admission(1, [4, 5]),))
+    slots.take_in(first)
     slots.check(first)
     _, drawing = build_batch(first, slots)
     slots.tokens[drawing.slot, drawing.end] = torch.tensor([77], dtype=torch.int32)
@@ -102,7 +102,7 @@ def test_a_row_may_follow_a_draw_the_host_has_not_seen():
 )
 def test_a_row_that_does_not_fit_its_slot_is_refused(row):
     slots = Slots(1, LENGTH, 1, PAGE, CPU)
-    slots.admit((admission(0, [1, 2, 3, 4, 5], start=2),))
+    slots.take_in(plan(admitted=(admission(0, [1, 2, 3, 4, 5], start=2),)))
     slots.check(plan(rows=[(0, 3, 5, True)]))
     with pytest.raises(EngineError, match="slot 0"):
         slots.check(plan(rows=[row]))
@@ -110,15 +110,16 @@ def test_a_row_that_does_not_fit_its_slot_is_refused(row):
 
 def test_a_new_tenant_gets_an_empty_table():
     slots = Slots(2, LENGTH, GROUPS, PAGE, CPU)
-    slots.write_tables(plan(**entries((0, 1, 0, 9), (1, 1, 2, 8), (0, 0, 0, 7))))
-    slots.retire(ints(1))
-    slots.admit((admission(1),))
+    slots.take_in(plan(**entries((0, 1, 0, 9), (1, 1, 2, 8), (0, 0, 0, 7))))
+    slots.take_in(plan(retired=ints(1), admitted=(admission(1),)))
     assert not slots.tables[:, 1].any() and slots.tables[0, 0, 0] == 7
+    slots.take_in(plan(retired=ints(1), admitted=(admission(1),), **entries((1, 1, 0, 5), (1, 0, 1, 6))))
+    assert slots.tables[:, 1].sum() == slots.tables[1, 1, 0] == 5 and slots.tables[1, 0, 1] == 6
 
 
 def test_too_many_tokens_are_refused():
     with pytest.raises(EngineError, match="41 tokens"):
-        Slots(1, LENGTH, 1, PAGE, CPU).admit((admission(0, [0] * 41),))
+        Slots(1, LENGTH, 1, PAGE, CPU).take_in(plan(admitted=(admission(0, [0] * 41),)))
 
 
 def test_ragged_arange():

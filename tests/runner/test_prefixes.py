@@ -37,7 +37,7 @@ def test_what_was_found_is_kept_until_someone_comes():
     made.write(ints(1), ints(2), ints(4), ints(60))  # a page of its own
     assert found(made, [0, 1, 2, 3], end=[15, 15, 15, 15]) is before
     assert found(made, [0, 1, 2, 3, 5]) is not before
-    made.clear(np.array([2]))
+    made.clear([2])
     assert not len(found(made, [0, 1, 2, 3]).order)
 
 

@@ -13,8 +13,7 @@ from quire.runner.warmup import KINDS, LONG, warm_up_steps
 def test_every_step_is_one_the_engine_could_be_asked_for(seqs, tokens, longest):
     slots = Slots(seqs, longest, 1, 16, torch.device("cpu"))
     for plan in warm_up_steps(seqs, tokens, longest):
-        slots.retire(plan.retired)
-        slots.admit(plan.admitted)
+        slots.take_in(plan)
         slots.check(plan)
         assert len(plan.slot) <= seqs
         assert plan.tokens <= tokens

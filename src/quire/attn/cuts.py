@@ -34,12 +34,22 @@ class Cuts:
     parts: int
 
 
+NO_CUTS = Cuts(
+    0, np.empty((0, 4), np.int32), np.empty((0, 3), np.int32), np.empty((0, 3), np.int32), np.empty((0, 2), np.int32), 0
+)
+
+
 def cut_tiles(row: Ints, count: Ints, length: Ints, tokens: int, place: Ints) -> Ints:
     """[tiles, 3] row, first token, place: those that see most come first, so that none of them is left over at the end."""
     each = -(-count // tokens)
-    first = _ragged_arange(each) * tokens
-    seen = np.repeat(length - count, each) + first
-    return np.stack((np.repeat(row, each), first, np.repeat(place, each)), axis=1)[np.argsort(-seen, kind="stable")]
+    tiles = np.empty((int(each.sum()), 3), np.int32)
+    if len(row) == 1:
+        tiles[:, 0], tiles[:, 2] = row, place
+        tiles[:, 1] = np.arange(len(tiles) - 1, -1, -1) * tokens
+        return tiles
+    tiles[:, 0], tiles[:, 2] = row.repeat(each), place.repeat(each)
+    tiles[:, 1] = _ragged_arange(each) * tokens
+    return tiles[np.argsort((count - length).repeat(each) - tiles[:, 1], kind="stable")]
 
 
 def cut_copies(row: Ints, length: Ints, block: int) -> tuple[Ints, Ints, int]:
@@ -52,26 +62,44 @@ def cut_copies(row: Ints, length: Ints, block: int) -> tuple[Ints, Ints, int]:
 
 def cut_rows(row: Ints, length: Ints, window: int | None, alike: Alike, most_members: int) -> Cuts:
     """Rows (rising) of one token. `alike` counts in splits; rows with a window read on their own."""
-    lowest = np.zeros_like(length) if window is None else np.maximum(length - window, 0) // SPLIT
-    each = (length - 1) // SPLIT - lowest + 1
-    parts = np.where(each > 1, each, 0)
-    first = np.cumsum(parts, dtype=np.int32) - parts
-    shared, members = np.empty((0, 3), np.int32), np.empty((0, 2), np.int32)
-    done = np.zeros_like(each)
+    if len(row) < 2:
+        return _cut_one(int(row[0]), int(length[0]), window) if len(row) else NO_CUTS
+    each = (length - 1) // SPLIT + 1
+    splits = np.empty((len(row), 4), np.int32)  # of each row the first that is its own
+    splits[:, 0], splits[:, 1], splits[:, 3] = row, 0, length
+    if window is not None:
+        splits[:, 1] = np.maximum(length - window, 0) // SPLIT
+        each -= splits[:, 1]
+    several = each > 1
+    if not several.any():
+        splits[:, 2] = -1
+        return Cuts(len(row), splits, NO_CUTS.merges, NO_CUTS.shared, NO_CUTS.members, 0)
+    parts = each * several
+    first = parts.cumsum(dtype=np.int32) - parts
+    splits[:, 2] = np.where(several, first, -1)
+    merges = np.stack((row, first, parts), axis=1)[several]
+    shared, members = NO_CUTS.shared, NO_CUTS.members
     if len(alike.order) and window is None:
         shared, depth = _cut_shared(alike, most_members)
         if len(shared):
             place = np.searchsorted(row, alike.order)
-            done[place] = depth
             members = np.stack((alike.order, first[place]), axis=1)
-    own = each - done
-    splits = np.stack((row, lowest + done, np.where(parts > 0, first + done, -1), length), axis=1).repeat(own, axis=0)
-    within = _ragged_arange(own)
-    splits[:, 1] += within
-    splits[:, 2] += within
-    merging = np.flatnonzero(parts)
-    merges = np.stack((row[merging], first[merging], parts[merging]), axis=1)
+            splits[place, 1:3] += depth[:, None]
+            each[place] -= depth
+    splits = splits.repeat(each, axis=0)
+    splits[:, 1:3] += _ragged_arange(each)[:, None]
     return Cuts(len(row), splits, merges, shared, members, int(parts.sum()))
+
+
+def _cut_one(row: int, length: int, window: int | None) -> Cuts:
+    """What `cut_rows` gives for one row, in few steps: a single request waits for them."""
+    lowest = 0 if window is None else max(length - window, 0) // SPLIT
+    each = (length - 1) // SPLIT - lowest + 1
+    splits = np.empty((each, 4), np.int32)
+    splits[:, 0], splits[:, 1], splits[:, 3] = row, np.arange(lowest, lowest + each), length
+    splits[:, 2] = -1 if each == 1 else np.arange(each)
+    merges = NO_CUTS.merges if each == 1 else np.array([[row, 0, each]], np.int32)
+    return Cuts(1, splits, merges, NO_CUTS.shared, NO_CUTS.members, 0 if each == 1 else each)
 
 
 @lru_cache(maxsize=8)  # rows stay together for many steps
@@ -98,6 +126,6 @@ def _cut_shared(alike: Alike, most_members: int) -> tuple[Ints, Ints]:
 
 def _ragged_arange(lengths: Ints) -> Ints:
     """[3, 2] -> [0, 1, 2, 0, 1]."""
-    ends = np.cumsum(lengths, dtype=np.int32)
+    ends = lengths.cumsum(dtype=np.int32)
     total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total, dtype=np.int32) - np.repeat(ends - lengths, lengths)
+    return np.arange(total, dtype=np.int32) - (ends - lengths).repeat(lengths)

@@ -19,6 +19,7 @@ from torch import Tensor
 from quire.attn import cuts
 from quire.attn.backend import AttentionSpec
 from quire.attn.batch import Batch
+from quire.ops.kv import lies_by_page
 
 MERGED_AT_ONCE = 16
 
@@ -83,7 +84,7 @@ def reads_in_blocks(spec: AttentionSpec, kv: Tensor) -> bool:
     return spec.window is None and spec.head_dim in (64, 128) and kv.dtype != torch.float32
 
 
-@dataclass(frozen=True)
+@dataclass
 class Launch:
     spec: AttentionSpec
     plan: Plan
@@ -94,45 +95,45 @@ class Launch:
     tables: Tensor  # [R, max_pages] int32
     sinks: Tensor | None  # [heads]
 
-    def run(self) -> None:
-        assert self.kv[0].is_contiguous() and self.query.stride(2) == 1 and self.query.stride(1) == self.spec.head_dim
-        # Taken whether it is needed or not: the rehearsal of a large step sees what any step may take.
-        memory = torch.empty(self._bytes(), dtype=torch.uint8, device=self.out.device)
-        self._tiles()
-        self._long_tiles(memory)
-        self._splits(memory)
-
-    def _bytes(self) -> int:
-        spec, plan = self.spec, self.plan
-        parts = plan.parts * spec.heads * (spec.head_dim + 1) * 4
-        return max(parts, 2 * plan.copied * spec.head_dim * self.kv.element_size())
-
-    def _shape(self) -> Geometry:
-        return geometry(self.spec.heads // self.spec.kv_heads, self.spec.head_dim, self.kv.dtype)
-
-    def _options(self) -> dict[str, Any]:
-        spec = self.spec
-        return {
-            "SHARE": spec.heads // spec.kv_heads, "HEAD_DIM": spec.head_dim,
+    def __post_init__(self) -> None:
+        """What several of the kernels are given."""
+        spec, kv = self.spec, self.kv
+        share = spec.heads // spec.kv_heads
+        self._shape = geometry(share, spec.head_dim, kv.dtype)
+        self._biases = self.out if self.sinks is None else self.sinks
+        self._query_stride, self._out_stride = self.query.stride(0), self.out.stride(0)
+        self._page_strides = kv.stride(0), kv.stride(1), self.tables.stride(0)
+        self._options: dict[str, Any] = {
+            "SHARE": share, "HEAD_DIM": spec.head_dim,
             "SOFT_CAP": spec.soft_cap or 0.0, "SINKS": self.sinks is not None,
         }  # fmt: skip
 
-    def _biases(self) -> Tensor:
-        return self.out if self.sinks is None else self.sinks
+    def run(self) -> None:
+        assert lies_by_page(self.kv) and self.query.stride()[1:] == (self.spec.head_dim, 1)
+        # Taken whether it is needed or not: the rehearsal of a large step sees what any step may take.
+        memory = self.out.new_empty(self._words(), dtype=torch.float32)
+        plan = self.plan
+        if plan.tiles.shape[0]:
+            self._tiles()
+        if plan.keys:
+            self._long_tiles(memory)
+        if plan.splits.shape[0] or plan.merges.shape[0]:
+            self._splits(memory)
 
-    def _page_strides(self) -> tuple[int, int, int]:
-        return self.kv.stride(0), self.kv.stride(1), self.tables.stride(0)
+    def _words(self) -> int:
+        """Of 4 bytes."""
+        spec, plan = self.spec, self.plan
+        parts = plan.parts * spec.heads * (spec.head_dim + 1)
+        return max(parts, 2 * plan.copied * spec.head_dim * self.kv.element_size() // 4)
 
     def _tiles(self) -> None:
         from quire.ops.kernels.attention import tiles_kernel
         from quire.ops.kernels.overlap import overlapping
 
-        if not len(self.plan.tiles):
-            return
-        batch, shape = self.batch, self._shape()
-        tiles_kernel[(self.spec.kv_heads, len(self.plan.tiles))](
-            self.query, self.kv, self.out, self._biases(), self.tables, batch.row_starts, batch.kv_lengths, self.plan.tiles,
-            self.query.stride(0), self.out.stride(0), *self._page_strides(), self.spec.scale, **self._options(),
+        batch, shape = self.batch, self._shape
+        tiles_kernel[(self.spec.kv_heads, self.plan.tiles.shape[0])](
+            self.query, self.kv, self.out, self._biases, self.tables, batch.row_starts, batch.kv_lengths, self.plan.tiles,
+            self._query_stride, self._out_stride, *self._page_strides, self.spec.scale, **self._options,
             DIM_BLOCK=shape.dim_block, PAGE_SIZE=self.kv.shape[3], WINDOW=self.spec.window or 0,
             BLOCK_M=shape.tile_m, BLOCK_N=shape.tile_n, num_warps=shape.tile_warps, num_stages=shape.tile_stages,
             **overlapping(),
@@ -144,23 +145,24 @@ class Launch:
         from quire.ops.kernels.attention import copy_kernel, long_tiles_kernel
         from quire.ops.kernels.overlap import overlapping
 
-        plan, spec, batch, shape = self.plan, self.spec, self.batch, self._shape()
-        if not plan.keys:
-            return
+        plan, spec, batch, shape = self.plan, self.spec, self.batch, self._shape
+        copy, block = memory.view(self.kv.dtype), [shape.long_n, spec.head_dim]
         at_once = min(spec.kv_heads, plan.copied // plan.keys)
         for first in range(0, spec.kv_heads, at_once):
             heads = min(at_once, spec.kv_heads - first)
-            size = 2 * heads * plan.keys * spec.head_dim * self.kv.element_size()
-            copy = memory[:size].view(self.kv.dtype).view(2, heads * plan.keys, spec.head_dim)
-            copy_kernel[(heads, len(plan.copies))](
-                self.kv, copy, self.tables, batch.kv_lengths, plan.copies, *self._page_strides(), first, plan.keys,
+            lane = heads * plan.keys
+            copy_kernel[(heads, plan.copies.shape[0])](
+                self.kv, copy, self.tables, batch.kv_lengths, plan.copies, *self._page_strides, first, plan.keys,
                 HEAD_DIM=spec.head_dim, PAGE_SIZE=self.kv.shape[3], BLOCK=shape.long_n, num_warps=4,
                 **overlapping(),
             )  # fmt: skip
-            keys, values = (TensorDescriptor.from_tensor(lane, [shape.long_n, spec.head_dim]) for lane in copy)
-            long_tiles_kernel[(heads, len(plan.long_tiles))](
-                self.query, keys, values, self.out, self._biases(), batch.row_starts, batch.kv_lengths, plan.long_tiles,
-                self.query.stride(0), self.out.stride(0), first, plan.keys, spec.scale, **self._options(),
+            keys, values = (
+                TensorDescriptor(base, [lane, spec.head_dim], [spec.head_dim, 1], block)
+                for base in (copy, copy[lane * spec.head_dim :])
+            )
+            long_tiles_kernel[(heads, plan.long_tiles.shape[0])](
+                self.query, self.out, self._biases, batch.row_starts, batch.kv_lengths, plan.long_tiles,
+                self._query_stride, self._out_stride, first, plan.keys, spec.scale, keys, values, **self._options,
                 BLOCK_M=shape.long_m, BLOCK_N=shape.long_n, num_warps=shape.long_warps, num_stages=shape.long_stages,
                 **overlapping(),
             )  # fmt: skip
@@ -169,30 +171,28 @@ class Launch:
         from quire.ops.kernels.attention import merge_kernel, shared_kernel, splits_kernel
         from quire.ops.kernels.overlap import overlapping
 
-        plan, spec, shape, starts = self.plan, self.spec, self._shape(), self.batch.row_starts
-        count = plan.parts * spec.heads
-        floats = memory[: 4 * count * (spec.head_dim + 1)].view(torch.float32)
-        parts, weights = floats[: count * spec.head_dim], floats[count * spec.head_dim :]
+        plan, spec, shape, starts = self.plan, self.spec, self._shape, self.batch.row_starts
+        parts, weights = memory, memory[plan.parts * spec.heads * spec.head_dim :]
         options = {
-            **self._options(), "DIM_BLOCK": shape.dim_block, "PAGE_SIZE": self.kv.shape[3],
+            **self._options, "DIM_BLOCK": shape.dim_block, "PAGE_SIZE": self.kv.shape[3],
             "HEADS": spec.heads, "SPLIT": cuts.SPLIT, "BLOCK_N": min(shape.split_n, cuts.SPLIT),
         }  # fmt: skip
-        if len(plan.shared):
-            shared_kernel[(spec.kv_heads, len(plan.shared))](
-                self.query, self.kv, parts, weights, self._biases(), self.tables, starts, plan.shared, plan.members,
-                self.query.stride(0), *self._page_strides(), spec.scale, **options,
+        if plan.shared.shape[0]:
+            shared_kernel[(spec.kv_heads, plan.shared.shape[0])](
+                self.query, self.kv, parts, weights, self._biases, self.tables, starts, plan.shared, plan.members,
+                self._query_stride, *self._page_strides, spec.scale, **options,
                 BLOCK_M=shape.shared_m, num_warps=shape.shared_warps, num_stages=shape.shared_stages, **overlapping(),
             )  # fmt: skip
-        if len(plan.splits):
-            splits_kernel[(spec.kv_heads, len(plan.splits))](
-                self.query, self.kv, self.out, parts, weights, self._biases(), self.tables, starts, plan.splits,
-                self.query.stride(0), self.out.stride(0), *self._page_strides(), spec.scale, **options,
+        if plan.splits.shape[0]:
+            splits_kernel[(spec.kv_heads, plan.splits.shape[0])](
+                self.query, self.kv, self.out, parts, weights, self._biases, self.tables, starts, plan.splits,
+                self._query_stride, self._out_stride, *self._page_strides, spec.scale, **options,
                 WINDOW=spec.window or 0, BLOCK_M=shape.split_m, num_warps=shape.split_warps, num_stages=shape.split_stages,
                 **overlapping(),
             )  # fmt: skip
-        if len(plan.merges):
-            merge_kernel[(spec.heads, len(plan.merges))](
-                parts, weights, self.out, starts, plan.merges, self.out.stride(0),
+        if plan.merges.shape[0]:
+            merge_kernel[(spec.heads, plan.merges.shape[0])](
+                parts, weights, self.out, starts, plan.merges, self._out_stride,
                 HEADS=spec.heads, HEAD_DIM=spec.head_dim, DIM_BLOCK=shape.dim_block, BLOCK=MERGED_AT_ONCE, num_warps=1,
                 **overlapping(),
             )  # fmt: skip

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.attn import cuts
-from quire.attn.alike import NOTHING_ALIKE, Alike, FindAlike, Ints
+from quire.attn.alike import FEWEST, NOTHING_ALIKE, Alike, FindAlike, Ints
 from quire.attn.backend import AttentionSpec, Room
 from quire.attn.batch import Batch
 from quire.attn.cuts import Cuts, cut_copies, cut_rows, cut_tiles
@@ -63,8 +63,8 @@ class TritonAttention:
             self.plan(batch, group, spec, kv)
         plans: list[Plan] = batch.plans["triton", group]
         covered = batch.rows[-1][0] + batch.rows[-1][1] if batch.rows else 0
-        make = torch.empty if covered == len(query) else torch.zeros
-        out = make(query.shape, dtype=query.dtype, device=query.device)
+        make = torch.empty_like if covered == query.shape[0] else torch.zeros_like
+        out = make(query, memory_format=torch.contiguous_format)
         for plan in plans:
             Launch(spec, plan, query, kv, out, batch, batch.groups[group].tables, sinks).run()
         return out
@@ -82,30 +82,33 @@ class FixedCuts:
         self._most_members, self._tile_tokens = most_members, tile_tokens
 
     def cut(self, counts: Ints, lengths: Ints, window: int | None, find: FindAlike) -> tuple[tuple[Cuts, Ints], Room] | None:
-        if window is None and ((counts >= LONG) & (lengths >= DEEP)).any():
-            return None
-        alike = find(cuts.SPLIT) if window is None else NOTHING_ALIKE
-        single, several = (np.flatnonzero(mask).astype(np.int32) for mask in (counts == 1, counts > 1))
+        alone = counts == 1
+        single, tiles = alone.nonzero()[0].astype(np.int32), NOTHING
+        if len(single) < len(counts):
+            several = (~alone).nonzero()[0].astype(np.int32)
+            count, length = counts[several], lengths[several]
+            if window is None and ((count >= LONG) & (length >= DEEP)).any():
+                return None
+            tiles = cut_tiles(several, count, length, self._tile_tokens, np.zeros_like(several))
+        alike = find(cuts.SPLIT) if window is None and len(single) >= FEWEST else NOTHING_ALIKE
         made = cut_rows(single, lengths[single], window, alike, self._most_members)
-        if made.parts > PARTS:
-            return None
-        tiles = cut_tiles(several, counts[several], lengths[several], self._tile_tokens, np.zeros_like(several))
-        return (made, tiles), Room(len(made.splits), len(made.shared), len(tiles))
+        return None if made.parts > PARTS else ((made, tiles), Room(len(made.splits), len(made.shared), len(tiles)))
 
     def size(self, rows: int, room: Room) -> int:
         return sum(_counts(rows, room))
 
     def numbers(self, cut: tuple[Cuts, Ints], rows: int, room: Room) -> Ints:
-        out = np.full(self.size(rows, room), -1, np.int32)
+        out = np.empty(self.size(rows, room), np.int32)
+        out.fill(-1)
         made, tiles = cut
-        unused = () if room.tiles else range(made.rows, rows)
-        padding = np.array([(row, 0, -1, 1) for row in unused], np.int32)  # attends to itself
-        parts = ((made.splits, padding), (made.merges,), (made.shared,), (made.members,), (tiles,))
         at = 0
-        for arrays, count in zip(parts, _counts(rows, room), strict=True):
-            filled = np.concatenate([array.ravel() for array in arrays])
-            out[at : at + len(filled)] = filled
+        for array, count in zip((made.splits, made.merges, made.shared, made.members, tiles), _counts(rows, room), strict=True):
+            if array.size:
+                out[at : at + array.size] = array.reshape(-1)
             at += count
+        if not room.tiles and made.rows < rows:  # what is left attends to itself
+            padding = out[: 4 * room.splits].reshape(-1, 4)[len(made.splits) :][: rows - made.rows]
+            padding[:, 0], padding[:, 1], padding[:, 3] = np.arange(made.rows, rows), 0, 1
         return out
 
     def attach(self, batch: Batch, group: int, numbers: Tensor, rows: int, room: Room) -> None:

@@ -16,6 +16,12 @@ def kv_lines(kv: Tensor) -> Tensor | None:
     return lines.view(2, heads, pages * page_size, head_dim) if lines.is_contiguous() else None
 
 
+def lies_by_page(kv: Tensor) -> bool:
+    """Whether what a page holds is one piece of memory."""
+    _, _, heads, page_size, head_dim = kv.shape
+    return kv.stride()[1:] == (heads * page_size * head_dim, page_size * head_dim, head_dim, 1)
+
+
 def kv_write(kv: Tensor, key: Tensor, value: Tensor, write: Tensor) -> None:
     """key and value [T, kv_heads, head_dim]; write [T] is page * page_size + offset of each token's place."""
     KVTarget(kv, torch.stack((key, value), dim=1)).put(write)

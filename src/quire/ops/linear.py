@@ -68,7 +68,7 @@ def streams(x: Tensor, weight: Tensor) -> bool:
 
 def gates_rows(x: Tensor, weight: Tensor) -> bool:
     """Whether one launch for a gated product of some dozens of rows is faster than two."""
-    if not x.is_cuda or x.dtype not in SHORT or x.dim() != 2 or len(x) not in GATED_ROWS or not weight.is_contiguous():
+    if not x.is_cuda or x.dtype not in SHORT or x.dim() != 2 or x.shape[0] not in GATED_ROWS or not weight.is_contiguous():
         return False
     copied = x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0  # the copy engine's terms
     return copied and _fills(len(weight) // 2, x.device)
@@ -77,10 +77,10 @@ def gates_rows(x: Tensor, weight: Tensor) -> bool:
 def is_deep(x: Tensor, weight: Tensor) -> bool:
     """For a large matrix with no more outputs than inputs cuBLASLt finds better ways than cuBLAS to share the inputs among
     processors; torch asks it where there is a bias."""
+    if x.dim() != 2 or x.shape[0] not in DEEP_ROWS or not x.is_cuda or x.dtype not in SHORT:
+        return False
     outputs, inner = weight.shape
-    return (
-        x.is_cuda and x.dtype in SHORT and x.dim() == 2 and len(x) in DEEP_ROWS and outputs <= inner and outputs * inner >= DEEP
-    )
+    return outputs <= inner and outputs * inner >= DEEP
 
 
 @cache

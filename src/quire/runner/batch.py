@@ -37,6 +37,7 @@ def build_batch(plan: StepPlan, slots: Slots, reporting: Longs = NO_ROWS) -> tup
     )
     starts_there = starts_there.int()
     inputs = _blank(len(slot), int(row_starts[-1]), -(-int(end.max()) // slots.page_size), slots)
+    slots.mail.deliver()
     fill_rows(slot_there, end_there, starts_there, slots.tokens, slots.tables, slots.page_size, inputs)
     batch = Batch(
         ids=inputs.ids,

@@ -6,6 +6,7 @@ over costs little. Pure arithmetic: nothing here knows the device.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
 
 from quire.attn.backend import Room
 
@@ -25,6 +26,7 @@ ROW_BUCKETS_BESIDE_PROMPTS = (16, 80, 288, MOST_ROWS + 1)  # more than 64 and 25
 LEAST_TILES = 128  # enough for MOST_TOKENS in a few rows
 MOST_PROMPT_SPLITS = 256  # of the keys before the last tokens of all prompts
 BORROWED_BESIDE_PROMPTS = 4
+REMEMBERED = 4096  # answers: most steps are like others before them
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,13 @@ class Bucket:
         return self.tokens or self.rows
 
 
+@lru_cache(REMEMBERED)
 def row_bucket(rows: int, max_rows: int) -> int | None:
     """The least number of rows a graph is made for that takes these; None = there are too many."""
     return min((min(size, max_rows) for size in ROW_BUCKETS if size >= rows), default=None)
 
 
+@lru_cache(REMEMBERED)
 def room_bucket(need: Room, rows: int) -> Room | None:
     """The least room that takes so much beyond one split for each of `rows`; None = there is none so large."""
     splits = need.splits + rows
@@ -53,6 +57,7 @@ def room_bucket(need: Room, rows: int) -> Room | None:
     return Room(max(LEAST_SPLITS, size), min(size for size in SHARED_BUCKETS if size >= need.shared))
 
 
+@lru_cache(REMEMBERED)
 def prompt_bucket(need: Room, rows: int, tokens: int, max_rows: int) -> Bucket | None:
     """The least bucket with rows of any length. There is a row left, for the tokens that are left; `need` as in room_bucket."""
     sizes = sorted({min(size, max_rows + 1) for size in ROW_BUCKETS_BESIDE_PROMPTS})

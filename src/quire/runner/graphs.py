@@ -3,7 +3,7 @@
 A graph is recorded for a bucket, so many rows and tokens with room for so much attention work, over inputs that stay where
 they are:
 
-    numbers   [ slot, end, prompt, drawer of each row (int64) | starts | attention plan of group 0 | ... ]  one copy a step
+    numbers   [ slot, end, prompt, drawer of each row (int64) | starts | attention plan of group 0 | ... ]  by the mail
               ragged: ... | plan of group 0 for the rows' last tokens, which alone go on behind the last attention | ... ]
     fill      numbers, slots ─► ids, positions, key lengths, tables, places to write                        in the graph
     model     ─► logits [rows, V]                                                                           in the graph
@@ -64,6 +64,7 @@ MISSED = 200  # steps that borrowed before theirs is
 ACTIVATION_BYTES = 512 << 20
 NUMBERS = 4  # int64 of each row
 NOBODY = -1
+PADDING = np.array([[NOBODY], [1], [0], [NOBODY]])  # slot, end, prompt and drawer of rows beyond the step's own
 NOTHING: Ints = np.empty(0, np.int32)
 Integers = npt.NDArray[np.integer]
 Planners = list[tuple[FixedPlans, int | None]]
@@ -120,9 +121,10 @@ class Graphs:
     def run(self, plan: StepPlan, plain: bool) -> Tensor | Undrawn | None:
         """`plain`: a draw is all that the rows ask for; then -> ids and faults [2, >= R] int32 of all rows of the step.
         None = this step is to be run eagerly."""
-        if len(plan.slot) > self._max_rows or plan.tokens > max(self._max_rows, self._max_tokens):
+        tokens = plan.tokens
+        if len(plan.slot) > self._max_rows or tokens > max(self._max_rows, self._max_tokens):
             return None
-        chosen = self._choose(plan)
+        chosen = self._choose(plan, tokens)
         if chosen is None:
             self.eager += 1
             return None
@@ -153,13 +155,13 @@ class Graphs:
         self._record(bucket)
         return True
 
-    def _choose(self, plan: StepPlan) -> tuple[Bucket, "Work"] | None:
+    def _choose(self, plan: StepPlan, tokens: int) -> tuple[Bucket, "Work"] | None:
         """The bucket whose graph runs this step, or is to be recorded by it, and each group's attention work."""
         found = self._cut(plan)
         if found is None:
             return None
         work, need = found
-        own = self._bucket(need, len(plan.slot), plan.tokens)
+        own = self._bucket(need, len(plan.slot), tokens)
         if own is None:
             return None
         if own in self._recorded:
@@ -180,8 +182,7 @@ class Graphs:
 
     def _cut(self, plan: StepPlan) -> "tuple[Work, Room] | None":
         """Each group's attention work, and the most of it beyond one split a row; None = it is too much for any graph."""
-        counts, lengths = plan.count.astype(np.int32), plan.end.astype(np.int32)
-        last = np.ones_like(counts)
+        counts, lengths = plan.count, plan.end
         work, splits, shared, tiles = Work([], []), 0, 0, 0
         for group, (planner, window) in enumerate(self._planners):
             find = self._slots.prefixes.finder(group, plan.slot, plan.count, plan.end)
@@ -191,7 +192,7 @@ class Graphs:
             work.pieces.append(cut[0])
             splits, shared, tiles = max(splits, cut[1].splits), max(shared, cut[1].shared), max(tiles, cut[1].tiles)
             if cut[1].tiles:
-                final = planner.cut(last, lengths, window, find)
+                final = planner.cut(np.ones_like(counts), lengths, window, find)
                 if final is None or final[1].splits - cut[1].splits > MOST_PROMPT_SPLITS:
                     return None
                 work.final.append(final[0])
@@ -284,7 +285,7 @@ class Inputs:
         self.pool = torch.cuda.graph_pool_handle()
 
     def write(self, plan: StepPlan, bucket: Bucket, plain: bool, work: Work) -> None:
-        """Sends a step's numbers to the device."""
+        """Sends a step's numbers to the device, with what else is on its way."""
         drawer = np.where(plan.sample, plan.slot, NOBODY) if plain else np.full(len(plan.slot), NOBODY)
         self._send((plan.slot, plan.end, self._slots.prompt_length[plan.slot], drawer), plan.count, bucket, work)
 
@@ -309,10 +310,10 @@ class Inputs:
         if bucket.tokens:
             last, room = zip(planners, work.final, strict=True), final_room(bucket.room)
             plans = [row_starts(counts, bucket), *plans, *(planner.numbers(cut, bucket.rows, room) for planner, cut in last)]
-        size = number_size(bucket.rows) + sum(len(plan) for plan in plans)
-        staged = torch.empty(size, dtype=torch.int32, pin_memory=True)  # not used again before the copy has happened
-        pack(numbers, bucket, plans, staged.numpy())
-        self._numbers[:size].copy_(staged, non_blocking=True)
+        packed = np.empty(number_size(bucket.rows) + sum(len(plan) for plan in plans), np.int32)
+        pack(numbers, bucket, plans, packed)
+        self._slots.mail.write(self._numbers, 0, packed)
+        self._slots.mail.deliver()
 
     def row_numbers(self, bucket: Bucket) -> tuple[Tensor, ...]:
         """slot, end, prompt and drawer, each [rows] int64."""
@@ -395,9 +396,9 @@ def pack(numbers: Sequence[Integers], bucket: Bucket, plans: list[Ints], out: In
     """slot, end, prompt, drawer [n] of a step's rows -> its numbers, with rows of no slot up to the bucket's size."""
     at = number_size(bucket.rows)
     rows = out[:at].view(np.int64).reshape(NUMBERS, -1)[:, : bucket.rows]
-    for part, given, padding in zip(rows, numbers, (NOBODY, 1, 0, NOBODY), strict=True):
+    rows[:] = PADDING
+    for part, given in zip(rows, numbers, strict=True):
         part[: len(given)] = given
-        part[len(given) :] = padding
     for plan in plans:
         out[at : at + len(plan)] = plan
         at += len(plan)

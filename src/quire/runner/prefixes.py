@@ -9,25 +9,24 @@ from functools import partial
 import numpy as np
 
 from quire.attn.alike import Alike, FindAlike, find_alike
-from quire.runner.transfer import Longs
 from quire.types.plan import Ints
 
 
 class Prefixes:
     def __init__(self, groups: int, slots: int, width: int, page_size: int) -> None:
-        self._pages = np.zeros((groups, slots, width), np.int32)  # [G, S, P]
+        self.pages = np.zeros((groups, slots, width), np.int32)  # [G, S, P]
         self._page_size = page_size
         self._found: dict[tuple[int, int], tuple[bytes, Alike]] = {}  # group, keys of a piece -> rows, what they have in common
 
-    def clear(self, slots: Longs) -> None:
+    def clear(self, slots: list[int]) -> None:
         """These slots get new tenants."""
-        self._pages[:, slots] = 0
+        self.pages[:, slots] = 0
         self._found.clear()
 
     def write(self, group: Ints, slot: Ints, index: Ints, page: Ints) -> None:
-        if self._pages[group, slot, index].any():  # a page that others may have seen is taken out
+        if self.pages[group, slot, index].any():  # a page that others may have seen is taken out
             self._found.clear()
-        self._pages[group, slot, index] = page
+        self.pages[group, slot, index] = page
 
     def finder(self, group: int, slot: Ints, count: Ints, end: Ints) -> FindAlike:
         """For the rows of a step, of which those of one token may read together what lies before their last page."""
@@ -38,6 +37,6 @@ class Prefixes:
         known = self._found.get((group, keys))
         if known is None or known[0] != rows:
             full = np.where(count == 1, (end - 1) // self._page_size, 0)
-            known = rows, find_alike(self._pages[group], slot, full, self._page_size, keys)
+            known = rows, find_alike(self.pages[group], slot, full, self._page_size, keys)
             self._found[group, keys] = known
         return known[1]

@@ -10,8 +10,9 @@ Token values live on the device only: the host knows how many there are, never w
 import numpy as np
 import torch
 
+from quire.runner.mail import Mail
 from quire.runner.prefixes import Prefixes
-from quire.runner.transfer import Longs, upload_together
+from quire.runner.transfer import Longs
 from quire.types.errors import EngineError
 from quire.types.plan import Admission, Ints, StepPlan
 
@@ -20,6 +21,7 @@ class Slots:
     def __init__(self, slots: int, length: int, groups: int, page_size: int, device: torch.device) -> None:
         """`length` is the most tokens a tenant may run; the one drawn last has a place after them."""
         self.device = device
+        self.mail = Mail(device)
         self.length = length
         self.page_size = page_size
         self.tokens = torch.zeros(slots, length + 1, dtype=torch.int32, device=device)  # [S, L]
@@ -30,55 +32,59 @@ class Slots:
         self.known = np.zeros(slots, np.int64)  # [S]
         self.prompt_length = np.zeros(slots, np.int64)  # [S]
 
+    def take_in(self, plan: StepPlan) -> None:
+        """Who went and came, tokens that were given, and pages: on the device as soon as the mail is delivered."""
+        self.retire(plan.retired)
+        self._admit(plan.admitted)
+        self._give(plan)
+        self._write_tables(plan)
+
     def retire(self, slots: Ints) -> None:
-        self.cursor[slots] = self.known[slots] = self.prompt_length[slots] = 0
+        if len(slots):
+            self.cursor[slots] = self.known[slots] = self.prompt_length[slots] = 0
 
-    def admit(self, admissions: tuple[Admission, ...]) -> None:
-        """New tenants: their tokens, and page tables that lead nowhere yet."""
-        if not admissions:
-            return
-        lengths = np.array([len(admission.tokens) for admission in admissions], np.int64)
-        if lengths.max() > self.length:
-            raise EngineError(f"a request of {lengths.max()} tokens was admitted to slots of {self.length}")
-        slots = np.array([admission.slot for admission in admissions], np.int64)
-        self.cursor[slots] = [admission.start for admission in admissions]
-        self.known[slots] = lengths
-        self.prompt_length[slots] = [admission.prompt_length for admission in admissions]
-        slot, row, column, token = upload_together(
-            [
-                slots,
-                np.repeat(slots, lengths),
-                ragged_arange(lengths),
-                np.concatenate([admission.tokens for admission in admissions]),
-            ],
-            self.device,
-        )
-        self.prefixes.clear(slots)
-        self.tables[:, slot] = 0
-        self.tokens[row, column] = token.int()
+    def _admit(self, admissions: tuple[Admission, ...]) -> None:
+        for admission in admissions:
+            slot, length = admission.slot, len(admission.tokens)
+            if length > self.length:
+                raise EngineError(f"a request of {length} tokens was admitted to slots of {self.length}")
+            self.cursor[slot], self.known[slot], self.prompt_length[slot] = admission.start, length, admission.prompt_length
+            self.mail.write(self.tokens, slot * (self.length + 1), admission.tokens)
 
-    def give(self, plan: StepPlan) -> None:
+    def _give(self, plan: StepPlan) -> None:
         """Tokens that follow a tenant's last without having been drawn."""
-        if not len(plan.given_slot):
-            return
-        self.known += np.bincount(plan.given_slot, minlength=len(self.known))
-        slot, position, token = upload_together([plan.given_slot, plan.given_position, plan.given_token], self.device)
-        self.tokens[slot, position] = token.int()
+        if len(plan.given_slot):
+            self.known += np.bincount(plan.given_slot, minlength=len(self.known))
+            index = plan.given_slot.astype(np.int64) * (self.length + 1) + plan.given_position
+            self.mail.scatter(self.tokens, index, plan.given_token)
 
-    def write_tables(self, plan: StepPlan) -> None:
-        if not len(plan.entry_page):
-            return
-        entries = [plan.entry_group, plan.entry_slot, plan.entry_index, plan.entry_page]
-        self.prefixes.write(*entries)
-        group, slot, index, page = upload_together(entries, self.device)
-        self.tables[group, slot, index] = page.int()
+    def _write_tables(self, plan: StepPlan) -> None:
+        """A new tenant's table is written whole: beyond its pages it leads nowhere."""
+        newcomers = [admission.slot for admission in plan.admitted]
+        if newcomers:
+            self.prefixes.clear(newcomers)
+        group, slot, index, page = plan.entry_group, plan.entry_slot, plan.entry_index, plan.entry_page
+        if len(page):
+            self.prefixes.write(group, slot, index, page)
+        groups, slots, width = self.tables.shape
+        if newcomers:
+            used = int(index.max()) + 1 if len(index) else 0
+            for each in range(groups):
+                for newcomer in newcomers:
+                    row = self.prefixes.pages[each, newcomer, :used]
+                    self.mail.write(self.tables, (each * slots + newcomer) * width, row, width)
+            old = np.ones(slots, np.bool_)
+            old[newcomers] = False
+            others = old[slot]
+            group, slot, index, page = group[others], slot[others], index[others], page[others]
+        if len(page):
+            self.mail.scatter(self.tables, (group.astype(np.int64) * slots + slot) * width + index, page)
 
     def check(self, plan: StepPlan) -> None:
         """A row goes on exactly where its slot stands, and draws exactly when it reaches the last token: anything else would
         read or write the wrong cache entries in silence."""
-        start, end = plan.end - plan.count, plan.end
-        wrong = (start != self.cursor[plan.slot]) | (plan.count < 1) | (end > self.known[plan.slot])
-        wrong |= plan.sample != (end == self.known[plan.slot])
+        start, end, known = plan.end - plan.count, plan.end, self.known[plan.slot]
+        wrong = (start != self.cursor[plan.slot]) | (plan.count < 1) | (end > known) | (plan.sample != (end == known))
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])
             slot = int(plan.slot[row])

@@ -181,17 +181,16 @@ class Runner:
         if self._tenants is None:
             raise EngineError("a step was launched before the cache was allocated")
         slots, kv, sampler = self._tenants
-        slots.retire(plan.retired)
+        slots.mail.deliver()  # what a launch that failed left
+        slots.take_in(plan)
         for slot in plan.retired.tolist():
             sampler.retire(slot)
-        slots.admit(plan.admitted)
         for admission in plan.admitted:
             sampler.admit(admission.slot, admission)
-        sampler.refresh()
-        slots.give(plan)
-        slots.write_tables(plan)
+        sampler.refresh(slots.mail)
         kv.copy(plan.copy_from, plan.copy_to)
         if not len(plan.slot):
+            slots.mail.deliver()
             return StepFlight(plan, [], None)
         slots.check(plan)
         if self._tide is not None:

@@ -115,7 +115,7 @@ def kinds_of_layers(model: Decoder) -> tuple[list[nn.Module], list[nn.Module], l
 
 def _batch(tenants: Sequence[Tenant], slots: Slots) -> Batch:
     plan = make_step(tenants)
-    slots.admit(plan.admitted)
+    slots.take_in(plan)
     batch, _ = build_batch(plan, slots)
     slots.retire(plan.slot)
     return batch
@@ -125,10 +125,10 @@ def _draws(slots: Slots, sampler: Sampler, vocabulary: int) -> list[Callable[[],
     """All kinds of draws one after the other, for they have kernels in common; what is done before and after a draw meanwhile.
     The tenants are not retired."""
     plan = make_step([Tenant(1, 1, params) for params in KINDS[: len(slots.tokens)]])
-    slots.admit(plan.admitted)
+    slots.take_in(plan)
     for admission in plan.admitted:
         sampler.admit(admission.slot, admission)
-    sampler.refresh()
+    sampler.refresh(slots.mail)
     _, rows = build_batch(plan, slots)
     single = [rows.take(np.array([row])) for row in range(len(plan.slot))]
     return [partial(job, sampler, torch.zeros(1, vocabulary, device=slots.device), single) for job in (_draw, _edit)]

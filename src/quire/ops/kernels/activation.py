@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.kernels.math import tanh
+from quire.ops.kernels.launcher import launched
+from quire.ops.kernels.math import cdiv, tanh
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
 BLOCK = 1024
@@ -33,6 +34,7 @@ def activate(x, KIND: tl.constexpr):
     return y
 
 
+@launched
 @triton.jit
 def _gated(
     x,  # [rows, 2 * size] gate, up
@@ -59,5 +61,5 @@ def gated(x: Tensor, name: str) -> Tensor:
     out = x.new_empty(*x.shape[:-1], size)
     rows = out.numel() // size
     if rows:
-        _gated[(rows, triton.cdiv(size, BLOCK))](x, out, size, KIND=KINDS[name], BLOCK=BLOCK, **overlapping())
+        _gated[(rows, cdiv(size, BLOCK))](x, out, size, KIND=KINDS[name], BLOCK=BLOCK, **overlapping())
     return out

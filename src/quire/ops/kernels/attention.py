@@ -14,6 +14,7 @@ batch; a part from a shared split may differ from the row's own in the last bits
 import triton
 import triton.language as tl
 
+from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.math import tanh
 from quire.ops.kernels.overlap import let_next_start, wait_for_previous
 
@@ -129,6 +130,7 @@ def _tile(
     return q, peak, total, position, lowest, high, token, head, stored
 
 
+@launched
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tiles"])
 def tiles_kernel(
     query,  # [T, heads, HEAD_DIM]
@@ -189,6 +191,7 @@ def tiles_kernel(
     tl.store(where_out, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
 
 
+@launched
 @triton.jit(do_not_specialize=["table_stride", "first_head", "size"], do_not_specialize_on_alignment=["copies"])
 def copy_kernel(
     kv,  # [pages, 2, kv_heads, PAGE_SIZE, HEAD_DIM]
@@ -223,11 +226,10 @@ def copy_kernel(
     tl.store(there + tl.num_programs(0).to(tl.int64) * size * HEAD_DIM, value)
 
 
+@launched
 @triton.jit(do_not_specialize=["first_head", "size"], do_not_specialize_on_alignment=["tiles"])
 def long_tiles_kernel(
     query,  # [T, heads, HEAD_DIM]
-    keys,  # descriptor of [heads at once * size, HEAD_DIM]
-    values,  # descriptor of the same shape
     out,  # [T, heads, HEAD_DIM]
     sinks,  # [heads]
     row_starts,  # [R + 1]
@@ -238,6 +240,8 @@ def long_tiles_kernel(
     first_head,
     size,
     scale,
+    keys,  # descriptor of [heads at once * size, HEAD_DIM]
+    values,  # descriptor of the same shape
     SHARE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -273,6 +277,7 @@ def long_tiles_kernel(
     tl.store(where_out, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
 
 
+@launched
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["splits"])
 def splits_kernel(
     query,  # [T, heads, HEAD_DIM]
@@ -349,6 +354,7 @@ def splits_kernel(
         tl.store(weights + where_part, peak + tl.log2(total), mask=real)
 
 
+@launched
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["shared", "members"])
 def shared_kernel(
     query,  # [T, heads, HEAD_DIM]
@@ -414,6 +420,7 @@ def shared_kernel(
     tl.store(weights + where_part, peak + tl.log2(total), mask=real)
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["merges"])
 def merge_kernel(
     parts,  # [parts, heads, HEAD_DIM] float32

@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor, dtype
 
 from quire.ops.kernels.activation import KINDS, activate
+from quire.ops.kernels.launcher import launched
+from quire.ops.kernels.math import cdiv
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
 
@@ -61,6 +63,7 @@ def pair_values(both, PAIRS: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constex
     return activate(gate.to(DTYPE).to(tl.float32), KIND).to(DTYPE).to(tl.float32) * up.to(DTYPE).to(tl.float32)
 
 
+@launched
 @triton.jit
 def _linear(
     x,  # [rows, INNER]
@@ -104,7 +107,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "",
     matrix_rows, warps = (2, 8) if inner >= 2048 else (4, 4)
     block = matrix_rows // 2 if activation else matrix_rows
     # one axis: a vocabulary has more blocks than a second axis may have programs
-    _linear[(x.numel() // inner * triton.cdiv(outputs, block),)](
+    _linear[(x.numel() // inner * cdiv(outputs, block),)](
         x, weight, weight if bias is None else bias, out, outputs, INNER=inner, BIAS=bias is not None,
         KIND=KINDS[activation] if activation else "", BLOCK_N=block, BLOCK_K=256 * warps, num_warps=warps, **overlapping(),
     )  # fmt: skip

@@ -15,6 +15,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.ops.kernels.activation import KINDS, activate
+from quire.ops.kernels.launcher import launched
+from quire.ops.kernels.math import cdiv
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
 OUTPUTS = 64  # of a program
@@ -44,16 +46,17 @@ def _put(gate, up, bias, out, n, r, rows, outputs, BIAS: tl.constexpr, KIND: tl.
     tl.store(out + r[None, :] * outputs + n[:, None], value, mask=(n < outputs)[:, None] & (r < rows)[None, :])
 
 
+@launched
 @triton.jit(do_not_specialize=["rows"])
 def _gated_rows(
-    x,  # descriptor of [rows, inner], ROWS at a time
-    x_more,  # the same, MORE at a time
-    matrix,  # descriptor of [2 * outputs, inner], gate above up
     bias,  # [2 * outputs]
     out,  # [rows, outputs]
     rows,
     outputs,
     inner,
+    x,  # descriptor of [rows, inner], ROWS at a time
+    x_more,  # the same, MORE at a time
+    matrix,  # descriptor of [2 * outputs, inner], gate above up
     BIAS: tl.constexpr,
     KIND: tl.constexpr,
     ROWS: tl.constexpr,
@@ -97,10 +100,10 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     outputs = len(weight) // 2
     out = x.new_empty(rows, outputs)
     tile = next(tile for tile in TILES if tile.rows + tile.more >= rows)
-    _gated_rows[(triton.cdiv(outputs, OUTPUTS),)](
+    _gated_rows[(cdiv(outputs, OUTPUTS),)](
+        weight if bias is None else bias, out, rows, outputs, inner,
         _blocks(x, tile.rows), _blocks(x, tile.more or tile.rows), _blocks(weight, OUTPUTS),
-        weight if bias is None else bias, out, rows, outputs, inner, BIAS=bias is not None, KIND=KINDS[activation],
-        ROWS=tile.rows, MORE=tile.more, BLOCK_N=OUTPUTS, BLOCK_K=BLOCK_K,
+        BIAS=bias is not None, KIND=KINDS[activation], ROWS=tile.rows, MORE=tile.more, BLOCK_N=OUTPUTS, BLOCK_K=BLOCK_K,
         num_warps=WARPS, num_stages=tile.stages, **overlapping(),
     )  # fmt: skip
     return out

@@ -9,11 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.kernels import moe_few, moe_many
+from quire.ops.kernels.launcher import launched
+from quire.ops.kernels.math import power_of_two
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
 FEW_SLOTS = 64  # so few rarely share an expert
 
 
+@launched
 @triton.jit
 def _route(
     logits,  # [T, EXPERTS]
@@ -61,7 +64,7 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
     if tokens:
         _route[(tokens,)](
             logits, weights, chosen, EXPERTS=experts, TOP_K=top_k, RENORMALIZE=renormalize,
-            EXPERT_BLOCK=triton.next_power_of_2(experts), TOP_BLOCK=triton.next_power_of_2(top_k), num_warps=1, **overlapping(),
+            EXPERT_BLOCK=power_of_two(experts), TOP_BLOCK=power_of_two(top_k), num_warps=1, **overlapping(),
         )  # fmt: skip
     return weights, chosen
 

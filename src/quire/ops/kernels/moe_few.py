@@ -12,7 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.kernels.activation import KINDS
+from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.linear import eighths, pair_rows, pair_values, stream
+from quire.ops.kernels.math import cdiv, power_of_two
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
 
@@ -24,6 +26,7 @@ class Program(NamedTuple):
 UP, DOWN, DOWN_MORE = Program(1, 4), Program(1, 4), Program(2, 1)  # by measurement; the last for more than one token
 
 
+@launched
 @triton.jit
 def _up(
     x,  # [T, INNER]
@@ -50,6 +53,7 @@ def _up(
     tl.store(out + slot * outputs + n, value.to(out.dtype.element_ty), mask=n < outputs)
 
 
+@launched
 @triton.jit
 def _down(
     inner,  # [T * TOP_K, INNER]
@@ -95,13 +99,13 @@ def experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, dow
     _, size, inner_size = down.shape
     inner = x.new_empty(tokens * top_k, inner_size)
     out = torch.empty_like(x)
-    _up[(tokens * top_k, triton.cdiv(inner_size, UP.outputs))](
+    _up[(tokens * top_k, cdiv(inner_size, UP.outputs))](
         x, experts, up, inner, inner_size, INNER=size, TOP_K=top_k, KIND=KINDS[activation],
         BLOCK_N=UP.outputs, BLOCK_K=256 * UP.warps, num_warps=UP.warps, **overlapping(),
     )  # fmt: skip
     program = DOWN if tokens == 1 else DOWN_MORE
-    _down[(tokens, triton.cdiv(size, program.outputs))](
-        inner, weights, experts, down, out, size, INNER=inner_size, TOP_K=top_k, TOP_BLOCK=triton.next_power_of_2(top_k),
+    _down[(tokens, cdiv(size, program.outputs))](
+        inner, weights, experts, down, out, size, INNER=inner_size, TOP_K=top_k, TOP_BLOCK=power_of_two(top_k),
         BLOCK_N=program.outputs, BLOCK_K=256 * program.warps, num_warps=program.warps, **overlapping(),
     )  # fmt: skip
     return out

@@ -15,12 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.kernels.activation import KINDS, activate
+from quire.ops.kernels.launcher import launched
+from quire.ops.kernels.math import cdiv, power_of_two
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
 SUM_BLOCK = 1024
 STEP = 128  # slots a program sorts at a time
 
 
+@launched
 @triton.jit(do_not_specialize=["slots"])
 def _count(
     experts,  # [slots]
@@ -43,6 +46,7 @@ def _count(
     tl.store(counts + tl.program_id(0) * EXPERTS + expert, count, mask=expert < EXPERTS)
 
 
+@launched
 @triton.jit(do_not_specialize=["slots", "chunks"])
 def _place(
     experts,  # [slots]
@@ -89,8 +93,8 @@ def sort_slots(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """experts [slots] of `count` -> order [slots] int64, ends [count] int32; slots of one expert keep their order."""
     slots = len(experts)
     chunk = STEP if slots <= 64 * STEP else 8 * STEP
-    chunks = triton.cdiv(slots, chunk)
-    sizes = {"EXPERTS": count, "EXPERT_BLOCK": triton.next_power_of_2(count), "CHUNK": chunk, "STEP": STEP}
+    chunks = cdiv(slots, chunk)
+    sizes = {"EXPERTS": count, "EXPERT_BLOCK": power_of_two(count), "CHUNK": chunk, "STEP": STEP}
     counts = torch.empty(chunks, count, dtype=torch.int32, device=experts.device)
     order = torch.empty_like(experts)
     ends = torch.empty(count, dtype=torch.int32, device=experts.device)
@@ -99,6 +103,7 @@ def sort_slots(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return order, ends
 
 
+@launched
 @triton.jit
 def _product(
     x,  # [rows, INNER]
@@ -185,15 +190,16 @@ def product(
     slots, outputs = len(order), high // 2 if activation else high
     out = x.new_empty(slots, outputs)
     most = min(slots, slots // block.m + experts)  # tiles that could have rows
-    _product[(triton.cdiv(high, block.n), most)](
+    _product[(cdiv(high, block.n), most)](
         x, matrices, out, order, ends, outputs, INNER=inner, EXPERTS=experts, SHARING=sharing,
-        KIND=KINDS[activation] if activation else "", EXPERT_BLOCK=triton.next_power_of_2(experts),
+        KIND=KINDS[activation] if activation else "", EXPERT_BLOCK=power_of_two(experts),
         BLOCK_M=block.m, BLOCK_N=block.n, BLOCK_K=block.k, num_warps=block.warps, num_stages=block.stages,
         **overlapping(),
     )  # fmt: skip
     return out
 
 
+@launched
 @triton.jit
 def _weighted_sum(
     y,  # [T, TOP_K, size]
@@ -223,5 +229,5 @@ def experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, dow
     inner = product(x, up, order, ends, block, top_k, activation)
     y = product(inner, down, order, ends, block, 1)
     size = x.shape[1]
-    _weighted_sum[(tokens, triton.cdiv(size, SUM_BLOCK))](y, weights, out, size, TOP_K=top_k, BLOCK=SUM_BLOCK, **overlapping())
+    _weighted_sum[(tokens, cdiv(size, SUM_BLOCK))](y, weights, out, size, TOP_K=top_k, BLOCK=SUM_BLOCK, **overlapping())
     return out

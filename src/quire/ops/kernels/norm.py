@@ -4,9 +4,12 @@ import triton
 import triton.language as tl
 from torch import Tensor, empty_like
 
+from quire.ops.kernels.launcher import launched
+from quire.ops.kernels.math import power_of_two
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
 
+@launched
 @triton.jit
 def _rms_norm(
     x,  # [rows, SIZE]
@@ -39,7 +42,7 @@ def _rms_norm(
 
 def _launch(x: Tensor, residual: Tensor, weight: Tensor, total: Tensor, eps: float, offset: float, add: bool) -> Tensor:
     size = x.shape[-1]
-    block = triton.next_power_of_2(size)
+    block = power_of_two(size)
     out = empty_like(x)
     rows = x.numel() // size
     if rows:

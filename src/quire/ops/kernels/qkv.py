@@ -12,7 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.kernels.launcher import launched
+from quire.ops.kernels.math import cdiv, power_of_two
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
+from quire.ops.kv import lies_by_page
 
 if TYPE_CHECKING:
     from quire.ops.qkv import HeadNorms, Rotation
@@ -29,6 +32,7 @@ def _normed(x, factor, query_weight, key_weight, at, inside, offset, is_query, K
     return (x * factor[:, None] * weight).to(KIND).to(tl.float32)
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["write", "positions"])
 def _place_heads(
     qkv,  # [T, (HEADS + 2 * KV_HEADS) * HEAD_DIM]; queries are written back
@@ -117,19 +121,19 @@ def place_heads(
     qkv: Tensor, kv: Tensor, write: Tensor, positions: Tensor, rotation: "Rotation | None", norms: "HeadNorms | None"
 ) -> Tensor:
     _, _, kv_heads, page_size, head_dim = kv.shape
-    assert kv[0].is_contiguous() and qkv.stride(1) == 1
-    tokens, lanes = len(qkv), qkv.shape[1] // head_dim
+    assert lies_by_page(kv) and qkv.stride(1) == 1
+    tokens, lanes = qkv.shape[0], qkv.shape[1] // head_dim
     heads = lanes - 2 * kv_heads
     half = head_dim // 2 if rotation is None else rotation.cos.shape[1]
     cos, sin = (qkv, qkv) if rotation is None else (rotation.cos, rotation.sin)
     query_weight, key_weight = (qkv, qkv) if norms is None else (norms.query, norms.key)
     if tokens:
-        _place_heads[(tokens, triton.cdiv(lanes, HEADS_PER_PROGRAM))](
+        _place_heads[(tokens, cdiv(lanes, HEADS_PER_PROGRAM))](
             qkv, kv, write, positions, cos, sin, query_weight, key_weight, qkv.stride(0), kv.stride(0),
             0.0 if norms is None else norms.eps, 0.0 if norms is None else norms.offset,
             HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size, HALF=half,
-            ROTATE=rotation is not None, NORM=norms is not None, HALF_BLOCK=triton.next_power_of_2(half),
-            REST_BLOCK=triton.next_power_of_2(max(head_dim - 2 * half, 1)), HEAD_BLOCK=HEADS_PER_PROGRAM,
+            ROTATE=rotation is not None, NORM=norms is not None, HALF_BLOCK=power_of_two(half),
+            REST_BLOCK=power_of_two(max(head_dim - 2 * half, 1)), HEAD_BLOCK=HEADS_PER_PROGRAM,
             **overlapping(),
         )  # fmt: skip
-    return qkv[:, : heads * head_dim].view(tokens, heads, head_dim)
+    return qkv.as_strided((tokens, heads, head_dim), (qkv.stride(0), head_dim, 1))

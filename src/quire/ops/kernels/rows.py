@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.kernels.launcher import launched
+
 if TYPE_CHECKING:
     from quire.ops.rows import RowInputs
 
@@ -14,6 +16,7 @@ STRIDES = ["token_stride", "group_stride", "slot_stride", "row_group_stride", "r
 
 
 # strides change from step to step, and nothing here gains by knowing them or how the numbers lie
+@launched
 @triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=["slots", "ends"])
 def _fill_rows(
     slots,  # [R] int64

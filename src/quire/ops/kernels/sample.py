@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.kernels.launcher import launched
+from quire.ops.kernels.math import power_of_two
 from quire.ops.sample import BROKEN, CHUNK, GROUP, NOTHING_ALLOWED
 
 if TYPE_CHECKING:
@@ -91,6 +93,7 @@ def _narrow(counts, prefix, rank, shift):
     return (prefix | (found.to(tl.uint32) << shift)).to(tl.uint32), rank
 
 
+@launched
 @triton.jit
 def _scan(
     logits,  # [N, V] float32
@@ -223,6 +226,7 @@ def _noisiest_before(
     return tl.min(tl.where(best == tl.max(best), where, NOWHERE))
 
 
+@launched
 @triton.jit(do_not_specialize=["token_stride", "out_stride"])
 def _pick(
     logits,  # [N, V] float32
@@ -334,6 +338,6 @@ def draw(
         scratch.members, scratch.unedited if fault is None else fault, tokens, scratch.out,
         logits.stride(0), tokens.stride(0), scratch.out.stride(0),
         **shape, BROKEN=BROKEN, NOTHING_ALLOWED=NOTHING_ALLOWED,
-        CHUNKS_BLOCK=triton.next_power_of_2(chunks), GROUPS_BLOCK=max(triton.next_power_of_2(groups), TILE // GROUP),
+        CHUNKS_BLOCK=power_of_two(chunks), GROUPS_BLOCK=max(power_of_two(groups), TILE // GROUP),
         TILE=TILE, num_warps=WARPS,
     )  # fmt: skip

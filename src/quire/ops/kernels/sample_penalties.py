@@ -4,12 +4,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.kernels.launcher import launched
 from quire.ops.sample_penalties import Factors
 
 BLOCK = 1024
 SAID: tl.constexpr = tl.constexpr(1 << 30)  # a bit for the prompt's tokens; those of the output are counted below it
 
 
+@launched
 @triton.jit(do_not_specialize=["token_stride"])
 def _penalize(
     logits,  # [N, V] float32

@@ -5,9 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.kernels.launcher import launched
+from quire.ops.kernels.math import cdiv, power_of_two
+
 CHUNK = 4096
 
 
+@launched
 @triton.jit
 def _score_chunks(
     logits,  # [n, V] float32
@@ -32,6 +36,7 @@ def _score_chunks(
     tl.store(above + mine, tl.sum((x > bar).to(tl.int32)))
 
 
+@launched
 @triton.jit
 def _score_rows(
     peaks,  # [n, CHUNKS] float32
@@ -57,7 +62,7 @@ def _score_rows(
 
 def score(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, vocabulary = logits.shape
-    chunks = triton.cdiv(vocabulary, CHUNK)
+    chunks = cdiv(vocabulary, CHUNK)
     peaks, masses = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device).unbind()
     above = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     tops, spreads = torch.empty(2, rows, dtype=torch.float32, device=logits.device).unbind()
@@ -66,5 +71,5 @@ def score(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     _score_chunks[(chunks, rows)](
         logits, chosen, peaks, masses, above, logits.stride(0), VOCABULARY=vocabulary, CHUNK=CHUNK, **shape, num_warps=4
     )
-    _score_rows[(rows,)](peaks, masses, above, tops, spreads, ranks, BLOCK=triton.next_power_of_2(chunks), **shape, num_warps=1)
+    _score_rows[(rows,)](peaks, masses, above, tops, spreads, ranks, BLOCK=power_of_two(chunks), **shape, num_warps=1)
     return tops, spreads, ranks

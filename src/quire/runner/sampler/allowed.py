@@ -14,6 +14,9 @@ class Allowed:
         self._device = device
         self._ids = Lists(device)
 
+    def wants(self, admission: Admission) -> bool:
+        return admission.params.allowed_token_ids is not None
+
     def admit(self, slot: int, admission: Admission) -> None:
         if admission.params.allowed_token_ids is not None:
             self._ids.put(slot, np.array(admission.params.allowed_token_ids, np.int64))

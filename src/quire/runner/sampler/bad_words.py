@@ -19,6 +19,9 @@ class BadWords:
         self._device = device
         self._words: dict[int, tuple[tuple[int, ...], ...]] = {}
 
+    def wants(self, admission: Admission) -> bool:
+        return any(admission.bad_words)
+
     def admit(self, slot: int, admission: Admission) -> None:
         words = tuple(word for word in admission.bad_words if word)
         if words:

@@ -12,6 +12,9 @@ class Bias:
     def __init__(self, device: torch.device) -> None:
         self._bias = Lists(device)
 
+    def wants(self, admission: Admission) -> bool:
+        return bool(admission.params.logit_bias)
+
     def admit(self, slot: int, admission: Admission) -> None:
         bias = admission.params.logit_bias
         if bias:

@@ -52,6 +52,9 @@ class Logprobs:
         self._ids: dict[int, Longs] = {}  # slots that name their tokens
         self._prompts: set[int] = set()  # slots with a prompt width
 
+    def wants(self, admission: Admission) -> bool:
+        return admission.params.logprobs is not None or admission.params.logprob_token_ids is not None
+
     def admit(self, slot: int, admission: Admission) -> None:
         params = admission.params
         if params.logprob_token_ids is not None:

@@ -14,8 +14,11 @@ class MinTokens:
         self._least = np.zeros(slots, np.int64)  # [S]
         self._stops = Lists(device)
 
+    def wants(self, admission: Admission) -> bool:
+        return admission.params.min_tokens > 0 and bool(admission.stop_ids)
+
     def admit(self, slot: int, admission: Admission) -> None:
-        if admission.params.min_tokens > 0 and admission.stop_ids:
+        if self.wants(admission):
             self._least[slot] = admission.params.min_tokens
             self._stops.put(slot, np.array(admission.stop_ids, np.int64))
 

@@ -13,6 +13,7 @@ from quire.runner.transfer import Longs, upload
 from quire.types.plan import Admission
 
 COUNTED_AT_ONCE = 64  # rows a GPU has memory to count for
+NEUTRAL = (1.0, 0.0, 0.0)  # repetition, frequency, presence
 
 
 class Penalties:
@@ -20,14 +21,15 @@ class Penalties:
 
     def __init__(self, columns: Columns, vocabulary: int) -> None:
         self._device, self._vocabulary = columns.device, vocabulary
-        self._columns = [columns.make(np.float32, neutral) for neutral in (1.0, 0.0, 0.0)]
+        self._columns = [columns.make(np.float32, neutral) for neutral in NEUTRAL]
         self._factors = Factors(*(column.there for column in self._columns))
         self._counts: Tensor | None = None
 
+    def wants(self, admission: Admission) -> bool:
+        return _factors(admission) != NEUTRAL
+
     def admit(self, slot: int, admission: Admission) -> None:
-        params = admission.params
-        values = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-        for column, value in zip(self._columns, values, strict=True):
+        for column, value in zip(self._columns, _factors(admission), strict=True):
             column[slot] = value
 
     def retire(self, slot: int) -> None:
@@ -49,3 +51,8 @@ class Penalties:
     def _penalized(self, rows: Rows) -> Longs:
         used = np.logical_or.reduce([column.used(rows.slots) for column in self._columns])
         return np.flatnonzero(used)
+
+
+def _factors(admission: Admission) -> tuple[float, float, float]:
+    params = admission.params
+    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.sample import BROKEN, GOOD, NOTHING_ALLOWED, DrawColumns, DrawScratch, draw
+from quire.runner.mail import Mail
 from quire.runner.sampler.allowed import Allowed
 from quire.runner.sampler.bad_words import BadWords
 from quire.runner.sampler.bias import Bias
@@ -18,7 +19,7 @@ from quire.runner.sampler.logprobs import Logprobs, Report
 from quire.runner.sampler.min_p import MinP
 from quire.runner.sampler.min_tokens import MinTokens
 from quire.runner.sampler.penalties import Penalties
-from quire.runner.sampler.stage import Columns, Rows, Stage, Tenancy
+from quire.runner.sampler.stage import Columns, Edit, Rows, Stage, Tenancy
 from quire.runner.sampler.temperature import Temperature
 from quire.runner.sampler.truncation import Truncation
 from quire.runner.transfer import Longs, upload
@@ -66,12 +67,13 @@ class Sampler:
         self.logprobs = Logprobs(slots, vocabulary, logprobs_mode, device)
         self._temperature = Temperature(columns)
         self._draw = Draw(columns, vocabulary)
-        self._edits: tuple[Stage, ...] = (
+        self._edits: tuple[Edit, ...] = (
             Allowed(device), BadWords(device), MinTokens(slots, device), Bias(device), Penalties(columns, vocabulary),
         )  # fmt: skip
         min_p, truncation = MinP(columns), Truncation(columns, vocabulary)
         self._filters: tuple[Stage, ...] = (self._temperature, min_p, truncation)
         self._parts: tuple[Tenancy, ...] = (self.logprobs, self._draw, *self._edits, *self._filters)
+        self._tenants: set[int] = set()  # slots that have one
         self._special: set[int] = set()  # slots for which a draw is not all there is to do
         parameters = (self._temperature.column, truncation.top_k, truncation.top_p, min_p.column, self._draw.seed)
         self._parameters = DrawColumns(*(column.there for column in parameters))
@@ -79,24 +81,26 @@ class Sampler:
 
     def admit(self, slot: int, admission: Admission) -> None:
         self.retire(slot)
+        self._tenants.add(slot)
         for part in self._parts:
             part.admit(slot, admission)
-        probe = _first_row(slot, admission, self._device)
-        if self.logprobs.wanted(probe).size or any(stage.active(probe) for stage in self._edits):
+        if self.logprobs.wants(admission) or any(stage.wants(admission) for stage in self._edits):
             self._special.add(slot)
 
     def retire(self, slot: int) -> None:
-        self._special.discard(slot)
-        for part in self._parts:
-            part.retire(slot)
+        if slot in self._tenants:
+            self._tenants.remove(slot)
+            self._special.discard(slot)
+            for part in self._parts:
+                part.retire(slot)
 
     def plain(self, slots: Ints | Longs) -> bool:
         """Whether `draw` is all that these slots ask for: no edits, no logprobs."""
         return not self._special or self._special.isdisjoint(slots.tolist())
 
-    def refresh(self) -> None:
-        """What was admitted reaches the device: before anything is drawn or replayed."""
-        self._columns.refresh()
+    def refresh(self, mail: Mail) -> None:
+        """What was admitted goes to the device: to be delivered before anything is drawn or replayed."""
+        self._columns.refresh(mail)
 
     def draw(self, logits: Tensor, drawer: Tensor, end: Tensor, tokens: Tensor, fault: Tensor | None = None) -> Tensor:
         """On a GPU, for rows as they come: see `ops/sample.py`."""
@@ -166,10 +170,3 @@ class Sampler:
             ids[chosen] = self._draw.choose(filtered, drawing)
             if self.logprobs.processed:
                 logits[chosen] = filtered
-
-
-def _first_row(slot: int, admission: Admission, device: torch.device) -> Rows:
-    """The row in which a tenant draws its first token, as far as the host knows it."""
-    slots, ends = np.array([slot], np.int64), np.array([admission.prompt_length], np.int64)
-    nothing = torch.empty(0, dtype=torch.int64, device=device)
-    return Rows(slots, ends, ends, nothing, nothing, nothing, nothing)

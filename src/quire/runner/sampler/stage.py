@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.runner.mail import Mail
 from quire.runner.transfer import Longs, upload
 from quire.types.errors import EngineError
 from quire.types.plan import Admission
@@ -59,8 +60,14 @@ class Stage(Tenancy, Protocol):
     def apply(self, logits: Tensor, rows: Rows) -> Tensor: ...
 
 
+class Edit(Stage, Protocol):
+    def wants(self, admission: Admission) -> bool:
+        """Whether it may ever be active for this tenant."""
+        ...
+
+
 class Columns:
-    """Numbers of every slot, in one piece of memory: one copy brings the device up to date, and what is on the device stays
+    """Numbers of every slot, in one piece of memory: one delivery brings the device up to date, and what is on the device stays
     where it is, so that recorded launches may read it. On a CPU both sides are the same memory."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
@@ -81,10 +88,10 @@ class Columns:
         self._made += 1
         return Column(self, host, there, neutral)
 
-    def refresh(self) -> None:
-        """What was set since the last time reaches the device."""
+    def refresh(self, mail: Mail) -> None:
+        """What was set since the last time goes to the device."""
         if self.stale and self.device.type != "cpu":
-            self._there.copy_(torch.from_numpy(self._words).pin_memory(), non_blocking=True)
+            mail.write(self._there, 0, self._words[: self._made].view(np.int32).reshape(-1))
         self.stale = False
 
 

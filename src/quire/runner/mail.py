@@ -1,0 +1,117 @@
+"""Words on their way to arrays on the device: whatever a step changes there travels together, and is written by one launch.
+
+    sheet   [ runs: address, place, words there are, words written | ... ]   pinned memory, which the device reads by itself
+            [ words ................................................... ]
+
+On a CPU everything is written at once. What the words mean is not known here.
+"""
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.types.plan import Ints
+
+RUNS = 1024  # on a sheet
+WORDS = 1 << 16
+MOST = 4096  # words of a run
+
+Integers = npt.NDArray[np.integer]
+
+
+class Mail:
+    """Arrays are written as 32-bit words from an index on, as if they had one dimension. What is written between two deliveries
+    does not overlap."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._here = device.type == "cpu"
+        self._sheet: Sheet | None = None  # the one that is written to
+        self._sent: deque[Sheet] = deque()
+        self._stream = None if self._here else torch.cuda.current_stream(device)
+
+    def write(self, target: Tensor, start: int, words: Integers, length: int | None = None) -> None:
+        """`words`, and zeros behind them up to `length`."""
+        length = len(words) if length is None else length
+        if self._here:
+            row = target.view(-1).numpy()[start : start + length]
+            row[: len(words)] = words
+            row[len(words) :] = 0
+            return
+        address = target.data_ptr() + 4 * start
+        for first in range(0, length, MOST):
+            self._take().add(address + 4 * first, words[first : first + MOST], min(MOST, length - first))
+
+    def scatter(self, target: Tensor, index: Integers, words: Ints) -> None:
+        """target[index[i]] = words[i]."""
+        if self._here:
+            target.view(-1).numpy()[index] = words
+            return
+        addresses = target.data_ptr() + 4 * index.astype(np.int64)
+        for first in range(0, len(words), RUNS):
+            self._take(min(RUNS, len(words) - first)).add_each(addresses[first : first + RUNS], words[first : first + RUNS])
+
+    def deliver(self) -> None:
+        """Everything written since the last time reaches the device before whatever is launched next."""
+        sheet = self._sheet
+        if sheet is not None:
+            self._sheet = None
+            sheet.send(self._stream)
+            self._sent.append(sheet)
+
+    def _take(self, runs: int = 1) -> "Sheet":
+        """A sheet with room for so many runs, of one word each or one of MOST."""
+        if self._sheet is not None and not self._sheet.has_room(runs):
+            self.deliver()
+        if self._sheet is None:
+            free = len(self._sent) > 0 and self._sent[0].arrived()
+            self._sheet = self._sent.popleft() if free else _new_sheet()
+        return self._sheet
+
+
+def _new_sheet() -> "Sheet":
+    memory = torch.empty(8 * RUNS + WORDS, dtype=torch.int32, pin_memory=True)
+    return Sheet(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
+
+
+class Sheet:
+    """Some pinned memory, and the event of its latest reading."""
+
+    def __init__(self, memory: Tensor, event: torch.cuda.Event) -> None:
+        self._runs_there, self._words_there = memory[: 8 * RUNS].view(torch.int64), memory[8 * RUNS :]
+        self._runs = self._runs_there.numpy().reshape(RUNS, 4)
+        self._words = self._words_there.numpy()
+        self._event = event
+        self._run = self._word = 0  # how many there are
+
+    def has_room(self, runs: int) -> bool:
+        return self._run + runs <= RUNS and self._word + MOST <= WORDS
+
+    def add(self, address: int, words: Integers, length: int) -> None:
+        self._runs[self._run] = address, self._word, len(words), length
+        self._words[self._word : self._word + len(words)] = words
+        self._run += 1
+        self._word += len(words)
+
+    def add_each(self, addresses: npt.NDArray[np.int64], words: Ints) -> None:
+        """A run for every word."""
+        runs = self._runs[self._run : self._run + len(words)]
+        runs[:, 0] = addresses
+        runs[:, 1] = np.arange(self._word, self._word + len(words))
+        runs[:, 2:] = 1
+        self._words[self._word : self._word + len(words)] = words
+        self._run += len(words)
+        self._word += len(words)
+
+    def send(self, stream: torch.cuda.Stream | None) -> None:
+        from quire.ops.kernels.deliver import deliver
+
+        deliver(self._runs_there, self._words_there, self._run, MOST)
+        self._event.record(stream)
+        self._run = self._word = 0
+
+    def arrived(self) -> bool:
+        """Whether the device has read what was sent, so that the memory may be written again."""
+        return bool(self._event.query())  # type: ignore[no-untyped-call]

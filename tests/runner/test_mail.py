@@ -1,0 +1,78 @@
+"""Words reach their arrays: at once on a CPU, by one launch on a GPU."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from runner_support import ints
+
+from quire.runner.mail import MOST, RUNS, WORDS, Mail, Sheet
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Read:
+    """The event of a device that is done at once."""
+
+    def record(self, stream):
+        pass
+
+    def query(self):
+        return True
+
+
+def arrays():
+    return [torch.full((4, 50), 9, dtype=torch.int32) for _ in range(2)]
+
+
+def test_what_is_written_is_there():
+    first, second = arrays()
+    mail = Mail(torch.device("cpu"))
+    mail.write(first, 55, ints(1, 2, 3), 6)
+    mail.scatter(second, ints(0, 199, 51), ints(7, 8, 6))
+    mail.deliver()
+    assert first[1].tolist() == [9] * 5 + [1, 2, 3, 0, 0, 0] + [9] * 39 and (first[[0, 2, 3]] == 9).all()
+    assert (int(second[0, 0]), int(second[3, 49]), int(second[1, 1])) == (7, 8, 6) and int((second == 9).sum()) == 197
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="addresses of the host")
+def test_a_sheet_does_the_same():
+    first, second = arrays()
+    sheet = Sheet(torch.zeros(8 * RUNS + WORDS, dtype=torch.int32), Read())
+    for _ in range(2):  # a sheet is used again
+        sheet.add(first.data_ptr() + 4 * 55, ints(1, 2, 3), 6)
+        sheet.add_each(second.data_ptr() + 4 * np.array([0, 199, 51]), ints(7, 8, 6))
+        sheet.send(None)
+    assert first[1].tolist() == [9] * 5 + [1, 2, 3, 0, 0, 0] + [9] * 39 and (first[[0, 2, 3]] == 9).all()
+    assert (int(second[0, 0]), int(second[3, 49]), int(second[1, 1])) == (7, 8, 6) and int((second == 9).sum()) == 197
+
+
+@pytest.mark.gpu
+def test_mail_to_a_device():
+    """Long arrays, many words, several deliveries behind a busy device, and sheets that are full."""
+    generator = np.random.default_rng(0)
+    target = torch.zeros(40, 3 * MOST, dtype=torch.int32, device=DEVICE)
+    expected = np.zeros(target.shape, np.int32)
+    mail, busy = Mail(DEVICE), torch.zeros(1 << 28, dtype=torch.uint8, device=DEVICE)
+    for _ in range(6):
+        for _ in range(10):
+            busy.add_(1)
+        for row in generator.permutation(39).tolist():
+            words = generator.integers(-(2**31), 2**31, generator.integers(0, 3 * MOST - 9), np.int32)
+            length = len(words) + int(generator.integers(0, 9))
+            mail.write(target, row * 3 * MOST + 1, words, length)
+            expected[row, 1 : len(words) + 1] = words
+            expected[row, len(words) + 1 : length + 1] = 0
+        index = generator.choice(3 * MOST, 2 * RUNS + 5, replace=False)
+        words = generator.integers(0, 2**31, len(index), np.int32)
+        mail.scatter(target, 39 * 3 * MOST + index, words)
+        expected[39, index] = words
+        mail.deliver()
+    mail.deliver()  # there is nothing
+    assert (target.cpu().numpy() == expected).all()
