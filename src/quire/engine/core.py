@@ -95,6 +95,7 @@ class EngineCore:
             if self.before_admission is not None and scheduled.plan.admitted:
                 self.before_admission(self.scheduler.running)
             self._submit(scheduled)
+            self.scheduler.publish()
         elif self._grammars and not self._flights and not self._deltas:
             self._grammars.wait(GRAMMAR_WAIT)
         while len(self._flights) > self.depth or (self._flights and scheduled is None):

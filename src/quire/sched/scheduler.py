@@ -60,6 +60,7 @@ class Scheduler:
         self._slots = list(range(max_seqs - 1, -1, -1))
         self._given: dict[Request, int] = {}  # running ones with tokens the device has not been told, from this position on
         self._paused: set[Request] = set()  # they get no row in the next step
+        self._filling: list[Request] = []  # their latest rows may fill pages that are not published yet
         self._retired: list[int] = []  # slots whose leaving the device has not been told
         self._last: Scheduled | None = None  # the latest step
         self._blocked: tuple[Request, int] | None = None  # who did not fit, and pool.returned at that time
@@ -199,6 +200,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> Scheduled | None:
         """The next step, or None if there is nothing to run now."""
+        self.publish()
         plan = PlanBuilder(self._step)
         for child in self._forks.wake():
             self._queue.push(child)
@@ -215,6 +217,14 @@ class Scheduler:
             self._step += 1
             self._last = scheduled
         return scheduled
+
+    def publish(self) -> None:
+        """Offers what the planned rows will have written. It can wait until the step is on its way, but not longer than until
+        somebody looks for it."""
+        for request in self._filling:
+            if request.slot >= 0 and request not in self._void:
+                self._tables.publish(request)
+        self._filling.clear()
 
     def _advance(self, plan: PlanBuilder) -> int:
         """Rows for the running, best first; returns what is left of the budget.
@@ -285,7 +295,7 @@ class Scheduler:
         else:
             request.chunks += 1
             plan.owed += self._tables.demand(request, len(request.tokens))
-        self._tables.publish(request)
+        self._filling.append(request)
         plan.row(request, count, request.computed, sample, masked)
 
     # ---- pages -----------------------------------------------------------------------------------------------------------
@@ -303,6 +313,7 @@ class Scheduler:
 
     def _adopt(self, request: Request, plan: PlanBuilder) -> list[int]:
         """Starts the tables from the content index or from the parent, whichever has more; returns the pages to copy."""
+        self.publish()
         hit = self._tables.find(request) if request.spec.params.reads_prefix_cache else 0
         parent = self._forks.parent(request, self._live)
         if parent is not None:
