@@ -1,13 +1,16 @@
 """A request's JSON body, read within bounds: its bytes are counted as they come, its depth before anything walks it."""
 
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import msgspec
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.serve.disconnect import UnlessGone
 from quire.serve.errors import HttpError
 from quire.serve.limits import LIMITS, Limits
 
@@ -41,19 +44,30 @@ class BoundedRequest(Request):
 
 
 class JSONRoute(APIRoute):
-    """A route whose body is JSON. It is parsed here, so that FastAPI finds it ready."""
+    """A route whose endpoint takes a JSON body and the request. FastAPI finds and documents it, and leaves the call to us."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Whatever is done for the client ends when it hangs up."""
+        request = BoundedRequest(scope, receive)
+        _check_content_type(request)
+        body = self._checked(await request.json())
+        endpoint: Callable[[Any, Request], Awaitable[Response]] = self.endpoint
+        async with UnlessGone(receive):
+            response = await endpoint(body, request)
+            await response(scope, receive, send)
 
-        async def handle_json(request: Request) -> Response:
-            if request.method == "POST":
-                request = BoundedRequest(request.scope, request.receive)
-                _check_content_type(request)
-                await request.json()
-            return await handle(request)
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Any]]:
+        async def handle(_: Request) -> ASGIApp:  # what it returns is called as a response is
+            return self.answer
 
-        return handle_json
+        return handle
+
+    def _checked(self, body: Any) -> Any:
+        assert self.body_field is not None
+        value, errors = self.body_field.validate(body, {}, loc=("body",))
+        if errors:
+            raise RequestValidationError(errors, body=body)
+        return value
 
 
 def parse_json(raw: bytes, limits: Limits = LIMITS) -> Any:

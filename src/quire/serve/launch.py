@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
@@ -86,6 +87,14 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _HttpProtocol(HttpToolsProtocol):
+    """The access log is the front's business."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.access_log = False
 
 
 class Launch:
@@ -263,7 +272,7 @@ def _http_config(settings: ServerArgs, front: ASGIApp) -> uvicorn.Config:
     config = uvicorn.Config(
         front,
         log_config=None,
-        access_log=not settings.disable_uvicorn_access_log,
+        http=_HttpProtocol,
         lifespan="off",
         ws="none",
         server_header=False,
