@@ -108,7 +108,7 @@ class Child:
     def in_flight(self) -> set[str]:
         """The requests that it worked on when it died."""
         try:
-            return set((self._directory / ipc.JOURNAL).read_text().split("\n"))
+            return set((self._directory / ipc.JOURNAL).read_text().partition(ipc.END)[0].split("\n"))
         except OSError:
             return set()
 

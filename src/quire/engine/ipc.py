@@ -23,7 +23,8 @@ from quire.types.request import EngineRequest
 from quire.types.stats import Stats
 
 AHEAD = "ahead"  # to an engine process that is started before its arguments are known: import what a model needs
-JOURNAL = "journal"  # the file in the directory that says who is being worked on: one request id per line
+JOURNAL = "journal"  # the file in the directory that says who is being worked on: one request id per line, up to END
+END = "\0"
 ARRAYS = ("<i4", "<f4")  # the kinds of numpy arrays that cross
 
 

@@ -1,7 +1,7 @@
 """The API as one ASGI app. What stands around it (keys, health, metrics, drain) is in `front.py`."""
 
 import logging
-import uuid
+import secrets
 from functools import partial
 from typing import Any
 
@@ -73,7 +73,7 @@ class Boundary:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         chosen = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        request_id = _readable(chosen) or uuid.uuid4().hex
+        request_id = _readable(chosen) or secrets.token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
         started = False
 

@@ -6,6 +6,7 @@ bind ─► answer /livez ─► load ─► open the API ─► ... ─► SIGT
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -178,6 +179,7 @@ class Launch:
         app = build_app(llm, self._settings, metrics=metrics)
         self._state.service = Service(llm, app, metrics, HttpMetrics(metrics.registry))
         _tell_ready(llm, url, started)
+        gc.freeze()  # what lives now lives to the end: a search through it would make every stream wait
         if self._settings.sample is not None:
             self._start(print_sample(llm, self._settings.sample))
         if await self._unless_asked(self._start(_death(llm))):

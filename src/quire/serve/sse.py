@@ -22,6 +22,9 @@ PATIENCE = 1.0  # seconds; a refusal takes milliseconds, a full queue may take m
 _encoder = msgspec.json.Encoder()
 Events = AsyncGenerator[Any, None]
 
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"),
+]  # fmt: skip
 
 # characters JSON may hold as they are, but at which some clients end a line
 _LINE_ENDS = tuple((mark.encode(), f"\\u{ord(mark):04x}".encode()) for mark in "\u0085\u2028\u2029")
@@ -57,17 +60,13 @@ ANTHROPIC = Wire(encode_named, anthropic_error, b"")
 class EventStream(Response):
     """A response for these events. Raises what they raise before the first one."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: Events, wire: Wire = OPENAI) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
+    def __init__(self, events: Events, wire: Wire = OPENAI) -> None:  # there is no body, so nothing is rendered
         self._events = events
         self._wire = wire
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         wire = self._wire
-        head = _Head(send, {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        head = _Head(send, {"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
