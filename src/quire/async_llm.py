@@ -287,9 +287,11 @@ class AsyncLLM:
         arrival, serial = time.time(), f"{next(self._serials):x}"
 
         def prepare() -> Prepared:
-            return self._inputs.prepare(serial, prompt, params, arrival=arrival, priority=priority, tenant=tenant)
+            return self._inputs.prepare(
+                request_id, prompt, params, arrival=arrival, priority=priority, tenant=tenant, engine_id=serial
+            )
 
-        return replace(prepare() if _is_quick(prompt, params) else await self._aside(prepare), id=request_id)
+        return prepare() if _is_quick(prompt, params) else await self._aside(prepare)
 
     def _open(self, prepared: Prepared, trace_headers: Mapping[str, str] | None, arrived: float, at_once: bool) -> Stream:
         if prepared.id in self._streams:

@@ -16,12 +16,16 @@ class UnlessGone:
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
+        self._watch: asyncio.Task[None] | None = None
         self._gone = False
 
     async def __aenter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
+        self._start = asyncio.get_running_loop().call_soon(self._begin)  # when there is a moment to wait in
+
+    def _begin(self) -> None:
         self._watch = asyncio.create_task(_client_gone(self._receive))
         self._watch.add_done_callback(self._end)
 
@@ -33,8 +37,10 @@ class UnlessGone:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._watch.remove_done_callback(self._end)
-        self._watch.cancel()
+        self._start.cancel()
+        if self._watch is not None:
+            self._watch.remove_done_callback(self._end)
+            self._watch.cancel()
         if self._gone and not self._task.uncancel() and kind is asyncio.CancelledError:
             raise ClientGone from None
 
