@@ -103,8 +103,10 @@ class Mailbox:
     def drain(self, seconds: float) -> None:
         """Until nothing is kept, at most so long."""
         deadline = time.monotonic() + seconds
+        room = select.poll()
+        room.register(self._socket, select.POLLOUT)
         while self._kept and (left := deadline - time.monotonic()) > 0:
-            select.select([], [self._socket], [], left)
+            room.poll(1000 * left)
             self.flush()
 
     def close(self) -> None:
