@@ -166,10 +166,12 @@ class AsyncLLM:
         priority: int = 0,
         cache_tenant: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        at_once: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come (sampling_params.output_kind says which), the last one with `finished`.
 
         A bad request raises RequestError before the first output. Leaving the generator ends the request in the engine.
+        Requests that come in the same turn of the event loop begin together, but for those that are sent `at_once`.
         """
         arrived = time.monotonic()
         if self.state == "starting":
@@ -177,7 +179,7 @@ class AsyncLLM:
         self._attend()
         self._client.check()
         prepared = await self._prepare(prompt, sampling_params, request_id, priority, cache_tenant)
-        stream = self._open(prepared, trace_headers, arrived)
+        stream = self._open(prepared, trace_headers, arrived, at_once)
         try:
             answer, finished = stream.answer, False
             while not finished:
@@ -285,18 +287,23 @@ class AsyncLLM:
         arrival, serial = time.time(), f"{next(self._serials):x}"
 
         def prepare() -> Prepared:
-            return self._inputs.prepare(serial, prompt, params, arrival=arrival, priority=priority, tenant=tenant)
+            return self._inputs.prepare(
+                request_id, prompt, params, arrival=arrival, priority=priority, tenant=tenant, engine_id=serial
+            )
 
-        return replace(prepare() if _is_quick(prompt, params) else await self._aside(prepare), id=request_id)
+        return prepare() if _is_quick(prompt, params) else await self._aside(prepare)
 
-    def _open(self, prepared: Prepared, trace_headers: Mapping[str, str] | None, arrived: float) -> Stream:
+    def _open(self, prepared: Prepared, trace_headers: Mapping[str, str] | None, arrived: float, at_once: bool) -> Stream:
         if prepared.id in self._streams:
             raise RequestError(f"request id {prepared.id!r} is in use", "request_id")
         self._client.check()
+        if at_once:  # the engine begins while we get ready for its answer
+            self._client.add(prepared.requests)
         stream = self._streams[prepared.id] = Stream(self._outputs.add(prepared, trace_headers, arrived))
-        if not self._fresh:
-            asyncio.get_running_loop().call_soon(self._submit)
-        self._fresh += prepared.requests
+        if not at_once:
+            if not self._fresh:
+                asyncio.get_running_loop().call_soon(self._submit)
+            self._fresh += prepared.requests
         return stream
 
     def _submit(self) -> None:

@@ -1,4 +1,4 @@
-"""An engine process on the fake executor, with faults on order: python faulty_engine.py FAULT ARGUMENT DIRECTORY PARENT.
+"""An engine process on the fake executor, with faults on order: python faulty_engine.py FAULT ARGUMENT DIRECTORY PARENT SOCKET.
 
 start exit    dies while starting                step N       dies in every step from the N-th on
 start raise   fails in an unforeseen way         poison T     dies when it is to run token T

@@ -450,6 +450,33 @@ def test_requests_that_come_together_are_sent_together(crew, monkeypatch):
     assert len({tuple(answer(one).token_ids) for one in answers}) > 1
 
 
+def test_a_request_can_be_sent_at_once(crew, monkeypatch):
+    """Others that come with it go after it, and it can be left like any other."""
+    llm = crew.llm
+    sent, add = [], llm._client.add
+
+    def note(requests):
+        sent.append((len(list(requests)), llm.num_open))
+        add(requests)
+
+    monkeypatch.setattr(llm._client, "add", note)
+
+    async def scene():
+        params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+        first = collect(llm, [7, 2, 5], params, "first", at_once=True)
+        others = [collect(llm, [7, 2, 5], params, f"other-{i}") for i in range(3)]
+        answers = await asyncio.gather(first, *others)
+        stream = llm.generate([1, 2], SamplingParams(max_tokens=500, ignore_eos=True), "left", at_once=True)
+        await anext(stream)
+        await stream.aclose()
+        return answers
+
+    answers = crew(scene())
+    assert sent == [(1, 0), (3, 4), (1, 0)]
+    assert len({tuple(answer(one).token_ids) for one in answers}) == 1
+    assert llm.num_open == 0
+
+
 def test_a_request_that_is_left_before_it_was_sent_never_goes(crew, monkeypatch):
     llm = crew.llm
     sent, add = [], llm._client.add

@@ -126,6 +126,13 @@ def test_root_path_and_cors(serve_model: Path) -> None:
         for path in ("/v1/models", "/llm/v1/models", "/llm/readyz"):
             assert http.get(path, headers=key).status_code == 200
         assert http.get("/llm/livez").status_code == 200
+        for path in ("/v1/completions", "/llm/v1/completions"):
+            whole = http.post(path, headers=key, json=body(3, False))
+            assert (whole.status_code, whole.json()["usage"]["completion_tokens"]) == (200, 3)
+            assert http.post(path, headers=key, content=b"{").status_code == 400
+            wrong = http.post(path, headers=key, json={"prompt": 5})
+            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "body.prompt")
+            assert http.get(path, headers=key).status_code == 405
         ask = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
         allowed = http.options("/v1/completions", headers=ask)
         assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, "https://a.example")

@@ -25,6 +25,8 @@ def extend_keys(keys: list[bytes], tokens: "array[int]", page_size: int, salt: S
     if len(keys) >= count:
         return
     parent = keys[-1] if keys else root(salt)
-    for start in range(len(keys) * page_size, count * page_size, page_size):
-        parent = sha256(parent + tokens[start : start + page_size].tobytes()).digest()
+    data = tokens[len(keys) * page_size : count * page_size].tobytes()
+    width = len(data) // (count - len(keys))
+    for start in range(0, len(data), width):
+        parent = sha256(parent + data[start : start + width]).digest()
         keys.append(parent)

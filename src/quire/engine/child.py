@@ -1,4 +1,4 @@
-"""One engine process as its parent holds it: the process, both channels, its log, and the directory they meet in.
+"""One engine process as its parent holds it: the process, the connection to it, its log, and the directory of its journal.
 
 Whatever happens, `close` leaves nothing behind, and it happens at the latest when this process ends.
 """
@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,15 +19,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-import zmq
-
 from quire.config.args import EngineArgs
 from quire.engine import ipc
+from quire.frames import Mailbox
 from quire.subprocesses import environment
 from quire.types.errors import ConfigError
 
 COMMAND = (sys.executable, "-P", "-m", "quire.engine.process")  # -P: what lies in the working directory is not imported
-LONGEST_DIRECTORY = 80  # bytes; the address of a Unix socket has 107
 LAST_LINES = 20
 
 
@@ -35,14 +34,15 @@ class Child:
 
     def __init__(self, args: EngineArgs | None, command: Sequence[str] = COMMAND) -> None:
         start = None if args is None else _first_frame(args)
-        self._directory = _make_directory()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._directory = Path(tempfile.mkdtemp(prefix="quire-"))
+        ours, theirs = socket.socketpair()
+        self._mailbox = Mailbox(ours)
         process = None
         try:
-            channel = ipc.Channel(self._context, self._directory)
-            self._commands, self._reports = channel.sender("commands"), channel.receiver("reports")
+            options = [ipc.AHEAD] if args is None else []
             process = subprocess.Popen(
-                [*command, str(self._directory), str(os.getpid()), *([ipc.AHEAD] if args is None else [])],
+                [*command, str(self._directory), str(os.getpid()), str(theirs.fileno()), *options],
+                pass_fds=[theirs.fileno()],
                 env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -50,32 +50,48 @@ class Child:
                 process_group=0,  # Ctrl-C is for the parent
             )
         finally:
-            self._finalizer = weakref.finalize(self, _clean_up, self._context, process, self._directory)
+            theirs.close()
+            self._finalizer = weakref.finalize(self, _clean_up, self._mailbox, process, self._directory)
             if process is None:
                 self._finalizer()
         self._process = process
         assert process.stdout is not None
         self._log = Log(process.stdout, process.pid)
         if start is not None:
-            self._commands.send(start)
-        self.fd = int(self._reports.getsockopt(zmq.FD))
+            self._mailbox.send(start)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def fd(self) -> int:
+        """Readable when there are reports, or never will be again (`closed`)."""
+        return self._mailbox.fileno()
+
+    @property
+    def closed(self) -> bool:
+        """It will send no more reports."""
+        return self._mailbox.closed
+
+    @property
+    def full(self) -> bool:
+        """It had no room for all commands: `flush` when `fd` can be written."""
+        return self._mailbox.full
+
+    def flush(self) -> None:
+        self._mailbox.flush()
+
     def begin(self, args: EngineArgs) -> None:
-        self._commands.send(_first_frame(args))
+        self._mailbox.send(_first_frame(args))
 
     def send(self, command: ipc.Command) -> None:
-        self._commands.send(ipc.encode(command))
+        self._mailbox.send(ipc.encode(command))
 
     def receive(self) -> ipc.Report | None:
         """The next report, None if there is none now."""
-        try:
-            return ipc.decode_report(self._reports.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            return None
+        frame = self._mailbox.receive()
+        return None if frame is None else ipc.decode_report(frame)
 
     def ending(self) -> str | None:
         """How the process ended; None while it lives."""
@@ -92,7 +108,7 @@ class Child:
     def in_flight(self) -> set[str]:
         """The requests that it worked on when it died."""
         try:
-            return set((self._directory / ipc.JOURNAL).read_text().split("\n"))
+            return set((self._directory / ipc.JOURNAL).read_text().partition(ipc.END)[0].split("\n"))
         except OSError:
             return set()
 
@@ -104,6 +120,7 @@ class Child:
         """Asks the process to end, waits up to `timeout` seconds, then ends it."""
         if timeout > 0 and self._process.poll() is None:
             self.send(ipc.Stop())
+            self._mailbox.drain(timeout)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout)
         self.close()
@@ -138,19 +155,10 @@ def _first_frame(args: EngineArgs) -> bytes:
         raise ConfigError(f"an engine argument cannot be sent to the engine process: {error}") from None
 
 
-def _make_directory() -> Path:
-    """A private directory (mode 0700) whose name is short enough for a socket's address."""
-    directory = Path(tempfile.mkdtemp(prefix="quire-"))
-    if len(os.fsencode(directory)) <= LONGEST_DIRECTORY:
-        return directory
-    directory.rmdir()
-    return Path(tempfile.mkdtemp(prefix="quire-", dir="/tmp"))
-
-
-def _clean_up(context: "zmq.Context[zmq.Socket[bytes]]", process: "subprocess.Popen[bytes] | None", directory: Path) -> None:
+def _clean_up(mailbox: Mailbox, process: "subprocess.Popen[bytes] | None", directory: Path) -> None:
     if process is not None:
         process.kill()
         with suppress(subprocess.TimeoutExpired):
             process.wait(10.0)
-    context.destroy(linger=0)
+    mailbox.close()
     shutil.rmtree(directory, ignore_errors=True)

@@ -1,20 +1,19 @@
-"""What the API process and the engine process say to each other, and over what.
+"""What the API process and the engine process say to each other.
 
-    API process                                  engine process
-    commands  PUSH ──── Start, Add, Abort, ────► PULL   the loop
-    reports   PULL ◄─── Ready, StepReport, ... ─ PUSH   the loop
-                   ◄─── Beat ─────────────────── PUSH   the heartbeat thread
+    API process                        engine process
+    ──── Start, Add, Abort, ... ─────► the loop
+    ◄─── Ready, StepReport, ... ────── the loop
+    ◄─── Beat ──────────────────────── the heartbeat thread
 
-Unix sockets in a directory only we may enter; the frames are msgpack. Nothing received is ever executed or unpickled.
+They are joined by a pair of sockets that nobody else has (`Mailbox`); the frames are msgpack. Nothing received is ever executed
+or unpickled.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-import zmq
 
 from quire.config.args import EngineArgs
 from quire.engine.timeline import Timeline
@@ -24,8 +23,8 @@ from quire.types.request import EngineRequest
 from quire.types.stats import Stats
 
 AHEAD = "ahead"  # to an engine process that is started before its arguments are known: import what a model needs
-JOURNAL = "journal"  # the file in the directory that says who is being worked on: one request id per line
-RETRY = 10  # milliseconds between attempts to connect
+JOURNAL = "journal"  # the file in the directory that says who is being worked on: one request id per line, up to END
+END = "\0"
 ARRAYS = ("<i4", "<f4")  # the kinds of numpy arrays that cross
 
 
@@ -154,34 +153,3 @@ def start_error(failed: Failed) -> errors.QuireError:
     if isinstance(kind, type) and issubclass(kind, errors.ConfigError | errors.ModelError | errors.EngineError):
         return kind(failed.message)
     return errors.EngineError(f"the engine could not start: {failed.kind}: {failed.message}")
-
-
-class Channel:
-    """The two directions of one connection, as sockets.
-
-    Who sends connects and who receives binds: so a message can be sent before the other side is there, and waits for it.
-    Messages queue up without limit: open requests bound what is under way, and a full queue must never stop a loop.
-    """
-
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", directory: Path) -> None:
-        self._context, self._directory = context, directory
-
-    def sender(self, name: str) -> "zmq.Socket[bytes]":
-        socket = self._open(zmq.PUSH)
-        socket.setsockopt(zmq.RECONNECT_IVL, RETRY)
-        socket.connect(self._address(name))
-        return socket
-
-    def receiver(self, name: str) -> "zmq.Socket[bytes]":
-        socket = self._open(zmq.PULL)
-        socket.bind(self._address(name))
-        return socket
-
-    def _open(self, kind: int) -> "zmq.Socket[bytes]":
-        socket = self._context.socket(kind)
-        socket.set_hwm(0)
-        socket.setsockopt(zmq.LINGER, 0)
-        return socket
-
-    def _address(self, name: str) -> str:
-        return f"ipc://{self._directory / name}"

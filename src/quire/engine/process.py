@@ -1,4 +1,4 @@
-"""The engine process: `python -m quire.engine.process DIRECTORY PARENT [ahead]`, started by the supervisor and by nobody else.
+"""The engine process: `python -m quire.engine.process DIRECTORY PARENT SOCKET [ahead]`, started by the supervisor alone.
 
 It receives its arguments, starts a core and turns it: take commands, step, report. A thread tells the parent that the process
 lives and for how long the loop has been in the present turn, and ends the process when the parent is gone.
@@ -9,24 +9,24 @@ import contextlib
 import gc
 import importlib
 import logging
+import mmap
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import zmq
 
 from quire.config.cores import wait_politely
 from quire.engine import ipc
 from quire.engine.core import EngineCore
 from quire.engine.pace import Pace
 from quire.engine.timeline import Stopwatch
+from quire.frames import Mailbox
 from quire.types.errors import QuireError, RequestError
 from quire.types.request import EngineRequest
 
@@ -34,7 +34,7 @@ BEAT_EVERY = 0.25  # seconds
 IDLE_WAIT = 500  # milliseconds between looks at the stop signal
 LULL = 50  # milliseconds without work before idle time is used: who asks one thing after the other is not kept waiting
 ADMISSION = 0.0015  # seconds that it takes longer to plan and start a step with newcomers
-FAREWELL = 2000  # milliseconds for the last report to leave
+FAREWELL = 2.0  # seconds for the last report to leave
 CALLS = ("reset_prefix_cache",)
 
 logger = logging.getLogger(__name__)
@@ -43,21 +43,19 @@ logger = logging.getLogger(__name__)
 class Pulse(threading.Thread):
     """Beats until told to end. `busy_since` is written by the loop: when its present turn began, 0 while it waits."""
 
-    def __init__(self, channel: ipc.Channel, directory: Path, parent: int) -> None:
+    def __init__(self, mailbox: Mailbox, directory: Path, parent: int) -> None:
         super().__init__(name="quire-pulse", daemon=True)
         self.busy_since = 0.0
-        self._channel, self._directory, self._parent = channel, directory, parent
+        self._mailbox, self._directory, self._parent = mailbox, directory, parent
         self._over = threading.Event()
 
     def run(self) -> None:
-        socket = self._channel.sender("reports")
         while not self._over.wait(BEAT_EVERY):
             if os.getppid() != self._parent:
                 shutil.rmtree(self._directory, ignore_errors=True)
                 os._exit(1)
             since = self.busy_since
-            socket.send(ipc.encode(ipc.Beat(time.monotonic() - since if since else 0.0)))
-        socket.close()
+            self._mailbox.send(ipc.encode(ipc.Beat(time.monotonic() - since if since else 0.0)))
 
     def end(self) -> None:
         self._over.set()
@@ -68,33 +66,35 @@ class Journal:
     """Who is being worked on, in a file that the parent reads when this process died: no message leaves a dying process."""
 
     def __init__(self, directory: Path) -> None:
-        self._file = os.open(directory / ipc.JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = os.open(directory / ipc.JOURNAL, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._page = self._map(mmap.PAGESIZE)
 
     def write(self, ids: list[str]) -> None:
-        data = "\n".join(ids).encode()
-        os.pwrite(self._file, data, 0)
-        os.ftruncate(self._file, len(data))
+        data = "\n".join([*ids, ipc.END]).encode()
+        if len(data) > len(self._page):
+            self._page = self._map(2 * len(data))
+        self._page[: len(data)] = data
+
+    def _map(self, size: int) -> mmap.mmap:
+        """The file as memory: writing needs no help of the operating system."""
+        os.ftruncate(self._file, size)
+        return mmap.mmap(self._file, size)
 
 
-@dataclass
 class Link:
-    """The loop's ends of the two channels."""
+    """The loop's end of the connection."""
 
-    commands: "zmq.Socket[bytes]"
-    reports: "zmq.Socket[bytes]"
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self.wait = mailbox.wait
 
     def send(self, report: ipc.Report) -> None:
-        self.reports.send(ipc.encode(report))
-
-    def wait(self, milliseconds: int) -> bool:
-        return bool(self.commands.poll(milliseconds))
+        self._mailbox.send(ipc.encode(report))
 
     def receive(self) -> ipc.Command | None:
         """The next command, None if there is none now."""
-        try:
-            return ipc.decode_command(self.commands.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            return None
+        frame = self._mailbox.receive()
+        return None if frame is None else ipc.decode_command(frame)
 
 
 class Engine:
@@ -193,13 +193,12 @@ def start(command: ipc.Start, watch: Stopwatch) -> tuple[EngineCore, ipc.Ready]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    place, parent, *options = sys.argv[1:] if argv is None else argv
+    place, parent, number, *options = sys.argv[1:] if argv is None else argv
     directory = Path(place)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    channel = ipc.Channel(context, directory)
-    link = Link(channel.receiver("commands"), channel.sender("reports"))
-    pulse = Pulse(channel, directory, int(parent))
+    os.set_inheritable(int(number), False)
+    mailbox = Mailbox(socket.socket(fileno=int(number)))
+    pulse = Pulse(mailbox, directory, int(parent))
     pulse.start()
     try:
         watch = Stopwatch.of_engine("python")
@@ -208,16 +207,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 wait_politely()
                 importlib.import_module("quire.runner.step")
             watch.lap("imports")
-        return _serve(link, pulse, Journal(directory), watch)
+        return _serve(Link(mailbox), pulse, Journal(directory), watch)
     finally:
         pulse.end()
-        link.commands.close()
-        link.reports.close(linger=FAREWELL)
-        context.term()
+        mailbox.drain(FAREWELL)
+        mailbox.close()
 
 
 def _serve(link: Link, pulse: Pulse, journal: Journal, watch: Stopwatch) -> int:
-    first = ipc.decode_command(link.commands.recv())
+    while (first := link.receive()) is None:
+        link.wait(IDLE_WAIT)
     assert isinstance(first, ipc.Start), first
     watch.lap("wait for orders")
     try:

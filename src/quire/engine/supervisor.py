@@ -119,6 +119,17 @@ class Supervisor:
         """Only while ready."""
         assert self._child is not None
         self._child.send(command)
+        if self._child.full:
+            self._flush(self._child)
+
+    def _flush(self, child: Child) -> None:
+        """What the engine had no room for is sent when it has."""
+        loop = asyncio.get_running_loop()
+        child.flush()
+        if child.full:
+            loop.add_writer(child.fd, self._flush, child)
+        else:
+            loop.remove_writer(child.fd)
 
     def stop(self, timeout: float) -> None:
         """Ends the engine, kindly for up to `timeout` seconds. For good."""
@@ -157,11 +168,13 @@ class Supervisor:
         def detach() -> None:
             self._detach = lambda: None
             loop.remove_reader(child.fd)
+            loop.remove_writer(child.fd)
             if ticker is not None:
                 ticker.cancel()
 
         self._detach = detach
         self._silence, self._looked = 0.0, time.monotonic()
+        self._flush(child)
         tick()
         ended = False
         try:
@@ -173,6 +186,8 @@ class Supervisor:
                         return report.message
                 if self._child is not child:
                     return "it was stopped"
+                if child.closed:
+                    loop.remove_reader(child.fd)
                 if ended:
                     return f"its process ended with {child.ending()}"
                 if ended := self._look() and child.ending() is not None:

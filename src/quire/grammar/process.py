@@ -12,6 +12,7 @@ import weakref
 import numpy as np
 import numpy.typing as npt
 
+from quire.frames import Frames
 from quire.grammar import wire
 from quire.subprocesses import environment
 
@@ -35,7 +36,7 @@ class Process:
         self.pid = self._child.pid
         self.started = False  # it has said so
         ours.settimeout(LONGEST_SEND)
-        self.frames = wire.Frames(ours)
+        self.frames = Frames(ours)
         self.end = weakref.finalize(self, _end, self._child, ours)
         with contextlib.suppress(OSError):  # it is gone already; whoever reads learns that
             self.frames.send(wire.encode(start))

@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from quire.frames import Frames
 from quire.grammar.backend import Backend, GrammarError
 from quire.grammar.translate import Place, pointer, subschemas
-from quire.grammar.wire import Frames
 from quire.types.errors import InvalidParameter
 from quire.types.structured import StructuredOutputsParams, read_object
 

@@ -1,15 +1,10 @@
 """What the engine process and the grammar process say to each other: msgpack frames with their length in front."""
 
-import socket
-import struct
 from collections.abc import Callable
 
 import msgspec
 
 from quire.types.structured import StructuredOutputsParams
-
-_LENGTH = struct.Struct("<I")
-_PIECE = 1 << 20
 
 
 class _Frame(msgspec.Struct, array_like=True, tag=True):
@@ -105,31 +100,3 @@ def key_of(params: StructuredOutputsParams) -> bytes:
     key = encode(params)
     params.starts_after = starts
     return key
-
-
-class Frames:
-    """One end of a stream socket, read in whole frames."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self._buffer = bytearray()
-
-    def send(self, data: bytes) -> None:
-        self.socket.sendall(_LENGTH.pack(len(data)) + data)
-
-    def receive(self) -> bool:
-        """Takes in what is there, waiting for the first byte as long as the socket does. False: the other end is closed."""
-        data = self.socket.recv(_PIECE)
-        self._buffer += data
-        return bool(data)
-
-    def next(self) -> bytes | None:
-        """The next whole frame of what was taken in."""
-        if len(self._buffer) < _LENGTH.size:
-            return None
-        end = _LENGTH.size + int(_LENGTH.unpack_from(self._buffer)[0])
-        if len(self._buffer) < end:
-            return None
-        frame = bytes(self._buffer[_LENGTH.size : end])
-        del self._buffer[:end]
-        return frame

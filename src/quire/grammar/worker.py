@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.files.resolve import resolve_model
+from quire.frames import Frames
 from quire.grammar import wire
 from quire.grammar.backend import Backend, GrammarError, Matcher
 from quire.grammar.vetting import Job, decode_verdict, encode, start_vetting
@@ -98,7 +99,7 @@ class Live:
 
 
 class Worker:
-    def __init__(self, frames: wire.Frames, masks: Words, backend: Backend) -> None:
+    def __init__(self, frames: Frames, masks: Words, backend: Backend) -> None:
         """masks [rows, words]."""
         self._frames, self._masks, self._backend = frames, masks, backend
         self._kept = Kept()
@@ -258,7 +259,7 @@ def open_backend(start: wire.Start) -> Backend:
 
 def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    frames = wire.Frames(socket.socket(fileno=int(argv[0])))
+    frames = Frames(socket.socket(fileno=int(argv[0])))
     while (frame := frames.next()) is None:
         if not frames.receive():
             return 0

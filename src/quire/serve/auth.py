@@ -5,9 +5,9 @@ For the routers: `request.state.tenant` (str or None) is what to hand to the eng
 
 import hashlib
 import hmac
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from starlette.routing import BaseRoute, Match
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config.server_args import ServerArgs
@@ -59,14 +59,21 @@ class Keys:
         return self._tenants[number] if len(self) > 1 else None
 
 
+def glance(routes: Sequence[Route]) -> Callable[[Scope], bool]:
+    """Tells whether a request may be for one of these routes, whatever a proxy put before its path: most are not."""
+    endings = tuple(route.path for route in routes)
+    return lambda scope: scope["path"].rstrip("\n").endswith(endings)  # a route's pattern overlooks a line end
+
+
 class Guard:
     """Serves `public` routes itself; everything else, whatever its path looks like, is passed on only with a key."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, public: Sequence[BaseRoute]) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, public: Sequence[Route]) -> None:
         self._app, self._keys, self._public = app, keys, public
+        self._glance = glance(public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        for route in self._public:
+        for route in self._public if self._glance(scope) else ():
             match, child = route.matches(scope)
             if match is Match.FULL:
                 scope.update(child)

@@ -1,59 +1,65 @@
 """A request's JSON body, read within bounds: its bytes are counted as they come, its depth before anything walks it."""
 
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import msgspec
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.serve.disconnect import ClientGone, UnlessGone
 from quire.serve.errors import HttpError
 from quire.serve.limits import LIMITS, Limits
 
 _STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
-class BoundedRequest(Request):
-    limits: Limits = LIMITS
-
-    async def body(self) -> bytes:
-        if not hasattr(self, "_body"):
-            declared = self.headers.get("content-length", "")
-            if declared.isdecimal() and int(declared) > self.limits.body_bytes:
-                raise self._too_large()
-            chunks, size = [], 0
-            async for chunk in self.stream():
-                size += len(chunk)
-                if size > self.limits.body_bytes:
-                    raise self._too_large()
-                chunks.append(chunk)
-            self._body = b"".join(chunks)
-        return self._body
-
-    async def json(self) -> Any:
-        if not hasattr(self, "_json"):
-            self._json = parse_json(await self.body(), self.limits)
-        return self._json
-
-    def _too_large(self) -> HttpError:
-        return HttpError(413, f"the request body may have at most {self.limits.body_bytes} bytes")
-
-
 class JSONRoute(APIRoute):
-    """A route whose body is JSON. It is parsed here, so that FastAPI finds it ready."""
+    """A route whose endpoint takes a JSON body and the request. FastAPI finds and documents it, and leaves the call to us."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Whatever is done for the client ends when it hangs up."""
+        request = Request(scope, receive)
+        _check_content_type(request)
+        body = self._checked(parse_json(await _read(request)))
+        endpoint: Callable[[Any, Request], Awaitable[Response]] = self.endpoint
+        async with UnlessGone(receive):
+            response = await endpoint(body, request)
+            await response(scope, receive, send)
 
-        async def handle_json(request: Request) -> Response:
-            if request.method == "POST":
-                request = BoundedRequest(request.scope, request.receive)
-                _check_content_type(request)
-                await request.json()
-            return await handle(request)
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Any]]:
+        async def handle(_: Request) -> ASGIApp:  # what it returns is called as a response is
+            return self.answer
 
-        return handle_json
+        return handle
+
+    def _checked(self, body: Any) -> Any:
+        assert self.body_field is not None
+        value, errors = self.body_field.validate(body, {}, loc=("body",))
+        if errors:
+            raise RequestValidationError(errors, body=body)
+        return value
+
+
+async def _read(request: Request, limits: Limits = LIMITS) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limits.body_bytes:
+        raise _too_large(limits)
+    chunks, size, more = list[bytes](), 0, True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > limits.body_bytes:
+            raise _too_large(limits)
+        chunks.append(chunk)
+        more = message.get("more_body", False)
+    return b"".join(chunks)
 
 
 def parse_json(raw: bytes, limits: Limits = LIMITS) -> Any:
@@ -88,6 +94,10 @@ def _check_depth(value: Any, limits: Limits) -> None:
             return
         level = below
     raise _too_deep(limits)
+
+
+def _too_large(limits: Limits) -> HttpError:
+    return HttpError(413, f"the request body may have at most {limits.body_bytes} bytes")
 
 
 def _too_deep(limits: Limits) -> HttpError:

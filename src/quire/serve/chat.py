@@ -7,7 +7,6 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from quire.serve.body import JSONRoute
-from quire.serve.disconnect import unless_gone
 from quire.serve.errors import json_response
 from quire.serve.events import Said
 from quire.serve.logprobs import TokenNames, chat_logprobs, prompt_logprobs
@@ -15,7 +14,7 @@ from quire.serve.prompts import text_of
 from quire.serve.protocol.chat import ChatChunkChoice, ChatCompletion, ChatLogprobs, ChatMessage, ChatRequest, Delta
 from quire.serve.protocol.errors import ErrorBody
 from quire.serve.server import Server, server_of
-from quire.serve.sse import Events, open_stream
+from quire.serve.sse import Events, EventStream
 from quire.serve.stream import StreamUsage
 from quire.serve.turn import Heard, Turn, play, play_at_once, prepare_turn, reasoning_tokens
 from quire.serve.usage import timing_of, usage_of
@@ -30,11 +29,11 @@ router = APIRouter(route_class=JSONRoute, tags=["OpenAI"])
 )
 async def create_chat_completion(request: ChatRequest, raw: Request) -> Response:
     server = server_of(raw)
-    turn = await unless_gone(raw.receive, prepare_turn(server, raw, request, "chatcmpl"))
+    turn = await prepare_turn(server, raw, request, "chatcmpl")
     reply = _Reply(server, turn, request)
     if request.stream:
-        return await open_stream(reply.stream(), raw.receive)
-    return json_response(await unless_gone(raw.receive, reply.answer()))
+        return EventStream(reply.stream())
+    return json_response(await reply.answer())
 
 
 class _Reply:

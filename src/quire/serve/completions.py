@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request, Response
 
 from quire.serve.beam import search_beams
 from quire.serve.body import JSONRoute
-from quire.serve.disconnect import unless_gone
 from quire.serve.errors import json_response
 from quire.serve.generation import Job, collect, make_job, raise_failure, run
 from quire.serve.logprobs import TextOffsets, TokenNames, completion_logprobs, prompt_logprobs
@@ -17,7 +16,7 @@ from quire.serve.protocol.completions import Completion, CompletionChoice, Compl
 from quire.serve.protocol.errors import ErrorBody
 from quire.serve.sampling import check_request, only_echoes
 from quire.serve.server import Server, server_of
-from quire.serve.sse import Events, open_stream
+from quire.serve.sse import Events, EventStream
 from quire.serve.stream import StreamUsage
 from quire.serve.usage import timing_of, usage_of
 from quire.types.outputs import CompletionOutput, RequestOutput, TokenLogprobs
@@ -28,11 +27,11 @@ router = APIRouter(route_class=JSONRoute, tags=["OpenAI"])
 @router.post("/v1/completions", responses={200: {"model": Completion}, 400: {"model": ErrorBody}, 404: {"model": ErrorBody}})
 async def create_completion(request: CompletionRequest, raw: Request) -> Response:
     server = server_of(raw)
-    job = await unless_gone(raw.receive, _prepare(server, raw, request))
+    job = await _prepare(server, raw, request)
     if request.stream:
-        return await open_stream(_stream(server, job, request), raw.receive)
+        return EventStream(_stream(server, job, request))
     gather = search_beams(server, job, request) if request.use_beam_search else collect(server, job)
-    outputs = await unless_gone(raw.receive, gather)
+    outputs = await gather
     return json_response(_answer(server, job, request, outputs))
 
 

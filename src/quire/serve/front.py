@@ -1,20 +1,26 @@
 """The layers around the API: each is an ASGI app that holds the next.
 
-CORS ─► Meter ─► Guard ─► Operations ─► Gate ─► the API (serve/app.py), once the model is loaded
-                   └ /livez     └ /readyz, /metrics ...
+AccessLog ─► CORS ─► Meter ─► Guard ─► Operations ─► Gate ─► the API (serve/app.py), once the model is loaded
+                                └ /livez     └ /readyz, /metrics ...
 """
 
+import asyncio
+import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import BaseRoute, Match
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.utils import get_client_addr, get_path_with_query_string
 
-from quire.serve.auth import Guard, Keys
+from quire.serve.auth import Guard, Keys, glance
 from quire.serve.errors import error_body, json_response, shaped
 from quire.serve.health import Health
 from quire.serve.lifecycle import ServerState
+
+access_logger = logging.getLogger("uvicorn.access")
 
 RETRY_AFTER = 5  # seconds; when to come back, to this server or to another one
 
@@ -31,7 +37,29 @@ def build_front(state: ServerState, keys: Keys) -> ASGIApp:
             allow_headers=settings.allowed_headers,
             allow_credentials=settings.allow_credentials,
         )
-    return Rooted(front, settings.root_path) if settings.root_path else front
+    if settings.root_path:
+        front = Rooted(front, settings.root_path)
+    return front if settings.disable_uvicorn_access_log else AccessLog(front)
+
+
+class AccessLog:
+    """uvicorn's line for every response, written when the event loop has done what it has to do now: nobody waits for it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def tell(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                asyncio.get_running_loop().call_soon(_log_access, scope, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, tell)
+
+
+def _log_access(scope: Any, status: int) -> None:
+    client, path = get_client_addr(scope), get_path_with_query_string(scope)
+    access_logger.info('%s - "%s %s HTTP/%s" %d', client, scope["method"], path, scope["http_version"], status)
 
 
 class Rooted:
@@ -47,11 +75,12 @@ class Rooted:
 class Operations:
     """Routes that answer whatever the state of the server."""
 
-    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:
+    def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:
         self._app, self._routes = app, routes
+        self._glance = glance(routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        for route in self._routes:
+        for route in self._routes if self._glance(scope) else ():
             match, child = route.matches(scope)
             if match is Match.FULL:
                 scope.update(child)

@@ -111,6 +111,7 @@ def _start(server: Server, job: Job, i: int) -> AsyncGenerator[RequestOutput, No
         priority=job.priority,
         cache_tenant=job.cache_tenant,
         trace_headers=job.trace_headers,
+        at_once=len(job.prompts) == 1,
     )
 
 

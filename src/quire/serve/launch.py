@@ -6,6 +6,7 @@ bind ─► answer /livez ─► load ─► open the API ─► ... ─► SIGT
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
@@ -86,6 +88,14 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _HttpProtocol(HttpToolsProtocol):
+    """The access log is the front's business."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.access_log = False
 
 
 class Launch:
@@ -169,6 +179,7 @@ class Launch:
         app = build_app(llm, self._settings, metrics=metrics)
         self._state.service = Service(llm, app, metrics, HttpMetrics(metrics.registry))
         _tell_ready(llm, url, started)
+        gc.freeze()  # what lives now lives to the end: a search through it would make every stream wait
         if self._settings.sample is not None:
             self._start(print_sample(llm, self._settings.sample))
         if await self._unless_asked(self._start(_death(llm))):
@@ -263,7 +274,7 @@ def _http_config(settings: ServerArgs, front: ASGIApp) -> uvicorn.Config:
     config = uvicorn.Config(
         front,
         log_config=None,
-        access_log=not settings.disable_uvicorn_access_log,
+        http=_HttpProtocol,
         lifespan="off",
         ws="none",
         server_header=False,

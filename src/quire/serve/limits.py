@@ -68,13 +68,14 @@ _MEASURED = {
 
 def check_limits(request: Any, limits: Limits = LIMITS) -> None:
     """Every parameter whose size is bounded by itself."""
+    given = request.model_fields_set  # what was left out is small
     for name in _COUNTED:
-        value = getattr(request, name, None)
+        value = getattr(request, name) if name in given else None
         if isinstance(value, list | dict):
             refuse_more(name, len(value), getattr(limits, name), "entries")
     for name, limit in _MEASURED.items():
-        value = getattr(request, name, None)
-        # what is not of this type is refused elsewhere, or is a field that this request does not have
+        value = getattr(request, name) if name in given else None
+        # what is not of this type is refused elsewhere
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str):
                 refuse_more(name, len(text), getattr(limits, limit), "characters")

@@ -7,14 +7,13 @@ from fastapi import APIRouter, Request, Response
 
 from quire.serve.anthropic import TERMS, block_of, delta_of, empty_block_of, stop_reason, to_chat
 from quire.serve.body import JSONRoute
-from quire.serve.disconnect import unless_gone
 from quire.serve.errors import json_response
 from quire.serve.items import Change, Closed, Grown, Items, Opened
 from quire.serve.protocol.chat import ChatRequest
 from quire.serve.protocol.errors import AnthropicErrorBody
 from quire.serve.protocol.messages import CountTokensRequest, MessagesRequest
 from quire.serve.server import Server, server_of
-from quire.serve.sse import ANTHROPIC, Events, open_stream
+from quire.serve.sse import ANTHROPIC, Events, EventStream
 from quire.serve.turn import Step, Turn, play, play_at_once, prepare_turn, render_turn
 
 router = APIRouter(route_class=JSONRoute, tags=["Anthropic"])
@@ -27,18 +26,18 @@ async def create_message(request: MessagesRequest, raw: Request) -> Response:
     server = server_of(raw)
     server.check(request)
     chat = to_chat(request, thinks=server.formats.end_id is not None)
-    turn = await unless_gone(raw.receive, prepare_turn(server, raw, chat, "msg", "toolu_", TERMS))
+    turn = await prepare_turn(server, raw, chat, "msg", "toolu_", TERMS)
     reply = _Reply(server, turn, chat)
     if request.stream:
-        return await open_stream(reply.stream(), raw.receive, ANTHROPIC)
-    return json_response(await unless_gone(raw.receive, reply.answer()))
+        return EventStream(reply.stream(), ANTHROPIC)
+    return json_response(await reply.answer())
 
 
 @router.post("/v1/messages/count_tokens", responses=_ERRORS)
 async def count_tokens(request: CountTokensRequest, raw: Request) -> Response:
     server = server_of(raw)
     server.check(request)
-    rendered = await unless_gone(raw.receive, render_turn(server, to_chat(request, thinks=False), TERMS))
+    rendered = await render_turn(server, to_chat(request, thinks=False), TERMS)
     return json_response({"input_tokens": len(rendered.prompt.ids)})
 
 

@@ -34,8 +34,8 @@ async def read_prompts(server: Server, request: CompletionRequest) -> list[Promp
     if request.truncate_prompt_tokens is None:
         for text in texts:
             refuse_hopeless(server, text)
-    encoded = await asyncio.gather(*[server.llm.encode(text, request.add_special_tokens) for text in texts])
-    ids = iter(encoded)
+    encoded = [server.llm.encode(text, request.add_special_tokens) for text in texts]
+    ids = iter(await asyncio.gather(*encoded) if encoded else [])
     prompts = [Prompt(prompt, next(ids)) if isinstance(prompt, str) else Prompt(None, prompt) for prompt in given]
     total = sum(len(prompt.ids) for prompt in prompts)
     refuse_more("prompt", total, server.limits.prompt_tokens, "tokens in all prompts together")

@@ -38,6 +38,7 @@ _REFUSALS = {
 
 
 def refuse_what_is_not_built(request: Any) -> None:
+    given = request.model_fields_set  # what was left out is not used
     for name, refusal in _REFUSALS.items():
-        if refusal.used(getattr(request, name, None)):
+        if name in given and refusal.used(getattr(request, name)):
             raise NotSupported(f"{name} cannot be used: {refusal.reason}", name)

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 
 from quire.serve.body import JSONRoute
-from quire.serve.disconnect import unless_gone
 from quire.serve.errors import HttpError, describe, json_response, request_id_of
 from quire.serve.items import Change, Closed, Grown, Item, Items, Opened
 from quire.serve.protocol.chat import ChatRequest
@@ -35,7 +34,7 @@ from quire.serve.response_objects import (
 )
 from quire.serve.response_store import Stored
 from quire.serve.server import Server, server_of
-from quire.serve.sse import NAMED, Events, open_stream
+from quire.serve.sse import NAMED, Events, EventStream
 from quire.serve.turn import Heard, Step, Turn, play, play_at_once, prepare_turn, reasoning_tokens
 from quire.types.errors import InvalidParameter, NotSupported
 
@@ -60,15 +59,15 @@ async def create_response(request: ResponsesRequest, raw: Request) -> Response:
         raise HttpError(429, f"{server.limits.background_responses} responses run in the background already", "background")
     history = _history(server, raw, request)
     chat = to_chat(request, [*said_before(history), *messages_of(request)])
-    turn = await unless_gone(raw.receive, prepare_turn(server, raw, chat, "resp", "call_", TERMS))
+    turn = await prepare_turn(server, raw, chat, "resp", "call_", TERMS)
     # ids are the store's keys: clients cannot choose them
     turn = replace(turn, job=replace(turn.job, id=f"resp_{uuid.uuid4().hex}"))
     reply = _Reply(server, turn, request, chat, [*history, *input_items(request)], _tenant(raw))
     if request.stream:
-        return await open_stream(reply.stream(), raw.receive, NAMED)
+        return EventStream(reply.stream(), NAMED)
     if request.background:
         return json_response(reply.start(request_id_of(raw.scope)))
-    return json_response(await unless_gone(raw.receive, reply.answer()))
+    return json_response(await reply.answer())
 
 
 @stored_router.get("/v1/responses/{response_id}", responses=_ERRORS)

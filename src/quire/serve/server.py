@@ -4,7 +4,6 @@ import hashlib
 import logging
 import re
 import time
-import uuid
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,7 +13,7 @@ import quire
 from quire.async_llm import AsyncLLM
 from quire.config.server_args import ServerArgs
 from quire.obs.metrics import Metrics
-from quire.serve.errors import HttpError
+from quire.serve.errors import HttpError, request_id_of
 from quire.serve.formats import ModelFormats, choose_formats
 from quire.serve.limits import LIMITS, Limits, check_limits
 from quire.serve.protocol.fields import Body, GenerationFields
@@ -99,7 +98,7 @@ def answer_id(prefix: str, request: Request, body: GenerationFields) -> str:
     """`chatcmpl-` and the like, before the id the client chose or a new one."""
     chosen = request.headers.get("x-request-id") or body.request_id
     if chosen is None:
-        return f"{prefix}-{uuid.uuid4().hex}"
+        return f"{prefix}-{request_id_of(request.scope)}"
     if len(chosen) > LIMITS.identifier_characters or not _PRINTABLE.fullmatch(chosen):
         raise InvalidParameter(
             f"a request id has 1 to {LIMITS.identifier_characters} visible ASCII characters, got {chosen!r:.80}", "request_id"

@@ -6,14 +6,14 @@ ordinary HTTP error. What goes wrong later is an event of its own.
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from quire.serve.disconnect import client_gone, stop, unless_gone
 from quire.serve.errors import anthropic_error, describe, request_id_of
 from quire.serve.protocol.errors import ErrorBody
 
@@ -22,6 +22,9 @@ PATIENCE = 1.0  # seconds; a refusal takes milliseconds, a full queue may take m
 _encoder = msgspec.json.Encoder()
 Events = AsyncGenerator[Any, None]
 
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"),
+]  # fmt: skip
 
 # characters JSON may hold as they are, but at which some clients end a line
 _LINE_ENDS = tuple((mark.encode(), f"\\u{ord(mark):04x}".encode()) for mark in "\u0085\u2028\u2029")
@@ -54,55 +57,57 @@ NAMED = Wire(encode_named, lambda body, _: {**body["error"], "type": "error"}, b
 ANTHROPIC = Wire(encode_named, anthropic_error, b"")
 
 
-async def open_stream(events: Events, receive: Receive, wire: Wire = OPENAI) -> "EventStream":
-    """A response for these events. Raises what they raise before the first one, and ClientGone."""
-    first = asyncio.ensure_future(anext(events, None))
-    try:
-        await unless_gone(receive, _ready(first))
-    except BaseException:
-        await stop(first)
-        await events.aclose()
-        raise
-    return EventStream(first, events, wire)
-
-
-async def _ready(first: "asyncio.Future[Any]") -> None:
-    done, _ = await asyncio.wait({first}, timeout=PATIENCE)
-    for future in done:
-        future.result()
-
-
 class EventStream(Response):
-    media_type = "text/event-stream"
+    """A response for these events. Raises what they raise before the first one."""
 
-    def __init__(self, first: "asyncio.Task[Any]", events: Events, wire: Wire) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._first = first
+    def __init__(self, events: Events, wire: Wire = OPENAI) -> None:  # there is no body, so nothing is rendered
         self._events = events
         self._wire = wire
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Ends with the last event, or as soon as the client hangs up; the generator is closed either way."""
-        sending = asyncio.create_task(self._send(request_id_of(scope), send))
-        watching = asyncio.create_task(client_gone(receive))
-        try:
-            await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
-        finally:
-            await stop(sending, watching, self._first)
-            await self._events.aclose()
-
-    async def _send(self, request_id: str, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         wire = self._wire
+        head = _Head(send, {"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
         try:
-            event = await self._first
-            while event is not None:
-                await send({"type": "http.response.body", "body": wire.encode(event), "more_body": True})
-                event = await anext(self._events, None)
+            async with aclosing(self._events) as events:
+                async for event in events:
+                    data = wire.encode(event)
+                    await head.send()
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
+            if not head.begun:
+                raise
+            request_id = request_id_of(scope)
             failure = wire.failure(describe(error, request_id), request_id)
+            await head.send()
             await send({"type": "http.response.body", "body": wire.encode(failure), "more_body": True})
+        finally:
+            head.hold()
+        await head.send()
         await send({"type": "http.response.body", "body": wire.end, "more_body": False})
+
+
+class _Head:
+    """The start of a response: sent when it is asked for the first time, or after `PATIENCE` seconds."""
+
+    def __init__(self, send: Send, message: Message) -> None:
+        self._send, self._message = send, message
+        self._timer = asyncio.get_running_loop().call_later(PATIENCE, self._begin)
+        self._late: asyncio.Future[None] | None = None
+        self.begun = False
+
+    def _begin(self) -> None:
+        self.begun = True
+        self._late = asyncio.ensure_future(self._send(self._message))
+
+    def hold(self) -> None:
+        """No more patience: it is sent only if it is asked for."""
+        self._timer.cancel()
+
+    async def send(self) -> None:
+        if not self.begun:
+            self.begun = True
+            self._timer.cancel()
+            await self._send(self._message)
+        elif self._late is not None:
+            late, self._late = self._late, None
+            await late

@@ -6,7 +6,6 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Discriminator, Tag
 
 from quire.serve.body import JSONRoute
-from quire.serve.disconnect import unless_gone
 from quire.serve.errors import json_response
 from quire.serve.limits import refuse_more
 from quire.serve.prompts import render_messages
@@ -37,7 +36,7 @@ TokenizeRequest = Annotated[
 @router.post("/tokenize", responses={200: {"model": TokenizeAnswer}, 400: {"model": ErrorBody}})
 async def tokenize(request: TokenizeRequest, raw: Request) -> Response:
     server = server_of(raw)
-    ids = await unless_gone(raw.receive, _encode(server, request))
+    ids = await _encode(server, request)
     tokenizer = server.llm.tokenizer
     answer: TokenizeAnswer = {
         "count": len(ids),
@@ -64,5 +63,5 @@ async def detokenize(request: DetokenizeRequest, raw: Request) -> Response:
     refuse_more("tokens", len(request.tokens), server.limits.detokenize_tokens, "token ids")
     if server.llm.tokenizer is None:
         raise RequestError("there is no tokenizer: the server was started with skip_tokenizer_init")
-    answer: DetokenizeAnswer = {"prompt": await unless_gone(raw.receive, server.llm.decode(request.tokens, False))}
+    answer: DetokenizeAnswer = {"prompt": await server.llm.decode(request.tokens, False)}
     return json_response(answer)

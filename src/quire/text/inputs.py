@@ -80,10 +80,11 @@ class InputProcessor:
         arrival: float,
         priority: int = 0,
         tenant: str | None = None,
+        engine_id: str | None = None,
     ) -> Prepared:
         """Raises RequestError for anything this model cannot do; nothing has happened then.
 
-        Cached pages are shared only among requests of one `tenant`.
+        Cached pages are shared only among requests of one `tenant`. The engine's requests may have an id of their own.
         """
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidParameter(f"priority must be an integer (lower runs first), got {priority!r}", "priority")
@@ -98,7 +99,7 @@ class InputProcessor:
         # with a grammar, ignore_eos is the grammar's matter: where nothing else may follow, the text ends
         eos_ids = frozenset() if params.ignore_eos and params.structured_outputs is None else self.eos_ids
         base = EngineRequest(
-            id=request_id,
+            id=engine_id or request_id,
             prompt=ids,
             params=params,
             seed=self._seed_for(params),
