@@ -61,7 +61,7 @@ def test_memory_goes_back_when_steps_become_small(monkeypatch):
         (16, 1),
         (16, 1),
         (1, 1),
-        (127, 1),
+        (255, 1),
         (1, 1),
         (1, 1),
         (300, 1),
