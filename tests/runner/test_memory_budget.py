@@ -57,27 +57,3 @@ def test_nothing_left_is_said_with_numbers(monkeypatch):
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 0)
     with pytest.raises(ConfigError, match=r"0\.00 GiB"):
         memory.host_budget()
-
-
-def test_memory_goes_back_when_steps_become_small(monkeypatch):
-    times = []
-    monkeypatch.setattr(memory, "_trim", lambda: times.append(tide))
-    tide = memory.Tide()
-    steps = [
-        (1024, 0),
-        (1024, 0),
-        (512, 0),
-        (16, 0),
-        (16, 1),
-        (16, 1),
-        (1, 1),
-        (255, 1),
-        (1, 1),
-        (1, 1),
-        (300, 1),
-        (1, 1),
-        (1, 2),
-    ]
-    for tokens, expected in steps:
-        tide.note(tokens)
-        assert len(times) == expected

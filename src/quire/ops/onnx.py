@@ -88,7 +88,8 @@ class Program:
         model = graph.encode(inputs, outputs)
         with _environment(SETTINGS):
             self.session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        self.types = {value.name: value.dtype for value in (*inputs, *outputs)}
+        # as numbers: to look up numpy's types would be most of the time it takes to bind memory
+        self.types = {value.name: _ELEMENTS[np.dtype(value.dtype)] for value in (*inputs, *outputs)}
         self._held = values if hold else {name: values[name] for name in graph.given}
         if not hold:
             for name in graph.given:

@@ -1,9 +1,7 @@
 """How many bytes the cache may take: measured on a GPU, a cautious share of what is free on a CPU."""
 
-import ctypes
 import gc
 from collections.abc import Callable
-from contextlib import suppress
 
 import torch
 
@@ -12,7 +10,6 @@ from quire.config.memory import host_cache_bytes
 from quire.types.errors import ConfigError
 
 GIB = 2**30
-LARGE_STEP, SMALLER = 256, 8  # tokens of a step worth noticing, and how many times smaller the next is
 
 
 def host_budget() -> int:
@@ -25,31 +22,6 @@ def host_budget() -> int:
             "use a smaller model or dtype, free some memory, or set kv_cache_memory_bytes"
         )
     return budget
-
-
-def give_back_memory() -> None:
-    """What was freed goes back to the system; glibc would keep it. After loading, that is as much as the weights."""
-    gc.collect()
-    _trim()
-
-
-def _trim() -> None:
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-class Tide:
-    """On a CPU, what large steps took goes back to the system when small ones follow: with the second, for the results of a
-    large one are there until the first is done."""
-
-    def __init__(self) -> None:
-        self._high = self._latest = 0  # tokens of the largest step since the last time, and of the latest
-
-    def note(self, tokens: int) -> None:
-        if self._high >= max(LARGE_STEP, SMALLER * max(tokens, self._latest)):
-            _trim()
-            self._high = 0
-        self._high, self._latest = max(self._high, tokens), tokens
 
 
 def device_budget(device: torch.device, utilization: float, rehearse: Callable[[], None], reserve: int) -> int:

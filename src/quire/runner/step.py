@@ -25,8 +25,9 @@ from quire.runner.flight import StepFlight
 from quire.runner.graphs import Graphs, allowance, fixed_plans
 from quire.runner.huge_pages import gather_in_background
 from quire.runner.kv import KVBuffers
-from quire.runner.memory import Tide, device_budget, give_back_memory, host_budget
+from quire.runner.memory import device_budget, host_budget
 from quire.runner.rehearsal import rehearsal_plan
+from quire.runner.resident import Tide, give_back_memory
 from quire.runner.sampler.grammar import Masks
 from quire.runner.sampler.logprobs import Report
 from quire.runner.sampler.pipeline import Drawn, Sampler
