@@ -27,7 +27,7 @@ from quire.text.inputs import InputProcessor, Prepared
 from quire.text.open import open_tokenizer
 from quire.text.outputs import Answer, OutputProcessor
 from quire.text.tokenizer import Tokenizer
-from quire.types.errors import EngineDead, QuireError, RequestError
+from quire.types.errors import EngineDead, EngineError, QuireError, RequestError
 from quire.types.outputs import RequestOutput, TokenDelta
 from quire.types.prompts import PromptType
 from quire.types.request import EngineRequest
@@ -299,7 +299,11 @@ class AsyncLLM:
         self._client.check()
         if at_once:  # the engine begins while we get ready for its answer
             self._client.add(prepared.requests)
-        stream = self._streams[prepared.id] = Stream(self._outputs.add(prepared, trace_headers, arrived))
+        try:
+            stream = self._streams[prepared.id] = Stream(self._outputs.add(prepared, trace_headers, arrived))
+        except BaseException:
+            self._client.abort([request.id for request in prepared.requests])
+            raise
         if not at_once:
             if not self._fresh:
                 asyncio.get_running_loop().call_soon(self._submit)
@@ -312,9 +316,10 @@ class AsyncLLM:
         wanted = [request for request in fresh if self._outputs.user_id(request.id) is not None]
         try:
             self._client.add(wanted)
-        except EngineDead as error:
+        except Exception as error:
+            refusal = error if isinstance(error, QuireError) else EngineError(f"{type(error).__name__}: {error}")
             for request in wanted:
-                self.on_refused(request.id, error)
+                self.on_refused(request.id, refusal)
 
     def _close(self, request_id: str, stream: Stream) -> None:
         if self._streams.get(request_id) is stream:

@@ -317,8 +317,10 @@ def test_an_observer_that_fails_harms_nobody(crew, caplog):
         on_outputs = on_arrival
 
     class Worse(Broken):
-        def on_outputs(self, news):
+        def on_arrival(self, request):
             raise RuntimeError("on order")
+
+        on_outputs = on_arrival
 
     crew.llm.observers += [Broken(), Worse()]
     try:
@@ -326,6 +328,26 @@ def test_an_observer_that_fails_harms_nobody(crew, caplog):
     finally:
         crew.llm.observers.clear()
     assert {record.message for record in caplog.records} == {"an observer failed"}
+
+
+def test_a_request_that_nobody_can_listen_to_is_not_run(crew, monkeypatch):
+    """Whether it was sent already or not."""
+
+    def broken(*_):
+        raise RuntimeError("on order")
+
+    for at_once in (True, False):
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="on order"):
+            patch.setattr(crew.llm._outputs, "add", broken)
+            crew(collect(crew.llm, TEXT[0], GREEDY, "x", at_once=at_once))
+        assert crew.llm._client.num_open == 0
+    assert answer(crew(collect(crew.llm, TEXT[0], GREEDY, "x"))).finish_reason == "length"
+
+
+def test_a_priority_that_cannot_be_sent_is_refused(crew):
+    with pytest.raises(RequestError, match="64 bits"):
+        crew(collect(crew.llm, TEXT[0], GREEDY, "x", priority=1 << 70, at_once=True))
+    assert crew.llm._client.num_open == 0
 
 
 @leaves_nothing

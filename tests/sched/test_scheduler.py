@@ -125,6 +125,18 @@ def test_where_pages_are_few_it_takes_what_it_needs():
     assert small.right("a") and full.right("a", "big")
 
 
+def test_nobody_gives_way_to_pages_that_are_not_needed_yet():
+    desk = Desk(pages=24, max_seqs=2, budget=128, max_model_len=90)
+    desk.add("a", range(40), 30)
+    desk.step()
+    assert taken(desk) == [10 + 3]
+    desk.add("b", [*reversed(range(41))], 8)  # 11 pages, all there are
+    assert desk.step().slot.tolist() == [0, 1] and taken(desk)[1] == 11
+    assert desk.scheduler.stats.preemptions == 0
+    desk.finish()
+    assert desk.right("a", "b")
+
+
 def test_who_is_aborted_leaves_its_full_pages_behind():
     desk = Desk()
     desk.add("a", A[:4], 20)
@@ -626,3 +638,23 @@ def test_pages_filled_by_output_are_found(pattern):
     desk.add("b", (*whole[:-1], 1), 1)
     desk.finish()
     assert desk.cached("b") == (len(whole) - 1) // 4 * 4
+
+
+def test_what_a_failed_row_wrote_is_forgotten_even_when_its_request_is_gone():
+    desk = Desk(depth=1, faults=Faults(rows=((0, 0),)))
+    desk.add("a", A, 4)
+    desk.step()
+    desk.core.abort(["a"])
+    desk.step()
+    desk.add("b", A, 4)
+    desk.finish()
+    assert desk.heard["b"][0].cached_tokens == 0 and desk.right("b")
+
+
+def test_given_tokens_do_not_end_a_request_whose_prompt_has_scores_to_come():
+    desk = Desk(chunk_cap=4)
+    desk.add("a", A, 1, prompt_logprobs=1)
+    desk.step()
+    assert desk.scheduler.extend("a", [5]) == []
+    desk.finish()
+    assert sum(len(scores.rank) for delta in desk.heard["a"] for scores in delta.prompt_logprobs) == len(A) - 1

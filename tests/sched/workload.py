@@ -145,7 +145,7 @@ def workloads(draw, faulty: bool = False) -> Workload:
     return Workload(
         layout=layout,
         depth=draw(st.integers(0, 2)),
-        pages=needed + draw(st.sampled_from((0, 0, 1, 2, 3, 5, 8, 30))),
+        pages=needed + draw(st.sampled_from((0, 0, 1, 2, 3, 5, 8, 30, 60))),
         max_seqs=max_seqs,
         budget=budget,
         chunk_cap=chunk_cap,

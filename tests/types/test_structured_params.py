@@ -43,3 +43,9 @@ def test_sampling_params_take_it_as_an_object_too():
 def test_it_crosses_processes_unchanged():
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "object"}, starts_after=[3, 4]))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+def test_a_number_too_large_to_be_passed_on_is_refused_with_a_way_out():
+    with pytest.raises(InvalidParameter, match=r"structured_outputs\.json .* give it as text"):
+        _ = StructuredOutputsParams(json={"const": 10**30}).size
+    assert StructuredOutputsParams(json='{"const": 1000000000000000000000000000000}').size > 0

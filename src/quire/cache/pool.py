@@ -103,6 +103,9 @@ class Pool:
                 del self._cached[page]
                 self._give(page)
 
+    def forget_content(self, keys: Iterable[Key]) -> None:
+        self.forget([self._index[key] for key in keys if key in self._index])
+
     def forget_all(self) -> None:
         self.forget(list(self._index.values()))
 

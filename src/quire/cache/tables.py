@@ -107,9 +107,9 @@ class Tables:
         return (request.published + PUBLISHED) * self.page_size if self.prefix_caching else sys.maxsize
 
     def forget(self, request: Request) -> None:
-        """What this request's pages hold cannot be trusted."""
-        for table in request.pages:
-            self.pool.forget(table)
+        """What pages hold of this request cannot be trusted, whoever has them by now."""
+        for number in range(len(self.groups)):
+            self.pool.forget_content([(number, key) for key in request.keys])
 
     def free(self, request: Request) -> None:
         if request.pages:

@@ -34,8 +34,8 @@ class Child:
 
     def __init__(self, args: EngineArgs | None, command: Sequence[str] = COMMAND) -> None:
         start = None if args is None else _first_frame(args)
-        self._directory = Path(tempfile.mkdtemp(prefix="quire-"))
         ours, theirs = socket.socketpair()
+        self._directory = Path(tempfile.mkdtemp(prefix="quire-"))
         self._mailbox = Mailbox(ours)
         process = None
         try:

@@ -94,8 +94,14 @@ class EngineClient:
         self.check()
         fresh = [_Open(request) for request in requests]
         self._open.update((entry.spec.id, entry) for entry in fresh)
-        if self.supervisor.state == "ready":
+        if self.supervisor.state != "ready":
+            return
+        try:
             self._send(fresh)
+        except BaseException:
+            for entry in fresh:
+                del self._open[entry.spec.id]
+            raise
 
     def abort(self, ids: Iterable[str]) -> None:
         """No more is heard of these requests. Unknown ids are ignored."""

@@ -6,6 +6,7 @@ It ignores Ctrl-C, because the parent decides; SIGTERM stops it.
 """
 
 import contextlib
+import errno
 import gc
 import importlib
 import logging
@@ -34,6 +35,7 @@ BEAT_EVERY = 0.25  # seconds
 IDLE_WAIT = 500  # milliseconds between looks at the stop signal
 LULL = 50  # milliseconds without work before idle time is used: who asks one thing after the other is not kept waiting
 ADMISSION = 0.0015  # seconds that it takes longer to plan and start a step with newcomers
+LARGE_REPORT = 0.02  # seconds that the next step waits for one that does not leave at once: what is left leaves between steps
 FAREWELL = 2.0  # seconds for the last report to leave
 CALLS = ("reset_prefix_cache",)
 
@@ -77,7 +79,9 @@ class Journal:
 
     def _map(self, size: int) -> mmap.mmap:
         """The file as memory: writing needs no help of the operating system."""
-        os.ftruncate(self._file, size)
+        have = os.fstat(self._file).st_size
+        if os.pwrite(self._file, bytes(size - have), have) < size - have:  # a file with holes would kill us on a full disk
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), ipc.JOURNAL)
         return mmap.mmap(self._file, size)
 
 
@@ -86,7 +90,7 @@ class Link:
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
-        self.wait = mailbox.wait
+        self.wait, self.drain = mailbox.wait, mailbox.drain
 
     def send(self, report: ipc.Report) -> None:
         self._mailbox.send(ipc.encode(report))
@@ -122,6 +126,7 @@ class Engine:
                 began = time.monotonic()
                 deltas = self._core.step()
                 self._link.send(ipc.StepReport(deltas, self._core.stats, self._core.tokens))
+                self._link.drain(LARGE_REPORT)
                 rows = self._core.rows if self._core.ahead else 0
                 self._pace.turned(began, time.monotonic(), self._core.waited, rows, self._core.tokens)
 

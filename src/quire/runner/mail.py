@@ -57,8 +57,8 @@ class Mail:
         """Everything written since the last time reaches the device before whatever is launched next."""
         sheet = self._sheet
         if sheet is not None:
-            self._sheet = None
             sheet.send(self._stream)
+            self._sheet = None
             self._sent.append(sheet)
 
     def _take(self, runs: int = 1) -> "Sheet":

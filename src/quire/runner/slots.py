@@ -85,6 +85,7 @@ class Slots:
         read or write the wrong cache entries in silence."""
         start, end, known = plan.end - plan.count, plan.end, self.known[plan.slot]
         wrong = (start != self.cursor[plan.slot]) | (plan.count < 1) | (end > known) | (plan.sample != (end == known))
+        wrong |= plan.slot < 0
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])
             slot = int(plan.slot[row])

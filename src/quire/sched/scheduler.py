@@ -129,11 +129,13 @@ class Scheduler:
     def extend(self, name: str, tokens: Iterable[int]) -> list[TokenDelta]:
         """A request goes on with tokens that need not be drawn because there is no choice.
 
-        Nothing happens before it has run at all, or if it wants logprobs: those need a draw. While a row of it is in flight, it
-        gets no other in the next step, so that it can be asked for this again.
+        Nothing happens before it has run at all, or if it wants logprobs: those need a draw, or the whole prompt. While a row
+        of it is in flight, it gets no other in the next step, so that it can be asked for this again.
         """
         request = self._live.get(name)
         if request is None or request.admitted < 0 or request.spec.params.wants_logprobs:
+            return []
+        if request.spec.params.prompt_logprobs is not None and request.scored < len(request.spec.prompt) - 1:
             return []
         if request.rows:
             self._paused.add(request)
@@ -261,7 +263,8 @@ class Scheduler:
                     self._blocked = (request, self._pool.returned)
                 return
             self._enter(request, plan, now)
-            self._cover(request, request.computed + count, plan)
+            if not self._cover(request, request.computed + count, plan):
+                raise EngineError(f"{request.spec.id!r} was to fit, but had to give way in the step that admits it")
             if sources:
                 for source, table in zip(sources, request.pages, strict=True):
                     plan.copy(source, table[request.computed // self._tables.page_size])
@@ -343,8 +346,11 @@ class Scheduler:
         if end <= request.covered:
             return True
         self._tables.trim(request)
-        plenty = self._pool.free - self._owed > self._pool.pages // 4
-        grown = self._tables.grow(request, max(end, min(end + self._ahead, request.limit - 1)) if plenty else end)
+        plenty = self._pool.free - max(self._owed, plan.owed) > self._pool.pages // 4
+        ahead = min(end + self._ahead, request.limit - 1)
+        grown = self._tables.grow(request, ahead) if plenty and ahead > end else None
+        if grown is None:
+            grown = self._tables.grow(request, end)
         while grown is None:
             if not self._drop_oldest_hold():
                 victim = self._running[-1]
@@ -450,13 +456,15 @@ class Scheduler:
         """A row that brought more than a token, or none."""
         request, plan = scheduled.requests[i], scheduled.plan
         sample = bool(plan.sample[i])
-        if not self._returned(request, sample):
+        useful = self._returned(request, sample)
+        if i in result.failed:
+            self._tables.forget(request)
+        if not useful:
             return []
         scores: tuple[TopLogprobs, ...] = ()
         if i in result.prompt_logprobs:
             scores = unscored(request, result.prompt_logprobs[i], int(plan.end[i] - plan.count[i]))
         if i in result.failed:
-            self._tables.forget(request)
             self._leave(request, "error")
             return [delta(request, [], error=result.failed[i], prompt_logprobs=scores)]
         if not sample:
@@ -497,9 +505,12 @@ class Scheduler:
             elif self._forks.held.get(request.spec.id) is request:
                 self.release([request.spec.id])
         self._pool.forget_all()
-        for request in [other for other in self._live.values() if other.rows and other.admitted > plan.step]:
-            self._void.add(request)
-            if request.slot >= 0:
+        given = set(plan.given_slot.tolist())  # the device may not have heard of their tokens: they are told all again
+        for request in list(self._live.values()):
+            late = request.rows > 0 and request.admitted > plan.step
+            if request.rows and (late or request.slot in given):
+                self._void.add(request)
+            if request.slot >= 0 and (late or request.slot in given):
                 self._preempt(request)
         self._retired += [slot for slot in plan.retired.tolist() if slot in self._slots and slot not in self._retired]
         return deltas

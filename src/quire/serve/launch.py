@@ -178,6 +178,7 @@ class Launch:
         metrics = self._observe(llm)
         app = build_app(llm, self._settings, metrics=metrics)
         self._state.service = Service(llm, app, metrics, HttpMetrics(metrics.registry))
+        gc.collect()
         _tell_ready(llm, url, started)
         gc.freeze()  # what lives now lives to the end: a search through it would make every stream wait
         if self._settings.sample is not None:

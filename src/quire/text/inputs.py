@@ -88,6 +88,8 @@ class InputProcessor:
         """
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidParameter(f"priority must be an integer (lower runs first), got {priority!r}", "priority")
+        if not -(1 << 63) <= priority < 1 << 63:
+            raise InvalidParameter(f"priority must have at most 64 bits, got {priority!r:.40}", "priority")
         if not isinstance(params, SamplingParams):
             raise InvalidParameter(f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params")
         text, ids, salt = self._read_prompt(prompt)

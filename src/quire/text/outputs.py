@@ -64,8 +64,12 @@ class OutputProcessor:
         self._answers[prepared.id] = answer
         for choice, request in zip(answer.choices, prepared.requests, strict=True):
             self._owners[request.id] = (answer, choice)
+        arrival = Arrived(prepared.id, prepared.prompt, prepared.prompt_ids, prepared.params)
         for observer in self._observers:
-            observer.on_arrival(Arrived(prepared.id, prepared.prompt, prepared.prompt_ids, prepared.params))
+            try:
+                observer.on_arrival(arrival)
+            except Exception:
+                logger.exception("an observer failed")
         return answer
 
     def user_id(self, engine_id: str) -> str | None:

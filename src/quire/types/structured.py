@@ -53,7 +53,13 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
     @property
     def size(self) -> int:
         """Bytes of its text."""
-        return len(msgspec.msgpack.encode(self))
+        try:
+            return len(msgspec.msgpack.encode(self))
+        except (OverflowError, TypeError) as error:
+            name = self.constraint
+            raise InvalidParameter(
+                f"{FIELD}.{name} cannot be passed on as an object ({error}): give it as text", FIELD
+            ) from None
 
     def _check_types(self) -> None:
         _check("json", self.json, (str, dict), "a JSON schema, as an object or as its text")

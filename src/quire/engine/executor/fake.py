@@ -167,6 +167,8 @@ class FakeExecutor:
         return StepResult(plan.step, sampled, logprobs, prompt_logprobs, failed)
 
     def _check_rows(self, plan: StepPlan, slots: Longs, end: Longs, count: Longs) -> None:
+        if (slots < 0).any():
+            raise EngineError("a row has no slot")
         if len(set(slots.tolist())) < len(slots):
             raise EngineError("a slot has two rows in one step")
         if (count < 1).any() or (end - count != self.cursor[slots]).any():
