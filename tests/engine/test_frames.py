@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from quire.engine import ipc
+from quire.engine.process import Link
 from quire.frames import Mailbox
 
 
@@ -94,3 +96,16 @@ def test_the_other_end_is_closed(ends):
     assert not there.wait(50) and time.monotonic() - began >= 0.05, "a closed end is not waited for in a busy loop"
     there.send(b"to nobody" * 100_000)
     assert not there.full
+
+
+def test_a_large_report_leaves_before_the_next_step(ends, monkeypatch):
+    monkeypatch.setattr("quire.engine.process.LARGE_REPORT", 10.0)  # a slow machine is not to be the cause
+    here, there = ends
+    messages: list[bytes] = []
+    reader = threading.Thread(target=lambda: messages.extend(received(there, 2)))
+    reader.start()
+    Link(here).send(ipc.Beat(0.0))
+    Link(here).send(ipc.Failed("EngineError", "x" * 3_000_000))
+    assert not here.full
+    reader.join()
+    assert len(messages) == 2

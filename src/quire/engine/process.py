@@ -35,7 +35,7 @@ BEAT_EVERY = 0.25  # seconds
 IDLE_WAIT = 500  # milliseconds between looks at the stop signal
 LULL = 50  # milliseconds without work before idle time is used: who asks one thing after the other is not kept waiting
 ADMISSION = 0.0015  # seconds that it takes longer to plan and start a step with newcomers
-LARGE_REPORT = 0.02  # seconds that the next step waits for one that does not leave at once: what is left leaves between steps
+LARGE_REPORT = 0.02  # seconds that the loop waits for one that does not leave at once; what is left then leaves later
 FAREWELL = 2.0  # seconds for the last report to leave
 CALLS = ("reset_prefix_cache",)
 
@@ -90,10 +90,11 @@ class Link:
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
-        self.wait, self.drain = mailbox.wait, mailbox.drain
+        self.wait = mailbox.wait
 
     def send(self, report: ipc.Report) -> None:
         self._mailbox.send(ipc.encode(report))
+        self._mailbox.drain(LARGE_REPORT)
 
     def receive(self) -> ipc.Command | None:
         """The next command, None if there is none now."""
@@ -126,7 +127,6 @@ class Engine:
                 began = time.monotonic()
                 deltas = self._core.step()
                 self._link.send(ipc.StepReport(deltas, self._core.stats, self._core.tokens))
-                self._link.drain(LARGE_REPORT)
                 rows = self._core.rows if self._core.ahead else 0
                 self._pace.turned(began, time.monotonic(), self._core.waited, rows, self._core.tokens)
 
