@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from desk import Desk
+from desk import Desk, Faults
 
 from quire.grammar.client import News
 from quire.types.structured import StructuredOutputsParams
@@ -189,3 +189,24 @@ def test_whoever_lost_its_grammar_waits_and_draws_again_what_was_in_flight(depth
     desk.finish()
     assert all(drawn_right(desk, name, given) and len(desk.tokens(name)) == 14 for name in ("bound", "child", "other"))
     assert desk.right("free")
+
+
+def test_given_tokens_of_a_lost_step_are_told_again():
+    """The first takes the whole step for its given tokens; the second has some too, but no row in the step that is lost."""
+    given = {2: [5, 6, 7]}
+    desk = desk_with(Script(forced=given), budget=2, faults=Faults(submit=(2,)))
+    desk.add("first", [1], 9, structured_outputs=GRAMMAR)
+    desk.add("second", [2], 9, structured_outputs=GRAMMAR)
+    desk.finish()
+    assert desk.plans[2].given_slot.tolist() == [0, 0, 0, 1, 1, 1] and desk.plans[2].slot.tolist() == [0]
+    assert desk.heard["first"][-1].finish_reason == "error"
+    assert len(desk.tokens("second")) == 9 and drawn_right(desk, "second", given)
+
+
+def test_given_tokens_do_not_end_a_request_whose_prompt_has_scores_to_come():
+    desk = Desk(chunk_cap=4)
+    desk.add("a", range(12), 1, prompt_logprobs=1)
+    desk.step()
+    assert desk.scheduler.extend("a", [5]) == []
+    desk.finish()
+    assert sum(len(scores.rank) for delta in desk.heard["a"] for scores in delta.prompt_logprobs) == 11

@@ -440,16 +440,16 @@ class Scheduler:
             special.update(range(len(scheduled.requests)))
         if special:
             rows = [row for i, row in enumerate(rows) if i not in special]
-            for i in special:
+            for i in sorted(special):
                 deltas += self._commit_row(i, scheduled, result)
         for request, token in rows:
             if request.finished is None:
                 tokens = request.tokens
                 tokens.append(token)
-                if token in request.stop_ids or len(tokens) >= request.look:
+                if token in request.spec.stop_ids or len(tokens) >= request.look:
                     deltas.append(self._consider(request, token))
                 else:
-                    deltas.append(TokenDelta(request.id, [token]))
+                    deltas.append(TokenDelta(request.spec.id, [token]))
         return deltas
 
     def _commit_row(self, i: int, scheduled: Scheduled, result: StepResult) -> list[TokenDelta]:
@@ -507,11 +507,11 @@ class Scheduler:
         self._pool.forget_all()
         given = set(plan.given_slot.tolist())  # the device may not have heard of their tokens: they are told all again
         for request in list(self._live.values()):
-            late = request.rows > 0 and request.admitted > plan.step
-            if request.rows and (late or request.slot in given):
-                self._void.add(request)
-            if request.slot >= 0 and (late or request.slot in given):
-                self._preempt(request)
+            if request.slot in given or (request.rows and request.admitted > plan.step):
+                if request.rows:
+                    self._void.add(request)
+                if request.slot >= 0:
+                    self._preempt(request)
         self._retired += [slot for slot in plan.retired.tolist() if slot in self._slots and slot not in self._retired]
         return deltas
 

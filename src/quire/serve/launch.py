@@ -91,7 +91,7 @@ class _HttpServer(uvicorn.Server):
 
 
 class _HttpProtocol(HttpToolsProtocol):
-    """The access log is the front's business."""
+    """The access log is the front's business. uvicorn's own switch would silence the logger that the front writes to."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -54,8 +54,6 @@ class Request:
     tokens: "array[int]"
     computed: int = 0
     known: int = field(init=False)
-    id: str = field(init=False)  # of the spec
-    stop_ids: frozenset[int] = field(init=False)  # of the spec
     chunks: int = 0  # rows in flight that bring no token
     easy: int = 0  # rows of one token up to here need no page and no thought; 0 while more than one token is known
     look: int = 0  # a new token that makes it this long may end it, fill a page, or is news beyond itself
@@ -74,7 +72,6 @@ class Request:
 
     def __post_init__(self) -> None:
         self.known = len(self.tokens)
-        self.id, self.stop_ids = self.spec.id, self.spec.stop_ids
 
     @property
     def constrained(self) -> bool:
