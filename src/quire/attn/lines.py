@@ -25,7 +25,8 @@ from quire.attn.batch import Batch
 from quire.ops.attention import attend
 from quire.ops.crew import Job, crew_size, run_together
 from quire.ops.kv import kv_lines
-from quire.ops.onnx import CONTRIB, MOST_THREADS, Binding, Graph, Program, Value
+from quire.ops.onnx import CONTRIB, Graph, Value
+from quire.ops.ort import MOST_THREADS, Binding, Program
 from quire.ops.qkv import HeadNorms, Rotation, reference_place_heads
 
 logger = logging.getLogger(__name__)

@@ -152,7 +152,7 @@ def start_local(config: Config, facts: ModelFacts, layout: CacheLayout, watch: S
 
 
 def _can_keep_blocks() -> bool:
-    from quire.ops.onnx import available
+    from quire.ops.ort import available
 
     if not available():
         logger.warning(

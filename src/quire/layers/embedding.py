@@ -86,7 +86,7 @@ class Head(nn.Module):
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
         stored = self.stored if self.tied is None else self.tied.stored
         if stored is not None:
-            self.product = Product(pack([stored], self.bias, choose().fold))
+            self.product = Product(pack([stored], self.bias, choose().fold), choose().openvino)
 
     def pack(self) -> None:
         """From now on ONNX Runtime multiplies, by a copy of the float32 matrix in an order of its own."""

@@ -14,7 +14,7 @@ from quire.layers.embedding import Embedding, Head
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import Norm, RMSNorm
 from quire.layers.rope import Rope, rope_parameters
-from quire.models.pieces import Pieces
+from quire.models.compiled import Compiled
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
@@ -53,15 +53,15 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(self.make_block(facts, index) for index in range(len(facts.layers)))
         self.norm: Norm = self.make_norm(facts)
         self.lm_head = self.make_head(facts)
-        self.pieces: Pieces | None = None  # the body compiled, where `models/pieces.py` could
+        self.compiled: Compiled | None = None  # the body, where `models/compiled.py` could
         self.attentions: list[Attention] = [module for module in self.modules() if isinstance(module, Attention)]
 
     def forward(self, batch: Batch) -> Tensor:
         """-> hidden states [K, H] of the final tokens."""
         x = self.embed(batch)
-        if self.pieces is None or not self.pieces.suit(batch):
+        if self.compiled is None or not self.compiled.suit(batch):
             return self.run_blocks(x, batch)
-        return self.pieces(x, batch)
+        return self.compiled(x, batch)
 
     def run_blocks(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H]: the embedded tokens."""

@@ -27,11 +27,11 @@ from quire.attn.lines import (
     find_starts,
 )
 from quire.layers.attention import SelfAttention, attend_heads
-from quire.ops.onnx import Binding
+from quire.ops.session import Call
 
 ROOM = 16  # rows by which tracks grow
 
-Bind = Callable[[int], Binding]  # a number of rows -> a call that works on so many
+Bind = Callable[[int], Call]  # a number of rows -> a call that works on so many
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Track:
         self._attending = [attending for _, attending in stages]
         self._groups, self._memory = tuple(groups), memory
         self._by_calls = all(attending is None or attending.by_calls for attending in self._attending)
-        self._calls: list[Binding] = []  # for as many rows as there are starts
+        self._calls: list[Call] = []  # for as many rows as there are starts
         self._starts = np.zeros(0, np.int64)  # in the first group, of the latest rows
         self._order: list[int] = []  # the row of each seat
         self._turned: tuple[Tensor, Tensor] | None = None  # the row of each seat and the seat of each row, unless they agree

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quire.files.gguf import GGML_TYPES
 from quire.files.wheel import cache_directory
+from quire.ops import openvino
 from quire.ops.blocks import Stored
 from quire.ops.gemm import Gemm
 from quire.ops.nbits import Product, pack
@@ -47,6 +48,7 @@ class Choice:
     unfold_others_from: int  # the same for other types, which take longer
     runtime_floats: bool  # ONNX Runtime multiplies few rows of float32 faster than torch
     fold: bool  # offsets among the numbers (`ops/nbits.py`) are no slower than as a product of their own
+    openvino: bool  # OpenVINO multiplies few rows by numbers of 4 bits faster than ONNX Runtime, and keeps them
 
 
 def unfold_from(quickly: bool) -> int:
@@ -80,7 +82,10 @@ def busy() -> bool:
 
 @torch.inference_mode()
 def measure() -> Choice:
-    return Choice(_measure_unfolding("Q4_0"), _measure_unfolding("Q5_0"), _measure_floats(), _measure_folding())
+    by = _measure_openvino()
+    return Choice(
+        _measure_unfolding("Q4_0", by), _measure_unfolding("Q5_0", by), _measure_floats(), _measure_folding(by), openvino=by
+    )
 
 
 def _key() -> str:
@@ -90,18 +95,34 @@ def _key() -> str:
         lines = {line for line in CPU_INFO.read_text().splitlines() if line.startswith(ABOUT)}
         abilities = sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
     parts = platform.machine(), abilities, f"{torch.get_num_threads()} threads"
-    return ", ".join([*parts, *(f"{name} {version(name)}" for name in ("torch", "onnxruntime"))])
+    libraries = ["torch", "onnxruntime", *(["openvino"] if openvino.available() else [])]
+    return ", ".join([*parts, *(f"{name} {version(name)}" for name in libraries)])
 
 
 def _matrix(kind: str) -> Stored:
     [(number, nbytes)] = [(type_, nbytes) for type_, (name, _, nbytes) in GGML_TYPES.items() if name == kind]
     numbers = torch.randint(0, 60, (OUTPUTS, INPUTS // 32 * nbytes), dtype=torch.uint8)  # small scales, whatever the bytes are
+    if kind == "Q4_1":  # offsets that can be folded
+        numbers.view(-1, nbytes)[:, :4] = torch.tensor([0.01, -0.073], dtype=torch.float16).view(torch.uint8)
     return Stored(number, INPUTS, numbers)
 
 
-def _measure_unfolding(kind: str) -> int:
+def _measure_openvino() -> bool:
+    if not openvino.available():
+        return False
+    packed = pack([_matrix("Q4_1")], None, fold=True)
+    try:
+        product = Product(packed, for_openvino=True)
+    except (ImportError, RuntimeError) as reason:
+        logger.warning("OpenVINO is installed but of no use: %s", reason)
+        return False
+    ours, theirs = _time_few((product, Product(packed, for_openvino=False)))
+    return product.keeps_numbers() and ours < theirs
+
+
+def _measure_unfolding(kind: str, by_openvino: bool) -> int:
     stored = _matrix(kind)
-    product = Product(pack([stored], None, fold=False))
+    product = Product(pack([stored], None, fold=False), by_openvino)
     ways: Ways = (product, lambda x: unfolded_linear(x, [stored], None))
     folded, unfolded = _time(ways, ROWS[0], tries=3)
     if unfolded > HOPELESS * folded:
@@ -119,11 +140,9 @@ def _measure_floats() -> bool:
     return runtime < torch_
 
 
-def _measure_folding() -> bool:
+def _measure_folding(by_openvino: bool) -> bool:
     stored = _matrix("Q4_1")
-    blocks = stored.rows.view(-1, 20)
-    blocks[:, :4] = torch.tensor([0.01, -0.073], dtype=torch.float16).view(torch.uint8)
-    apart, folded = _time_few((Product(pack([stored], None, fold=False)), Product(pack([stored], None, fold=True))))
+    apart, folded = _time_few((*(Product(pack([stored], None, fold), by_openvino) for fold in (False, True)),))
     return folded < LESS_MEMORY * apart
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.ops.onnx import Graph, Session
+from quire.ops.onnx import Graph
+from quire.ops.session import Session
 
 
 def emit(graph: Graph, x: str, weight: Tensor, bias: Tensor | None, parts: int = 1) -> list[str]:

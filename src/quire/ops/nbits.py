@@ -1,7 +1,7 @@
-"""Products with matrices of 4- or 8-bit numbers, through ONNX Runtime's MatMulNBits: activations are rounded to 8 bits by
-groups of 32 as well, and the sums are integers, so a row's result does not depend on the rows beside it.
+"""Products with matrices of 4- or 8-bit numbers, through OpenVINO or ONNX Runtime's MatMulNBits: activations are rounded to
+8 bits by groups of 32 as well, and the sums are integers, so a row's result does not depend on the rows beside it.
 
-The operator knows scales but only whole offsets. Offsets of any value are a small product of their own:
+They know scales but only whole offsets. Offsets of any value are a small product of their own:
 
     x @ (scale * numbers + offset)  =  x @ (scale * numbers)  +  (sums of x by group) @ offset
 
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from quire.ops.blocks import GROUP, Integers, Stored, take_apart
-from quire.ops.onnx import CONTRIB, Array, Graph, Session
+from quire.ops.onnx import CONTRIB, Array, Graph
+from quire.ops.session import Session
 
 BY_INTEGERS = 4  # the operator's accuracy_level
 FINE = 4  # rests are in units of at most 1 / FINE of a scale, on average
@@ -41,6 +42,15 @@ class Packed:
     @property
     def outputs(self) -> int:
         return int(self.numbers.shape[0])
+
+    def each_zero(self) -> Array:
+        """[N, G] uint8: the numbers that stand for 0, one to a byte."""
+        shape = self.scale.shape
+        if self.zeros is None:
+            return np.full(shape, 2 ** (self.bits - 1), np.uint8)
+        if self.bits == 8:
+            return self.zeros
+        return np.stack((self.zeros & 15, self.zeros >> 4), axis=-1).reshape(shape[0], -1)[:, : shape[1]]
 
 
 def pack(stored: Sequence[Stored], bias: Tensor | None, fold: bool) -> Packed:
@@ -98,31 +108,57 @@ def emit(graph: Graph, x: str, packed: Packed) -> str:
     if packed.offset is not None or packed.zeros is not None:
         [by_group] = graph.add("Reshape", [x, graph.constant(np.array([0, count, GROUP], np.int64))])
         [sums] = graph.add("ReduceSum", [by_group, graph.constant(np.array([2], np.int64))], keepdims=0)
-    shape = {"K": packed.inputs, "N": packed.outputs, "bits": packed.bits, "block_size": GROUP, "accuracy_level": BY_INTEGERS}
-    if packed.zeros is not None:
-        [x], shape["K"] = graph.add("Concat", [x, sums], axis=1), packed.inputs + count
-    inputs = [x, graph.give(packed.numbers), graph.give(packed.scale)]
-    if packed.zeros is not None or packed.bias is not None:
-        inputs.append("" if packed.zeros is None else graph.give(packed.zeros))
-    if packed.bias is not None:
-        inputs += ["", graph.constant(packed.bias)]
-    [y] = graph.add("MatMulNBits", inputs, domain=CONTRIB, **shape)
+    y = (_emit_unfolded if graph.for_openvino else _emit_folded)(graph, x, sums, packed)
     if packed.offset is not None:
         [y] = graph.add("Gemm", [sums, graph.give(packed.offset), y])
     return y
 
 
+def _emit_folded(graph: Graph, x: str, sums: str, packed: Packed) -> str:
+    inputs, columns = [x, graph.give(packed.numbers), graph.give(packed.scale)], packed.inputs
+    if packed.zeros is not None:
+        [inputs[0]], columns = graph.add("Concat", [x, sums], axis=1), packed.inputs + packed.inputs // GROUP
+    if packed.zeros is not None or packed.bias is not None:
+        inputs.append("" if packed.zeros is None else graph.give(packed.zeros))
+    if packed.bias is not None:
+        inputs += ["", graph.constant(packed.bias)]
+    shape = {"K": columns, "N": packed.outputs, "bits": packed.bits, "block_size": GROUP, "accuracy_level": BY_INTEGERS}
+    return graph.add("MatMulNBits", inputs, domain=CONTRIB, **shape)[0]
+
+
+def _emit_unfolded(graph: Graph, x: str, sums: str, packed: Packed) -> str:
+    """As a matrix that is unfolded and then multiplied by. It has whole groups only."""
+    outputs, groups = packed.scale.shape
+    if packed.zeros is not None:
+        more = (groups * GROUP - packed.inputs) - packed.inputs // GROUP
+        [sums] = graph.add("Pad", [sums, graph.constant(np.array([0, 0, 0, more], np.int64))])
+        [x] = graph.add("Concat", [x, sums], axis=1)
+    zeros = packed.each_zero()
+    if packed.bits == 4:
+        numbers = graph.give(packed.numbers, nibbles=(outputs, groups * GROUP))
+        zero = graph.give(_in_bytes(torch.from_numpy(zeros).reshape(1, -1), 4).numpy(), nibbles=(outputs, groups))
+    else:
+        numbers, zero = graph.give(packed.numbers.reshape(outputs, -1)), graph.give(zeros)
+    [matrix] = graph.add("DequantizeLinear", [numbers, graph.give(packed.scale), zero], axis=1, block_size=GROUP)
+    bias = [] if packed.bias is None else [graph.constant(packed.bias)]
+    return graph.add("Gemm", [x, matrix, *bias], transB=1)[0]
+
+
 class Product:
     """x [T, K] -> [T, N]."""
 
-    def __init__(self, packed: Packed, hold: bool | None = None) -> None:
-        graph, x = Graph(), "x"
+    def __init__(self, packed: Packed, for_openvino: bool, hold: bool | None = None) -> None:
+        graph, x = Graph(for_openvino), "x"
         y = emit(graph, x, packed)
-        hold = not forgets(packed.bits) if hold is None else hold
+        if hold is None:
+            hold = not for_openvino and not forgets(packed.bits)
         self._session = Session(graph, [(x, packed.inputs)], [(y, packed.outputs)], hold)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._session.run(x)[0]
+
+    def keeps_numbers(self) -> bool:
+        return self._session.keeps_numbers()
 
 
 @cache
@@ -137,7 +173,7 @@ def forgets(bits: int) -> bool:
     whole = Packed(bits, 5 * GROUP, numbers.copy(), scale.copy(), None, offset, None)
     folded = Packed(bits, 4 * GROUP, numbers, scale, zeros, None, None)
     for packed in (whole, folded):
-        product = Product(packed, hold=True)
+        product = Product(packed, for_openvino=False, hold=True)
         some = [torch.from_numpy(rng.random((rows, packed.inputs), np.float32)) for rows in (1, 40)]
         before = [product(x).clone() for x in some]
         for array in (packed.numbers, packed.scale, packed.zeros, packed.offset):

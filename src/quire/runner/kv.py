@@ -2,8 +2,10 @@
 
     page by page   [ page 0: keys of head 0, head 1 ..., values of head 0 ... | page 1 ... ]
     line by line   [ keys of head 0: page 0, page 1, ... | keys of head 1: ... | values of head 0: ... ]
+    apart          [ keys of all heads: page 0, page 1, ... | values of all heads: page 0, page 1, ... ]
 
-A CPU keeps lines where all layers are alike: pages that follow each other are then one piece per head, and need no copy.
+A CPU keeps lines where all layers are alike: pages that follow each other are then one piece per head, and need no copy. Keys
+apart from values is what networks want (`models/network.py`).
 """
 
 import mmap
@@ -21,13 +23,22 @@ class KVBuffers:
     """`pages` usable pages in each buffer, and page 0 before them, the null page that no table entry of a live token names."""
 
     def __init__(
-        self, layout: CacheLayout, layers: Sequence[LayerCache], pages: int, dtype: torch.dtype, device: torch.device
+        self,
+        layout: CacheLayout,
+        layers: Sequence[LayerCache],
+        pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        apart: bool = False,
     ) -> None:
         self._layout = layout
         self._layers = layers
         self._dtype = dtype
         self._device = device
-        self._lines = count_lines(layout, layers, dtype) if device.type == "cpu" else 1
+        self._lines = 1  # equal parts of a buffer, in each of which it lies page by page
+        if device.type == "cpu" and can_divide(layout, layers, dtype):
+            self._lines = 2 if apart else 2 * layers[0].kv_heads
         self.raw = [_zeros(pages + 1, layout.page_bytes, device) for _ in range(layout.buffers)]  # each [pages + 1, page_bytes]
 
     def views(self) -> list[tuple[int, Tensor, int]]:
@@ -51,16 +62,17 @@ class KVBuffers:
         """A layer smaller than a page uses the page's first part."""
         size, typed = self._layout.page_size, raw.view(self._dtype)
         if self._lines > 1:
-            return typed.view(2, layer.kv_heads, len(raw), size, layer.head_dim).permute(2, 0, 1, 3, 4)
+            inner = 2 * layer.kv_heads // self._lines  # heads of a page side by side
+            parts = typed.view(2, -1, len(raw), inner, size, layer.head_dim)
+            return parts.permute(2, 0, 1, 3, 4, 5).view(len(raw), 2, layer.kv_heads, size, layer.head_dim)
         elements = 2 * layer.kv_heads * size * layer.head_dim
         return typed[:, :elements].view(len(raw), 2, layer.kv_heads, size, layer.head_dim)
 
 
-def count_lines(layout: CacheLayout, layers: Sequence[LayerCache], dtype: torch.dtype) -> int:
-    """Of a buffer that is kept line by line; 1 = it has to be kept page by page."""
+def can_divide(layout: CacheLayout, layers: Sequence[LayerCache], dtype: torch.dtype) -> bool:
+    """Otherwise a buffer has to be kept page by page."""
     alike = len({(layer.kv_heads, layer.head_dim) for layer in layers}) == 1
-    filled = layout.page_bytes == layout.page_size * layers[0].bytes_per_token(dtype.itemsize)
-    return 2 * layers[0].kv_heads if alike and filled else 1
+    return alike and layout.page_bytes == layout.page_size * layers[0].bytes_per_token(dtype.itemsize)
 
 
 def _zeros(pages: int, page_bytes: int, device: torch.device) -> Tensor:

@@ -16,15 +16,17 @@ from quire.layers.linear import Linear
 from quire.layers.quant.gguf import GGUFMethod
 from quire.load.load import Filling, find_rows, load_weights
 from quire.models.decoder import Decoder
-from quire.models.pieces import compile_body
+from quire.models.compiled import compile_body
+from quire.models.network import DecoderNetwork
 from quire.models.registry import build_model
 from quire.ops.choice import choose
-from quire.ops.onnx import available
+from quire.ops.openvino import PAGE
+from quire.ops.ort import available
 from quire.runner.batch import build_batch
 from quire.runner.flight import StepFlight
 from quire.runner.graphs import Graphs, allowance, fixed_plans
 from quire.runner.huge_pages import gather_in_background
-from quire.runner.kv import KVBuffers
+from quire.runner.kv import KVBuffers, can_divide
 from quire.runner.memory import device_budget, host_budget
 from quire.runner.rehearsal import rehearsal_plan
 from quire.runner.resident import Tide, give_back_memory
@@ -108,7 +110,9 @@ class Runner:
         )  # fmt: skip
         in_blocks = any(isinstance(module, Linear) and isinstance(module.method, GGUFMethod) for module in model.modules())
         if in_blocks or self._in_runtime(model):
-            model.pieces = compile_body(model.run_blocks, self._facts.hidden_size, whole=not in_blocks)
+            model.compiled = compile_body(
+                model.run_blocks, self._facts.hidden_size, whole=not in_blocks, paged=self._suits_networks()
+            )
             if not in_blocks:
                 model.lm_head.pack()
                 self._hold_once(model)
@@ -116,6 +120,12 @@ class Runner:
         if self._device.type == "cpu":
             gather_in_background(self._facts.weight_bytes)
         self._model = model
+
+    def _suits_networks(self) -> bool:
+        """Can the cache be as they want it?"""
+        layout = self._layout
+        one = len(layout.groups) == 1 and layout.page_size == PAGE
+        return one and can_divide(layout, self._facts.layers, self._dtype)
 
     def _hold_once(self, model: Decoder) -> None:
         """A matrix that embeds tokens as well is held by its packed head; its rows are looked up in the file."""
@@ -157,7 +167,8 @@ class Runner:
     def allocate(self, pages: int, max_model_len: int) -> None:
         """The cache of `pages` usable pages (the null page comes on top), and slots for contexts of max_model_len."""
         model = self._loaded()
-        kv = KVBuffers(self._layout, self._facts.layers, pages, self._dtype, self._device)
+        apart = isinstance(model.compiled, DecoderNetwork)
+        kv = KVBuffers(self._layout, self._facts.layers, pages, self._dtype, self._device, apart=apart)
         for layer, view, group in kv.views():
             model.attentions[layer].bind(view, group)
         slots = Slots(self._max_seqs, max_model_len, len(self._layout.groups), self._layout.page_size, self._device)

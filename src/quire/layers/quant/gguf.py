@@ -57,7 +57,7 @@ class GGUFMethod:
         if self._taken or len(x) >= unfold_from(self.unfolds_quickly):
             return unfolded_linear(x, self.parts, layer.bias)
         if self._product is None:
-            self._product = Product(pack(self.parts, layer.bias, choose().fold))
+            self._product = Product(pack(self.parts, layer.bias, choose().fold), choose().openvino)
         return self._product(x)
 
     def take(self, layer: "Linear") -> Packed:

@@ -1,0 +1,26 @@
+"""A decoder's body compiled for a CPU: as one network where OpenVINO is the faster way and can take all of it, else in pieces."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from quire.models.network import DecoderNetwork, find_forms
+from quire.models.pieces import Pieces
+from quire.models.trace import Untraceable, write_down
+from quire.ops.choice import choose
+
+logger = logging.getLogger(__name__)
+
+Compiled = DecoderNetwork | Pieces
+
+
+def compile_body(body: Callable[[Any, Any], Any], columns: int, *, whole: bool, paged: bool) -> Compiled | None:
+    """`body` is a decoder's way from embedded tokens [T, columns] to its last hidden states. `whole`: it will not be run itself any
+    more, and what it holds in matrices of floats is given back. `paged`: its cache can be as a network wants it."""
+    try:
+        trace = write_down(body, columns)
+    except Untraceable as reason:
+        logger.info("the model runs layer by layer: %s cannot be compiled", reason)
+        return None
+    attending = find_forms(trace) if paged and not whole and choose().openvino else None
+    return Pieces(trace, whole=whole) if attending is None else DecoderNetwork(trace, attending)

@@ -1,0 +1,154 @@
+"""ONNX graphs run by OpenVINO on torch's memory. It keeps matrices of 4-bit numbers as they are where the CPU has the
+instructions for them, multiplies some rows by them several times as fast as ONNX Runtime, and attends over pages.
+
+What a product is multiplied by is written as the unfolding of numbers (DequantizeLinear), which it never does; activations are
+rounded to 8 bits by groups of 32. Attention is an operator of our own name (`PAGED`), for ONNX has none.
+"""
+
+import importlib
+import platform
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.ops.onnx import LENT, OWN, Array, Graph, Value, give_back
+
+MOST_THREADS = 16
+KEPT_SHAPES = 128  # what a network keeps for operators in shapes it has met: some ten for each number of rows
+GROUP = 32
+PAGED = "PagedAttention"
+PAGE = 32  # tokens; the plugin knows no other
+
+
+@cache
+def available() -> bool:
+    """On other machines it would unfold the numbers for good."""
+    return platform.machine() in ("x86_64", "AMD64") and find_spec("openvino") is not None
+
+
+class Network:
+    """A compiled graph."""
+
+    def __init__(self, graph: Graph, inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
+        core = _core()
+        settings = {
+            "INFERENCE_NUM_THREADS": min(torch.get_num_threads(), MOST_THREADS),
+            "NUM_STREAMS": 1,
+            "ENABLE_CPU_PINNING": False,
+            "INFERENCE_PRECISION_HINT": "f32",
+            "KV_CACHE_PRECISION": "f32",
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": GROUP,
+            "CPU_RUNTIME_CACHE_CAPACITY": KEPT_SHAPES,
+        }
+        _lending.append(graph)
+        try:
+            self._compiled = core.compile_model(core.read_model(graph.encode(inputs, outputs)), "CPU", settings)
+        finally:
+            _lending.pop()
+        self._graph = graph  # with what is lent
+        self._request = self._compiled.create_infer_request()
+        self._names = {name for port in self._compiled.inputs for name in port.get_names()}
+        self._bound: dict[str, Tensor] = {}  # it works on their memory, which has to stay
+        self.latest: object = None  # who has bound its memory last
+
+    def bind(self, name: str, tensor: Tensor) -> None:
+        """An input or output. Contiguous."""
+        self._bound[name] = tensor
+        self._request.set_tensor(name, _openvino().Tensor(tensor.numpy(), shared_memory=True))
+
+    def tell(self, numbers: Mapping[str, Array]) -> None:
+        """Small inputs, contiguous, which it copies. Those that nothing in the graph reads are left out."""
+        for name, array in numbers.items():
+            if name in self._names:
+                self._request.set_tensor(name, _openvino().Tensor(array, shared_memory=False))
+
+    def run(self) -> None:
+        self._request.infer()
+
+    def settle(self) -> None:
+        """After a first run: it has copies of what it was given, in an order of its own, and reads no others."""
+        for name in self._graph.given:
+            give_back(self._graph.lent[name])
+
+    def keeps_numbers(self) -> bool:
+        """Does it multiply by 4-bit numbers as they are? It tells what it made of the graph."""
+        nodes = [node.get_rt_info() for node in self._compiled.get_runtime_model().get_ops()]
+        kinds = {node["runtimePrecision"].value for node in nodes if node["layerType"].value == "FullyConnected"}
+        return kinds == {"u4"}
+
+
+class Binding:
+    """One of the memories a network works on by turns."""
+
+    def __init__(self, network: Network, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        self._network, self._tensors = network, tuple(tensors)
+
+    def run(self) -> None:
+        if self._network.latest is not self:
+            for name, tensor in self._tensors:
+                self._network.bind(name, tensor)
+            self._network.latest = self
+        self._network.run()
+
+
+def _openvino() -> Any:
+    return importlib.import_module("openvino")
+
+
+@cache
+def _core() -> Any:
+    core = _openvino().Core()
+    extension = importlib.import_module("openvino.frontend.onnx").ConversionExtension
+    core.add_extension([extension(PAGED, OWN, _convert_paged), extension(LENT, OWN, _convert_lent)])
+    return core
+
+
+_lending: list[Graph] = []  # the last is being read
+
+
+def _convert_lent(node: Any) -> list[Any]:
+    openvino, graph, name = _openvino(), _lending[-1], node.get_attribute("name")
+    array, shape = graph.lent[name], graph.nibbles.get(name)
+    tensor = openvino.Tensor(array, shared_memory=True)
+    if shape is not None:
+        tensor = openvino.Tensor(array.reshape(-1), openvino.Shape(shape), openvino.Type.u4)
+    constant = importlib.import_module("openvino.opset13").constant
+    return [constant(tensor, shared_memory=True).output(0)]
+
+
+def _convert_paged(node: Any) -> list[Any]:
+    """Inputs: query, key, value [T, columns]; keys and values in their pages [P, kv_heads, PAGE, head_dim]; cached tokens [R],
+    where each row's tokens start [R + 1], pages of all rows, where each row's start [R + 1]; the longest row []."""
+    operators = importlib.import_module("openvino.op")
+    constant = importlib.import_module("openvino.opset13").constant
+
+    def number(value: float, kind: type[np.generic] = np.int32) -> Any:
+        return constant(np.array(value, kind)).output(0)
+
+    def nothing(kind: type[np.generic] = np.int32, dimensions: int = 1) -> Any:
+        return constant(np.zeros((0,) * dimensions, kind)).output(0)
+
+    *first, longest = (node.get_input(index) for index in range(node.get_input_size()))
+    others = [
+        number(node.get_attribute("scale"), np.float32),
+        number(0),  # sliding window
+        nothing(np.float32),  # slopes of linear biases
+        longest,
+        nothing(),  # scores that are wanted
+        *(nothing(), nothing(dimensions=2), nothing(np.float32, 2)),  # pages to be turned again
+        *(nothing(np.float32), number(0), number(0)),  # sparse attention
+        nothing(np.float32, 4),  # sinks
+        *(number(0), nothing(), nothing(), nothing()),  # pages to be dropped
+        nothing(),  # types of tokens
+        *(nothing(np.uint8), nothing()),  # tokens that do not see each other
+    ]
+    paged = operators._PagedAttentionExtension([*first, *others])
+    notes = paged.get_rt_info()
+    for which in ("k", "v"):
+        notes[f"num_{which}_heads"], notes[f"{which}_head_size"] = node.get_attribute("kv_heads"), node.get_attribute("head_dim")
+    return [paged.output(0)]
