@@ -31,7 +31,7 @@ class Piece:
     count: int  # of all rows together
     start: int  # of the keys, counted in tokens from the first page of `pages`; without pages, in the cache's lines
     keys: int
-    pages: Tensor | None  # [1, P] where the keys must be gathered from
+    pages: Tensor | None  # [rows, P] where the keys must be gathered from
     mask: Tensor | None  # [count, keys] bool
     causal: bool  # query i sees keys 0 ... i
     rows: int = 1
@@ -145,8 +145,12 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
     joined = []
     for (count, causal, _), alike in groupby(pieces, lambda piece: (piece.count, piece.causal, piece.pages is None)):
         some = list(alike)
-        if len(some) == 1 or not causal or some[0].pages is not None:
+        if len(some) == 1 or not causal:
             joined += some
+            continue
+        pages = [piece.pages for piece in some if piece.pages is not None]
+        if pages:
+            joined.append(Piece(count * len(some), 0, count, torch.cat(pages), None, True, len(some)))
             continue
         tokens = torch.cat([torch.arange(piece.start, piece.start + count) for piece in some])
         joined.append(Piece(len(tokens), 0, count, None, None, True, len(some), tokens))

@@ -75,28 +75,29 @@ class Emitter:
         return self._flat(normed)
 
     def _turn(self, form: Form, x: str, rotation: Rotation) -> str:
-        """x [T, heads * head_dim]: the first components of each head turn, in pairs a half apart."""
-        graph, half = self.graph, form.turned // 2
+        """x [T, heads * head_dim]: the first components of each head turn, in pairs a half apart. In this form the plugin takes
+        it for one operator, if all components turn."""
+        graph, half, rest = self.graph, form.turned // 2, form.head_dim - form.turned
         cos, sin = self._find_angles(rotation)
-        rest = form.head_dim - form.turned
+        [heads] = graph.add("Reshape", [x, graph.constant(np.array([-1, form.heads + form.kv_heads, 1, form.head_dim], np.int64))])
         parts = graph.constant(np.array([half, half, *([rest] if rest else [])], np.int64))
-        first, second, *others = graph.add("Split", [self._by_head(form, x), parts], outputs=3 if rest else 2, axis=2)
+        first, second, *others = graph.add("Split", [heads, parts], outputs=3 if rest else 2, axis=-1)
         [left] = graph.add("Sub", [*graph.add("Mul", [first, cos]), *graph.add("Mul", [second, sin])])
         [right] = graph.add("Add", [*graph.add("Mul", [second, cos]), *graph.add("Mul", [first, sin])])
-        return self._flat(graph.add("Concat", [left, right, *others], axis=2)[0])
+        return self._flat(graph.add("Concat", [left, right, *others], axis=-1)[0])
 
     def _find_angles(self, rotation: Rotation) -> list[str]:
-        """Cosines and sines [T, 1, turned / 2]."""
+        """Cosines and sines [T, 1, 1, turned / 2]."""
         key, graph = id(rotation), self.graph
         if key not in self._angles:
             self._angles[key] = []
-            one = graph.constant(np.array([1], np.int64))
+            inner = graph.constant(np.array([1, 2], np.int64))
             for kind, table in (("cos", rotation.cos), ("sin", rotation.sin)):
                 name = f"{kind}{len(self._angles)}"
                 self.inputs.append(Value(name, ("table", table.shape[1])))
                 self.tables[name] = table
                 [rows] = graph.add("Gather", [name, "positions"], axis=0)
-                self._angles[key] += graph.add("Unsqueeze", [rows, one])
+                self._angles[key] += graph.add("Unsqueeze", [rows, inner])
         return self._angles[key]
 
     def _by_head(self, form: Form, x: str) -> str:

@@ -26,6 +26,7 @@ LARGE_CUDA_BYTES = 70 * 2**30
 SERVED_TOKENS = 2048  # of a step on a GPU while people wait for their next token; it is busy with so many, or with ...
 SERVED_TOKENS_OF_EXPERTS = 8192  # ... so many where each token is for a few of the matrices
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+PAGE, PAGE_IN_BLOCKS = 16, 32  # tokens; the second where weights stay in blocks on a CPU: what OpenVINO attends over
 # sampling defaults a checkpoint may bring: generation_config.json's name -> SamplingParams' name
 SAMPLING_DEFAULTS = {
     "temperature": "temperature",
@@ -81,13 +82,14 @@ def resolve(
     device = choose_device(args, find_device)
     batch = default_batch(device_facts(device) if device_facts and device == "cuda" else None, device, facts, serving)
     max_batched_tokens, max_seqs = choose_batch(args, batch, length)
+    keep_blocks = choose_keep_blocks(args, facts, device)
     config = Config(
         args=args,
         facts=facts,
         device=device,
         dtype=choose_dtype(args, facts, device),
-        keep_blocks=choose_keep_blocks(args, facts, device),
-        page_size=args.block_size,
+        keep_blocks=keep_blocks,
+        page_size=args.block_size or (PAGE_IN_BLOCKS if keep_blocks else PAGE),
         max_model_len=length,
         max_model_len_explicit=explicit,
         max_batched_tokens=max_batched_tokens,

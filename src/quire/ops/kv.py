@@ -55,6 +55,10 @@ def kv_gather(kv: Tensor, pages: Tensor) -> Tensor:
         lane = torch.arange(2 * heads, device=kv.device).view(2, 1, heads, 1)
         index = pages.long()[None, :, None, :] * (2 * heads) + lane  # [2, B, kv_heads, P]
         gathered = rows.index_select(0, index.flatten())
+    elif kv.transpose(0, 1).is_contiguous():  # keys apart from values
+        rows = kv.transpose(0, 1).view(2, count, heads * page_size * head_dim)
+        by_page = rows.index_select(1, pages.flatten()).view(2, sequences, length, heads, -1)
+        gathered = by_page.transpose(2, 3)
     elif (lines := kv_lines(kv)) is not None:
         by_page = lines.view(2, heads, count, page_size * head_dim).index_select(2, pages.flatten())
         gathered = by_page.view(2, heads, sequences, -1).transpose(1, 2)

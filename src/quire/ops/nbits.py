@@ -104,14 +104,29 @@ def _in_bytes(numbers: Tensor, bits: int) -> Tensor:
 
 def emit(graph: Graph, x: str, packed: Packed) -> str:
     """Adds the product to a graph, which takes the matrix over; x is [T, K], the result [T, N]."""
-    count, sums = packed.inputs // GROUP, ""
+    sums = ""
     if packed.offset is not None or packed.zeros is not None:
-        [by_group] = graph.add("Reshape", [x, graph.constant(np.array([0, count, GROUP], np.int64))])
-        [sums] = graph.add("ReduceSum", [by_group, graph.constant(np.array([2], np.int64))], keepdims=0)
+        sums = (_emit_sums_by_product if graph.for_openvino else _emit_sums)(graph, x, packed)
     y = (_emit_unfolded if graph.for_openvino else _emit_folded)(graph, x, sums, packed)
     if packed.offset is not None:
         [y] = graph.add("Gemm", [sums, graph.give(packed.offset), y])
     return y
+
+
+def _emit_sums(graph: Graph, x: str, packed: Packed) -> str:
+    """[T, K / 32]."""
+    [by_group] = graph.add("Reshape", [x, graph.constant(np.array([0, packed.inputs // GROUP, GROUP], np.int64))])
+    return graph.add("ReduceSum", [by_group, graph.constant(np.array([2], np.int64))], keepdims=0)[0]
+
+
+def _emit_sums_by_product(graph: Graph, x: str, packed: Packed) -> str:
+    """The same, or if they are folded, with zeros behind that make whole groups. It is one small product by ones and zeros
+    where a sum would be several operators."""
+    count = packed.inputs // GROUP
+    width = count if packed.zeros is None else packed.scale.shape[1] * GROUP - packed.inputs
+    ones = np.zeros((width, packed.inputs), np.float32)
+    ones[:count] = np.repeat(np.eye(count, dtype=np.float32), GROUP, axis=1)
+    return graph.add("Gemm", [x, graph.shared(ones)], transB=1)[0]
 
 
 def _emit_folded(graph: Graph, x: str, sums: str, packed: Packed) -> str:
@@ -130,8 +145,6 @@ def _emit_unfolded(graph: Graph, x: str, sums: str, packed: Packed) -> str:
     """As a matrix that is unfolded and then multiplied by. It has whole groups only."""
     outputs, groups = packed.scale.shape
     if packed.zeros is not None:
-        more = (groups * GROUP - packed.inputs) - packed.inputs // GROUP
-        [sums] = graph.add("Pad", [sums, graph.constant(np.array([0, 0, 0, more], np.int64))])
         [x] = graph.add("Concat", [x, sums], axis=1)
     zeros = packed.each_zero()
     if packed.bits == 4:

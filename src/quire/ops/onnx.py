@@ -52,6 +52,7 @@ class Graph:
         self.given: list[str] = []  # of what is lent, that nobody else reads
         self.nibbles: dict[str, tuple[int, ...]] = {}  # of what is lent, the shapes of 4-bit numbers
         self._constants: list[bytes] = []
+        self._shared: dict[tuple[tuple[int, ...], bytes], str] = {}
         self._nodes: list[bytes] = []
         self._names = (f"t{number}" for number in itertools.count())
 
@@ -62,6 +63,13 @@ class Graph:
         name = self.name()
         self._constants.append(_bytes(5, _tensor(name, values) + _bytes(9, values.tobytes())))
         return name
+
+    def shared(self, values: Array) -> str:
+        """A constant that may be wanted again."""
+        key = values.shape, values.tobytes()
+        if key not in self._shared:
+            self._shared[key] = self.constant(values)
+        return self._shared[key]
 
     def lend(self, matrix: Array) -> str:
         name = self.name()

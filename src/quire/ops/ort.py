@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,8 @@ MOST_THREADS = 16  # of one program; they sleep between runs
 SETTINGS = {"ORT_GQA_DISABLE_FLASH_ATTENTION": "1"}
 
 
-@cache
 def available() -> bool:
-    try:
-        runtime()
-    except ImportError:
-        return False
-    return True
+    return find_spec("onnxruntime") is not None
 
 
 def runtime() -> Any:
