@@ -24,6 +24,8 @@ from quire.ops.qkv import HeadNorms, Rotation, reference_place_heads
 
 logger = logging.getLogger(__name__)
 
+DIVIDED_FROM = 1024  # keys of a single row, from which threads share them
+
 
 @dataclass
 class Emitter:
@@ -119,19 +121,19 @@ def find_form(spec: AttentionSpec, rotation: Rotation | None, norms: HeadNorms |
 def describe(batch: Batch) -> dict[str, npt.NDArray[np.int32] | npt.NDArray[np.int64]]:
     """What a network is told of a batch's rows, by the names of its inputs.
 
-    A single row gets company, one token more that writes to the null page: alone, a row's keys would be divided among threads,
-    and its numbers would be others than among rows.
+    A single row gets company, a row without tokens: alone, its keys would be divided among threads, and its numbers would be
+    others, if by a rounding, than among rows. Where there are many keys that is worth it.
     """
-    rows, positions = np.array(batch.rows, np.int32), batch.positions.numpy()  # [R, 3], [T]
+    rows = np.array(batch.rows, np.int32)  # [R, 3]
     [view] = batch.groups
     table = view.tables.numpy()
-    if len(rows) == 1:
-        rows, positions = np.append(rows, [[rows[0, 1], 1, 1]], axis=0).astype(np.int32), np.append(positions, 0)
+    if len(rows) == 1 and rows[0, 2] < DIVIDED_FROM:
+        rows = np.append(rows, np.array([[rows[0, 1], 0, 0]], np.int32), axis=0)
         table = np.append(table, np.zeros_like(table), axis=0)
     starts, counts, lengths = rows.T
     needed = -(-lengths // PAGE)
     return {
-        "positions": positions,
+        "positions": batch.positions.numpy(),
         "cached": lengths - counts,
         "row_starts": np.append(starts, starts[-1:] + counts[-1:]),
         "pages": table[np.arange(table.shape[1]) < needed[:, None]],

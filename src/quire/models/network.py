@@ -70,7 +70,7 @@ class DecoderNetwork:
         self._network = Network(graph, [x, *emitter.inputs], [Value(self._last, ("tokens", self._columns))])
         for name, table in emitter.tables.items():
             self._network.bind(name, table)
-        self._caches: list[Tensor] = []
+        self._first_cache: Tensor | None = None
         self._memory = torch.empty(2, 0, self._columns)  # in and out, of as many tokens as there were in the latest step
         self._rehearse()
 
@@ -79,24 +79,24 @@ class DecoderNetwork:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, columns] -> hidden states; they are overwritten by the next call."""
-        told = describe(batch)
         self._lead_to_caches()
-        self._make_room(len(told["positions"]))
+        self._make_room(len(x))
         source, result = self._memory
-        source[: len(x)] = x
-        self._network.tell(told)
+        source.copy_(x)
+        self._network.tell(describe(batch))
         self._network.run()
-        return keep(result[: len(x)], batch)
+        return keep(result, batch)
 
     def _lead_to_caches(self) -> None:
-        caches = [attention.core.bound() for attention, _ in self._attending]
-        if all(a is b for a, b in zip(caches, self._caches, strict=False)) and self._caches:
+        """All layers get theirs at the same time."""
+        if self._first_cache is self._attending[0][0].core.kv:
             return
-        self._caches = caches
-        for layer, kv in enumerate(caches):
+        for layer, (attention, _) in enumerate(self._attending):
+            kv = attention.core.bound()
             assert kv.shape[3] == PAGE
             self._network.bind(f"keys{layer}", kv[:, 0])
             self._network.bind(f"values{layer}", kv[:, 1])
+        self._first_cache = self._attending[0][0].core.kv
 
     def _rehearse(self) -> None:
         """A first run, of two tokens on a cache of the null page."""

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from quire.ops.blocks import GROUP, Integers, Stored, take_apart
-from quire.ops.onnx import CONTRIB, Array, Graph
+from quire.ops.onnx import CONTRIB, ELEMENTS, Array, Graph
 from quire.ops.session import Session
 
 BY_INTEGERS = 4  # the operator's accuracy_level
+FLOAT = ELEMENTS[np.dtype(np.float32)]
 FINE = 4  # rests are in units of at most 1 / FINE of a scale, on average
 
 
@@ -50,7 +51,7 @@ class Packed:
             return np.full(shape, 2 ** (self.bits - 1), np.uint8)
         if self.bits == 8:
             return self.zeros
-        return np.stack((self.zeros & 15, self.zeros >> 4), axis=-1).reshape(shape[0], -1)[:, : shape[1]]
+        return np.stack((self.zeros & 15, self.zeros >> 4), axis=-1).reshape(shape[0], -1)[:, : shape[1]].copy()
 
 
 def pack(stored: Sequence[Stored], bias: Tensor | None, fold: bool) -> Packed:
@@ -146,13 +147,11 @@ def _emit_unfolded(graph: Graph, x: str, sums: str, packed: Packed) -> str:
     outputs, groups = packed.scale.shape
     if packed.zeros is not None:
         [x] = graph.add("Concat", [x, sums], axis=1)
-    zeros = packed.each_zero()
-    if packed.bits == 4:
-        numbers = graph.give(packed.numbers, nibbles=(outputs, groups * GROUP))
-        zero = graph.give(_in_bytes(torch.from_numpy(zeros).reshape(1, -1), 4).numpy(), nibbles=(outputs, groups))
-    else:
-        numbers, zero = graph.give(packed.numbers.reshape(outputs, -1)), graph.give(zeros)
-    [matrix] = graph.add("DequantizeLinear", [numbers, graph.give(packed.scale), zero], axis=1, block_size=GROUP)
+    shape = outputs, groups, GROUP
+    numbers = graph.give(packed.numbers, shape) if packed.bits == 4 else graph.give(packed.numbers.reshape(shape))
+    wide = [graph.add("Cast", [name], to=FLOAT)[0] for name in (numbers, graph.give(packed.each_zero()[..., None]))]
+    [scaled] = graph.add("Mul", [*graph.add("Sub", wide), graph.give(packed.scale[..., None])])
+    [matrix] = graph.add("Reshape", [scaled, graph.constant(np.array([outputs, groups * GROUP], np.int64))])
     bias = [] if packed.bias is None else [graph.constant(packed.bias)]
     return graph.add("Gemm", [x, matrix, *bias], transB=1)[0]
 

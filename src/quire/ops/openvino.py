@@ -53,6 +53,7 @@ class Network:
         self._graph = graph  # with what is lent
         self._request = self._compiled.create_infer_request()
         self._names = {name for port in self._compiled.inputs for name in port.get_names()}
+        self._told: dict[str, Array] = {}
         self._bound: dict[str, Tensor] = {}  # it works on their memory, which has to stay
         self.latest: object = None  # who has bound its memory last
 
@@ -64,8 +65,13 @@ class Network:
     def tell(self, numbers: Mapping[str, Array]) -> None:
         """Small inputs, contiguous, which it copies. Those that nothing in the graph reads are left out."""
         for name, array in numbers.items():
-            if name in self._names:
-                self._request.set_tensor(name, _openvino().Tensor(array, shared_memory=False))
+            there = self._told.get(name)
+            if there is not None and there.shape == array.shape:
+                there[...] = array
+            elif name in self._names:
+                tensor = _openvino().Tensor(array, shared_memory=False)
+                self._request.set_tensor(name, tensor)
+                self._told[name] = tensor.data
 
     def run(self) -> None:
         self._request.infer()
