@@ -18,7 +18,7 @@ def from_line(line: str) -> EngineArgs:
 
 def test_defaults_are_vllms() -> None:
     args = EngineArgs()
-    assert (args.model, args.seed, args.max_logprobs, args.block_size) == ("smollm2", 0, 20, 16)
+    assert (args.model, args.seed, args.max_logprobs, args.block_size) == ("smollm2", 0, 20, None)
     assert (args.gpu_memory_utilization, args.enable_prefix_caching, args.scheduling_policy) == (0.92, True, "fcfs")
     assert from_line("") == args
 

@@ -18,7 +18,9 @@ from quire.models.registry import build_model
 
 pytest.importorskip("onnxruntime")
 from quire.attn.lines import Form, LineAttention, agrees
-from quire.models.pieces import Pieces, compile_body
+from quire.models.compiled import compile_body
+from quire.models.pieces import Pieces
+from quire.models.trace import write_down
 from quire.ops.gemm import forgets
 from quire.ops.onnx import Graph
 
@@ -74,8 +76,8 @@ def loaded(facts, keep_blocks):
 
 def test_pieces_are_the_layers_in_fewer_calls(facts):
     by_layer, compiled = loaded(facts, True), loaded(facts, True)
-    compiled.pieces = Pieces(compiled.run_blocks, facts.hidden_size, whole=False)
-    assert len(compiled.pieces._stages) == len(facts.layers) + 1
+    compiled.compiled = Pieces(write_down(compiled.run_blocks, facts.hidden_size), whole=False)
+    assert len(compiled.compiled._stages) == len(facts.layers) + 1
     expected = Sequences(by_layer, 1, len(IDS)).step([(0, IDS)])[0]
     found = Sequences(compiled, 1, len(IDS)).step([(0, IDS)])[0]
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
@@ -95,7 +97,7 @@ def test_floats_are_the_same_floats_in_pieces(facts, monkeypatch):
     monkeypatch.setattr(
         Graph, "place", lambda self, operator, *args, **more: operators.append(operator) or place(self, operator, *args, **more)
     )
-    compiled.pieces = Pieces(compiled.run_blocks, facts.hidden_size, whole=True)
+    compiled.compiled = Pieces(write_down(compiled.run_blocks, facts.hidden_size), whole=True)
     assert operators.count("Gemm") == 5 * len(facts.layers) and "Split" not in operators  # gate and up are made apart
     matrices = [module.weight for module in compiled.layers.modules() if isinstance(module, Linear)]
     assert all(matrix.numel() == 0 for matrix in matrices)  # the runtime has its own copy
@@ -124,8 +126,8 @@ def test_a_packed_head_gives_the_same_logits(tied, bias):
 
 def test_what_cannot_be_traced_is_left_alone(facts):
     model = loaded(facts, False)
-    assert compile_body(lambda x, batch: torch.cumsum(x, 0), facts.hidden_size, whole=True) is None
-    assert model.pieces is None
+    assert compile_body(lambda x, batch: torch.cumsum(x, 0), facts.hidden_size, whole=True, paged=False) is None
+    assert model.compiled is None
 
 
 @pytest.mark.parametrize("least", [1, 4])
@@ -133,8 +135,8 @@ def test_many_rows_go_layer_by_layer(facts, least, monkeypatch):
     """The same numbers, for every row of the step or for none: all that is lost is lost by rounding factors to bfloat16."""
     exact, model = loaded(facts, False), loaded(facts, True)
     expected = Sequences(exact, 1, len(IDS)).step([(0, IDS)])[0]
-    model.pieces = Pieces(model.run_blocks, facts.hidden_size, whole=False)
-    model.pieces.too_many = least
+    model.compiled = Pieces(write_down(model.run_blocks, facts.hidden_size), whole=False)
+    model.compiled.too_many = least
     model.lm_head = exact.lm_head  # its own rounds inputs to 8 bits, however many rows there are
     found = Sequences(model, 1, len(IDS)).step([(0, IDS)])[0]
     assert (found - expected).norm() < 0.03 * expected.norm()
@@ -145,8 +147,8 @@ def test_many_rows_go_layer_by_layer(facts, least, monkeypatch):
 
 def test_single_tokens_go_by_pieces_however_many(facts):
     model = loaded(facts, True)
-    model.pieces = Pieces(model.run_blocks, facts.hidden_size, whole=False)
-    model.pieces.too_many = 2
+    model.compiled = Pieces(write_down(model.run_blocks, facts.hidden_size), whole=False)
+    model.compiled.too_many = 2
     asked = []
     model.run_blocks = lambda x, batch, run=model.run_blocks: asked.append(len(x)) or run(x, batch)
     sequences = Sequences(model, 3, 8)
@@ -168,7 +170,7 @@ STEPS = [
 @pytest.mark.parametrize("scattered", [(), (1,), (0, 1, 2)])
 def test_single_tokens_are_attended_by_the_runtime(wider, scattered, monkeypatch):
     by_layer, compiled = loaded(wider, True), loaded(wider, True)
-    compiled.pieces = Pieces(compiled.run_blocks, wider.hidden_size, whole=False)
+    compiled.compiled = Pieces(write_down(compiled.run_blocks, wider.hidden_size), whole=False)
     assert agrees(Form(4, 2, 16, 0.25, 16, None))  # and has been tried before calls are counted
     calls = []
     monkeypatch.setattr(LineAttention, "run", lambda self, run=LineAttention.run: calls.append(self) or run(self))

@@ -20,42 +20,42 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def test_tried_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(choice, "measure", lambda: Choice(64, 256, True, True))
-    assert choice.choose() == Choice(64, 256, True, True)
+    monkeypatch.setattr(choice, "measure", lambda: Choice(64, 256, True, True, True))
+    assert choice.choose() == Choice(64, 256, True, True, True)
     choice.choose.cache_clear()
     monkeypatch.setattr(choice, "measure", lambda: pytest.fail("it is known already"))
-    assert choice.choose() == Choice(64, 256, True, True)
+    assert choice.choose() == Choice(64, 256, True, True, True)
     assert len(json.loads((tmp_path / "cpu.json").read_text())) == 1
 
 
 def test_a_busy_machine_is_not_remembered(tmp_path, monkeypatch):
-    monkeypatch.setattr(choice, "measure", lambda: Choice(64, 256, True, True))
+    monkeypatch.setattr(choice, "measure", lambda: Choice(64, 256, True, True, True))
     monkeypatch.setattr(choice, "busy", lambda: True)
-    assert choice.choose() == Choice(64, 256, True, True)
+    assert choice.choose() == Choice(64, 256, True, True, True)
     assert not (tmp_path / "cpu.json").exists()
 
 
 @pytest.mark.parametrize("found", ["", "[]", "null", '{"another CPU": {}}'])
 def test_what_cannot_be_used_is_tried_again(found, tmp_path, monkeypatch):
     (tmp_path / "cpu.json").write_text(found)
-    monkeypatch.setattr(choice, "measure", lambda: Choice(128, NEVER, False, False))
-    assert choice.choose() == Choice(128, NEVER, False, False)
+    monkeypatch.setattr(choice, "measure", lambda: Choice(128, NEVER, False, False, False))
+    assert choice.choose() == Choice(128, NEVER, False, False, False)
     assert '"unfold_from": 128' in (tmp_path / "cpu.json").read_text()
 
 
 def test_slow_bfloat16_is_never_used(monkeypatch):
     monkeypatch.setattr(choice, "_time", lambda ways, rows, tries=1: (float(rows), 1e6))
-    assert choice._measure_unfolding("Q4_0") == NEVER
+    assert choice._measure_unfolding("Q4_0", False) == NEVER
 
 
 def test_unfolding_pays_from_the_rows_on_where_it_is_faster(monkeypatch):
     monkeypatch.setattr(choice, "_time", lambda ways, rows, tries=1: (float(rows), 100.0))
-    assert choice._measure_unfolding("Q5_0") == 128
+    assert choice._measure_unfolding("Q5_0", False) == 128
 
 
 def test_what_is_slower_is_not_used(monkeypatch):
     monkeypatch.setattr(choice, "_time", lambda ways, rows, tries=1: (1.0, 1.2))
-    assert not choice._measure_folding()
+    assert not choice._measure_folding(False)
 
 
 def test_a_measurement_is_short_and_possible():

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("onnxruntime")
-from quire.ops import onnx
+from quire.ops import session
 from quire.ops.gemm import Gemm
 
 
@@ -17,7 +17,7 @@ from quire.ops.gemm import Gemm
 def test_few_rows_and_many(bias):
     weight, added = torch.randn(96, 64), torch.randn(96) if bias else None
     product = Gemm(weight.clone(), added)
-    for rows in (1, 40, 1, 300, 2 * onnx.ROWS_AT_ONCE + 1, 40):
+    for rows in (1, 40, 1, 300, 2 * session.ROWS_AT_ONCE + 1, 40):
         x = torch.randn(rows, 64)
         torch.testing.assert_close(product(x), F.linear(x, weight, added), atol=1e-4, rtol=1e-4)
 
@@ -29,11 +29,11 @@ def test_many_rows_need_not_lie_behind_each_other():
 
 def test_many_rows_go_through_in_equal_parts(monkeypatch):
     product, sizes = Gemm(torch.randn(512, 64), None), []
-    bind = onnx.Session.bind
+    bind = session.Session._bind
     monkeypatch.setattr(
-        onnx.Session, "bind", lambda self, inputs, outputs: sizes.append(len(inputs[0])) or bind(self, inputs, outputs)
+        session.Session, "_bind", lambda self, inputs, outputs: sizes.append(len(inputs[0])) or bind(self, inputs, outputs)
     )
-    product(torch.randn(2 * onnx.ROWS_AT_ONCE + 10, 64))
+    product(torch.randn(2 * session.ROWS_AT_ONCE + 10, 64))
     assert sizes == [174, 174, 174]
 
 

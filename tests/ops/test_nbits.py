@@ -15,9 +15,11 @@ from quire.files.gguf import GGML_TYPES
 from quire.ops.blocks import Stored, dequantize, take_apart
 
 pytest.importorskip("onnxruntime")
+from quire.ops import openvino
 from quire.ops.nbits import Product, forgets, pack
 from quire.ops.unfold import round_up, unfolded_linear
 
+RUNTIMES = [False, *([True] if openvino.available() else [])]  # whether it is OpenVINO
 ROUNDING = 0.012
 EXACT = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K")
 NUMBER = {name: number for number, (name, _, _) in GGML_TYPES.items()}
@@ -55,41 +57,44 @@ def test_taken_apart_and_put_together(kind):
         assert ((values - expected.view(48, -1, 32)).abs() <= worst).all()
 
 
+@pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("fold", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 33])
 @pytest.mark.parametrize("kind", [*EXACT, "Q6_K"])
-def test_products(kind, count, fold):
+def test_products(kind, count, fold, runtime):
     matrix, bias = stored(kind), torch.randn(48)
     x = torch.randn(count, 512)
     expected = x @ unfolded(matrix).t() + bias
-    found = Product(pack([matrix], bias, fold))(x)
+    found = Product(pack([matrix], bias, fold), runtime)(x)
     assert (found - expected).norm() <= ROUNDING * (expected - bias).norm()
 
 
-def test_folded_offsets_are_in_the_numbers():
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_folded_offsets_are_in_the_numbers(runtime):
     """Those of Q4_1 follow its scales; offsets far beyond them stay a product of their own, and exact."""
     matrix = stored("Q4_1", columns=1056)  # 33 groups: their rests take two more
     packed = pack([matrix], None, fold=True)
     assert packed.offset is None and packed.zeros.shape == (48, 18) and packed.scale.shape == (48, 35)
     x = torch.randn(3, 1056) + 0.5
     expected = x @ unfolded(matrix).t()
-    assert (Product(packed)(x) - expected).norm() <= ROUNDING * expected.norm()
+    assert (Product(packed, runtime)(x) - expected).norm() <= ROUNDING * expected.norm()
     halves = matrix.rows.view(-1, 20)[:, :4].view(torch.float16)
     halves[::5, 1] += 40 * halves[::5, 0]
     packed, expected = pack([matrix], None, fold=True), x @ unfolded(matrix).t()
     assert packed.offset is not None and packed.zeros is None
-    assert (Product(packed)(x) - expected).norm() <= ROUNDING * expected.norm()
+    assert (Product(packed, runtime)(x) - expected).norm() <= ROUNDING * expected.norm()
 
 
+@pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("fold", [False, True])
-def test_parts_of_different_types_become_one_matrix(fold):
+def test_parts_of_different_types_become_one_matrix(fold, runtime):
     kinds = ("Q4_1", "Q8_0", "Q4_0")
     parts = [stored(kind, seed=seed) for seed, kind in enumerate(kinds)]
     x = torch.randn(5, 512)
     expected = torch.cat([x @ unfolded(part).t() for part in parts], dim=1)
     packed = pack(parts, None, fold)
     assert packed.bits == 8
-    assert (Product(packed)(x) - expected).norm() <= ROUNDING * expected.norm()
+    assert (Product(packed, runtime)(x) - expected).norm() <= ROUNDING * expected.norm()
 
 
 @pytest.mark.parametrize("kinds", [("Q4_0", "Q4_1", "Q4_1"), (*EXACT, "Q6_K")], ids=["by torch's operator", "of all kinds"])
@@ -112,14 +117,15 @@ def test_few_numbers_of_rows_are_multiplied():
     assert len({round_up(rows) for rows in range(1, 2049)}) == 14
 
 
+@pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("fold", [False, True])
-def test_what_was_given_is_not_kept(fold):
+def test_what_was_given_is_not_kept(fold, runtime):
     """The runtime has its own copy of numbers, scales and offsets, and reads no others."""
     packed = pack([stored("Q4_1", rows=2048)], None, fold)
-    product, x = Product(packed), torch.randn(3, 512)
+    product, x = Product(packed, runtime), torch.randn(3, 512)
     expected = x @ unfolded(stored("Q4_1", rows=2048)).t()
     assert (product(x) - expected).norm() <= ROUNDING * expected.norm()
-    if sys.platform == "linux" and forgets(4):
+    if sys.platform == "linux" and (runtime or forgets(4)):
         assert not packed.scale[1000:1040].any()
 
 
@@ -131,11 +137,23 @@ def test_unfolding_changes_no_other_products():
     assert torch.equal(x @ weight.t(), before)
 
 
-def test_a_row_does_not_see_the_others():
-    product = Product(pack([stored("Q4_0")], None, fold=True))
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_a_row_does_not_see_the_others(kind, runtime):
+    product = Product(pack([stored(kind)], None, fold=True), runtime)
     x = torch.randn(40, 512)
     together = product(x).clone()
     assert all(torch.equal(product(x[i : i + 1])[0], together[i]) for i in range(40))
+
+
+@pytest.mark.skipif(True not in RUNTIMES, reason="OpenVINO is for x86 CPUs, and is not installed here")
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+def test_openvino_reads_what_it_was_given_once(kind):
+    """Whatever it was given is zeros by now, and numbers of rows that are new to it make no difference."""
+    product, x = Product(pack([stored(kind, rows=2048)], None, fold=True), for_openvino=True), torch.randn(40, 512)
+    expected = x @ unfolded(stored(kind, rows=2048)).t()
+    for count in (40, 3, 17):
+        assert (product(x[:count]) - expected[:count]).norm() <= ROUNDING * expected[:count].norm()
 
 
 def test_what_was_lent_may_go():

@@ -1,0 +1,154 @@
+"""A quantized decoder as one network of OpenVINO against the same decoder layer by layer."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from gguf_files import LLAMA, llama_tensors, tiny_llama
+from oracle import Sequences
+from quire.config.facts import read_facts
+from quire.files.resolve import resolve_model
+from quire.load.load import load_weights
+from quire.models.registry import build_model
+from quire.ops import openvino
+
+pytest.importorskip("onnxruntime")
+if not openvino.available():
+    pytest.skip("OpenVINO is for x86 CPUs, and is not installed here", allow_module_level=True)
+
+from quire.attn import paged
+from quire.attn.lines import Form
+from quire.models import compiled
+from quire.models.compiled import compile_body
+from quire.models.network import DecoderNetwork, find_forms
+from quire.models.pieces import Pieces
+from quire.models.trace import write_down
+from quire.ops.choice import Choice
+
+if not paged.agrees(Form(4, 2, 16, 0.25, 16, None)):
+    pytest.skip("OpenVINO cannot attend over pages here", allow_module_level=True)
+
+IDS = [3, 17, 42, 8, 30, 11, 25]
+STEPS = [
+    [(0, IDS), (1, IDS[:3]), (2, IDS * 5)],
+    [(0, [5]), (1, [6]), (2, [7])],
+    [(2, [9]), (0, [8])],
+    [(1, [4])],
+    [(1, [3]), (0, [2, 11])],
+    [(2, IDS)],
+    [(1, [1]), (2, [12]), (0, [13])],
+]
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory):
+    """A tiny llama whose matrices are Q4_1, Q8_0 and, in one merged matrix, both."""
+    fields = {**LLAMA, "embedding_length": 64, "rope.dimension_count": 16}
+    tensors = {}
+    for name, values in llama_tensors(fields).items():
+        kind = gguf.GGMLQuantizationType.Q8_0 if "attn_v" in name or "embd" in name else gguf.GGMLQuantizationType.Q4_1
+        tensors[name] = (gguf.quants.quantize(values.astype(np.float32), kind), kind) if values.ndim == 2 else values
+    path = tiny_llama(tmp_path_factory.mktemp("network") / "tiny.gguf", fields=fields, tensors=tensors)
+    return read_facts(resolve_model(str(path)), {})
+
+
+def loaded(facts, keep_blocks=True):
+    model = build_model(facts)
+    load_weights(model, facts, device="cpu", dtype="float32", keep_blocks=keep_blocks)
+    return model
+
+
+def networked(facts):
+    model = loaded(facts)
+    trace = write_down(model.run_blocks, facts.hidden_size)
+    model.compiled = DecoderNetwork(trace, find_forms(trace))
+    model.run_blocks = lambda x, batch: pytest.fail("the network was not asked")
+    return model
+
+
+class Apart(Sequences):
+    """Sequences in pages of 32 tokens, with keys apart from values. What nobody has written is NaN."""
+
+    def __init__(self, model, count, length):
+        super().__init__(model, count, length, page_size=32)
+        for attention in model.attentions:
+            attention.bind(attention.kv.transpose(0, 1).contiguous().transpose(0, 1), 0)
+
+
+def test_the_same_numbers_as_layer_by_layer(facts):
+    """Of rows of any lengths, alone and together, and with another cache the second time."""
+    by_layer, model = loaded(facts), networked(facts)
+    for _ in range(2):
+        expected, found = Sequences(by_layer, 3, 60), Apart(model, 3, 60)
+        for rows in STEPS:
+            for theirs, ours in zip(expected.step(rows), found.step(rows), strict=True):
+                assert (ours - theirs).norm() < 0.02 * theirs.norm()  # rounding to 8 bits is not the same everywhere
+
+
+def test_near_the_unfolded_model(facts):
+    expected = Sequences(loaded(facts, keep_blocks=False), 1, len(IDS)).step([(0, IDS)])[0]
+    found = Apart(networked(facts), 1, len(IDS)).step([(0, IDS)])[0]
+    assert (found - expected).norm() < 0.05 * expected.norm()  # each product is off by about 0.6 %
+
+
+def test_tokens_are_left_out_in_the_end(facts):
+    model = networked(facts)
+    [whole] = Apart(model, 1, len(IDS)).step([(0, IDS)])
+    [few] = Apart(model, 1, len(IDS)).step([(0, IDS)], kept=[2])
+    torch.testing.assert_close(few, whole[-2:], atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_does_not_see_the_others(facts):
+    """To the last bit: alone, in company, in other places of the step and of the cache."""
+    model = networked(facts)
+    together = Apart(model, 3, 60)
+    together.step([(0, IDS * 6), (1, IDS), (2, IDS * 5)])
+    expected = [together.step([(0, [token]), (1, [4]), (2, [7])])[0] for token in IDS]
+    alone = Apart(model, 1, 60)
+    alone.step([(0, IDS * 6)])
+    found = [alone.step([(0, [token])])[0] for token in IDS]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def test_a_long_row_alone_is_divided(facts, monkeypatch):
+    monkeypatch.setattr(paged, "DIVIDED_FROM", 40)
+    model, by_layer = networked(facts), loaded(facts)
+    found, expected = Apart(model, 1, 60), Sequences(by_layer, 1, 60)
+    for tokens in (IDS * 6, [3], [17]):
+        [theirs], [ours] = expected.step([(0, tokens)]), found.step([(0, tokens)])
+        assert (ours - theirs).norm() < 0.02 * theirs.norm()
+
+
+@pytest.mark.parametrize("form", [Form(4, 2, 16, 0.25, 8, None), Form(4, 4, 32, 0.3, 32, 1e-5), Form(6, 1, 80, 0.1, 0, None)])
+def test_forms_of_attention(form):
+    """Heads of which a part turns, heads that are normed, no rotation, and sizes that are no power of two."""
+    assert paged.agrees(form)
+
+
+def choice(openvino):
+    return lambda: Choice(64, 64, runtime_floats=True, fold=True, openvino=openvino)
+
+
+@pytest.mark.parametrize("paged_cache, faster, kind", [(True, True, DecoderNetwork), (False, True, Pieces), (True, False, Pieces)])
+def test_a_network_only_where_it_is_faster_and_can_be(facts, monkeypatch, paged_cache, faster, kind):
+    monkeypatch.setattr(compiled, "choose", choice(faster))
+    model = loaded(facts)
+    assert type(compile_body(model.run_blocks, facts.hidden_size, whole=False, paged=paged_cache)) is kind
+
+
+def test_a_plugin_that_cannot_attend_is_not_used(facts, monkeypatch):
+    monkeypatch.setattr(compiled, "choose", choice(True))
+    monkeypatch.setattr(paged, "agrees", lambda form: False)
+    model = loaded(facts)
+    assert type(compile_body(model.run_blocks, facts.hidden_size, whole=False, paged=True)) is Pieces
+
+
+def test_another_arity_of_the_operator_is_no_error(monkeypatch):
+    """It is experimental: the next release may want other inputs."""
+    monkeypatch.setattr("quire.ops.openvino._convert_paged", lambda node: 1 / 0)
+    openvino._core.cache_clear()
+    try:
+        assert not paged.agrees.__wrapped__(Form(4, 2, 16, 0.25, 16, None))
+    finally:
+        openvino._core.cache_clear()
