@@ -130,7 +130,9 @@ def choice(openvino):
     return lambda: Choice(64, 64, runtime_floats=True, fold=True, openvino=openvino)
 
 
-@pytest.mark.parametrize("paged_cache, faster, kind", [(True, True, DecoderNetwork), (False, True, Pieces), (True, False, Pieces)])
+@pytest.mark.parametrize(
+    "paged_cache, faster, kind", [(True, True, DecoderNetwork), (False, True, Pieces), (True, False, Pieces)]
+)
 def test_a_network_only_where_it_is_faster_and_can_be(facts, monkeypatch, paged_cache, faster, kind):
     monkeypatch.setattr(compiled, "choose", choice(faster))
     model = loaded(facts)

@@ -1,10 +1,12 @@
 """One step's ragged batch as the device sees it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from quire.attn.alike import Alike, FindAlike, nothing_alike
@@ -63,6 +65,51 @@ def keep_last(batch: Batch, counts: npt.NDArray[np.int64], starts: Tensor, index
         plans={},
     )
     return replace(batch, kept=Kept(index, part))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows of a batch."""
+
+    batch: Batch
+    tokens: Tensor  # [T] int64 where its tokens are among all
+    final: Tensor  # [K] int64 where its final tokens are among all final ones
+
+
+def take_rows(batch: Batch, rows: Sequence[int]) -> Part:
+    """These rows, in this order. On a CPU."""
+    index = torch.tensor(rows, dtype=torch.int64)
+    tokens, shapes, starts = _tokens_of(batch, rows)
+    final, _, _ = (tokens, shapes, starts) if batch.kept is None else _tokens_of(batch.final, rows)
+    part = replace(
+        batch,
+        ids=batch.ids[tokens],
+        positions=batch.positions[tokens],
+        row_starts=starts,
+        kv_lengths=batch.kv_lengths[index],
+        rows=shapes,
+        logit_index=torch.arange(len(final)),
+        groups=tuple(GroupView(view.tables[index], view.write[tokens]) for view in batch.groups),
+        plans={},
+        kept=None,
+    )
+    if len(final) < len(tokens):
+        counts = np.array([batch.final.rows[row][1] for row in rows], np.int64)
+        first = starts[1:].long() - torch.from_numpy(counts)
+        index = torch.cat(
+            [torch.arange(start, start + count) for start, count in zip(first.tolist(), counts.tolist(), strict=True)]
+        )
+        part = keep_last(part, counts, torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32), index)
+    return Part(part, tokens, final)
+
+
+def _tokens_of(batch: Batch, rows: Sequence[int]) -> tuple[Tensor, tuple[tuple[int, int, int], ...], Tensor]:
+    """Where the tokens of these rows are, and how the rows lie if there are no others: shapes, and starts [R + 1] int32."""
+    taken = [batch.rows[row] for row in rows]
+    tokens = torch.cat([torch.arange(start, start + count) for start, count, _ in taken])
+    edges = np.cumsum([0, *(count for _, count, _ in taken)])
+    shapes = tuple((start, count, length) for start, (_, count, length) in zip(edges.tolist(), taken, strict=False))
+    return tokens, shapes, torch.from_numpy(edges.astype(np.int32))
 
 
 def _among(find: FindAlike, chosen: npt.NDArray[np.bool_]) -> FindAlike:

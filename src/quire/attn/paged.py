@@ -1,5 +1,5 @@
-"""Attention over pages inside a graph for OpenVINO: head norms, rotation, the way into the cache and attention, of rows with any
-number of tokens.
+"""Attention over pages inside a graph for OpenVINO: head norms, rotation, the way into the cache and attention, of rows with
+any number of tokens.
 
 The cache must lie in pages of 32 tokens, keys apart from values. The plugin calls its operator experimental, so it is tried
 before it is used.
@@ -8,6 +8,7 @@ before it is used.
 import logging
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,9 +46,7 @@ class Emitter:
     tables: dict[str, Tensor] = field(default_factory=dict)  # inputs that stay the same
     _angles: dict[int, list[str]] = field(default_factory=dict)
 
-    def attend(
-        self, form: Form, rotation: Rotation | None, norms: HeadNorms | None, qkv: str, layer: int
-    ) -> str:
+    def attend(self, form: Form, rotation: Rotation | None, norms: HeadNorms | None, qkv: str, layer: int) -> str:
         """qkv [T, columns] -> [T, heads * head_dim]. The inputs keys<layer> and values<layer> are its cache."""
         graph, (queries, keys, values) = self.graph, form.columns
         if norms is not None:
@@ -62,7 +61,7 @@ class Emitter:
         pages = [f"keys{layer}", f"values{layer}"]
         self.inputs += [Value(name, ("pages", form.kv_heads, PAGE, form.head_dim)) for name in pages]
         where = ["cached", "row_starts", "pages", "page_starts", "longest"]
-        attributes = {"kv_heads": form.kv_heads, "head_dim": form.head_dim, "scale": form.scale}
+        attributes: dict[str, Any] = {"kv_heads": form.kv_heads, "head_dim": form.head_dim, "scale": form.scale}
         return graph.add(PAGED, [query, key, value, *pages, *where], domain=OWN, **attributes)[0]
 
     def _split(self, x: str, *columns: int) -> list[str]:
@@ -81,7 +80,9 @@ class Emitter:
         it for one operator, if all components turn."""
         graph, half, rest = self.graph, form.turned // 2, form.head_dim - form.turned
         cos, sin = self._find_angles(rotation)
-        [heads] = graph.add("Reshape", [x, graph.constant(np.array([-1, form.heads + form.kv_heads, 1, form.head_dim], np.int64))])
+        [heads] = graph.add(
+            "Reshape", [x, graph.constant(np.array([-1, form.heads + form.kv_heads, 1, form.head_dim], np.int64))]
+        )
         parts = graph.constant(np.array([half, half, *([rest] if rest else [])], np.int64))
         first, second, *others = graph.add("Split", [heads, parts], outputs=3 if rest else 2, axis=-1)
         [left] = graph.add("Sub", [*graph.add("Mul", [first, cos]), *graph.add("Mul", [second, sin])])
@@ -174,9 +175,7 @@ def agrees(form: Form) -> bool:
     return torch.allclose(out, torch.stack(expected), atol=1e-4, rtol=1e-4)
 
 
-def _try(
-    form: Form, qkv: Tensor, kv: Tensor, batch: Batch, rotation: Rotation | None, norms: HeadNorms | None
-) -> Tensor:
+def _try(form: Form, qkv: Tensor, kv: Tensor, batch: Batch, rotation: Rotation | None, norms: HeadNorms | None) -> Tensor:
     graph = Graph(for_openvino=True)
     emitter = Emitter(graph)
     out = emitter.attend(form, rotation, norms, "qkv", layer=0)

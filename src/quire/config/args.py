@@ -86,7 +86,12 @@ class EngineArgs:
         None, NUMBER, _CACHE, "exact bytes for the cache, instead of the fraction", low=1
     )
     block_size: int | None = setting(
-        None, NUMBER, _CACHE, "tokens per cache page: a power of two; default: 16, with quantized weights on a CPU 32", low=1, high=256
+        None,
+        NUMBER,
+        _CACHE,
+        "tokens per cache page: a power of two; default: 16, with quantized weights on a CPU 32",
+        low=1,
+        high=256,
     )
     enable_prefix_caching: bool = setting(True, FLAG, _CACHE, "reuse cached pages of equal prompt beginnings")
     num_gpu_blocks_override: int | None = setting(None, NUMBER, _CACHE, "exact number of pages, for tests", low=1)

@@ -11,8 +11,8 @@ from quire.layers.norm import RMSNorm
 from quire.layers.parameter import parameter
 from quire.layers.rope import Rope
 from quire.ops.kv import kv_write
-from quire.ops.session import KEPT_ELEMENTS
 from quire.ops.qkv import HeadNorms, Lanes, place_heads
+from quire.ops.session import KEPT_ELEMENTS
 from quire.types.cache import LayerCache
 from quire.types.errors import EngineError
 

@@ -1,4 +1,4 @@
-"""A decoder's body compiled for a CPU: as one network where OpenVINO is the faster way and can take all of it, else in pieces."""
+"""A decoder's body compiled for a CPU: as one network where OpenVINO is faster and can take all of it, else in pieces."""
 
 import logging
 from collections.abc import Callable
@@ -15,8 +15,11 @@ Compiled = DecoderNetwork | Pieces
 
 
 def compile_body(body: Callable[[Any, Any], Any], columns: int, *, whole: bool, paged: bool) -> Compiled | None:
-    """`body` is a decoder's way from embedded tokens [T, columns] to its last hidden states. `whole`: it will not be run itself any
-    more, and what it holds in matrices of floats is given back. `paged`: its cache can be as a network wants it."""
+    """`body` is a decoder's way from embedded tokens [T, columns] to its last hidden states.
+
+    `whole`: it will not be run itself any more, and what it holds in matrices of floats is given back. `paged`: its cache can
+    be as a network wants it.
+    """
     try:
         trace = write_down(body, columns)
     except Untraceable as reason:

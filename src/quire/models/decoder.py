@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from quire.attn.batch import Batch
+from quire.attn.batch import Batch, take_rows
 from quire.layers.attention import Attention, SelfAttention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.mlp import GatedMLP
@@ -58,10 +58,22 @@ class Decoder(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """-> hidden states [K, H] of the final tokens."""
-        x = self.embed(batch)
-        if self.compiled is None or not self.compiled.suit(batch):
+        return self._run(self.embed(batch), batch)
+
+    def _run(self, x: Tensor, batch: Batch) -> Tensor:
+        """Where rows of one token are for the compiled body whatever is beside them, they are run apart."""
+        if self.compiled is None:
             return self.run_blocks(x, batch)
-        return self.compiled(x, batch)
+        if self.compiled.suit(batch):
+            return self.compiled(x, batch)
+        some = self.compiled.find_rows(batch)
+        if not some:
+            return self.run_blocks(x, batch)
+        out = x.new_empty(len(batch.final.ids), x.shape[1])
+        for rows in (some, sorted({*range(len(batch.rows))} - {*some})):
+            part = take_rows(batch, rows)
+            out[part.final] = self._run(x[part.tokens], part.batch)
+        return out
 
     def run_blocks(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H]: the embedded tokens."""

@@ -1,5 +1,5 @@
-"""A decoder of float32 numbers on a CPU, compiled for ONNX Runtime in pieces: what is between two attentions (`trace.py`) is one
-call. Steps in which every row is one token run on memory that stays (`track.py`).
+"""A decoder of float32 numbers on a CPU, compiled for ONNX Runtime in pieces: what is between two attentions (`trace.py`) is
+one call. Steps in which every row is one token run on memory that stays (`track.py`).
 """
 
 from collections.abc import Sequence
@@ -51,6 +51,10 @@ class Pieces:
     def suit(self, batch: Batch) -> bool:
         """Are they faster than the body? With many rows of one token the body loses in attention what it gains in products."""
         return len(batch.ids) < self.too_many or _are_single(batch)
+
+    def find_rows(self, batch: Batch) -> list[int]:  # noqa: ARG002
+        """Of a batch that does not suit, none are worth a run of their own."""
+        return []
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, columns] -> hidden states; they are overwritten by the next call."""

@@ -9,13 +9,13 @@ in the order of their seats:
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attn.batch import Batch, GroupView
+from quire.attn.batch import Batch, take_rows
 from quire.attn.lines import (
     SCATTERED,
     LineAttention,
@@ -65,7 +65,9 @@ class Group:
         scattered = np.flatnonzero(seated == SCATTERED)
         self.apart = None
         if len(scattered):
-            self.apart = Apart(torch.from_numpy(scattered), pick_rows(batch, [order[seat] for seat in scattered.tolist()]))
+            self.apart = Apart(
+                torch.from_numpy(scattered), take_rows(batch, [order[seat] for seat in scattered.tolist()]).batch
+            )
 
 
 class BoundAttention:
@@ -173,25 +175,9 @@ class Track:
             self._starts, self._order = first, order
         for group, found in zip(self._groups, starts, strict=True):
             group.take_seats(batch, found, self._order)
-        return batch if self._turned is None or self._by_calls else pick_rows(batch, self._order)
+        return batch if self._turned is None or self._by_calls else take_rows(batch, self._order).batch
 
 
 def room_for(rows: int) -> int:
     """How many rows a track is made for that has to take so many."""
     return -(-rows // ROOM) * ROOM
-
-
-def pick_rows(batch: Batch, rows: Sequence[int]) -> Batch:
-    """Some of the rows, which have one token each, in this order."""
-    index = torch.tensor(rows)
-    return replace(
-        batch,
-        ids=batch.ids[index],
-        positions=batch.positions[index],
-        row_starts=torch.arange(len(rows) + 1, dtype=torch.int32),
-        kv_lengths=batch.kv_lengths[index],
-        rows=tuple((at, 1, batch.rows[row][2]) for at, row in enumerate(rows)),
-        logit_index=torch.arange(len(rows)),
-        groups=tuple(GroupView(view.tables[index], view.write[index]) for view in batch.groups),
-        plans={},
-    )

@@ -142,7 +142,8 @@ def _measure_floats() -> bool:
 
 def _measure_folding(by_openvino: bool) -> bool:
     stored = _matrix("Q4_1")
-    apart, folded = _time_few((*(Product(pack([stored], None, fold), by_openvino) for fold in (False, True)),))
+    ways = (Product(pack([stored], None, fold=False), by_openvino), Product(pack([stored], None, fold=True), by_openvino))
+    apart, folded = _time_few(ways)
     return folded < LESS_MEMORY * apart
 
 

@@ -156,5 +156,8 @@ def _convert_paged(node: Any) -> list[Any]:
     paged = operators._PagedAttentionExtension([*first, *others])
     notes = paged.get_rt_info()
     for which in ("k", "v"):
-        notes[f"num_{which}_heads"], notes[f"{which}_head_size"] = node.get_attribute("kv_heads"), node.get_attribute("head_dim")
+        notes[f"num_{which}_heads"], notes[f"{which}_head_size"] = (
+            node.get_attribute("kv_heads"),
+            node.get_attribute("head_dim"),
+        )
     return [paged.output(0)]

@@ -15,8 +15,8 @@ from quire.attn.batch import Batch
 from quire.layers.linear import Linear
 from quire.layers.quant.gguf import GGUFMethod
 from quire.load.load import Filling, find_rows, load_weights
-from quire.models.decoder import Decoder
 from quire.models.compiled import compile_body
+from quire.models.decoder import Decoder
 from quire.models.network import DecoderNetwork
 from quire.models.registry import build_model
 from quire.ops.choice import choose
