@@ -45,6 +45,13 @@ def test_on_a_cpu(model: Path) -> None:
     assert config.served_names == (str(model),)
 
 
+def test_pages_of_quantized_weights_on_a_cpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages as OpenVINO attends over, unless the user wants others."""
+    monkeypatch.setattr("quire.config.resolve.choose_keep_blocks", lambda *given: True)
+    assert config_of(model).page_size == 32
+    assert config_of(model, block_size=16).page_size == 16
+
+
 def test_on_a_gpu(model: Path) -> None:
     config = config_of(model, "cuda")
     assert (config.device, config.dtype, config.depth) == ("cuda", "bfloat16", 1)

@@ -1,5 +1,9 @@
 """A quantized decoder as one network of OpenVINO against the same decoder layer by layer."""
 
+import os
+import subprocess
+import sys
+
 import gguf
 import numpy as np
 import pytest
@@ -124,6 +128,57 @@ def test_a_long_row_alone_is_divided(facts, monkeypatch):
 def test_forms_of_attention(form):
     """Heads of which a part turns, heads that are normed, no rotation, and sizes that are no power of two."""
     assert paged.agrees(form)
+
+
+def test_rows_of_one_token_are_run_apart_from_prompts(facts):
+    """Their numbers are those of a step of their own; what the decoder runs are the prompts alone, in their places."""
+    model, asked = loaded(facts), []
+    blocks = model.run_blocks
+    trace = write_down(blocks, facts.hidden_size)
+    model.compiled = DecoderNetwork(trace, find_forms(trace))
+    model.run_blocks = lambda x, batch: asked.append(len(x)) or blocks(x, batch)
+
+    def stepped(rows, kept=None):
+        model.compiled.too_many = 64
+        sequences = Apart(model, 4, 60)
+        sequences.step([(0, IDS), (2, IDS[:3])])
+        model.compiled.too_many = 8
+        return sequences.step(rows, kept)
+
+    [first], [third] = stepped([(0, [5])]), stepped([(2, [6])])
+    [second, fourth] = stepped([(1, IDS * 2), (3, IDS[::-1] * 2)])
+    assert asked == [4 * len(IDS)]
+    rows = [(0, [5]), (1, IDS * 2), (2, [6]), (3, IDS[::-1] * 2)]
+    found = stepped(rows)
+    assert asked == [4 * len(IDS)] * 2
+    assert torch.equal(found[0], first) and torch.equal(found[2], third)
+    torch.testing.assert_close(found[1], second, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found[3], fourth, atol=1e-4, rtol=1e-4)
+    few = stepped(rows, kept=[1, 0, 1, 2])
+    assert [len(logits) for logits in few] == [1, 0, 1, 2] and torch.equal(few[0], first) and torch.equal(few[2], third)
+    torch.testing.assert_close(few[3], fourth[-2:], atol=1e-4, rtol=1e-4)
+
+
+def test_the_runtime_tells_its_makers_nothing(tmp_path):
+    """The package would report every import: no connection may be tried, and nothing be left in the user's home."""
+    code = """
+import socket, sys, torch
+def refuse(*given): raise SystemExit("somebody is called")
+socket.socket.connect = socket.create_connection = refuse
+from quire.ops.onnx import Graph, Value
+from quire.ops.openvino import Network
+graph = Graph(for_openvino=True)
+graph.place("Add", ["x", "x"], ["y"])
+network, out = Network(graph, [Value("x", ("rows", 4))], [Value("y", ("rows", 4))]), torch.zeros(2, 4)
+network.bind("x", torch.ones(2, 4))
+network.bind("y", out)
+network.run()
+assert (out == 2).all()
+"""
+    unset = ("CI", "XDG_CACHE_HOME", "PYTEST_CURRENT_TEST")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    subprocess.run([sys.executable, "-c", code], env={**environment, "HOME": str(tmp_path)}, check=True, timeout=60)
+    assert list(tmp_path.rglob("*")) == []
 
 
 def choice(openvino):

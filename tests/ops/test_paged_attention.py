@@ -104,17 +104,19 @@ EQUAL = [(6, 6), (6, 6), (1, 9), (6, 6), (6, 6), (6, 6), (6, 8), (6, 8)]
 
 
 @pytest.mark.parametrize("scattered", [True, False], ids=["scattered", "in a row"])
-@pytest.mark.parametrize("lines", [True, False], ids=["lines", "pages"])
+@pytest.mark.parametrize("lies", ["by line", "by page", "apart"])
 @pytest.mark.parametrize("rows", [ROWS, [(1, 17), (1, 40), (1, 1)], EQUAL], ids=["mixed", "single tokens", "equal lengths"])
 @pytest.mark.parametrize("name", SPECS)
-def test_the_cpu_backend_on_every_layout(name, rows, lines, scattered):
+def test_the_cpu_backend_on_every_layout(name, rows, lies, scattered):
     spec = SPECS[name]
     generator = torch.Generator().manual_seed(2)
     batch, pages = make_batch(rows, scattered=scattered)
     kv, each = filled_cache(spec, batch, pages, [length for _, length in rows], generator=generator)
-    if lines:
+    if lies == "by line":
         kv = kv.permute(1, 2, 0, 3, 4).contiguous().permute(2, 0, 1, 3, 4)
         assert kv_lines(kv) is not None
+    elif lies == "apart":
+        kv = kv.transpose(0, 1).contiguous().transpose(0, 1)
     query = torch.randn(len(batch.ids), spec.heads, spec.head_dim, generator=generator)
     sinks = torch.randn(spec.heads, generator=generator) if spec.sinks else None
     out = choose_backend(spec, torch.device("cpu"), torch.float32, "cpu").run(spec, query, kv, batch, 0, sinks)
@@ -146,8 +148,9 @@ def test_tokens_outside_the_rows_get_zeros():
     assert not out[2:].any()
 
 
-def test_gather_reads_what_write_wrote():
-    kv = torch.zeros(6, 2, 2, PAGE, 3)
+@pytest.mark.parametrize("apart", [False, True])
+def test_gather_reads_what_write_wrote(apart):
+    kv = torch.zeros(2, 6, 2, PAGE, 3).transpose(0, 1) if apart else torch.zeros(6, 2, 2, PAGE, 3)
     key, value = torch.randn(2, 7, 2, 3)
     pages = torch.tensor([[5, 2]], dtype=torch.int32)
     write = torch.tensor([20, 21, 22, 23, 8, 9, 10])

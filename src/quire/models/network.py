@@ -79,8 +79,8 @@ class DecoderNetwork:
         return len(batch.ids) < self.too_many or len(batch.ids) == len(batch.rows)
 
     def find_rows(self, batch: Batch) -> list[int]:
-        """Of a batch that does not suit, those that do: in a step with prompts a row of one token then gets the numbers of a step
-        without, and its keys are not copied."""
+        """Of a batch that does not suit, those that do. In a step with prompts a row of one token then gets the numbers of a
+        step without, and its keys are not copied."""
         return [row for row, (_, count, _) in enumerate(batch.rows) if count == 1]
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:

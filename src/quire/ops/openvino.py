@@ -7,6 +7,7 @@ rounded to 8 bits by groups of 32. Attention is an operator of our own name (`PA
 
 import importlib
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -102,8 +103,18 @@ class Binding:
         self._network.run()
 
 
+@cache
 def _openvino() -> Any:
-    return importlib.import_module("openvino")
+    """The package. Imported, it reports to its makers, through another package that it can do without."""
+    reporter = "openvino_telemetry"
+    missing = reporter not in sys.modules
+    if missing:
+        sys.modules[reporter] = None  # type: ignore[assignment]  # not to be found
+    try:
+        return importlib.import_module("openvino")
+    finally:
+        if missing:
+            del sys.modules[reporter]
 
 
 @cache
