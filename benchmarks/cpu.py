@@ -4,7 +4,8 @@
     python benchmarks/cpu.py [MODEL.gguf] [--threads 2] [--rounds 3] [--engines quire,quire-float32,llama.cpp,transformers]
 
 Each engine is a process of its own that waits while another one runs; the engines take turns in every round, so that a noisy
-machine is noisy for all, and a ratio compares neighbours in time. In every engine threads wait briefly instead of spinning
+machine is noisy for all, and a ratio compares neighbours in time. Quire and llama.cpp are told how many requests there will be
+(`max_num_seqs`, `n_seq_max`). In every engine threads wait briefly instead of spinning
 (GOMP_SPINCOUNT). Prompts are random token ids, outputs are greedy and do not stop. Engines that are not installed are skipped;
 `--llama-python` names another interpreter that has llama-cpp-python.
 """
@@ -30,10 +31,13 @@ Run = Callable[
 ]  # prompts, tokens out -> seconds to the first tokens, and to the rest
 
 
-def open_quire(model: str, dtype: str) -> Run:
+def open_quire(model: str, dtype: str, requests: int) -> Run:
     from quire import LLM, SamplingParams
 
-    llm = LLM(model, device="cpu", dtype=dtype, max_model_len=1024, enable_prefix_caching=False, kv_cache_memory_bytes=1 << 30)
+    llm = LLM(
+        model, device="cpu", dtype=dtype, max_model_len=1024, max_num_seqs=requests, enable_prefix_caching=False,
+        kv_cache_memory_bytes=1 << 30,
+    )  # fmt: skip
     engine = llm.llm_engine
 
     def run(prompts: list[list[int]], outputs: int) -> tuple[float, float]:
@@ -122,12 +126,12 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def work(engine: str, model: str, threads: int) -> None:
+def work(engine: str, model: str, threads: int, requests: int) -> None:
     """The process of one engine: requests on stdin, answers on stdout, a JSON line each."""
     answers, sys.stdout = sys.stdout, sys.stderr
     opened = {
-        "quire": lambda: open_quire(model, "auto"),
-        "quire-float32": lambda: open_quire(model, "float32"),
+        "quire": lambda: open_quire(model, "auto", requests),
+        "quire-float32": lambda: open_quire(model, "float32", requests),
         "llama.cpp": lambda: open_llama(model, threads),
         "transformers": lambda: open_transformers(model, threads),
     }[engine]()
@@ -141,11 +145,12 @@ def work(engine: str, model: str, threads: int) -> None:
 
 
 class Worker:
-    def __init__(self, engine: str, options: argparse.Namespace) -> None:
-        self.engine = engine
+    def __init__(self, engine: str, requests: int, options: argparse.Namespace) -> None:
+        self.engine, self.requests = engine, requests
         python = options.llama_python if engine == "llama.cpp" else sys.executable
         environment = {"GOMP_SPINCOUNT": "1000", **os.environ, "OMP_NUM_THREADS": str(options.threads)}
         command = [python, __file__, options.model, "--worker", engine, "--threads", str(options.threads)]
+        command += ["--requests", str(options.most or requests)]
         log = subprocess.DEVNULL if not options.verbose else None
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
@@ -191,7 +196,7 @@ def report(found: dict[tuple[int, str], list[tuple[float, float]]], workers: lis
                 each = " ".join(f"{ratio:.2f}" for ratio in ratios)
                 print(f"  {engine} / {TARGETS[engine]}, {requests} requests, {what}: {statistics.median(ratios):.2f} ({each})")
     for worker in workers:
-        print(f"  {worker.engine}: {worker.resident / 2**20:.0f} MiB resident at most")
+        print(f"  {worker.engine}, {worker.requests} requests: {worker.resident / 2**20:.0f} MiB resident at most")
 
 
 def main() -> None:
@@ -200,6 +205,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", default="1,16,64")
+    parser.add_argument("--most", type=int, help="Quire's max_num_seqs; default: as many requests as the workload has")
     parser.add_argument("--outputs", type=int, default=None, help="tokens out, for a shorter run")
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--llama-python", default=sys.executable)
@@ -207,17 +213,18 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        work(options.worker, options.model, options.threads)
+        work(options.worker, options.model, options.threads, int(options.requests))
         return
     if options.model is None:
         from quire.files.resolve import resolve_model
 
         options.model = str(resolve_model("smollm2").path)
     wanted = [engine for engine in options.engines.split(",") if installed(engine, options)]
-    workers = [Worker(engine, options) for engine in wanted]
+    ended: list[Worker] = []
     found: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for requests in map(int, options.requests.split(",")):
         inputs, outputs = WORKLOADS[requests]
+        workers = [Worker(engine, requests, options) for engine in wanted]
         for seed in range(options.rounds + 1):  # the first is to warm up
             for worker in workers:
                 rates = worker.measure(requests, inputs, options.outputs or outputs, seed)
@@ -226,9 +233,10 @@ def main() -> None:
                     print(
                         f"{requests:3d} {worker.engine:14s} {rates[0]:8.1f} in {rates[1]:8.1f} out", file=sys.stderr, flush=True
                     )
-    report(found, workers)
-    for worker in workers:
-        worker.process.terminate()
+        for worker in workers:
+            worker.process.terminate()
+        ended += workers
+    report(found, ended)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import dataclasses
 import pytest
 
 from quire.cli.parser import Parser
-from quire.config.args import EngineArgs, add_cli_arguments
+from quire.config.args import EngineArgs, add_cli_arguments, one_at_a_time
 from quire.config.fields import read_number, spec_of
 from quire.config.refused import REFUSED
 from quire.types.errors import ConfigError
@@ -14,6 +14,11 @@ def from_line(line: str) -> EngineArgs:
     parser = Parser(prog="quire")
     add_cli_arguments(parser)
     return EngineArgs.from_cli(parser.parse_args(line.split()))
+
+
+def test_commands_for_one_request_make_an_engine_for_one():
+    assert one_at_a_time(EngineArgs()).max_num_seqs == 1
+    assert one_at_a_time(EngineArgs(max_num_seqs=8)).max_num_seqs == 8
 
 
 def test_defaults_are_vllms() -> None:

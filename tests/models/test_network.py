@@ -11,6 +11,7 @@ import torch
 
 from gguf_files import LLAMA, llama_tensors, tiny_llama
 from oracle import Sequences
+from quire import LLM, SamplingParams
 from quire.config.facts import read_facts
 from quire.files.resolve import resolve_model
 from quire.load.load import load_weights
@@ -192,6 +193,25 @@ def test_a_network_only_where_it_is_faster_and_can_be(facts, monkeypatch, paged_
     monkeypatch.setattr(compiled, "choose", choice(faster))
     model = loaded(facts)
     assert type(compile_body(model.run_blocks, facts.hidden_size, whole=False, paged=paged_cache)) is kind
+
+
+@pytest.mark.parametrize(
+    "most, block_size, kind",
+    [(4, None, DecoderNetwork), (4, 16, Pieces), (1, None, Pieces)],
+    ids=["many", "other pages", "one"],
+)
+def test_which_engines_get_a_network(facts, monkeypatch, most, block_size, kind):
+    """Not those that have one request at a time, which is faster in pieces. The tokens are the same."""
+    monkeypatch.setattr(compiled, "choose", choice(True))
+    llm = LLM(
+        str(facts.files.path), device="cpu", max_num_seqs=most, block_size=block_size, kv_cache_memory_bytes=1 << 20,
+        skip_tokenizer_init=True,
+    )  # fmt: skip
+    runner = llm.llm_engine.core.executor._runner
+    assert type(runner._model.compiled) is kind
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": IDS}, {"prompt_token_ids": IDS[::-1]}], params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [8, 8]
 
 
 def test_a_plugin_that_cannot_attend_is_not_used(facts, monkeypatch):

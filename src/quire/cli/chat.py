@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from quire.cli.sampling import add_sampling_arguments, sampling_params
-from quire.config.args import EngineArgs, add_cli_arguments
+from quire.config.args import EngineArgs, add_cli_arguments, one_at_a_time
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    args = EngineArgs.from_cli(namespace)
+    args = one_at_a_time(EngineArgs.from_cli(namespace))
     sampling_params(namespace)  # wrong flags are told before the model is loaded
     from quire.llm_engine import LLMEngine
 

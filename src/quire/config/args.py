@@ -143,6 +143,11 @@ class EngineArgs:
         return cls.from_kwargs(**{name: value for name, value in vars(namespace).items() if name in names})
 
 
+def one_at_a_time(args: EngineArgs) -> EngineArgs:
+    """For commands that never have two requests: unless the user wants more, the engine is made for one."""
+    return dataclasses.replace(args, max_num_seqs=args.max_num_seqs or 1)
+
+
 def nearest(name: str, names: list[str]) -> str:
     found = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(found)}?" if found else ""

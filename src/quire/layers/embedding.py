@@ -83,10 +83,11 @@ class Head(nn.Module):
         self.stored, self.own = found, None
         return frozenset((f"{path}.weight",))
 
-    def finish(self, device: torch.device) -> None:  # noqa: ARG002
+    def pack_blocks(self, for_openvino: bool) -> None:
+        """A matrix in blocks is multiplied by as a copy in whole numbers. Whoever does not say by what gets ONNX Runtime."""
         stored = self.stored if self.tied is None else self.tied.stored
         if stored is not None:
-            self.product = Product(pack([stored], self.bias, choose().fold), choose().openvino)
+            self.product = Product(pack([stored], self.bias, choose().fold), for_openvino)
 
     def pack(self) -> None:
         """From now on ONNX Runtime multiplies, by a copy of the float32 matrix in an order of its own."""
@@ -103,6 +104,8 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [P, H] -> [P, V] float32."""
+        if self.product is None:
+            self.pack_blocks(for_openvino=False)
         logits = linear_float(hidden, self._matrix(), self.bias) if self.product is None else self.product(hidden)
         if self.scale != 1.0:
             logits = logits * self.scale

@@ -113,7 +113,9 @@ class Runner:
             model.compiled = compile_body(
                 model.run_blocks, self._facts.hidden_size, whole=not in_blocks, paged=self._suits_networks()
             )
-            if not in_blocks:
+            if in_blocks:
+                model.lm_head.pack_blocks(isinstance(model.compiled, DecoderNetwork))
+            else:
                 model.lm_head.pack()
                 self._hold_once(model)
             give_back_memory()
@@ -122,10 +124,10 @@ class Runner:
         self._model = model
 
     def _suits_networks(self) -> bool:
-        """Can the cache be as they want it?"""
+        """Can the cache be as they want it, and are there rows to run together? One alone is faster in pieces."""
         layout = self._layout
-        one = len(layout.groups) == 1 and layout.page_size == PAGE
-        return one and can_divide(layout, self._facts.layers, self._dtype)
+        paged = len(layout.groups) == 1 and layout.page_size == PAGE
+        return self._max_seqs > 1 and paged and can_divide(layout, self._facts.layers, self._dtype)
 
     def _hold_once(self, model: Decoder) -> None:
         """A matrix that embeds tokens as well is held by its packed head; its rows are looked up in the file."""
