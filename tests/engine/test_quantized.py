@@ -37,7 +37,7 @@ def engines() -> dict[str, LLM]:
     shared = {"device": "cpu", "max_model_len": 512, "kv_cache_memory_bytes": 64 << 20, "enable_prefix_caching": False}
     with pytest.MonkeyPatch.context() as patch:
         for module in ("pieces", "network"):
-            patch.setattr(f"quire.models.{module}.unfold_from", lambda quickly: NEVER)
+            patch.setattr(f"quire.models.{module}.unfold_from", lambda quickly, by_openvino=False: NEVER)
         few_rows = LLM("smollm2", **shared)  # never enough to unfold for
     return {
         "auto": LLM("smollm2", **shared),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("onnxruntime")
-from quire.ops import choice
+from quire.ops import choice, openvino
 from quire.ops.choice import NEVER, Choice
 
 
@@ -20,26 +20,26 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def test_tried_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(choice, "measure", lambda: Choice(64, 256, True, True, True))
-    assert choice.choose() == Choice(64, 256, True, True, True)
+    monkeypatch.setattr(choice, "measure", lambda: Choice(64, 256, 96, 512, True, True, True))
+    assert choice.choose() == Choice(64, 256, 96, 512, True, True, True)
     choice.choose.cache_clear()
     monkeypatch.setattr(choice, "measure", lambda: pytest.fail("it is known already"))
-    assert choice.choose() == Choice(64, 256, True, True, True)
+    assert choice.choose() == Choice(64, 256, 96, 512, True, True, True)
     assert len(json.loads((tmp_path / "cpu.json").read_text())) == 1
 
 
 def test_a_busy_machine_is_not_remembered(tmp_path, monkeypatch):
-    monkeypatch.setattr(choice, "measure", lambda: Choice(64, 256, True, True, True))
+    monkeypatch.setattr(choice, "measure", lambda: Choice(64, 256, 96, 512, True, True, True))
     monkeypatch.setattr(choice, "busy", lambda: True)
-    assert choice.choose() == Choice(64, 256, True, True, True)
+    assert choice.choose() == Choice(64, 256, 96, 512, True, True, True)
     assert not (tmp_path / "cpu.json").exists()
 
 
 @pytest.mark.parametrize("found", ["", "[]", "null", '{"another CPU": {}}'])
 def test_what_cannot_be_used_is_tried_again(found, tmp_path, monkeypatch):
     (tmp_path / "cpu.json").write_text(found)
-    monkeypatch.setattr(choice, "measure", lambda: Choice(128, NEVER, False, False, False))
-    assert choice.choose() == Choice(128, NEVER, False, False, False)
+    monkeypatch.setattr(choice, "measure", lambda: Choice(128, NEVER, 128, NEVER, False, False, False))
+    assert choice.choose() == Choice(128, NEVER, 128, NEVER, False, False, False)
     assert '"unfold_from": 128' in (tmp_path / "cpu.json").read_text()
 
 
@@ -51,6 +51,20 @@ def test_slow_bfloat16_is_never_used(monkeypatch):
 def test_unfolding_pays_from_the_rows_on_where_it_is_faster(monkeypatch):
     monkeypatch.setattr(choice, "_time", lambda ways, rows, tries=1: (float(rows), 100.0))
     assert choice._measure_unfolding("Q5_0", False) == 128
+
+
+def test_the_way_of_openvino_has_rows_of_its_own(monkeypatch):
+    monkeypatch.setattr(choice, "measure", lambda: Choice(1, 2, 3, 4, True, True, True))
+    found = [choice.unfold_from(quickly, by) for by in (False, True) for quickly in (True, False)]
+    assert found == [1, 2, 3, 4] and choice.unfold_from(True) == 1
+
+
+@pytest.mark.skipif(not openvino.available(), reason="OpenVINO is for x86 CPUs, and is not installed here")
+@pytest.mark.parametrize("seconds, used", [((1.0, 2.0), True), ((2.0, 1.0), False)])
+def test_openvino_is_used_where_it_is_faster(monkeypatch, seconds, used):
+    """And keeps 4-bit numbers, which it does on every CPU that this test has met."""
+    monkeypatch.setattr(choice, "_time_few", lambda ways: seconds)
+    assert choice._measure_openvino() is used
 
 
 def test_what_is_slower_is_not_used(monkeypatch):

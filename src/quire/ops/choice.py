@@ -46,14 +46,18 @@ Ways = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 class Choice:
     unfold_from: int  # rows from which 4-bit numbers are worth unfolding; NEVER = bfloat16 is slow here
     unfold_others_from: int  # the same for other types, which take longer
+    unfold_network_from: int  # both again, where OpenVINO multiplies few rows
+    unfold_others_of_network_from: int
     runtime_floats: bool  # ONNX Runtime multiplies few rows of float32 faster than torch
     fold: bool  # offsets among the numbers (`ops/nbits.py`) are no slower than as a product of their own
     openvino: bool  # OpenVINO multiplies few rows by numbers of 4 bits faster than ONNX Runtime, and keeps them
 
 
-def unfold_from(quickly: bool) -> int:
+def unfold_from(quickly: bool, by_openvino: bool = False) -> int:
     """Rows from which a matrix in blocks is worth unfolding to bfloat16."""
     choice = choose()
+    if by_openvino:
+        return choice.unfold_network_from if quickly else choice.unfold_others_of_network_from
     return choice.unfold_from if quickly else choice.unfold_others_from
 
 
@@ -82,10 +86,12 @@ def busy() -> bool:
 
 @torch.inference_mode()
 def measure() -> Choice:
-    by = _measure_openvino()
-    return Choice(
-        _measure_unfolding("Q4_0", by), _measure_unfolding("Q5_0", by), _measure_floats(), _measure_folding(by), openvino=by
-    )
+    by_openvino = _measure_openvino()
+    few, others = (_measure_unfolding(kind, by_openvino=False) for kind in ("Q4_0", "Q5_0"))
+    of_network = few, others
+    if by_openvino:
+        of_network = _measure_unfolding("Q4_0", by_openvino), _measure_unfolding("Q5_0", by_openvino)
+    return Choice(few, others, *of_network, _measure_floats(), _measure_folding(by_openvino), by_openvino)
 
 
 def _key() -> str:

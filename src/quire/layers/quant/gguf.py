@@ -54,7 +54,7 @@ class GGUFMethod:
         """It can be overridden."""
         if has_torch_function_unary(x):
             return handle_torch_function(GGUFMethod.apply, (x,), self, layer, x)
-        if self._taken or len(x) >= unfold_from(self.unfolds_quickly):
+        if self._taken or len(x) >= unfold_from(self.unfolds_quickly, choose().openvino):
             return unfolded_linear(x, self.parts, layer.bias)
         if self._product is None:
             self._product = Product(pack(self.parts, layer.bias, choose().fold), choose().openvino)
