@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from gguf_files import LLAMA, llama_tensors, tiny_llama
 from oracle import Sequences
@@ -30,6 +31,10 @@ from quire.models.network import DecoderNetwork, find_forms
 from quire.models.pieces import Pieces
 from quire.models.trace import write_down
 from quire.ops.choice import Choice
+from quire.ops.linear import linear
+from quire.ops.norm import add_rms_norm, rms_norm
+from quire.ops.onnx import Graph
+from quire.ops.session import Session
 
 if not paged.agrees(Form(4, 2, 16, 0.25, 16, None)):
     pytest.skip("OpenVINO cannot attend over pages here", allow_module_level=True)
@@ -212,6 +217,42 @@ def test_which_engines_get_a_network(facts, monkeypatch, most, block_size, kind)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": IDS}, {"prompt_token_ids": IDS[::-1]}], params, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [8, 8]
+
+
+def test_a_network_that_cannot_be_made_is_pieces_instead(facts, monkeypatch, caplog):
+    def refuse(*given):
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(compiled, "choose", choice(True))
+    monkeypatch.setattr(compiled, "DecoderNetwork", refuse)
+    model = loaded(facts)
+    model.compiled = compile_body(model.run_blocks, facts.hidden_size, whole=False, paged=True)
+    assert type(model.compiled) is Pieces and "no such operator" in caplog.text
+    expected = Sequences(loaded(facts), 1, len(IDS)).step([(0, IDS)])[0]
+    assert (Sequences(model, 1, len(IDS)).step([(0, IDS)])[0] - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x, weight: F.gelu(x),
+        lambda x, weight: F.gelu(x, approximate="tanh"),
+        lambda x, weight: F.silu(x).mul_(x) + x,
+        lambda x, weight: rms_norm(x, weight, 1e-5, 1.0),
+        lambda x, weight: sum(add_rms_norm(x, F.silu(x), weight, 1e-5)[1:], start=x),
+        lambda x, weight: linear(x, weight.repeat(32, 1), weight),
+        lambda x, weight: linear(x, weight.repeat(64, 1)).chunk(2, dim=-1)[1],
+    ],
+    ids=["gelu", "gelu by tanh", "silu", "norm with an offset", "norm of a sum", "float product", "halves"],
+)
+def test_operators_of_decoders(body):
+    weight, x = torch.linspace(-1, 1, 32), torch.randn(5, 32)
+    trace, graph = write_down(lambda symbol, batch: body(symbol, weight), 32), Graph(for_openvino=True)
+    names = {trace.first: "x"}
+    for step in trace.pieces[0].steps:
+        names.update(zip(step.outputs, step.emit(graph, [names[symbol] for symbol in step.inputs]), strict=True))
+    session = Session(graph, [("x", 32)], [(names[trace.last], trace.last.columns)])
+    torch.testing.assert_close(session.run(x)[0], body(x.clone(), weight), atol=1e-4, rtol=1e-4)
 
 
 def test_a_plugin_that_cannot_attend_is_not_used(facts, monkeypatch):

@@ -26,4 +26,9 @@ def compile_body(body: Callable[[Any, Any], Any], columns: int, *, whole: bool, 
         logger.info("the model runs layer by layer: %s cannot be compiled", reason)
         return None
     attending = find_forms(trace) if paged and not whole and choose().openvino else None
-    return Pieces(trace, whole=whole) if attending is None else DecoderNetwork(trace, attending)
+    if attending:
+        try:
+            return DecoderNetwork(trace, attending)
+        except RuntimeError as reason:  # OpenVINO's errors
+            logger.warning("OpenVINO cannot run the model, so it is compiled for ONNX Runtime: %s", reason)
+    return Pieces(trace, whole=whole)

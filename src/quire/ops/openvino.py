@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -46,11 +47,10 @@ class Network:
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": GROUP,
             "CPU_RUNTIME_CACHE_CAPACITY": KEPT_SHAPES,
         }
-        _lending.append(graph)
-        try:
-            self._compiled = core.compile_model(core.read_model(graph.encode(inputs, outputs)), "CPU", settings)
-        finally:
-            _lending.pop()
+        with _reading:
+            _lending[:] = [graph]
+            model = core.read_model(graph.encode(inputs, outputs))
+        self._compiled = core.compile_model(model, "CPU", settings)
         self._graph = graph  # with what is lent
         self._request = self._compiled.create_infer_request()
         self._names = {name for port in self._compiled.inputs for name in port.get_names()}
@@ -125,11 +125,11 @@ def _core() -> Any:
     return core
 
 
-_lending: list[Graph] = []  # the last is being read
+_reading, _lending = Lock(), list[Graph]()  # one graph is read at a time, and lends
 
 
 def _convert_lent(node: Any) -> list[Any]:
-    openvino, graph, name = _openvino(), _lending[-1], node.get_attribute("name")
+    openvino, graph, name = _openvino(), _lending[0], node.get_attribute("name")
     array, shape = graph.lent[name], graph.nibbles.get(name)
     tensor = openvino.Tensor(array, shared_memory=True)
     if shape is not None:
