@@ -74,6 +74,26 @@ def test_company_does_not_change_the_tokens(engines):
     assert together == answers(engines["few rows"], PROMPTS * 3)[:4]
 
 
+def test_a_chunk_of_a_prompt_beside_tokens(engines):
+    """Of a prompt that is longer than a step, while another request is generating."""
+    engine = LLM(
+        "smollm2", device="cpu", max_model_len=512, kv_cache_memory_bytes=64 << 20, max_num_batched_tokens=256
+    ).llm_engine
+    [expected] = answers(engines["few rows"], PROMPTS[:1])
+    engine.add_request("a", PROMPTS[0], GREEDY)
+    found = {}
+    for count in range(60):
+        if count == 3:
+            engine.add_request(
+                "b", {"prompt_token_ids": list(range(1000, 1400))}, SamplingParams(temperature=0.0, max_tokens=2)
+            )
+        found |= {output.request_id: output.outputs[0] for output in engine.step()}
+        if not engine.has_unfinished_requests():
+            break
+    assert {name: output.finish_reason for name, output in found.items()} == {"a": "length", "b": "length"}
+    assert list(found["a"].token_ids)[:3] == expected[:3] and len(found["a"].token_ids) == 24
+
+
 def test_prefix_hits_and_preemption_leave_good_tokens(engines):
     """A cache of a few pages, where rows are preempted and adopt pages that lie elsewhere. What was computed in a prompt
     differs in its last bits, so of two tokens that are nearly as likely the other one may be chosen."""

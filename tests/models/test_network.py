@@ -160,6 +160,8 @@ def test_rows_of_one_token_are_run_apart_from_prompts(facts):
     assert torch.equal(found[0], first) and torch.equal(found[2], third)
     torch.testing.assert_close(found[1], second, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found[3], fourth, atol=1e-4, rtol=1e-4)
+    none = stepped(rows, kept=[1, 0, 1, 0])  # chunks of prompts that go on
+    assert [len(logits) for logits in none] == [1, 0, 1, 0] and torch.equal(none[0], first) and torch.equal(none[2], third)
     few = stepped(rows, kept=[1, 0, 1, 2])
     assert [len(logits) for logits in few] == [1, 0, 1, 2] and torch.equal(few[0], first) and torch.equal(few[2], third)
     torch.testing.assert_close(few[3], fourth[-2:], atol=1e-4, rtol=1e-4)

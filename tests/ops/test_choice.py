@@ -1,6 +1,7 @@
 """What a CPU does well is tried once and then remembered, for the same CPU and the same libraries."""
 
 import json
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
@@ -65,6 +66,33 @@ def test_openvino_is_used_where_it_is_faster(monkeypatch, seconds, used):
     """And keeps 4-bit numbers, which it does on every CPU that this test has met."""
     monkeypatch.setattr(choice, "_time_few", lambda ways: seconds)
     assert choice._measure_openvino() is used
+
+
+@pytest.mark.skipif(not openvino.available(), reason="OpenVINO is for x86 CPUs, and is not installed here")
+def test_openvino_is_not_used_where_it_reads_what_it_gave_up(monkeypatch):
+    """As it would on a machine where it has no copy of its own: here it is made to forget before its first run."""
+    run = openvino.Network.run
+    monkeypatch.setattr(openvino.Network, "run", lambda self: (self.settle(), run(self)))
+    monkeypatch.setattr(choice, "_time_few", lambda ways: (1.0, 2.0))
+    assert not choice._measure_openvino()
+
+
+@pytest.mark.skipif(not openvino.available(), reason="OpenVINO is for x86 CPUs, and is not installed here")
+def test_another_release_of_openvino_is_no_error(monkeypatch):
+    monkeypatch.setattr(openvino, "_openvino", lambda: object())
+    openvino._core.cache_clear()
+    try:
+        assert not choice._measure_openvino()
+    finally:
+        openvino._core.cache_clear()
+
+
+def test_a_package_of_another_name_is_not_taken_for_openvino(monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(openvino, "version", missing)
+    assert not openvino.available.__wrapped__()
 
 
 def test_what_is_slower_is_not_used(monkeypatch):

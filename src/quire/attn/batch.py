@@ -69,11 +69,11 @@ def keep_last(batch: Batch, counts: npt.NDArray[np.int64], starts: Tensor, index
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of a batch."""
+    """Some rows of a batch. Where these keep no token the part keeps one nevertheless, like every batch: it is of no use."""
 
     batch: Batch
     tokens: Tensor  # [T] int64 where its tokens are among all
-    final: Tensor  # [K] int64 where its final tokens are among all final ones
+    final: Tensor  # [K] int64 where its final tokens are among all final ones; it may have one more, behind them
 
 
 def take_rows(batch: Batch, rows: Sequence[int]) -> Part:
@@ -95,6 +95,8 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Part:
     )
     if len(final) < len(tokens):
         counts = np.array([batch.final.rows[row][1] for row in rows], np.int64)
+        if not counts.any():
+            counts[-1] = 1
         first = starts[1:].long() - torch.from_numpy(counts)
         index = torch.cat(
             [torch.arange(start, start + count) for start, count in zip(first.tolist(), counts.tolist(), strict=True)]

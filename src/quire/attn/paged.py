@@ -25,7 +25,7 @@ from quire.ops.qkv import HeadNorms, Rotation, reference_place_heads
 
 logger = logging.getLogger(__name__)
 
-DIVIDED_FROM = 1024  # keys of a single row, from which threads share them
+DIVIDED_FROM = 1024  # keys of the longest row, from which threads may share a row's
 
 
 @dataclass
@@ -122,15 +122,16 @@ def find_form(spec: AttentionSpec, rotation: Rotation | None, norms: HeadNorms |
 def describe(batch: Batch) -> dict[str, npt.NDArray[np.int32] | npt.NDArray[np.int64]]:
     """What a network is told of a batch's rows, by the names of its inputs.
 
-    A single row gets company, a row without tokens: alone, its keys would be divided among threads, and its numbers would be
-    others, if by a rounding, than among rows. Where there are many keys that is worth it.
+    Rows of one token get company, a row without tokens: otherwise, if they are fewer than threads, their keys are divided among
+    threads, and their numbers are others, if by a rounding, than among more rows. Where there are many keys that is worth it.
+    (The plugin takes its undivided way, the only one that knows rows without tokens, if any row has not one token.)
     """
     rows = np.array(batch.rows, np.int32)  # [R, 3]
     [view] = batch.groups
     table = view.tables.numpy()
-    if len(rows) == 1 and rows[0, 2] < DIVIDED_FROM:
-        rows = np.append(rows, np.array([[rows[0, 1], 0, 0]], np.int32), axis=0)
-        table = np.append(table, np.zeros_like(table), axis=0)
+    if len(rows) == len(batch.ids) and rows[:, 2].max() < DIVIDED_FROM:
+        rows = np.append(rows, np.array([[len(rows), 0, 0]], np.int32), axis=0)
+        table = np.append(table, np.zeros_like(table[:1]), axis=0)
     starts, counts, lengths = rows.T
     needed = -(-lengths // PAGE)
     return {

@@ -72,7 +72,7 @@ class Decoder(nn.Module):
         out = x.new_empty(len(batch.final.ids), x.shape[1])
         for rows in (some, sorted({*range(len(batch.rows))} - {*some})):
             part = take_rows(batch, rows)
-            out[part.final] = self._run(x[part.tokens], part.batch)
+            out[part.final] = self._run(x[part.tokens], part.batch)[: len(part.final)]
         return out
 
     def run_blocks(self, x: Tensor, batch: Batch) -> Tensor:

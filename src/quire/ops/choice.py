@@ -36,6 +36,7 @@ ROWS = (32, 48, 64, 96, 128, 192, 256, 512)  # at which unfolding is tried
 NEVER = 1 << 30
 LESS_MEMORY = 1.1  # times the seconds of the other way are still worth it, for what takes less
 HOPELESS = 30  # times slower with the fewest rows: more will not help
+SAME = 0.01  # of a product's size, by which two ways may differ
 TRIES = 15  # of which the best counts: others may be at work
 
 
@@ -116,14 +117,29 @@ def _matrix(kind: str) -> Stored:
 def _measure_openvino() -> bool:
     if not openvino.available():
         return False
-    packed = pack([_matrix("Q4_1")], None, fold=True)
     try:
-        product = Product(packed, for_openvino=True)
-    except (ImportError, RuntimeError) as reason:
+        for kind, fold in (("Q4_1", True), ("Q4_1", False), ("Q8_0", False)):
+            stored = _matrix(kind)
+            ours, theirs = (Product(pack([stored], None, fold), by_openvino) for by_openvino in (True, False))
+            if not _agree(ours, theirs) or (kind == "Q4_1" and not ours.keeps_numbers()):
+                logger.warning("OpenVINO is installed, but does not multiply by %s here as it should", kind)
+                return False
+    except Exception as reason:  # of another release, whatever it may be
         logger.warning("OpenVINO is installed but of no use: %s", reason)
         return False
-    ours, theirs = _time_few((product, Product(packed, for_openvino=False)))
-    return product.keeps_numbers() and ours < theirs
+    packed = pack([_matrix("Q4_1")], None, fold=True)
+    by_openvino, by_runtime = _time_few((Product(packed, for_openvino=True), Product(packed, for_openvino=False)))
+    return by_openvino < by_runtime
+
+
+def _agree(ours: Product, theirs: Product) -> bool:
+    """Also after it was told to do without what it was given."""
+    for rows in (1, 40, 3):
+        x = torch.randn(rows, INPUTS)
+        expected = theirs(x).clone()
+        if not (ours(x) - expected).norm() < SAME * expected.norm():
+            return False
+    return True
 
 
 def _measure_unfolding(kind: str, by_openvino: bool) -> int:

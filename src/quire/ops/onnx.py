@@ -1,7 +1,6 @@
 """Small ONNX graphs, written by hand. Knows operators, not layers.
 
-Small constants travel inside the model; large matrices are lent to the runtime while it reads the model (`ops/ort.py`), or
-travel inside it too (`ops/openvino.py`).
+Small constants travel inside the model; large matrices are lent to the runtime while it reads the model.
 """
 
 import ctypes

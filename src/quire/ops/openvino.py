@@ -1,8 +1,9 @@
 """ONNX graphs run by OpenVINO on torch's memory. It keeps matrices of 4-bit numbers as they are where the CPU has the
 instructions for them, multiplies some rows by them several times as fast as ONNX Runtime, and attends over pages.
 
-What a product is multiplied by is written as the unfolding of numbers (DequantizeLinear), which it never does; activations are
-rounded to 8 bits by groups of 32. Attention is an operator of our own name (`PAGED`), for ONNX has none.
+What a product is multiplied by is written as the unfolding of numbers, which it never does; activations are rounded to 8 bits
+by groups of 32. Large matrices are lent by an operator of our own name (`LENT`). Attention is another (`PAGED`), for ONNX has
+none.
 """
 
 import importlib
@@ -10,7 +11,7 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from threading import Lock
 from typing import Any
 
@@ -30,7 +31,13 @@ PAGE = 32  # tokens; the plugin knows no other
 @cache
 def available() -> bool:
     """On other machines it would unfold the numbers for good."""
-    return platform.machine() in ("x86_64", "AMD64") and find_spec("openvino") is not None
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    try:
+        version("openvino")
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 class Network:
