@@ -95,9 +95,14 @@ def test_a_package_of_another_name_is_not_taken_for_openvino(monkeypatch):
     assert not openvino.available.__wrapped__()
 
 
+def test_openvino_always_folds(monkeypatch):
+    monkeypatch.setattr(choice, "measure", lambda: Choice(1, 2, 3, 4, True, False, True))
+    assert choice.folds(for_openvino=True) and not choice.folds(for_openvino=False)
+
+
 def test_what_is_slower_is_not_used(monkeypatch):
     monkeypatch.setattr(choice, "_time", lambda ways, rows, tries=1: (1.0, 1.2))
-    assert not choice._measure_folding(False)
+    assert not choice._measure_folding()
 
 
 def test_a_measurement_is_short_and_possible():

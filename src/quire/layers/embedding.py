@@ -10,7 +10,7 @@ from quire.layers.parameter import parameter
 from quire.layers.quant.gguf import look_up, suits
 from quire.ops import gemm
 from quire.ops.blocks import Stored
-from quire.ops.choice import choose
+from quire.ops.choice import folds
 from quire.ops.linear import linear_float
 from quire.ops.nbits import Product, pack
 
@@ -87,7 +87,7 @@ class Head(nn.Module):
         """A matrix in blocks is multiplied by as a copy in whole numbers. Whoever does not say by what gets ONNX Runtime."""
         stored = self.stored if self.tied is None else self.tied.stored
         if stored is not None:
-            self.product = Product(pack([stored], self.bias, choose().fold), for_openvino)
+            self.product = Product(pack([stored], self.bias, folds(for_openvino)), for_openvino)
 
     def pack(self) -> None:
         """From now on ONNX Runtime multiplies, by a copy of the float32 matrix in an order of its own."""

@@ -141,7 +141,7 @@ def _symbol(value: Any) -> Symbol:
 
 def _linear(method: GGUFMethod, layer: Linear, x: Symbol) -> Symbol:
     def make(graph: Graph, names: Sequence[str]) -> Sequence[str]:
-        return [emit(graph, names[0], method.take(layer))]
+        return [emit(graph, names[0], method.take(layer, graph.for_openvino))]
 
     return x.then(make, columns=[layer.outputs], quickly=method.unfolds_quickly)[0]
 

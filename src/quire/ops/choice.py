@@ -50,7 +50,7 @@ class Choice:
     unfold_network_from: int  # both again, where OpenVINO multiplies few rows
     unfold_others_of_network_from: int
     runtime_floats: bool  # ONNX Runtime multiplies few rows of float32 faster than torch
-    fold: bool  # offsets among the numbers (`ops/nbits.py`) are no slower than as a product of their own
+    fold: bool  # offsets among the numbers (`ops/nbits.py`) are no slower for ONNX Runtime than as a product of their own
     openvino: bool  # OpenVINO multiplies few rows by numbers of 4 bits faster than ONNX Runtime, and keeps them
 
 
@@ -60,6 +60,11 @@ def unfold_from(quickly: bool, by_openvino: bool = False) -> int:
     if by_openvino:
         return choice.unfold_network_from if quickly else choice.unfold_others_of_network_from
     return choice.unfold_from if quickly else choice.unfold_others_from
+
+
+def folds(for_openvino: bool) -> bool:
+    """Whether offsets go among the numbers. For OpenVINO they always do: it is faster, and takes less memory."""
+    return for_openvino or choose().fold
 
 
 @cache
@@ -92,7 +97,7 @@ def measure() -> Choice:
     of_network = few, others
     if by_openvino:
         of_network = _measure_unfolding("Q4_0", by_openvino), _measure_unfolding("Q5_0", by_openvino)
-    return Choice(few, others, *of_network, _measure_floats(), _measure_folding(by_openvino), by_openvino)
+    return Choice(few, others, *of_network, _measure_floats(), _measure_folding(), by_openvino)
 
 
 def _key() -> str:
@@ -162,10 +167,11 @@ def _measure_floats() -> bool:
     return runtime < torch_
 
 
-def _measure_folding(by_openvino: bool) -> bool:
+def _measure_folding() -> bool:
     stored = _matrix("Q4_1")
-    ways = (Product(pack([stored], None, fold=False), by_openvino), Product(pack([stored], None, fold=True), by_openvino))
-    apart, folded = _time_few(ways)
+    apart, folded = _time_few(
+        (Product(pack([stored], None, fold=False), False), Product(pack([stored], None, fold=True), False))
+    )
     return folded < LESS_MEMORY * apart
 
 

@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from quire.files.gguf import GGML_TYPES
 from quire.ops.blocks import GROUP, Stored, dequantize
-from quire.ops.choice import choose, unfold_from
+from quire.ops.choice import choose, folds, unfold_from
 from quire.ops.nbits import Packed, Product, pack
 from quire.ops.unfold import unfolded_linear, unfolds_quickly
 
@@ -57,13 +57,14 @@ class GGUFMethod:
         if self._taken or len(x) >= unfold_from(self.unfolds_quickly, choose().openvino):
             return unfolded_linear(x, self.parts, layer.bias)
         if self._product is None:
-            self._product = Product(pack(self.parts, layer.bias, choose().fold), choose().openvino)
+            by_openvino = choose().openvino
+            self._product = Product(pack(self.parts, layer.bias, folds(by_openvino)), by_openvino)
         return self._product(x)
 
-    def take(self, layer: "Linear") -> Packed:
+    def take(self, layer: "Linear", for_openvino: bool) -> Packed:
         """The matrix repacked, for whoever multiplies few rows by it from now on."""
         self._taken = True
-        return pack(self.parts, layer.bias, choose().fold)
+        return pack(self.parts, layer.bias, folds(for_openvino))
 
 
 def look_up(stored: Stored, ids: Tensor) -> Tensor:
