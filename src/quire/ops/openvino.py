@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.ops.blocks import GROUP
 from quire.ops.onnx import LENT, OWN, Array, Graph, Value, give_back
 
 MOST_THREADS = 16
 KEPT_SHAPES = 128  # what a network keeps for operators in shapes it has met: some ten for each number of rows
-GROUP = 32
 PAGED = "PagedAttention"
 PAGE = 32  # tokens; the plugin knows no other
 
