@@ -126,21 +126,20 @@ def describe(batch: Batch) -> dict[str, npt.NDArray[np.int32] | npt.NDArray[np.i
     threads, and their numbers are others, if by a rounding, than among more rows. Where there are many keys that is worth it.
     (The plugin takes its undivided way, the only one that knows rows without tokens, if any row has not one token.)
     """
-    rows = np.array(batch.rows, np.int32)  # [R, 3]
     [view] = batch.groups
-    table = view.tables.numpy()
-    if len(rows) == len(batch.ids) and rows[:, 2].max() < DIVIDED_FROM:
-        rows = np.append(rows, np.array([[len(rows), 0, 0]], np.int32), axis=0)
-        table = np.append(table, np.zeros_like(table[:1]), axis=0)
-    starts, counts, lengths = rows.T
+    table, tokens, longest = view.tables.numpy(), len(batch.ids), max(length for _, _, length in batch.rows)
+    company = [(tokens, 0, 0)] if len(batch.rows) == tokens and longest < DIVIDED_FROM else []
+    starts, counts, lengths = np.array([*batch.rows, *company], np.int32).T
     needed = -(-lengths // PAGE)
+    page_starts = np.zeros(len(needed) + 1, np.int32)
+    needed.cumsum(out=page_starts[1:])
     return {
         "positions": batch.positions.numpy(),
         "cached": lengths - counts,
-        "row_starts": np.append(starts, starts[-1:] + counts[-1:]),
-        "pages": table[np.arange(table.shape[1]) < needed[:, None]],
-        "page_starts": np.append(np.zeros(1, np.int32), needed.cumsum(dtype=np.int32)),
-        "longest": np.array(lengths.max()),
+        "row_starts": np.concatenate((starts, [tokens]), dtype=np.int32),
+        "pages": table[np.arange(table.shape[1]) < needed[: len(table), None]],
+        "page_starts": page_starts,
+        "longest": np.array(longest, np.int32),
     }
 
 

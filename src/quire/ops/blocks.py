@@ -4,7 +4,8 @@ A tensor is a row of blocks; a block is one or two half-precision scales and a f
 done here with torch, a cache-sized run at a time; the rare ones by the `gguf` package. Values are bit for bit
 those of ggml's reference: the order of multiplications is kept.
 
-Blocks are turned first, [G, block bytes, N]: the same byte of N blocks lies together, so every operation runs along N.
+Unfolding is written for blocks [G, block bytes, N]. For columns of a matrix the blocks are turned, so that the same byte of N
+blocks lies together and every operation runs along N; for rows of it N is 1, and nothing is turned.
 """
 
 import mmap
@@ -65,10 +66,7 @@ def dequantize(raw: Tensor, type_: int, shape: tuple[int, ...]) -> Tensor:
     out = torch.empty(blocks.shape[0], elements)
     run = RUN_ELEMENTS // elements
     for start in range(0, blocks.shape[0], run):
-        some = blocks[start : start + run]
-        turned = torch.empty(1, elements, len(some))
-        unfold(some.t().contiguous()[None], turned)
-        out[start : start + run] = turned[0].t()
+        unfold(blocks[start : start + run, :, None], out[start : start + run, :, None])
     return out.view(shape)
 
 

@@ -82,7 +82,7 @@ class Network:
                 self._told[name] = tensor.data
 
     def run(self) -> None:
-        self._request.infer()
+        self._request.infer(share_outputs=True)  # else it copies them
 
     def settle(self) -> None:
         """After a first run: it has copies of what it was given, in an order of its own, and reads no others."""

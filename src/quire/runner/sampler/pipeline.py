@@ -128,7 +128,7 @@ class Sampler:
         edits = [stage for stage in self._edits if stage.active(rows)]
         fault, raw = None, None
         if edits or masks is not None:
-            fault = torch.where(largest(logits)[0].isfinite(), GOOD, BROKEN).int()
+            fault = _find_broken(largest(logits)[0])
             wanted = self.logprobs.wanted(rows)
             if len(wanted) and not self.logprobs.processed:
                 raw = logits[upload(wanted, self._device)]
@@ -150,11 +150,11 @@ class Sampler:
         """[2, N] int32 ids and faults; `fault` is what was wrong before the edits, if there were any."""
         peak, ids = largest(logits)
         if fault is None:
-            fault = torch.where(peak.isfinite(), GOOD, BROKEN)
+            fault = _find_broken(peak)
         else:
             fault = torch.where((peak == -torch.inf) & (fault == GOOD), NOTHING_ALLOWED, fault)
         self._draw_at_random(logits, ids, rows)
-        result = torch.stack([ids.int(), fault.int()])
+        result = torch.stack([ids.int(), fault])
         rows.tokens[rows.slot, rows.end] = result[0]
         return result
 
@@ -170,3 +170,9 @@ class Sampler:
             ids[chosen] = self._draw.choose(filtered, drawing)
             if self.logprobs.processed:
                 logits[chosen] = filtered
+
+
+def _find_broken(peak: Tensor) -> Tensor:
+    """[N] int32, of rows with this largest logit [N]: a number that is not finite, less itself, is NaN."""
+    assert (GOOD, BROKEN) == (0, 1)
+    return (peak - peak).ne(0).int()
