@@ -7,12 +7,14 @@ import logging
 import os
 import platform
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
+from operator import gt
 from pathlib import Path
 
 import torch
@@ -154,11 +156,8 @@ def _measure_unfolding(kind: str, by_openvino: bool) -> int:
     folded, unfolded = _time(ways, ROWS[0], tries=3)
     if unfolded > HOPELESS * folded:
         return NEVER
-    for rows in ROWS:
-        folded, unfolded = _time(ways, rows)
-        if unfolded < folded:
-            return rows
-    return NEVER
+    at = bisect_left(ROWS, True, key=lambda rows: gt(*_time(ways, rows)))  # the more rows, the more worthwhile
+    return ROWS[at] if at < len(ROWS) else NEVER
 
 
 def _measure_floats() -> bool:
