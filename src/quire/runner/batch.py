@@ -25,11 +25,12 @@ from quire.types.plan import StepPlan
 def build_batch(plan: StepPlan, slots: Slots, reporting: Longs = NO_ROWS) -> tuple[Batch, Rows]:
     """`reporting` [n]: the rows whose every hidden state is wanted."""
     slot, count, end = (array.astype(np.int64) for array in (plan.slot, plan.count, plan.end))
-    row_starts = np.concatenate([[0], np.cumsum(count)])
+    row_starts = _starts(count)
     drawing = np.flatnonzero(plan.sample)
     kept = _count_kept(plan, count, reporting)
-    kept_starts = np.concatenate([[0], np.cumsum(kept)])
-    kept_index = ragged_arange(kept) + np.repeat(row_starts[1:] - kept, kept)
+    kept_starts = _starts(kept)
+    all_kept = kept_starts[-1] == row_starts[-1]
+    kept_index = NO_ROWS if all_kept else ragged_arange(kept) + np.repeat(row_starts[1:] - kept, kept)
     drawing_slot, drawing_end, prompt = slot[drawing], end[drawing], slots.prompt_length[slot[drawing]]
     starts_there, slot_there, end_there, kept_starts_there, kept_there, logit_index, *rest = upload_together(
         [row_starts, slot, end, kept_starts, kept_index, kept_starts[1:][drawing] - 1, drawing_slot, drawing_end, prompt],
@@ -51,10 +52,17 @@ def build_batch(plan: StepPlan, slots: Slots, reporting: Longs = NO_ROWS) -> tup
             for group, (tables, write) in enumerate(zip(inputs.tables, inputs.write, strict=True))
         ),
     )
-    if len(kept_index) < row_starts[-1]:
+    if not all_kept:
         batch = keep_last(batch, kept, kept_starts_there.int(), kept_there)
     rows = Rows(drawing_slot, drawing_end, prompt, slot=rest[0], end=rest[1], prompt=rest[2], tokens=slots.tokens)
     return batch, rows
+
+
+def _starts(counts: Longs) -> Longs:
+    """[3, 2] -> [0, 3, 5]."""
+    starts = np.zeros(len(counts) + 1, np.int64)
+    counts.cumsum(out=starts[1:])
+    return starts
 
 
 def _count_kept(plan: StepPlan, count: Longs, reporting: Longs) -> Longs:

@@ -115,12 +115,13 @@ class Sampler:
 
     def sample(self, logits: Tensor, rows: Rows, masks: Masks | None = None) -> Drawn:
         """logits [N, V] float32, which this may overwrite; the tokens drawn are also written to their slots."""
-        edited, fault, raw = self.edit(logits, rows, masks)
+        plain = masks is None and self.plain(rows.slots)
+        edited, fault, raw = (logits, None, None) if plain else self.edit(logits, rows, masks)
         if self._scratch is not None and not (self.logprobs.processed and len(self.logprobs.wanted(rows))):
             result = self.draw(edited, rows.slot, rows.end, rows.tokens, fault)
         else:
             result = self._draw_in_stages(edited, rows, fault)
-        return self.report(result, edited, raw, rows)
+        return Drawn(result) if plain else self.report(result, edited, raw, rows)
 
     def edit(self, logits: Tensor, rows: Rows, masks: Masks | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """What the draw is from; then, where something was edited: what was wrong before, and the raw logits of rows that ask
