@@ -7,7 +7,19 @@ import torch
 pytest.importorskip("onnxruntime")
 from quire.attn.backend import AttentionSpec
 from quire.attn.batch import Batch, GroupView
-from quire.attn.lines import SCATTERED, Form, LineAttention, Seats, agrees, cut_rows, find_form, find_seats, find_starts
+from quire.attn.copies import ROOM, Copies
+from quire.attn.lines import (
+    SCATTERED,
+    TOO_MANY,
+    Form,
+    LineAttention,
+    Seats,
+    agrees,
+    cut_rows,
+    find_form,
+    find_seats,
+    find_starts,
+)
 from quire.ops.attention import attend
 from quire.ops.kv import kv_lines
 from quire.ops.qkv import HeadNorms, Rotation, reference_place_heads
@@ -77,6 +89,30 @@ def test_like_torch(form, rows):
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)  # the new keys are in, and nothing else was touched
 
 
+@pytest.mark.parametrize("form", [Form(9, 3, 64, 0.125, 64, None), Form(4, 2, 32, 0.2, 32, 1e-6)])
+def test_scattered_rows_are_attended_to_on_copies(form, monkeypatch):
+    """They share pages, grow, come and go; layers differ in their norms. The bits are those of rows in line."""
+    monkeypatch.setattr("quire.attn.copies.MOST_BYTES", 3 * ROOM * 2 * form.kv_heads * PAGE * form.head_dim * 4)
+    copies, layers = Copies(form, PAGE, rows=6), [(cache(form, 40), norms_of(form), rotation_of(form)) for _ in range(2)]
+    tables = np.array([[3, 9, 5, 6, 7], [3, 9, 12, 11, 0], [20, 19, 0, 0, 0], [30, 2, 1, 0, 0]], np.int32)
+    steps = [([0], 1), ([0, 1], 2), ([2, 1, 0], 3), ([1, 0, 2], 2), ([3, 0, 2, 1], 3), ([2], 1)]  # and how many have room
+    for step, (rows, fit) in enumerate(steps):
+        lengths = np.array([14, 12, 5, 9], np.int32)[rows] + step % 4
+        seats = np.arange(len(rows)) * 2 % 5
+        assert copies.take(seats, tables[rows], lengths).tolist() == seats[fit:].tolist()
+        for number, (kv, norms, rotation) in enumerate(layers):
+            qkv = torch.randn(6, sum(form.columns), generator=torch.Generator().manual_seed(9 * step + number))
+            out, before = torch.full((6, form.columns[0]), 7.0), kv.clone()
+            copies.attend(kv, rotation, norms, qkv, out)
+            for row, seat, length in zip(rows, copies.seats.tolist(), lengths, strict=False):
+                pages = torch.from_numpy(tables[row, : -(-length // PAGE)]).long()
+                alone = torch.cat((before[:1], before[pages])).permute(1, 2, 0, 3, 4).contiguous().permute(2, 0, 1, 3, 4)
+                assert torch.equal(run_lines(form, alone, qkv[seat : seat + 1].clone(), [PAGE], [int(length)])[0], out[seat])
+                assert torch.equal(kv[pages], alone[1:])  # the new key is in its place
+            others = sorted({*range(6)} - {*copies.seats.tolist()})
+            assert torch.equal(out[others], torch.full((len(others), form.columns[0]), 7.0))
+
+
 def test_company_changes_no_bit():
     form = Form(4, 2, 32, 0.2, 32, None)
     starts, lengths = [PAGE * (1 + 8 * row) for row in range(19)], [2 + row for row in range(19)]
@@ -142,7 +178,7 @@ def test_where_rows_start():
     lengths = [12, 7, 3, 4, 11]  # not all pages are in use yet
     assert find_starts(batch_of(tables, lengths), 0, None, PAGE).tolist() == [12, 28, 36, 24, SCATTERED]
     assert find_starts(batch_of(tables, [12, 9, 3, 4, 11]), 0, None, PAGE)[1] == SCATTERED
-    assert find_starts(batch_of(tables, lengths), 0, 7, PAGE).tolist() == [SCATTERED, 28, 36, 24, SCATTERED]
+    assert find_starts(batch_of(tables, lengths), 0, 7, PAGE).tolist() == [TOO_MANY, 28, 36, 24, TOO_MANY]
 
 
 def test_rows_keep_their_seats():

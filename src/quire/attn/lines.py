@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 ROWS_PER_CALL = 16
 SPREAD_FROM = 4  # rows that threads divide among themselves: for fewer, waking one costs as much as it saves
 SHARED_FROM = 1024  # keys of the longest row, from which threads share a row's heads where there are more threads than rows
-SCATTERED = -1  # where a row's keys start that lie in several places
+# where a row's keys start that lie in several places, or of which it sees only the last
+SCATTERED, TOO_MANY = -1, -2
 
 Starts = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.int32]
@@ -61,28 +62,29 @@ class Seats:
     read it."""
 
     def __init__(self, count: int) -> None:
-        self.before = torch.zeros(count, dtype=torch.int32)  # keys before each row's token; 0 where they are scattered
+        self.before = torch.zeros(count, dtype=torch.int32)  # keys before each row's token; 0 where they are elsewhere
         self.longest = torch.zeros((), dtype=torch.int32)
         self.starts = np.zeros(0, np.int64)  # of the keys in the lines, for each seat that is taken
         self.shared = False  # do threads share a row
 
-    def take(self, starts: Starts, lengths: Lengths) -> None:
-        self.starts = starts
-        self.before.numpy()[: len(starts)] = np.where(starts == SCATTERED, 0, lengths - 1)
+    def take(self, starts: Starts, lengths: Lengths) -> bool:
+        """-> whether rows have to be led to their keys again."""
+        known, shared, self.starts = self.starts, self.shared, starts
+        self.before.numpy()[: len(starts)] = np.where(starts < 0, 0, lengths - 1)
         longest = max(int(lengths.max()), 2)  # the runtime takes 1 for the beginning of a prompt
         self.longest.fill_(longest)
         self.shared = longest >= SHARED_FROM and len(starts) < max(SPREAD_FROM, crew_size())
+        return shared != self.shared or not np.array_equal(known, starts)
 
 
 def find_starts(batch: Batch, group: int, window: int | None, page_size: int) -> Starts:
-    """[R] where the first key of each row is in the lines, or SCATTERED. The rows have one token each."""
+    """[R] where the first key of each row is in the lines, or SCATTERED or TOO_MANY. The rows have one token each."""
     tables = batch.groups[group].tables.numpy()  # [R, pages]
     lengths = count_keys(batch)
-    if window is not None:
-        lengths = np.where(lengths > window, 0, lengths)
     at = np.arange(tables.shape[1], dtype=np.int32)
     following = (tables == tables[:, :1] + at) | (at * page_size >= lengths[:, None])
-    return np.where(following.all(axis=1) & (lengths > 0), tables[:, 0].astype(np.int64) * page_size, SCATTERED)
+    starts = np.where(following.all(axis=1), tables[:, 0].astype(np.int64) * page_size, SCATTERED)
+    return starts if window is None else np.where(lengths > window, TOO_MANY, starts)
 
 
 def count_keys(batch: Batch) -> Lengths:
@@ -92,7 +94,7 @@ def count_keys(batch: Batch) -> Lengths:
 
 def find_seats(starts: Starts, seated: Starts) -> list[int]:
     """The row that takes each seat: rows that were there keep theirs, as far as there are seats; `seated` is who was there."""
-    coming = {start: row for row, start in enumerate(starts.tolist()) if start != SCATTERED}
+    coming = {start: row for row, start in enumerate(starts.tolist()) if start >= 0}
     kept = [coming.pop(start, None) for start in seated[: len(starts)].tolist()]
     kept += [None] * (len(starts) - len(kept))
     staying = {row for row in kept if row is not None}
@@ -105,7 +107,7 @@ class Call:
 
     def __init__(self, binding: Binding, part: slice) -> None:
         self.binding, self.part = binding, part
-        self.starts = np.full(part.stop - part.start, SCATTERED - 1, np.int64)  # nobody was led anywhere yet
+        self.starts = np.full(part.stop - part.start, TOO_MANY - 1, np.int64)  # nobody was led anywhere yet
 
 
 class LineAttention:
@@ -132,7 +134,7 @@ class LineAttention:
         self._together = False  # whether threads divide the jobs
 
     def place(self) -> None:
-        """Leads the row of each seat that is taken to its keys; scattered ones to the null page, where they do no harm."""
+        """Leads the row of each seat that is taken to its keys; others to the null page, where they do no harm."""
         rows = len(self._seats.starts)
         spread = 1 if self._seats.shared or rows < SPREAD_FROM else crew_size()
         self._together = spread > 1

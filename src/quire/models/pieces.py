@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.attn.batch import Batch
 from quire.models.trace import Between, Piece, Symbol, Trace
-from quire.models.track import BoundAttention, Group, Memory, Track, room_for
+from quire.models.track import BoundAttention, Group, Kind, Memory, Track, room_for
 from quire.ops import gemm
 from quire.ops.choice import NEVER, unfold_from
 from quire.ops.nbits import forgets
@@ -73,7 +73,7 @@ class Pieces:
         return values[self._last]
 
     def _lay(self, rows: int) -> Track:
-        memory, groups = Memory(room_for(rows)), dict[int, Group]()
+        memory, groups = Memory(room_for(rows)), dict[Kind, Group]()
         values = {self._first: memory.take(self._first.columns)}
         source, stages = values[self._first], []
         for stage in self._stages:

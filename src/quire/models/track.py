@@ -1,8 +1,8 @@
 """A compiled decoder bound to memory that stays, for steps of rows of one token: nothing is allocated, copied or looked up
 between calls.
 
-Attention is a call, too, for the layers and the rows that `attn/lines.py` can serve. What it cannot goes to the layer. Rows run
-in the order of their seats:
+Attention is a call, too, for the layers and the rows that `attn/lines.py` can serve, on copies where keys are scattered. What
+it cannot goes to the layer. Rows run in the order of their seats:
 
     rows of the batch   a  c  d  e         (b has left)
     seats               a  e  c  d         x goes in, and hidden states come out, through this order
@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from quire.attn.batch import Batch, take_rows
+from quire.attn.copies import Copies
 from quire.attn.lines import (
     SCATTERED,
+    TOO_MANY,
+    Form,
     LineAttention,
     Seats,
     Starts,
@@ -32,24 +35,28 @@ from quire.ops.session import Call
 ROOM = 16  # rows by which tracks grow
 
 Bind = Callable[[int], Call]  # a number of rows -> a call that works on so many
+Kind = tuple[int, Form]  # cache group
 
 
 @dataclass(frozen=True)
 class Apart:
-    """The rows of a step whose keys are scattered."""
+    """The rows of a step that no call is for."""
 
     seats: Tensor  # [R] int64
     batch: Batch  # of them alone
 
 
 class Group:
-    """The layers of one cache group that attend by calls."""
+    """The layers of one cache group and form that attend by calls."""
 
-    def __init__(self, attention: SelfAttention, capacity: int) -> None:
+    def __init__(self, attention: SelfAttention, form: Form, capacity: int) -> None:
         core = attention.core
         self._index, self._window, self._page_size = core.group, core.spec.window, core.bound().shape[3]
+        self._form, self._capacity = form, capacity
         self.seats = Seats(capacity)
         self.layers: list[LineAttention] = []
+        self.in_line = True  # are there rows whose keys are
+        self.copies: Copies | None = None
         self.apart: Apart | None = None
 
     def find_starts(self, batch: Batch) -> Starts:
@@ -57,31 +64,34 @@ class Group:
 
     def take_seats(self, batch: Batch, starts: Starts, order: list[int]) -> None:
         """`starts` [R] of the batch's rows, of which order[i] takes seat i."""
-        seated, known, shared = starts[order], self.seats.starts, self.seats.shared
-        self.seats.take(seated, count_keys(batch)[order])
-        if shared != self.seats.shared or not np.array_equal(known, seated):
+        seated, lengths = starts[order], count_keys(batch)[order]
+        self.in_line = bool((seated >= 0).any())
+        if self.seats.take(seated, lengths):
             for layer in self.layers:
                 layer.place()
+        others = np.flatnonzero(seated == TOO_MANY)
         scattered = np.flatnonzero(seated == SCATTERED)
-        self.apart = None
-        if len(scattered):
-            self.apart = Apart(
-                torch.from_numpy(scattered), take_rows(batch, [order[seat] for seat in scattered.tolist()]).batch
-            )
+        if len(scattered) and self.copies is None:
+            self.copies = Copies(self._form, self._page_size, self._capacity)
+        if self.copies is not None:
+            tables = batch.groups[self._index].tables.numpy()[[order[seat] for seat in scattered.tolist()]]
+            others = np.concatenate((others, self.copies.take(scattered, tables, lengths[scattered])))
+        rows = [order[seat] for seat in others.tolist()]
+        self.apart = Apart(torch.from_numpy(others), take_rows(batch, rows).batch) if rows else None
 
 
 class BoundAttention:
     """One layer's attention in a track, from `qkv` to `out`, each [C, columns]."""
 
-    def __init__(self, attention: SelfAttention, qkv: Tensor, out: Tensor, groups: dict[int, Group]) -> None:
+    def __init__(self, attention: SelfAttention, qkv: Tensor, out: Tensor, groups: dict[Kind, Group]) -> None:
         core = attention.core
-        self._attention, self._qkv, self._out, self._kv = attention, qkv, out, core.bound()
-        rotation = None if attention.rope is None else attention.rope.table
-        form = find_form(core.spec, self._kv, rotation, attention.norms, attention.sinks)
+        self._attention, self._qkv, self._out, self._kv, self._norms = attention, qkv, out, core.bound(), attention.norms
+        self._rotation = None if attention.rope is None else attention.rope.table
+        form = find_form(core.spec, self._kv, self._rotation, self._norms, attention.sinks)
         self._lines: LineAttention | None = None
         if form is not None:
-            self._group = groups.setdefault(core.group, Group(attention, len(qkv)))
-            self._lines = LineAttention(form, self._kv, rotation, attention.norms, qkv, out, self._group.seats)
+            self._group = groups.setdefault((core.group, form), Group(attention, form, len(qkv)))
+            self._lines = LineAttention(form, self._kv, self._rotation, self._norms, qkv, out, self._group.seats)
             self._group.layers.append(self._lines)
 
     @property
@@ -98,8 +108,11 @@ class BoundAttention:
             rows = len(batch.rows)
             self._out[:rows] = attend_heads(self._attention, self._qkv[:rows], batch)
             return
-        self._lines.run()
-        apart = self._group.apart
+        copies, apart = self._group.copies, self._group.apart
+        if self._group.in_line:
+            self._lines.run()
+        if copies is not None and len(copies.seats):
+            copies.attend(self._kv, self._rotation, self._norms, self._qkv, self._out)
         if apart is not None:
             self._out[apart.seats] = attend_heads(self._attention, self._qkv[apart.seats], apart.batch)
 
