@@ -10,8 +10,8 @@ from quire.ops import openvino, ort
 from quire.ops.onnx import Graph, Value
 
 KEPT_ELEMENTS = 1 << 16  # inputs and outputs of at most as many numbers are kept for the next run
-# rows of matrices with more: what is between operators then stays in the caches, and every network of OpenVINO keeps it
-ROWS_AT_ONCE, ROWS_OF_NETWORK = 256, 64
+# rows of matrices with more: what is between operators takes memory, which every network of OpenVINO keeps
+ROWS_AT_ONCE, ROWS_OF_NETWORK = 2048, 64
 
 Columns = tuple[str, int]  # a value's name, and how many it has
 
