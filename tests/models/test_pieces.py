@@ -197,6 +197,7 @@ def grow(sequences):
 @pytest.mark.parametrize("scattered", [(1,), (0, 3), (0, 1, 2, 3)])
 @pytest.mark.parametrize("keep_blocks", [True, False])
 def test_scattered_rows_get_the_same_bits(wider, keep_blocks, scattered, monkeypatch):
+    monkeypatch.setattr("quire.attn.copies.ROOM", 16)
     monkeypatch.delattr("quire.models.track.attend_heads")
     model = loaded(wider, keep_blocks)
     model.compiled = Pieces(write_down(model.run_blocks, wider.hidden_size), whole=not keep_blocks)
@@ -205,6 +206,7 @@ def test_scattered_rows_get_the_same_bits(wider, keep_blocks, scattered, monkeyp
 
 
 def test_scattered_rows_for_which_there_is_no_memory_go_to_the_layer(wider, monkeypatch):
+    monkeypatch.setattr("quire.attn.copies.ROOM", 16)
     monkeypatch.setattr("quire.attn.copies.MOST_BYTES", 4 * 1024)  # for one row of at most four pages
     by_torch = []
     monkeypatch.setattr(track, "attend_heads", lambda *args: by_torch.append(len(args[1])) or attend_heads(*args))

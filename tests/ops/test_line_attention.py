@@ -7,7 +7,7 @@ import torch
 pytest.importorskip("onnxruntime")
 from quire.attn.backend import AttentionSpec
 from quire.attn.batch import Batch, GroupView
-from quire.attn.copies import ROOM, Copies
+from quire.attn.copies import Copies
 from quire.attn.lines import (
     SCATTERED,
     TOO_MANY,
@@ -92,7 +92,8 @@ def test_like_torch(form, rows):
 @pytest.mark.parametrize("form", [Form(9, 3, 64, 0.125, 64, None), Form(4, 2, 32, 0.2, 32, 1e-6)])
 def test_scattered_rows_are_attended_to_on_copies(form, monkeypatch):
     """They share pages, grow, come and go; layers differ in their norms. The bits are those of rows in line."""
-    monkeypatch.setattr("quire.attn.copies.MOST_BYTES", 3 * ROOM * 2 * form.kv_heads * PAGE * form.head_dim * 4)
+    monkeypatch.setattr("quire.attn.copies.ROOM", 4 * PAGE)
+    monkeypatch.setattr("quire.attn.copies.MOST_BYTES", 3 * 4 * PAGE * 2 * form.kv_heads * form.head_dim * 4)
     copies, layers = Copies(form, PAGE, rows=6), [(cache(form, 40), norms_of(form), rotation_of(form)) for _ in range(2)]
     tables = np.array([[3, 9, 5, 6, 7], [3, 9, 12, 11, 0], [20, 19, 0, 0, 0], [30, 2, 1, 0, 0]], np.int32)
     steps = [([0], 1), ([0, 1], 2), ([2, 1, 0], 3), ([1, 0, 2], 2), ([3, 0, 2, 1], 3), ([2], 1)]  # and how many have room

@@ -17,7 +17,7 @@ from quire.ops.kv import kv_lines
 from quire.ops.qkv import HeadNorms, Rotation
 
 MOST_BYTES = 32 << 20  # of copies
-ROOM = 4  # pages by which a row's copies grow: rows whose copies move have to be led to them again
+ROOM = 64  # tokens by which a row's copies grow: rows whose copies move have to be led to them again
 
 Table = npt.NDArray[np.int32]
 
@@ -25,9 +25,9 @@ Table = npt.NDArray[np.int32]
 class Copies:
     def __init__(self, form: Form, page_size: int, rows: int) -> None:
         """For at most so many rows of one step."""
-        self._form, self._page_size = form, page_size
+        self._form, self._page_size, self._room = form, page_size, max(1, ROOM // page_size)
         page = page_size * form.head_dim
-        self._most = max(ROOM, MOST_BYTES // (2 * form.kv_heads * page * 4))
+        self._most = max(self._room, MOST_BYTES // (2 * form.kv_heads * page * 4))  # pages
         self._by_page = torch.empty(2, form.kv_heads, self._most, page)  # what is not used is not there
         by_token = self._by_page.view(2, form.kv_heads, self._most, page_size, form.head_dim)
         self._kv, self._lines = by_token.permute(2, 0, 1, 3, 4), by_token.flatten(2, 3)
@@ -39,11 +39,11 @@ class Copies:
     def take(self, seats: npt.NDArray[np.int64], tables: Table, lengths: Lengths) -> npt.NDArray[np.int64]:
         """Rows on these seats of a track, with their pages [R, P] and numbers of keys [R]. Returns the seats for which there is
         no memory."""
-        room = -(-lengths.astype(np.int64) // (self._page_size * ROOM)) * ROOM
+        room = -(-lengths.astype(np.int64) // (self._page_size * self._room)) * self._room  # pages
         ends = room.cumsum()
         count = int(np.searchsorted(ends, self._most, side="right"))
         tables, lengths, room, starts = tables[:count], lengths[:count], room[:count], (ends - room)[:count] * self._page_size
-        tables = np.pad(tables, ((0, 0), (0, -tables.shape[1] % ROOM)))
+        tables = np.pad(tables, ((0, 0), (0, -tables.shape[1] % self._room)))
         last = (lengths - 1) // self._page_size
         self.seats = torch.from_numpy(seats[:count])
         self._pages = torch.from_numpy(tables[np.arange(tables.shape[1]) < room[:, None]])
