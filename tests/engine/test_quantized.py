@@ -74,6 +74,19 @@ def test_company_does_not_change_the_tokens(engines):
     assert together == answers(engines["few rows"], PROMPTS * 3)[:4]
 
 
+def test_equal_prompts_that_come_together(engines, monkeypatch):
+    """All but the first adopt pages that are filled in their own first step, and have one token left: which goes through the
+    network, where the prompt is too long for that."""
+    monkeypatch.setattr("quire.models.network.unfold_from", lambda quickly, by_openvino=False: 64)
+    llm = LLM("smollm2", device="cpu", max_model_len=512, kv_cache_memory_bytes=64 << 20)
+    prompt = {"prompt_token_ids": llm.get_tokenizer().encode(TEXT)[:161]}
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    [expected] = engines["auto"].generate([prompt], params, use_tqdm=False)
+    outputs = llm.generate([prompt] * 3, params, use_tqdm=False)
+    assert [output.num_cached_tokens for output in outputs] == [0, 160, 160]
+    assert [output.outputs[0].token_ids for output in outputs] == [expected.outputs[0].token_ids] * 3
+
+
 def test_a_chunk_of_a_prompt_beside_tokens(engines):
     """Of a prompt that is longer than a step, while another request is generating."""
     engine = LLM(

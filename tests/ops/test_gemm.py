@@ -14,10 +14,11 @@ from quire.ops.gemm import Gemm
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_few_rows_and_many(bias):
+def test_few_rows_and_many(bias, monkeypatch):
     weight, added = torch.randn(96, 64), torch.randn(96) if bias else None
+    monkeypatch.setattr(session, "ELEMENTS_AT_ONCE", 0)  # 256 rows at once
     product = Gemm(weight.clone(), added)
-    for rows in (1, 40, 1, 300, 2 * session.ROWS_AT_ONCE + 1, 40):
+    for rows in (1, 40, 1, 300, 600, 40):
         x = torch.randn(rows, 64)
         torch.testing.assert_close(product(x), F.linear(x, weight, added), atol=1e-4, rtol=1e-4)
 
@@ -28,13 +29,14 @@ def test_many_rows_need_not_lie_behind_each_other():
 
 
 def test_many_rows_go_through_in_equal_parts(monkeypatch):
+    monkeypatch.setattr(session, "ELEMENTS_AT_ONCE", 256 * (64 + 512))
     product, sizes = Gemm(torch.randn(512, 64), None), []
     bind = session.Session._bind
     monkeypatch.setattr(
         session.Session, "_bind", lambda self, inputs, outputs: sizes.append(len(inputs[0])) or bind(self, inputs, outputs)
     )
-    product(torch.randn(2 * session.ROWS_AT_ONCE + 10, 64))
-    assert sizes == [1369, 1369, 1368]
+    product(torch.randn(522, 64))
+    assert sizes == [174, 174, 174]
 
 
 def test_the_runtime_tells_its_makers_nothing(tmp_path):

@@ -111,6 +111,18 @@ def test_a_request_of_the_same_step_shares_the_pages():
     assert (desk.scheduler.stats.queries, desk.scheduler.stats.hits) == (24, 8)
 
 
+def test_what_a_row_of_one_token_writes_is_not_read_in_its_own_step():
+    desk = Desk(budget=7)
+    desk.add("a", A[:8])
+    assert desk.step().count.tolist() == [7]
+    desk.add("b", A[:9])
+    assert desk.step().count.tolist() == [1, 5]  # b has the first page; the second is filled in this step
+    desk.add("c", A[:9])
+    assert desk.step().count.tolist() == [1, 1, 1]
+    desk.finish()
+    assert desk.right("a", "b", "c")
+
+
 def test_sampled_tokens_are_found_again():
     for depth in (0, 1, 2):
         desk = Desk(depth=depth)

@@ -1,5 +1,6 @@
 """Rows of one token whose pages do not follow each other, by the same calls as the others (`lines.py`): each layer's turn
-begins with a copy of their pages, behind each other. So their numbers are those of any row.
+begins with a copy of their pages, behind each other. So their numbers are those of any row. There is memory for so many; the
+others are left to torch, whose numbers may differ by a rounding.
 
     pages of two rows    7 9 3 | 7 9 4 5
     copies               [ 7 9 3 . | 7 9 4 5 | ... ]
@@ -40,20 +41,27 @@ class Copies:
         """Rows on these seats of a track, with their pages [R, P] and numbers of keys [R]. Returns the seats for which there is
         no memory."""
         room = -(-lengths.astype(np.int64) // (self._page_size * self._room)) * self._room  # pages
-        ends = room.cumsum()
-        count = int(np.searchsorted(ends, self._most, side="right"))
-        tables, lengths, room, starts = tables[:count], lengths[:count], room[:count], (ends - room)[:count] * self._page_size
+        fits = self._find_fitting(room.tolist())
+        seated, tables, lengths, room = seats[fits], tables[fits], lengths[fits], room[fits]
         tables = np.pad(tables, ((0, 0), (0, -tables.shape[1] % self._room)))
-        last = (lengths - 1) // self._page_size
-        self.seats = torch.from_numpy(seats[:count])
+        starts, last = (room.cumsum() - room) * self._page_size, (lengths - 1) // self._page_size
+        self.seats = torch.from_numpy(seated)
         self._pages = torch.from_numpy(tables[np.arange(tables.shape[1]) < room[:, None]])
         self._here = torch.from_numpy(starts + lengths - 1)
-        own = tables[np.arange(count), last].astype(np.int64)
+        own = tables[np.arange(len(tables)), last].astype(np.int64)
         self._there = torch.from_numpy(own * self._page_size + (lengths - 1) % self._page_size)
-        if count and self._seats.take(starts, lengths):
+        if len(seated) and self._seats.take(starts, lengths):
             for attention in self._known.values():
                 attention.place()
-        return seats[count:]
+        return seats[~fits]
+
+    def _find_fitting(self, room: list[int]) -> npt.NDArray[np.bool_]:
+        fits, left = np.zeros(len(room), np.bool_), self._most
+        for row, pages in enumerate(room):
+            if pages <= left:
+                fits[row] = True
+                left -= pages
+        return fits
 
     def attend(self, kv: Tensor, rotation: Rotation | None, norms: HeadNorms | None, qkv: Tensor, out: Tensor) -> None:
         """With a layer's cache, from qkv [C, columns] to out [C, heads * head_dim], which have a row per seat of the track.

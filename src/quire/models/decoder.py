@@ -61,7 +61,8 @@ class Decoder(nn.Module):
         return self._run(self.embed(batch), batch)
 
     def _run(self, x: Tensor, batch: Batch) -> Tensor:
-        """Where rows of one token are for the compiled body whatever is beside them, they are run apart."""
+        """Where rows of one token are for the compiled body whatever is beside them, they are run apart, and last: they may
+        read keys that the others write, but not the other way round (`sched/scheduler.py`)."""
         if self.compiled is None:
             return self.run_blocks(x, batch)
         if self.compiled.suit(batch):
@@ -70,7 +71,7 @@ class Decoder(nn.Module):
         if not some:
             return self.run_blocks(x, batch)
         out = x.new_empty(len(batch.final.ids), x.shape[1])
-        for rows in (some, sorted({*range(len(batch.rows))} - {*some})):
+        for rows in (sorted({*range(len(batch.rows))} - {*some}), some):
             part = take_rows(batch, rows)
             out[part.final] = self._run(x[part.tokens], part.batch)[: len(part.final)]
         return out

@@ -1,5 +1,5 @@
-"""A compiled decoder bound to memory that stays, for steps of rows of one token: nothing is allocated, copied or looked up
-between calls.
+"""A compiled decoder bound to memory that stays, for steps of rows of one token: nothing is allocated or looked up between
+calls, and nothing is copied but the pages of scattered rows.
 
 Attention is a call, too, for the layers and the rows that `attn/lines.py` can serve, on copies where keys are scattered. What
 it cannot goes to the layer. Rows run in the order of their seats:
@@ -35,7 +35,7 @@ from quire.ops.session import Call
 ROOM = 16  # rows by which tracks grow
 
 Bind = Callable[[int], Call]  # a number of rows -> a call that works on so many
-Kind = tuple[int, Form]  # cache group
+Kind = tuple[int, Form]  # of layers: their cache group and form
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from quire.ops import openvino, ort
 from quire.ops.onnx import Graph, Value
 
 KEPT_ELEMENTS = 1 << 16  # inputs and outputs of at most as many numbers are kept for the next run
-# rows of matrices with more: what is between operators takes memory, which every network of OpenVINO keeps
-ROWS_AT_ONCE, ROWS_OF_NETWORK = 2048, 64
+# what takes more is cut by rows: there is several times as much between operators, and a network of OpenVINO keeps that
+ELEMENTS_AT_ONCE, ROWS_AT_LEAST, ROWS_OF_NETWORK = 1 << 22, 256, 64
 
 Columns = tuple[str, int]  # a value's name, and how many it has
 
@@ -48,7 +48,8 @@ class Session:
             self._compiled.run()
             self._compiled.settle()
         else:
-            self._compiled, self._rows_at_once = ort.Program(graph, *values, hold), ROWS_AT_ONCE
+            self._compiled = ort.Program(graph, *values, hold)
+            self._rows_at_once = max(ROWS_AT_LEAST, ELEMENTS_AT_ONCE // sum(columns for _, columns in (*inputs, *outputs)))
         self._latest: tuple[int, Call, list[Tensor], list[Tensor]] | None = None
 
     def run(self, *inputs: Tensor) -> list[Tensor]:

@@ -7,6 +7,10 @@ preempted: it gives all its pages back, keeps its tokens, and returns to its old
 Cursors are moved when a row is planned, not when its result returns: the device runs the steps in order, so whatever a plan
 assigns (pages, slots, cached content) is in place for every later plan. A page may therefore be published as soon as the row
 that fills it is planned, and reused as soon as its last reader is planned. Only `commit` learns token values.
+
+Even in the same step a page may be filled by one row and read by another, so that requests which arrive together share a prefix
+at once: where there are rows of several tokens, a device writes all keys of a layer before it reads any, or runs rows of one
+token last. But nothing that a row of one token writes is read in its own step: on a CPU such rows are run each for itself.
 """
 
 from array import array
@@ -61,6 +65,7 @@ class Scheduler:
         self._given: dict[Request, int] = {}  # running ones with tokens the device has not been told, from this position on
         self._paused: set[Request] = set()  # they get no row in the next step
         self._filling: list[Request] = []  # their latest rows may fill pages that are not published yet
+        self._filling_later: list[Request] = []  # and these rows have one token
         self._retired: list[int] = []  # slots whose leaving the device has not been told
         self._last: Scheduled | None = None  # the latest step
         self._blocked: tuple[Request, int] | None = None  # who did not fit, and pool.returned at that time
@@ -223,10 +228,14 @@ class Scheduler:
     def publish(self) -> None:
         """Offers what the planned rows will have written. It can wait until the step is on its way, but not longer than until
         somebody looks for it."""
-        for request in self._filling:
+        self._publish(self._filling)
+        self._publish(self._filling_later)
+
+    def _publish(self, filling: list[Request]) -> None:
+        for request in filling:
             if request.slot >= 0 and request not in self._void:
                 self._tables.publish(request)
-        self._filling.clear()
+        filling.clear()
 
     def _advance(self, plan: PlanBuilder) -> int:
         """Rows for the running, best first; returns what is left of the budget.
@@ -298,7 +307,7 @@ class Scheduler:
         else:
             request.chunks += 1
             plan.owed += self._tables.demand(request, len(request.tokens))
-        self._filling.append(request)
+        (self._filling if count > 1 else self._filling_later).append(request)
         plan.row(request, count, request.computed, sample, masked)
 
     # ---- pages -----------------------------------------------------------------------------------------------------------
@@ -316,7 +325,7 @@ class Scheduler:
 
     def _adopt(self, request: Request, plan: PlanBuilder) -> list[int]:
         """Starts the tables from the content index or from the parent, whichever has more; returns the pages to copy."""
-        self.publish()
+        self._publish(self._filling)
         hit = self._tables.find(request) if request.spec.params.reads_prefix_cache else 0
         parent = self._forks.parent(request, self._live)
         if parent is not None:
