@@ -2,10 +2,10 @@
 
 from collections import defaultdict
 
-from workload import layout_of
+from workload import StrictExecutor, layout_of
 
 from quire.engine.core import EngineCore
-from quire.engine.executor.fake import FakeExecutor, Faults
+from quire.engine.executor.fake import Faults
 from quire.engine.executor.fake_model import FakeModel
 from quire.sched.scheduler import Scheduler
 from quire.types.outputs import TokenDelta
@@ -24,7 +24,7 @@ class Desk:
         self.model = FakeModel.of(layout, vocab_size=50)
         numbers = {"pages": pages, "max_seqs": max_seqs, "max_model_len": max_model_len}
         self.scheduler = Scheduler(layout, max_batched_tokens=budget, **numbers, **more)
-        self.executor = FakeExecutor(layout, self.model, faults=faults or Faults(), **numbers)
+        self.executor = StrictExecutor(layout, self.model, faults=faults or Faults(), **numbers)
         self.core = EngineCore(self.scheduler, self.executor, depth, clock=lambda: 7.0)
         self.plans: list[StepPlan] = []
         self.heard: dict[str, list[TokenDelta]] = defaultdict(list)

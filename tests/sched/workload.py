@@ -3,6 +3,7 @@
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 from hypothesis import strategies as st
 
 from quire.cache.capacity import pages_for
@@ -12,6 +13,7 @@ from quire.engine.executor.fake import FakeExecutor, Faults
 from quire.engine.executor.fake_model import FakeModel
 from quire.sched.scheduler import Scheduler
 from quire.types.cache import CacheLayout, LayerCache
+from quire.types.errors import EngineError
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
@@ -20,6 +22,21 @@ VOCABULARY, EOS = 5, 4
 STEMS = ((0, 1, 2, 3, 0, 1, 2, 3, 3, 2, 1, 0), (0, 1, 2, 3, 0, 1, 1, 1, 1, 1, 1, 1), (2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2))
 LAYOUTS = ((None,), (3,), (None, 4), (None, 1), (2, 7), (None, 3, 6))  # the window of each layer
 MAX_MODEL_LEN = 30
+
+
+class StrictExecutor(FakeExecutor):
+    """Refuses a step in which a row reads what a row of one token writes."""
+
+    def _check_rows(self, plan, slots, end, count):
+        super()._check_rows(plan, slots, end, count)
+        last = (end - 1) // self.size
+        for tables, window in zip(self.tables[:, slots], self.model.windows, strict=True):
+            first = 0 * end if window is None else np.maximum(end - count + 1 - window, 0) // self.size
+            index = np.arange(tables.shape[1])
+            seen = np.where((first[:, None] <= index) & (index <= last[:, None]), tables, 0)  # [rows, page index]
+            written = tables[np.arange(len(slots)), last][count == 1]
+            if any((seen == page).sum() > 1 for page in written.tolist()):
+                raise EngineError("a row reads what a row of one token writes in the same step")
 
 
 def layout_of(windows: tuple[int | None, ...], page_size: int) -> CacheLayout:
@@ -164,7 +181,7 @@ def run(work: Workload) -> dict[str, Heard]:
         work.layout, pages=work.pages, max_model_len=MAX_MODEL_LEN, max_batched_tokens=work.budget, max_seqs=work.max_seqs,
         chunk_cap=work.chunk_cap, chunked=work.chunked, prefix_caching=work.prefix_caching, policy=work.policy,
     )  # fmt: skip
-    executor = FakeExecutor(
+    executor = StrictExecutor(
         work.layout, work.model, pages=work.pages, max_seqs=work.max_seqs, max_model_len=MAX_MODEL_LEN, faults=work.faults
     )
     core = EngineCore(scheduler, executor, work.depth, clock=lambda: 1.0)
