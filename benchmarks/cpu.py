@@ -5,8 +5,9 @@
 
 Each engine is a process of its own that waits while another one runs; the engines take turns in every round, so that a noisy
 machine is noisy for all, and a ratio compares neighbours in time. Quire and llama.cpp are told how many requests there will be
-(`max_num_seqs`, `n_seq_max`). In every engine threads wait briefly instead of spinning
-(GOMP_SPINCOUNT). Prompts are random token ids, outputs are greedy and do not stop. Engines that are not installed are skipped;
+(`max_num_seqs`, `n_seq_max`). In every engine threads wait briefly instead of spinning (GOMP_SPINCOUNT). Prompts are random
+token ids, outputs are greedy and do not stop. Where prompts take several steps, what some requests have drawn when the last one
+gets its first token is not counted as decoded. Engines that are not installed are skipped;
 `--llama-python` names another interpreter that has llama-cpp-python.
 """
 
@@ -44,12 +45,13 @@ def open_quire(model: str, dtype: str, requests: int) -> Run:
         params = SamplingParams(temperature=0.0, max_tokens=outputs + 1, ignore_eos=True, detokenize=False)
         for number, ids in enumerate(prompts):
             engine.add_request(str(number), {"prompt_token_ids": ids}, params)
-        begun, waiting, first = time.perf_counter(), {str(i) for i in range(len(prompts))}, 0.0
+        begun, drawn, first, ahead = time.perf_counter(), dict[str, int](), 0.0, 0
         while engine.has_unfinished_requests():
-            waiting -= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
-            if not waiting and not first:
-                first = time.perf_counter() - begun
-        return first, time.perf_counter() - begun - first
+            drawn |= {output.request_id: len(output.outputs[0].token_ids) for output in engine.step()}
+            if not first and len(drawn) == len(prompts) and all(drawn.values()):
+                first, ahead = time.perf_counter() - begun, sum(drawn.values()) - len(prompts)
+        whole = len(prompts) * outputs
+        return first, (time.perf_counter() - begun - first) * whole / (whole - ahead)
 
     return run
 
