@@ -56,7 +56,8 @@ class Group:
         self.seats = Seats(capacity)
         self.layers: list[LineAttention] = []
         self.in_line = True  # are there rows whose keys are
-        self.copies: Copies | None = None
+        self._copies: Copies | None = None
+        self.copied: Copies | None = None  # if there are rows on copies
         self.apart: Apart | None = None
 
     def find_starts(self, batch: Batch) -> Starts:
@@ -71,11 +72,13 @@ class Group:
                 layer.place()
         others = np.flatnonzero(seated == TOO_MANY)
         scattered = np.flatnonzero(seated == SCATTERED)
-        if len(scattered) and self.copies is None:
-            self.copies = Copies(self._form, self._page_size, self._capacity)
-        if self.copies is not None:
+        self.copied = None
+        if len(scattered):
+            self._copies = self._copies or Copies(self._form, self._page_size, self._capacity)
             tables = batch.groups[self._index].tables.numpy()[[order[seat] for seat in scattered.tolist()]]
-            others = np.concatenate((others, self.copies.take(scattered, tables, lengths[scattered])))
+            left = self._copies.take(scattered, tables, lengths[scattered])
+            others = np.concatenate((others, left))
+            self.copied = self._copies if len(left) < len(scattered) else None
         rows = [order[seat] for seat in others.tolist()]
         self.apart = Apart(torch.from_numpy(others), take_rows(batch, rows).batch) if rows else None
 
@@ -108,11 +111,11 @@ class BoundAttention:
             rows = len(batch.rows)
             self._out[:rows] = attend_heads(self._attention, self._qkv[:rows], batch)
             return
-        copies, apart = self._group.copies, self._group.apart
+        copied, apart = self._group.copied, self._group.apart
         if self._group.in_line:
             self._lines.run()
-        if copies is not None and len(copies.seats):
-            copies.attend(self._kv, self._rotation, self._norms, self._qkv, self._out)
+        if copied is not None:
+            copied.attend(self._kv, self._rotation, self._norms, self._qkv, self._out)
         if apart is not None:
             self._out[apart.seats] = attend_heads(self._attention, self._qkv[apart.seats], apart.batch)
 
