@@ -24,7 +24,7 @@ if not openvino.available():
     pytest.skip("OpenVINO is for x86 CPUs, and is not installed here", allow_module_level=True)
 
 from quire.attn import paged
-from quire.attn.lines import Form
+from quire.attn.form import Form
 from quire.models import compiled
 from quire.models.compiled import compile_body
 from quire.models.network import DecoderNetwork, find_forms

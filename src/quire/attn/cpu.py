@@ -1,8 +1,9 @@
 """Attention on a CPU: row by row, over keys where they lie.
 
-A row whose pages follow each other is read in place; a scattered one is gathered first. One query needs no mask, only the right
-slice of keys. Several queries of one row are a piece: causal from the beginning of the row, else behind a mask. Causal pieces
-of equal length that follow each other are run as one.
+Rows of one token go to a kernel of ours (`ops/one_query.py`) where it suits. For torch, a row whose pages follow each other is
+read in place; a scattered one is gathered first. One query needs no mask, only the right slice of keys. Several queries of one
+row are a piece: causal from the beginning of the row, else behind a mask. Causal pieces of equal length that follow each other
+are run as one.
 
     keys of a piece   [ unseen | lowest ......... position | ... last ]        lowest: the window's edge of the first query
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from quire.attn.backend import AttentionSpec
 from quire.attn.batch import Batch
+from quire.ops import one_query
 from quire.ops.attention import attend
 from quire.ops.kv import kv_gather, kv_lines
 
@@ -38,6 +40,23 @@ class Piece:
     tokens: Tensor | None = None  # [count] where the keys of several rows lie in the cache's lines
 
 
+@dataclass(frozen=True)
+class Singles:
+    """Rows of one token that follow each other, for the kernel."""
+
+    count: int
+    rows: one_query.Rows
+
+
+def one_query_rows(batch: Batch, group: int) -> one_query.Rows:
+    """All rows of a batch, each of which is one token."""
+    if ("one query", group) not in batch.plans:
+        tables = batch.groups[group].tables[: len(batch.rows)]
+        batch.plans["one query", group] = one_query.Rows(tables, batch.kv_lengths[: len(batch.rows)])
+    rows: one_query.Rows = batch.plans["one query", group]
+    return rows
+
+
 class CPUAttention:
     """One per layer: it keeps views of the layer's cache."""
 
@@ -51,34 +70,44 @@ class CPUAttention:
         return [] if device.type == "cpu" else [f"it runs on CPUs, not on {device.type}"]
 
     def plan(self, batch: Batch, group: int, spec: AttentionSpec, kv: Tensor) -> None:
-        tables = batch.groups[group].tables.numpy()
-        in_place = kv_lines(kv) is not None
-        pieces = [
-            piece
-            for table, (_, count, length) in zip(tables, batch.rows, strict=False)
-            for piece in _pieces(table, count, length, spec.window, kv.shape[3], in_place)
-        ]
-        batch.plans["cpu", group] = _joined(pieces) if spec.soft_cap is None and not spec.sinks else pieces
+        tables, plain = batch.groups[group].tables, spec.soft_cap is None and not spec.sinks
+        by_kernel, in_place = plain and one_query.suits(kv), kv_lines(kv) is not None
+        plan: list[Piece | Singles] = []
+        for single, some in groupby(enumerate(batch.rows), lambda item: by_kernel and item[1][1] == 1):
+            if single:
+                index = torch.tensor([row for row, _ in some])
+                plan.append(Singles(len(index), one_query.Rows(tables[index], batch.kv_lengths[index])))
+                continue
+            pieces = [
+                piece
+                for row, (_, count, length) in some
+                for piece in _pieces(tables[row].numpy(), count, length, spec.window, kv.shape[3], in_place)
+            ]
+            plan += _joined(pieces) if plain else pieces
+        batch.plans["cpu", group] = plan
 
     def run(self, spec: AttentionSpec, query: Tensor, kv: Tensor, batch: Batch, group: int, sinks: Tensor | None) -> Tensor:
         if ("cpu", group) not in batch.plans:
             self.plan(batch, group, spec, kv)
         if self._kv is not kv:
             self._look_at(kv)
-        pieces: list[Piece] = batch.plans["cpu", group]
+        plan: list[Piece | Singles] = batch.plans["cpu", group]
         plain = spec.soft_cap is None and sinks is None and query.dtype == kv.dtype
-        if len(pieces) == 1 and pieces[0].count == len(query) > 1:
-            return self._run_piece(spec, query, kv, pieces[0], sinks)
+        if len(plan) == 1 and isinstance(plan[0], Piece) and plan[0].count == len(query) > 1:
+            return self._run_piece(spec, query, kv, plan[0], sinks)
         out, at = query.new_empty(query.shape), 0
-        for single, alike in groupby(pieces, lambda piece: plain and piece.count == 1 and piece.pages is None):
-            some = list(alike)
-            if single:
-                self._run_single_tokens(spec, query[at : at + len(some)], some, out[at : at + len(some)])
-                at += len(some)
-                continue
-            for piece in some:
-                out[at : at + piece.count] = self._run_piece(spec, query[at : at + piece.count], kv, piece, sinks)
-                at += piece.count
+        for item in plan:
+            part = slice(at, at + item.count)
+            if isinstance(item, Singles):
+                taken, result = query[part].to(kv.dtype).flatten(1), torch.empty(item.count, query.shape[1:].numel())
+                call = one_query.OneQuery(kv, taken, result, scale=spec.scale, window=spec.window, placed=True)
+                call.run(item.rows)
+                out[part] = result.view(-1, *query.shape[1:])
+            elif plain and item.count == 1 and item.pages is None:
+                self._run_single_token(spec, query[at], item, out[at])
+            else:
+                out[part] = self._run_piece(spec, query[part], kv, item, sinks)
+            at += item.count
         out[at:] = 0
         return out
 
@@ -91,13 +120,12 @@ class CPUAttention:
             self._turned_keys, self._values = self._lines[0].transpose(1, 2), self._lines[1]
         self._nothing = self._nothing.to(kv.dtype)
 
-    def _run_single_tokens(self, spec: AttentionSpec, query: Tensor, pieces: list[Piece], out: Tensor) -> None:
-        """query [N, heads, head_dim] -> `out`: every piece is one token, and its keys are read in place."""
-        shape = len(query), spec.kv_heads, -1, spec.head_dim
-        for piece, one, target in zip(pieces, query.view(shape).unbind(), out.view(shape).unbind(), strict=True):
-            keys = self._turned_keys.narrow(2, piece.start, piece.keys)
-            weights = torch.softmax(torch.baddbmm(self._nothing, one, keys, beta=0, alpha=spec.scale), dim=-1)
-            torch.bmm(weights, self._values.narrow(1, piece.start, piece.keys), out=target)
+    def _run_single_token(self, spec: AttentionSpec, query: Tensor, piece: Piece, out: Tensor) -> None:
+        """query [heads, head_dim] -> `out`: the keys of its piece are read in place."""
+        one, target = query.view(spec.kv_heads, -1, spec.head_dim), out.view(spec.kv_heads, -1, spec.head_dim)
+        keys = self._turned_keys.narrow(2, piece.start, piece.keys)
+        weights = torch.softmax(torch.baddbmm(self._nothing, one, keys, beta=0, alpha=spec.scale), dim=-1)
+        torch.bmm(weights, self._values.narrow(1, piece.start, piece.keys), out=target)
 
     def _run_piece(self, spec: AttentionSpec, query: Tensor, kv: Tensor, piece: Piece, sinks: Tensor | None) -> Tensor:
         """query [N, heads, head_dim] -> the same."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.attn.backend import AttentionSpec
 from quire.attn.batch import Batch, GroupView
-from quire.attn.lines import Form
+from quire.attn.form import Form
 from quire.ops.attention import attend
 from quire.ops.onnx import OWN, Graph, Value
 from quire.ops.openvino import PAGE, PAGED, Network

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.attn.batch import Batch
-from quire.attn.lines import Form
+from quire.attn.form import Form
 from quire.attn.paged import Emitter, describe, find_form
 from quire.layers.attention import SelfAttention, keep
 from quire.models.trace import Trace

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.attn.batch import Batch
 from quire.models.trace import Between, Piece, Symbol, Trace
-from quire.models.track import BoundAttention, Group, Kind, Memory, Track, room_for
+from quire.models.track import BoundAttention, Memory, Track, room_for
 from quire.ops import gemm
 from quire.ops.choice import NEVER, unfold_from
 from quire.ops.nbits import forgets
@@ -73,7 +73,7 @@ class Pieces:
         return values[self._last]
 
     def _lay(self, rows: int) -> Track:
-        memory, groups = Memory(room_for(rows)), dict[Kind, Group]()
+        memory = Memory(room_for(rows))
         values = {self._first: memory.take(self._first.columns)}
         source, stages = values[self._first], []
         for stage in self._stages:
@@ -85,13 +85,13 @@ class Pieces:
                     values[between.target] = values[between.source]
                 else:
                     values[between.target] = memory.take(between.target.columns)
-                    attending = BoundAttention(between.attention, values[between.source], values[between.target], groups)
+                    attending = BoundAttention(between.attention, values[between.source], values[between.target])
             stages.append((bind, attending))
             for symbol in stage.dead:
                 matrix = values.pop(symbol)
                 if all(matrix is not other for other in values.values()):
                     memory.give(matrix)
-        return Track(source, values[self._last], stages, list(groups.values()), memory)
+        return Track(source, values[self._last], stages, memory)
 
 
 def _are_single(batch: Batch) -> bool:
