@@ -1,9 +1,9 @@
 """Attention on a CPU: row by row, over keys where they lie.
 
-Rows of one token go to a kernel of ours (`ops/one_query.py`) where it suits. For torch, a row whose pages follow each other is
-read in place; a scattered one is gathered first. One query needs no mask, only the right slice of keys. Several queries of one
-row are a piece: causal from the beginning of the row, else behind a mask. Causal pieces of equal length that follow each other
-are run as one.
+Tokens of short rows, and those that are alone in theirs, go to a kernel of ours (`ops/one_query.py`) where it suits. For torch,
+a row whose pages follow each other is read in place; a scattered one is gathered first. One query needs no mask, only the right
+slice of keys. Several queries of one row are a piece: causal from the beginning of the row, else behind a mask. Causal pieces
+of equal length that follow each other are run as one.
 
     keys of a piece   [ unseen | lowest ......... position | ... last ]        lowest: the window's edge of the first query
 """
@@ -24,6 +24,7 @@ from quire.ops.attention import attend
 from quire.ops.kv import kv_gather, kv_lines
 
 QUERIES_PER_PIECE = 256  # behind a mask
+SHORT = 512  # keys of a row, up to which several queries are quicker one by one, by the kernel
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Singles:
-    """Rows of one token that follow each other, for the kernel."""
+    """Tokens that follow each other, each of which is a row for the kernel."""
 
     count: int
     rows: one_query.Rows
@@ -73,10 +74,9 @@ class CPUAttention:
         tables, plain = batch.groups[group].tables, spec.soft_cap is None and not spec.sinks
         by_kernel, in_place = plain and one_query.suits(kv), kv_lines(kv) is not None
         plan: list[Piece | Singles] = []
-        for single, some in groupby(enumerate(batch.rows), lambda item: by_kernel and item[1][1] == 1):
+        for single, some in groupby(enumerate(batch.rows), lambda item: by_kernel and _singly(*item[1])):
             if single:
-                index = torch.tensor([row for row, _ in some])
-                plan.append(Singles(len(index), one_query.Rows(tables[index], batch.kv_lengths[index])))
+                plan.append(_singles(list(some), tables))
                 continue
             pieces = [
                 piece
@@ -147,6 +147,20 @@ class CPUAttention:
         mask = _causal(piece.count) if piece.causal else piece.mask
         visible = None if mask is None else mask[None]
         return attend(query[None], keys, values, visible, scale=spec.scale, soft_cap=spec.soft_cap, sinks=sinks)[0]
+
+
+def _singly(start: int, count: int, length: int) -> bool:  # noqa: ARG001
+    return count == 1 or length <= SHORT
+
+
+def _singles(rows: list[tuple[int, tuple[int, int, int]]], tables: Tensor) -> Singles:
+    """rows: their numbers, and what a batch says of them."""
+    numbers, counts = np.array([row for row, _ in rows]), np.array([count for _, (_, count, _) in rows])
+    ends = np.cumsum(counts)
+    after = np.array([length for _, (_, _, length) in rows]) - ends  # the first token of a row sees length - count + 1 keys
+    lengths = np.arange(1, ends[-1] + 1) + np.repeat(after, counts)
+    index = torch.from_numpy(np.repeat(numbers, counts))
+    return Singles(len(index), one_query.Rows(tables[index], torch.from_numpy(lengths.astype(np.int32))))
 
 
 def _pieces(

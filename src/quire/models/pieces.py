@@ -13,7 +13,6 @@ from quire.models.trace import Between, Piece, Symbol, Trace
 from quire.models.track import BoundAttention, Memory, Track, room_for
 from quire.ops import gemm
 from quire.ops.choice import NEVER, unfold_from
-from quire.ops.nbits import forgets
 from quire.ops.onnx import Graph
 from quire.ops.session import Call, Session
 
@@ -120,5 +119,5 @@ def _compile(piece: Piece, outputs: Sequence[Symbol]) -> Session:
         graph,
         inputs,
         [(names[symbol], symbol.columns) for symbol in outputs],
-        hold=not (forgets(4) and forgets(8) and gemm.forgets()),
+        hold=not gemm.forgets(),
     )

@@ -1,5 +1,6 @@
 """Products with matrices of 4- or 8-bit numbers, through OpenVINO or ONNX Runtime's MatMulNBits: activations are rounded to
-8 bits by groups of 32 as well, and the sums are integers, so a row's result does not depend on the rows beside it.
+8 bits by groups of 32 as well, and the sums are integers, so a row's result does not depend on the rows beside it. (On some
+machines 4-bit numbers without offsets mean rounding by whole rows: quicker, and good enough for what was normed before.)
 
 They know scales but only whole offsets. Offsets of any value are a small product of their own:
 
@@ -12,7 +13,7 @@ few bits themselves, behind the others. Then it is one product again:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -24,6 +25,7 @@ from quire.ops.onnx import CONTRIB, ELEMENTS, Array, Graph
 from quire.ops.session import Session
 
 BY_INTEGERS = 4  # the operator's accuracy_level
+MIDDLES = 0x88  # two 4-bit numbers that stand for 0
 FLOAT = ELEMENTS[np.dtype(np.float32)]
 FINE = 4  # rests are in units of at most 1 / FINE of a scale, on average
 
@@ -36,13 +38,17 @@ class Packed:
     inputs: int  # K
     numbers: Array  # [N, G, 4 * bits] uint8; 4 bits: two to a byte, the first in the low half
     scale: Array  # [N, G] float32
-    zeros: Array | None  # [N, G * bits / 8, rounded up] uint8: numbers that stand for 0, if offsets are folded
+    zeros: Array | None  # [N, G * bits / 8, rounded up] uint8: numbers that stand for 0, if not those in the middle
     offset: Array | None  # [K / 32, N] float32, if they are not
     bias: Array | None  # [N] float32
 
     @property
     def outputs(self) -> int:
         return int(self.numbers.shape[0])
+
+    @property
+    def folded(self) -> bool:
+        return bool(self.scale.shape[1] * GROUP > self.inputs)
 
     def each_zero(self) -> Array:
         """[N, G] uint8: the numbers that stand for 0, one to a byte."""
@@ -103,10 +109,13 @@ def _in_bytes(numbers: Tensor, bits: int) -> Tensor:
     return numbers[:, 0::2] | numbers[:, 1::2] << 4
 
 
-def emit(graph: Graph, x: str, packed: Packed) -> str:
-    """Adds the product to a graph, which takes the matrix over; x is [T, K], the result [T, N]."""
+def emit(graph: Graph, x: str, packed: Packed, *, fine: bool = True) -> str:
+    """Adds the product to a graph, which takes the matrix over; x is [T, K], the result [T, N]. `fine`: activations are rounded
+    by groups whatever that costs."""
+    if fine and not graph.for_openvino and packed.bits == 4 and packed.zeros is None and finer_by_zeros():
+        packed = replace(packed, zeros=np.full((packed.outputs, -(-packed.scale.shape[1] // 2)), MIDDLES, np.uint8))
     sums = ""
-    if packed.offset is not None or packed.zeros is not None:
+    if packed.offset is not None or packed.folded:
         sums = (_emit_sums_by_product if graph.for_openvino else _emit_sums)(graph, x, packed)
     y = (_emit_unfolded if graph.for_openvino else _emit_folded)(graph, x, sums, packed)
     if packed.offset is not None:
@@ -124,20 +133,25 @@ def _emit_sums_by_product(graph: Graph, x: str, packed: Packed) -> str:
     """The same, or if they are folded, with zeros behind that make whole groups. It is one small product by ones and zeros
     where a sum would be several operators."""
     count = packed.inputs // GROUP
-    width = count if packed.zeros is None else packed.scale.shape[1] * GROUP - packed.inputs
+    width = packed.scale.shape[1] * GROUP - packed.inputs if packed.folded else count
     ones = np.zeros((width, packed.inputs), np.float32)
     ones[:count] = np.repeat(np.eye(count, dtype=np.float32), GROUP, axis=1)
     return graph.add("Gemm", [x, graph.shared(ones)], transB=1)[0]
 
 
 def _emit_folded(graph: Graph, x: str, sums: str, packed: Packed) -> str:
-    inputs, columns = [x, graph.give(packed.numbers), graph.give(packed.scale)], packed.inputs
-    if packed.zeros is not None:
+    take = graph.give if forgets(packed.bits, packed.zeros is not None, packed.folded) else graph.lend_for_good
+    inputs, columns = [x, graph.give(packed.numbers), take(packed.scale)], packed.inputs
+    if packed.folded:
         [inputs[0]], columns = graph.add("Concat", [x, sums], axis=1), packed.inputs + packed.inputs // GROUP
     if packed.zeros is not None or packed.bias is not None:
-        inputs.append("" if packed.zeros is None else graph.give(packed.zeros))
+        inputs.append("" if packed.zeros is None else take(packed.zeros))
     if packed.bias is not None:
         inputs += ["", graph.constant(packed.bias)]
+    return _multiply(graph, inputs, packed, columns)
+
+
+def _multiply(graph: Graph, inputs: Sequence[str], packed: Packed, columns: int) -> str:
     shape = {"K": columns, "N": packed.outputs, "bits": packed.bits, "block_size": GROUP, "accuracy_level": BY_INTEGERS}
     return graph.add("MatMulNBits", inputs, domain=CONTRIB, **shape)[0]
 
@@ -145,7 +159,7 @@ def _emit_folded(graph: Graph, x: str, sums: str, packed: Packed) -> str:
 def _emit_unfolded(graph: Graph, x: str, sums: str, packed: Packed) -> str:
     """As a matrix that is unfolded and then multiplied by. It has whole groups only."""
     outputs, groups = packed.scale.shape
-    if packed.zeros is not None:
+    if packed.folded:
         [x] = graph.add("Concat", [x, sums], axis=1)
     shape = outputs, groups, GROUP
     numbers = graph.give(packed.numbers, shape) if packed.bits == 4 else graph.give(packed.numbers.reshape(shape))
@@ -159,12 +173,10 @@ def _emit_unfolded(graph: Graph, x: str, sums: str, packed: Packed) -> str:
 class Product:
     """x [T, K] -> [T, N]."""
 
-    def __init__(self, packed: Packed, for_openvino: bool, hold: bool | None = None) -> None:
+    def __init__(self, packed: Packed, for_openvino: bool) -> None:
         graph, x = Graph(for_openvino), "x"
         y = emit(graph, x, packed)
-        if hold is None:
-            hold = not for_openvino and not forgets(packed.bits)
-        self._session = Session(graph, [(x, packed.inputs)], [(y, packed.outputs)], hold)
+        self._session = Session(graph, [(x, packed.inputs)], [(y, packed.outputs)], hold=False)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._session.run(x)[0]
@@ -173,24 +185,51 @@ class Product:
         return self._session.keeps_numbers()
 
 
+# What differs between machines and releases of the runtime, tried on small matrices.
+
+
 @cache
-def forgets(bits: int) -> bool:
-    """Does the runtime, on this machine, never look again at a matrix it was lent? Tried on a small one, by changing it."""
-    rng = np.random.default_rng(0)
-    numbers, zeros = (
-        rng.integers(0, 256, (96, 5, 4 * bits), np.uint8),
-        rng.integers(0, 256, (96, (5 * bits + 7) // 8), np.uint8),
-    )
-    scale, offset = rng.random((96, 5), np.float32), rng.random((5, 96), np.float32)
-    whole = Packed(bits, 5 * GROUP, numbers.copy(), scale.copy(), None, offset, None)
-    folded = Packed(bits, 4 * GROUP, numbers, scale, zeros, None, None)
-    for packed in (whole, folded):
-        product = Product(packed, for_openvino=False, hold=True)
-        some = [torch.from_numpy(rng.random((rows, packed.inputs), np.float32)) for rows in (1, 40)]
-        before = [product(x).clone() for x in some]
-        for array in (packed.numbers, packed.scale, packed.zeros, packed.offset):
-            if array is not None:
-                array[:] = 1
-        if not all(torch.equal(product(x), was) for x, was in zip(some, before, strict=True)):
-            return False
-    return True
+def finer_by_zeros() -> bool:
+    """Are activations rounded by rows, unless numbers that stand for 0 are given? Tried with a large activation in the first
+    group, which is multiplied by zeros: rounding by rows leaves nothing of the second."""
+    rows = {}
+    for zeros in (False, True):
+        packed = _small(4, 2, zeros)
+        packed.numbers[:, 0] = MIDDLES
+        if packed.zeros is not None:
+            packed.zeros[:] = MIDDLES
+        x = torch.cat((torch.full((2, GROUP), 4096.0), torch.linspace(-1, 1, GROUP).expand(2, GROUP)), dim=1)
+        expected = (packed.numbers[:, 1] & 15, packed.numbers[:, 1] >> 4)
+        weights = (np.stack(expected, axis=-1).reshape(-1, GROUP) - 8.0) * packed.scale[:, 1:]
+        wanted = x[:, GROUP:] @ torch.from_numpy(weights.astype(np.float32)).t()
+        rows[zeros] = bool((_session(packed, packed.inputs).run(x)[0] - wanted).norm() > wanted.norm() / 8)
+    return rows[False] and not rows[True]
+
+
+@cache
+def forgets(bits: int, zeros: bool, folded: bool) -> bool:
+    """Does the runtime never look again at scales it was lent, nor at numbers that stand for 0? At the others it never does."""
+    packed = _small(bits, 5, zeros)
+    columns = 4 * (GROUP + 1) if folded else packed.inputs
+    session, rng = _session(packed, columns), np.random.default_rng(0)
+    some = [torch.from_numpy(rng.random((rows, columns), np.float32)) for rows in (1, 40)]
+    before = [session.run(x)[0].clone() for x in some]
+    for array in (packed.scale, packed.zeros):
+        if array is not None:
+            array[:] = 1
+    return all(torch.equal(session.run(x)[0], was) for x, was in zip(some, before, strict=True))
+
+
+def _small(bits: int, groups: int, zeros: bool) -> Packed:
+    rng, outputs = np.random.default_rng(0), 96
+    numbers = rng.integers(0, 256, (outputs, groups, 4 * bits), np.uint8)
+    whole = rng.integers(0, 256, (outputs, (groups * bits + 7) // 8), np.uint8) if zeros else None
+    return Packed(bits, groups * GROUP, numbers, rng.random((outputs, groups), np.float32), whole, None, None)
+
+
+def _session(packed: Packed, columns: int) -> Session:
+    """Of the product by so many of its columns, on the matrix's own memory."""
+    graph = Graph()
+    arrays = [packed.numbers, packed.scale, *([] if packed.zeros is None else [packed.zeros])]
+    y = _multiply(graph, ["x", *(graph.give(array) for array in arrays)], packed, columns)
+    return Session(graph, [("x", columns)], [(y, packed.outputs)], hold=True)

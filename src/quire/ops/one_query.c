@@ -23,11 +23,14 @@
 #define STEP 16            /* components of a head are taken by so many */
 #define VECTORS (STEP / LANES)
 #define BLOCK 32           /* keys */
+#define FEW 16             /* values */
 #define TILE 4             /* keys, and at most so many queries, that are multiplied together */
 #define MOST_COMPONENTS 512
 
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
+typedef float quad __attribute__((vector_size(16)));
+typedef int32_t places __attribute__((vector_size(16)));
 
 typedef struct {                                    /* a layer; strides are in numbers */
     const float *queries, *keys, *values;           /* of the tokens; no keys: they are in the cache already, and queries ready */
@@ -49,10 +52,28 @@ INLINE vec all(float x) { vec v = {0}; return v + x; }
 INLINE vec where(ivec mask, vec v) { return (vec)(mask & (ivec)v); }
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-INLINE float sum(vec v) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += v[i];
+INLINE vec greater(vec a, vec b) { return where(a > b, a) + where(~(a > b), b); }
+
+INLINE quad fold(vec v) {
+    quad parts[LANES / 4], total;
+    memcpy(parts, &v, sizeof v);
+    total = parts[0];
+    for (int i = 1; i < LANES / 4; i++) total += parts[i];
     return total;
+}
+
+/* the sum of each of four */
+INLINE quad sums_of(const vec *v) {
+    quad a = fold(v[0]), b = fold(v[1]), c = fold(v[2]), d = fold(v[3]);
+    const places even = {0, 4, 2, 6}, odd = {1, 5, 3, 7}, low = {0, 1, 4, 5}, high = {2, 3, 6, 7};
+    quad ab = __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
+    quad cd = __builtin_shuffle(c, d, even) + __builtin_shuffle(c, d, odd);
+    return __builtin_shuffle(ab, cd, low) + __builtin_shuffle(ab, cd, high);
+}
+
+INLINE float sum(vec v) {
+    quad q = fold(v);
+    return (q[0] + q[1]) + (q[2] + q[3]);
 }
 
 /* e to the power of x <= 0, as 2^whole * 2^part, where -0.5 <= part <= 0.5 and a polynomial stands for the second */
@@ -104,16 +125,20 @@ INLINE void score(int queries, const float *q, const float *keys, int64_t count,
                 for (int i = 0; i < TILE; i++) sums[g][i] += query * taken[i];
             }
         }
-        for (int g = 0; g < queries; g++)
-            for (int i = 0; i < TILE; i++) scores[g * BLOCK + t + i] = t + i < count ? sum(sums[g][i]) : -INFINITY;
+        for (int g = 0; g < queries; g++) {
+            quad four = sums_of(sums[g]);
+            memcpy(scores + g * BLOCK + t, &four, sizeof four);
+            for (int64_t i = count; i < t + TILE; i++) scores[g * BLOCK + i] = -INFINITY;
+        }
     }
 }
 
 /* scores become weights; -> by what has to be multiplied what was summed before */
 INLINE float weigh(float *scores, int64_t count, float *greatest, float *total) {
     float before = *greatest, top = before;
-    for (int64_t t = 0; t < count; t++) top = scores[t] > top ? scores[t] : top;
-    vec sums = {0};
+    vec tops = load(scores), sums = {0};
+    for (int64_t t = LANES; t < count; t += LANES) tops = greater(load(scores + t), tops);
+    for (int i = 0; i < LANES; i++) top = tops[i] > top ? tops[i] : top;
     for (int64_t t = 0; t < count; t += LANES) {
         vec weights = power(load(scores + t) - top);
         store(scores + t, weights);
@@ -125,21 +150,31 @@ INLINE float weigh(float *scores, int64_t count, float *greatest, float *total) 
     return correction;
 }
 
-/* out [queries, dim] += weights [queries, BLOCK] by values [count, dim] */
+/* out [queries, dim] += weights [queries, BLOCK] by values [count, dim], which are read nearly in order */
 INLINE void gather(int queries, const float *weights, const float *values, int64_t count, int64_t dim, float *out) {
-    for (int64_t d = 0; d < dim; d += STEP) {
-        vec sums[TILE][VECTORS];
-        for (int g = 0; g < queries; g++)
-            for (int i = 0; i < VECTORS; i++) sums[g][i] = load(out + g * dim + d + i * LANES);
-        for (int64_t t = 0; t < count; t++) {
-            vec taken[VECTORS];
-            for (int i = 0; i < VECTORS; i++) taken[i] = load(values + t * dim + d + i * LANES);
+    for (int64_t begin = 0, end; begin < count; begin = end) {
+        end = least(begin + FEW, count);
+        for (int64_t d = 0; d < dim; d += STEP) {
+            vec sums[TILE][VECTORS];
             for (int g = 0; g < queries; g++)
-                for (int i = 0; i < VECTORS; i++) sums[g][i] += taken[i] * weights[g * BLOCK + t];
+                for (int i = 0; i < VECTORS; i++) sums[g][i] = load(out + g * dim + d + i * LANES);
+            for (int64_t t = begin; t < end; t++) {
+                vec taken[VECTORS];
+                for (int i = 0; i < VECTORS; i++) taken[i] = load(values + t * dim + d + i * LANES);
+                for (int g = 0; g < queries; g++)
+                    for (int i = 0; i < VECTORS; i++) sums[g][i] += taken[i] * weights[g * BLOCK + t];
+            }
+            for (int g = 0; g < queries; g++)
+                for (int i = 0; i < VECTORS; i++) store(out + g * dim + d + i * LANES, sums[g][i]);
         }
-        for (int g = 0; g < queries; g++)
-            for (int i = 0; i < VECTORS; i++) store(out + g * dim + d + i * LANES, sums[g][i]);
     }
+}
+
+/* where the keys and values of a row begin, from one of its tokens on, and how many follow each other there */
+INLINE int64_t find(const Layer *l, const Rows *r, int64_t row, int64_t head, int64_t token, int64_t *count) {
+    int64_t page = r->tables[row * r->table_stride + token / l->page_size], offset = token % l->page_size;
+    *count = least(least(l->page_size - offset, r->lengths[row] - token), BLOCK);
+    return page * l->page_stride + head * l->head_stride + offset * l->head_dim;
 }
 
 INLINE void attend(const Layer *l, const Rows *r, int queries, const float *q, float *out, int64_t row, int64_t head) {
@@ -148,9 +183,7 @@ INLINE void attend(const Layer *l, const Rows *r, int queries, const float *q, f
     for (int g = 0; g < queries; g++) greatest[g] = -INFINITY, total[g] = 0;
     memset(out, 0, (size_t)(queries * dim) * sizeof(float));
     for (int64_t t = first, count; t < length; t += count) {
-        int64_t page = r->tables[row * r->table_stride + t / l->page_size], offset = t % l->page_size;
-        int64_t at = page * l->page_stride + head * l->head_stride + offset * dim;
-        count = least(least(l->page_size - offset, length - t), BLOCK);
+        int64_t at = find(l, r, row, head, t, &count);
         score(queries, q, l->cached_keys + at, count, dim, scores);
         for (int g = 0; g < queries; g++) {
             int64_t whole = (count + LANES - 1) / LANES * LANES;

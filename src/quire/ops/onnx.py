@@ -49,6 +49,7 @@ class Graph:
         self.for_openvino = for_openvino
         self.lent: dict[str, Array] = {}
         self.given: list[str] = []  # of what is lent, that nobody else reads
+        self.lasting: list[str] = []  # of what is lent, that the runtime reads again
         self.nibbles: dict[str, tuple[int, ...]] = {}  # of what is lent, the shapes of 4-bit numbers
         self._constants: list[bytes] = []
         self._shared: dict[tuple[tuple[int, ...], bytes], str] = {}
@@ -74,6 +75,10 @@ class Graph:
         name = self.name()
         self.lent[name] = matrix
         return name
+
+    def lend_for_good(self, matrix: Array) -> str:
+        self.lasting.append(self.lend(matrix))
+        return self.lasting[-1]
 
     def give(self, matrix: Array, nibbles: tuple[int, ...] = ()) -> str:
         """Lends what nobody else reads. `nibbles`: the shape of 4-bit numbers, two to a byte, the first in the low half."""

@@ -53,14 +53,14 @@ class Program:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in graph.lent.items()}
         options.add_external_initializers(list(graph.lent), list(values.values()))
-        for name in graph.given:
+        for name in (*graph.given, *graph.lasting):
             options.add_initializer(name, values[name])  # otherwise the runtime copies some, and keeps the copies
         model = graph.encode(inputs, outputs)
         with _environment(SETTINGS):
             self.session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         # as numbers: to look up numpy's types would be most of the time it takes to bind memory
         self.types = {value.name: ELEMENTS[np.dtype(value.dtype)] for value in (*inputs, *outputs)}
-        self._held = values if hold else {name: values[name] for name in graph.given}
+        self._held = values if hold else {name: values[name] for name in (*graph.given, *graph.lasting)}
         if not hold:
             for name in graph.given:
                 give_back(graph.lent[name])
