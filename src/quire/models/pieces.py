@@ -12,7 +12,7 @@ from quire.attn.batch import Batch
 from quire.models.trace import Between, Piece, Symbol, Trace
 from quire.models.track import BoundAttention, Memory, Track, room_for
 from quire.ops import gemm
-from quire.ops.choice import NEVER, unfold_from
+from quire.ops.choice import NEVER, choose, unfold_from
 from quire.ops.onnx import Graph
 from quire.ops.session import Call, Session
 
@@ -120,4 +120,5 @@ def _compile(piece: Piece, outputs: Sequence[Symbol]) -> Session:
         inputs,
         [(names[symbol], symbol.columns) for symbol in outputs],
         hold=not gemm.forgets(),
+        spin=choose().spin,
     )

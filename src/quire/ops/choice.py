@@ -25,8 +25,10 @@ from quire.files.gguf import GGML_TYPES
 from quire.files.wheel import cache_directory
 from quire.ops import openvino
 from quire.ops.blocks import Stored
-from quire.ops.gemm import Gemm
+from quire.ops.gemm import Gemm, emit
 from quire.ops.nbits import Product, pack
+from quire.ops.onnx import Graph
+from quire.ops.session import Session
 from quire.ops.unfold import unfolded_linear
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class Choice:
     unfold_others_of_network_from: int
     runtime_floats: bool  # ONNX Runtime multiplies few rows of float32 faster than torch
     fold: bool  # offsets among the numbers (`ops/nbits.py`) are no slower for ONNX Runtime than as a product of their own
+    spin: bool  # threads of a run that wait for each other had better not sleep: not so where two share a core
     openvino: bool  # OpenVINO multiplies few rows by numbers of 4 bits faster than ONNX Runtime, and keeps them
 
 
@@ -99,7 +102,7 @@ def measure() -> Choice:
     of_network = few, others
     if by_openvino:
         of_network = _measure_unfolding("Q4_0", by_openvino), _measure_unfolding("Q5_0", by_openvino)
-    return Choice(few, others, *of_network, _measure_floats(), _measure_folding(), by_openvino)
+    return Choice(few, others, *of_network, _measure_floats(), _measure_folding(), _measure_spinning(), by_openvino)
 
 
 def _key() -> str:
@@ -174,6 +177,22 @@ def _measure_folding() -> bool:
         return False
     of_apart, of_folded = _time_few((apart, folded))
     return of_folded < LESS_MEMORY * of_apart
+
+
+def _measure_spinning() -> bool:
+    """In a row of small products, as a decoder is."""
+    sleeping, spinning = (_chain(spin) for spin in (False, True))
+    of_sleeping, of_spinning = _time_few((sleeping, spinning))
+    return of_spinning < of_sleeping
+
+
+def _chain(spin: bool) -> Callable[[Tensor], Tensor]:
+    graph, name, weight = Graph(), "x", torch.randn(OUTPUTS, INPUTS)
+    for _ in range(4):
+        for matrix in (weight, weight.t().contiguous()):
+            [name] = emit(graph, name, matrix, None)
+    session = Session(graph, [("x", INPUTS)], [(name, INPUTS)], spin=spin)
+    return lambda x: session.run(x)[0]
 
 
 def _time_few(ways: Ways) -> tuple[float, float]:

@@ -3,8 +3,7 @@ what it multiplies by."""
 
 import importlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -15,8 +14,6 @@ import torch
 from quire.ops.onnx import ELEMENTS, Graph, Value, give_back
 
 MOST_THREADS = 16  # of one program; they sleep between runs
-# attention over one query at a time takes twice as long by the runtime's way for many
-SETTINGS = {"ORT_GQA_DISABLE_FLASH_ATTENTION": "1"}
 
 
 def available() -> bool:
@@ -38,26 +35,27 @@ class Program:
         inputs: Sequence[Value],
         outputs: Sequence[Value],
         hold: bool = True,
-        most_threads: int = MOST_THREADS,
+        *,
+        spin: bool = False,
     ) -> None:
         """`hold`: what was lent may be read again, and is kept. Otherwise the memory of what was given goes back to the system,
-        if not its addresses."""
+        if not its addresses. `spin`: threads wait for each other without sleeping, as long as a run lasts."""
         onnxruntime = runtime()
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = min(torch.get_num_threads(), most_threads)
+        options.intra_op_num_threads = min(torch.get_num_threads(), MOST_THREADS)
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
         # graphs are written as they are to run: to look for better ones would take time, and memory that is kept
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.enable_cpu_mem_arena = options.enable_mem_pattern = False
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
+        options.add_session_config_entry("session.force_spinning_stop", "1")  # with the run
         values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in graph.lent.items()}
         options.add_external_initializers(list(graph.lent), list(values.values()))
         for name in (*graph.given, *graph.lasting):
             options.add_initializer(name, values[name])  # otherwise the runtime copies some, and keeps the copies
         model = graph.encode(inputs, outputs)
-        with _environment(SETTINGS):
-            self.session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        self.session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         # as numbers: to look up numpy's types would be most of the time it takes to bind memory
         self.types = {value.name: ELEMENTS[np.dtype(value.dtype)] for value in (*inputs, *outputs)}
         self._held = values if hold else {name: values[name] for name in (*graph.given, *graph.lasting)}
@@ -89,15 +87,3 @@ def _cpu() -> Any:
     from onnxruntime.capi._pybind_state import OrtDevice
 
     return OrtDevice(OrtDevice.cpu(), OrtDevice.default_memory(), 0)
-
-
-@contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """The process's environment with `settings` for a moment; what the user has set stays."""
-    added = {name: value for name, value in settings.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]

@@ -36,8 +36,10 @@ class Calls:
 class Session:
     """A run's outputs are overwritten by the next run with as many rows."""
 
-    def __init__(self, graph: Graph, inputs: Sequence[Columns], outputs: Sequence[Columns], hold: bool = True) -> None:
-        """`hold`: see `ort.Program`."""
+    def __init__(
+        self, graph: Graph, inputs: Sequence[Columns], outputs: Sequence[Columns], hold: bool = True, spin: bool = False
+    ) -> None:
+        """`hold`, `spin`: see `ort.Program`."""
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
         values = [_matrix(*item) for item in inputs], [_matrix(*item) for item in outputs]
         self._compiled: openvino.Network | ort.Program
@@ -48,7 +50,7 @@ class Session:
             self._compiled.run()
             self._compiled.settle()
         else:
-            self._compiled = ort.Program(graph, *values, hold)
+            self._compiled = ort.Program(graph, *values, hold, spin=spin)
             self._rows_at_once = max(ROWS_AT_LEAST, ELEMENTS_AT_ONCE // sum(columns for _, columns in (*inputs, *outputs)))
         self._latest: tuple[int, Call, list[Tensor], list[Tensor]] | None = None
 

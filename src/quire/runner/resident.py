@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-LARGE_STEP, SMALLER = 256, 8  # tokens of a step worth noticing, and how many times smaller the next is
+LARGE_STEP, SMALLER = 96, 8  # tokens of a step worth noticing, and how many times smaller the next is
 TORCH = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 MAPPING = re.compile(r"(?P<start>[0-9a-f]+)-(?P<end>[0-9a-f]+) (?P<access>\S{4}) \S+ \S+ (?P<inode>\d+)")
 

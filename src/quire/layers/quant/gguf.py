@@ -19,7 +19,7 @@ from quire.ops.unfold import unfolded_linear, unfolds_quickly
 if TYPE_CHECKING:
     from quire.layers.linear import Linear
 
-MANY_IDS = 256
+MANY_IDS = 64
 
 
 def suits(stored: Stored) -> bool:
