@@ -87,7 +87,6 @@ class Symbol:
 
     def __init__(self, pieces: list[Piece], columns: int) -> None:
         self.pieces, self.columns = pieces, columns
-        self.normed = False  # so that no component is many times as large as the others
 
     def then(
         self, emit: Emit, *others: "Symbol", columns: Sequence[int], matrix: Matrix | None = None, quickly: bool = True
@@ -142,7 +141,7 @@ def _symbol(value: Any) -> Symbol:
 
 def _linear(method: GGUFMethod, layer: Linear, x: Symbol) -> Symbol:
     def make(graph: Graph, names: Sequence[str]) -> Sequence[str]:
-        return [emit(graph, names[0], method.take(layer, graph.for_openvino), fine=not x.normed)]
+        return [emit(graph, names[0], method.take(layer, graph.for_openvino))]
 
     return x.then(make, columns=[layer.outputs], quickly=method.unfolds_quickly)[0]
 
@@ -162,9 +161,7 @@ def _rms_norm(x: Symbol, weight: Tensor, eps: float, offset: float = 0.0) -> Sym
             "SimplifiedLayerNormalization", [*names, graph.constant(_weight(weight, offset))], axis=-1, epsilon=eps
         )
 
-    [normed] = x.then(make, columns=[x.columns])
-    normed.normed = True
-    return normed
+    return x.then(make, columns=[x.columns])[0]
 
 
 def _add_rms_norm(x: Symbol, residual: Symbol, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Symbol, Symbol]:
@@ -175,7 +172,6 @@ def _add_rms_norm(x: Symbol, residual: Symbol, weight: Tensor, eps: float, offse
         return normed, total
 
     normed, total = x.then(make, residual, columns=[x.columns, x.columns])
-    normed.normed = True
     return normed, total
 
 

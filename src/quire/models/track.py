@@ -23,7 +23,7 @@ class BoundAttention:
 
     def __init__(self, attention: SelfAttention, qkv: Tensor, out: Tensor) -> None:
         core = attention.core
-        self._attention, self._qkv, self._out, self._kv = attention, qkv, out, core.bound()
+        self._attention, self._qkv, self._out, self._kv, self._group = attention, qkv, out, core.bound(), core.group
         self._call: one_query.OneQuery | None = None
         if core.spec.soft_cap is None and attention.sinks is None and one_query.suits(self._kv):
             rotation = None if attention.rope is None else attention.rope.table
@@ -38,7 +38,7 @@ class BoundAttention:
 
     def run(self, batch: Batch) -> None:
         if self._call is not None:
-            self._call.run(one_query_rows(batch, self._attention.core.group))
+            self._call.run(one_query_rows(batch, self._group))
         else:
             rows = len(batch.rows)
             self._out[:rows] = attend_heads(self._attention, self._qkv[:rows], batch)
