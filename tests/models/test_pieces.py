@@ -11,19 +11,19 @@ from gguf_files import LLAMA, llama_tensors, tiny_llama
 from oracle import Sequences
 from quire.config.facts import read_facts
 from quire.files.resolve import resolve_model
-from quire.layers.attention import attend_heads
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
 from quire.load.load import load_weights
 from quire.models.registry import build_model
 
 pytest.importorskip("onnxruntime")
-from quire.attn.lines import Form, LineAttention, agrees
 from quire.models import track
 from quire.models.compiled import compile_body
 from quire.models.pieces import Pieces
 from quire.models.trace import write_down
+from quire.ops import one_query
 from quire.ops.gemm import forgets
+from quire.ops.one_query import OneQuery
 from quire.ops.onnx import Graph
 
 IDS = [3, 17, 42, 8, 30, 11, 25]
@@ -45,7 +45,7 @@ def facts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wider(tmp_path_factory):
-    """The same with heads of 16 components, which the runtime can attend with."""
+    """The same with heads of 16 components, which the kernel can attend with."""
     fields = {**LLAMA, "embedding_length": 64, "rope.dimension_count": 16}
     kind = gguf.GGMLQuantizationType.Q4_1
     tensors = {
@@ -82,9 +82,11 @@ def test_pieces_are_the_layers_in_fewer_calls(facts):
     assert len(compiled.compiled._stages) == len(facts.layers) + 1
     expected = Sequences(by_layer, 1, len(IDS)).step([(0, IDS)])[0]
     found = Sequences(compiled, 1, len(IDS)).step([(0, IDS)])[0]
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+    near = (found - expected).abs().amax(dim=1) < 1e-3
+    assert near.sum() >= len(IDS) - 1  # an activation halfway between two of 8 bits may be rounded the other way
+    assert (found - expected).norm() < 0.01 * expected.norm()
     few = Sequences(compiled, 1, len(IDS)).step([(0, IDS)], kept=[2])[0]
-    torch.testing.assert_close(few, expected[-2:], atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(few, found[-2:], atol=1e-4, rtol=1e-3)
 
 
 def test_near_the_unfolded_model(facts):
@@ -169,21 +171,27 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("scattered", "times"), [((), 4), ((1,), 5), ((0, 1, 2), 5)])
-def test_single_tokens_are_attended_by_the_runtime(wider, scattered, times, monkeypatch):
+@pytest.mark.parametrize("scattered", [(), (1,), (0, 1, 2)])
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_single_tokens_on_a_track(wider, scattered, by_kernel, monkeypatch):
     """Four of the steps have rows of one token only, and in one of these some are in line and some scattered."""
     by_layer, compiled = loaded(wider, True), loaded(wider, True)
     compiled.compiled = Pieces(write_down(compiled.run_blocks, wider.hidden_size), whole=False)
-    assert agrees(Form(4, 2, 16, 0.25, 16, None))  # and has been tried before calls are counted
-    calls = []
-    monkeypatch.setattr(LineAttention, "run", lambda self, run=LineAttention.run: calls.append(self) or run(self))
-    monkeypatch.delattr("quire.models.track.attend_heads")
+    calls, by_torch, attend_heads = [], [], track.attend_heads
+    monkeypatch.setattr(one_query, "suits", lambda kv, suits=one_query.suits: by_kernel and suits(kv))
+    monkeypatch.setattr(OneQuery, "run", lambda self, rows, run=OneQuery.run: calls.append(self) or run(self, rows))
+    monkeypatch.setattr(track, "attend_heads", lambda *args: by_torch.append(args) or attend_heads(*args))
     for _ in range(2):  # with another cache the second time
         expected, found = Lined(by_layer, 3, 20), Lined(compiled, 3, 20, scattered)
         for rows in STEPS:
-            for theirs, ours in zip(expected.step(rows), found.step(rows), strict=True):
-                torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
-    assert len(calls) == 2 * times * len(wider.layers)
+            there = len(calls), len(by_torch)
+            ours = found.step(rows)
+            several = any(len(ids) > 1 for _, ids in rows)
+            attended = 0 if several else len(wider.layers)
+            assert len(by_torch) - there[1] == (0 if by_kernel and one_query.kernel() else attended)
+            assert several or len(calls) - there[0] == len(wider.layers) - (len(by_torch) - there[1])
+            for one, other in zip(ours, expected.step(rows), strict=True):
+                torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
 
 
 def grow(sequences):
@@ -198,23 +206,10 @@ def grow(sequences):
 @pytest.mark.parametrize("scattered", [(1,), (0, 3), (0, 1, 2, 3)])
 @pytest.mark.parametrize("keep_blocks", [True, False])
 def test_scattered_rows_get_the_same_bits(wider, keep_blocks, scattered, monkeypatch):
-    monkeypatch.setattr("quire.attn.copies.ROOM", 16)
+    if one_query.kernel() is None:
+        pytest.skip("no C compiler was there when Quire was installed")
     monkeypatch.delattr("quire.models.track.attend_heads")
     model = loaded(wider, keep_blocks)
     model.compiled = Pieces(write_down(model.run_blocks, wider.hidden_size), whole=not keep_blocks)
     expected, found = grow(Lined(model, 4, 48)), grow(Lined(model, 4, 48, scattered))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
-
-
-def test_scattered_rows_for_which_there_is_no_memory_go_to_the_layer(wider, monkeypatch):
-    monkeypatch.setattr("quire.attn.copies.ROOM", 16)
-    monkeypatch.setattr("quire.attn.copies.MOST_BYTES", 4 * 1024)  # for one row of at most four pages
-    by_torch = []
-    monkeypatch.setattr(track, "attend_heads", lambda *args: by_torch.append(len(args[1])) or attend_heads(*args))
-    model = loaded(wider, False)
-    model.compiled = Pieces(write_down(model.run_blocks, wider.hidden_size), whole=True)
-    expected = grow(Lined(model, 4, 48))
-    assert not by_torch
-    for ours, theirs in zip(grow(Lined(model, 4, 48, (0, 1, 3))), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
-    assert {1, 2, 3} == {*by_torch}  # all but one while that is short, then all of them

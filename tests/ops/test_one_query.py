@@ -1,0 +1,186 @@
+"""Attention by the kernel in C against torch's, over the same cache."""
+
+import shutil
+from dataclasses import dataclass
+
+import pytest
+import torch
+from test_paged_attention import make_batch
+
+from quire.attn.backend import AttentionSpec
+from quire.attn.cpu import CPUAttention
+from quire.ops import one_query
+from quire.ops.attention import attend
+from quire.ops.one_query import OneQuery, Rows, kernel, suits
+from quire.ops.qkv import HeadNorms, Rotation, reference_place_heads
+
+by_kernel = pytest.mark.skipif(kernel() is None, reason="no C compiler was there when Quire was installed")
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    turned: int = 0
+    normed: bool = False
+    window: int | None = None
+    layout: str = "pages"
+
+
+SHAPES = [
+    Shape(9, 3, 64, 32, turned=64),
+    Shape(4, 4, 16, 4),
+    Shape(5, 1, 128, 16, turned=32, normed=True),
+    Shape(6, 3, 80, 64, turned=80, window=13),
+    Shape(8, 1, 64, 7, normed=True, layout="lines"),
+    Shape(4, 2, 512, 48, turned=512, window=1, layout="apart"),
+    Shape(7, 1, 32, 256, turned=16, layout="lines"),
+]
+LENGTHS = [1, 2, 33, 64, 100, 31, 5]
+
+
+def make_cache(shape: Shape, pages: int) -> torch.Tensor:
+    """[pages, 2, kv_heads, page_size, head_dim], as the layout has it in memory."""
+    kv = torch.randn(pages, 2, shape.kv_heads, shape.page_size, shape.head_dim, generator=torch.Generator().manual_seed(1))
+    if shape.layout == "lines":
+        return kv.permute(1, 2, 0, 3, 4).contiguous().permute(2, 0, 1, 3, 4)
+    return kv.transpose(0, 1).contiguous().transpose(0, 1) if shape.layout == "apart" else kv
+
+
+def make_rows(shape: Shape, lengths: list[int]) -> tuple[Rows, torch.Tensor, int]:
+    """Rows with scattered pages, their tables, and how many pages there are."""
+    needed = [-(-length // shape.page_size) for length in lengths]
+    order = (torch.randperm(sum(needed), generator=torch.Generator().manual_seed(2)) + 1).int()
+    tables = torch.full((len(lengths), max(needed) + 1), -(1 << 30), dtype=torch.int32)  # to be followed by nobody
+    for row, part in enumerate(order.split(needed)):
+        tables[row, : len(part)] = part
+    return Rows(tables, torch.tensor(lengths, dtype=torch.int32)), tables, sum(needed) + 1
+
+
+def make_extras(shape: Shape) -> tuple[Rotation | None, HeadNorms | None]:
+    dice = torch.Generator().manual_seed(3)
+    angles, weights = torch.rand(128, shape.turned // 2, generator=dice) * 6, torch.rand(2, shape.head_dim, generator=dice)
+    rotation = Rotation(angles.cos(), angles.sin()) if shape.turned else None
+    return rotation, HeadNorms(weights[0], weights[1], 1e-6, 1.0) if shape.normed else None
+
+
+def make_qkv(shape: Shape, rows: int) -> torch.Tensor:
+    return torch.randn(rows, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, generator=torch.Generator().manual_seed(4))
+
+
+def run_kernel(shape: Shape, kv: torch.Tensor, qkv: torch.Tensor, rows: Rows) -> torch.Tensor:
+    rotation, norms = make_extras(shape)
+    out = torch.full((len(qkv), shape.heads * shape.head_dim), float("nan"))
+    scale = shape.head_dim**-0.5
+    OneQuery(kv, qkv, out, scale=scale, window=shape.window, rotation=rotation, norms=norms).run(rows)
+    return out
+
+
+def run_torch(shape: Shape, kv: torch.Tensor, qkv: torch.Tensor, tables: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    at = torch.tensor(lengths) - 1
+    write = tables[torch.arange(len(at)), at // shape.page_size].long() * shape.page_size + at % shape.page_size
+    query, out = reference_place_heads(qkv.clone(), kv, write, at, *make_extras(shape)), []
+    for one, table, length in zip(query, tables, lengths, strict=True):
+        pages = table[: -(-length // shape.page_size)].long()
+        lowest = max(0, length - (shape.window or length))
+        keys, values = kv[pages].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, None, :, lowest:length]
+        out.append(attend(one[None, None], keys, values, None, scale=shape.head_dim**-0.5).flatten())
+    return torch.stack(out)
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="there is no C compiler")
+def test_where_there_is_a_compiler_there_is_a_kernel():
+    assert kernel() is not None
+
+
+@by_kernel
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_like_torch(shape):
+    rows, tables, pages = make_rows(shape, LENGTHS)
+    qkv, ours, theirs = make_qkv(shape, len(LENGTHS)), make_cache(shape, pages), make_cache(shape, pages)
+    assert suits(ours)
+    found, expected = run_kernel(shape, ours, qkv, rows), run_torch(shape, theirs, qkv, tables, LENGTHS)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(
+        ours, theirs, atol=2e-6, rtol=2e-6
+    )  # every key is where it belongs, and nothing else was touched
+
+
+@by_kernel
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_gets_the_same_bits_in_any_company(shape, monkeypatch):
+    rows, tables, pages = make_rows(shape, LENGTHS)
+    qkv = make_qkv(shape, len(LENGTHS))
+    monkeypatch.setattr(one_query, "crew_size", lambda: 3)
+    monkeypatch.setattr(one_query, "SPREAD_FROM", 0)
+    assert len(rows.parts(shape.heads, shape.kv_heads)) > 1
+    together = run_kernel(shape, make_cache(shape, pages), qkv, rows)
+    for row, length in enumerate(LENGTHS):
+        alone = Rows(tables[row : row + 1], torch.tensor([length], dtype=torch.int32))
+        assert torch.equal(run_kernel(shape, make_cache(shape, pages), qkv[row : row + 1].clone(), alone)[0], together[row])
+
+
+@by_kernel
+def test_threads_divide_keys_not_rows():
+    rows = Rows(torch.ones(3, 2, dtype=torch.int32), torch.tensor([3000, 10, 2990], dtype=torch.int32))
+    assert rows.parts(4, 2) in ([(0, 2), (2, 6)], [(0, 3), (3, 6)], [(0, 6)])  # as many threads as there are
+    few = Rows(torch.ones(1, 2, dtype=torch.int32), torch.tensor([7], dtype=torch.int32))
+    assert few.parts(4, 2) == [(0, 2)]
+
+
+@by_kernel
+@pytest.mark.parametrize("size", [1e-3, 30.0, 3e4])
+def test_scores_of_any_size(size):
+    """Weights from nearly equal to all for one key."""
+    shape = Shape(3, 1, 64, 32)
+    rows, tables, pages = make_rows(shape, LENGTHS)
+    qkv, kv = make_qkv(shape, len(LENGTHS)) * size, make_cache(shape, pages)
+    expected = run_torch(shape, kv.clone(), qkv, tables, LENGTHS)
+    torch.testing.assert_close(run_kernel(shape, kv, qkv, rows), expected, atol=1e-4 * max(size, 1), rtol=1e-4)
+
+
+@by_kernel
+def test_what_is_not_a_number_stays_with_its_row():
+    shape = Shape(4, 2, 16, 4)
+    rows, _, pages = make_rows(shape, [9, 9, 9])
+    qkv = make_qkv(shape, 3)
+    healthy = run_kernel(shape, make_cache(shape, pages), qkv, rows)
+    qkv[1] = float("nan")
+    found = run_kernel(shape, make_cache(shape, pages), qkv, rows)
+    assert found[1].isnan().all() and torch.equal(found[[0, 2]], healthy[[0, 2]])
+
+
+@by_kernel
+@pytest.mark.parametrize("window", [None, 11])
+def test_prompts_and_single_tokens_through_the_backend(window, monkeypatch):
+    """Whatever goes to the kernel, the answer is torch's. What nobody has written is not read: it is not a number."""
+    rows = [(0, 7), (1, 1), (5, 5), (3, 22), (1, 40), (1, 9), (30, 41), (600, 700), (2, 700), (1, 12), (0, 21)]
+    spec = AttentionSpec(4, 2, 32, 0.2, window, None)
+    batch, pages = make_batch(rows, page_size=16)
+    dice = torch.Generator().manual_seed(5)
+    kv = torch.full((pages, 2, 2, 16, 32), float("nan"))
+    for (_, _, length), table in zip(batch.rows, batch.groups[0].tables.long(), strict=True):
+        at = torch.arange(length)
+        kv[table[at // 16], :, :, at % 16] = torch.randn(length, 2, 2, 32, generator=dice)
+    query = torch.randn(len(batch.ids), 4, 32, generator=dice)
+    found = CPUAttention().run(spec, query, kv, batch, 0, None)
+    batch.plans.clear()
+    monkeypatch.setattr(one_query, "suits", lambda kv: False)
+    torch.testing.assert_close(found, CPUAttention().run(spec, query, kv, batch, 0, None), atol=1e-5, rtol=1e-5)
+
+
+def test_caches_that_are_not_for_the_kernel(monkeypatch):
+    kv = torch.zeros(3, 2, 2, 4, 32)
+    assert suits(kv) == (kernel() is not None)
+    assert not suits(kv.double()) and not suits(kv.bfloat16()) and not suits(torch.zeros(3, 2, 2, 4, 24))
+    assert not suits(torch.zeros(3, 2, 2, 4, 544)) and not suits(torch.zeros(3, 2, 2, 32, 4).transpose(3, 4))
+    monkeypatch.setattr(one_query, "kernel", lambda: None)
+    assert not suits(kv)
+
+
+@by_kernel
+def test_a_layer_of_another_release_is_refused():
+    with pytest.raises(ValueError, match="another release"):
+        kernel().run(b"short", b"shorter", 0, 1)
