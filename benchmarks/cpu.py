@@ -5,8 +5,8 @@
 
 Each engine is a process of its own that waits while another one runs; the engines take turns in every round, so that a noisy
 machine is noisy for all, and a ratio compares neighbours in time. Quire and llama.cpp are told how many requests there will be
-(`max_num_seqs`, `n_seq_max`). In every engine threads wait briefly instead of spinning (GOMP_SPINCOUNT). Prompts are random
-token ids, outputs are greedy and do not stop. Where prompts take several steps, what some requests have drawn when the last one
+(`max_num_seqs`, `n_seq_max`). Every engine's threads wait as it has them wait by default, and llama.cpp keeps a cache for each
+sequence, which is its default and faster than one for all. Prompts are random token ids, outputs are greedy and do not stop. Where prompts take several steps, what some requests have drawn when the last one
 gets its first token is not counted as decoded. Engines that are not installed are skipped;
 `--llama-python` names another interpreter that has llama-cpp-python.
 """
@@ -66,8 +66,8 @@ def open_llama(model: str, threads: int) -> Run:
 
     def run(prompts: list[list[int]], outputs: int) -> tuple[float, float]:
         settings = api.llama_context_default_params()
-        settings.n_ctx = sum(len(ids) + outputs + 8 for ids in prompts)
-        settings.n_batch, settings.n_ubatch, settings.n_seq_max, settings.kv_unified = 2048, 512, len(prompts), True
+        settings.n_ctx = len(prompts) * max(len(ids) + outputs + 8 for ids in prompts)
+        settings.n_batch, settings.n_ubatch, settings.n_seq_max, settings.kv_unified = 2048, 512, len(prompts), False
         settings.n_threads = settings.n_threads_batch = threads
         context, batch = api.llama_init_from_model(loaded, settings), api.llama_batch_init(2048, 0, 1)
         drawn = [0] * len(prompts)
@@ -150,7 +150,7 @@ class Worker:
     def __init__(self, engine: str, requests: int, options: argparse.Namespace) -> None:
         self.engine, self.requests = engine, requests
         python = options.llama_python if engine == "llama.cpp" else sys.executable
-        environment = {"GOMP_SPINCOUNT": "1000", **os.environ, "OMP_NUM_THREADS": str(options.threads)}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
         command = [python, __file__, options.model, "--worker", engine, "--threads", str(options.threads)]
         command += ["--requests", str(options.most or requests)]
         log = subprocess.DEVNULL if not options.verbose else None

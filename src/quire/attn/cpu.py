@@ -24,7 +24,7 @@ from quire.ops.attention import attend
 from quire.ops.kv import kv_gather, kv_lines
 
 QUERIES_PER_PIECE = 256  # behind a mask
-SHORT = 512  # keys of a row, up to which several queries are quicker one by one, by the kernel
+SHORT = 256  # keys of a row, up to which several queries are quicker one by one, by the kernel
 
 
 @dataclass(frozen=True)

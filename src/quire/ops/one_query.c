@@ -9,28 +9,21 @@
 #include <Python.h>
 #include <math.h>
 #include <stdint.h>
-#include <string.h>
-
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#define LANES 16
-#define FOR_EACH_CPU __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
-#else
-#define LANES 4
-#define FOR_EACH_CPU
-#endif
 
 #define INLINE static inline __attribute__((always_inline))
 #define STEP 16            /* components of a head are taken by so many */
-#define VECTORS (STEP / LANES)
 #define BLOCK 32           /* keys */
 #define FEW 16             /* values */
 #define TILE 4             /* keys, and at most so many queries, that are multiplied together */
 #define MOST_COMPONENTS 512
 
-typedef float vec __attribute__((vector_size(LANES * 4)));
-typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
 typedef float quad __attribute__((vector_size(16)));
 typedef int32_t places __attribute__((vector_size(16)));
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (places){__VA_ARGS__})
+#endif
 
 typedef struct {                                    /* a layer; strides are in numbers */
     const float *queries, *keys, *values;           /* of the tokens; no keys: they are in the cache already, and queries ready */
@@ -46,182 +39,40 @@ typedef struct {
     int64_t table_stride;
 } Rows;
 
-INLINE vec load(const float *from) { vec v; memcpy(&v, from, sizeof v); return v; }
-INLINE void store(float *to, vec v) { memcpy(to, &v, sizeof v); }
-INLINE vec all(float x) { vec v = {0}; return v + x; }
-INLINE vec where(ivec mask, vec v) { return (vec)(mask & (ivec)v); }
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+#define JOINED(a, b) a##_##b
+#define SUFFIXED(a, b) JOINED(a, b)
+#define NAMED(name) SUFFIXED(name, LANES)
+#define UNITS NAMED(run_units)
 
-INLINE vec greater(vec a, vec b) { return where(a > b, a) + where(~(a > b), b); }
+#define LANES 4 /* every CPU has them */
+#include "one_query.h"
+#undef LANES
 
-INLINE quad fold(vec v) {
-    quad parts[LANES / 4], total;
-    memcpy(parts, &v, sizeof v);
-    total = parts[0];
-    for (int i = 1; i < LANES / 4; i++) total += parts[i];
-    return total;
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC target("arch=haswell")
+#define LANES 8
+#include "one_query.h"
+#undef LANES
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("arch=skylake-avx512")
+#define LANES 16
+#include "one_query.h"
+#undef LANES
+#pragma GCC pop_options
+
+static void run_units(const Layer *l, const Rows *r, int64_t first, int64_t last) {
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        run_units_16(l, r, first, last);
+    else if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        run_units_8(l, r, first, last);
+    else
+        run_units_4(l, r, first, last);
 }
-
-/* the sum of each of four */
-INLINE quad sums_of(const vec *v) {
-    quad a = fold(v[0]), b = fold(v[1]), c = fold(v[2]), d = fold(v[3]);
-    const places even = {0, 4, 2, 6}, odd = {1, 5, 3, 7}, low = {0, 1, 4, 5}, high = {2, 3, 6, 7};
-    quad ab = __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
-    quad cd = __builtin_shuffle(c, d, even) + __builtin_shuffle(c, d, odd);
-    return __builtin_shuffle(ab, cd, low) + __builtin_shuffle(ab, cd, high);
-}
-
-INLINE float sum(vec v) {
-    quad q = fold(v);
-    return (q[0] + q[1]) + (q[2] + q[3]);
-}
-
-/* e to the power of x <= 0, as 2^whole * 2^part, where -0.5 <= part <= 0.5 and a polynomial stands for the second */
-INLINE vec power(vec x) {
-    vec y = x * 1.44269504f, shifted = y + 12582912.f; /* 1.5 * 2^23: the whole number is in the low bits */
-    vec part = y - (shifted - 12582912.f);
-    vec p = all(1.53527e-4f);
-    p = p * part + 1.339887e-3f;
-    p = p * part + 9.618437e-3f;
-    p = p * part + 5.550332e-2f;
-    p = p * part + 2.4022648e-1f;
-    p = p * part + 6.9314718e-1f;
-    p = p * part + 1.f;
-    vec whole = (vec)(((ivec)shifted - 0x4B400000 + 127) << 23);
-    return where(x > all(-87.f), p * whole); /* what is less is nothing */
-}
-
-/* a head of a token, normed, scaled and turned */
-INLINE void prepare(const Layer *l, const float *from, float *to, const float *norm, int64_t position, float scale) {
-    int64_t dim = l->head_dim, half = l->half_turned;
-    float squares = 0;
-    for (int64_t d = 0; norm && d < dim; d++) squares += from[d] * from[d];
-    float factor = norm ? scale / sqrtf(squares / (float)dim + (float)l->eps) : scale;
-    for (int64_t d = 0; d < dim; d++) to[d] = from[d] * factor * (norm ? norm[d] : 1.f);
-    for (int64_t d = 0; d < half; d++) {
-        float cosine = l->cosines[position * half + d], sine = l->sines[position * half + d];
-        float first = to[d], second = to[half + d];
-        to[d] = first * cosine - second * sine;
-        to[half + d] = second * cosine + first * sine;
-    }
-}
-
-/* queries [queries, dim] by keys [count, dim] -> scores [queries, BLOCK], filled up with such as weigh nothing */
-INLINE void score(int queries, const float *q, const float *keys, int64_t count, int64_t dim, float *scores) {
-    for (int64_t t = 0; t < BLOCK && t < (count + LANES - 1) / LANES * LANES; t += TILE) {
-        if (t >= count) {
-            for (int g = 0; g < queries; g++)
-                for (int i = 0; i < TILE; i++) scores[g * BLOCK + t + i] = -INFINITY;
-            continue;
-        }
-        vec sums[TILE][TILE] = {{{0}}};
-        const float *key[TILE];
-        for (int i = 0; i < TILE; i++) key[i] = keys + least(t + i, count - 1) * dim;
-        for (int64_t d = 0; d < dim; d += LANES) {
-            vec taken[TILE];
-            for (int i = 0; i < TILE; i++) taken[i] = load(key[i] + d);
-            for (int g = 0; g < queries; g++) {
-                vec query = load(q + g * dim + d);
-                for (int i = 0; i < TILE; i++) sums[g][i] += query * taken[i];
-            }
-        }
-        for (int g = 0; g < queries; g++) {
-            quad four = sums_of(sums[g]);
-            memcpy(scores + g * BLOCK + t, &four, sizeof four);
-            for (int64_t i = count; i < t + TILE; i++) scores[g * BLOCK + i] = -INFINITY;
-        }
-    }
-}
-
-/* scores become weights; -> by what has to be multiplied what was summed before */
-INLINE float weigh(float *scores, int64_t count, float *greatest, float *total) {
-    float before = *greatest, top = before;
-    vec tops = load(scores), sums = {0};
-    for (int64_t t = LANES; t < count; t += LANES) tops = greater(load(scores + t), tops);
-    for (int i = 0; i < LANES; i++) top = tops[i] > top ? tops[i] : top;
-    for (int64_t t = 0; t < count; t += LANES) {
-        vec weights = power(load(scores + t) - top);
-        store(scores + t, weights);
-        sums += weights;
-    }
-    float correction = before == top ? 1.f : expf(before - top);
-    *greatest = top;
-    *total = *total * correction + sum(sums);
-    return correction;
-}
-
-/* out [queries, dim] += weights [queries, BLOCK] by values [count, dim], which are read nearly in order */
-INLINE void gather(int queries, const float *weights, const float *values, int64_t count, int64_t dim, float *out) {
-    for (int64_t begin = 0, end; begin < count; begin = end) {
-        end = least(begin + FEW, count);
-        for (int64_t d = 0; d < dim; d += STEP) {
-            vec sums[TILE][VECTORS];
-            for (int g = 0; g < queries; g++)
-                for (int i = 0; i < VECTORS; i++) sums[g][i] = load(out + g * dim + d + i * LANES);
-            for (int64_t t = begin; t < end; t++) {
-                vec taken[VECTORS];
-                for (int i = 0; i < VECTORS; i++) taken[i] = load(values + t * dim + d + i * LANES);
-                for (int g = 0; g < queries; g++)
-                    for (int i = 0; i < VECTORS; i++) sums[g][i] += taken[i] * weights[g * BLOCK + t];
-            }
-            for (int g = 0; g < queries; g++)
-                for (int i = 0; i < VECTORS; i++) store(out + g * dim + d + i * LANES, sums[g][i]);
-        }
-    }
-}
-
-/* where the keys and values of a row begin, from one of its tokens on, and how many follow each other there */
-INLINE int64_t find(const Layer *l, const Rows *r, int64_t row, int64_t head, int64_t token, int64_t *count) {
-    int64_t page = r->tables[row * r->table_stride + token / l->page_size], offset = token % l->page_size;
-    *count = least(least(l->page_size - offset, r->lengths[row] - token), BLOCK);
-    return page * l->page_stride + head * l->head_stride + offset * l->head_dim;
-}
-
-INLINE void attend(const Layer *l, const Rows *r, int queries, const float *q, float *out, int64_t row, int64_t head) {
-    float scores[TILE * BLOCK], greatest[TILE], total[TILE];
-    int64_t dim = l->head_dim, length = r->lengths[row], first = l->window && length > l->window ? length - l->window : 0;
-    for (int g = 0; g < queries; g++) greatest[g] = -INFINITY, total[g] = 0;
-    memset(out, 0, (size_t)(queries * dim) * sizeof(float));
-    for (int64_t t = first, count; t < length; t += count) {
-        int64_t at = find(l, r, row, head, t, &count);
-        score(queries, q, l->cached_keys + at, count, dim, scores);
-        for (int g = 0; g < queries; g++) {
-            int64_t whole = (count + LANES - 1) / LANES * LANES;
-            float correction = weigh(scores + g * BLOCK, whole, &greatest[g], &total[g]);
-            for (int64_t d = 0; correction != 1.f && d < dim; d++) out[g * dim + d] *= correction;
-        }
-        gather(queries, scores, l->cached_values + at, count, dim, out);
-    }
-    for (int g = 0; g < queries; g++)
-        for (int64_t d = 0; d < dim; d++) out[g * dim + d] /= total[g];
-}
-
-INLINE void place(const Layer *l, const Rows *r, int64_t row, int64_t head, int64_t position) {
-    int64_t page = r->tables[row * r->table_stride + position / l->page_size], from = row * l->query_stride + head * l->head_dim;
-    int64_t at = page * l->page_stride + head * l->head_stride + position % l->page_size * l->head_dim;
-    prepare(l, l->keys + from, l->cached_keys + at, l->key_norm, position, 1.f);
-    memcpy(l->cached_values + at, l->values + from, (size_t)l->head_dim * sizeof(float));
-}
-
-FOR_EACH_CPU static void run_units(const Layer *l, const Rows *r, int64_t first, int64_t last) {
-    float q[TILE * MOST_COMPONENTS];
-    for (int64_t unit = first; unit < last; unit++) {
-        int64_t row = unit / l->kv_heads, head = unit % l->kv_heads, dim = l->head_dim, position = r->lengths[row] - 1;
-        if (l->keys) place(l, r, row, head, position);
-        for (int64_t g = 0; g < l->group; g += TILE) {
-            int64_t column = (head * l->group + g) * dim, count = least(l->group - g, TILE);
-            const float *from = l->queries + row * l->query_stride + column;
-            float *out = l->out + row * l->out_stride + column;
-            for (int64_t i = 0; i < count; i++) prepare(l, from + i * dim, q + i * dim, l->query_norm, position, (float)l->scale);
-            switch (count) { /* a number that is known is worth a copy of the code */
-                case 1: attend(l, r, 1, q, out, row, head); break;
-                case 2: attend(l, r, 2, q, out, row, head); break;
-                case 3: attend(l, r, 3, q, out, row, head); break;
-                default: attend(l, r, 4, q, out, row, head);
-            }
-        }
-    }
-}
+#else
+#define run_units run_units_4
+#endif
 
 static PyObject *run(PyObject *self, PyObject *args) {
     Py_buffer layer, rows;
