@@ -20,13 +20,15 @@ check: $(VENV)/.installed-dev
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: $(BIN)/python pyproject.toml
+KERNELS := $(wildcard src/quire/ops/*.[ch])
+
+$(VENV)/.installed: $(BIN)/python pyproject.toml $(KERNELS)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[serve,cpu]'
 	touch $@
 
-$(VENV)/.installed-dev: $(BIN)/python pyproject.toml
+$(VENV)/.installed-dev: $(BIN)/python pyproject.toml $(KERNELS)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
 	touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) build dist src/*.egg-info src/quire/ops/*.so

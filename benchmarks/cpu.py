@@ -6,8 +6,9 @@
 Each engine is a process of its own that waits while another one runs; the engines take turns in every round, so that a noisy
 machine is noisy for all, and a ratio compares neighbours in time. Quire and llama.cpp are told how many requests there will be
 (`max_num_seqs`, `n_seq_max`). Every engine's threads wait as it has them wait by default, and llama.cpp keeps a cache for each
-sequence, which is its default and faster than one for all. Prompts are random token ids, outputs are greedy and do not stop. Where prompts take several steps, what some requests have drawn when the last one
-gets its first token is not counted as decoded. Engines that are not installed are skipped;
+sequence, which is its default and faster than one for all. Prompts are random token ids, outputs are greedy and do not stop.
+Where prompts take several steps, what some requests have drawn when the last one gets its first token is not counted as
+decoded. Engines that are not installed are skipped;
 `--llama-python` names another interpreter that has llama-cpp-python.
 """
 
