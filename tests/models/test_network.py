@@ -190,7 +190,7 @@ assert (out == 2).all()
 
 
 def choice(openvino):
-    return lambda: Choice(64, 64, 64, 64, runtime_floats=True, fold=True, openvino=openvino)
+    return lambda: Choice(64, 64, 64, 64, runtime_floats=True, fold=True, spin=False, openvino=openvino)
 
 
 @pytest.mark.parametrize(

@@ -21,26 +21,26 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def test_tried_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(choice, "measure", lambda: Choice(64, 256, 96, 512, True, True, True))
-    assert choice.choose() == Choice(64, 256, 96, 512, True, True, True)
+    monkeypatch.setattr(choice, "measure", lambda: Choice(64, 256, 96, 512, True, True, True, True))
+    assert choice.choose() == Choice(64, 256, 96, 512, True, True, True, True)
     choice.choose.cache_clear()
     monkeypatch.setattr(choice, "measure", lambda: pytest.fail("it is known already"))
-    assert choice.choose() == Choice(64, 256, 96, 512, True, True, True)
+    assert choice.choose() == Choice(64, 256, 96, 512, True, True, True, True)
     assert len(json.loads((tmp_path / "cpu.json").read_text())) == 1
 
 
 def test_a_busy_machine_is_not_remembered(tmp_path, monkeypatch):
-    monkeypatch.setattr(choice, "measure", lambda: Choice(64, 256, 96, 512, True, True, True))
+    monkeypatch.setattr(choice, "measure", lambda: Choice(64, 256, 96, 512, True, True, True, True))
     monkeypatch.setattr(choice, "busy", lambda: True)
-    assert choice.choose() == Choice(64, 256, 96, 512, True, True, True)
+    assert choice.choose() == Choice(64, 256, 96, 512, True, True, True, True)
     assert not (tmp_path / "cpu.json").exists()
 
 
 @pytest.mark.parametrize("found", ["", "[]", "null", '{"another CPU": {}}'])
 def test_what_cannot_be_used_is_tried_again(found, tmp_path, monkeypatch):
     (tmp_path / "cpu.json").write_text(found)
-    monkeypatch.setattr(choice, "measure", lambda: Choice(128, NEVER, 128, NEVER, False, False, False))
-    assert choice.choose() == Choice(128, NEVER, 128, NEVER, False, False, False)
+    monkeypatch.setattr(choice, "measure", lambda: Choice(128, NEVER, 128, NEVER, False, False, False, False))
+    assert choice.choose() == Choice(128, NEVER, 128, NEVER, False, False, False, False)
     assert '"unfold_from": 128' in (tmp_path / "cpu.json").read_text()
 
 
@@ -55,7 +55,7 @@ def test_unfolding_pays_from_the_rows_on_where_it_is_faster(monkeypatch):
 
 
 def test_the_way_of_openvino_has_rows_of_its_own(monkeypatch):
-    monkeypatch.setattr(choice, "measure", lambda: Choice(1, 2, 3, 4, True, True, True))
+    monkeypatch.setattr(choice, "measure", lambda: Choice(1, 2, 3, 4, True, True, True, True))
     found = [choice.unfold_from(quickly, by) for by in (False, True) for quickly in (True, False)]
     assert found == [1, 2, 3, 4] and choice.unfold_from(True) == 1
 
@@ -96,7 +96,7 @@ def test_a_package_of_another_name_is_not_taken_for_openvino(monkeypatch):
 
 
 def test_openvino_always_folds(monkeypatch):
-    monkeypatch.setattr(choice, "measure", lambda: Choice(1, 2, 3, 4, True, False, True))
+    monkeypatch.setattr(choice, "measure", lambda: Choice(1, 2, 3, 4, True, False, True, True))
     assert choice.folds(for_openvino=True) and not choice.folds(for_openvino=False)
 
 

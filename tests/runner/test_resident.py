@@ -61,10 +61,10 @@ def test_memory_goes_back_when_steps_become_small(monkeypatch):
         (16, 1),
         (16, 1),
         (1, 1),
-        (255, 1),
+        (95, 1),
         (1, 1),
         (1, 1),
-        (300, 1),
+        (100, 1),
         (1, 1),
         (1, 2),
     ]
