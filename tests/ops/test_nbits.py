@@ -177,5 +177,5 @@ def test_a_large_activation_spoils_its_own_group_only(kind):
     matrix.rows.view(48, 16, -1)[:, 0] = 0  # numbers, scale and offset of the first group
     if kind == "Q4_0":
         matrix.rows.view(48, 16, -1)[:, 0, 2:] = 0x88
-    found, expected = Product(pack([matrix], None, folds(False)), for_openvino=False)(x), x @ weight
+    found, expected = Product(pack([matrix], None, fold=False), for_openvino=False)(x), x @ weight
     assert (found - expected).norm() < 2 * ROUNDING * expected.norm()

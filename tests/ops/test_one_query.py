@@ -122,12 +122,20 @@ def test_a_row_gets_the_same_bits_in_any_company(shape, monkeypatch):
         assert torch.equal(run_kernel(shape, make_cache(shape, pages), qkv[row : row + 1].clone(), alone)[0], together[row])
 
 
-@by_kernel
-def test_threads_divide_keys_not_rows():
-    rows = Rows(torch.ones(3, 2, dtype=torch.int32), torch.tensor([3000, 10, 2990], dtype=torch.int32))
-    assert rows.parts(4, 2) in ([(0, 2), (2, 6)], [(0, 3), (3, 6)], [(0, 6)])  # as many threads as there are
-    few = Rows(torch.ones(1, 2, dtype=torch.int32), torch.tensor([7], dtype=torch.int32))
-    assert few.parts(4, 2) == [(0, 2)]
+@pytest.mark.parametrize(
+    ("threads", "lengths", "parts"),
+    [
+        (2, [3000, 10, 2990], [(0, 2), (2, 6)]),
+        (3, [1000, 1000, 1000], [(0, 2), (2, 4), (4, 6)]),
+        (2, [9000], [(0, 1), (1, 2)]),
+        (4, [5000], [(0, 1), (1, 2)]),
+        (4, [7], [(0, 2)]),
+    ],
+)
+def test_threads_divide_keys_not_rows(threads, lengths, parts, monkeypatch):
+    monkeypatch.setattr(one_query, "crew_size", lambda: threads)
+    rows = Rows(torch.ones(len(lengths), 2, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32))
+    assert rows.parts(heads=4, kv_heads=2) == parts
 
 
 @by_kernel

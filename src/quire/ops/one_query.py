@@ -61,7 +61,7 @@ class Rows:
         if key not in self._parts:
             ends = np.repeat(self._memory[1].numpy(), kv_heads).cumsum()
             spread = crew_size() if ends[-1] * (heads // kv_heads) >= SPREAD_FROM else 1
-            edges = [0, *np.searchsorted(ends, ends[-1] * np.arange(1, spread) // spread).tolist(), len(ends)]
+            edges = [0, *(1 + np.searchsorted(ends, ends[-1] * np.arange(1, spread) // spread)).tolist(), len(ends)]
             self._parts[key] = [(first, end) for first, end in pairwise(edges) if first < end]
         return self._parts[key]
 
