@@ -82,7 +82,7 @@ def test_pieces_are_the_layers_in_fewer_calls(facts):
     assert len(compiled.compiled._stages) == len(facts.layers) + 1
     expected = Sequences(by_layer, 1, len(IDS)).step([(0, IDS)])[0]
     found = Sequences(compiled, 1, len(IDS)).step([(0, IDS)])[0]
-    near = (found - expected).abs().amax(dim=1) < 1e-3
+    near = torch.isclose(found, expected, atol=1e-4, rtol=1e-3).all(dim=1)
     assert near.sum() >= len(IDS) - 1  # an activation halfway between two of 8 bits may be rounded the other way
     assert (found - expected).norm() < 0.01 * expected.norm()
     few = Sequences(compiled, 1, len(IDS)).step([(0, IDS)], kept=[2])[0]

@@ -160,11 +160,14 @@ def test_what_is_not_a_number_stays_with_its_row():
     assert found[1].isnan().all() and torch.equal(found[[0, 2]], healthy[[0, 2]])
 
 
+MIXED = [(0, 7), (1, 1), (5, 5), (3, 22), (1, 40), (1, 9), (30, 41), (600, 700), (2, 700), (1, 12), (0, 21)]
+
+
 @by_kernel
 @pytest.mark.parametrize("window", [None, 11])
-def test_prompts_and_single_tokens_through_the_backend(window, monkeypatch):
+@pytest.mark.parametrize("rows", [MIXED, [(0, 7), (300, 400), (0, 21)]])
+def test_prompts_and_single_tokens_through_the_backend(rows, window, monkeypatch):
     """Whatever goes to the kernel, the answer is torch's. What nobody has written is not read: it is not a number."""
-    rows = [(0, 7), (1, 1), (5, 5), (3, 22), (1, 40), (1, 9), (30, 41), (600, 700), (2, 700), (1, 12), (0, 21)]
     spec = AttentionSpec(4, 2, 32, 0.2, window, None)
     batch, pages = make_batch(rows, page_size=16)
     dice = torch.Generator().manual_seed(5)

@@ -74,7 +74,7 @@ class CPUAttention:
         tables, plain = batch.groups[group].tables, spec.soft_cap is None and not spec.sinks
         by_kernel, in_place = plain and one_query.suits(kv), kv_lines(kv) is not None
         plan: list[Piece | Singles] = []
-        for single, some in groupby(enumerate(batch.rows), lambda item: by_kernel and _singly(*item[1])):
+        for single, some in groupby(enumerate(batch.rows), lambda item: by_kernel and _singly(*item[1][1:])):
             if single:
                 plan.append(_singles(list(some), tables))
                 continue
@@ -149,8 +149,8 @@ class CPUAttention:
         return attend(query[None], keys, values, visible, scale=spec.scale, soft_cap=spec.soft_cap, sinks=sinks)[0]
 
 
-def _singly(start: int, count: int, length: int) -> bool:  # noqa: ARG001
-    return count == 1 or length <= SHORT
+def _singly(count: int, length: int) -> bool:
+    return count == 1 or (count > 1 and length <= SHORT)
 
 
 def _singles(rows: list[tuple[int, tuple[int, int, int]]], tables: Tensor) -> Singles:

@@ -39,9 +39,9 @@ def kernel() -> Any:
 
 def suits(kv: Tensor) -> bool:
     """Is the kernel there, and such a cache for it?"""
-    _, _, _, page_size, head_dim = kv.shape
+    head_dim = kv.shape[4]
     whole = head_dim % STEP == 0 and head_dim <= MOST_COMPONENTS
-    in_order = kv.stride(4) == 1 and kv.stride(3) == head_dim and page_size > 0
+    in_order = kv.stride(4) == 1 and kv.stride(3) == head_dim
     return kv.dtype == torch.float32 and not kv.is_cuda and whole and in_order and kernel() is not None
 
 
