@@ -20,7 +20,7 @@ check: $(VENV)/.installed-dev
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-KERNELS := $(wildcard src/quire/ops/*.[ch])
+KERNELS := $(wildcard src/quire/ops/native/*.[ch])
 
 $(VENV)/.installed: $(BIN)/python pyproject.toml $(KERNELS)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[serve,cpu]'

@@ -19,7 +19,7 @@ from quire.attn.backend import AttentionSpec
 from quire.attn.batch import Batch, GroupView
 from quire.attn.form import Form
 from quire.ops.attention import attend
-from quire.ops.onnx import OWN, Graph, Value
+from quire.ops.onnx import OWN, Graph, Runtime, Value
 from quire.ops.openvino import PAGE, PAGED, Network
 from quire.ops.qkv import HeadNorms, Rotation, reference_place_heads
 
@@ -176,7 +176,7 @@ def agrees(form: Form) -> bool:
 
 
 def _try(form: Form, qkv: Tensor, kv: Tensor, batch: Batch, rotation: Rotation | None, norms: HeadNorms | None) -> Tensor:
-    graph = Graph(for_openvino=True)
+    graph = Graph(Runtime.OPENVINO)
     emitter = Emitter(graph)
     out = emitter.attend(form, rotation, norms, "qkv", layer=0)
     values = [Value("qkv", ("tokens", qkv.shape[1])), *emitter.inputs]

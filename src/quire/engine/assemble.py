@@ -152,14 +152,15 @@ def start_local(config: Config, facts: ModelFacts, layout: CacheLayout, watch: S
 
 
 def _can_keep_blocks() -> bool:
-    from quire.ops.ort import available
+    from quire.ops import native, ort
 
-    if not available():
+    able = ort.available() or native.multiplies()
+    if not able:
         logger.warning(
             "onnxruntime is not installed, so quantized weights are unfolded to float32: they take more memory and time; "
             "pip install 'quire[cpu]' for the fast path, or say dtype='float32' to have it this way"
         )
-    return available()
+    return able
 
 
 def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch) -> tuple[Executor, Capacity]:

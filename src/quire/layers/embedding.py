@@ -10,9 +10,10 @@ from quire.layers.parameter import parameter
 from quire.layers.quant.gguf import look_up, suits
 from quire.ops import gemm
 from quire.ops.blocks import Stored
-from quire.ops.choice import folds
+from quire.ops.choice import folds, in_pieces
 from quire.ops.linear import linear_float
-from quire.ops.nbits import Product, pack
+from quire.ops.onnx import Runtime
+from quire.ops.product import Product, repack
 
 
 def fitting(stored: Mapping[str, Stored], name: str, count: int, size: int) -> Stored | None:
@@ -83,11 +84,11 @@ class Head(nn.Module):
         self.stored, self.own = found, None
         return frozenset((f"{path}.weight",))
 
-    def pack_blocks(self, for_openvino: bool) -> None:
-        """A matrix in blocks is multiplied by as a copy in whole numbers. Whoever does not say by what gets ONNX Runtime."""
+    def pack_blocks(self, runtime: Runtime) -> None:
+        """A matrix in blocks is multiplied by as a copy in whole numbers."""
         stored = self.stored if self.tied is None else self.tied.stored
         if stored is not None:
-            self.product = Product(pack([stored], self.bias, folds(for_openvino)), for_openvino)
+            self.product = Product(repack([stored], self.bias, runtime, folds(runtime)), runtime)
 
     def pack(self) -> None:
         """From now on ONNX Runtime multiplies, by a copy of the float32 matrix in an order of its own."""
@@ -105,7 +106,7 @@ class Head(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [P, H] -> [P, V] float32."""
         if self.product is None:
-            self.pack_blocks(for_openvino=False)
+            self.pack_blocks(in_pieces())
         logits = linear_float(hidden, self._matrix(), self.bias) if self.product is None else self.product(hidden)
         if self.scale != 1.0:
             logits = logits * self.scale

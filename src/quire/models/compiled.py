@@ -7,7 +7,9 @@ from typing import Any
 from quire.models.network import DecoderNetwork, find_forms
 from quire.models.pieces import Pieces
 from quire.models.trace import Untraceable, write_down
-from quire.ops.choice import choose
+from quire.ops import ort
+from quire.ops.choice import choose, in_pieces
+from quire.ops.onnx import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -30,5 +32,8 @@ def compile_body(body: Callable[[Any, Any], Any], columns: int, *, whole: bool, 
         try:
             return DecoderNetwork(trace, attending)
         except RuntimeError as reason:  # OpenVINO's errors
-            logger.warning("OpenVINO cannot run the model, so it is compiled for ONNX Runtime: %s", reason)
-    return Pieces(trace, whole=whole)
+            logger.warning("OpenVINO cannot run the model, so it is compiled in pieces: %s", reason)
+    runtime = in_pieces() if trace.in_blocks else Runtime.ONNX
+    if runtime is Runtime.ONNX and not ort.available():
+        return None
+    return Pieces(trace, runtime, whole=whole)

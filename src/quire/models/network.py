@@ -12,7 +12,7 @@ from quire.attn.paged import Emitter, describe, find_form
 from quire.layers.attention import SelfAttention, keep
 from quire.models.trace import Trace
 from quire.ops.choice import unfold_from
-from quire.ops.onnx import Graph, Value
+from quire.ops.onnx import Graph, Runtime, Value
 from quire.ops.openvino import PAGE, Network
 
 TWO_TOKENS: dict[str, npt.NDArray[np.int32] | npt.NDArray[np.int64]] = {
@@ -48,8 +48,8 @@ class DecoderNetwork:
 
     def __init__(self, trace: Trace, attending: list[Attending]) -> None:
         self._attending = attending
-        self.too_many = unfold_from(trace.quickly, by_openvino=True)  # tokens: from there on the decoder itself is faster
-        graph = Graph(for_openvino=True)
+        self.too_many = unfold_from(trace.quickly, Runtime.OPENVINO)  # tokens: from there on the decoder itself is faster
+        graph = Graph(Runtime.OPENVINO)
         emitter = Emitter(graph)
         self._first = graph.name()
         names = {trace.first: self._first}

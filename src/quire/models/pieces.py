@@ -1,5 +1,5 @@
-"""A decoder of float32 numbers on a CPU, compiled for ONNX Runtime in pieces: what is between two attentions (`trace.py`) is
-one call. Steps in which every row is one token run on memory that stays (`track.py`).
+"""A decoder of float32 numbers on a CPU, compiled in pieces: what is between two attentions (`trace.py`) is one call, of
+Quire's own kernels or of ONNX Runtime. Steps in which every row is one token run on memory that stays (`track.py`).
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ from quire.models.trace import Between, Piece, Symbol, Trace
 from quire.models.track import BoundAttention, Memory, Track, room_for
 from quire.ops import gemm
 from quire.ops.choice import NEVER, choose, unfold_from
-from quire.ops.onnx import Graph
+from quire.ops.onnx import Graph, Runtime
+from quire.ops.program import Scratch
 from quire.ops.session import Call, Session
 
 
@@ -29,10 +30,12 @@ class Stage:
 
 
 class Pieces:
-    def __init__(self, trace: Trace, *, whole: bool) -> None:
+    def __init__(self, trace: Trace, runtime: Runtime, *, whole: bool) -> None:
         """`whole`: the decoder will not be run itself any more, and what it holds in matrices of floats is given back."""
         pieces, self._first, self._last = trace.pieces, trace.first, trace.last
-        self.too_many = NEVER if whole else unfold_from(trace.quickly)  # tokens: from there on the decoder itself is faster
+        # tokens: from there on the decoder itself is faster
+        self.too_many = NEVER if whole else unfold_from(trace.quickly, runtime)
+        scratch = Scratch()
         sources = [{between.source for between in piece.behind} for piece in pieces]
         wanted = [{*piece.read} | behind for piece, behind in zip(pieces, sources, strict=True)] + [{self._last}]
         self._stages = []
@@ -40,7 +43,7 @@ class Pieces:
             later = set().union(*wanted[i + 1 :])
             made = [symbol for step in piece.steps for symbol in step.outputs]
             kept = [symbol for symbol in made if symbol in later or symbol in sources[i]]
-            session = _compile(piece, kept)
+            session = _compile(piece, kept, runtime, scratch)
             if whole and gemm.forgets():
                 _give_back(piece)
             dead = {*wanted[i], *kept} - later
@@ -109,16 +112,13 @@ def _give_back(piece: Piece) -> None:
             step.matrix.give_back()
 
 
-def _compile(piece: Piece, outputs: Sequence[Symbol]) -> Session:
-    graph = Graph()
+def _compile(piece: Piece, outputs: Sequence[Symbol], runtime: Runtime, scratch: Scratch) -> Session:
+    graph = Graph(runtime)
     names = {symbol: graph.name() for symbol in piece.read}
     inputs = [(names[symbol], symbol.columns) for symbol in piece.read]
     for step in piece.steps:
         names.update(zip(step.outputs, step.emit(graph, [names[symbol] for symbol in step.inputs]), strict=True))
-    return Session(
-        graph,
-        inputs,
-        [(names[symbol], symbol.columns) for symbol in outputs],
-        hold=not gemm.forgets(),
-        spin=choose().spin,
-    )
+    results = [(names[symbol], symbol.columns) for symbol in outputs]
+    if runtime is Runtime.OWN:
+        return Session(graph, inputs, results, scratch=scratch)
+    return Session(graph, inputs, results, hold=not gemm.forgets(), spin=choose().spin)

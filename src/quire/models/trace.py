@@ -20,9 +20,9 @@ from quire.layers.linear import Linear
 from quire.layers.quant.gguf import GGUFMethod
 from quire.ops import gemm
 from quire.ops.linear import linear
-from quire.ops.nbits import emit
 from quire.ops.norm import add_rms_norm, rms_norm
 from quire.ops.onnx import CONTRIB, Graph
+from quire.ops.product import emit
 
 Emit = Callable[[Graph, Sequence[str]], Sequence[str]]  # names of inputs -> names of outputs
 
@@ -141,7 +141,7 @@ def _symbol(value: Any) -> Symbol:
 
 def _linear(method: GGUFMethod, layer: Linear, x: Symbol) -> Symbol:
     def make(graph: Graph, names: Sequence[str]) -> Sequence[str]:
-        return [emit(graph, names[0], method.take(layer, graph.for_openvino))]
+        return [emit(graph, names[0], method.take(layer, graph.runtime))]
 
     return x.then(make, columns=[layer.outputs], quickly=method.unfolds_quickly)[0]
 
@@ -219,6 +219,11 @@ class Trace:
     pieces: list[Piece]
     first: Symbol
     last: Symbol
+
+    @property
+    def in_blocks(self) -> bool:
+        """Are all of its matrices?"""
+        return all(step.matrix is None for piece in self.pieces for step in piece.steps)
 
     @property
     def quickly(self) -> bool:

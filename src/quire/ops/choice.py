@@ -23,16 +23,18 @@ from torch import Tensor
 
 from quire.files.gguf import GGML_TYPES
 from quire.files.wheel import cache_directory
-from quire.ops import openvino
+from quire.ops import openvino, ort
 from quire.ops.blocks import Stored
 from quire.ops.gemm import Gemm, emit
-from quire.ops.nbits import Product, pack
-from quire.ops.onnx import Graph
+from quire.ops.native import multiplies
+from quire.ops.onnx import Graph, Runtime
+from quire.ops.product import Product, repack
 from quire.ops.session import Session
 from quire.ops.unfold import unfolded_linear
 
 logger = logging.getLogger(__name__)
 
+KERNELS = 1  # a number for ours, to be raised when they become faster or slower
 CPU_INFO = Path("/proc/cpuinfo")
 ABOUT = ("model name", "flags", "Features", "CPU")  # x86 writes the first two, ARM the others
 OUTPUTS, INPUTS = 1536, 576
@@ -49,6 +51,7 @@ Ways = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 @dataclass(frozen=True)
 class Choice:
+    own: bool  # Quire's own kernel multiplies few rows by numbers of 4 bits faster than ONNX Runtime
     unfold_from: int  # rows from which 4-bit numbers are worth unfolding; NEVER = bfloat16 is slow here
     unfold_others_from: int  # the same for other types, which take longer
     unfold_network_from: int  # both again, where OpenVINO multiplies few rows
@@ -59,17 +62,27 @@ class Choice:
     openvino: bool  # OpenVINO multiplies few rows by numbers of 4 bits faster than ONNX Runtime, and keeps them
 
 
-def unfold_from(quickly: bool, by_openvino: bool = False) -> int:
-    """Rows from which a matrix in blocks is worth unfolding to bfloat16."""
+def in_pieces() -> Runtime:
+    """Who multiplies few rows by numbers of few bits, if it is not OpenVINO."""
+    return Runtime.OWN if choose().own else Runtime.ONNX
+
+
+def by_layer() -> Runtime:
+    """Who multiplies few rows by numbers of few bits, where a layer's product is a call of its own."""
+    return Runtime.OPENVINO if choose().openvino else in_pieces()
+
+
+def unfold_from(quickly: bool, runtime: Runtime) -> int:
+    """Rows from which a matrix in blocks is worth unfolding to bfloat16, if `runtime` multiplies fewer."""
     choice = choose()
-    if by_openvino:
+    if runtime is Runtime.OPENVINO:
         return choice.unfold_network_from if quickly else choice.unfold_others_of_network_from
     return choice.unfold_from if quickly else choice.unfold_others_from
 
 
-def folds(for_openvino: bool) -> bool:
+def folds(runtime: Runtime) -> bool:
     """Whether offsets go among the numbers. For OpenVINO they always do: it is faster, and takes less memory."""
-    return for_openvino or choose().fold
+    return runtime is Runtime.OPENVINO or choose().fold
 
 
 @cache
@@ -97,12 +110,15 @@ def busy() -> bool:
 
 @torch.inference_mode()
 def measure() -> Choice:
-    by_openvino = _measure_openvino()
-    few, others = (_measure_unfolding(kind, by_openvino=False) for kind in ("Q4_0", "Q5_0"))
+    with_runtime = ort.available()
+    own, by_openvino = _measure_own(), with_runtime and _measure_openvino()
+    runtime = Runtime.OWN if own else Runtime.ONNX
+    few, others = (_measure_unfolding(kind, runtime) for kind in ("Q4_0", "Q5_0"))
     of_network = few, others
     if by_openvino:
-        of_network = _measure_unfolding("Q4_0", by_openvino), _measure_unfolding("Q5_0", by_openvino)
-    return Choice(few, others, *of_network, _measure_floats(), _measure_folding(), _measure_spinning(), by_openvino)
+        of_network = _measure_unfolding("Q4_0", Runtime.OPENVINO), _measure_unfolding("Q5_0", Runtime.OPENVINO)
+    floats, fold, spin = (with_runtime and trial() for trial in (_measure_floats, _measure_folding, _measure_spinning))
+    return Choice(own, few, others, *of_network, floats, fold, spin, by_openvino)
 
 
 def _key() -> str:
@@ -112,8 +128,9 @@ def _key() -> str:
         lines = {line for line in CPU_INFO.read_text().splitlines() if line.startswith(ABOUT)}
         abilities = sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
     parts = platform.machine(), abilities, f"{torch.get_num_threads()} threads"
-    libraries = ["torch", "onnxruntime", *(["openvino"] if openvino.available() else [])]
-    return ", ".join([*parts, *(f"{name} {version(name)}" for name in libraries)])
+    there = {"torch": True, "onnxruntime": ort.available(), "openvino": openvino.available()}
+    libraries = [f"{name} {version(name)}" for name in there if there[name]]
+    return ", ".join([*parts, *libraries, f"kernels {KERNELS if multiplies() else 'none'}"])
 
 
 def _matrix(kind: str) -> Stored:
@@ -124,21 +141,35 @@ def _matrix(kind: str) -> Stored:
     return Stored(number, INPUTS, numbers)
 
 
+def _product(kind: str, runtime: Runtime, fold: bool = False) -> Product:
+    return Product(repack([_matrix(kind)], None, runtime, fold), runtime)
+
+
+def _measure_own() -> bool:
+    if not (multiplies() and ort.available()):
+        return multiplies()
+    ours, theirs = _time_few((_product("Q4_1", Runtime.OWN), _product("Q4_1", Runtime.ONNX)))
+    return ours < theirs
+
+
 def _measure_openvino() -> bool:
     if not openvino.available():
         return False
     try:
         for kind, fold in (("Q4_1", True), ("Q4_1", False), ("Q8_0", False)):
             stored = _matrix(kind)
-            ours, theirs = (Product(pack([stored], None, fold), by_openvino) for by_openvino in (True, False))
+            ours, theirs = (
+                Product(repack([stored], None, runtime, fold), runtime) for runtime in (Runtime.OPENVINO, Runtime.ONNX)
+            )
             if not _agree(ours, theirs) or (kind == "Q4_1" and not ours.keeps_numbers()):
                 logger.warning("OpenVINO is installed, but does not multiply by %s here as it should", kind)
                 return False
     except Exception as reason:  # of another release, whatever it may be
         logger.warning("OpenVINO is installed but of no use: %s", reason)
         return False
-    packed = pack([_matrix("Q4_1")], None, fold=True)
-    by_openvino, by_runtime = _time_few((Product(packed, for_openvino=True), Product(packed, for_openvino=False)))
+    by_openvino, by_runtime = _time_few(
+        (_product("Q4_1", Runtime.OPENVINO, fold=True), _product("Q4_1", Runtime.ONNX, fold=True))
+    )
     return by_openvino < by_runtime
 
 
@@ -152,9 +183,9 @@ def _agree(ours: Product, theirs: Product) -> bool:
     return True
 
 
-def _measure_unfolding(kind: str, by_openvino: bool) -> int:
+def _measure_unfolding(kind: str, runtime: Runtime) -> int:
     stored = _matrix(kind)
-    product = Product(pack([stored], None, fold=False), by_openvino)
+    product = Product(repack([stored], None, runtime, fold=False), runtime)
     ways: Ways = (product, lambda x: unfolded_linear(x, [stored], None))
     folded, unfolded = _time(ways, ROWS[0], tries=3)
     if unfolded > HOPELESS * folded:
@@ -171,7 +202,7 @@ def _measure_floats() -> bool:
 
 def _measure_folding() -> bool:
     stored, x = _matrix("Q4_1"), torch.randn(16, INPUTS)
-    apart, folded = (Product(pack([stored], None, fold), for_openvino=False) for fold in (False, True))
+    apart, folded = (Product(repack([stored], None, Runtime.ONNX, fold), Runtime.ONNX) for fold in (False, True))
     together = folded(x).clone()
     if not torch.equal(folded(x[:1]), together[:1]):  # a row would see the rows beside it
         return False

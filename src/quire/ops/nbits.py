@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quire.ops import gemm
 from quire.ops.blocks import GROUP, Integers, Stored, take_apart
-from quire.ops.onnx import CONTRIB, ELEMENTS, Array, Graph
+from quire.ops.onnx import CONTRIB, ELEMENTS, Array, Graph, Runtime
 from quire.ops.session import Session
 
 BY_INTEGERS = 4  # the operator's accuracy_level
@@ -113,14 +113,15 @@ def _in_bytes(numbers: Tensor, bits: int) -> Tensor:
 
 def emit(graph: Graph, x: str, packed: Packed) -> str:
     """Adds the product to a graph, which takes the matrix over; x is [T, K], the result [T, N]."""
-    if not graph.for_openvino and packed.bits == 4 and packed.zeros is None and finer_by_zeros():
+    by_openvino = graph.runtime is Runtime.OPENVINO
+    if not by_openvino and packed.bits == 4 and packed.zeros is None and finer_by_zeros():
         packed = replace(packed, zeros=np.full((packed.outputs, -(-packed.scale.shape[1] // 2)), MIDDLES, np.uint8))
     sums = ""
     if packed.offset is not None or packed.folded:
-        sums = (_emit_sums_by_product if graph.for_openvino else _emit_sums)(graph, x, packed)
-    y = (_emit_unfolded if graph.for_openvino else _emit_folded)(graph, x, sums, packed)
+        sums = (_emit_sums_by_product if by_openvino else _emit_sums)(graph, x, packed)
+    y = (_emit_unfolded if by_openvino else _emit_folded)(graph, x, sums, packed)
     if packed.offset is not None:
-        take = graph.give if graph.for_openvino or gemm.forgets() else graph.lend_for_good
+        take = graph.give if by_openvino or gemm.forgets() else graph.lend_for_good
         [y] = graph.add("Gemm", [sums, take(packed.offset), y])
     return y
 
@@ -170,21 +171,6 @@ def _emit_unfolded(graph: Graph, x: str, sums: str, packed: Packed) -> str:
     [matrix] = graph.add("Reshape", [scaled, graph.constant(np.array([outputs, groups * GROUP], np.int64))])
     bias = [] if packed.bias is None else [graph.constant(packed.bias)]
     return graph.add("Gemm", [x, matrix, *bias], transB=1)[0]
-
-
-class Product:
-    """x [T, K] -> [T, N]."""
-
-    def __init__(self, packed: Packed, for_openvino: bool) -> None:
-        graph, x = Graph(for_openvino), "x"
-        y = emit(graph, x, packed)
-        self._session = Session(graph, [(x, packed.inputs)], [(y, packed.outputs)], hold=False)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._session.run(x)[0]
-
-    def keeps_numbers(self) -> bool:
-        return self._session.keeps_numbers()
 
 
 # What differs between machines and releases of the runtime, tried on small matrices.

@@ -1,40 +1,20 @@
-"""Attention of rows of one token on a CPU, by a kernel in C (`one_query.c`): head norms, rotation, the way into the cache and
-attention over pages are one call. Keys are read where they lie, whatever the order of their pages.
+"""Attention of rows of one token on a CPU, by a kernel in C (`native/one_query.c`): head norms, rotation, the way into the
+cache and attention over pages are one call. Keys are read where they lie, whatever the order of their pages.
 
 No library at hand does it well: those that multiply repack every row's keys first, for three or four queries.
-Where no compiler was there when Quire was installed, there is no kernel, and attention stays with torch.
 """
 
-import importlib
-import logging
 import struct
-from functools import cache, partial
-from itertools import pairwise
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from quire.ops.crew import crew_size, run_together
+from quire.ops.native import kernels, workers
 from quire.ops.qkv import HeadNorms, Rotation
 
-logger = logging.getLogger(__name__)
-
 LAYER = struct.Struct("10q 10q 2d")  # as in C
-ROWS = struct.Struct("3q")
+ROWS = struct.Struct("4q")
 STEP, MOST_COMPONENTS = 16, 512  # of a head
-SPREAD_FROM = 8192  # pairs of a query head and a key: for fewer, waking a thread costs as much as it saves
-
-
-@cache
-def kernel() -> Any:
-    """None = it was not built."""
-    try:
-        return importlib.import_module("quire.ops._one_query")
-    except ImportError:
-        logger.info("Quire was installed without its C kernel, which takes a C compiler: attention on this CPU is slower")
-        return None
 
 
 def suits(kv: Tensor) -> bool:
@@ -42,7 +22,7 @@ def suits(kv: Tensor) -> bool:
     head_dim = kv.shape[4]
     whole = head_dim % STEP == 0 and head_dim <= MOST_COMPONENTS
     in_order = kv.stride(4) == 1 and kv.stride(3) == head_dim
-    return kv.dtype == torch.float32 and not kv.is_cuda and whole and in_order and kernel() is not None
+    return kv.dtype == torch.float32 and not kv.is_cuda and whole and in_order and kernels() is not None
 
 
 class Rows:
@@ -52,18 +32,7 @@ class Rows:
         """tables [R, P] and lengths [R], the tokens themselves included, int32."""
         assert tables.dtype == lengths.dtype == torch.int32 and tables.stride(1) == 1 and lengths.is_contiguous()
         self._memory = tables, lengths
-        self.packed = ROWS.pack(tables.data_ptr(), lengths.data_ptr(), tables.stride(0))
-        self._parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
-
-    def parts(self, heads: int, kv_heads: int) -> list[tuple[int, int]]:
-        """Units (first, end) for each thread, with as many keys each."""
-        key = heads, kv_heads
-        if key not in self._parts:
-            ends = np.repeat(self._memory[1].numpy(), kv_heads).cumsum()
-            spread = crew_size() if ends[-1] * (heads // kv_heads) >= SPREAD_FROM else 1
-            edges = [0, *(1 + np.searchsorted(ends, ends[-1] * np.arange(1, spread) // spread)).tolist(), len(ends)]
-            self._parts[key] = [(first, end) for first, end in pairwise(edges) if first < end]
-        return self._parts[key]
+        self.packed = ROWS.pack(tables.data_ptr(), lengths.data_ptr(), tables.stride(0), len(lengths))
 
 
 class OneQuery:
@@ -86,7 +55,6 @@ class OneQuery:
     ) -> None:
         _, _, kv_heads, page_size, head_dim = kv.shape
         queries = out.shape[1]
-        self._heads, self._kv_heads = queries // head_dim, kv_heads
         angles = [] if rotation is None else [rotation.cos, rotation.sin]
         weights = [] if norms is None else [(weight.float() + norms.offset) for weight in (norms.query, norms.key)]
         self._memory = kv, qkv, out, *angles, *weights
@@ -96,14 +64,9 @@ class OneQuery:
         self.packed = LAYER.pack(
             *(address for some, count in zip(addresses, (3, 3, 2, 2), strict=True) for address in (*some, 0, 0, 0)[:count]),
             *(qkv.stride(0), out.stride(0), kv.stride(0), kv.stride(2)),
-            *(self._heads // kv_heads, kv_heads, head_dim, angles[0].shape[1] if angles else 0, page_size, window or 0),
+            *(queries // head_dim // kv_heads, kv_heads, head_dim, angles[0].shape[1] if angles else 0, page_size, window or 0),
             *(scale, 0.0 if norms is None else norms.eps),
         )
 
     def run(self, rows: Rows) -> None:
-        call, layer = kernel().run, self.packed
-        parts = rows.parts(self._heads, self._kv_heads)
-        if len(parts) == 1:
-            call(layer, rows.packed, *parts[0])
-        else:
-            run_together([partial(call, layer, rows.packed, first, end) for first, end in parts])
+        kernels().attend(self.packed, rows.packed, workers())

@@ -9,7 +9,8 @@ import mmap
 import struct
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,14 @@ LENT = "Lent"  # the operator that stands for what is lent
 Array = npt.NDArray[Any]
 
 
+class Runtime(StrEnum):
+    """Who runs a graph."""
+
+    ONNX = "ONNX Runtime"
+    OPENVINO = "OpenVINO"
+    OWN = "Quire"  # `ops/program.py`
+
+
 @dataclass(frozen=True)
 class Value:
     """An input or output of a graph. A dimension with a name has any size."""
@@ -32,6 +41,15 @@ class Value:
     name: str
     shape: tuple[int | str, ...]
     dtype: type[np.generic] = np.float32
+
+
+@dataclass(frozen=True)
+class Node:
+    operator: str
+    inputs: tuple[str, ...]  # "" = none
+    outputs: tuple[str, ...]  # "" = not wanted
+    domain: str = ""
+    attributes: Mapping[str, float | int | str] = field(default_factory=dict)
 
 
 def give_back(array: Array) -> None:
@@ -44,16 +62,16 @@ def give_back(array: Array) -> None:
 
 
 class Graph:
-    def __init__(self, for_openvino: bool = False) -> None:
-        """`for_openvino`: not for ONNX Runtime, whose operators for numbers of few bits it does not know as such."""
-        self.for_openvino = for_openvino
+    def __init__(self, runtime: Runtime = Runtime.ONNX) -> None:
+        """`runtime`: they know different operators for numbers of few bits."""
+        self.runtime = runtime
         self.lent: dict[str, Array] = {}
         self.given: list[str] = []  # of what is lent, that nobody else reads
         self.lasting: list[str] = []  # of what is lent, that the runtime reads again
         self.nibbles: dict[str, tuple[int, ...]] = {}  # of what is lent, the shapes of 4-bit numbers
-        self._constants: list[bytes] = []
+        self.constants: dict[str, Array] = {}
+        self.nodes: list[Node] = []
         self._shared: dict[tuple[tuple[int, ...], bytes], str] = {}
-        self._nodes: list[bytes] = []
         self._names = (f"t{number}" for number in itertools.count())
 
     def name(self) -> str:
@@ -61,7 +79,7 @@ class Graph:
 
     def constant(self, values: Array) -> str:
         name = self.name()
-        self._constants.append(_bytes(5, _tensor(name, values) + _bytes(9, values.tobytes())))
+        self.constants[name] = values
         return name
 
     def shared(self, values: Array) -> str:
@@ -96,17 +114,19 @@ class Graph:
 
     def place(self, operator: str, inputs: Sequence[str], outputs: Sequence[str], domain: str = "", **attributes: Any) -> None:
         """One node whose outputs have the names given; "" = that output is not wanted."""
-        self._nodes.append(_node(operator, inputs, outputs, domain, attributes))
+        self.nodes.append(Node(operator, tuple(inputs), tuple(outputs), domain, attributes))
 
     def encode(self, inputs: Sequence[Value], outputs: Sequence[Value]) -> bytes:
         """The graph as an ONNX file's bytes; what is lent stands elsewhere."""
-        parts = [*self._nodes, _text(2, "graph"), *self._constants]
-        if self.for_openvino:
-            parts = [_node(LENT, [], [name], OWN, {"name": name}) for name in self.lent] + parts
-        else:
+        nodes, by_openvino = self.nodes, self.runtime is Runtime.OPENVINO
+        if by_openvino:
+            nodes = [Node(LENT, (), (name,), OWN, {"name": name}) for name in self.lent] + nodes
+        parts = [*map(_node, nodes), _text(2, "graph")]
+        parts += [_bytes(5, _tensor(*item) + _bytes(9, item[1].tobytes())) for item in self.constants.items()]
+        if not by_openvino:
             parts += [_bytes(5, _tensor(name, array) + _elsewhere(array)) for name, array in self.lent.items()]
         parts += [_bytes(11, _described(value)) for value in inputs] + [_bytes(12, _described(value)) for value in outputs]
-        domains = {"": OPSET, CONTRIB: CONTRIB_OPSET, **({OWN: 1} if self.for_openvino else {})}
+        domains = {"": OPSET, CONTRIB: CONTRIB_OPSET, **({OWN: 1} if by_openvino else {})}
         versions = [_bytes(8, _text(1, domain) + _number(2, at)) for domain, at in domains.items()]
         return b"".join([_number(1, IR_VERSION), _bytes(7, b"".join(parts)), *versions])
 
@@ -135,9 +155,13 @@ def _text(field: int, value: str) -> bytes:
     return _bytes(field, value.encode())
 
 
-def _node(operator: str, inputs: Sequence[str], outputs: Sequence[str], domain: str, attributes: Mapping[str, Any]) -> bytes:
-    body = [_text(1, name) for name in inputs] + [_text(2, name) for name in outputs]
-    body += [_text(4, operator), *(_bytes(5, _attribute(*item)) for item in attributes.items()), _text(7, domain)]
+def _node(node: Node) -> bytes:
+    body = [_text(1, name) for name in node.inputs] + [_text(2, name) for name in node.outputs]
+    body += [
+        _text(4, node.operator),
+        *(_bytes(5, _attribute(*item)) for item in node.attributes.items()),
+        _text(7, node.domain),
+    ]
     return _bytes(1, b"".join(body))
 
 

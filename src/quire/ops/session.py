@@ -6,12 +6,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.ops import openvino, ort
-from quire.ops.onnx import Graph, Value
+from quire.ops import openvino, ort, program
+from quire.ops.onnx import Graph, Runtime, Value
 
 KEPT_ELEMENTS = 1 << 16  # inputs and outputs of at most as many numbers are kept for the next run
 # what takes more is cut by rows: there is several times as much between operators, and a network of OpenVINO keeps that
-ELEMENTS_AT_ONCE, ROWS_AT_LEAST, ROWS_OF_NETWORK = 1 << 22, 256, 64
+ELEMENTS_AT_ONCE, ROWS_AT_LEAST, ROWS_OF_NETWORK, ROWS_OF_PROGRAM = 1 << 22, 256, 64, 128
 
 Columns = tuple[str, int]  # a value's name, and how many it has
 
@@ -37,13 +37,24 @@ class Session:
     """A run's outputs are overwritten by the next run with as many rows."""
 
     def __init__(
-        self, graph: Graph, inputs: Sequence[Columns], outputs: Sequence[Columns], hold: bool = True, spin: bool = False
+        self,
+        graph: Graph,
+        inputs: Sequence[Columns],
+        outputs: Sequence[Columns],
+        hold: bool = True,
+        spin: bool = False,
+        scratch: program.Scratch | None = None,
     ) -> None:
-        """`hold`, `spin`: see `ort.Program`."""
+        """`hold`, `spin`: see `ort.Program`; `scratch`: `program.Program`."""
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
         values = [_matrix(*item) for item in inputs], [_matrix(*item) for item in outputs]
-        self._compiled: openvino.Network | ort.Program
-        if graph.for_openvino:
+        self._compiled: openvino.Network | ort.Program | program.Program
+        if graph.runtime is Runtime.OWN:
+            self._compiled, self._rows_at_once = (
+                program.Program(graph, values[0], scratch or program.Scratch()),
+                ROWS_OF_PROGRAM,
+            )
+        elif graph.runtime is Runtime.OPENVINO:
             self._compiled, self._rows_at_once = openvino.Network(graph, *values), ROWS_OF_NETWORK
             for name, columns in (*inputs, *outputs):
                 self._compiled.bind(name, torch.zeros(2, columns))
@@ -83,12 +94,15 @@ class Session:
 
     def keeps_numbers(self) -> bool:
         """Are numbers of few bits multiplied by as they are?"""
-        return isinstance(self._compiled, ort.Program) or self._compiled.keeps_numbers()
+        return not isinstance(self._compiled, openvino.Network) or self._compiled.keeps_numbers()
 
     def _bind(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Call:
+        names = [name for name, _ in (*self._inputs, *self._outputs)]
+        bound = list(zip(names, (*inputs, *outputs), strict=True))
+        if isinstance(self._compiled, program.Program):
+            return program.Binding(self._compiled, dict(bound))
         if isinstance(self._compiled, openvino.Network):
-            names = [name for name, _ in (*self._inputs, *self._outputs)]
-            return openvino.Binding(self._compiled, list(zip(names, (*inputs, *outputs), strict=True)))
+            return openvino.Binding(self._compiled, bound)
         binding = ort.Binding(self._compiled)
         for (name, _), tensor in zip(self._inputs, inputs, strict=True):
             binding.read(name, tensor.shape, tensor.data_ptr())

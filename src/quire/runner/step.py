@@ -19,7 +19,8 @@ from quire.models.compiled import compile_body
 from quire.models.decoder import Decoder
 from quire.models.network import DecoderNetwork
 from quire.models.registry import build_model
-from quire.ops.choice import choose
+from quire.ops.choice import choose, in_pieces
+from quire.ops.onnx import Runtime
 from quire.ops.openvino import PAGE
 from quire.ops.ort import available
 from quire.runner.batch import build_batch
@@ -114,7 +115,7 @@ class Runner:
                 model.run_blocks, self._facts.hidden_size, whole=not in_blocks, paged=self._suits_networks()
             )
             if in_blocks:
-                model.lm_head.pack_blocks(isinstance(model.compiled, DecoderNetwork))
+                model.lm_head.pack_blocks(Runtime.OPENVINO if isinstance(model.compiled, DecoderNetwork) else in_pieces())
             else:
                 model.lm_head.pack()
                 self._hold_once(model)

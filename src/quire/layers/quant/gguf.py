@@ -1,6 +1,6 @@
 """Matrices that stay in a GGUF file's blocks: mapped, not loaded. For CPUs, in float32.
 
-Few rows are multiplied by a copy in whole numbers (`ops/nbits.py`). Many are worth unfolding the blocks for
+Few rows are multiplied by a copy in whole numbers (`ops/product.py`). Many are worth unfolding the blocks for
 (`ops/unfold.py`), each time anew. The formats are known to `ops/blocks.py`.
 """
 
@@ -12,8 +12,9 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from quire.files.gguf import GGML_TYPES
 from quire.ops.blocks import GROUP, Stored, dequantize
-from quire.ops.choice import choose, folds, unfold_from
-from quire.ops.nbits import Packed, Product, pack
+from quire.ops.choice import by_layer, folds, unfold_from
+from quire.ops.onnx import Runtime
+from quire.ops.product import Product, Repacked, repack
 from quire.ops.unfold import unfolded_linear, unfolds_quickly
 
 if TYPE_CHECKING:
@@ -54,17 +55,19 @@ class GGUFMethod:
         """It can be overridden."""
         if has_torch_function_unary(x):
             return handle_torch_function(GGUFMethod.apply, (x,), self, layer, x)
-        if self._taken or len(x) >= unfold_from(self.unfolds_quickly, choose().openvino):
+        if self._taken or len(x) >= unfold_from(self.unfolds_quickly, by_layer()):
             return unfolded_linear(x, self.parts, layer.bias)
         if self._product is None:
-            by_openvino = choose().openvino
-            self._product = Product(pack(self.parts, layer.bias, folds(by_openvino)), by_openvino)
+            self._product = Product(self._repack(layer, by_layer()), by_layer())
         return self._product(x)
 
-    def take(self, layer: "Linear", for_openvino: bool) -> Packed:
+    def take(self, layer: "Linear", runtime: Runtime) -> Repacked:
         """The matrix repacked, for whoever multiplies few rows by it from now on."""
         self._taken = True
-        return pack(self.parts, layer.bias, folds(for_openvino))
+        return self._repack(layer, runtime)
+
+    def _repack(self, layer: "Linear", runtime: Runtime) -> Repacked:
+        return repack(self.parts, layer.bias, runtime, folds(runtime))
 
 
 def look_up(stored: Stored, ids: Tensor) -> Tensor:

@@ -54,20 +54,7 @@ INLINE float sum(vec v) {
     return (q[0] + q[1]) + (q[2] + q[3]);
 }
 
-/* e to the power of x <= 0, as 2^whole * 2^part, where -0.5 <= part <= 0.5 and a polynomial stands for the second */
-INLINE vec power(vec x) {
-    vec y = x * 1.44269504f, shifted = y + 12582912.f; /* 1.5 * 2^23: the whole number is in the low bits */
-    vec part = y - (shifted - 12582912.f);
-    vec p = all(1.53527e-4f);
-    p = p * part + 1.339887e-3f;
-    p = p * part + 9.618437e-3f;
-    p = p * part + 5.550332e-2f;
-    p = p * part + 2.4022648e-1f;
-    p = p * part + 6.9314718e-1f;
-    p = p * part + 1.f;
-    vec whole = (vec)(((ivec)shifted - 0x4B400000 + 127) << 23);
-    return where(x > all(-87.f), p * whole); /* what is less is nothing */
-}
+#include "power.h"
 
 /* a head of a token, normed, scaled and turned */
 INLINE void prepare(const Layer *l, const float *from, float *to, const float *norm, int64_t position, float scale) {

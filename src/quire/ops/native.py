@@ -1,0 +1,32 @@
+"""Quire's own kernels for CPUs, in C (`native/`). Where no compiler was there when Quire was installed, there are none, and
+libraries do their work."""
+
+import importlib
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+MOST_WORKERS = 16
+
+
+@cache
+def kernels() -> Any:
+    """None = they were not built."""
+    try:
+        return importlib.import_module("quire.ops._native")
+    except ImportError:
+        logger.info("Quire was installed without its C kernels, which take a C compiler: on this CPU it is slower")
+        return None
+
+
+def multiplies() -> bool:
+    """Are there kernels for products with numbers of few bits, and has this CPU the instructions they take?"""
+    return kernels() is not None and bool(kernels().multiplies())
+
+
+def workers() -> int:
+    return min(torch.get_num_threads(), MOST_WORKERS)

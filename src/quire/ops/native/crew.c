@@ -1,0 +1,115 @@
+#include "crew.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <time.h>
+
+#define MOST 64            /* helpers */
+#define AWAKE 200000       /* nanoseconds that a helper waits before it sleeps */
+#define LOOKS 64           /* between two looks at the clock */
+#define PATIENCE 4096      /* looks after which another thread may have the core */
+
+static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER, lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
+static _Atomic uint32_t latest; /* number of the latest job */
+static _Atomic int left, sleeping;
+static int helpers, watching_forks;
+static Job job;
+static void *context;
+
+static inline void pause_briefly(void) {
+#if defined(__aarch64__)
+    __asm__ volatile("isb");
+#elif defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+static int64_t now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+static void wait_for_job(uint32_t seen) {
+    for (int64_t until = now() + AWAKE; now() < until;)
+        for (int i = 0; i < LOOKS; i++, pause_briefly())
+            if (atomic_load_explicit(&latest, memory_order_acquire) != seen) return;
+    pthread_mutex_lock(&lock);
+    atomic_fetch_add(&sleeping, 1);
+    while (atomic_load(&latest) == seen) pthread_cond_wait(&wake, &lock);
+    atomic_fetch_sub(&sleeping, 1);
+    pthread_mutex_unlock(&lock);
+}
+
+static void *help(void *number) {
+    int worker = (int)(intptr_t)number;
+    for (uint32_t seen = atomic_load(&latest);; seen++) { /* whoever started us, or a job, waits until we say that we are there */
+        atomic_fetch_sub_explicit(&left, 1, memory_order_release);
+        wait_for_job(seen);
+        job(context, worker, helpers + 1);
+    }
+    return NULL;
+}
+
+static void wait_for_helpers(void) {
+    for (int64_t looks = 1; atomic_load_explicit(&left, memory_order_acquire) > 0; looks++) {
+        pause_briefly();
+        if (looks % PATIENCE == 0) sched_yield();
+    }
+}
+
+/* In a child process there are no helpers. */
+static void start_again(void) {
+    helpers = 0;
+    pthread_mutex_init(&busy, NULL);
+    pthread_mutex_init(&lock, NULL);
+    pthread_cond_init(&wake, NULL);
+    atomic_store(&sleeping, 0);
+}
+
+static void start_helpers(int wanted) {
+    if (!watching_forks) watching_forks = pthread_atfork(NULL, NULL, start_again) == 0;
+    while (helpers < wanted && helpers < MOST) {
+        pthread_t thread;
+        atomic_store(&left, 1);
+        if (pthread_create(&thread, NULL, help, (void *)(intptr_t)(helpers + 1)) != 0) return;
+        pthread_detach(thread);
+        wait_for_helpers();
+        helpers++;
+    }
+}
+
+void run_together(Job work, void *with, int workers) {
+    if (workers <= 1 || pthread_mutex_trylock(&busy) != 0) {
+        work(with, 0, 1);
+        return;
+    }
+    if (helpers < workers - 1) start_helpers(workers - 1);
+    if (helpers > 0) {
+        job = work, context = with;
+        atomic_store(&left, helpers);
+        atomic_fetch_add(&latest, 1);
+        if (atomic_load(&sleeping) > 0) {
+            pthread_mutex_lock(&lock);
+            pthread_cond_broadcast(&wake);
+            pthread_mutex_unlock(&lock);
+        }
+    }
+    work(with, 0, helpers + 1);
+    wait_for_helpers();
+    pthread_mutex_unlock(&busy);
+}
+
+void meet(Meeting *meeting, int workers) {
+    int round = atomic_load_explicit(&meeting->round, memory_order_relaxed);
+    if (atomic_fetch_add_explicit(&meeting->arrived, 1, memory_order_acq_rel) == workers - 1) {
+        atomic_store_explicit(&meeting->arrived, 0, memory_order_relaxed);
+        atomic_store_explicit(&meeting->taken, 0, memory_order_relaxed);
+        atomic_store_explicit(&meeting->round, round + 1, memory_order_release);
+        return;
+    }
+    for (int64_t looks = 1; atomic_load_explicit(&meeting->round, memory_order_acquire) == round; looks++)
+        if (looks % PATIENCE == 0) sched_yield();
+        else pause_briefly();
+}

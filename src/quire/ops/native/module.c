@@ -1,0 +1,61 @@
+/* What Python calls. Addresses come as numbers in structures that Python packs; whoever packs keeps the memory. */
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include "one_query.h"
+#include "program.h"
+
+static PyObject *refuse(void) {
+    PyErr_SetString(PyExc_ValueError, "a structure of another release");
+    return NULL;
+}
+
+static PyObject *attend(PyObject *self, PyObject *args) {
+    Py_buffer layer, rows;
+    int workers;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*y*i", &layer, &rows, &workers)) return NULL;
+    int fits = layer.len == sizeof(Layer) && rows.len == sizeof(Rows);
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+        attend_rows(layer.buf, rows.buf, workers);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&layer);
+    PyBuffer_Release(&rows);
+    if (!fits) return refuse();
+    Py_RETURN_NONE;
+}
+
+static PyObject *run(PyObject *self, PyObject *args) {
+    Py_buffer ops;
+    long long rows;
+    int workers;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*Li", &ops, &rows, &workers)) return NULL;
+    int fits = ops.len % sizeof(Op) == 0;
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+        run_program(ops.buf, ops.len / sizeof(Op), rows, workers);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&ops);
+    if (!fits) return refuse();
+    Py_RETURN_NONE;
+}
+
+static PyObject *multiplies(PyObject *self, PyObject *args) {
+    (void)self, (void)args;
+    return PyBool_FromLong(can_multiply());
+}
+
+static PyMethodDef methods[] = {
+    {"attend", attend, METH_VARARGS, "attend(layer, rows, workers)"},
+    {"run", run, METH_VARARGS, "run(operators, rows, workers)"},
+    {"multiplies", multiplies, METH_NOARGS, "multiplies() -> can this CPU multiply by numbers of few bits?"},
+    {NULL, NULL, 0, NULL},
+};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, methods, NULL, NULL, NULL, NULL};
+PyMODINIT_FUNC PyInit__native(void) { return PyModule_Create(&module); }

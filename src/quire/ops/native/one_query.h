@@ -1,0 +1,20 @@
+/* Attention of tokens that are alone in their rows, over a paged cache in float32. `one_query.py` says what it is given. */
+
+#pragma once
+#include <stdint.h>
+
+typedef struct {                                    /* a layer; strides are in numbers */
+    const float *queries, *keys, *values;           /* of the tokens; no keys: they are in the cache already, and queries ready */
+    float *out, *cached_keys, *cached_values;
+    const float *cosines, *sines, *query_norm, *key_norm; /* any may be missing */
+    int64_t query_stride, out_stride, page_stride, head_stride;
+    int64_t group, kv_heads, head_dim, half_turned, page_size, window;
+    double scale, eps;
+} Layer;
+
+typedef struct {
+    const int32_t *tables, *lengths;
+    int64_t table_stride, count;
+} Rows;
+
+void attend_rows(const Layer *layer, const Rows *rows, int workers);

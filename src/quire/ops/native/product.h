@@ -1,0 +1,24 @@
+#pragma once
+#include <stdint.h>
+
+#define GROUP 32
+#define TILE 4 /* outputs that lie together */
+
+enum { NIBBLES, NIBBLES_OFFSET, NIBBLES_WIDE, NIBBLES_OFFSET_WIDE, BYTES, BYTES_OFFSET, BYTES_WIDE, BYTES_OFFSET_WIDE };
+
+typedef struct {
+    const uint8_t *tiles;
+    const float *bias; /* may be missing */
+    int64_t kind, groups, outputs, tile_bytes;
+} Matrix;
+
+/* a group of four rows, rounded: numbers [8][4 rows][4], so that what is multiplied together lies together */
+typedef struct {
+    int8_t numbers[8][16];
+    float scale[4], sum[4];
+} Block;
+
+int can_multiply(void); /* does this CPU have the instructions? */
+/* rows first ... end of x, which are `stride` numbers apart; places in `out` are counted from row 0 */
+void round_rows(const float *x, int64_t stride, int64_t first, int64_t end, int64_t groups, Block *out);
+void multiply_tiles(const Matrix *m, const Block *x, int64_t rows, float *y, int64_t first, int64_t end);

@@ -1,0 +1,19 @@
+/* A row of operators on matrices of float32 numbers, with a row for each token. `program.py` writes it. */
+
+#pragma once
+#include "product.h"
+
+enum { NORM, ADD_NORM, ADD, MULTIPLY, SILU, GELU, GELU_TANH, COPY, ROUND, TILES };
+
+typedef struct {
+    int64_t kind, columns;  /* of the result; for ROUND, of what is rounded */
+    const float *a, *b;     /* inputs; strides are in numbers */
+    int64_t a_stride, b_stride;
+    const float *weight;    /* of a norm */
+    float *out, *total;     /* total: of ADD_NORM, before the norm */
+    Block *blocks;          /* what ROUND writes and TILES reads */
+    const Matrix *matrix;   /* of TILES */
+    double eps;
+} Op;
+
+void run_program(const Op *ops, int64_t count, int64_t rows, int workers);

@@ -1,0 +1,66 @@
+#include "rows.h"
+
+#include <math.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define LANES 4
+
+typedef float vec __attribute__((vector_size(16)));
+typedef int32_t ivec __attribute__((vector_size(16)));
+
+#include "power.h"
+
+INLINE vec load(const float *from) { vec v; __builtin_memcpy(&v, from, sizeof v); return v; }
+INLINE void store(float *to, vec v) { __builtin_memcpy(to, &v, sizeof v); }
+INLINE vec choose(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
+INLINE vec size_of(vec x) { return (vec)((ivec)x & 0x7FFFFFFF); }
+
+INLINE vec silu(vec x) {
+    vec e = power(-size_of(x)), part = x / (e + 1.f);
+    return choose(x < 0.f, part * e, part);
+}
+
+INLINE vec gelu_tanh(vec x) {
+    vec inner = (x + x * x * x * 0.044715f) * 0.79788456f, e = power(-2.f * size_of(inner));
+    vec tanh = (1.f - e) / (e + 1.f);
+    return 0.5f * x * (1.f + choose(inner < 0.f, -tanh, tanh));
+}
+
+INLINE vec gelu(vec x) {
+    for (int i = 0; i < LANES; i++) x[i] = 0.5f * x[i] * (1.f + erff(x[i] * 0.70710678f));
+    return x;
+}
+
+/* f for whole vectors, and for what is left of the row */
+#define EACH(f)                                                                             \
+    int64_t i = 0;                                                                          \
+    for (; i + LANES <= columns; i += LANES) store(out + i, f(load(x + i)));                \
+    for (; i < columns; i++) { vec one = {x[i]}; out[i] = f(one)[0]; }
+
+void silu_row(const float *x, int64_t columns, float *out) { EACH(silu) }
+void gelu_row(const float *x, int64_t columns, float *out) { EACH(gelu) }
+void gelu_tanh_row(const float *x, int64_t columns, float *out) { EACH(gelu_tanh) }
+
+void add_row(const float *a, const float *b, int64_t columns, float *out) {
+    for (int64_t i = 0; i < columns; i++) out[i] = a[i] + b[i];
+}
+
+void multiply_row(const float *a, const float *b, int64_t columns, float *out) {
+    for (int64_t i = 0; i < columns; i++) out[i] = a[i] * b[i];
+}
+
+void norm_row(const float *x, const float *weight, float eps, int64_t columns, float *out) {
+    vec sums[4] = {{0}};
+    float squares = 0;
+    int64_t i = 0;
+    for (; i + 4 * LANES <= columns; i += 4 * LANES)
+        for (int j = 0; j < 4; j++) {
+            vec v = load(x + i + j * LANES);
+            sums[j] += v * v;
+        }
+    for (; i < columns; i++) squares += x[i] * x[i];
+    vec all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    squares += (all[0] + all[1]) + (all[2] + all[3]);
+    float factor = 1.f / sqrtf(squares / (float)columns + eps);
+    for (i = 0; i < columns; i++) out[i] = x[i] * factor * weight[i];
+}

@@ -1,0 +1,92 @@
+"""Matrices of 4- or 8-bit numbers as Quire's own kernel for products wants them (`native/product.c`): as large as in the file.
+
+Four outputs are a tile. A tile is a row of groups of 32 inputs:
+
+    [ numbers: 8 times 4 inputs of each output | 4 scales | 4 offsets, if there are any ]
+
+4-bit numbers of the first 4 inputs are in the lower halves of the bytes whose upper halves have the next 4. Without offsets
+numbers are signed. Scales and offsets are in half precision, where that is all there was to them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.ops.blocks import GROUP, Integers, Stored, take_apart
+from quire.ops.onnx import OWN, Array, Graph
+
+TILE = 4  # outputs
+CLOSE = 2.0**-20  # of the numbers it comes from, by which an offset may differ: they were calculated in single precision
+
+
+@dataclass(frozen=True)
+class Tiles:
+    bits: int
+    offsets: bool
+    wide: bool  # scales and offsets are in single precision
+    inputs: int
+    outputs: int
+    memory: Array  # [tiles, groups, bytes] uint8
+    bias: Array | None  # [outputs, rounded up to whole tiles] float32
+
+    @property
+    def kind(self) -> int:
+        """As C counts them."""
+        return 4 * (self.bits == 8) + 2 * self.wide + self.offsets
+
+
+def lay_out(stored: Sequence[Stored], bias: Tensor | None) -> Tiles:
+    """One matrix of matrices above each other; numbers of different width take the larger one."""
+    parts = [take_apart(part) for part in stored]
+    for part in stored:
+        part.forget()
+    if len({part.bits for part in parts}) > 1:
+        parts = [part.widened() for part in parts]
+    bits, offsets = parts[0].bits, any(part.offset is not None for part in parts)
+    outputs = sum(len(part.scale) for part in parts)
+    numbers = _in_tiles(torch.cat([part.numbers for part in parts]), bits, offsets)
+    scale, offset = (_fours(torch.cat(some)) for some in zip(*(_factors(part, offsets) for part in parts), strict=True))
+    wide = not (_is_half(scale) and _is_half(offset, CLOSE * 16 * scale.abs()))
+    kind = torch.float32 if wide else torch.float16
+    factors = [some.to(kind).view(torch.uint8) for some in ([scale, offset] if offsets else [scale])]
+    memory = torch.cat([numbers, *factors], dim=-1).numpy()
+    padded = None if bias is None else torch.nn.functional.pad(bias.detach().float(), (0, -outputs % TILE)).numpy()
+    return Tiles(bits, offsets, wide, stored[0].columns, outputs, memory, padded)
+
+
+def _factors(matrix: Integers, offsets: bool) -> tuple[Tensor, Tensor]:
+    """Scales and offsets [N, groups]; 4-bit numbers that have offsets begin with 0."""
+    scale, offset = matrix.scale, torch.zeros_like(matrix.scale) if matrix.offset is None else matrix.offset
+    return scale, (offset.double() - 8 * scale.double()).float() if offsets and matrix.bits == 4 else offset
+
+
+def _in_tiles(numbers: Tensor, bits: int, offsets: bool) -> Tensor:
+    """[N, K] -> [tiles, groups, 16 * bits]."""
+    numbers = torch.nn.functional.pad(numbers, (0, 0, 0, -len(numbers) % TILE))
+    fours = numbers.view(torch.int32).view(len(numbers) // TILE, TILE, -1, GROUP // 4)  # 4 inputs each
+    tiles = fours.permute(0, 2, 3, 1).contiguous().view(torch.uint8)  # [tiles, groups, 8, 16]
+    if bits == 8:
+        return (tiles ^ 128).flatten(2)
+    if not offsets:
+        tiles = tiles ^ 8
+    return (tiles[:, :, 0::2] | tiles[:, :, 1::2] << 4).flatten(2)
+
+
+def _fours(factors: Tensor) -> Tensor:
+    """[N, groups] -> [tiles, groups, 4]."""
+    factors = torch.nn.functional.pad(factors, (0, 0, 0, -len(factors) % TILE))
+    return factors.view(len(factors) // TILE, TILE, -1).transpose(1, 2).contiguous()
+
+
+def _is_half(values: Tensor, tolerance: Tensor | float = 0.0) -> bool:
+    return bool(((values - values.half().float()).abs() <= tolerance).all())
+
+
+def emit(graph: Graph, x: str, tiles: Tiles) -> str:
+    """Adds the product to a graph of our own; x is [T, K], the result [T, N]."""
+    inputs = [x, graph.lend(tiles.memory)]
+    if tiles.bias is not None:
+        inputs.append(graph.constant(tiles.bias))
+    return graph.add("Tiles", inputs, domain=OWN, kind=tiles.kind, columns=tiles.outputs)[0]
