@@ -9,7 +9,7 @@ blocks lies together and every operation runs along N; for rows of it N is 1, an
 """
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -50,6 +50,16 @@ class Stored:
         if self.file is not None and hasattr(mmap, "MADV_DONTNEED"):
             start, end = self.offset // AROUND * AROUND, -(-(self.offset + self.rows.nbytes) // AROUND) * AROUND
             self.file.madvise(mmap.MADV_DONTNEED, start, min(end, len(self.file)) - start)
+
+
+def cut(parts: Sequence[Stored], start: int, stop: int) -> Iterator[tuple[Stored, int, int, int]]:
+    """Outputs start ... stop as rows of parts: part, its first row and the end, and which output the first row is."""
+    first = 0
+    for part in parts:
+        low, high = max(start, first), min(stop, first + len(part))
+        if low < high:
+            yield part, low - first, high - first, low
+        first += len(part)
 
 
 def dequantize(raw: Tensor, type_: int, shape: tuple[int, ...]) -> Tensor:
@@ -250,15 +260,15 @@ class Integers:
         return self if self.bits == 8 else Integers(8, self.numbers + 120, self.scale, self.offset)
 
 
-def take_apart(stored: Stored) -> Integers:
-    """Types with a scale per 32 elements keep their values exactly; others are rounded to 8 bits."""
+def take_apart(stored: Stored, start: int = 0, stop: int | None = None) -> Integers:
+    """Its rows, or some. Types with a scale per 32 elements keep their values exactly; others are rounded to 8 bits."""
     name, _, nbytes = GGML_TYPES[stored.type]
-    rows, shape = stored.read(0, len(stored)), (len(stored), stored.columns)
+    rows = stored.read(start, len(stored) if stop is None else stop)
     apart = _APART.get(name)
     if apart is None:
-        return _rounded(dequantize(rows.flatten(), stored.type, shape))
+        return _rounded(dequantize(rows.flatten(), stored.type, (len(rows), stored.columns)))
     bits, *parts = apart(rows.reshape(-1, nbytes).t().contiguous()[None])
-    numbers, scale, offset = (None if part is None else part[0].t().reshape(len(stored), -1) for part in parts)
+    numbers, scale, offset = (None if part is None else part[0].t().reshape(len(rows), -1) for part in parts)
     assert numbers is not None and scale is not None
     return Integers(bits, numbers, scale, offset)
 

@@ -5,20 +5,23 @@ Four outputs are a tile. A tile is a row of groups of 32 inputs:
     [ numbers: 8 times 4 inputs of each output | 4 scales | 4 offsets, if there are any ]
 
 4-bit numbers of the first 4 inputs are in the lower halves of the bytes whose upper halves have the next 4. Without offsets
-numbers are signed. Scales and offsets are in half precision, where that is all there was to them.
+numbers are signed. Scales and offsets are in half precision where the file has them so.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from quire.ops.blocks import GROUP, Integers, Stored, take_apart
+from quire.files.gguf import GGML_TYPES
+from quire.ops.blocks import GROUP, Integers, Stored, cut, take_apart
 from quire.ops.onnx import OWN, Array, Graph
 
 TILE = 4  # outputs
-CLOSE = 2.0**-20  # of the numbers it comes from, by which an offset may differ: they were calculated in single precision
+HALVES = {"Q4_0", "Q4_1", "Q5_0", "Q8_0"}  # types whose scales and offsets are in half precision, one to a group
+AT_ONCE = 1 << 20  # numbers that are laid out at once: what it takes in between goes back to torch, not to the system
 
 
 @dataclass(frozen=True)
@@ -39,19 +42,25 @@ class Tiles:
 
 def lay_out(stored: Sequence[Stored], bias: Tensor | None) -> Tiles:
     """One matrix of matrices above each other; numbers of different width take the larger one."""
-    parts = [take_apart(part) for part in stored]
+    outputs, groups = sum(map(len, stored)), stored[0].columns // GROUP
+    samples = [take_apart(part, 0, 1) for part in stored]
+    bits, offsets = max(part.bits for part in samples), any(part.offset is not None for part in samples)
+    exact = all(GGML_TYPES[part.type][0] in HALVES for part in stored)
+    wide = not exact or (bits == 8 and offsets)
+    kind = torch.float32 if wide else torch.float16
+    nbytes = 16 * bits + TILE * kind.itemsize * (1 + offsets)
+    memory = np.empty((-(-outputs // TILE), groups, nbytes), np.uint8)
+    step = max(1, AT_ONCE // stored[0].columns // TILE) * TILE
+    for start in range(0, outputs, step):
+        parts = [take_apart(part, low, high) for part, low, high, _ in cut(stored, start, min(start + step, outputs))]
+        parts = [part.widened() for part in parts] if bits == 8 else parts
+        factors = zip(*(_factors(part, offsets) for part in parts), strict=True)
+        scale, offset = (_fours(torch.cat(some)).to(kind).view(torch.uint8) for some in factors)
+        numbers = _in_tiles(torch.cat([part.numbers for part in parts]), bits, offsets)
+        place = torch.from_numpy(memory[start // TILE : start // TILE + len(numbers)])
+        torch.cat([numbers, scale, *([offset] if offsets else [])], dim=-1, out=place)
     for part in stored:
         part.forget()
-    if len({part.bits for part in parts}) > 1:
-        parts = [part.widened() for part in parts]
-    bits, offsets = parts[0].bits, any(part.offset is not None for part in parts)
-    outputs = sum(len(part.scale) for part in parts)
-    numbers = _in_tiles(torch.cat([part.numbers for part in parts]), bits, offsets)
-    scale, offset = (_fours(torch.cat(some)) for some in zip(*(_factors(part, offsets) for part in parts), strict=True))
-    wide = not (_is_half(scale) and _is_half(offset, CLOSE * 16 * scale.abs()))
-    kind = torch.float32 if wide else torch.float16
-    factors = [some.to(kind).view(torch.uint8) for some in ([scale, offset] if offsets else [scale])]
-    memory = torch.cat([numbers, *factors], dim=-1).numpy()
     padded = None if bias is None else torch.nn.functional.pad(bias.detach().float(), (0, -outputs % TILE)).numpy()
     return Tiles(bits, offsets, wide, stored[0].columns, outputs, memory, padded)
 
@@ -78,10 +87,6 @@ def _fours(factors: Tensor) -> Tensor:
     """[N, groups] -> [tiles, groups, 4]."""
     factors = torch.nn.functional.pad(factors, (0, 0, 0, -len(factors) % TILE))
     return factors.view(len(factors) // TILE, TILE, -1).transpose(1, 2).contiguous()
-
-
-def _is_half(values: Tensor, tolerance: Tensor | float = 0.0) -> bool:
-    return bool(((values - values.half().float()).abs() <= tolerance).all())
 
 
 def emit(graph: Graph, x: str, tiles: Tiles) -> str:

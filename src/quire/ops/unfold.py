@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.blocks import GROUP, NIBBLE_ROW, Stored, fill_nibble_rows, has_nibble_rows, unfold_columns
+from quire.ops.blocks import GROUP, NIBBLE_ROW, Stored, cut, fill_nibble_rows, has_nibble_rows, unfold_columns
 
 SLAB_ELEMENTS = 1 << 21
 MANY, STEP, LONG_STEP = 512, 64, 256  # rows
@@ -75,7 +75,7 @@ def _unfold_nibbles(parts: Sequence[Stored], start: int, stop: int, inputs: int)
     """Outputs start ... stop of the whole matrix: [K, stop - start]."""
     groups = inputs // GROUP
     rows = _buffer(max(SLAB_ELEMENTS, inputs) // GROUP * NIBBLE_ROW, torch.uint8)[: (stop - start) * groups * NIBBLE_ROW]
-    for part, low, high, at in _cut(parts, start, stop):
+    for part, low, high, at in cut(parts, start, stop):
         first = (at - start) * groups
         fill_nibble_rows(part, low, high, rows.view(-1, NIBBLE_ROW)[first : first + (high - low) * groups])
     unfolded: Tensor = torch.ops.quantized.embedding_bag_4bit_unpack(rows.view(-1, NIBBLE_ROW))
@@ -90,7 +90,7 @@ def _unfold_others(parts: Sequence[Stored], start: int, stop: int, inputs: int) 
 
     def work(begin: int) -> None:
         with torch.inference_mode():
-            for part, low, high, at in _cut(parts, begin, min(begin + share, stop)):
+            for part, low, high, at in cut(parts, begin, min(begin + share, stop)):
                 unfold_columns(part, low, high, slab[:, at - start : at - start + high - low])
 
     if threads == 1:
@@ -98,16 +98,6 @@ def _unfold_others(parts: Sequence[Stored], start: int, stop: int, inputs: int) 
     else:
         list(_pool(threads).map(work, range(start, stop, share)))
     return slab
-
-
-def _cut(parts: Sequence[Stored], start: int, stop: int) -> Iterator[tuple[Stored, int, int, int]]:
-    """Outputs start ... stop as rows of parts: part, its first row and the end, and which output the first row is."""
-    first = 0
-    for part in parts:
-        low, high = max(start, first), min(stop, first + len(part))
-        if low < high:
-            yield part, low - first, high - first, low
-        first += len(part)
 
 
 @cache
