@@ -14,6 +14,7 @@ from quire.ops.choice import folds, in_pieces
 from quire.ops.linear import linear_float
 from quire.ops.onnx import Runtime
 from quire.ops.product import Product, repack
+from quire.ops.session import KEPT_OF_PRODUCT
 
 
 def fitting(stored: Mapping[str, Stored], name: str, count: int, size: int) -> Stored | None:
@@ -88,12 +89,12 @@ class Head(nn.Module):
         """A matrix in blocks is multiplied by as a copy in whole numbers."""
         stored = self.stored if self.tied is None else self.tied.stored
         if stored is not None:
-            self.product = Product(repack([stored], self.bias, runtime, folds(runtime)), runtime)
+            self.product = Product(repack([stored], self.bias, runtime, folds(runtime)), runtime, KEPT_OF_PRODUCT)
 
-    def pack(self) -> None:
-        """From now on ONNX Runtime multiplies, by a copy of the float32 matrix in an order of its own."""
-        self.product = gemm.Gemm(self._matrix(), self.bias)
-        if self.own is not None and gemm.forgets():
+    def pack(self, runtime: Runtime) -> None:
+        """From now on it multiplies, by a copy of the float32 matrix in an order of its own."""
+        self.product = gemm.Gemm(self._matrix(), self.bias, runtime)
+        if self.own is not None and gemm.forgets(runtime):
             self.own.data = self.own.new_empty(0)
 
     def claims(self, path: str) -> dict[str, Tensor | None]:

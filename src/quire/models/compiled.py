@@ -8,7 +8,7 @@ from quire.models.network import DecoderNetwork, find_forms
 from quire.models.pieces import Pieces
 from quire.models.trace import Untraceable, write_down
 from quire.ops import ort
-from quire.ops.choice import choose, in_pieces
+from quire.ops.choice import choose, in_pieces, of_floats
 from quire.ops.onnx import Runtime
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,13 @@ def compile_body(body: Callable[[Any, Any], Any], columns: int, *, whole: bool, 
             return DecoderNetwork(trace, attending)
         except RuntimeError as reason:  # OpenVINO's errors
             logger.warning("OpenVINO cannot run the model, so it is compiled in pieces: %s", reason)
-    runtime = in_pieces() if trace.in_blocks else Runtime.ONNX
-    if runtime is Runtime.ONNX and not ort.available():
-        return None
-    return Pieces(trace, runtime, whole=whole)
+    runtime = _runtime(blocks=not whole, floats=trace.has_floats)
+    return None if runtime is None else Pieces(trace, runtime, whole=whole)
+
+
+def _runtime(*, blocks: bool, floats: bool) -> Runtime | None:
+    """Who is best at both kinds of matrices, where there are both; else ONNX Runtime, which knows both."""
+    best = {*([in_pieces()] if blocks else []), *([of_floats()] if floats else [])}
+    if len(best) == 1:
+        return best.pop()
+    return Runtime.ONNX if ort.available() else None

@@ -44,7 +44,7 @@ class Pieces:
             made = [symbol for step in piece.steps for symbol in step.outputs]
             kept = [symbol for symbol in made if symbol in later or symbol in sources[i]]
             session = _compile(piece, kept, runtime, scratch)
-            if whole and gemm.forgets():
+            if whole and gemm.forgets(runtime):
                 _give_back(piece)
             dead = {*wanted[i], *kept} - later
             self._stages.append(Stage(session, tuple(piece.read), tuple(kept), tuple(piece.behind), tuple(dead)))
@@ -121,4 +121,4 @@ def _compile(piece: Piece, outputs: Sequence[Symbol], runtime: Runtime, scratch:
     results = [(names[symbol], symbol.columns) for symbol in outputs]
     if runtime is Runtime.OWN:
         return Session(graph, inputs, results, scratch=scratch)
-    return Session(graph, inputs, results, hold=not gemm.forgets(), spin=choose().spin)
+    return Session(graph, inputs, results, hold=not gemm.forgets(runtime), spin=choose().spin)

@@ -221,9 +221,9 @@ class Trace:
     last: Symbol
 
     @property
-    def in_blocks(self) -> bool:
-        """Are all of its matrices?"""
-        return all(step.matrix is None for piece in self.pieces for step in piece.steps)
+    def has_floats(self) -> bool:
+        """Is any of its matrices of floats?"""
+        return any(step.matrix is not None for piece in self.pieces for step in piece.steps)
 
     @property
     def quickly(self) -> bool:

@@ -26,7 +26,7 @@ from quire.files.wheel import cache_directory
 from quire.ops import openvino, ort
 from quire.ops.blocks import Stored
 from quire.ops.gemm import Gemm, emit
-from quire.ops.native import multiplies
+from quire.ops.native import multiplies, multiplies_floats
 from quire.ops.onnx import Graph, Runtime
 from quire.ops.product import Product, repack
 from quire.ops.session import Session
@@ -56,7 +56,8 @@ class Choice:
     unfold_others_from: int  # the same for other types, which take longer
     unfold_network_from: int  # both again, where OpenVINO multiplies few rows
     unfold_others_of_network_from: int
-    runtime_floats: bool  # ONNX Runtime multiplies few rows of float32 faster than torch
+    own_floats: bool  # Quire's own kernel multiplies few rows of float32 faster than ONNX Runtime and torch
+    runtime_floats: bool  # ONNX Runtime does so faster than torch
     fold: bool  # offsets among the numbers (`ops/nbits.py`) are no slower for ONNX Runtime than as a product of their own
     spin: bool  # threads of a run that wait for each other had better not sleep: not so where two share a core
     openvino: bool  # OpenVINO multiplies few rows by numbers of 4 bits faster than ONNX Runtime, and keeps them
@@ -70,6 +71,14 @@ def in_pieces() -> Runtime:
 def by_layer() -> Runtime:
     """Who multiplies few rows by numbers of few bits, where a layer's product is a call of its own."""
     return Runtime.OPENVINO if choose().openvino else in_pieces()
+
+
+def of_floats() -> Runtime | None:
+    """Who multiplies few rows of float32; None = torch."""
+    choice = choose()
+    if choice.own_floats:
+        return Runtime.OWN
+    return Runtime.ONNX if choice.runtime_floats else None
 
 
 def unfold_from(quickly: bool, runtime: Runtime) -> int:
@@ -117,8 +126,9 @@ def measure() -> Choice:
     of_network = few, others
     if by_openvino:
         of_network = _measure_unfolding("Q4_0", Runtime.OPENVINO), _measure_unfolding("Q5_0", Runtime.OPENVINO)
-    floats, fold, spin = (with_runtime and trial() for trial in (_measure_floats, _measure_folding, _measure_spinning))
-    return Choice(own, few, others, *of_network, floats, fold, spin, by_openvino)
+    own_floats, floats = _measure_floats()
+    fold, spin = (with_runtime and trial() for trial in (_measure_folding, _measure_spinning))
+    return Choice(own, few, others, *of_network, own_floats, floats, fold, spin, by_openvino)
 
 
 def _key() -> str:
@@ -194,10 +204,18 @@ def _measure_unfolding(kind: str, runtime: Runtime) -> int:
     return ROWS[at] if at < len(ROWS) else NEVER
 
 
-def _measure_floats() -> bool:
+def _measure_floats() -> tuple[bool, bool]:
     weight = torch.randn(OUTPUTS, INPUTS)
-    runtime, torch_ = _time_few((Gemm(weight, None), lambda x: F.linear(x, weight)))
-    return runtime < torch_
+    ways: list[Callable[[Tensor], Tensor]] = [lambda x: F.linear(x, weight)]
+    by_runtime = False
+    if ort.available():
+        ways.append(Gemm(weight, None, Runtime.ONNX))
+        of_torch, of_runtime = _time_few((ways[0], ways[1]))
+        by_runtime = of_runtime < of_torch
+    if not multiplies_floats():
+        return False, by_runtime
+    best, ours = _time_few((ways[by_runtime], Gemm(weight, None, Runtime.OWN)))
+    return ours < best, by_runtime
 
 
 def _measure_folding() -> bool:

@@ -28,5 +28,9 @@ def multiplies() -> bool:
     return kernels() is not None and bool(kernels().multiplies())
 
 
+def multiplies_floats() -> bool:
+    return kernels() is not None and bool(kernels().multiplies_floats())
+
+
 def workers() -> int:
     return min(torch.get_num_threads(), MOST_WORKERS)

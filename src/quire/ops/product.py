@@ -8,7 +8,7 @@ from quire.ops import nbits, tiles
 from quire.ops.blocks import Stored
 from quire.ops.nbits import Packed, pack
 from quire.ops.onnx import Graph, Runtime
-from quire.ops.session import Session
+from quire.ops.session import KEPT_ELEMENTS, Session
 from quire.ops.tiles import Tiles, lay_out
 
 Repacked = Packed | Tiles
@@ -27,10 +27,11 @@ def emit(graph: Graph, x: str, matrix: Repacked) -> str:
 class Product:
     """x [T, K] -> [T, N]."""
 
-    def __init__(self, matrix: Repacked, runtime: Runtime) -> None:
+    def __init__(self, matrix: Repacked, runtime: Runtime, kept: int = KEPT_ELEMENTS) -> None:
+        """`kept`: see `Session`."""
         graph, x = Graph(runtime), "x"
         y = emit(graph, x, matrix)
-        self._session = Session(graph, [(x, matrix.inputs)], [(y, matrix.outputs)], hold=False)
+        self._session = Session(graph, [(x, matrix.inputs)], [(y, matrix.outputs)], hold=False, kept=kept)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._session.run(x)[0]

@@ -1,4 +1,4 @@
-"""Graphs run by Quire's own kernels (`native/program.c`): products with numbers of few bits (`tiles.py`), and what is between
+"""Graphs run by Quire's own kernels (`native/program.c`): products with matrices in tiles (`tiles.py`), and what is between
 them. One call runs a whole graph; operators on rows follow each other without anybody waiting, four rows at a time.
 """
 
@@ -12,13 +12,14 @@ from torch import Tensor
 from quire.ops.blocks import GROUP
 from quire.ops.native import kernels, workers
 from quire.ops.onnx import Graph, Node, Value
-from quire.ops.tiles import TILE
+from quire.ops.tiles import FLOATS
 
-OP = struct.Struct("2q 2q 2q 3q 2q d")  # as in C: kind columns, inputs, strides, weight out total, blocks matrix, eps
-NORM, ADD_NORM, ADD, MULTIPLY, SILU, GELU, GELU_TANH, COPY, ROUND, PRODUCT = range(10)
+OP = struct.Struct("2q 2q 2q 3q 2q d")  # as in C: kind columns, inputs, strides, weight out total, taken matrix, eps
+NORM, ADD_NORM, ADD, MULTIPLY, SILU, GELU, GELU_TANH, COPY, ROUND, GATHER, PRODUCT = range(11)
 TOTAL = 3  # of the outputs of a norm that adds first: the sum
 OPERATORS = {"Add": ADD, "Mul": MULTIPLY, "QuickGelu": SILU}
-BLOCK_BYTES, ROWS_OF_BLOCK = 160, 4  # 32 numbers of four rows, rounded
+ROWS_OF_BLOCK = 4  # that a product takes together
+BLOCK_BYTES = 160  # of 32 numbers of as many rows, rounded
 ALIGNED = 64  # bytes
 
 Place = tuple[int, int]  # where a matrix begins, and by how many numbers its rows are apart
@@ -53,12 +54,10 @@ class Program:
         width = self.columns[node.inputs[0]]
         if node.operator == "Tiles":
             width = int(node.attributes["columns"])
-            memory = self._graph.lent[node.inputs[1]]
-            tiles, groups, nbytes = memory.shape
-            assert tiles == -(-width // TILE) and groups * GROUP == self.columns[node.inputs[0]]
+            memory, kind = self._graph.lent[node.inputs[1]], int(node.attributes["kind"])
             bias = self.address(node.inputs[2]) if len(node.inputs) > 2 else 0
             self.matrices[node.outputs[0]] = np.array(
-                [memory.ctypes.data, bias, int(node.attributes["kind"]), groups, width, groups * nbytes], np.int64
+                [memory.ctypes.data, bias, kind, self.columns[node.inputs[0]], width, memory[0].nbytes], np.int64
             )
         elif node.operator == "Split":
             width //= len(node.outputs)
@@ -82,22 +81,29 @@ class Binding:
     def _lay(self) -> None:
         """Places for what nobody gave one."""
         columns, rows = self._program.columns, self._rows
-        groups = max((columns[node.inputs[0]] // GROUP for node in self._program.nodes if node.operator == "Tiles"), default=0)
         made = [name for node in self._program.nodes if node.operator != "Split" for name in node.outputs if name]
         inner = [name for name in made if name not in self._places]
-        sizes = [4 * rows * columns[name] for name in inner] + [-(-rows // ROWS_OF_BLOCK) * groups * BLOCK_BYTES]
+        taken = [self._taken_bytes(node) for node in self._program.nodes if node.operator == "Tiles"]
+        sizes = [4 * rows * columns[name] for name in inner] + [max(taken, default=0)]
         starts = np.cumsum([0, *(-(-size // ALIGNED) * ALIGNED for size in sizes)]).tolist()
         self._memory = self._program.scratch.take(starts[-1])
         at = [self._memory.data_ptr() + start for start in starts]
         self._places |= {name: (address, columns[name]) for name, address in zip(inner, at, strict=False)}
-        self._blocks = at[-2]
+        self._taken = at[-2]
+
+    def _taken_bytes(self, node: Node) -> int:
+        """Of the rows that a product takes, as it wants them."""
+        columns = self._program.columns[node.inputs[0]]
+        each = 4 * ROWS_OF_BLOCK * columns if node.attributes["kind"] == FLOATS else BLOCK_BYTES * columns // GROUP
+        return -(-self._rows // ROWS_OF_BLOCK) * each
 
     def _compile(self, node: Node) -> list[bytes]:
         program, source = self._program, node.inputs[0]
         if node.operator == "Tiles":
             matrix = program.matrices[node.outputs[0]]
-            rounded = self._op(ROUND, node, columns=program.columns[source], blocks=self._blocks)
-            return [rounded, self._op(PRODUCT, node, blocks=self._blocks, matrix=matrix.ctypes.data)]
+            prepare = GATHER if node.attributes["kind"] == FLOATS else ROUND
+            prepared = self._op(prepare, node, columns=program.columns[source], taken=self._taken)
+            return [prepared, self._op(PRODUCT, node, taken=self._taken, matrix=matrix.ctypes.data)]
         if node.operator == "Split":
             return self._split(node)
         if node.operator == "SkipSimplifiedLayerNormalization":
@@ -121,7 +127,7 @@ class Binding:
         return copies
 
     def _op(
-        self, kind: int, node: Node, *, columns: int | None = None, weight: str | None = None, blocks: int = 0, matrix: int = 0
+        self, kind: int, node: Node, *, columns: int | None = None, weight: str | None = None, taken: int = 0, matrix: int = 0
     ) -> bytes:
         sources = [self._places[name] for name in node.inputs[:2] if name in self._places]  # others are constants
         (a, a_stride), (b, b_stride) = [*sources, (0, 0)][:2]
@@ -130,5 +136,5 @@ class Binding:
             *(a, b, a_stride, b_stride),
             *(0 if weight is None else self._program.address(weight), self._places[node.outputs[0]][0]),
             self._places[node.outputs[TOTAL]][0] if kind == ADD_NORM else 0,
-            *(blocks, matrix, float(node.attributes.get("epsilon", 0.0))),
+            *(taken, matrix, float(node.attributes.get("epsilon", 0.0))),
         )

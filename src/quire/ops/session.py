@@ -9,7 +9,8 @@ from torch import Tensor
 from quire.ops import openvino, ort, program
 from quire.ops.onnx import Graph, Runtime, Value
 
-KEPT_ELEMENTS = 1 << 16  # inputs and outputs of at most as many numbers are kept for the next run
+# inputs and outputs of at most as many numbers are kept for the next run; more of a single product, such as a model's last
+KEPT_ELEMENTS, KEPT_OF_PRODUCT = 1 << 16, 1 << 22
 # what takes more is cut by rows: there is several times as much between operators, and a network of OpenVINO keeps that
 ELEMENTS_AT_ONCE, ROWS_AT_LEAST, ROWS_OF_NETWORK, ROWS_OF_PROGRAM = 1 << 22, 256, 64, 128
 
@@ -44,9 +45,10 @@ class Session:
         hold: bool = True,
         spin: bool = False,
         scratch: program.Scratch | None = None,
+        kept: int = KEPT_ELEMENTS,
     ) -> None:
         """`hold`, `spin`: see `ort.Program`; `scratch`: `program.Program`."""
-        self._inputs, self._outputs = tuple(inputs), tuple(outputs)
+        self._inputs, self._outputs, self._kept = tuple(inputs), tuple(outputs), kept
         values = [_matrix(*item) for item in inputs], [_matrix(*item) for item in outputs]
         self._compiled: openvino.Network | ort.Program | program.Program
         if graph.runtime is Runtime.OWN:
@@ -76,7 +78,7 @@ class Session:
             return results
         taken = [tensor.contiguous() for tensor in inputs]
         results = [torch.empty(rows, columns) for _, columns in self._outputs]
-        kept = sum(tensor.numel() for tensor in (*taken, *results)) <= KEPT_ELEMENTS
+        kept = sum(tensor.numel() for tensor in (*taken, *results)) <= self._kept
         if kept:
             taken = [tensor.clone() for tensor in taken]
         call = self.bind(taken, results)

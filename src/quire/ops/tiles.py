@@ -1,11 +1,13 @@
-"""Matrices of 4- or 8-bit numbers as Quire's own kernel for products wants them (`native/product.c`): as large as in the file.
+"""Matrices as Quire's own kernels for products want them: as large as in the file.
 
-Four outputs are a tile. A tile is a row of groups of 32 inputs:
+Of numbers of 4 or 8 bits (`native/product.c`) four outputs are a tile. A tile is a row of groups of 32 inputs:
 
     [ numbers: 8 times 4 inputs of each output | 4 scales | 4 offsets, if there are any ]
 
 4-bit numbers of the first 4 inputs are in the lower halves of the bytes whose upper halves have the next 4. Without offsets
 numbers are signed. Scales and offsets are in half precision where the file has them so.
+
+Of float32 numbers (`native/floats.c`) twelve outputs are a tile, input by input.
 """
 
 from collections.abc import Sequence
@@ -19,25 +21,19 @@ from quire.files.gguf import GGML_TYPES
 from quire.ops.blocks import GROUP, Integers, Stored, cut, take_apart
 from quire.ops.onnx import OWN, Array, Graph
 
-TILE = 4  # outputs
+TILE, FLOAT_TILE = 4, 12  # outputs
+FLOATS = 8  # the kind
 HALVES = {"Q4_0", "Q4_1", "Q5_0", "Q8_0"}  # types whose scales and offsets are in half precision, one to a group
 AT_ONCE = 1 << 20  # numbers that are laid out at once: what it takes in between goes back to torch, not to the system
 
 
 @dataclass(frozen=True)
 class Tiles:
-    bits: int
-    offsets: bool
-    wide: bool  # scales and offsets are in single precision
+    kind: int  # as C counts them
     inputs: int
     outputs: int
-    memory: Array  # [tiles, groups, bytes] uint8
+    memory: Array  # [tiles, ...]
     bias: Array | None  # [outputs, rounded up to whole tiles] float32
-
-    @property
-    def kind(self) -> int:
-        """As C counts them."""
-        return 4 * (self.bits == 8) + 2 * self.wide + self.offsets
 
 
 def lay_out(stored: Sequence[Stored], bias: Tensor | None) -> Tiles:
@@ -61,8 +57,21 @@ def lay_out(stored: Sequence[Stored], bias: Tensor | None) -> Tiles:
         torch.cat([numbers, scale, *([offset] if offsets else [])], dim=-1, out=place)
     for part in stored:
         part.forget()
-    padded = None if bias is None else torch.nn.functional.pad(bias.detach().float(), (0, -outputs % TILE)).numpy()
-    return Tiles(bits, offsets, wide, stored[0].columns, outputs, memory, padded)
+    return Tiles(4 * (bits == 8) + 2 * wide + offsets, stored[0].columns, outputs, memory, _padded(bias, TILE))
+
+
+def lay_out_floats(weight: Tensor, bias: Tensor | None) -> Tiles:
+    """weight [N, K]."""
+    outputs, inputs = weight.shape
+    memory = np.zeros((-(-outputs // FLOAT_TILE), inputs, FLOAT_TILE), np.float32)
+    for number, place in enumerate(torch.from_numpy(memory)):
+        some = weight[number * FLOAT_TILE : (number + 1) * FLOAT_TILE]
+        place[:, : len(some)] = some.detach().t()
+    return Tiles(FLOATS, inputs, outputs, memory, _padded(bias, FLOAT_TILE))
+
+
+def _padded(bias: Tensor | None, tile: int) -> Array | None:
+    return None if bias is None else torch.nn.functional.pad(bias.detach().float(), (0, -len(bias) % tile)).numpy()
 
 
 def _factors(matrix: Integers, offsets: bool) -> tuple[Tensor, Tensor]:

@@ -19,10 +19,9 @@ from quire.models.compiled import compile_body
 from quire.models.decoder import Decoder
 from quire.models.network import DecoderNetwork
 from quire.models.registry import build_model
-from quire.ops.choice import choose, in_pieces
+from quire.ops.choice import in_pieces, of_floats
 from quire.ops.onnx import Runtime
 from quire.ops.openvino import PAGE
-from quire.ops.ort import available
 from quire.runner.batch import build_batch
 from quire.runner.flight import StepFlight
 from quire.runner.graphs import Graphs, allowance, fixed_plans
@@ -110,14 +109,15 @@ class Runner:
             keep_blocks=self._keep_blocks,
         )  # fmt: skip
         in_blocks = any(isinstance(module, Linear) and isinstance(module.method, GGUFMethod) for module in model.modules())
-        if in_blocks or self._in_runtime(model):
+        floats = self._float_runtime(model)
+        if in_blocks or floats is not None:
             model.compiled = compile_body(
                 model.run_blocks, self._facts.hidden_size, whole=not in_blocks, paged=self._suits_networks()
             )
             if in_blocks:
                 model.lm_head.pack_blocks(Runtime.OPENVINO if isinstance(model.compiled, DecoderNetwork) else in_pieces())
-            else:
-                model.lm_head.pack()
+            elif floats is not None:
+                model.lm_head.pack(floats)
                 self._hold_once(model)
             give_back_memory()
         if self._device.type == "cpu":
@@ -137,10 +137,10 @@ class Runner:
         if embedding is not None and stored is not None:
             embedding.leave(stored)
 
-    def _in_runtime(self, model: Decoder) -> bool:
-        """Is a model of floats better run by ONNX Runtime?"""
+    def _float_runtime(self, model: Decoder) -> Runtime | None:
+        """By whom a model of floats is better run than by torch."""
         ours = self._device.type == "cpu" and self._dtype == torch.float32 and not isinstance(model, Filling)
-        return ours and available() and choose().runtime_floats
+        return of_floats() if ours else None
 
     def warm_up(self) -> None:
         """Runs the steps that traffic is made of, so that no request has to wait for a kernel. On a CPU there are none."""

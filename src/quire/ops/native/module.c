@@ -51,10 +51,16 @@ static PyObject *multiplies(PyObject *self, PyObject *args) {
     return PyBool_FromLong(can_multiply());
 }
 
+static PyObject *multiplies_floats(PyObject *self, PyObject *args) {
+    (void)self, (void)args;
+    return PyBool_FromLong(can_multiply_floats());
+}
+
 static PyMethodDef methods[] = {
     {"attend", attend, METH_VARARGS, "attend(layer, rows, workers)"},
     {"run", run, METH_VARARGS, "run(operators, rows, workers)"},
     {"multiplies", multiplies, METH_NOARGS, "multiplies() -> can this CPU multiply by numbers of few bits?"},
+    {"multiplies_floats", multiplies_floats, METH_NOARGS, "multiplies_floats() -> the same for float32"},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, methods, NULL, NULL, NULL, NULL};

@@ -88,7 +88,8 @@ INLINE void run_tile(int bits, int offsets, int wide, int rows, const Matrix *m,
     static const int32_t magic[4] = {MAGIC, MAGIC, MAGIC, MAGIC};
     const float32x4_t begun = vreinterpretq_f32_s32(vdupq_n_s32(MAGIC));
     const uint8_t *w = m->tiles + tile * m->tile_bytes;
-    const Block *other = x + (rows > 4 ? m->groups : 0), *end = x + m->groups;
+    const int64_t groups = m->inputs / GROUP;
+    const Block *other = x + (rows > 4 ? groups : 0), *end = x + groups;
     const float unit = bits == 4 && !offsets ? 1.f / 16 : 1.f; /* signed numbers stand in the upper halves of bytes */
     ROWS(DECLARE)
     for (; x < end; x++, other++) {
@@ -124,28 +125,21 @@ INLINE void run_tile(int bits, int offsets, int wide, int rows, const Matrix *m,
 }
 
 INLINE void run_tiles(int bits, int offsets, int wide, const Matrix *m, const Block *x, int64_t rows, float *y, int64_t tile, int64_t end) {
-    for (; tile < end; tile++) {
-        int64_t row = 0;
-        for (; rows - row > 4; row += 8) { /* the last of them may not be there, and are not kept */
-            const Block *some = x + row / 4 * m->groups;
-            if (rows - row >= 8)
-                run_tile(bits, offsets, wide, 8, m, tile, some, y + row * m->outputs);
-            else if (rows - row == 7)
-                run_tile(bits, offsets, wide, 7, m, tile, some, y + row * m->outputs);
-            else if (rows - row == 6)
-                run_tile(bits, offsets, wide, 6, m, tile, some, y + row * m->outputs);
-            else
-                run_tile(bits, offsets, wide, 5, m, tile, some, y + row * m->outputs);
+    for (; tile < end; tile++)
+        for (int64_t row = 0; row < rows; row += 8) {
+            const Block *some = x + row / 4 * (m->inputs / GROUP);
+            float *to = y + row * m->outputs;
+            switch (rows - row) { /* a number that is known is worth a copy of the code */
+                case 1: run_tile(bits, offsets, wide, 1, m, tile, some, to); break;
+                case 2: run_tile(bits, offsets, wide, 2, m, tile, some, to); break;
+                case 3: run_tile(bits, offsets, wide, 3, m, tile, some, to); break;
+                case 4: run_tile(bits, offsets, wide, 4, m, tile, some, to); break;
+                case 5: run_tile(bits, offsets, wide, 5, m, tile, some, to); break;
+                case 6: run_tile(bits, offsets, wide, 6, m, tile, some, to); break;
+                case 7: run_tile(bits, offsets, wide, 7, m, tile, some, to); break;
+                default: run_tile(bits, offsets, wide, 8, m, tile, some, to);
+            }
         }
-        const Block *some = x + row / 4 * m->groups;
-        switch (rows - row) {
-            case 1: run_tile(bits, offsets, wide, 1, m, tile, some, y + row * m->outputs); break;
-            case 2: run_tile(bits, offsets, wide, 2, m, tile, some, y + row * m->outputs); break;
-            case 3: run_tile(bits, offsets, wide, 3, m, tile, some, y + row * m->outputs); break;
-            case 4: run_tile(bits, offsets, wide, 4, m, tile, some, y + row * m->outputs); break;
-            default: break;
-        }
-    }
 }
 
 void multiply_tiles(const Matrix *m, const Block *x, int64_t rows, float *y, int64_t first, int64_t end) {

@@ -2,14 +2,15 @@
 #include <stdint.h>
 
 #define GROUP 32
-#define TILE 4 /* outputs that lie together */
+#define TILE 4        /* outputs that lie together */
+#define FLOAT_TILE 12
 
-enum { NIBBLES, NIBBLES_OFFSET, NIBBLES_WIDE, NIBBLES_OFFSET_WIDE, BYTES, BYTES_OFFSET, BYTES_WIDE, BYTES_OFFSET_WIDE };
+enum { NIBBLES, NIBBLES_OFFSET, NIBBLES_WIDE, NIBBLES_OFFSET_WIDE, BYTES, BYTES_OFFSET, BYTES_WIDE, BYTES_OFFSET_WIDE, FLOATS };
 
 typedef struct {
     const uint8_t *tiles;
-    const float *bias; /* may be missing */
-    int64_t kind, groups, outputs, tile_bytes;
+    const float *bias; /* of whole tiles; may be missing */
+    int64_t kind, inputs, outputs, tile_bytes;
 } Matrix;
 
 /* a group of four rows, rounded: numbers [8][4 rows][4], so that what is multiplied together lies together */
@@ -18,7 +19,13 @@ typedef struct {
     float scale[4], sum[4];
 } Block;
 
-int can_multiply(void); /* does this CPU have the instructions? */
+/* does this CPU have the instructions? */
+int can_multiply(void);
+int can_multiply_floats(void);
+
 /* rows first ... end of x, which are `stride` numbers apart; places in `out` are counted from row 0 */
 void round_rows(const float *x, int64_t stride, int64_t first, int64_t end, int64_t groups, Block *out);
+void gather_rows(const float *x, int64_t stride, int64_t first, int64_t end, int64_t inputs, float *out);
+
 void multiply_tiles(const Matrix *m, const Block *x, int64_t rows, float *y, int64_t first, int64_t end);
+void multiply_float_tiles(const Matrix *m, const float *x, int64_t rows, float *y, int64_t first, int64_t end);

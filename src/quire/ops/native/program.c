@@ -7,7 +7,7 @@
 
 #define QUAD 4          /* rows that are rounded together */
 #define SHARES 8        /* of a product for each worker: who is faster takes more */
-#define FEWEST_TILES 8  /* in a share */
+#define FEWEST 32       /* outputs in a share */
 
 typedef struct {
     const Op *ops;
@@ -38,17 +38,21 @@ static void run_rows(Run *run, int64_t first, int64_t last) {
     for (int64_t row, end; (end = take(&run->meeting, run->rows, QUAD, &row));)
         for (const Op *op = run->ops + first; op < run->ops + last; op++) {
             if (op->kind == ROUND)
-                round_rows(op->a, op->a_stride, row, end, op->columns / GROUP, op->blocks);
+                round_rows(op->a, op->a_stride, row, end, op->columns / GROUP, op->taken);
+            else if (op->kind == GATHER)
+                gather_rows(op->a, op->a_stride, row, end, op->columns, op->taken);
             else
                 for (int64_t i = row; i < end; i++) run_row(op, i);
         }
 }
 
-static void run_tiles(Run *run, const Op *op, int workers) {
-    int64_t tiles = (op->columns + TILE - 1) / TILE, share = tiles / (workers * SHARES);
-    if (share < FEWEST_TILES) share = FEWEST_TILES;
+static void run_product(Run *run, const Op *op, int workers) {
+    const int floats = op->matrix->kind == FLOATS, width = floats ? FLOAT_TILE : TILE;
+    int64_t tiles = (op->columns + width - 1) / width, share = tiles / (workers * SHARES);
+    if (share < FEWEST / width) share = FEWEST / width;
     for (int64_t tile, end; (end = take(&run->meeting, tiles, share, &tile));)
-        multiply_tiles(op->matrix, op->blocks, run->rows, op->out, tile, end);
+        (floats ? multiply_float_tiles(op->matrix, op->taken, run->rows, op->out, tile, end)
+                : multiply_tiles(op->matrix, op->taken, run->rows, op->out, tile, end));
 }
 
 static void work(void *context, int worker, int workers) {
@@ -56,10 +60,10 @@ static void work(void *context, int worker, int workers) {
     (void)worker;
     for (int64_t i = 0, next; i < run->count; i = next) {
         next = i + 1;
-        if (run->ops[i].kind == TILES) {
-            run_tiles(run, run->ops + i, workers);
+        if (run->ops[i].kind == PRODUCT) {
+            run_product(run, run->ops + i, workers);
         } else {
-            while (next < run->count && run->ops[next].kind != TILES) next++;
+            while (next < run->count && run->ops[next].kind != PRODUCT) next++;
             run_rows(run, i, next);
         }
         meet(&run->meeting, workers);

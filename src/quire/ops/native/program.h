@@ -3,16 +3,16 @@
 #pragma once
 #include "product.h"
 
-enum { NORM, ADD_NORM, ADD, MULTIPLY, SILU, GELU, GELU_TANH, COPY, ROUND, TILES };
+enum { NORM, ADD_NORM, ADD, MULTIPLY, SILU, GELU, GELU_TANH, COPY, ROUND, GATHER, PRODUCT };
 
 typedef struct {
-    int64_t kind, columns;  /* of the result; for ROUND, of what is rounded */
+    int64_t kind, columns;  /* of the result; for ROUND and GATHER, of what is taken */
     const float *a, *b;     /* inputs; strides are in numbers */
     int64_t a_stride, b_stride;
     const float *weight;    /* of a norm */
     float *out, *total;     /* total: of ADD_NORM, before the norm */
-    Block *blocks;          /* what ROUND writes and TILES reads */
-    const Matrix *matrix;   /* of TILES */
+    void *taken;            /* rows as a product wants them: what ROUND or GATHER writes, and PRODUCT reads */
+    const Matrix *matrix;   /* of PRODUCT */
     double eps;
 } Op;
 

@@ -1,0 +1,99 @@
+/* Products of float32 rows by a float32 matrix, which lies in tiles of 12 outputs: [inputs][12]. Four rows lie together, too:
+   [inputs][4]. An output is a sum in the order of the inputs, whatever the rows beside it. */
+
+#include "product.h"
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+
+#if !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC optimize("no-schedule-insns") /* it would line up what can run side by side */
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define AHEAD 256 /* numbers of a matrix that are fetched before they are wanted */
+
+int can_multiply_floats(void) { return 1; }
+
+void gather_rows(const float *x, int64_t stride, int64_t first, int64_t end, int64_t inputs, float *out) {
+    for (int64_t row = first; row < end; row += 4) {
+        const float *from[4];
+        for (int64_t r = 0; r < 4; r++) from[r] = x + (row + r < end ? row + r : row) * stride; /* nobody reads those that are not there */
+        float *to = out + row * inputs;
+        int64_t k = 0;
+        for (; k + 4 <= inputs; k += 4) {
+            float32x4x4_t four = {{vld1q_f32(from[0] + k), vld1q_f32(from[1] + k), vld1q_f32(from[2] + k), vld1q_f32(from[3] + k)}};
+            vst4q_f32(to + 4 * k, four);
+        }
+        for (; k < inputs; k++)
+            for (int64_t r = 0; r < 4; r++) to[4 * k + r] = from[r][k];
+    }
+}
+
+INLINE void keep(float32x4_t sums, const Matrix *m, int64_t first, float *y) {
+    if (m->bias) sums = vaddq_f32(sums, vld1q_f32(m->bias + first));
+    for (int64_t i = 0; i < 4 && first + i < m->outputs; i++) y[first + i] = sums[i];
+}
+
+/* Written out one by one: a compiler does not keep an array in registers. */
+#define ROWS(DO) DO(0, x0, 0) DO(1, x0, 1) DO(2, x0, 2) DO(3, x0, 3) DO(4, x1, 0) DO(5, x1, 1) DO(6, x1, 2) DO(7, x1, 3)
+#define DECLARE(r, x, lane) float32x4_t a##r = vdupq_n_f32(0), b##r = a##r, c##r = a##r;
+#define ADD(r, x, lane)                                  \
+    if (rows > r) {                                      \
+        a##r = vfmaq_laneq_f32(a##r, w0, x, lane);       \
+        b##r = vfmaq_laneq_f32(b##r, w1, x, lane);       \
+        c##r = vfmaq_laneq_f32(c##r, w2, x, lane);       \
+    }
+#define KEEP(r, x, lane)                                 \
+    if (rows > r) {                                      \
+        keep(a##r, m, first, y + r * m->outputs);        \
+        keep(b##r, m, first + 4, y + r * m->outputs);    \
+        keep(c##r, m, first + 8, y + r * m->outputs);    \
+    }
+
+/* the outputs of one tile, for up to 8 rows */
+INLINE void run_tile(int rows, const Matrix *m, int64_t tile, const float *x, float *y) {
+    const float *w = (const float *)(m->tiles + tile * m->tile_bytes);
+    const float *end = x + 4 * m->inputs, *other = rows > 4 ? end : x;
+    int64_t first = tile * FLOAT_TILE;
+    ROWS(DECLARE)
+#pragma GCC unroll 4
+    for (; x < end; x += 4, other += 4, w += FLOAT_TILE) {
+        __builtin_prefetch(w + AHEAD);
+        float32x4_t w0 = vld1q_f32(w), w1 = vld1q_f32(w + 4), w2 = vld1q_f32(w + 8), x0 = vld1q_f32(x), x1 = vld1q_f32(other);
+        ROWS(ADD)
+    }
+    ROWS(KEEP)
+}
+
+void multiply_float_tiles(const Matrix *m, const float *x, int64_t rows, float *y, int64_t tile, int64_t end) {
+    for (; tile < end; tile++)
+        for (int64_t row = 0; row < rows; row += 8) {
+            const float *some = x + row * m->inputs;
+            float *to = y + row * m->outputs;
+            switch (rows - row) { /* a number that is known is worth a copy of the code */
+                case 1: run_tile(1, m, tile, some, to); break;
+                case 2: run_tile(2, m, tile, some, to); break;
+                case 3: run_tile(3, m, tile, some, to); break;
+                case 4: run_tile(4, m, tile, some, to); break;
+                case 5: run_tile(5, m, tile, some, to); break;
+                case 6: run_tile(6, m, tile, some, to); break;
+                case 7: run_tile(7, m, tile, some, to); break;
+                default: run_tile(8, m, tile, some, to);
+            }
+        }
+}
+
+#if !defined(__clang__)
+#pragma GCC pop_options
+#endif
+#else
+int can_multiply_floats(void) { return 0; }
+void gather_rows(const float *x, int64_t stride, int64_t first, int64_t end, int64_t inputs, float *out) {
+    (void)x, (void)stride, (void)first, (void)end, (void)inputs, (void)out;
+}
+void multiply_float_tiles(const Matrix *m, const float *x, int64_t rows, float *y, int64_t first, int64_t end) {
+    (void)m, (void)x, (void)rows, (void)y, (void)first, (void)end;
+}
+#endif
