@@ -33,7 +33,10 @@ void gather_rows(const float *x, int64_t stride, int64_t first, int64_t end, int
 
 INLINE void keep(float32x4_t sums, const Matrix *m, int64_t first, float *y) {
     if (m->bias) sums = vaddq_f32(sums, vld1q_f32(m->bias + first));
-    for (int64_t i = 0; i < 4 && first + i < m->outputs; i++) y[first + i] = sums[i];
+    if (first + 4 <= m->outputs)
+        vst1q_f32(y + first, sums);
+    else
+        for (int64_t i = 0; first + i < m->outputs; i++) y[first + i] = sums[i];
 }
 
 /* Written out one by one: a compiler does not keep an array in registers. */

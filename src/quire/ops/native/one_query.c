@@ -15,6 +15,7 @@
 #define FEW 16             /* values */
 #define TILE 4             /* keys, and at most so many queries, that are multiplied together */
 #define MOST_COMPONENTS 512
+#define LINE 16            /* numbers that a cache fetches together */
 #define SHARES 8           /* of the units for each worker: who is faster takes more */
 #define SPREAD_FROM 2048   /* pairs of a query head and a key: for fewer, another worker is not worth it */
 

@@ -72,7 +72,7 @@ INLINE void prepare(const Layer *l, const float *from, float *to, const float *n
 }
 
 /* queries [queries, dim] by keys [count, dim] -> scores [queries, BLOCK], filled up with such as weigh nothing */
-INLINE void score(int queries, const float *q, const float *keys, int64_t count, int64_t dim, float *scores) {
+INLINE void score(int queries, const float *q, const float *keys, const float *ahead, int64_t count, int64_t dim, float *scores) {
     for (int64_t t = 0; t < BLOCK && t < (count + LANES - 1) / LANES * LANES; t += TILE) {
         if (t >= count) {
             for (int g = 0; g < queries; g++)
@@ -82,6 +82,7 @@ INLINE void score(int queries, const float *q, const float *keys, int64_t count,
         vec sums[TILE][TILE] = {{{0}}};
         const float *key[TILE];
         for (int i = 0; i < TILE; i++) key[i] = keys + least(t + i, count - 1) * dim;
+        for (int64_t d = 0; d < TILE * dim; d += LINE) __builtin_prefetch(ahead + t * dim + d);
         for (int64_t d = 0; d < dim; d += LANES) {
             vec taken[TILE];
             for (int i = 0; i < TILE; i++) taken[i] = load(key[i] + d);
@@ -104,7 +105,14 @@ INLINE float weigh(float *scores, int64_t count, float *greatest, float *total) 
     vec tops = load(scores), sums = {0};
     for (int64_t t = LANES; t < count; t += LANES) tops = greater(load(scores + t), tops);
     for (int i = 0; i < LANES; i++) top = tops[i] > top ? tops[i] : top;
-    for (int64_t t = 0; t < count; t += LANES) {
+    int64_t t = 0;
+    for (; t + 4 * LANES <= count; t += 4 * LANES) { /* side by side, for each is a long chain of operations */
+        vec a = power(load(scores + t) - top), b = power(load(scores + t + LANES) - top);
+        vec c = power(load(scores + t + 2 * LANES) - top), d = power(load(scores + t + 3 * LANES) - top);
+        store(scores + t, a), store(scores + t + LANES, b), store(scores + t + 2 * LANES, c), store(scores + t + 3 * LANES, d);
+        sums += a, sums += b, sums += c, sums += d;
+    }
+    for (; t < count; t += LANES) {
         vec weights = power(load(scores + t) - top);
         store(scores + t, weights);
         sums += weights;
@@ -116,7 +124,7 @@ INLINE float weigh(float *scores, int64_t count, float *greatest, float *total) 
 }
 
 /* out [queries, dim] += weights [queries, BLOCK] by values [count, dim], which are read nearly in order */
-INLINE void gather(int queries, const float *weights, const float *values, int64_t count, int64_t dim, float *out) {
+INLINE void gather(int queries, const float *weights, const float *values, const float *ahead, int64_t count, int64_t dim, float *out) {
     for (int64_t begin = 0, end; begin < count; begin = end) {
         end = least(begin + FEW, count);
         for (int64_t d = 0; d < dim; d += STEP) {
@@ -125,6 +133,7 @@ INLINE void gather(int queries, const float *weights, const float *values, int64
                 for (int i = 0; i < VECTORS; i++) sums[g][i] = load(out + g * dim + d + i * LANES);
             for (int64_t t = begin; t < end; t++) {
                 vec taken[VECTORS];
+                __builtin_prefetch(ahead + t * dim + d);
                 for (int i = 0; i < VECTORS; i++) taken[i] = load(values + t * dim + d + i * LANES);
                 for (int g = 0; g < queries; g++)
                     for (int i = 0; i < VECTORS; i++) sums[g][i] += taken[i] * weights[g * BLOCK + t];
@@ -148,17 +157,20 @@ INLINE void attend(const Layer *l, const Rows *r, int queries, const float *q, f
     for (int g = 0; g < queries; g++) greatest[g] = -INFINITY, total[g] = 0;
     __builtin_memset(out, 0, (size_t)(queries * dim) * sizeof(float));
     for (int64_t t = first, count; t < length; t += count) {
-        int64_t at = find(l, r, row, head, t, &count);
-        score(queries, q, l->cached_keys + at, count, dim, scores);
+        int64_t at = find(l, r, row, head, t, &count), after = at, rest;
+        if (t + count < length) after = find(l, r, row, head, t + count, &rest);
+        score(queries, q, l->cached_keys + at, l->cached_values + at, count, dim, scores);
         for (int g = 0; g < queries; g++) {
             int64_t whole = (count + LANES - 1) / LANES * LANES;
             float correction = weigh(scores + g * BLOCK, whole, &greatest[g], &total[g]);
             for (int64_t d = 0; correction != 1.f && d < dim; d++) out[g * dim + d] *= correction;
         }
-        gather(queries, scores, l->cached_values + at, count, dim, out);
+        gather(queries, scores, l->cached_values + at, l->cached_keys + after, count, dim, out);
     }
-    for (int g = 0; g < queries; g++)
-        for (int64_t d = 0; d < dim; d++) out[g * dim + d] /= total[g];
+    for (int g = 0; g < queries; g++) {
+        float part = 1.f / total[g];
+        for (int64_t d = 0; d < dim; d++) out[g * dim + d] *= part;
+    }
 }
 
 INLINE void place(const Layer *l, const Rows *r, int64_t row, int64_t head, int64_t position) {

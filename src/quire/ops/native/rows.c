@@ -46,10 +46,14 @@ INLINE vec gelu(vec x) {
     return x;
 }
 
-/* f for whole vectors, and for what is left of the row */
-#define EACH(f)                                                                             \
-    int64_t i = 0;                                                                          \
-    for (; i + LANES <= columns; i += LANES) store(out + i, f(load(x + i)));                \
+/* four vectors at a time, for one is a long chain of operations; then what is left of the row */
+#define EACH(f)                                                                                                     \
+    int64_t i = 0;                                                                                                  \
+    for (; i + 4 * LANES <= columns; i += 4 * LANES) {                                                              \
+        vec a = load(x + i), b = load(x + i + LANES), c = load(x + i + 2 * LANES), d = load(x + i + 3 * LANES);     \
+        a = f(a), b = f(b), c = f(c), d = f(d);                                                                     \
+        store(out + i, a), store(out + i + LANES, b), store(out + i + 2 * LANES, c), store(out + i + 3 * LANES, d); \
+    }                                                                                                               \
     for (; i < columns; i++) { vec one = {x[i]}; out[i] = f(one)[0]; }
 
 void silu_row(const float *x, int64_t columns, float *out) { EACH(silu) }
