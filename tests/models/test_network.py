@@ -33,7 +33,7 @@ from quire.models.trace import write_down
 from quire.ops.choice import Choice
 from quire.ops.linear import linear
 from quire.ops.norm import add_rms_norm, rms_norm
-from quire.ops.onnx import Graph
+from quire.ops.onnx import Graph, Runtime
 from quire.ops.session import Session
 
 if not paged.agrees(Form(4, 2, 16, 0.25, 16, None)):
@@ -173,9 +173,9 @@ def test_the_runtime_tells_its_makers_nothing(tmp_path):
 import socket, sys, torch
 def refuse(*given): raise SystemExit("somebody is called")
 socket.socket.connect = socket.create_connection = refuse
-from quire.ops.onnx import Graph, Value
+from quire.ops.onnx import Graph, Runtime, Value
 from quire.ops.openvino import Network
-graph = Graph(for_openvino=True)
+graph = Graph(Runtime.OPENVINO)
 graph.place("Add", ["x", "x"], ["y"])
 network, out = Network(graph, [Value("x", ("rows", 4))], [Value("y", ("rows", 4))]), torch.zeros(2, 4)
 network.bind("x", torch.ones(2, 4))
@@ -249,7 +249,7 @@ def test_a_network_that_cannot_be_made_is_pieces_instead(facts, monkeypatch, cap
 )
 def test_operators_of_decoders(body):
     weight, x = torch.linspace(-1, 1, 32), torch.randn(5, 32)
-    trace, graph = write_down(lambda symbol, batch: body(symbol, weight), 32), Graph(for_openvino=True)
+    trace, graph = write_down(lambda symbol, batch: body(symbol, weight), 32), Graph(Runtime.OPENVINO)
     names = {trace.first: "x"}
     for step in trace.pieces[0].steps:
         names.update(zip(step.outputs, step.emit(graph, [names[symbol] for symbol in step.inputs]), strict=True))

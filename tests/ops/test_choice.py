@@ -1,6 +1,7 @@
 """What a CPU does well is tried once and then remembered, for the same CPU and the same libraries."""
 
 import json
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -9,6 +10,14 @@ import torch
 pytest.importorskip("onnxruntime")
 from quire.ops import choice, openvino
 from quire.ops.choice import NEVER, Choice
+from quire.ops.native import multiplies
+from quire.ops.onnx import Runtime
+
+
+def make(**different) -> Choice:
+    """What somebody might find."""
+    usual = {"unfold_from": 64, "unfold_others_from": 256, "unfold_network_from": 96, "unfold_others_of_network_from": NEVER}
+    return Choice(**{**{field.name: True for field in fields(Choice)}, **usual, **different})
 
 
 @pytest.fixture(autouse=True)
@@ -21,43 +30,47 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def test_tried_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(choice, "measure", lambda: Choice(64, 256, 96, 512, True, True, True, True))
-    assert choice.choose() == Choice(64, 256, 96, 512, True, True, True, True)
+    monkeypatch.setattr(choice, "measure", lambda: make())
+    assert choice.choose() == make()
     choice.choose.cache_clear()
     monkeypatch.setattr(choice, "measure", lambda: pytest.fail("it is known already"))
-    assert choice.choose() == Choice(64, 256, 96, 512, True, True, True, True)
+    assert choice.choose() == make()
     assert len(json.loads((tmp_path / "cpu.json").read_text())) == 1
 
 
 def test_a_busy_machine_is_not_remembered(tmp_path, monkeypatch):
-    monkeypatch.setattr(choice, "measure", lambda: Choice(64, 256, 96, 512, True, True, True, True))
+    monkeypatch.setattr(choice, "measure", lambda: make())
     monkeypatch.setattr(choice, "busy", lambda: True)
-    assert choice.choose() == Choice(64, 256, 96, 512, True, True, True, True)
+    assert choice.choose() == make()
     assert not (tmp_path / "cpu.json").exists()
 
 
 @pytest.mark.parametrize("found", ["", "[]", "null", '{"another CPU": {}}'])
 def test_what_cannot_be_used_is_tried_again(found, tmp_path, monkeypatch):
     (tmp_path / "cpu.json").write_text(found)
-    monkeypatch.setattr(choice, "measure", lambda: Choice(128, NEVER, 128, NEVER, False, False, False, False))
-    assert choice.choose() == Choice(128, NEVER, 128, NEVER, False, False, False, False)
+    monkeypatch.setattr(choice, "measure", lambda: make(unfold_from=128))
+    assert choice.choose() == make(unfold_from=128)
     assert '"unfold_from": 128' in (tmp_path / "cpu.json").read_text()
 
 
 def test_slow_bfloat16_is_never_used(monkeypatch):
     monkeypatch.setattr(choice, "_time", lambda ways, rows, tries=1: (float(rows), 1e6))
-    assert choice._measure_unfolding("Q4_0", False) == NEVER
+    assert choice._measure_unfolding("Q4_0", Runtime.ONNX) == NEVER
 
 
 def test_unfolding_pays_from_the_rows_on_where_it_is_faster(monkeypatch):
     monkeypatch.setattr(choice, "_time", lambda ways, rows, tries=1: (float(rows), 100.0))
-    assert choice._measure_unfolding("Q5_0", False) == 128
+    assert choice._measure_unfolding("Q5_0", Runtime.ONNX) == 128
 
 
 def test_the_way_of_openvino_has_rows_of_its_own(monkeypatch):
-    monkeypatch.setattr(choice, "measure", lambda: Choice(1, 2, 3, 4, True, True, True, True))
-    found = [choice.unfold_from(quickly, by) for by in (False, True) for quickly in (True, False)]
-    assert found == [1, 2, 3, 4] and choice.unfold_from(True) == 1
+    monkeypatch.setattr(
+        choice,
+        "measure",
+        lambda: make(unfold_from=1, unfold_others_from=2, unfold_network_from=3, unfold_others_of_network_from=4),
+    )
+    found = [choice.unfold_from(quickly, by) for by in (Runtime.ONNX, Runtime.OPENVINO) for quickly in (True, False)]
+    assert found == [1, 2, 3, 4] and choice.unfold_from(True, Runtime.OWN) == 1
 
 
 @pytest.mark.skipif(not openvino.available(), reason="OpenVINO is for x86 CPUs, and is not installed here")
@@ -96,13 +109,44 @@ def test_a_package_of_another_name_is_not_taken_for_openvino(monkeypatch):
 
 
 def test_openvino_always_folds(monkeypatch):
-    monkeypatch.setattr(choice, "measure", lambda: Choice(1, 2, 3, 4, True, False, True, True))
-    assert choice.folds(for_openvino=True) and not choice.folds(for_openvino=False)
+    monkeypatch.setattr(choice, "measure", lambda: make(fold=False))
+    assert choice.folds(Runtime.OPENVINO) and not choice.folds(Runtime.ONNX)
 
 
 def test_what_is_slower_is_not_used(monkeypatch):
     monkeypatch.setattr(choice, "_time", lambda ways, rows, tries=1: (1.0, 1.2))
     assert not choice._measure_folding()
+
+
+@pytest.mark.parametrize("own, runtime", [(True, Runtime.OWN), (False, Runtime.ONNX)])
+def test_who_multiplies(monkeypatch, own, runtime):
+    monkeypatch.setattr(choice, "measure", lambda: make(own=own, own_floats=own, openvino=False))
+    assert choice.in_pieces() == choice.by_layer() == choice.of_floats() == runtime
+
+
+def test_torch_multiplies_floats_where_nobody_is_faster(monkeypatch):
+    monkeypatch.setattr(choice, "measure", lambda: make(own_floats=False, runtime_floats=False))
+    assert choice.of_floats() is None and choice.by_layer() == Runtime.OPENVINO
+
+
+@pytest.mark.skipif(not multiplies(), reason="there are no kernels of our own for this CPU")
+def test_kernels_of_our_own_are_used_where_they_are_faster(monkeypatch):
+    for seconds, used in (((1.0, 2.0), True), ((2.0, 1.0), False)):
+        monkeypatch.setattr(choice, "_time_few", lambda ways, seconds=seconds: seconds)
+        assert choice._measure_own() is used
+    monkeypatch.setattr(choice, "_time_few", lambda ways: (2.0, 1.0))
+    assert choice._measure_floats() == (True, True)
+    monkeypatch.setattr(choice, "_time_few", lambda ways: (1.0, 2.0))
+    assert choice._measure_floats() == (False, False)
+
+
+@pytest.mark.skipif(not multiplies(), reason="there are no kernels of our own for this CPU")
+def test_they_are_used_where_there_is_nothing_else(monkeypatch):
+    monkeypatch.setattr(choice.ort, "available", lambda: False)
+    with torch.inference_mode():
+        found = choice.measure()
+    assert found.own and not (found.runtime_floats or found.fold or found.spin or found.openvino)
+    assert "onnxruntime" not in choice._key()
 
 
 def test_a_measurement_is_short_and_possible():

@@ -17,10 +17,14 @@ from quire.ops.blocks import Stored, dequantize, take_apart
 pytest.importorskip("onnxruntime")
 from quire.ops import openvino
 from quire.ops.choice import folds
-from quire.ops.nbits import Product, forgets, pack
+from quire.ops.native import multiplies
+from quire.ops.nbits import forgets, pack
+from quire.ops.onnx import Runtime
+from quire.ops.product import Product, repack
 from quire.ops.unfold import round_up, unfolded_linear
 
-RUNTIMES = [False, *([True] if openvino.available() else [])]  # whether it is OpenVINO
+OTHERS = [Runtime.ONNX, *([Runtime.OPENVINO] if openvino.available() else [])]
+RUNTIMES = [*OTHERS, *([Runtime.OWN] if multiplies() else [])]
 ROUNDING = 0.012
 EXACT = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K")
 NUMBER = {name: number for number, (name, _, _) in GGML_TYPES.items()}
@@ -72,11 +76,11 @@ def test_products(kind, count, fold, runtime):
     matrix, bias = stored(kind), torch.randn(48)
     x = torch.randn(count, 512)
     expected = x @ unfolded(matrix).t() + bias
-    found = Product(pack([matrix], bias, fold), runtime)(x)
+    found = Product(repack([matrix], bias, runtime, fold), runtime)(x)
     assert (found - expected).norm() <= ROUNDING * (expected - bias).norm()
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("runtime", OTHERS)
 def test_folded_offsets_are_in_the_numbers(runtime):
     """Those of Q4_1 follow its scales; offsets far beyond them stay a product of their own, and exact."""
     matrix = stored("Q4_1", columns=1056)  # 33 groups: their rests take two more
@@ -99,8 +103,7 @@ def test_parts_of_different_types_become_one_matrix(fold, runtime):
     parts = [stored(kind, seed=seed) for seed, kind in enumerate(kinds)]
     x = torch.randn(5, 512)
     expected = torch.cat([x @ unfolded(part).t() for part in parts], dim=1)
-    packed = pack(parts, None, fold)
-    assert packed.bits == 8
+    packed = repack(parts, None, runtime, fold)
     assert (Product(packed, runtime)(x) - expected).norm() <= ROUNDING * expected.norm()
 
 
@@ -124,7 +127,7 @@ def test_few_numbers_of_rows_are_multiplied():
     assert len({round_up(rows) for rows in range(1, 2049)}) == 14
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("runtime", OTHERS)
 @pytest.mark.parametrize("fold", [False, True])
 def test_what_was_given_is_not_kept(fold, runtime):
     """The runtime has its own copy of numbers, scales and offsets, and reads no others."""
@@ -132,7 +135,7 @@ def test_what_was_given_is_not_kept(fold, runtime):
     product, x = Product(packed, runtime), torch.randn(3, 512)
     expected = x @ unfolded(stored("Q4_1", rows=2048)).t()
     assert (product(x) - expected).norm() <= ROUNDING * expected.norm()
-    if sys.platform == "linux" and (runtime or forgets(4, True, fold)):
+    if sys.platform == "linux" and (runtime is Runtime.OPENVINO or forgets(4, True, fold)):
         assert not packed.scale[1000:1040].any()
 
 
@@ -147,17 +150,17 @@ def test_unfolding_changes_no_other_products():
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
 def test_a_row_does_not_see_the_others(kind, runtime):
-    product = Product(pack([stored(kind)], None, folds(runtime)), runtime)
+    product = Product(repack([stored(kind)], None, runtime, folds(runtime)), runtime)
     x = torch.randn(40, 512)
     together = product(x).clone()
     assert all(torch.equal(product(x[i : i + 1])[0], together[i]) for i in range(40))
 
 
-@pytest.mark.skipif(True not in RUNTIMES, reason="OpenVINO is for x86 CPUs, and is not installed here")
+@pytest.mark.skipif(Runtime.OPENVINO not in RUNTIMES, reason="OpenVINO is for x86 CPUs, and is not installed here")
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
 def test_openvino_reads_what_it_was_given_once(kind):
     """Whatever it was given is zeros by now, and numbers of rows that are new to it make no difference."""
-    product, x = Product(pack([stored(kind, rows=2048)], None, fold=True), for_openvino=True), torch.randn(40, 512)
+    product, x = Product(pack([stored(kind, rows=2048)], None, fold=True), Runtime.OPENVINO), torch.randn(40, 512)
     expected = x @ unfolded(stored(kind, rows=2048)).t()
     for count in (40, 3, 17):
         assert (product(x[:count]) - expected[:count]).norm() <= ROUNDING * expected[:count].norm()
@@ -168,8 +171,9 @@ def test_what_was_lent_may_go():
     assert all(forgets(bits, zeros, folded=False) for bits in (4, 8) for zeros in (False, True))
 
 
+@pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
-def test_a_large_activation_spoils_its_own_group_only(kind):
+def test_a_large_activation_spoils_its_own_group_only(kind, runtime):
     matrix, x = stored(kind), torch.randn(3, 512)
     x[:, 5] = 3000.0
     weight = unfolded(matrix).t()
@@ -177,5 +181,5 @@ def test_a_large_activation_spoils_its_own_group_only(kind):
     matrix.rows.view(48, 16, -1)[:, 0] = 0  # numbers, scale and offset of the first group
     if kind == "Q4_0":
         matrix.rows.view(48, 16, -1)[:, 0, 2:] = 0x88
-    found, expected = Product(pack([matrix], None, fold=False), for_openvino=False)(x), x @ weight
+    found, expected = Product(repack([matrix], None, runtime, fold=False), runtime)(x), x @ weight
     assert (found - expected).norm() < 2 * ROUNDING * expected.norm()

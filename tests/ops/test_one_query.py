@@ -11,10 +11,11 @@ from quire.attn.backend import AttentionSpec
 from quire.attn.cpu import CPUAttention
 from quire.ops import one_query
 from quire.ops.attention import attend
-from quire.ops.one_query import OneQuery, Rows, kernel, suits
+from quire.ops.native import kernels
+from quire.ops.one_query import OneQuery, Rows, suits
 from quire.ops.qkv import HeadNorms, Rotation, reference_place_heads
 
-by_kernel = pytest.mark.skipif(kernel() is None, reason="no C compiler was there when Quire was installed")
+by_kernel = pytest.mark.skipif(kernels() is None, reason="no C compiler was there when Quire was installed")
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def run_torch(shape: Shape, kv: torch.Tensor, qkv: torch.Tensor, tables: torch.T
 
 @pytest.mark.skipif(not shutil.which("cc"), reason="there is no C compiler")
 def test_where_there_is_a_compiler_there_is_a_kernel():
-    assert kernel() is not None
+    assert kernels() is not None
 
 
 @by_kernel
@@ -113,29 +114,24 @@ def test_like_torch(shape):
 def test_a_row_gets_the_same_bits_in_any_company(shape, monkeypatch):
     rows, tables, pages = make_rows(shape, LENGTHS)
     qkv = make_qkv(shape, len(LENGTHS))
-    monkeypatch.setattr(one_query, "crew_size", lambda: 3)
-    monkeypatch.setattr(one_query, "SPREAD_FROM", 0)
-    assert len(rows.parts(shape.heads, shape.kv_heads)) > 1
+    monkeypatch.setattr(one_query, "workers", lambda: 3)
     together = run_kernel(shape, make_cache(shape, pages), qkv, rows)
+    monkeypatch.setattr(one_query, "workers", lambda: 1)
     for row, length in enumerate(LENGTHS):
         alone = Rows(tables[row : row + 1], torch.tensor([length], dtype=torch.int32))
         assert torch.equal(run_kernel(shape, make_cache(shape, pages), qkv[row : row + 1].clone(), alone)[0], together[row])
 
 
-@pytest.mark.parametrize(
-    ("threads", "lengths", "parts"),
-    [
-        (2, [3000, 10, 2990], [(0, 2), (2, 6)]),
-        (3, [1000, 1000, 1000], [(0, 2), (2, 4), (4, 6)]),
-        (2, [9000], [(0, 1), (1, 2)]),
-        (4, [5000], [(0, 1), (1, 2)]),
-        (4, [7], [(0, 2)]),
-    ],
-)
-def test_threads_divide_keys_not_rows(threads, lengths, parts, monkeypatch):
-    monkeypatch.setattr(one_query, "crew_size", lambda: threads)
-    rows = Rows(torch.ones(len(lengths), 2, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32))
-    assert rows.parts(heads=4, kv_heads=2) == parts
+@by_kernel
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_many_rows_are_divided(workers, monkeypatch):
+    """Far more than one thread is worth."""
+    shape, lengths = Shape(6, 2, 32, 16), [200 + row for row in range(40)]
+    monkeypatch.setattr(one_query, "workers", lambda: workers)
+    rows, tables, pages = make_rows(shape, lengths)
+    qkv, ours, theirs = make_qkv(shape, 40), make_cache(shape, pages), make_cache(shape, pages)
+    found, expected = run_kernel(shape, ours, qkv, rows), run_torch(shape, theirs, qkv, tables, lengths)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
 @by_kernel
@@ -184,14 +180,16 @@ def test_prompts_and_single_tokens_through_the_backend(rows, window, monkeypatch
 
 def test_caches_that_are_not_for_the_kernel(monkeypatch):
     kv = torch.zeros(3, 2, 2, 4, 32)
-    assert suits(kv) == (kernel() is not None)
+    assert suits(kv) == (kernels() is not None)
     assert not suits(kv.double()) and not suits(kv.bfloat16()) and not suits(torch.zeros(3, 2, 2, 4, 24))
     assert not suits(torch.zeros(3, 2, 2, 4, 544)) and not suits(torch.zeros(3, 2, 2, 32, 4).transpose(3, 4))
-    monkeypatch.setattr(one_query, "kernel", lambda: None)
+    monkeypatch.setattr(one_query, "kernels", lambda: None)
     assert not suits(kv)
 
 
 @by_kernel
 def test_a_layer_of_another_release_is_refused():
     with pytest.raises(ValueError, match="another release"):
-        kernel().run(b"short", b"shorter", 0, 1)
+        kernels().attend(b"short", b"shorter", 1)
+    with pytest.raises(ValueError, match="another release"):
+        kernels().run(b"short", 1, 1)

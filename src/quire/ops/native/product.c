@@ -28,22 +28,24 @@ int can_multiply(void) {
 #endif
 }
 
-/* 32 numbers of a row -> one of four places of a block */
+/* 32 numbers of a row -> one of four places of a block. Their sum is that of the rounded numbers: an offset then errs with its
+   numbers, which are together smaller than either. */
 INLINE void round_group(const float *x, Block *block, int place) {
-    float32x4_t v[8], most, sum;
+    float32x4_t v[8], most;
     for (int i = 0; i < 8; i++) v[i] = vld1q_f32(x + 4 * i);
-    most = vabsq_f32(v[0]), sum = v[0];
-    for (int i = 1; i < 8; i++) most = vmaxq_f32(most, vabsq_f32(v[i])), sum = vaddq_f32(sum, v[i]);
+    most = vabsq_f32(v[0]);
+    for (int i = 1; i < 8; i++) most = vmaxq_f32(most, vabsq_f32(v[i]));
     float greatest = vmaxvq_f32(most), inverse = greatest > 0 ? 127.f / greatest : 0.f;
+    int32x4_t sum = vdupq_n_s32(0);
     for (int i = 0; i < 8; i += 2) {
-        int16x4_t low = vmovn_s32(vcvtnq_s32_f32(vmulq_n_f32(v[i], inverse)));
-        int16x4_t high = vmovn_s32(vcvtnq_s32_f32(vmulq_n_f32(v[i + 1], inverse)));
-        int8x8_t both = vmovn_s16(vcombine_s16(low, high));
+        int32x4_t low = vcvtnq_s32_f32(vmulq_n_f32(v[i], inverse)), high = vcvtnq_s32_f32(vmulq_n_f32(v[i + 1], inverse));
+        int8x8_t both = vmovn_s16(vcombine_s16(vmovn_s32(low), vmovn_s32(high)));
         vst1_lane_s32((int32_t *)block->numbers[i] + place, vreinterpret_s32_s8(both), 0);
         vst1_lane_s32((int32_t *)block->numbers[i + 1] + place, vreinterpret_s32_s8(both), 1);
+        sum = vaddq_s32(sum, vaddq_s32(low, high));
     }
     block->scale[place] = greatest / 127.f;
-    block->sum[place] = vaddvq_f32(sum);
+    block->sum[place] = block->scale[place] * (float)vaddvq_s32(sum);
 }
 
 void round_rows(const float *x, int64_t stride, int64_t first, int64_t end, int64_t groups, Block *out) {
