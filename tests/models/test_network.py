@@ -190,7 +190,8 @@ assert (out == 2).all()
 
 
 def choice(openvino):
-    return lambda: Choice(64, 64, 64, 64, runtime_floats=True, fold=True, spin=False, openvino=openvino)
+    rows = [64] * 4
+    return lambda: Choice(False, *rows, own_floats=False, runtime_floats=True, fold=True, spin=False, openvino=openvino)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +228,8 @@ def test_a_network_that_cannot_be_made_is_pieces_instead(facts, monkeypatch, cap
 
     monkeypatch.setattr(compiled, "choose", choice(True))
     monkeypatch.setattr(compiled, "DecoderNetwork", refuse)
+    for who in ("models.compiled.in_pieces", "layers.embedding.in_pieces", "layers.quant.gguf.by_layer"):
+        monkeypatch.setattr(f"quire.{who}", lambda: Runtime.ONNX)
     model = loaded(facts)
     model.compiled = compile_body(model.run_blocks, facts.hidden_size, whole=False, paged=True)
     assert type(model.compiled) is Pieces and "no such operator" in caplog.text
