@@ -23,8 +23,13 @@ void gather_rows(const float *x, int64_t stride, int64_t first, int64_t end, int
         float *to = out + row * inputs;
         int64_t k = 0;
         for (; k + 4 <= inputs; k += 4) {
-            float32x4x4_t four = {{vld1q_f32(from[0] + k), vld1q_f32(from[1] + k), vld1q_f32(from[2] + k), vld1q_f32(from[3] + k)}};
-            vst4q_f32(to + 4 * k, four);
+            float32x4_t a = vld1q_f32(from[0] + k), b = vld1q_f32(from[1] + k), c = vld1q_f32(from[2] + k), d = vld1q_f32(from[3] + k);
+            float64x2_t ab = vreinterpretq_f64_f32(vzip1q_f32(a, b)), cd = vreinterpretq_f64_f32(vzip1q_f32(c, d));
+            float64x2_t ab_later = vreinterpretq_f64_f32(vzip2q_f32(a, b)), cd_later = vreinterpretq_f64_f32(vzip2q_f32(c, d));
+            vst1q_f32(to + 4 * k, vreinterpretq_f32_f64(vzip1q_f64(ab, cd)));
+            vst1q_f32(to + 4 * k + 4, vreinterpretq_f32_f64(vzip2q_f64(ab, cd)));
+            vst1q_f32(to + 4 * k + 8, vreinterpretq_f32_f64(vzip1q_f64(ab_later, cd_later)));
+            vst1q_f32(to + 4 * k + 12, vreinterpretq_f32_f64(vzip2q_f64(ab_later, cd_later)));
         }
         for (; k < inputs; k++)
             for (int64_t r = 0; r < 4; r++) to[4 * k + r] = from[r][k];

@@ -13,6 +13,7 @@
 #define fold NAMED(fold)
 #define sums_of NAMED(sums_of)
 #define sum NAMED(sum)
+#define raise NAMED(raise)
 #define power NAMED(power)
 #define prepare NAMED(prepare)
 #define score NAMED(score)
@@ -212,6 +213,7 @@ static void UNITS(const Layer *l, const Rows *r, int64_t first, int64_t last) {
 #undef fold
 #undef sums_of
 #undef sum
+#undef raise
 #undef power
 #undef prepare
 #undef score

@@ -18,7 +18,7 @@ INLINE void store(float *to, vec v) { __builtin_memcpy(to, &v, sizeof v); }
 INLINE vec choose(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
 INLINE vec size_of(vec x) { return (vec)((ivec)x & 0x7FFFFFFF); }
 
-/* a / b, where 1 <= b <= 2 */
+/* a / b, where b is 1 or more, but not beyond all bounds */
 INLINE vec divide(vec a, vec b) {
 #if defined(__aarch64__) /* a guess made better twice, which is exact but for the last bit and several times as fast */
     vec guess = vrecpeq_f32(b);
@@ -30,10 +30,16 @@ INLINE vec divide(vec a, vec b) {
 #endif
 }
 
-INLINE vec silu(vec x) {
-    vec e = power(-size_of(x)), part = divide(x, e + 1.f);
-    return choose(x < 0.f, part * e, part);
+INLINE vec within(vec x) { /* 80 either way: what is beyond makes no difference to a silu */
+#if defined(__aarch64__)
+    return vminq_f32(vmaxq_f32(x, vdupq_n_f32(-80.f)), vdupq_n_f32(80.f));
+#else
+    x = choose(x > 80.f, x * 0.f + 80.f, x);
+    return choose(x < -80.f, x * 0.f - 80.f, x);
+#endif
 }
+
+INLINE vec silu(vec x) { return divide(x, raise(within(-x)) + 1.f); }
 
 INLINE vec gelu_tanh(vec x) {
     vec inner = (x + x * x * x * 0.044715f) * 0.79788456f, e = power(-2.f * size_of(inner));
