@@ -12,7 +12,7 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-#define AHEAD 256 /* numbers of a matrix that are fetched before they are wanted */
+#define AHEAD 1024 /* bytes of a matrix that are fetched before they are wanted */
 
 int can_multiply_floats(void) { return 1; }
 
@@ -60,35 +60,39 @@ INLINE void keep(float32x4_t sums, const Matrix *m, int64_t first, float *y) {
         keep(c##r, m, first + 8, y + r * m->outputs);    \
     }
 
-/* the outputs of one tile, for up to 8 rows */
-INLINE void run_tile(int rows, const Matrix *m, int64_t tile, const float *x, float *y) {
+/* the outputs of one tile, for up to 8 rows; `ahead`, in steps of so many bytes, is fetched along the way */
+INLINE void run_tile(int rows, const Matrix *m, int64_t tile, const float *x, float *y, const uint8_t *ahead, int64_t step) {
     const float *w = (const float *)(m->tiles + tile * m->tile_bytes);
     const float *end = x + 4 * m->inputs, *other = rows > 4 ? end : x;
     int64_t first = tile * FLOAT_TILE;
     ROWS(DECLARE)
 #pragma GCC unroll 4
-    for (; x < end; x += 4, other += 4, w += FLOAT_TILE) {
-        __builtin_prefetch(w + AHEAD);
+    for (; x < end; x += 4, other += 4, w += FLOAT_TILE, ahead += step) {
+        __builtin_prefetch(ahead);
         float32x4_t w0 = vld1q_f32(w), w1 = vld1q_f32(w + 4), w2 = vld1q_f32(w + 8), x0 = vld1q_f32(x), x1 = vld1q_f32(other);
         ROWS(ADD)
     }
     ROWS(KEEP)
 }
 
+/* Many rows go by several times. Each time a part of the next tile is fetched, so that memory is as busy all the time. */
 void multiply_float_tiles(const Matrix *m, const float *x, int64_t rows, float *y, int64_t tile, int64_t end) {
+    const int64_t times = (rows + 7) / 8, step = m->tile_bytes / m->inputs / times;
     for (; tile < end; tile++)
         for (int64_t row = 0; row < rows; row += 8) {
+            const uint8_t *here = m->tiles + tile * m->tile_bytes;
+            const uint8_t *ahead = times == 1 ? here + AHEAD : here + m->tile_bytes + row / 8 * step * m->inputs;
             const float *some = x + row * m->inputs;
             float *to = y + row * m->outputs;
             switch (rows - row) { /* a number that is known is worth a copy of the code */
-                case 1: run_tile(1, m, tile, some, to); break;
-                case 2: run_tile(2, m, tile, some, to); break;
-                case 3: run_tile(3, m, tile, some, to); break;
-                case 4: run_tile(4, m, tile, some, to); break;
-                case 5: run_tile(5, m, tile, some, to); break;
-                case 6: run_tile(6, m, tile, some, to); break;
-                case 7: run_tile(7, m, tile, some, to); break;
-                default: run_tile(8, m, tile, some, to);
+                case 1: run_tile(1, m, tile, some, to, ahead, step); break;
+                case 2: run_tile(2, m, tile, some, to, ahead, step); break;
+                case 3: run_tile(3, m, tile, some, to, ahead, step); break;
+                case 4: run_tile(4, m, tile, some, to, ahead, step); break;
+                case 5: run_tile(5, m, tile, some, to, ahead, step); break;
+                case 6: run_tile(6, m, tile, some, to, ahead, step); break;
+                case 7: run_tile(7, m, tile, some, to, ahead, step); break;
+                default: run_tile(8, m, tile, some, to, ahead, step);
             }
         }
 }
