@@ -1,5 +1,5 @@
 /* Products of float32 rows by a matrix of 4- or 8-bit numbers in groups of 32, each with a scale and, if need be, an offset.
-   `product.py` lays the matrix out. Rows are rounded to 8 bits by the same groups first. Sums within a group are whole numbers
+   `tiles.py` lays the matrix out. Rows are rounded to 8 bits by the same groups first. Sums within a group are whole numbers
    and those of groups are always added in the same order, so a row's result does not depend on the rows beside it. */
 
 #include "product.h"
@@ -15,7 +15,7 @@
 #else
 #pragma GCC push_options
 #pragma GCC target("arch=armv8.2-a+dotprod")
-#pragma GCC optimize("no-schedule-insns")
+#pragma GCC optimize("no-schedule-insns") /* it would line up what can run side by side */
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -78,7 +78,7 @@ INLINE void keep(float32x4_t sums, float unit, const Matrix *m, int64_t first, f
 #define ROWS(DO) DO(0, x0, 0) DO(1, x0, 1) DO(2, x0, 2) DO(3, x0, 3) DO(4, x1, 0) DO(5, x1, 1) DO(6, x1, 2) DO(7, x1, 3)
 #define DECLARE(r, x, lane) float32x4_t out##r = vdupq_n_f32(0);
 /* by a load, for the units that calculate are busy */
-#define BEGIN(r, x, lane) int32x4_t sum##r; if (rows > r) __asm__ volatile("ldr %q0, %1" : "=w"(sum##r) : "m"(magic));
+#define BEGIN(r, x, lane) int32x4_t sum##r; if (rows > r) __asm__ volatile("ldr %q0, %1" : "=w"(sum##r) : "Q"(magic));
 #define DOT(r, x, lane) if (rows > r) sum##r = vdotq_laneq_s32(sum##r, numbers, x, lane);
 #define SCALE(r, x, lane) \
     if (rows > r) out##r = vfmaq_f32(out##r, vsubq_f32(vreinterpretq_f32_s32(sum##r), begun), vmulq_laneq_f32(scale, scale_##x, lane));
