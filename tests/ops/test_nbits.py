@@ -21,6 +21,7 @@ from quire.ops.native import multiplies
 from quire.ops.nbits import forgets, pack
 from quire.ops.onnx import Runtime
 from quire.ops.product import Product, repack
+from quire.ops.tiles import lay_out
 from quire.ops.unfold import round_up, unfolded_linear
 
 OTHERS = [Runtime.ONNX, *([Runtime.OPENVINO] if openvino.available() else [])]
@@ -183,3 +184,21 @@ def test_a_large_activation_spoils_its_own_group_only(kind, runtime):
         matrix.rows.view(48, 16, -1)[:, 0, 2:] = 0x88
     found, expected = Product(repack([matrix], None, runtime, fold=False), runtime)(x), x @ weight
     assert (found - expected).norm() < 2 * ROUNDING * expected.norm()
+
+
+@pytest.mark.skipif(Runtime.OWN not in RUNTIMES, reason="there are no kernels of our own for this CPU")
+@pytest.mark.parametrize("rows", [48, 49, 50, 51])
+@pytest.mark.parametrize("kind", EXACT)
+def test_tiles_that_are_not_whole(kind, rows):
+    """By kernels of our own, for one row up to more than are multiplied together."""
+    matrix, bias, x = stored(kind, rows=rows), torch.randn(rows), torch.randn(11, 512)
+    product = Product(lay_out([matrix], bias), Runtime.OWN)
+    expected = x @ unfolded(matrix).t()
+    for count in range(1, 12):
+        assert (product(x[:count]) - bias - expected[:count]).norm() <= ROUNDING * expected[:count].norm()
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_tiles_are_as_large_as_in_the_file(kind):
+    matrix = stored(kind)
+    assert lay_out([matrix], None).memory.nbytes == matrix.rows.nbytes

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.ops import native, program, tiles
-from quire.ops.native import kernels, multiplies, multiplies_floats
+from quire.ops.native import multiplies_floats
 from quire.ops.onnx import CONTRIB, Graph, Runtime
 from quire.ops.session import Session
 
@@ -154,7 +154,3 @@ def test_a_child_process_has_workers_of_its_own():
 def test_more_threads_than_kernels_take(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 100)
     assert native.workers() == native.MOST_WORKERS
-
-
-def test_kernels_say_what_they_can():
-    assert multiplies_floats() is True and multiplies() is kernels().multiplies()

@@ -47,15 +47,13 @@ class Session:
         scratch: program.Scratch | None = None,
         kept: int = KEPT_ELEMENTS,
     ) -> None:
-        """`hold`, `spin`: see `ort.Program`; `scratch`: `program.Program`."""
+        """`hold`, `spin`: see `ort.Program`; `scratch`: `program.Program`; `kept`: see above."""
         self._inputs, self._outputs, self._kept = tuple(inputs), tuple(outputs), kept
         values = [_matrix(*item) for item in inputs], [_matrix(*item) for item in outputs]
         self._compiled: openvino.Network | ort.Program | program.Program
         if graph.runtime is Runtime.OWN:
-            self._compiled, self._rows_at_once = (
-                program.Program(graph, values[0], scratch or program.Scratch()),
-                ROWS_OF_PROGRAM,
-            )
+            self._compiled = program.Program(graph, values[0], scratch or program.Scratch())
+            self._rows_at_once = ROWS_OF_PROGRAM
         elif graph.runtime is Runtime.OPENVINO:
             self._compiled, self._rows_at_once = openvino.Network(graph, *values), ROWS_OF_NETWORK
             for name, columns in (*inputs, *outputs):

@@ -42,12 +42,12 @@ static void wait_for_job(uint32_t seen) {
     pthread_mutex_unlock(&lock);
 }
 
-static void *help(void *number) {
-    int worker = (int)(intptr_t)number;
+static void *help(void *unused) {
+    (void)unused;
     for (uint32_t seen = atomic_load(&latest);; seen++) { /* whoever started us, or a job, waits until we say that we are there */
         atomic_fetch_sub_explicit(&left, 1, memory_order_release);
         wait_for_job(seen);
-        job(context, worker, helpers + 1);
+        job(context, helpers + 1);
     }
     return NULL;
 }
@@ -73,7 +73,10 @@ static void start_helpers(int wanted) {
     while (helpers < wanted && helpers < MOST) {
         pthread_t thread;
         atomic_store(&left, 1);
-        if (pthread_create(&thread, NULL, help, (void *)(intptr_t)(helpers + 1)) != 0) return;
+        if (pthread_create(&thread, NULL, help, NULL) != 0) { /* nobody is to wait for this one */
+            atomic_store(&left, 0);
+            return;
+        }
         pthread_detach(thread);
         wait_for_helpers();
         helpers++;
@@ -82,7 +85,7 @@ static void start_helpers(int wanted) {
 
 void run_together(Job work, void *with, int workers) {
     if (workers <= 1 || pthread_mutex_trylock(&busy) != 0) {
-        work(with, 0, 1);
+        work(with, 1);
         return;
     }
     if (helpers < workers - 1) start_helpers(workers - 1);
@@ -96,7 +99,7 @@ void run_together(Job work, void *with, int workers) {
             pthread_mutex_unlock(&lock);
         }
     }
-    work(with, 0, helpers + 1);
+    work(with, helpers + 1);
     wait_for_helpers();
     pthread_mutex_unlock(&busy);
 }

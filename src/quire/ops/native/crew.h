@@ -5,7 +5,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-typedef void (*Job)(void *context, int worker, int workers);
+typedef void (*Job)(void *context, int workers);
 
 /* Returns when all workers are done. If others are at it just now, the caller works alone. */
 void run_together(Job job, void *context, int workers);

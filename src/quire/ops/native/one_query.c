@@ -69,10 +69,9 @@ typedef struct {
     Meeting meeting;
 } Run;
 
-static void work(void *context, int worker, int workers) {
+static void work(void *context, int workers) {
     Run *run = context;
     int64_t share = run->units / (workers * SHARES) + 1;
-    (void)worker;
     for (int64_t first, end; (end = take(&run->meeting, run->units, share, &first));)
         run_units(run->layer, run->rows, first, end);
 }

@@ -55,9 +55,8 @@ static void run_product(Run *run, const Op *op, int workers) {
                 : multiply_tiles(op->matrix, op->taken, run->rows, op->out, tile, end));
 }
 
-static void work(void *context, int worker, int workers) {
+static void work(void *context, int workers) {
     Run *run = context;
-    (void)worker;
     for (int64_t i = 0, next; i < run->count; i = next) {
         next = i + 1;
         if (run->ops[i].kind == PRODUCT) {
