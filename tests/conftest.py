@@ -19,14 +19,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """checkpoint(name) -> the family's tiny checkpoint, made once per session by transformers."""
-    from oracle import FAMILIES, Checkpoint, make_checkpoint, open_checkpoint
+    from oracle import FALLBACK, FAMILIES, Checkpoint, make_checkpoint, open_checkpoint
 
     made: dict[str, Checkpoint] = {}
 
     def get(name: str) -> Checkpoint:
         if name not in made:
             directory = tmp_path_factory.mktemp(name)
-            make_checkpoint(FAMILIES[name], directory)
+            make_checkpoint((FAMILIES | FALLBACK)[name], directory)
             made[name] = open_checkpoint(directory)
         return made[name]
 

@@ -1,6 +1,7 @@
 """Tiny random checkpoints made by transformers, and both engines' logits for the same tokens.
 
-A family is one entry of FAMILIES: the architecture, its configuration class and what makes it interesting.
+A family is one entry of FAMILIES (those of our own) or FALLBACK (those that transformers runs over our cache): the
+architecture, its configuration class and what makes it interesting.
 """
 
 from dataclasses import dataclass, field
@@ -163,6 +164,44 @@ FAMILIES: dict[str, Family] = {
         "Qwen3MoeForCausalLM",
         {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], "attention_bias": True},
     ),
+}
+
+
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 32,
+    "truncate": False,
+}
+
+# decoders that transformers runs over our cache
+FALLBACK: dict[str, Family] = {
+    "cohere2": Family(
+        "Cohere2Config", "Cohere2ForCausalLM", {"sliding_window": 7, "num_hidden_layers": 4, "sliding_window_pattern": 2}
+    ),
+    "ernie4_5": Family("Ernie4_5Config", "Ernie4_5ForCausalLM", {"head_dim": 16}),
+    "exaone4": Family(
+        "Exaone4Config", "Exaone4ForCausalLM", {"sliding_window": 6, "num_hidden_layers": 4, "sliding_window_pattern": 4}
+    ),
+    "glm4": Family("Glm4Config", "Glm4ForCausalLM", {"head_dim": 16}),
+    "gpt-neox": Family("GPTNeoXConfig", "GPTNeoXForCausalLM", {"num_key_value_heads": None, "rotary_pct": 0.5}),
+    "gpt-oss": Family(
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {"head_dim": 16, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN},
+    ),
+    "granite": Family(
+        "GraniteConfig", "GraniteForCausalLM", {"attention_multiplier": 0.3, "logits_scaling": 3.0, "residual_multiplier": 0.5}
+    ),
+    "helium": Family("HeliumConfig", "HeliumForCausalLM", {"head_dim": 8}),
+    "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM"),
+    "phi": Family("PhiConfig", "PhiForCausalLM"),
+    "qwen2-moe": Family("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**EXPERTS, "shared_expert_intermediate_size": 32}),
+    "smollm3": Family("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layer_interval": 2, "num_hidden_layers": 4}),
+    "stablelm": Family("StableLmConfig", "StableLmForCausalLM", {"partial_rotary_factor": 0.5}),
+    "starcoder2": Family("Starcoder2Config", "Starcoder2ForCausalLM", {"sliding_window": 9}),
 }
 
 

@@ -1,4 +1,5 @@
-"""Every family, through the whole engine, gives transformers' greedy tokens whatever the batching, chunks, cache, preemption.
+"""Every family, and a sample of the decoders that transformers runs, through the whole engine: the tokens are transformers'
+greedy ones whatever the batching, chunks, cache, preemption.
 
 A repetition penalty keeps the tiny random models from saying one token for ever.
 """
@@ -31,7 +32,11 @@ ENGINES = {
 }
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+# blocks whose halves are parallel; sinks and experts
+SAMPLE = ("gpt-neox", "gpt-oss")
+
+
+@pytest.fixture(scope="module", params=[*sorted(FAMILIES), *SAMPLE])
 def name(request) -> str:
     return request.param
 

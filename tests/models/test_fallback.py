@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from oracle import FAMILIES, TINY, Family, Sequences, in_pieces, make_checkpoint, open_checkpoint
+from oracle import FALLBACK, FAMILIES, TINY, Family, Sequences, in_pieces, make_checkpoint, open_checkpoint
 from quire.config.facts import read_facts
 from quire.files.resolve import resolve_model
 from quire.load.load import load_weights
@@ -16,37 +16,11 @@ from quire.models.registry import build_model
 from quire.types.errors import ModelError
 
 IDS = torch.randint(3, 199, (2, 40), generator=torch.Generator().manual_seed(0)).tolist()
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32, "truncate": False}
-
-SERVED = {
-    "llama": Family("LlamaConfig", "LlamaForCausalLM"),
-    "cohere2": Family(
-        "Cohere2Config", "Cohere2ForCausalLM", {"sliding_window": 7, "num_hidden_layers": 4, "sliding_window_pattern": 2}
-    ),
-    "ernie4_5": Family("Ernie4_5Config", "Ernie4_5ForCausalLM", {"head_dim": 16}),
-    "exaone4": Family(
-        "Exaone4Config", "Exaone4ForCausalLM", {"sliding_window": 6, "num_hidden_layers": 4, "sliding_window_pattern": 4}
-    ),
+# and some that are families of our own
+SERVED = FALLBACK | {
+    "llama": FAMILIES["llama"],
     "gemma2": FAMILIES["gemma2"],
-    "glm4": Family("Glm4Config", "Glm4ForCausalLM", {"head_dim": 16}),
-    "gpt-neox": Family("GPTNeoXConfig", "GPTNeoXForCausalLM", {"num_key_value_heads": None, "rotary_pct": 0.5}),
-    "gpt-oss": Family(
-        "GptOssConfig",
-        "GptOssForCausalLM",
-        {"head_dim": 16, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN},
-    ),
-    "granite": Family(
-        "GraniteConfig", "GraniteForCausalLM", {"attention_multiplier": 0.3, "logits_scaling": 3.0, "residual_multiplier": 0.5}
-    ),
-    "helium": Family("HeliumConfig", "HeliumForCausalLM", {"head_dim": 8}),
-    "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM"),
     "opt": FAMILIES["opt-norms-after-narrow"],
-    "phi": Family("PhiConfig", "PhiForCausalLM"),
-    "qwen2-moe": Family("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**EXPERTS, "shared_expert_intermediate_size": 32}),
-    "smollm3": Family("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layer_interval": 2, "num_hidden_layers": 4}),
-    "stablelm": Family("StableLmConfig", "StableLmForCausalLM", {"partial_rotary_factor": 0.5}),
-    "starcoder2": Family("Starcoder2Config", "Starcoder2ForCausalLM", {"sliding_window": 9}),
 }
 
 
@@ -64,7 +38,7 @@ def test_logits(tmp_path, name):
 
 
 def test_attention_is_as_the_model_describes_it(tmp_path):
-    make_checkpoint(SERVED["gpt-oss"], tmp_path)
+    make_checkpoint(FALLBACK["gpt-oss"], tmp_path)
     specs = [attention.spec for attention in build_model(read_facts(resolve_model(tmp_path))).attentions]
     assert [spec.window for spec in specs] == [6, None, 6]
     assert all(spec.sinks for spec in specs)
@@ -74,7 +48,7 @@ def test_attention_is_as_the_model_describes_it(tmp_path):
 
 
 def test_an_old_configuration(tmp_path):
-    make_checkpoint(SERVED["gpt-neox"], tmp_path)
+    make_checkpoint(FALLBACK["gpt-neox"], tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps(config | {"rotary_pct": 0.25, "rotary_emb_base": 500}))
@@ -83,7 +57,7 @@ def test_an_old_configuration(tmp_path):
 
 
 def test_half_precision_and_random_weights(tmp_path):
-    make_checkpoint(SERVED["olmo2"], tmp_path)
+    make_checkpoint(FALLBACK["olmo2"], tmp_path)
     facts = read_facts(resolve_model(tmp_path))
 
     def logits(**options):
@@ -110,7 +84,7 @@ def test_half_precision_and_random_weights(tmp_path):
     ],
 )
 def test_weights_that_do_not_fit(tmp_path, change, message):
-    make_checkpoint(SERVED["olmo2"], tmp_path)
+    make_checkpoint(FALLBACK["olmo2"], tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
@@ -186,7 +160,7 @@ def test_what_transformers_does_not_know(tmp_path, changes, message):
 
 
 def test_without_transformers_the_message_says_what_to_install(tmp_path, monkeypatch):
-    write_config(SERVED["olmo2"], tmp_path)
+    write_config(FALLBACK["olmo2"], tmp_path)
     for name in [name for name in sys.modules if name.startswith("quire.models.fallback")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)

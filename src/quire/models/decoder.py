@@ -44,6 +44,7 @@ class Decoder(nn.Module):
     # (pattern, replacement) applied in order to each checkpoint name with re.sub; a replacement of None = do not read it
     renames: ClassVar[tuple[tuple[str, str | None], ...]] = ((r"^model\.", ""), (r"rotary_emb\.inv_freq$", None))
     tied: ClassVar[bool] = False  # when the configuration does not say
+    compiled: Compiled | None = None  # the body, where `models/compiled.py` could
     recordable: ClassVar[bool] = True  # on a GPU its launches depend on the batch's shape alone, and the host waits for none
 
     def __init__(self, facts: "ModelFacts") -> None:
@@ -53,7 +54,6 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(self.make_block(facts, index) for index in range(len(facts.layers)))
         self.norm: Norm = self.make_norm(facts)
         self.lm_head = self.make_head(facts)
-        self.compiled: Compiled | None = None  # the body, where `models/compiled.py` could
         self.attentions: list[Attention] = [module for module in self.modules() if isinstance(module, Attention)]
 
     def forward(self, batch: Batch) -> Tensor:
