@@ -101,6 +101,25 @@ def test_a_single_token_left(device):
     assert got.tolist() == [[177] * len(PARAMS), [GOOD] * len(PARAMS)]
 
 
+EXTREMES = [
+    {"top_p": 1e-46},
+    {"top_p": 1e-40, "top_k": 5},
+    {"top_p": 5e-324, "min_p": 1e-42},
+    {"top_p": 0.5, "temperature": 0.01},
+]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow", "ignore:divide")
+@pytest.mark.parametrize("largest", [9.0, 3e30, 3e37], ids=["usual", "large", "infinite after temperature"])
+def test_shares_that_are_nearly_nothing_and_logits_that_are_nearly_infinite(device, largest):
+    """The likeliest token stays, whatever the numbers are."""
+    logits = torch.randn(1 + len(EXTREMES), 700, generator=torch.Generator().manual_seed(1))
+    logits[:, 123] = largest
+    got, written, _ = draw_both(logits, [{}, *EXTREMES], device)
+    assert got[0].tolist() == [123] * 3 + [written[3]] and got[1].tolist() == [GOOD] * 4
+    assert (written >= 0).all() and (written < 700).all()
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("params", [{"temperature": 0}, {}, {"top_k": 2, "top_p": 0.9}, {"min_p": 0.5}])
 def test_broken_rows(device, params):
@@ -149,6 +168,26 @@ def test_penalties(device, monkeypatch, block):
     sample_penalties.penalize(got, *moved, Factors(*(factor.to(device) for factor in factors)), counts)
     torch.testing.assert_close(got.cpu(), expected)
     assert not counts.any()
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("repetition", [1.2e-38, 1e-20, 1.0, 1e20, 3.4e38])
+def test_penalties_leave_numbers_that_can_be_divided(device, repetition):
+    logits = torch.tensor([[3.0, -3.0, 0.0, -INF, 1e30, -1e30, 2.0, 1.0]]).repeat(2, 1)
+    tokens = torch.arange(7, dtype=torch.int32).repeat(2, 1)
+    there = [torch.tensor(x) for x in ([0, 1], [0, 1], [7, 7], [7, 3])]
+    factors = Factors(torch.full((2,), repetition), torch.tensor([0.0, 2.0]), torch.tensor([0.0, -2.0]))
+    expected = logits.clone()
+    reference_penalize(expected, *there, tokens, factors, 7)
+    counts = torch.zeros(2, 8, dtype=torch.int32, device=device)
+    got = logits.to(device)
+    sample_penalties.penalize(
+        got, *(x.to(device) for x in there), tokens.to(device), Factors(*(f.to(device) for f in factors)), counts
+    )
+    assert torch.equal(got.cpu(), expected)
+    assert (expected[:, 3] == -INF).all() and expected[:, 7].tolist() == [1.0, 1.0]
+    rest = expected[:, [0, 1, 2, 4, 5, 6]]
+    assert rest.isfinite().all() and (rest / 0.01).isfinite().all()
 
 
 @pytest.mark.parametrize("vocabulary", [7, 4096, 9001])

@@ -21,7 +21,7 @@ INTEGERS = st.one_of(st.integers(-2, 8), st.sampled_from(EDGES))
 REALS = st.one_of(
     st.floats(0, 2),
     st.floats(allow_nan=False, allow_infinity=False),
-    st.sampled_from([0, 1, -1, 0.0, 1e-6, 0.005, 1e308, -0.0, 2, 2.5]),
+    st.sampled_from([0, 1, -1, 0.0, 5e-324, 1e-46, 1e-40, 1e-6, 0.005, 1e39, 1e308, -0.0, 2, 2.5]),
 )
 TEXTS = st.one_of(
     st.sampled_from(

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+FARTHEST = 1e36  # where a penalty takes a logit at most: it can still be divided by a temperature
+
 
 class Factors(NamedTuple):
     """How much is taken from each slot's logits."""
@@ -48,11 +50,12 @@ def reference_penalize(
     said = tokens[slot, :longest].long()  # [n, m]
     # places past a row's end repeat its first token: each value below depends on the token alone, so repeats agree
     said = torch.where(place < end[:, None], said, said[:, :1])
-    values = logits[row[:, None], said]
-    values = torch.where(values > 0, values / repetition, values * repetition)
+    before = logits[row[:, None], said]
+    values = torch.where(before > 0, before / repetition, before * repetition)
     if (frequency != 0).any() or (presence != 0).any():
         drawn = (place >= prompt[:, None]) & (place < end[:, None])
         counts = logits.new_zeros(len(row), logits.shape[1]).scatter_add_(1, said, drawn.float()).gather(1, said)
         values -= frequency * counts
         values -= presence * (counts > 0)
+    values = torch.where(before > -torch.inf, values.clamp(-FARTHEST, FARTHEST), before)
     logits.index_put_((row[:, None], said), values)

@@ -13,7 +13,7 @@ from quire.config.resolve import Config
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong, RequestError
 from quire.types.request import EngineRequest
-from quire.types.sampling import SamplingParams
+from quire.types.sampling import SamplingParams, shown
 from quire.types.structured import FIELD, StructuredOutputsParams
 
 MOST_GRAMMAR_BYTES = 1 << 18
@@ -150,7 +150,9 @@ class InputProcessor:
             raise InvalidParameter("the prompt is empty: give at least one token", "prompt")
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             bad = next(i for i in ids if not 0 <= i < self.vocab_size)
-            raise InvalidParameter(f"token id {bad} is out of vocabulary: ids go from 0 to {self.vocab_size - 1}", "prompt")
+            raise InvalidParameter(
+                f"token id {shown(bad)} is out of vocabulary: ids go from 0 to {self.vocab_size - 1}", "prompt"
+            )
         if len(ids) >= self.max_model_len:
             excess = len(ids) - self.max_model_len + 1
             raise PromptTooLong(
@@ -173,7 +175,9 @@ class InputProcessor:
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "thinking_end_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if not 0 <= token < self.vocab_size:
-                    raise InvalidParameter(f"{name}: token id {token} is out of vocabulary (0 to {self.vocab_size - 1})", name)
+                    raise InvalidParameter(
+                        f"{name}: token id {shown(token)} is out of vocabulary (0 to {self.vocab_size - 1})", name
+                    )
         if self.tokenizer is None and (params.stop or params.bad_words):
             name = "stop" if params.stop else "bad_words"
             raise InvalidParameter(f"{name} needs a tokenizer, and this engine was started with skip_tokenizer_init", name)

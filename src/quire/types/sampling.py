@@ -22,6 +22,7 @@ MOST_STOP_STRINGS = 4
 MOST_LOGPROB_TOKEN_IDS = 128
 MOST_BAD_WORDS = 128
 SEED_BITS = 64
+LARGEST_INT = 2**63 - 1
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
@@ -265,18 +266,32 @@ class BeamSearchParams(msgspec.Struct):
             raise NotSupported("structured_outputs cannot be used: a beam search is not constrained", "structured_outputs")
 
 
-def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+def _check_int(name: str, value: Any, low: int, high: int = LARGEST_INT) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidParameter(f"{name} must be an integer, got {value!r}", name)
-    if value < low or (high is not None and value > high):
-        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise InvalidParameter(f"{name} must be {bounds}, got {value}", name)
+    if value < low or value > high:
+        bounds = f"at least {low}" if value < low and high == LARGEST_INT else f"between {low} and {high}"
+        raise InvalidParameter(f"{name} must be {bounds}, got {shown(value)}", name)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
+
+
+def shown(number: float) -> str:
+    """A number in an error's words; an integer of thousands of digits, which Python will not print, by its size."""
+    if isinstance(number, int) and number.bit_length() > 128:
+        return f"an integer of {number.bit_length()} bits"
+    return f"{number}"
 
 
 def _check_real(name: str, value: Any, low: float | None = None, high: float | None = None, above: float | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidParameter(f"{name} must be a number, got {value!r}", name)
-    bad = not math.isfinite(value)
+    bad = not _is_finite(value)
     bad |= low is not None and value < low
     bad |= above is not None and value <= above
     bad |= high is not None and value > high
@@ -288,14 +303,18 @@ def _check_real(name: str, value: Any, low: float | None = None, high: float | N
             parts.append(f"above {above:g}")
         if high is not None:
             parts.append(f"at most {high:g}")
-        raise InvalidParameter(f"{name} must be {', '.join(parts)}, got {value}", name)
+        raise InvalidParameter(f"{name} must be {', '.join(parts)}, got {shown(value)}", name)
 
 
 def _check_ids(name: str, ids: Any) -> None:
     if ids is None:
         return
-    if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        raise InvalidParameter(f"{name} must be a list of token ids (integers from 0), got {ids!r}", name)
+    if not isinstance(ids, list):
+        raise InvalidParameter(f"{name} must be a list of token ids (integers from 0), got {type(ids).__name__}", name)
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            what = shown(token) if isinstance(token, int) else f"{token!r:.80}"
+            raise InvalidParameter(f"{name} must be a list of token ids (integers from 0), got {what} in it", name)
 
 
 def _as_repetition_detection(value: dict[str, Any]) -> RepetitionDetectionParams:

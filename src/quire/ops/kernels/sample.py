@@ -310,9 +310,9 @@ def _pick(
                     before = _mass_before(
                         x, maxima, list_, pivot, token, temperature, top, VOCABULARY, GROUPS, GROUPS_BLOCK, TILE, GROUP
                     )
-                    if before < share * mass:
-                        undecided = tl.full((), 0, tl.int32)
-                    else:
+                    # the first of all stays whatever the numbers are: there is nothing before it to go to
+                    undecided = ((before >= share * mass) & (before > 0)).to(tl.int32)
+                    if undecided > 0:
                         token = _noisiest_before(
                             x, maxima, list_, key, pivot, token, temperature, VOCABULARY, GROUPS, GROUPS_BLOCK, TILE, GROUP
                         )

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.kernels.launcher import launched
-from quire.ops.sample_penalties import Factors
+from quire.ops.sample_penalties import FARTHEST, Factors
 
 BLOCK = 1024
 SAID: tl.constexpr = tl.constexpr(1 << 30)  # a bit for the prompt's tokens; those of the output are counted below it
@@ -27,6 +27,7 @@ def _penalize(
     logit_stride,
     token_stride,
     count_stride,
+    FARTHEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
@@ -47,10 +48,11 @@ def _penalize(
         taken = tl.atomic_xchg(mine + token, 0, mask=at < end, sem="relaxed")
         first = (at < end) & (taken != 0)
         count = (taken & (SAID - 1)).to(tl.float32)
-        value = tl.load(x + token, mask=first, other=0.0)
-        value = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition)
+        before = tl.load(x + token, mask=first, other=0.0)
+        value = tl.where(before > 0, tl.div_rn(before, repetition), before * repetition)
         value = value - frequency * count - tl.where(count > 0, presence, 0.0)
-        tl.store(x + token, value, mask=first)
+        value = tl.minimum(tl.maximum(value, -FARTHEST), FARTHEST)
+        tl.store(x + token, tl.where(before > float("-inf"), value, before), mask=first)
 
 
 def penalize(
@@ -58,5 +60,5 @@ def penalize(
 ) -> None:
     _penalize[(len(row),)](
         logits, row, slot, end, prompt, tokens, *factors, counts,
-        logits.stride(0), tokens.stride(0), counts.stride(0), BLOCK=BLOCK, num_warps=8,
+        logits.stride(0), tokens.stride(0), counts.stride(0), FARTHEST=FARTHEST, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.sample_penalties import Factors, penalize
-from quire.runner.sampler.stage import Columns, Rows
+from quire.runner.sampler.stage import LEAST, MOST, Columns, Rows
 from quire.runner.transfer import Longs, upload
 from quire.types.plan import Admission
 
@@ -55,4 +55,5 @@ class Penalties:
 
 def _factors(admission: Admission) -> tuple[float, float, float]:
     params = admission.params
-    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+    repetition = min(max(params.repetition_penalty, LEAST), MOST)  # what float32 would call 0 or infinity makes NaN of a logit
+    return repetition, params.frequency_penalty, params.presence_penalty

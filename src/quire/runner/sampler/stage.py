@@ -14,6 +14,8 @@ from quire.types.errors import EngineError
 from quire.types.plan import Admission
 
 MOST_COLUMNS = 16
+LEAST = float(np.finfo(np.float32).tiny)  # nothing below is safe: a device may take it for 0
+MOST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.runner.sampler.extremes import drop_below, top_values
-from quire.runner.sampler.stage import Columns, Rows
+from quire.runner.sampler.stage import LEAST, Columns, Rows
 from quire.runner.transfer import upload
 from quire.types.plan import Admission
 
@@ -26,7 +26,7 @@ class Truncation:
     def admit(self, slot: int, admission: Admission) -> None:
         k = admission.params.top_k
         self.top_k[slot] = k if 0 < k < self._vocabulary else self._vocabulary
-        self.top_p[slot] = admission.params.top_p
+        self.top_p[slot] = max(admission.params.top_p, LEAST)  # a share of nothing would keep no token
 
     def retire(self, slot: int) -> None:
         self.top_k.reset(slot)
