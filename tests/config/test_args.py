@@ -1,12 +1,15 @@
 import argparse
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from quire.cli.parser import Parser
 from quire.config.args import EngineArgs, add_cli_arguments, one_at_a_time
-from quire.config.fields import read_number, spec_of
+from quire.config.fields import FLAG, LIST, OBJECT, TEXT, read_number, spec_of
+from quire.config.hints import HINTS
 from quire.config.refused import REFUSED
+from quire.config.surface import table
 from quire.types.errors import ConfigError
 
 
@@ -72,8 +75,9 @@ def test_what_is_not_a_number(text: str) -> None:
         ({"xyzzy": 5}, r"unknown engine argument 'xyzzy'$"),
         ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2 is not supported: .*one device.*at 1"),
         ({"quantization": "awq"}, r"quantization='awq' is not supported"),
-        ({"trust_remote_code": True}, r"no code from a model repository"),
-        ({"trust_remote_code": 0}, r"trust_remote_code=0"),
+        ({"trust_remote_code": 0}, r"trust_remote_code must be true or false"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, r"hf_overrides replaces it"),
+        ({"load_format": "pt"}, r"load_format must be one of"),
         ({"dtype": "int8"}, r"dtype must be one of auto, .*got 'int8'"),
         ({"dtype": None}, r"dtype must be a string"),
         ({"seed": True}, r"seed must be a whole number"),
@@ -101,8 +105,97 @@ def test_what_asks_for_nothing_is_accepted() -> None:
     assert EngineArgs.from_kwargs(**dict.fromkeys(REFUSED)) == EngineArgs()
 
 
-def test_refused_and_real_fields_do_not_overlap() -> None:
-    assert not {field.name for field in dataclasses.fields(EngineArgs)} & set(REFUSED)
+def test_a_name_is_in_one_list() -> None:
+    names = [*(field.name for field in dataclasses.fields(EngineArgs)), *REFUSED, *HINTS]
+    assert len(names) == len(set(names))
+
+
+HINTED = {FLAG: True, OBJECT: {"mode": 3}, LIST: [1, 2], TEXT: "x"}
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_hints_are_taken_and_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    reason, kind = HINTS[name]
+    assert EngineArgs.from_kwargs(**{name: HINTED[kind]}) == EngineArgs()
+    assert f"{name}={HINTED[kind]!r} changes nothing here: {reason}" in caplog.text
+    caplog.clear()
+    EngineArgs.from_kwargs(**{name: None})
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--trust-remote-code --model m", "--trust-remote-code=true --model m", "-O3 --model m", "-O 3 --model m",
+        "--optimization-level=0 --model m", "--cudagraph-capture-sizes 1 2 4 --model m", "-cc.mode=3 --model m",
+        "--compilation-config {\"mode\":3} --model m", "--compilation_config.cudagraph_mode NONE --model m",
+        "--attention-backend FLASHINFER --model m", "--disable-custom-all-reduce --model m", "--swap-space 4 --model m",
+        "--limit-mm-per-prompt.image 0 --model m", "--structured-outputs-config.backend xgrammar --model m",
+    ],
+)  # fmt: skip
+def test_hints_on_the_command_line(line: str, caplog: pytest.LogCaptureFixture) -> None:
+    args = from_line(line)
+    args.structured_outputs_config = {}
+    assert args == EngineArgs(model="m")
+    assert "changes nothing here" in caplog.text
+
+
+def test_values_that_are_taken_for_others(caplog: pytest.LogCaptureFixture) -> None:
+    args = from_line("--distributed-executor-backend mp --model-impl vllm --load-format runai_streamer")
+    assert (args.distributed_executor_backend, args.model_impl, args.load_format) == ("uni", "quire", "auto")
+    assert caplog.text.count("is taken for") == 3
+
+
+def test_flags_with_dots() -> None:
+    args = from_line(
+        "--structured-outputs-config.disable_any_whitespace true --hf_overrides.rope_parameters.rope_theta=1e6 "
+        '--hf-overrides {"a":1,"b":2} --hf-overrides.b 3 --hf-overrides.list+ x --hf-overrides.list+ 2 --hf-overrides.on'
+    )
+    assert args.structured_outputs_config == {"disable_any_whitespace": True}
+    assert args.hf_overrides == {"rope_parameters": {"rope_theta": 1e6}, "a": 1, "b": 3, "list": ["x", 2], "on": True}
+    with pytest.raises(ConfigError, match="seed must be a whole number"):
+        from_line("--seed.x 1")
+
+
+def test_flags_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text(
+        "model: small\nmax_model_len: 8k\nenable-prefix-caching: false\nenforce-eager: true\nhf-token: null\n"
+        "served-model-name: [a, b]\ngpu-memory-utilization: 0.5\ntrust-remote-code: true\n"
+        "hf-overrides:\n  rope_parameters: {rope_theta: 10}\n  x: [1]\n"
+    )
+    args = from_line(f"--config {file}")
+    assert (args.model, args.max_model_len, args.enable_prefix_caching, args.enforce_eager) == ("small", 8000, False, True)
+    assert (args.served_model_name, args.gpu_memory_utilization, args.hf_token) == (["a", "b"], 0.5, None)
+    assert args.hf_overrides == {"rope_parameters": {"rope_theta": 10}, "x": [1]}
+    wins = from_line(f"--max-model-len 64 --config={file} --served-model-name c --enable-prefix-caching --hf-overrides.x 2")
+    assert (wins.max_model_len, wins.served_model_name, wins.enable_prefix_caching) == (64, ["c"], True)
+    assert (wins.hf_overrides["x"], wins.model) == (2, "small")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-modle-len: 5", "unknown option --max-modle-len; did you mean --max-model-len"),
+        ("[1, 2]", "must map the names of flags"),
+        ("a: [", "is not YAML"),
+        ("config: other.yaml", "cannot name another one"),
+        ("max-model-len: x", "'x' is not a whole number"),
+    ],
+)
+def test_files_that_are_wrong(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "flags.yml"
+    file.write_text(text)
+    with pytest.raises(SystemExit):
+        from_line(f"--config {file}")
+    assert message in capsys.readouterr().err
+
+
+def test_files_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, message in (("nowhere.yaml", "No such file"), ("flags.json", "takes a YAML file")):
+        with pytest.raises(SystemExit):
+            from_line(f"--config {name}")
+        assert message in capsys.readouterr().err
 
 
 def test_dicts_are_not_shared() -> None:
@@ -133,3 +226,8 @@ def test_typos_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_namespaces_may_hold_more() -> None:
     assert EngineArgs.from_cli(argparse.Namespace(model="m", prompt="x", run=print)) == EngineArgs(model="m")
+
+
+def test_the_page_of_arguments_is_made_from_the_tables() -> None:
+    page = Path(__file__).parents[2] / "docs" / "arguments.md"
+    assert page.read_text(encoding="utf-8") == table(), "run: python -m quire.config.surface > docs/arguments.md"

@@ -9,7 +9,7 @@ from quire.types.errors import ConfigError
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"backend": "xgrammar"}, "backend must be one of auto, guidance"),
+        ({"backend": "xgramar"}, "backend must be one of auto, guidance, xgrammar"),
         ({"disable_any_whitespace": 1}, "disable_any_whitespace must be true or false"),
         ({"enable_in_reasoning": True}, "a grammar begins where the reasoning ends"),
         ({"reasoning_parser": "qwen3"}, "an argument of its own"),
@@ -19,6 +19,12 @@ from quire.types.errors import ConfigError
 def test_what_is_refused(given, words):
     with pytest.raises(ConfigError, match=words):
         EngineArgs(structured_outputs_config=given)
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "outlines", "lm-format-enforcer"])
+def test_other_backends_are_hints(backend, caplog):
+    EngineArgs(structured_outputs_config={"backend": backend})
+    assert f"backend='{backend}' changes nothing here" in caplog.text
 
 
 def test_what_is_taken():

@@ -1,10 +1,17 @@
-"""An argument parser in vLLM's manner: `_` is `-` in flags, nothing is guessed from prefixes, typos get suggestions."""
+"""An argument parser in vLLM's manner: `_` is `-` in flags, nothing is guessed from prefixes, typos get suggestions.
+
+Flags may have dots (`dotted.py`), come from a file (`config_file.py`), and be said to be true or false (`--flag=false`).
+"""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from quire.cli.config_file import flags_of, read_config, take_config
+from quire.cli.dotted import merged, take_dotted
 from quire.config.args import nearest
+from quire.types.errors import ConfigError
 
 
 class Parser(argparse.ArgumentParser):
@@ -12,13 +19,54 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        if args is not None:
-            args = with_dashes(args)
+        if args is None:
+            args = sys.argv[1:]
+        args, dotted = take_dotted(self._plain(with_dashes(args)), self._option_string_actions)
+        if "--config" in self._option_string_actions:
+            args, file = take_config(args)
+            if file is not None:
+                namespace = self._read(file, args, namespace)
         found, rest = super().parse_known_args(args, namespace)
+        for flag, keys in dotted.items():
+            name = self._option_string_actions[flag].dest
+            setattr(found, name, merged(getattr(found, name, None), keys))
         for text in rest:
             if text.startswith("-"):
                 self._refuse(text)
         return found, rest
+
+    def _plain(self, args: Sequence[str]) -> list[str]:
+        """`--flag=true` and `--flag=false` of a flag without a value."""
+        out = []
+        for text in args:
+            flag, equals, value = text.partition("=")
+            action = self._option_string_actions.get(flag)
+            if equals and isinstance(action, argparse.BooleanOptionalAction) and value.lower() in ("true", "false"):
+                out.append(flag if value.lower() == "true" else f"--no-{flag[2:]}")
+            else:
+                out.append(text)
+        return out
+
+    def _read(self, file: str, args: Sequence[str], namespace: Any) -> argparse.Namespace:
+        """What the file says, and the command line does not. A model there gives way to one that is named by its place."""
+        given = {action.dest for text in args if (action := self._option_string_actions.get(text.partition("=")[0]))}
+        try:
+            told = flags_of(read_config(file), self._option_string_actions)
+        except ConfigError as error:
+            self.error(str(error))
+        read: argparse.Namespace
+        read, rest = super().parse_known_args(told, namespace)
+        for text in rest:
+            flag = text.partition("=")[0]
+            self.error(f"{file}: unknown option {flag}{nearest(flag, self._shown())}")
+        positional = {action.dest for action in self._get_positional_actions()}
+        asked = argparse.Namespace()
+        super().parse_known_args(list(args), asked)
+        if getattr(asked, "model_tag", None) is not None:
+            given.add("model")
+        for name in (given | positional) & set(vars(read)):
+            delattr(read, name)
+        return read
 
     def error(self, message: str) -> NoReturn:
         """One line: the list of all flags is `--help`'s to tell."""
@@ -26,8 +74,10 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, text: str) -> NoReturn:
         flag = text.partition("=")[0]
-        shown = [name for name, action in self._option_string_actions.items() if action.help is not argparse.SUPPRESS]
-        self.error(f"unknown option {flag}{nearest(flag, shown)}")
+        self.error(f"unknown option {flag}{nearest(flag, self._shown())}")
+
+    def _shown(self) -> list[str]:
+        return [name for name, action in self._option_string_actions.items() if action.help is not argparse.SUPPRESS]
 
 
 def with_dashes(args: Sequence[str]) -> list[str]:
@@ -38,5 +88,6 @@ def with_dashes(args: Sequence[str]) -> list[str]:
             break
         if text.startswith("--"):
             flag, equals, value = text.partition("=")
-            out[index] = f"--{flag[2:].replace('_', '-')}{equals}{value}"
+            name, dot, key = flag.partition(".")
+            out[index] = f"{name.replace('_', '-')}{dot}{key}{equals}{value}"
     return out

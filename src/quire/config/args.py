@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.config.fields import FLAG, NAMES, NUMBER, OBJECT, REAL, TEXT, TOKEN, setting, spec_of
-from quire.config.flags import add_flags, add_refused_flags
+from quire.config.flags import add_flags, add_hidden_flags, kind_of
+from quire.config.hints import HINT_SHORT_FLAGS, HINTS, take_hint, taken_for
 from quire.config.refused import REFUSED, SHORT_FLAGS, refuse
 from quire.config.structured import check_structured_outputs
 from quire.types.errors import ConfigError
@@ -70,7 +71,7 @@ class EngineArgs:
         {},
         OBJECT,
         _LENGTHS,
-        "backend (auto, guidance), disable_any_whitespace and disable_additional_properties of JSON answers",
+        "disable_any_whitespace and disable_additional_properties of JSON answers; llguidance is the backend",
     )
     generation_config: str = setting(
         "auto", TEXT, _LENGTHS, "where default sampling parameters come from: auto = the model, vllm = neutral, or a directory"
@@ -103,6 +104,7 @@ class EngineArgs:
         0, NUMBER, _SCHEDULER, "most prompt tokens of one request per step; 0: no cap", low=0
     )
     scheduling_policy: str = setting("fcfs", TEXT, _SCHEDULER, "who goes first", choices=("fcfs", "priority"))
+    stream_interval: int = setting(1, NUMBER, _SCHEDULER, "tokens per streamed piece of an answer, after the first", low=1)
     async_scheduling: bool | None = setting(
         None, FLAG, _SCHEDULER, "plan a step while the last one runs; default: on with CUDA"
     )
@@ -122,7 +124,8 @@ class EngineArgs:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             optional = field.default is None
-            setattr(self, field.name, spec_of(field).check(field.name, getattr(self, field.name), optional))
+            value = taken_for(field.name, getattr(self, field.name))
+            setattr(self, field.name, spec_of(field).check(field.name, value, optional))
         check_structured_outputs(self.structured_outputs_config)
 
     @classmethod
@@ -132,14 +135,16 @@ class EngineArgs:
         for name, value in values.items():
             if name in REFUSED:
                 refuse(name, value)
+            elif name in HINTS:
+                take_hint(name, value)
             elif name not in known:
-                raise ConfigError(f"unknown engine argument {name!r}{nearest(name, [*known, *REFUSED])}")
+                raise ConfigError(f"unknown engine argument {name!r}{nearest(name, [*known, *HINTS, *REFUSED])}")
         return cls(**{name: value for name, value in values.items() if name in known})
 
     @classmethod
     def from_cli(cls, namespace: argparse.Namespace) -> "EngineArgs":
         """Only what was given on the command line is in the namespace, so defaults stay in one place."""
-        names = {field.name for field in dataclasses.fields(cls)} | set(REFUSED)
+        names = {field.name for field in dataclasses.fields(cls)} | set(REFUSED) | set(HINTS)
         return cls.from_kwargs(**{name: value for name, value in vars(namespace).items() if name in names})
 
 
@@ -156,4 +161,11 @@ def nearest(name: str, names: list[str]) -> str:
 def add_cli_arguments(parser: argparse.ArgumentParser, taken: Collection[str] = ()) -> None:
     """One flag per field; names in `taken` belong to another part of the command. `--max_model_len` is `--max-model-len`."""
     add_flags(parser, EngineArgs, "engine")
-    add_refused_flags(parser, REFUSED, SHORT_FLAGS, taken)
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="YAML file with flags: their long names without dashes and their values; the command line wins",
+    )
+    add_hidden_flags(parser, {name: kind for name, (_, kind) in HINTS.items()}, HINT_SHORT_FLAGS, taken)
+    add_hidden_flags(parser, {name: kind_of(harmless) for name, (_, harmless) in REFUSED.items()}, SHORT_FLAGS, taken)

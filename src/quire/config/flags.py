@@ -1,12 +1,13 @@
-"""Fields become command-line flags: one per field, and one hidden flag for every name that is refused with a reason."""
+"""Fields become command-line flags: one per field, and a hidden one for every name that is only a hint or is refused."""
 
 import argparse
 import dataclasses
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from quire.config.fields import FLAG, LIST, NAMES, spec_of
+from quire.config.fields import FLAG, LIST, NAMES, OBJECT, TEXT, Kind, spec_of
+from quire.config.hints import TAKEN_FOR
 
 
 def add_flags(parser: argparse.ArgumentParser, owner: type, title: str) -> None:
@@ -22,7 +23,8 @@ def add_flags(parser: argparse.ArgumentParser, owner: type, title: str) -> None:
         else:
             options |= {"type": _reader(spec.kind.parse), "metavar": spec.kind.metavar}
             if spec.choices:
-                options |= {"choices": spec.choices, "metavar": None}
+                others = TAKEN_FOR.get(field.name, {})
+                options |= {"choices": (*spec.choices, *others), "metavar": f"{{{','.join(spec.choices)}}}"}
             if spec.kind is NAMES:
                 options["nargs"] = "+"
             if spec.kind is LIST:
@@ -30,17 +32,26 @@ def add_flags(parser: argparse.ArgumentParser, owner: type, title: str) -> None:
         groups[spec.group].add_argument(flag_of(field.name), **options)
 
 
-def add_refused_flags(
-    parser: argparse.ArgumentParser, names: Iterable[str], short: Mapping[str, str], taken: Collection[str] = ()
+def add_hidden_flags(
+    parser: argparse.ArgumentParser, kinds: Mapping[str, Kind], short: Mapping[str, str], taken: Collection[str] = ()
 ) -> None:
-    """Flags that are known so that they can be refused with a reason, except those that somebody else has `taken`."""
-    for name in names:
+    """Flags that help does not show, except those that somebody else has `taken`: hints, and what is refused with a reason."""
+    for name, kind in kinds.items():
         if name in taken:
             continue
-        flags = [flag_of(name), short[name]] if name in short else [flag_of(name)]
-        parser.add_argument(
-            *flags, dest=name, nargs="?", const=True, type=_loose, default=argparse.SUPPRESS, help=argparse.SUPPRESS
-        )
+        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if kind is FLAG:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options |= {"type": _loose}
+            options |= {"nargs": "+", "action": "extend"} if kind is LIST else {"nargs": "?", "const": True}
+        parser.add_argument(flag_of(name), *([short[name]] if name in short else []), **options)
+
+
+def kind_of(harmless: tuple[Any, ...]) -> Kind:
+    """Of a value whose harmless values are these."""
+    first = harmless[0] if harmless else None
+    return FLAG if isinstance(first, bool) else OBJECT if isinstance(first, dict) else LIST if isinstance(first, list) else TEXT
 
 
 def flag_of(name: str) -> str:
@@ -68,7 +79,7 @@ def _reader(parse: Any) -> Any:
 
 
 def _loose(text: str) -> Any:
-    """A value of a refused flag: JSON where it is JSON, so that 1 is a number and {} an object."""
+    """A value of a hidden flag: JSON where it is JSON, so that 1 is a number and {} an object."""
     try:
         return json.loads(text.lower() if text in ("True", "False") else text)
     except ValueError:

@@ -1,6 +1,7 @@
 """What vLLM's engine takes and this one does not build yet: every name, its harmless values, and the reason.
 
 A harmless value asks for nothing, so it is accepted in silence; anything else is refused by name. `None` is always harmless.
+What only concerns speed or devices that are not there is taken, and told: `hints`.
 """
 
 from typing import Any
@@ -12,55 +13,47 @@ _ONE_DEVICE = "the engine runs on one device for now"
 _NO_LORA = "LoRA adapters are not available yet"
 _NO_SPECULATION = "speculative decoding is not available yet"
 _TEXT_ONLY = "only text models are served for now"
-_NO_KERNEL_CHOICE = "kernels are chosen by the engine"
 _NO_OFFLOAD = "offloading is not available yet"
 _NOT_MEASURED = "it is not measured yet"
+_NOT_REPLACED = "the engine's parts cannot be replaced"
 _Groups = tuple[tuple[str, dict[str, tuple[Any, ...]]], ...]
 _TABLE: _Groups = (
-    ("no code from a model repository is ever run", {"trust_remote_code": (False,), "code_revision": ()}),
-    ("only GGUF files are served quantized, and that needs no argument; on a GPU they are unfolded", {"quantization": ()}),
-    ("the cache holds the model's own dtype", {"kv_cache_dtype": ("auto",)}),
-    ("the tokenizer is chosen from the files", {"tokenizer_mode": ("auto", "hf")}),
+    ("only GGUF files are served quantized, and that needs no argument; on a GPU they are unfolded",
+     {"quantization": ("gguf",)}),
+    ("the cache holds the model's own dtype", {"kv_cache_dtype": ("auto",), "calculate_kv_scales": (False,),
+                                               "override_attention_dtype": (), "mamba_cache_dtype": ("auto",),
+                                               "mamba_ssm_cache_dtype": ("auto",), "mamba_cache_mode": ("none",)}),
+    ("the tokenizer is chosen from the files", {"tokenizer_mode": ("auto", "hf", "slow")}),
+    ("the model's files say what it is", {"config_format": ("auto", "hf"), "hf_config_path": ()}),
+    ("hf_overrides replaces it", {"rope_scaling": (), "rope_theta": ()}),
+    ("windows are the model's own", {"disable_sliding_window": (False,)}),
     ("only text generation is built", {"runner": ("auto", "generate"), "convert": ("auto", "none"),
-                                       "task": ("auto", "generate")}),
-    ("prompts are text or token ids", {"enable_prompt_embeds": (False,)}),
-    ("custom logits processors are not available yet", {"logits_processors": ([], ())}),
-    ("content keys are sha256", {"prefix_caching_hash_algo": ("sha256",)}),
-    (_NO_OFFLOAD, {"kv_offloading_size": (), "kv_offloading_backend": ("native",), "cpu_offload_gb": (0, 0.0),
-                   "offload_group_size": (0,), "swap_space": (0, 0.0)}),
-    ("outputs are streamed token by token", {"stream_interval": (1,)}),
-    ("the scheduler cannot be replaced", {"scheduler_cls": ()}),
-    ("pages are taken on demand", {"watermark": (0, 0.0), "scheduler_reserve_full_isl": (True,)}),
+                                       "task": ("auto", "generate"), "pooler_config": ({},), "override_pooler_config": ({},)}),
+    ("prompts are text or token ids", {"enable_prompt_embeds": (False,), "enable_mm_embeds": (False,)}),
+    ("custom logits processors are not available yet", {"logits_processors": ([], ()), "logits_processor_pattern": ()}),
+    (_NO_OFFLOAD, {"kv_offloading_size": (), "cpu_offload_gb": (0, 0.0), "cpu_offload_params": (), "offload_group_size": (0,)}),
+    (_NOT_REPLACED, {"scheduler_cls": (), "worker_cls": ("auto",), "worker_extension_cls": ("",), "io_processor_plugin": (),
+                     "additional_config": ({},)}),
     (_ONE_DEVICE, {
         "tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), "data_parallel_size": (1,),
         "data_parallel_size_local": (1,), "data_parallel_start_rank": (0,), "data_parallel_rank": (0,),
-        "data_parallel_address": (), "data_parallel_rpc_port": (), "data_parallel_backend": ("mp",),
         "data_parallel_hybrid_lb": (False,), "data_parallel_external_lb": (False,),
-        "data_parallel_multi_port_external_lb": (False,), "enable_expert_parallel": (False,), "all2all_backend": (),
-        "enable_eplb": (False,), "eplb_config": ({},), "decode_context_parallel_size": (1,),
-        "prefill_context_parallel_size": (1,), "nnodes": (1,), "node_rank": (0,),
-        "master_addr": (), "master_port": (), "device_ids": (), "disable_custom_all_reduce": (False,), "enable_dbo": (False,),
+        "data_parallel_multi_port_external_lb": (False,), "enable_eplb": (False,), "decode_context_parallel_size": (1,),
+        "prefill_context_parallel_size": (1,), "nnodes": (1,), "node_rank": (0,), "device_ids": (),
     }),
-    (_NO_LORA, {"enable_lora": (False,), "max_loras": (1,), "max_lora_rank": (16,), "max_cpu_loras": (), "lora_modules": ([],),
-                "fully_sharded_loras": (False,)}),
+    (_NO_LORA, {"enable_lora": (False,), "lora_modules": ([],), "default_mm_loras": ({},), "lora_target_modules": ([],)}),
     (_NO_SPECULATION, {"speculative_config": ({},), "spec_method": (), "spec_model": (), "spec_tokens": (0,)}),
     ("reasoning is parsed by the server: quire serve has these", {"reasoning_parser": ("",), "reasoning_parser_plugin": ("",)}),
-    (_TEXT_ONLY, {
-        "limit_mm_per_prompt": ({},), "mm_processor_kwargs": ({},), "mm_processor_cache_gb": (0, 4, 4.0),
-        "media_io_kwargs": ({},), "allowed_local_media_path": ("",), "allowed_media_domains": ([],),
-        "mm_encoder_tp_mode": ("weights",), "language_model_only": (False, True),
-    }),
-    (_NO_KERNEL_CHOICE, {
-        "compilation_config": ({},), "optimization_level": (), "cudagraph_capture_sizes": (), "performance_mode": ("balanced",),
-        "attention_backend": ("auto",), "attention_config": ({},), "moe_backend": ("auto",), "linear_backend": ("auto",),
-    }),
+    (_TEXT_ONLY, {"mm_encoder_only": (False,)}),
     ("disaggregation is not available yet", {"kv_transfer_config": ({},), "kv_events_config": ({},),
                                              "ec_transfer_config": ({},)}),
     ("weights stay as they were loaded", {"enable_sleep_mode": (False,), "weight_transfer_config": ({},)}),
     ("traces are written by the server: quire serve takes it", {"otlp_traces_endpoint": ()}),
     (_NOT_MEASURED, {
-        "collect_detailed_traces": ([],), "show_hidden_metrics_for_version": (),
-        "kv_cache_metrics": (False,), "cudagraph_metrics": (False,), "enable_mfu_metrics": (False,),
+        "collect_detailed_traces": ([],), "kv_cache_metrics": (False,), "kv_cache_metrics_sample": (),
+        "cudagraph_metrics": (False,), "enable_mfu_metrics": (False,), "enable_layerwise_nvtx_tracing": (False,), 
+        "enable_mm_processor_stats": (False,), "enable_logging_iteration_details": (False,), "profiler_config": ({},),
+        "ray_workers_use_nsight": (False,),
     }),
 )  # fmt: skip
 
@@ -76,6 +69,7 @@ SHORT_FLAGS = {
     "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",
     "data_parallel_size": "-dp",
+    "speculative_config": "-sc",
 }
 
 

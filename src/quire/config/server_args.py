@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from quire.config.args import nearest
 from quire.config.fields import FLAG, LIST, NUMBER, OBJECT, REAL, TEXT, setting, spec_of
-from quire.config.flags import add_flags, add_refused_flags
+from quire.config.flags import add_flags, add_hidden_flags, kind_of
+from quire.config.hints import take_hint
 from quire.config.refused import refuse
-from quire.config.server_refused import SERVER_REFUSED, SERVER_SHORT_FLAGS
+from quire.config.server_refused import SERVER_HINTS, SERVER_REFUSED, SERVER_SHORT_FLAGS
 from quire.types.errors import ConfigError
 
 _BIND, _SECURITY, _ANSWERS, _RUN, _SEEN = "where it listens", "who may ask", "answers", "running", "what is seen of it"
@@ -130,14 +131,16 @@ class ServerArgs:
         for name, value in values.items():
             if name in SERVER_REFUSED:
                 refuse(name, value, SERVER_REFUSED)
+            elif name in SERVER_HINTS:
+                take_hint(name, value, SERVER_HINTS)
             elif name not in known:
-                raise ConfigError(f"unknown server argument {name!r}{nearest(name, [*known, *SERVER_REFUSED])}")
+                raise ConfigError(f"unknown server argument {name!r}{nearest(name, [*known, *SERVER_HINTS, *SERVER_REFUSED])}")
         return cls(**{name: value for name, value in values.items() if name in known})  # type: ignore[arg-type]
 
     @classmethod
     def take_from(cls, namespace: argparse.Namespace) -> "ServerArgs":
         """The server's part of a command line. It is taken out: what is left is the engine's and the command's own."""
-        names = {field.name for field in dataclasses.fields(cls)} | set(SERVER_REFUSED)
+        names = SERVER_NAMES
         given = {name: value for name, value in vars(namespace).items() if name in names}
         for name in given:
             delattr(namespace, name)
@@ -146,7 +149,9 @@ class ServerArgs:
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, ServerArgs, "server")
-    add_refused_flags(parser, SERVER_REFUSED, SERVER_SHORT_FLAGS)
+    add_hidden_flags(parser, {name: kind for name, (_, kind) in SERVER_HINTS.items()}, SERVER_SHORT_FLAGS)
+    refused = {name: kind_of(harmless) for name, (_, harmless) in SERVER_REFUSED.items()}
+    add_hidden_flags(parser, refused, SERVER_SHORT_FLAGS)
 
 
-SERVER_NAMES = frozenset(field.name for field in dataclasses.fields(ServerArgs)) | frozenset(SERVER_REFUSED)
+SERVER_NAMES = frozenset(field.name for field in dataclasses.fields(ServerArgs)) | {*SERVER_HINTS, *SERVER_REFUSED}

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from quire.config.fields import FLAG, TEXT, Kind
 from quire.config.refused import table_of
 
 _ONE_FRONT = "one API process serves one engine"
@@ -10,11 +11,10 @@ _NO_PLUGINS = "the server runs no code but its own"
 SERVER_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = table_of((
     ("tools are called by the client, never by the server", {"tool_server": ()}),
     (_NO_PLUGINS, {"middleware": ([],), "log_config_file": ()}),
-    (_ONE_FRONT, {"api_server_count": (1,), "headless": (False,), "aggregate_engine_logging": (False,)}),
+    (_ONE_FRONT, {"headless": (False,)}),
     ("only HTTP is spoken", {"grpc": (False,)}),
     ("certificates are read once, at the start", {"enable_ssl_refresh": (False,)}),
     ("message content is handed to the template as text", {"chat_template_content_format": ("auto", "string")}),
-    ("flags are given on the command line", {"config": ()}),
     ("the number of requests is in /metrics", {"enable_server_load_tracking": (False,)}),
     ("the tokenizer is in the model's files", {"enable_tokenizer_info_endpoint": (False,)}),
     ("the docs page loads its script from the network", {"enable_offline_docs": (False,)}),
@@ -23,4 +23,12 @@ SERVER_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = table_of((
     ("headers are bounded by the server", {"h11_max_incomplete_event_size": (), "h11_max_header_count": ()}),
     ("tokens in, tokens out is not served yet", {"tokens_only": (False,)}),
 ))  # fmt: skip
+# what changes nothing here (see `hints`)
+SERVER_HINTS: dict[str, tuple[str, Kind]] = {
+    "api_server_count": (_ONE_FRONT, TEXT),
+    "disable_frontend_multiprocessing": (_ONE_FRONT, FLAG),
+    "aggregate_engine_logging": (_ONE_FRONT, FLAG),
+    "disable_log_requests": ("requests are logged only with --enable-log-requests", FLAG),
+    "enable_reasoning": ("--reasoning-parser is enough", FLAG),
+}
 SERVER_SHORT_FLAGS = {"api_server_count": "-asc"}

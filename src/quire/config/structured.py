@@ -1,12 +1,15 @@
 """structured_outputs_config: vLLM's fields, those that mean something here."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from quire.types.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 NAME = "structured_outputs_config"
-BACKENDS = ("auto", "guidance")
+BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")  # all mean llguidance here
 FLAGS = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
 _ELSEWHERE = {
     "reasoning_parser": ("", "it is an argument of its own: reasoning_parser"),
@@ -18,7 +21,9 @@ def check_structured_outputs(given: Mapping[str, Any]) -> None:
     for key, value in given.items():
         if key == "backend":
             if value not in BACKENDS:
-                raise ConfigError(f"{NAME}.backend must be one of {', '.join(BACKENDS)}: llguidance is built in; got {value!r}")
+                raise ConfigError(f"{NAME}.backend must be one of {', '.join(BACKENDS)}; got {value!r}")
+            if value not in BACKENDS[:2]:
+                logger.warning("%s.backend=%r changes nothing here: grammars are followed by llguidance", NAME, value)
         elif key in FLAGS:
             if not isinstance(value, bool):
                 raise ConfigError(f"{NAME}.{key} must be true or false, got {value!r}")

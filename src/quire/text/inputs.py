@@ -42,6 +42,7 @@ class InputProcessor:
         eos_ids: Iterable[int],
         seed: int,
         structured_outputs: Mapping[str, Any] | None = None,
+        stream_interval: int = 1,
     ) -> None:
         """`structured_outputs` are defaults of structured_outputs_config for answers in JSON."""
         self.tokenizer = tokenizer
@@ -53,6 +54,7 @@ class InputProcessor:
         self._tidy = [
             name for name in ("disable_any_whitespace", "disable_additional_properties") if (structured_outputs or {}).get(name)
         ]
+        self._stream_interval = stream_interval
         self._unseeded = itertools.count()
 
     @classmethod
@@ -69,6 +71,7 @@ class InputProcessor:
             eos_ids=ends,
             seed=config.seed,
             structured_outputs=config.args.structured_outputs_config,
+            stream_interval=config.args.stream_interval,
         )
 
     def prepare(
@@ -98,6 +101,8 @@ class InputProcessor:
         self._check_params(params)
         if params.max_tokens is None:
             params.max_tokens = self.max_model_len - len(ids)
+        if params.stream_interval is None:
+            params.stream_interval = self._stream_interval
         # with a grammar, ignore_eos is the grammar's matter: where nothing else may follow, the text ends
         eos_ids = frozenset() if params.ignore_eos and params.structured_outputs is None else self.eos_ids
         base = EngineRequest(

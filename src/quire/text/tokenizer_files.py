@@ -154,6 +154,11 @@ def _ask_transformers(path: Path, config: Mapping[str, Any]) -> tuple[LibraryBac
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # missing extras (sentencepiece, protobuf, tiktoken), unknown classes, broken files
+        if config.get("auto_map"):
+            raise ModelError(
+                f"{path}: the tokenizer needs code from its own repository, which is never run, whatever is trusted; "
+                "pass tokenizer= with a directory or hub id that has a tokenizer.json"
+            ) from error
         raise ModelError(f"{path}: `transformers` cannot make a tokenizer of {present}: {error}") from error
     named = {name: str(token) for name in NAMED if (token := getattr(tokenizer, name, None)) is not None}
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -1,0 +1,102 @@
+"""What vLLM's users say about speed, memory or devices, and what changes no answer here: it is taken, and the log tells.
+
+The other half of the same list is `refused`: what asks for something that is not there. Fields that do something are in `args`.
+"""
+
+import logging
+from typing import Any
+
+from quire.config.fields import FLAG, LIST, OBJECT, TEXT, Kind
+from quire.types.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_OWN_KERNELS = "kernels and CUDA graphs are chosen by the engine (enforce_eager turns graphs off)"
+_ONE_DEVICE = "there is one device, and nothing to divide among several"
+_PAGES = "pages are taken on demand, and preempted requests are run again"
+_STEPS = "the scheduler fills its steps by itself"
+_NO_MEDIA = "only text is taken, and media are refused when they come"
+_NO_ADAPTERS = "there are no LoRA adapters, so it bounds nothing"
+_LOADING = "weights are mapped from their files"
+_GONE = "vLLM has dropped it as well"
+# why it changes nothing -> {name: kind of its value}
+_TABLE: tuple[tuple[str, dict[str, Kind]], ...] = (
+    ("no code from a model repository is ever run; models that need theirs are refused", {"trust_remote_code": FLAG,
+                                                                                         "code_revision": TEXT}),
+    (_OWN_KERNELS, {
+        "compilation_config": OBJECT, "optimization_level": TEXT, "cudagraph_capture_sizes": LIST,
+        "max_cudagraph_capture_size": TEXT, "max_seq_len_to_capture": TEXT, "performance_mode": TEXT,
+        "attention_backend": TEXT, "attention_config": OBJECT, "kernel_config": OBJECT, "moe_backend": TEXT,
+        "linear_backend": TEXT, "enable_flashinfer_autotune": FLAG, "disable_cascade_attn": FLAG,
+        "kv_sharing_fast_prefill": FLAG, "mm_encoder_attn_backend": TEXT,
+    }),
+    (_ONE_DEVICE, {
+        "disable_custom_all_reduce": FLAG, "disable_nccl_for_dp_synchronization": FLAG, "max_parallel_loading_workers": TEXT,
+        "enable_expert_parallel": FLAG, "all2all_backend": TEXT, "eplb_config": OBJECT, "expert_placement_strategy": TEXT,
+        "enable_dbo": FLAG, "ubatch_size": TEXT, "dbo_decode_token_threshold": TEXT, "dbo_prefill_token_threshold": TEXT,
+        "data_parallel_address": TEXT, "data_parallel_rpc_port": TEXT, "data_parallel_backend": TEXT, "master_addr": TEXT,
+        "master_port": TEXT, "cp_kv_cache_interleave_size": TEXT, "dcp_kv_cache_interleave_size": TEXT,
+    }),
+    (_PAGES, {
+        "swap_space": TEXT, "watermark": TEXT, "scheduler_reserve_full_isl": FLAG, "disable_hybrid_kv_cache_manager": FLAG,
+        "preemption_mode": TEXT, "kv_offloading_backend": TEXT, "mamba_block_size": TEXT,
+    }),
+    ("content keys are sha256", {"prefix_caching_hash_algo": TEXT}),
+    (_STEPS, {
+        "max_num_partial_prefills": TEXT, "max_long_partial_prefills": TEXT, "num_scheduler_steps": TEXT,
+        "multi_step_stream_outputs": FLAG, "num_lookahead_slots": TEXT, "scheduler_delay_factor": TEXT,
+        "disable_async_output_proc": FLAG, "prefill_schedule_interval": TEXT,
+    }),
+    (_LOADING, {
+        "safetensors_load_strategy": TEXT, "use_tqdm_on_load": FLAG, "pt_load_map_location": TEXT,
+        "model_loader_extra_config": OBJECT, "ignore_patterns": LIST,
+    }),
+    (_NO_MEDIA, {
+        "limit_mm_per_prompt": OBJECT, "mm_processor_kwargs": OBJECT, "mm_processor_cache_gb": TEXT,
+        "mm_processor_cache_type": TEXT, "mm_shm_cache_max_object_size_mb": TEXT, "media_io_kwargs": OBJECT,
+        "allowed_local_media_path": TEXT, "allowed_media_domains": LIST, "mm_encoder_tp_mode": TEXT,
+        "language_model_only": FLAG, "disable_mm_preprocessor_cache": FLAG, "disable_chunked_mm_input": FLAG,
+        "interleave_mm_strings": FLAG, "skip_mm_profiling": FLAG, "video_pruning_rate": TEXT,
+    }),
+    (_NO_ADAPTERS, {"max_loras": TEXT, "max_lora_rank": TEXT, "max_cpu_loras": TEXT, "lora_dtype": TEXT,
+                    "fully_sharded_loras": FLAG, "specialize_active_lora": FLAG}),
+    ("all metrics are shown", {"show_hidden_metrics_for_version": TEXT}),
+    ("grammars are followed by llguidance", {"guided_decoding_backend": TEXT, "guided_decoding_disable_fallback": FLAG}),
+    (_GONE, {"use_v2_block_manager": FLAG, "allow_deprecated_quantization": FLAG, "fail_on_environ_validation": FLAG,
+             "worker_use_ray": FLAG, "engine_use_ray": FLAG}),
+)  # fmt: skip
+HINTS: dict[str, tuple[str, Kind]] = {name: (reason, kind) for reason, names in _TABLE for name, kind in names.items()}
+HINT_SHORT_FLAGS = {
+    "optimization_level": "-O",
+    "compilation_config": "-cc",
+    "attention_config": "-ac",
+    "enable_expert_parallel": "-ep",
+    "data_parallel_address": "-dpa",
+    "data_parallel_rpc_port": "-dpp",
+    "data_parallel_backend": "-dpb",
+}
+
+# values of fields that are there: what they are taken for
+TAKEN_FOR: dict[str, dict[Any, str]] = {
+    "distributed_executor_backend": {"mp": "uni"},
+    "model_impl": {"vllm": "quire"},
+    "load_format": dict.fromkeys(("hf", "fastsafetensors", "instanttensor", "runai_streamer"), "auto"),
+}
+
+
+def take_hint(name: str, value: Any, table: dict[str, tuple[str, Kind]] = HINTS) -> None:
+    """Tells that it changes nothing, unless it asks for nothing either."""
+    reason, kind = table[name]
+    if kind is FLAG and value is not None and not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, got {value!r}")
+    if value is None or value is False or value in ({}, [], ""):
+        return
+    logger.warning("%s=%r changes nothing here: %s", name, value, reason)
+
+
+def taken_for(name: str, value: Any) -> Any:
+    other = TAKEN_FOR.get(name, {}).get(value) if isinstance(value, str) else None
+    if other is None:
+        return value
+    logger.warning("%s=%r is taken for %r, which is the same here", name, value, other)
+    return other
