@@ -104,6 +104,102 @@ def phi4_mini_json(calls: list[Call]) -> str:
     return f"functools[{_envelopes(calls)}]" if calls else ""
 
 
+def tagged(begin: str, end: str) -> Callable[[list[Call]], str]:
+    return lambda calls: "".join(
+        f'{begin}\n{{"name": {dumps(name)}, "arguments": {dumps(args)}}}\n{end}' for name, args in calls
+    )
+
+
+def tool_calls(calls: list[Call]) -> str:
+    return f"<tool_calls>[{_envelopes(calls)}]</tool_calls>" if calls else ""
+
+
+def minimax(calls: list[Call]) -> str:
+    lines = "\n".join(f'{{"name": {dumps(name)}, "arguments": {dumps(args)}}}' for name, args in calls)
+    return f"<tool_calls>\n{lines}\n</tool_calls>" if calls else ""
+
+
+def internlm(calls: list[Call]) -> str:
+    return "".join(
+        f'<|action_start|><|plugin|>\n{{"name": {dumps(name)}, "parameters": {dumps(args)}}}<|action_end|>\n'
+        for name, args in calls
+    )
+
+
+def cohere(calls: list[Call]) -> str:
+    written = [
+        f'{{"tool_call_id": "{i}", "tool_name": {dumps(name)}, "parameters": {dumps(args)}}}'
+        for i, (name, args) in enumerate(calls)
+    ]
+    return f"<|START_ACTION|>[\n    {', '.join(written)}\n]<|END_ACTION|>" if calls else ""
+
+
+def cohere_answer(reasoning: str, text: str, calls: list[Call]) -> str:
+    thought = f"<|START_THINKING|>{reasoning}<|END_THINKING|>" if reasoning else ""
+    return thought + (f"<|START_RESPONSE|>{text}<|END_RESPONSE|>" if text else "") + cohere(calls)
+
+
+def dsml(wrapper: str) -> Callable[[list[Call]], str]:
+    def write(calls: list[Call]) -> str:
+        inner = ""
+        for name, args in calls:
+            pairs = "".join(
+                f'<｜DSML｜parameter name="{key}" string="{str(isinstance(value, str)).lower()}">{_as_text(value)}'
+                "</｜DSML｜parameter>\n"
+                for key, value in args.items()
+            )
+            inner += f'\n<｜DSML｜invoke name="{name}">\n{pairs}</｜DSML｜invoke>'
+        return f"<｜DSML｜{wrapper}>{inner}\n</｜DSML｜{wrapper}>" if calls else ""
+
+    return write
+
+
+def step3(calls: list[Call]) -> str:
+    inner = ""
+    for name, args in calls:
+        pairs = "".join(
+            f'<steptml:parameter name="{key}">{_as_text(value)}</steptml:parameter>\n' for key, value in args.items()
+        )
+        inner += (
+            f'<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">\n{pairs}</steptml:invoke>'
+            "<｜tool_call_end｜>\n"
+        )
+    return f"<｜tool_calls_begin｜>{inner}<｜tool_calls_end｜>" if calls else ""
+
+
+def _gemma_value(value: Any, mark: str) -> str:
+    if isinstance(value, str):
+        return f"{mark}{value}{mark}"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{mark}{key}{mark}:{_gemma_value(one, mark)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(_gemma_value(one, mark) for one in value) + "]"
+    return dumps(value)
+
+
+def gemma(begin: str, end: str, mark: str) -> Callable[[list[Call]], str]:
+    def write(calls: list[Call]) -> str:
+        return "".join(
+            f"{begin}call:{name}{{{','.join(f'{key}:{_gemma_value(value, mark)}' for key, value in args.items())}}}{end}"
+            for name, args in calls
+        )
+
+    return write
+
+
+def lfm2(calls: list[Call]) -> str:
+    return f"<|tool_call_start|>{pythonic(calls)}<|tool_call_end|>" if calls else ""
+
+
+def olmo3(calls: list[Call]) -> str:
+    lines = (f"{name}({', '.join(f'{key}={value!r}' for key, value in args.items())})\n" for name, args in calls)
+    return f"<function_calls>\n{''.join(lines)}</function_calls>" if calls else ""
+
+
+def xlam(calls: list[Call]) -> str:
+    return f"\n```json\n[{_envelopes(calls)}]\n```" if calls else ""
+
+
 def required(calls: list[Call]) -> str:
     return f"[{_envelopes(calls, 'parameters')}]" if calls else ""
 
@@ -166,6 +262,45 @@ FAMILIES: dict[str, tuple[str, str, Writer, bool]] = {
     "kimi_k2": ("kimi_k2", "kimi_k2", _after(kimi_k2, think), True),
     "openai": ("openai", "openai_gptoss", harmony, True),
     "phi4_mini_json": ("phi4_mini_json", "qwen3", _after(phi4_mini_json, think), True),
+    "deepseek_v32": ("deepseek_v32", "deepseek_v3", _after(dsml("function_calls"), think), True),
+    "deepseek_v4": ("deepseek_v4", "deepseek_v4", _after(dsml("tool_calls"), think), True),
+    "step3": ("step3", "step3", _after(step3, lambda text: f"{text}</think>"), True),
+    "gemma4": (
+        "gemma4", "gemma4",
+        _after(
+            gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
+            lambda text: f"<|channel>thought\n{text}<channel|>" if text else "",
+        ),
+        True,
+    ),
+    "functiongemma": (
+        "functiongemma", "qwen3", _after(gemma("<start_function_call>", "<end_function_call>", "<escape>"), think), True
+    ),
+    "lfm2": ("lfm2", "qwen3", _after(lfm2, think), True),
+    "olmo3": ("olmo3", "olmo3", _after(olmo3, think), True),
+    "xlam": ("xlam", "qwen3", _after(xlam, think), True),
+    "xlam-list": ("xlam", "qwen3", _after(lambda calls: f"[{_envelopes(calls)}]" if calls else "", think), True),
+    "jamba": ("jamba", "qwen3", _after(tool_calls, think), True),
+    "internlm": ("internlm", "qwen3", _after(internlm, think), True),
+    "hunyuan_a13b": (
+        "hunyuan_a13b", "hunyuan_a13b",
+        lambda reasoning, text, calls: f"{think(reasoning)}<answer>\n{text}{tool_calls(calls)}\n</answer>", True,
+    ),
+    "ernie45": (
+        "ernie45", "ernie45",
+        lambda reasoning, text, calls: (
+            f"{reasoning}\n</think>\n\n" + (f"<response>\n{text}\n</response>\n" if text else "") + hermes(calls)
+        ), True,
+    ),
+    "minimax": ("minimax", "minimax", _after(minimax, think), True),
+    "cohere_command3": ("cohere_command3", "cohere_command3", cohere_answer, True),
+    "longcat": ("longcat", "qwen3", _after(tagged("<longcat_tool_call>", "</longcat_tool_call>"), think), True),
+    "granite-20b-fc": ("granite-20b-fc", "qwen3", _after(tagged("<function_call>", ""), think), True),
+    "mimo": ("mimo", "mimo", _after(qwen3_coder, think), True),
+    "nemotron_v3": ("qwen3_coder", "nemotron_v3", _after(qwen3_coder, lambda text: f"{text}\n</think>\n"), True),
+    "generic": ("generic", "qwen3", _after(hermes, think), True),
+    "generic-json": ("generic", "qwen3", _after(llama3_json, think), True),
+    "llama3_json-prose": ("llama3_json", "qwen3", _after(llama3_json, think), True),
 }  # fmt: skip
 
 

@@ -130,6 +130,35 @@ def test_a_call_cut_off_by_the_length(hermes_server):
     assert fold(deltas(hermes_server)) == (plain(choice["message"]), "length")
 
 
+TWICE = '<tool_call>{"name": "add", "arguments": {"n": 1}, "arguments": {"n": 2}}</tool_call>'
+WRONG = '<tool_call>{"name": "add", "arguments": {"n": 1, oops}}</tool_call>'
+
+
+def test_arguments_that_are_there_twice(hermes_server):
+    choice = ask(hermes_server.say(TWICE))["choices"][0]
+    assert plain(choice["message"])["tool_calls"] == [["add", '{"n": 1}']] and choice["finish_reason"] == "tool_calls"
+    assert fold(deltas(hermes_server)) == (plain(choice["message"]), "tool_calls")
+    messages = {"messages": HELLO, "max_tokens": 99, "tools": [{"name": "add", "input_schema": PARAMETERS}]}
+    answer = hermes_server.post("/v1/messages", messages)
+    assert answer.status_code == 200 and answer.json()["content"][0]["input"] == {"n": 1}
+
+
+@pytest.mark.parametrize("script", [WRONG, hermes([("add", {})]) + WRONG, WRONG + hermes([("add", {})])])
+def test_arguments_that_do_not_parse_never_finish_as_calls(hermes_server, script):
+    choice = ask(hermes_server.say(script))["choices"][0]
+    assert choice["finish_reason"] == "stop" and "oops" in choice["message"]["content"]
+    assert fold(deltas(hermes_server)) == (plain(choice["message"]), "stop")
+    messages = {"messages": HELLO, "max_tokens": 99, "tools": [{"name": "add", "input_schema": PARAMETERS}]}
+    answer = hermes_server.post("/v1/messages", messages).json()
+    assert answer["stop_reason"] == "end_turn" and {"n": 1} in [block.get("input") for block in answer["content"]]
+    streamed = hermes_server.post("/v1/messages", {**messages, "stream": True}).text
+    assert '"end_turn"' in streamed and '"tool_use","stop' not in streamed.replace(" ", "")
+    tools = [{"type": "function", "name": "add", "parameters": PARAMETERS}]
+    response = hermes_server.post("/v1/responses", {"input": "hi", "tools": tools}).json()
+    statuses = [item["status"] for item in response["output"] if item["type"] == "function_call"]
+    assert "incomplete" in statuses and len(statuses) == script.count("<tool_call>")
+
+
 def test_n_choices_have_readers_of_their_own(hermes_server):
     hermes_server.say("<think>a</think>b" + hermes([("add", {})]))
     choices = ask(hermes_server, n=3)["choices"]

@@ -97,8 +97,8 @@ def _input(item: Item) -> dict[str, Any]:
     """Arguments as an object. Of a call that was cut off, what came whole."""
     if not item.text:
         return {}
-    value = pydantic_core.from_json(item.text, allow_partial=not item.complete)
-    return value if isinstance(value, dict) else {"arguments": value}
+    value: dict[str, Any] = pydantic_core.from_json(item.text, allow_partial=not item.complete)
+    return value
 
 
 # ---- messages

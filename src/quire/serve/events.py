@@ -52,7 +52,7 @@ class Reader:
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        self._called = False
+        self._called = self._broke = False
         self._reasoned = False
         self._tokens = 0
         self._thought: int | None = None
@@ -81,7 +81,8 @@ class Reader:
         return kept
 
     def finish_reason(self, part: CompletionOutput) -> str | None:
-        if part.finish_reason == "stop" and self._called and self._reading.calls_finish:
+        """`tool_calls` only if the arguments of all of them are whole: who reads that will use them."""
+        if part.finish_reason == "stop" and self._called and not self._broke and self._reading.calls_finish:
             return "tool_calls"
         return part.finish_reason
 
@@ -109,6 +110,7 @@ class Reader:
             if isinstance(event, ToolStart):
                 self._called = True
                 return event if event.id is not None else msgspec.structs.replace(event, id=self._new_id())
+            self._broke |= isinstance(event, ToolEnd) and not event.complete
         return event
 
     def _new_id(self) -> str:

@@ -73,8 +73,10 @@ class Items:
         return [Closed(len(self.items) - 1, self.items[-1])]
 
     @property
-    def has_calls(self) -> bool:
-        return any(item.kind == "call" for item in self.items)
+    def calls(self) -> bool:
+        """Are there calls, all of them whole?"""
+        calls = [item for item in self.items if item.kind == "call"]
+        return bool(calls) and all(item.complete for item in calls)
 
     @property
     def reasoning(self) -> str:

@@ -50,7 +50,7 @@ class _Reply:
         step = await play_at_once(self._server, self._turn, self._request)
         [heard] = step.heard
         self._items.add(heard.events)
-        reason, sequence = stop_reason(heard.finish_reason, heard.part.stop_reason, self._items.has_calls)
+        reason, sequence = stop_reason(heard.finish_reason, heard.part.stop_reason, self._items.calls)
         return {
             **self._head(step, len(heard.part.token_ids)),
             "content": [block_of(item) for item in self._items.items],
@@ -77,7 +77,7 @@ class _Reply:
         yield {"type": "message_stop"}
 
     def _last_delta(self, step: Step, finish: str, stopped_by: int | str | None, tokens: int) -> dict[str, Any]:
-        reason, sequence = stop_reason(finish, stopped_by, self._items.has_calls)
+        reason, sequence = stop_reason(finish, stopped_by, self._items.calls)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         return {"type": "message_delta", "delta": delta, "usage": self._usage(step, tokens)}
 

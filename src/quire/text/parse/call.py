@@ -6,26 +6,32 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.text.parse.events import Event, ToolArguments, ToolEnd, ToolStart
-from quire.text.parse.source import Malformed
+from quire.text.parse.source import Malformed, Source
+from quire.text.parse.values import read_value
 
 LONGEST_NAME = 256
-_NAME = re.compile(rf"[^\s\x00-\x1f\ud800-\udfff]{{1,{LONGEST_NAME}}}")
+_NAME = re.compile(rf"[^\s\x00-\x1f\ud800-\udfff<>{{}}\"]{{1,{LONGEST_NAME}}}")
 
 Tools = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of the parameters
 
 
 class Call:
-    """`only_known`: a name that is none of the tools' makes this no call at all."""
+    """`only_known`: a name that is none of the tools' makes this no call at all.
 
-    def __init__(self, index: int, tell: Callable[[Event], None], tools: Tools, only_known: bool) -> None:
+    `told` is called whenever something has been told: what was read up to there cannot become text any more.
+    """
+
+    def __init__(
+        self, index: int, tell: Callable[[Event], None], tools: Tools, only_known: bool, told: Callable[[], None]
+    ) -> None:
         self._index = index
         self._tell = tell
+        self._told = told
         self._tools = tools
         self._only_known = only_known
         self._name: str | None = None
         self._id: str | None = None
-        self._early: list[str] = []  # arguments that came before the name
-        self._wrote = False
+        self._pieces: list[str] = []  # the arguments; what came before the name has not been told
         self.started = False
 
     def name_it(self, name: str, own_id: str | None = None) -> None:
@@ -33,7 +39,7 @@ class Call:
             raise Malformed(f"{name!r:.80} is no name of a tool")
         if self._only_known and name not in self._tools:
             raise Malformed(f"there is no tool {name!r}")
-        if self.started:
+        if self._name not in (None, name):
             raise Malformed("a call has one name")
         self._name = name
         if own_id is not None and _NAME.fullmatch(own_id):
@@ -45,27 +51,41 @@ class Call:
 
     def write(self, piece: str) -> None:
         """The next piece of the arguments, as JSON."""
-        self._wrote = True
+        self._pieces.append(piece)
         if self._name is None:
-            self._early.append(piece)
             return
-        self._start()
-        self._tell(ToolArguments(self._index, piece))
+        if self.started:
+            self._tell(ToolArguments(self._index, piece))
+        else:
+            self._start()
+        self._told()
+
+    @property
+    def has_arguments(self) -> bool:
+        return bool(self._pieces)
 
     @property
     def schema(self) -> Mapping[str, Any]:
         return self._tools.get(self._name or "", {})
 
-    def end(self) -> None:
+    @property
+    def whole(self) -> bool:
+        """Is all of it there: a name, and arguments that are one JSON object?"""
+        return self._name is not None and is_object("".join(self._pieces))
+
+    def close(self) -> None:
+        """Nothing more of it comes."""
         if self._name is None:
             raise Malformed("the call has no name")
+        if not self._pieces:
+            self.write("{}")
+        if not self.whole:
+            raise Malformed("the arguments are no object")
         self._start()
-        if not self._wrote:
-            self._tell(ToolArguments(self._index, "{}"))
-        self._tell(ToolEnd(self._index))
 
-    def break_off(self) -> None:
-        self._tell(ToolEnd(self._index, complete=False))
+    def end(self, complete: bool) -> None:
+        self._tell(ToolEnd(self._index, complete))
+        self._told()
 
     def _start(self) -> None:
         if self.started:
@@ -73,20 +93,28 @@ class Call:
         assert self._name is not None
         self.started = True
         self._tell(ToolStart(self._index, self._name, self._id))
-        if self._early:
-            self._tell(ToolArguments(self._index, "".join(self._early)))
-            self._early.clear()
+        self._tell(ToolArguments(self._index, "".join(self._pieces)))
+
+
+def is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def write_settled(call: Call, value: str) -> None:
-    """Arguments that came whole: none are an empty object, and JSON in a string is what the string says."""
+    """Arguments that came whole: none are an empty object, and an object in a string is what the string says."""
     decoded = json.loads(value)
-    if decoded is None:
-        value = "{}"
-    elif isinstance(decoded, str):
-        try:
-            if isinstance(json.loads(decoded), dict):
-                value = decoded
-        except ValueError:
-            pass
-    call.write(value)
+    if decoded is None or (isinstance(decoded, str) and not decoded.strip()):
+        call.write("{}")
+        return
+    if not isinstance(decoded, str):
+        raise Malformed("the arguments are no object")
+    source, pieces = Source(), list[str]()
+    source.text, source.ended = decoded.strip(), True
+    for _ in read_value(source, pieces.append):
+        pass
+    if not decoded.lstrip().startswith("{") or source.at != len(source.text):
+        raise Malformed("the arguments are no object")
+    call.write("".join(pieces))

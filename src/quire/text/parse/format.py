@@ -1,8 +1,11 @@
 """What a format is: a table of markers and parts that the machine reads by. No format has code of its own."""
 
 from dataclasses import dataclass
+from itertools import takewhile
 
-from quire.text.parse.parts import Part
+from quire.text.parse.parts import Mark, Part
+
+SHORT = 3  # characters: brackets and the like are text as well
 
 
 @dataclass(frozen=True)
@@ -21,10 +24,29 @@ class Calls:
     closing: str = ""  # may stand behind the end
     several: bool = False  # more than one between begin and end
     between: str = ""
-    # No marker that could not be text as well: calls count only at the very beginning of the answer, and only calls of tools
-    # that the request named. `begin` is then part of the call or not (`begin_is_read`).
+    begin_is_read: bool = True  # or is it part of the first call?
+    # No marker that could not be text as well: only calls of tools that the request named count, and only at the very
+    # beginning of the answer, unless they may stand `anywhere`.
     markerless: bool = False
-    begin_is_read: bool = True
+    anywhere: bool = False
+
+    @property
+    def in_text(self) -> bool:
+        """May they begin behind text?"""
+        return self.anywhere or not self.markerless
+
+    @property
+    def resume(self) -> str:
+        """What begins every one of several calls, where that is a mark."""
+        first = self.call[0]
+        return first.text if self.several and isinstance(first, Mark) else ""
+
+    @property
+    def tail(self) -> tuple[str, ...]:
+        """Marks behind the arguments: where a call has gone wrong, they may still come, and mean nothing."""
+        behind = takewhile(lambda part: isinstance(part, Mark), reversed(self.call))
+        last = [part.text for part in behind if isinstance(part, Mark)]
+        return tuple(mark for mark in (*last, self.end, self.closing) if len(mark) > SHORT)
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -34,13 +56,16 @@ class Calls:
 
 @dataclass(frozen=True)
 class Thinking:
-    """How reasoning is written. It opens an answer; anywhere else its marks are text, unless it may `reopen`."""
+    """How reasoning is written. It opens an answer; anywhere else its marks are text, unless it may `reopen`.
+
+    A tool call in the middle of reasoning is one if the reasoning never ends; or at once (`calls_end_it`).
+    """
 
     begin: tuple[str, ...]
     end: tuple[str, ...]
     opened: bool = False  # an answer begins with reasoning even where no mark says so
     reopen: bool = False
-    calls_end_it: bool = False  # a tool call in the middle of reasoning is one
+    calls_end_it: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +92,7 @@ class Format:
     thinking: Thinking | None = None
     channels: Channels | None = None  # instead of the two above
     noise: tuple[str, ...] = ()  # strings without a meaning: they are left out
+    frames: tuple[str, ...] = ()  # marks around the answer: they are left out with the space beside them
     short_ids: bool = False  # calls without an id get one of nine letters and digits
     in_template: tuple[str, ...] = ()  # a chat template with all of these strings is this format's; for "auto"
 
@@ -75,7 +101,7 @@ class Format:
         thinking = () if self.thinking is None else self.thinking.begin + self.thinking.end
         channels = () if self.channels is None else self.channels.marks
         calls = tuple(mark for calls in self.calls for mark in calls.marks)
-        return frozenset(mark for mark in (*calls, *thinking, *channels, *self.noise) if mark)
+        return frozenset(mark for mark in (*calls, *thinking, *channels, *self.noise, *self.frames) if mark)
 
 
 def combine(tools: Format | None, reasoning: Format | None) -> Format:
@@ -86,5 +112,6 @@ def combine(tools: Format | None, reasoning: Format | None) -> Format:
         thinking=reasoning.thinking,
         channels=tools.channels or reasoning.channels,
         noise=tools.noise + reasoning.noise,
+        frames=tools.frames + reasoning.frames,
         short_ids=tools.short_ids,
     )

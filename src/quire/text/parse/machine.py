@@ -5,20 +5,24 @@
 It holds back only what may still turn out to be part of a marker, and space in front of it: space beside a marker belongs to
 the marker, and where text goes on after markers it goes on in a new line. A call whose text is not what the format says is
 text after all, marker included, as long as its arguments have not begun; after that the call is broken off where it went
-wrong, and what follows is text.
+wrong, and what follows is text. Other calls beside it are read all the same. A call whose arguments are whole is complete,
+whatever marks may be missing behind them.
 """
 
 import re
+from typing import Literal
 
 from quire.text.parse.call import Call, Tools
 from quire.text.parse.events import Event, Reasoning, Text, ToolArguments
 from quire.text.parse.format import Calls, Channels, Format, Thinking
 from quire.text.parse.parts import Json, Known, Part
 from quire.text.parse.source import Malformed, Marks, Pull, Source, marks_of
+from quire.text.parse.values import read_value
 
 LONGEST_HEADER = 512
 
 _Prose = type[Text] | type[Reasoning]
+_Outcome = Literal["whole", "broken", "none"]  # of a call; none: it was none, and nothing has been told of it
 
 
 class Parser:
@@ -39,7 +43,9 @@ class Parser:
         self._opening = True  # nothing but reasoning has come so far
         self._after_mark = False  # space that comes now belongs to the marker before it
         self._gap = ""  # space in front of the latest marker
-        self._owed = ""  # the end of calls that went wrong: it may still come
+        self._left: Calls | None = None  # calls that the text has left: they may go on, and their end may still come
+        self._stray: tuple[str, ...] = form.frames  # marks that mean nothing
+        self._skipped = ""  # between calls: what is none
         self._count = 0
         self.mistaken = 0  # markers of calls that no call followed
         self._over = False
@@ -84,12 +90,14 @@ class Parser:
                 mark = yield from self._read_prose(Text, self._marks(*self._marks_in_text(thinking)))
             if not mark:
                 return
-            if mark == self._owed:
-                self._owed = ""
-            elif thinking is not None and mark in thinking.begin:
+            if thinking is not None and mark in thinking.begin and (self._opening or thinking.reopen):
                 yield from self._read_reasoning(thinking)
-            else:
-                yield from self._read_calls(mark)
+            elif self._left is not None and mark == self._left.resume:
+                yield from self._read_calls(mark, [self._left])
+            elif any(mark in calls.begin for calls in self._calls):
+                yield from self._read_calls(mark, [calls for calls in self._calls if mark in calls.begin])
+            elif self._left is not None and mark == self._left.end:
+                self._left = None
 
     def _read_opening(self, thinking: Thinking | None) -> Pull[str]:
         """A marker that counts only at the beginning of the answer."""
@@ -102,20 +110,51 @@ class Parser:
         return mark
 
     def _marks_in_text(self, thinking: Thinking | None) -> list[str]:
-        marks = self._begins_of_calls()
+        marks = [*self._begins_of_calls(), *self._stray]
         if thinking is not None and thinking.reopen:
             marks += thinking.begin
-        return [*marks, self._owed]
+        if self._left is not None:
+            marks += [self._left.resume, *self._left.tail]
+        return marks
 
     def _begins_of_calls(self) -> list[str]:
-        return [mark for calls in self._calls if not calls.markerless for mark in calls.begin]
+        return [mark for calls in self._calls if calls.in_text for mark in calls.begin]
 
     def _read_reasoning(self, thinking: Thinking) -> Pull[None]:
-        marks = [*thinking.end, *(self._begins_of_calls() if thinking.calls_end_it else ())]
+        begins = [mark for calls in self._calls if not calls.markerless for mark in calls.begin]
+        marks = self._marks(*thinking.end, *begins)
         self._after_mark = True
-        mark = yield from self._read_prose(Reasoning, self._marks(*marks))
-        if mark and mark not in thinking.end:
-            yield from self._read_calls(mark)
+        while True:
+            mark = yield from self._read_prose(Reasoning, marks)
+            if not mark or mark in thinking.end:
+                return
+            tables = [calls for calls in self._calls if mark in calls.begin]
+            if thinking.calls_end_it or (yield from self._never_ends(mark, tables, thinking)):
+                if (yield from self._read_calls(mark, tables, Reasoning)):
+                    self._stray += thinking.end
+                    return
+            else:
+                self._unmark(mark, Reasoning)
+
+    def _never_ends(self, mark: str, tables: list[Calls], thinking: Thinking) -> Pull[bool]:
+        """A call in the middle of reasoning: does the reasoning never end, so that it is one? Nothing is told of it here."""
+        source = self._source
+        back = 0 if tables[0].begin_is_read else len(mark)
+        source.at -= back
+        source.keep()
+        shape = yield from self._choose(tables)
+        trial = Call(0, lambda _: None, self._tools or {}, False, lambda: None)
+        outcome = "none" if shape is None else (yield from self._try(shape.call, trial))
+        never = outcome == "whole" or (outcome == "broken" and source.ended)
+        ends = marks_of(frozenset(thinking.end))
+        while never:
+            never = ends.find(source.text, source.at) is None
+            source.at = ends.safe(source.text, source.at)
+            if not never or not (yield from source.more()):
+                break
+        source.rewind()
+        source.at += back
+        return never
 
     def _read_prose(self, kind: _Prose, marks: Marks) -> Pull[str]:
         """Tells text up to the next marker, which is taken and returned; nothing at the end."""
@@ -124,10 +163,10 @@ class Parser:
             found = marks.find(source.text, source.at)
             if found is not None and (source.ended or not marks.may_grow(source.text, found[0])):
                 begin, end = found
+                self._say(kind, source.take(source.before_space(begin) - source.at))  # what is dropped joins nothing
                 if source.text[begin:end] in self._noise:
                     source.drop(begin, end)
                     continue
-                self._say(kind, source.take(source.before_space(begin) - source.at))
                 self._gap = source.take(begin - source.at)
                 self._after_mark = True
                 return source.take(end - begin)
@@ -151,76 +190,117 @@ class Parser:
 
     # ---- calls
 
-    def _read_calls(self, mark: str) -> Pull[None]:
-        """All calls behind this marker. If there are none, it was text."""
-        tables = [calls for calls in self._calls if mark in calls.begin]
-        self._opening = False
-        if not tables[0].begin_is_read:
-            self._source.at -= len(mark)
-            mark = ""
-        self._source.keep()
-        try:
-            shape = yield from self._choose(tables)
-        except Malformed:
-            shape = None
-        if shape is None or not (yield from self._read_call(shape.call, shape.markerless)):
-            self.mistaken += not tables[0].markerless
-            self._take_back(self._gap + mark)
-            return
-        while (yield from self._goes_on(shape)):
-            if not (yield from self._read_call(shape.call, shape.markerless)):
-                self.mistaken += not shape.markerless
-                self._owed = shape.end
-                self._take_back("")
-                return
-
-    def _read_call(self, parts: tuple[Part, ...], only_known: bool) -> Pull[bool]:
-        """False: it was none, and nothing has been told of it."""
+    def _read_calls(self, mark: str, tables: list[Calls], kind: _Prose = Text) -> Pull[bool]:
+        """All calls behind this marker. If there are none, it was text, or whatever it stood in."""
         source = self._source
-        call = Call(self._count, self._events.append, self._tools or {}, only_known)
-        try:
-            for part in parts:
-                yield from source.space()
-                yield from part.read(source, call)
-            call.end()
-        except Malformed:
-            if not call.started:
-                return False
-            call.break_off()
+        resumed = mark not in tables[0].begin
+        back = len(mark) if resumed or not tables[0].begin_is_read else 0
+        source.at -= back
+        source.keep()
+        shape = tables[0] if resumed else (yield from self._choose(tables))
+        if shape is None or not (yield from self._read_section(shape)):
+            self.mistaken += not tables[0].markerless
+            self._skipped = ""
+            source.rewind()
+            source.at += back
+            self._unmark(mark, kind)
+            return False
         source.let_go()
-        self._after_mark = True
-        self._count += 1
+        self._opening = False
         return True
 
-    def _choose(self, tables: list[Calls]) -> Pull[Calls]:
+    def _unmark(self, mark: str, kind: _Prose) -> None:
+        """It was no marker."""
+        self._after_mark = False
+        self._say(kind, self._gap + mark)
+
+    def _choose(self, tables: list[Calls]) -> Pull[Calls | None]:
         yield from self._source.space()
         for calls in tables:
             if not calls.opening or (yield from self._source.literal(calls.opening)):
                 return calls
-        raise Malformed("no way to write calls begins like this")
+        return None
+
+    def _read_section(self, shape: Calls) -> Pull[bool]:
+        """Calls up to their end, or until the text leaves the format. False: there was none, and nothing has been told."""
+        source = self._source
+        told = False
+        while True:
+            place = source.place()
+            outcome = yield from self._read_call(shape.call, shape.markerless)
+            told |= outcome != "none"
+            over = outcome == "broken"
+            if outcome == "none" and (shape.markerless or not shape.between or not (yield from self._skip(place))):
+                if not told:
+                    return False
+                self.mistaken += not shape.markerless
+                source.rewind()
+                over = True
+            self._left = shape if over else None
+            if over or not (yield from self._goes_on(shape)):
+                break
+        if told:
+            self._flush()
+        return told
+
+    def _read_call(self, parts: tuple[Part, ...], only_known: bool) -> Pull[_Outcome]:
+        call = Call(self._count, self._tell, self._tools or {}, only_known, self._source.keep)
+        outcome = yield from self._try(parts, call)
+        if outcome != "none":
+            call.end(complete=outcome == "whole")
+            self._after_mark = True
+            self._count += 1
+        return outcome
+
+    def _try(self, parts: tuple[Part, ...], call: Call) -> Pull[_Outcome]:
+        source = self._source
+        try:
+            for part in parts:
+                yield from source.space()
+                yield from part.read(source, call)
+            call.close()
+        except Malformed:
+            if not call.started:
+                return "none"
+            source.rewind()
+            source.keep()
+            return "whole" if call.whole else "broken"
+        return "whole"
+
+    def _skip(self, place: int) -> Pull[bool]:
+        """An item of a list that is no call becomes text, and the list goes on."""
+        source = self._source
+        source.go_to(place)
+        yield from source.space()
+        begin = source.place()
+        try:
+            yield from read_value(source, lambda _: None)
+        except Malformed:
+            return False
+        self._skipped += source.since(begin)
+        return True
 
     def _goes_on(self, shape: Calls) -> Pull[bool]:
         """Does another call follow? If not, we are behind the end, or the text has left the format."""
         source = self._source
-        source.keep()
         yield from source.space()
         if shape.end and (yield from source.literal(shape.end)):
             if shape.closing:
                 yield from source.space()
                 yield from source.literal(shape.closing)
-        elif shape.several and (not shape.between or (yield from source.literal(shape.between))):
-            return bool((yield from source.peek()))
-        else:
-            self._owed = shape.end
-        source.let_go()
+            return False
+        if shape.several and (not shape.between or (yield from source.literal(shape.between))) and (yield from source.peek()):
+            return True
+        self._left = shape
         return False
 
-    def _take_back(self, mark: str) -> None:
-        """It was no call: back to where it began, and on with text."""
-        self._source.rewind()
-        if mark:
-            self._after_mark = False
-            self._say(Text, mark)
+    def _tell(self, event: Event) -> None:
+        self._flush()
+        self._events.append(event)
+
+    def _flush(self) -> None:
+        skipped, self._skipped = self._skipped, ""
+        self._say(Text, skipped)
 
     # ---- an answer in channels
 
@@ -237,10 +317,11 @@ class Parser:
             if recipient is not None and self._tools is not None:
                 source.keep()
                 name = recipient[1].removeprefix(channels.prefix)
-                if (yield from self._read_call((Known(name), Json()), only_known=False)):
+                if (yield from self._read_call((Known(name), Json()), only_known=False)) != "none":
+                    source.let_go()
                     continue
                 self.mistaken += 1
-                self._take_back("")
+                source.rewind()
             channel = re.search(re.escape(channels.channel) + r"\s*(\w+)", header)
             kind = Reasoning if channel is not None and channel[1] in channels.reasoning else Text
             mark = yield from self._read_prose(kind, self._marks(channels.start, *channels.ends))
@@ -259,7 +340,8 @@ class Parser:
                 source.let_go()
                 source.at = len(source.text)
             else:
-                self._take_back(self._gap + mark)
+                source.rewind()
+                self._unmark(mark, Text)
             return ""
         source.let_go()
         return header

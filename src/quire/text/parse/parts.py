@@ -11,9 +11,11 @@ from typing import Any, Protocol
 
 from quire.text.parse.call import LONGEST_NAME, Call, write_settled
 from quire.text.parse.source import Malformed, Marks, Pull, Source, marks_of
-from quire.text.parse.values import PYTHON, collect_value, escape, read_string, read_value
+from quire.text.parse.values import PYTHON, collect_value, escape, marked, read_bare_key, read_string, read_value
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
+_OTHER_KEYS = ("id", "type", "index", "tool_call_id")
+_KEY = re.compile(r"[\w.$-]{1,64}")
 _IDENTIFIER = re.compile(r"[\w.-]*")
 
 
@@ -127,7 +129,14 @@ class Json:
 
 @dataclass(frozen=True)
 class Envelope:
-    """The whole call as one JSON object with name and arguments (or parameters), in any order."""
+    """The whole call as one JSON object with name and arguments (or parameters), in any order.
+
+    Of arguments that are there twice the first count: they may have been told. `strict`: without arguments it is none, and a
+    key that no call has makes it none at once, so that other objects are not held back to their end.
+    """
+
+    name_keys: tuple[str, ...] = ("name",)
+    strict: bool = False
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -138,19 +147,24 @@ class Envelope:
         while True:
             yield from source.space()
             key = yield from read_string(source)
+            known = key in (*self.name_keys, *_ARGUMENT_KEYS, *_OTHER_KEYS)
+            if not known and (self.strict or not _KEY.fullmatch(key)):
+                raise Malformed(f"a call has no {key!r:.40}")
             yield from source.space()
             yield from source.expect(":")
             yield from source.space()
             yield from self._read_member(key, source, call)
             yield from source.space()
             if (yield from source.literal("}")):
-                return
+                break
             yield from source.expect(",")
+        if self.strict and not call.has_arguments:
+            raise Malformed("the call has no arguments")
 
     def _read_member(self, key: str, source: Source, call: Call) -> Pull[None]:
-        if key == "name":
+        if key in self.name_keys:
             call.name_it((yield from read_string(source)))
-        elif key in _ARGUMENT_KEYS:
+        elif key in _ARGUMENT_KEYS and not call.has_arguments:
             if (yield from source.peek()) == "{":
                 yield from read_value(source, call.write)
             else:
@@ -196,58 +210,119 @@ class PythonCall:
 class Parameters:
     """The arguments one by one, between marks, as text: what a value is, the tool's schema says.
 
-    `lines`: a value has lines of its own, so one line end in front of it and one behind are not part of it.
+    `kinds`: other ends of a key that say themselves whether the value is a "string" or "json". `lines`: a value has lines of
+    its own, so one line end in front of it and one behind are not part of it. `stops` end a value whose own end is missing.
+    The parameters end with `end`, or, where that is none or was forgotten, in front of one of `before`.
     """
 
     key: tuple[str, str]
     value: tuple[str, str]
+    kinds: tuple[tuple[str, str], ...] = ()
     lines: bool = False
+    stops: tuple[str, ...] = ()
+    end: str = ""
+    before: tuple[str, ...] = ()
 
     @property
     def marks(self) -> tuple[str, ...]:
-        return self.key + self.value
+        return (*self.key, *self.value, *(end for end, _ in self.kinds), *self.stops, self.end, *self.before)
 
     def read(self, source: Source, call: Call) -> Pull[None]:
-        before = "{"
+        written = 0
         while True:
             yield from source.space()
             if not (yield from source.literal(self.key[0])):
                 break
-            key = yield from source.until(marks_of(frozenset({self.key[1]})), LONGEST_NAME)
-            yield from source.expect(self.key[1])
+            key, types = yield from self._read_key(source, call)
             if self.value[0]:
                 yield from source.space()
                 yield from source.expect(self.value[0])
-            call.write(f'{before}"{escape(key.strip())}": ')
-            yield from self._read_text(source, call, _types(call.schema, key.strip()))
-            before = ", "
-        call.write("{}" if before == "{" else "}")
+            call.write(f'{", " if written else "{"}"{escape(key)}": ')
+            yield from self._read_text(source, call, types)
+            written += 1
+        yield from self._read_end(source, bool(written))
+        call.write("}" if written else "{}")
+
+    def _read_key(self, source: Source, call: Call) -> Pull[tuple[str, set[str]]]:
+        """The key, and the types of its value."""
+        ends = {self.key[1]: "", **dict(self.kinds)}
+        key = (yield from source.until(marks_of(frozenset(ends)), LONGEST_NAME)).strip()
+        for end, kind in ends.items():
+            if (yield from source.literal(end)):
+                return key, {kind} if kind else _types(call.schema, key)
+        raise Malformed("a key does not end")
+
+    def _read_end(self, source: Source, some: bool) -> Pull[None]:
+        """What comes behind the last one must say that it was the last."""
+        if self.end and (yield from source.literal(self.end)):
+            return
+        for mark in self.before:
+            if (yield from source.literal(mark)):
+                source.at -= len(mark)
+                return
+        if (self.end or self.before) and not (some and not (yield from source.peek())):
+            raise Malformed("the parameters do not end")
 
     def _read_text(self, source: Source, call: Call, types: set[str]) -> Pull[None]:
         """A string is told as it comes; anything else when it is complete."""
-        end = marks_of(frozenset({self.value[1]}))
+        ends = marks_of(frozenset({self.value[1], *self.stops}))
         if self.lines:
             yield from source.literal("\n")
         if types != {"string"}:
-            text = yield from _read_all(source, end)
+            text = yield from _read_all(source, ends)
             call.write(_as_json(text.removesuffix("\n") if self.lines else text, types))
-            yield from source.expect(self.value[1])
+            yield from source.literal(self.value[1])
             return
         call.write('"')
         while True:
-            found = end.find(source.text, source.at)
+            found = ends.find(source.text, source.at)
             if found is not None:
                 text = source.take(found[0] - source.at)
                 call.write(escape(text.removesuffix("\n") if self.lines else text) + '"')
-                source.take(len(self.value[1]))
+                yield from source.literal(self.value[1])
                 return
-            sure = end.safe(source.text, source.at)
+            sure = ends.safe(source.text, source.at)
             if self.lines and sure > source.at and source.text[sure - 1] == "\n":
                 sure -= 1
             if sure > source.at:
                 call.write(escape(source.take(sure - source.at)))
             if not (yield from source.more()):
                 raise Malformed("a parameter does not end")
+
+
+@dataclass(frozen=True)
+class Marked:
+    """The arguments as {key:value, ...} with keys as they are and strings between two of `mark`."""
+
+    mark: str
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (self.mark,)
+
+    def read(self, source: Source, call: Call) -> Pull[None]:
+        dialect, before = marked(self.mark), "{"
+        yield from source.expect("{")
+        while True:
+            yield from source.space()
+            if (yield from source.literal("}")):
+                break
+            key = yield from read_bare_key(source, dialect)
+            yield from source.space()
+            types = _types(call.schema, key)
+            if not types or "string" in types:
+                call.write(f'{before}"{escape(key)}": ')
+                yield from read_value(source, call.write, dialect)
+            else:  # what is no string may be written as one
+                value = yield from collect_value(source, dialect)
+                value = _as_json(json.loads(value), types) if value.startswith('"') else value
+                call.write(f'{before}"{escape(key)}": {value}')
+            before = ", "
+            yield from source.space()
+            if not (yield from source.literal(",")):
+                yield from source.expect("}")
+                break
+        call.write("{}" if before == "{" else "}")
 
 
 def _read_identifier(source: Source) -> Pull[str]:

@@ -47,6 +47,20 @@ class Source:
     def let_go(self) -> None:
         self._kept = None
 
+    def place(self) -> int:
+        """How far behind the place that is kept we are."""
+        assert self._kept is not None
+        return self.at - self._kept
+
+    def since(self, place: int) -> str:
+        """What has been read since then."""
+        assert self._kept is not None
+        return self.text[self._kept + place : self.at]
+
+    def go_to(self, place: int) -> None:
+        assert self._kept is not None
+        self.at = self._kept + place
+
     # ---- reading
 
     def more(self) -> Pull[bool]:

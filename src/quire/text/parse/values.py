@@ -1,8 +1,8 @@
 """One value, JSON's or Python's, read as it comes and written as JSON.
 
 Whatever has been written is the beginning of valid JSON. What models often get wrong and what has one meaning only is put
-right: control characters and unknown escapes in strings, commas before a bracket, `True`, `False` and `None`. Anything else
-raises Malformed.
+right: control characters, unknown escapes and halves of surrogate pairs in strings, commas before a bracket, `True`, `False`
+and `None`. Anything else raises Malformed.
 """
 
 import json
@@ -11,12 +11,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.text.parse.source import Malformed, Pull, Source
+from quire.text.parse.source import Malformed, Pull, Source, marks_of
 
 Emit = Callable[[str], None]
 
 DEEPEST = 128
 LONGEST_SCALAR = 4096
+LONGEST_KEY = 256
 
 _SPACE = re.compile(r"[ \t\r\n]+")
 _SCALAR = re.compile(r"[-+.\w]+", re.ASCII)
@@ -24,6 +25,11 @@ _JSON_SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|fal
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _PLAIN = {quote: re.compile(rf"[^{quote}\\\x00-\x1f]+") for quote in "\"'"}
 _HEX_DIGITS = re.compile(r"[0-9a-fA-F]*")
+_LOW_HALF = re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_LOW_HALF_SIZE = 6
+_NO_CHARACTER = "\\ufffd"
+_COLON = marks_of(frozenset(":"))
+_VALUE_ENDS = marks_of(frozenset(",}]"))
 _LONGER_ESCAPES = {"x": 2, "u": 4, "U": 8}
 _PYTHON_ESCAPES = {
     "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\\": "\\", "'": "'", '"': '"',
@@ -33,13 +39,21 @@ _PYTHON_ESCAPES = {
 
 @dataclass(frozen=True)
 class Dialect:
+    """`mark`: what strings stand between, as they are. Where there is one, keys need no quotes, and words are strings, too."""
+
     brackets: dict[str, str]  # opening -> closing
     quotes: str
-    python: bool
+    python: bool = False
+    mark: str = ""
 
 
-JSON = Dialect({"{": "}", "[": "]"}, '"', python=False)
+JSON = Dialect({"{": "}", "[": "]"}, '"')
 PYTHON = Dialect({"{": "}", "[": "]", "(": ")"}, "\"'", python=True)
+
+
+def marked(mark: str) -> Dialect:
+    """{key:<mark>text<mark>,n:1}"""
+    return Dialect({"{": "}", "[": "]"}, '"', mark=mark)
 
 
 def read_value(source: Source, emit: Emit, dialect: Dialect = JSON) -> Pull[None]:
@@ -91,6 +105,9 @@ def escape(text: str) -> str:
 
 def _begin(source: Source, emit: Emit, dialect: Dialect) -> Pull[str]:
     """Reads a scalar or a string, or the bracket of a container, which is returned."""
+    if dialect.mark and (yield from source.literal(dialect.mark)):
+        yield from _read_between_marks(source, emit, dialect.mark)
+        return ""
     char = yield from source.peek()
     if not char:
         raise Malformed("the value is missing")
@@ -100,6 +117,8 @@ def _begin(source: Source, emit: Emit, dialect: Dialect) -> Pull[str]:
         return char
     if char in dialect.quotes:
         yield from _read_quoted(source, emit, dialect)
+    elif dialect.mark:
+        emit((yield from _read_word(source)))
     else:
         emit((yield from _read_scalar(source, dialect)))
     return ""
@@ -124,10 +143,25 @@ def _next_item(source: Source, emit: Emit, closers: list[str]) -> Pull[bool]:
     return True
 
 
+def read_bare_key(source: Source, dialect: Dialect) -> Pull[str]:
+    """A key in front of a colon, which is taken: between marks, or as it is."""
+    key = (yield from source.until(_COLON, LONGEST_KEY)).strip()
+    if key.startswith(dialect.mark) and key.endswith(dialect.mark) and len(key) >= 2 * len(dialect.mark):
+        key = key[len(dialect.mark) : len(key) - len(dialect.mark)]
+    elif not key or any(char in key for char in "{}[],"):
+        raise Malformed(f"{key!r:.40} is no key")
+    yield from source.expect(":")
+    return key
+
+
 def _read_key(source: Source, emit: Emit, dialect: Dialect) -> Pull[None]:
     char = yield from source.peek()
     if char and char in dialect.quotes:
         yield from _read_quoted(source, emit, dialect)
+    elif dialect.mark:
+        emit(f'"{escape((yield from read_bare_key(source, dialect)))}":')
+        yield from _space(source, emit)
+        return
     elif dialect.python:
         emit('"' + (yield from _read_scalar(source, dialect)) + '"')
     else:
@@ -156,27 +190,56 @@ def _read_scalar(source: Source, dialect: Dialect) -> Pull[str]:
             raise Malformed("a number is too long")
         if source.at + len(word) < len(source.text) or not (yield from source.more()):
             break
-    if word in _WORDS:
-        value = _WORDS[word]
-    elif _JSON_SCALAR.fullmatch(word):
-        value = word
-    elif dialect.python:
+    value = _json_scalar(word)
+    if value is None and dialect.python:
         value = _python_number(word)
-    else:
+    if value is None:
         raise Malformed(f"{word!r:.40} is no value")
     source.take(len(word))
     return value
 
 
-def _python_number(word: str) -> str:
+def _read_word(source: Source) -> Pull[str]:
+    """A number or one of JSON's words; anything else is a string, up to what ends a value."""
+    word = (yield from source.until(_VALUE_ENDS, LONGEST_SCALAR)).strip()
+    if not word:
+        raise Malformed("the value is missing")
+    return _json_scalar(word) or json.dumps(word, ensure_ascii=False)
+
+
+def _json_scalar(word: str) -> str | None:
+    if word in _WORDS:
+        return _WORDS[word]
+    if not _JSON_SCALAR.fullmatch(word):
+        return None
+    return word if word.lstrip("-").isdigit() or word.isalpha() or math.isfinite(float(word)) else None
+
+
+def _python_number(word: str) -> str | None:
     for read in (lambda text: int(text, 0), float):
         try:
             number = read(word)
-        except ValueError:
+            if isinstance(number, int) or math.isfinite(number):
+                return json.dumps(number)
+        except ValueError:  # no number, or one that is too long to write out
             continue
-        if math.isfinite(number):
-            return json.dumps(number)
-    raise Malformed(f"{word!r:.40} is no value")
+    return None
+
+
+def _read_between_marks(source: Source, emit: Emit, mark: str) -> Pull[None]:
+    end = marks_of(frozenset({mark}))
+    emit('"')
+    while True:
+        found = end.find(source.text, source.at)
+        sure = end.safe(source.text, source.at) if found is None else found[0]
+        if sure > source.at:
+            emit(escape(source.take(sure - source.at)))
+        if found is not None:
+            source.take(len(mark))
+            emit('"')
+            return
+        if not (yield from source.more()):
+            raise Malformed("a string does not end")
 
 
 def _read_quoted(source: Source, emit: Emit, dialect: Dialect) -> Pull[None]:
@@ -222,5 +285,24 @@ def _read_code(source: Source, digits: int) -> Pull[str]:
     code = source.text[source.at + 1 : source.at + 1 + digits]
     if not _HEX_DIGITS.fullmatch(code) or int(code, 16) > 0x10FFFF:
         return "\\\\"
+    number = int(code, 16)
+    if 0xDC00 <= number < 0xE000:
+        source.take(1 + digits)
+        return _NO_CHARACTER
+    if 0xD800 <= number < 0xDC00:
+        return (yield from _read_pair(source, digits, code))
     source.take(1 + digits)
-    return "\\u" + code if digits == 4 else json.dumps(chr(int(code, 16)))[1:-1]
+    return "\\u" + code if digits == 4 else json.dumps(chr(number))[1:-1]
+
+
+def _read_pair(source: Source, digits: int, high: str) -> Pull[str]:
+    """The second half of a character must follow the first; a half by itself stands for nothing."""
+    both = 1 + digits + _LOW_HALF_SIZE
+    while len(source.text) - source.at < both and not source.ended:
+        yield from source.more()
+    found = _LOW_HALF.match(source.text, source.at + 1 + digits)
+    if found is None or digits != 4:
+        source.take(1 + digits)
+        return _NO_CHARACTER
+    source.take(both)
+    return f"\\u{high}{found.group()}"
