@@ -4,6 +4,7 @@ A family is one entry of FAMILIES (those of our own) or FALLBACK (those that tra
 architecture, its configuration class and what makes it interesting.
 """
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ class Family:
     config: str  # class name in transformers
     model: str  # class name in transformers, the architecture of the checkpoint
     settings: dict[str, Any] = field(default_factory=dict)  # over TINY; None removes a setting
+    text: str | None = None  # where those are of a nested text model: its model_type, and
+    around: dict[str, Any] = field(default_factory=dict)  # the settings around it
 
 
 FAMILIES: dict[str, Family] = {
@@ -205,10 +208,80 @@ FALLBACK: dict[str, Family] = {
 }
 
 
+SMALL: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+PATCHES: dict[str, Any] = {"image_size": 8, "patch_size": 4}
+CLIP: dict[str, Any] = {"vision_config": {"model_type": "clip_vision_model", **SMALL, **PATCHES}}
+SIGLIP: dict[str, Any] = {"vision_config": {"model_type": "siglip_vision_model", **SMALL, **PATCHES}}
+PIXTRAL: dict[str, Any] = {"vision_config": {"model_type": "pixtral", "head_dim": 8, **SMALL, **PATCHES}}
+QWEN_EYE: dict[str, Any] = {"depth": 1, "embed_dim": 16, "hidden_size": 48, "num_heads": 2, "patch_size": 4}
+QWEN3_EYE: dict[str, Any] = {**SMALL, "depth": 1, "num_heads": 2, "out_hidden_size": 48, "deepstack_visual_indexes": [0]}
+MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+MROPE3: dict[str, Any] = {**MROPE, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
+EAR: dict[str, Any] = {
+    "num_mel_bins": 8,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 16,
+    "d_model": 16,
+}
+
+# models that also see or hear, by the architecture; the text half of each is a family of ours
+COMPOSITES: dict[str, Family] = {
+    family.model: family
+    for family in (
+        Family("DeepseekVLConfig", "DeepseekVLForConditionalGeneration", {}, "llama", SIGLIP),
+        Family(
+            "Gemma3Config",
+            "Gemma3ForConditionalGeneration",
+            FAMILIES["gemma3"].settings,
+            "gemma3_text",
+            SIGLIP | {"mm_tokens_per_image": 4, "image_token_index": 190},
+        ),
+        Family(
+            "GotOcr2Config",
+            "GotOcr2ForConditionalGeneration",
+            {},
+            "qwen2",
+            {"vision_config": {**SMALL, "mlp_dim": 16, "global_attn_indexes": [0], "output_channels": 8, "image_size": 32}},
+        ),
+        Family("Idefics2Config", "Idefics2ForConditionalGeneration", {}, "mistral", {"vision_config": {**SMALL, **PATCHES},
+               "perceiver_config": {"resampler_n_latents": 2, "resampler_depth": 1, "resampler_n_heads": 2,
+                                    "resampler_head_dim": 8, "num_key_value_heads": 2}}),
+        Family("Idefics3Config", "Idefics3ForConditionalGeneration", {}, "llama", {"vision_config": {**SMALL, **PATCHES}}),
+        Family("InternVLConfig", "InternVLForConditionalGeneration", {"head_dim": 16}, "qwen3",
+               {"vision_config": {**SMALL, "image_size": [8, 8], "patch_size": [4, 4]}, "tie_word_embeddings": False}),
+        Family("LightOnOcrConfig", "LightOnOcrForConditionalGeneration", {"head_dim": 16}, "qwen3", PIXTRAL),
+        Family("LlavaConfig", "LlavaForConditionalGeneration", {}, "llama", CLIP),
+        Family("LlavaNextConfig", "LlavaNextForConditionalGeneration", {"sliding_window": 9}, "mistral", CLIP),
+        Family("LlavaNextVideoConfig", "LlavaNextVideoForConditionalGeneration", {}, "llama", CLIP),
+        Family("LlavaOnevisionConfig", "LlavaOnevisionForConditionalGeneration", {}, "qwen2", SIGLIP),
+        Family("Mistral3Config", "Mistral3ForConditionalGeneration", {"sliding_window": None, "head_dim": 16}, "mistral",
+               PIXTRAL | {"tie_word_embeddings": False}),
+        Family("PaliGemmaConfig", "PaliGemmaForConditionalGeneration", {"head_dim": 16, "num_key_value_heads": 1}, "gemma",
+               SIGLIP),
+        Family("Qwen2AudioConfig", "Qwen2AudioForConditionalGeneration", {}, "qwen2", {"audio_config": EAR}),
+        Family("Qwen2VLConfig", "Qwen2VLForConditionalGeneration", {"rope_parameters": MROPE}, "qwen2_vl_text",
+               {"vision_config": QWEN_EYE}),
+        Family("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration", {"rope_parameters": MROPE}, "qwen2_5_vl_text",
+               {"vision_config": {**SMALL, "depth": 1, "num_heads": 2, "out_hidden_size": 48, "fullatt_block_indexes": [0]}}),
+        Family("Qwen3VLConfig", "Qwen3VLForConditionalGeneration", {"head_dim": 16, "rope_parameters": MROPE3}, "qwen3_vl_text",
+               {"vision_config": QWEN3_EYE, "tie_word_embeddings": True}),
+        Family("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration", {**QWEN3_MOE, "rope_parameters": MROPE3},
+               "qwen3_vl_moe_text", {"vision_config": QWEN3_EYE}),
+        Family("SmolVLMConfig", "SmolVLMForConditionalGeneration", {}, "llama", {"vision_config": {**SMALL, **PATCHES}}),
+        Family("VideoLlavaConfig", "VideoLlavaForConditionalGeneration", {}, "llama", CLIP),
+        Family("VipLlavaConfig", "VipLlavaForConditionalGeneration", {}, "llama", CLIP | {"vision_feature_layers": [0, 0]}),
+        Family("VoxtralConfig", "VoxtralForConditionalGeneration", {}, "llama", {"audio_config": {**EAR, **SMALL}}),
+    )
+}  # fmt: skip
+
+
 def make_checkpoint(family: Family, directory: Path) -> None:
     import transformers
 
     settings = {name: value for name, value in (TINY | family.settings).items() if value is not None}
+    if family.text is not None:
+        settings = {"text_config": {"model_type": family.text, **settings}, **family.around}
     config = getattr(transformers, family.config)(**settings)
     torch.manual_seed(7)
     model = getattr(transformers, family.model)(config).float()
@@ -239,11 +312,16 @@ class Checkpoint:
 def open_checkpoint(directory: Path, impl: str = "auto") -> Checkpoint:
     import transformers
 
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=torch.float32,
-        attn_implementation="eager",  # the one that leaves nothing out
-    ).eval()
+    architecture = json.loads((directory / "config.json").read_text())["architectures"][0]
+    reference = (
+        getattr(transformers, architecture)
+        .from_pretrained(
+            directory,
+            dtype=torch.float32,
+            attn_implementation="eager",  # the one that leaves nothing out
+        )
+        .eval()
+    )
     facts = read_facts(resolve_model(directory))
     model = build_model(facts, impl)
     load_weights(model, facts, device="cpu", dtype="float32")

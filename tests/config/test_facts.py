@@ -36,7 +36,6 @@ def test_plain_llama(tmp_path: Path) -> None:
     assert {(layer.kv_heads, layer.head_dim, layer.window) for layer in facts.layers} == {(2, 16, None)}
     assert facts.generation["temperature"] == 0.6
     assert facts.hf["rope_parameters"] == {"rope_theta": 1e4, "rope_type": "default"}
-    assert facts.hf["layer_types"] == ["full_attention"] * 4
 
 
 def test_parameters_are_counted_from_headers_or_estimated(tmp_path: Path) -> None:
@@ -83,9 +82,7 @@ def test_dtype_comes_from_the_weights_when_the_config_is_silent(tmp_path: Path) 
     ],
 )
 def test_windows(tmp_path: Path, changes: dict[str, Any], expected: list[int | None]) -> None:
-    facts = facts_of(tmp_path, **changes)
-    assert windows(facts) == expected
-    assert [kind == "full_attention" for kind in facts.hf["layer_types"]] == [window is None for window in expected]
+    assert windows(facts_of(tmp_path, **changes)) == expected
 
 
 def test_names_of_older_families(tmp_path: Path) -> None:
@@ -126,6 +123,49 @@ def test_gemma3_has_two_ropes(tmp_path: Path) -> None:
     }
     assert facts.max_position == 256
     assert facts.layers[0].head_dim == 256
+
+
+LOCAL = {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rope_scaling": None}, {"rope_type": "default", "rope_theta": 1e4}),
+        ({"rope_theta": None, "rope_scaling": None, "rope_parameters": None}, {"rope_type": "default", "rope_theta": 1e4}),
+        ({"rope_parameters": None, "rope_theta": 5.0}, {"rope_type": "default", "rope_theta": 5.0}),
+        (
+            {"rope_parameters": None, "rope_theta": 5.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "rope_theta": 5.0, "factor": 2.0},
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0, "factor": None}},
+            {"rope_type": "default", "rope_theta": 5.0},
+        ),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [1]}, "rope_theta": 5.0}, {"rope_type": "default"}),
+        ({"model_type": "gemma3_text", "rope_parameters": None}, {"sliding_attention": LOCAL}),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"full_attention": None, "sliding_attention": None}},
+            {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": LOCAL},
+        ),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"full_attention": {"rope_theta": 5.0, "factor": None}}},
+            {"full_attention": {"rope_type": "default", "rope_theta": 5.0}, "sliding_attention": LOCAL},
+        ),
+    ],
+)
+def test_null_is_silence_about_rope(tmp_path: Path, changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    rope = facts_of(tmp_path, **changes).hf["rope_parameters"]
+    assert rope | expected == rope
+    assert None not in rope.values()
+
+
+def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
+    limits = [{"__float__": "Infinity"}, {"__float__": "-Infinity"}, {"__float__": "other"}, {"__float__": "NaN"}]
+    hf = facts_of(tmp_path, limits=limits, nested={"__float__": "Infinity", "more": 1}).hf
+    assert hf["limits"][:3] == [float("inf"), float("-inf"), {"__float__": "other"}]
+    assert hf["limits"][3] != hf["limits"][3]
+    assert hf["nested"] == {"__float__": "Infinity", "more": 1}
 
 
 def test_overrides(tmp_path: Path) -> None:
@@ -178,6 +218,8 @@ def test_text_part_of_a_larger_model(tmp_path: Path) -> None:
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"kv_lora_rank": 4}, "latent attention"),
         ({"rope_scaling": "yes"}, "rope_scaling must be an object"),
+        ({"rope_parameters": [1]}, "rope_parameters must be an object"),
+        ({"num_attention_heads": ...}, "none of num_attention_heads, n_head, n_heads"),
     ],
 )
 def test_wrong_configs_are_told(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

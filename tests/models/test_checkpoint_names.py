@@ -11,6 +11,7 @@ from quire.config.facts import read_facts
 from quire.files.resolve import resolve_model
 from quire.load.load import load_weights
 from quire.models.registry import build_model
+from quire.types.errors import ModelError
 
 IDS = torch.randint(3, 199, (30,), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -49,6 +50,33 @@ def test_gemma3_without_its_eyes(checkpoint, tmp_path, text, vision):
     plain = checkpoint("gemma3")
     rewrite(plain.directory, tmp_path, lambda name: text + name.removeprefix("model."), extra, with_vision)
     torch.testing.assert_close(logits(tmp_path), plain.expected(IDS), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "qwen3-moe-some-layers"])
+def test_experts_in_one_tensor(checkpoint, tmp_path, family, transposed):
+    """As newer versions of transformers hold them, and as they are stored the other way round."""
+    plain = checkpoint(family)
+    tensors = load_file(plain.directory / "model.safetensors")
+    fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    assert len(fused) < len(tensors)
+    parts = {name: tensor for name, tensor in plain.reference.state_dict().items() if ".experts." in name}
+    assert {name.rpartition(".")[2] for name in parts} == {"gate_up_proj", "down_proj"}
+    fused |= {name: part.transpose(1, 2).contiguous() if transposed else part.clone() for name, part in parts.items()}
+    save_file(fused, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((plain.directory / "config.json").read_text())
+    torch.testing.assert_close(logits(tmp_path), plain.expected(IDS), atol=1e-4, rtol=1e-4)
+
+
+def test_experts_in_one_tensor_of_another_shape(checkpoint, tmp_path):
+    plain = checkpoint("mixtral")
+    tensors = load_file(plain.directory / "model.safetensors")
+    fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    parts = {name: tensor for name, tensor in plain.reference.state_dict().items() if ".experts." in name}
+    save_file(fused | {name: part[:-1].clone() for name, part in parts.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((plain.directory / "config.json").read_text())
+    with pytest.raises(ModelError, match=r"misshaped \(6\): model.layers.0.mlp.experts.down_proj is \[4, 48, 80\]"):
+        logits(tmp_path)
 
 
 def test_gpt2_without_prefix_and_with_mask_buffers(checkpoint, tmp_path):

@@ -94,6 +94,20 @@ def test_weights_that_do_not_fit(tmp_path, change, message):
         load_weights(model, facts, device="cpu", dtype="float32")
 
 
+OF_ROBERTA = ("Camembert", "Data2VecText", "Roberta", "RobertaPreLayerNorm", "XLMRoberta")
+
+
+@pytest.mark.parametrize("kind", OF_ROBERTA)
+def test_positions_that_begin_elsewhere(tmp_path, kind):
+    """Theirs begin at pad_token_id + 1, which they count from the ids unless positions are given."""
+    settings = {"is_decoder": True, "num_key_value_heads": None}
+    make_checkpoint(Family(f"{kind}Config", f"{kind}ForCausalLM", settings), tmp_path)
+    facts = read_facts(resolve_model(tmp_path))
+    for load_format in ("auto", "dummy"):
+        with pytest.raises(ModelError, match=f"{kind}ForCausalLM cannot be run.*its own positions do not begin at 0"):
+            load_weights(build_model(facts), facts, device="cpu", dtype="float32", load_format=load_format)
+
+
 PLAIN = {"num_key_value_heads": None, "intermediate_size": None}
 REFUSED = {
     "ALiBi": (Family("BloomConfig", "BloomForCausalLM", PLAIN), "takes no position_ids.*ALiBi"),
@@ -183,18 +197,22 @@ def test_masks_are_described_by_what_they_hide():
 class Toy(nn.Module):
     """One layer that calls whatever is installed as attention."""
 
-    def __init__(self, *, shift=False, positions=True):
+    def __init__(self, *, shift=False, positions=True, counts=False, first=0):
         super().__init__()
         self.embed = nn.Embedding(16, 8)
-        self.shift, self.positions = shift, positions
+        self.shift, self.positions, self.counts, self.first = shift, positions, counts, first
 
     def forward(self, input_ids, position_ids, use_cache):
         assert not use_cache
         x = self.embed(input_ids)
         if self.shift:
             x = x + x.roll(1, dims=1)
+        if position_ids is None:
+            position_ids = torch.arange(x.shape[1])[None] + self.first
         if self.positions:
             x = x + position_ids[..., None]
+        if self.counts:
+            x = x + torch.arange(x.shape[1])[:, None]
         heads = x.view(1, -1, 2, 4).transpose(1, 2)
         return self.quire_attention(self, heads, heads, heads, {})
 
@@ -205,6 +223,8 @@ class Toy(nn.Module):
         (Toy(), None),
         (Toy(shift=True), "tokens influence each other outside of attention"),
         (Toy(positions=False), "does not look at position_ids"),
+        (Toy(counts=True), "counts positions itself"),
+        (Toy(first=2), "its own positions do not begin at 0"),
     ],
 )
 def test_tokens_meet_in_attention_only(toy, message):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from oracle import FAMILIES, Sequences, in_pieces
+from oracle import FAMILIES, Family, Sequences, in_pieces, make_checkpoint, open_checkpoint
 from quire.load.load import load_weights
 from quire.models.registry import build_model
 
@@ -27,6 +27,12 @@ def test_chunks_and_single_tokens_of_two_rows(checkpoint, family):
     case = checkpoint(family)
     for logits, ids in zip(in_pieces(case.model, *IDS), IDS, strict=True):
         close(logits, case.expected(ids))
+
+
+def test_squared_relu(tmp_path):
+    make_checkpoint(Family("LlamaConfig", "LlamaForCausalLM", {"hidden_act": "relu2"}), tmp_path)
+    case = open_checkpoint(tmp_path)
+    close(Sequences(case.model, 1, 40).step([(0, IDS[0])])[0], case.expected(IDS[0]))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

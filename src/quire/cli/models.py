@@ -26,11 +26,13 @@ def gather() -> dict[str, Any]:
     from quire.config.gguf import ARCHITECTURES
     from quire.files import wheel
     from quire.files.gguf import READABLE_TYPES
+    from quire.models.composite import COMPOSITES
     from quire.models.registry import FAMILIES
 
     cached = {name: wheel.cached(name) for name in wheel.ALIASES}
     return {
         "architectures": dict(sorted(FAMILIES.items())),
+        "text_of": sorted(COMPOSITES),
         "fallback": _fallback(),
         "formats": {
             "safetensors": "a directory or hub id with config.json and *.safetensors",
@@ -68,6 +70,7 @@ def render(found: dict[str, Any]) -> str:
         families.setdefault(target.partition(":")[0].rpartition(".")[2], []).append(architecture)
     lines = ["Architectures"]
     lines += [f"  {family:<12} {', '.join(names)}" for family, names in sorted(families.items())]
+    lines.append(f"  {'text of':<12} {', '.join(found['text_of'])}, where the text model is one of these")
     version = found["fallback"]
     lines.append(
         f"  {'others':<12} " + (f"through transformers {version}" if version else "need `pip install quire[transformers]`")

@@ -22,7 +22,7 @@ from quire.config.memory import CUDA_CONTEXT_BYTES, activation_bytes, host_cache
 from quire.config.resolve import Config, resolve
 from quire.files.gguf import read_gguf_shards
 from quire.files.resolve import resolve_model, with_weights_on_disk
-from quire.models.registry import FAMILIES
+from quire.models.registry import find_family
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError
 
@@ -115,7 +115,7 @@ def make_plan(args: EngineArgs, memory: int | None) -> Plan:
     return Plan(
         model=facts.files.name,
         architecture=facts.architecture,
-        served_by="quire" if facts.architecture in FAMILIES else "transformers",
+        served_by="quire" if find_family(facts) else "transformers",
         parameters=facts.parameters,
         parameters_counted=facts.weight_bytes > 0,
         weights_stored=facts.weight_bytes or facts.parameters * DTYPE_BYTES[facts.dtype],

@@ -9,7 +9,7 @@ from quire.config.hf import explicit_config, read_json
 from quire.config.memory import estimate_parameters
 from quire.files.gguf import read_gguf_shards
 from quire.files.resolve import ModelFiles
-from quire.files.safetensors import read_header
+from quire.files.safetensors import TensorInfo, read_header
 from quire.types.cache import LayerCache
 from quire.types.errors import ModelError
 
@@ -23,6 +23,7 @@ _NAMES = {  # the same thing is called differently in older families
     "max_position": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length"),
     "vocab_size": ("vocab_size",),
 }
+_FIRST_ARE_FULL = ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3")  # layers, of windowed ones
 _LARGE_NUMBER = 1 << 24  # nothing that is counted per layer or per head comes near it
 
 
@@ -57,7 +58,7 @@ class DeviceFacts:
 
 def read_facts(files: ModelFiles, hf_overrides: Mapping[str, Any] | None = None) -> ModelFacts:
     overrides = hf_overrides or {}
-    dtypes: dict[str, int] = {}
+    dtypes, infos = dict[str, int](), dict[str, TensorInfo]()
     if files.format == "gguf":
         headers = read_gguf_shards(files.weights)
         raw, generation = translate(headers), {}
@@ -66,12 +67,16 @@ def read_facts(files: ModelFiles, hf_overrides: Mapping[str, Any] | None = None)
     else:
         raw = read_json(files.path / "config.json")
         generation = read_json(files.path / "generation_config.json", required=False)
-        stored, counted, dtypes = _measure_safetensors(files)
+        infos = {name: info for path in files.weights for name, info in read_header(path).items()}
+        stored, counted = sum(info.nbytes for info in infos.values()), sum(info.elements for info in infos.values())
+        for info in infos.values():
+            dtypes[info.dtype] = dtypes.get(info.dtype, 0) + info.elements
     config = explicit_config(raw, overrides)
+    if infos and isinstance(raw.get("text_config"), Mapping):  # who of the two says so differs from version to version
+        config["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in infos)
     reader = _Reader(files.name, config)
     reader.refuse_what_is_not_built()
     layers = reader.layers()
-    config.setdefault("layer_types", [f"{'full' if layer.window is None else 'sliding'}_attention" for layer in layers])
     return ModelFacts(
         architecture=reader.architecture(),
         hf=config,
@@ -87,17 +92,6 @@ def read_facts(files: ModelFiles, hf_overrides: Mapping[str, Any] | None = None)
         parameters=counted or estimate_parameters(config),
         files=files,
     )
-
-
-def _measure_safetensors(files: ModelFiles) -> tuple[int, int, dict[str, int]]:
-    """Bytes stored, parameters, and elements per dtype."""
-    stored, counted, dtypes = 0, 0, dict[str, int]()
-    for path in files.weights:
-        for info in read_header(path).values():
-            stored += info.nbytes
-            counted += info.elements
-            dtypes[info.dtype] = dtypes.get(info.dtype, 0) + info.elements
-    return stored, counted, dtypes
 
 
 class _Reader:
@@ -123,7 +117,8 @@ class _Reader:
             raise ModelError(f"{self.name}: encoder-decoder models are not supported; only decoders are")
         if not any(name in self.config for name in _NAMES["heads"]):
             raise ModelError(
-                f"{self.name}: the model's config has no num_attention_heads; only models with attention are supported"
+                f"{self.name}: the model's config has none of {', '.join(_NAMES['heads'])}; only models with attention are "
+                "supported, and those that name its heads so"
             )
         if self.config.get("kv_lora_rank"):
             raise ModelError(f"{self.name}: multi-head latent attention (kv_lora_rank) is not supported yet")
@@ -137,13 +132,13 @@ class _Reader:
             raise self._wrong("dtype", f"one of {', '.join(DTYPE_BYTES)}")
         return name
 
-    def size(self, what: str, default: int | None = None) -> int:
+    def size(self, what: str, default: int | None = None, least: int = 1) -> int:
         """A positive integer under any of its names."""
         for key in _NAMES.get(what, (what,)):
             value = self.config.get(key)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise self._wrong(key, "a positive integer")
             return value
         if default is None:
@@ -172,8 +167,8 @@ class _Reader:
             return [None] * count
         if pattern := self.size("sliding_window_pattern", default=0):  # every pattern-th layer is full
             return [None if (index + 1) % pattern == 0 else window for index in range(count)]
-        if config.get("model_type") in ("qwen2", "qwen3"):  # the first layers are full
-            first = config.get("max_window_layers", count)
+        if config.get("model_type") in _FIRST_ARE_FULL:
+            first = self.size("max_window_layers", default=count, least=0)
             return [None if index < first else window for index in range(count)]
         return [window] * count
 

@@ -5,6 +5,7 @@ Checkpoints leave out what equals the default of their config class, and older o
 """
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from quire.types.errors import ModelError
 
 # model_type -> what its config class assumes when the file is silent
 _GEMMA_SHAPE = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+_QWEN2_VL = {"rope_theta": 1e6, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 80,
+             "rms_norm_eps": 1e-5}  # fmt: skip
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"rope_theta": 1e4},
     "mistral": {"rope_theta": 1e4, "sliding_window": 4096},
@@ -20,6 +23,9 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"rope_theta": 1e4, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"rope_theta": 1e4, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
     "qwen3_moe": {"rope_theta": 1e4, "use_sliding_window": False, "sliding_window": 4096, "norm_topk_prob": False},
+    "qwen2_vl": _QWEN2_VL, "qwen2_vl_text": _QWEN2_VL, "qwen2_5_vl": _QWEN2_VL, "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen3_vl_text": {"rope_theta": 5e5, "head_dim": 128, "max_position_embeddings": 128000},
+    "qwen3_vl_moe_text": {"rope_theta": 5e5, "max_position_embeddings": 128000, "norm_topk_prob": True},
     "gemma": {"rope_theta": 1e4, **_GEMMA_SHAPE},
     "gemma2": {"rope_theta": 1e4, **_GEMMA_SHAPE, "sliding_window": 4096, "sliding_window_pattern": 2,
                "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
@@ -30,44 +36,99 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt2": {"tie_word_embeddings": True},
     "opt": {"tie_word_embeddings": True},
 }  # fmt: skip
+# what a config nested in another one may leave out besides: sizes that equal its class's
+_SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+              "num_attention_heads": 32, "max_position_embeddings": 2048},
+    "mistral": {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+    "qwen2": {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+              "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 32768},
+    "qwen3": {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+              "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 32768},
+    "gemma": {"vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28,
+              "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 8192},
+    "gemma2": {"vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+               "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 8192},
+    "gemma3_text": {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
+}  # fmt: skip
+# model_type -> that of its nested text model, where that is silent
+_TEXT_TYPES = {
+    "llava": "llama", "llava_next": "llama", "llava_next_video": "llama", "llava_onevision": "qwen2", "vipllava": "llama",
+    "video_llava": "llama", "mistral3": "mistral", "internvl": "qwen2", "paligemma": "gemma", "gemma3": "gemma3_text",
+    "got_ocr2": "qwen2", "idefics2": "mistral", "idefics3": "llama", "smolvlm": "llama", "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text", "qwen3_vl_moe": "qwen3_vl_moe_text", "qwen2_audio": "qwen2",
+    "voxtral": "llama", "lighton_ocr": "qwen3", "deepseek_vl": "llama",
+}  # fmt: skip
 # rope types whose parameters name the length they were stretched from
 _STRETCHED = ("llama3", "yarn", "longrope")
+# other names of the same; "mrope" turns by three positions, which are one where there is only text
+_ROPE_NAMES = {"su": "longrope", "mrope": "default"}
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+_NULL_IS_SILENT = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"})
 _SHARED_WITH_OUTER = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings")
 
 
 def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), object_hook=_untag)
     except FileNotFoundError:
         if required:
             raise ModelError(f"{path}: the checkpoint has no {path.name}") from None
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path}: must be a JSON object, but is a {type(value).__name__}")
     return value
 
 
+def _untag(value: dict[str, Any]) -> Any:
+    """JSON has no infinities; transformers writes them as {"__float__": "Infinity"}."""
+    tagged = value.get("__float__") if len(value) == 1 else None
+    return _FLOATS.get(tagged, value) if isinstance(tagged, str) else value
+
+
 def explicit_config(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The text model's config with overrides (merged into nested objects), defaults and `rope_parameters`."""
     merged = _merge(raw, overrides)
-    text = merged.get("text_config")
+    text, shapes = merged.get("text_config"), dict[str, Any]()
     if isinstance(text, dict):
         outer = {key: merged[key] for key in (*_SHARED_WITH_OUTER, "architectures") if key in merged}
-        merged = {**outer, **{key: value for key, value in text.items() if key != "architectures"}}
-    config = {**FAMILY_DEFAULTS.get(merged.get("model_type", ""), {}), **merged}
+        silent = {"model_type": _TEXT_TYPES.get(str(merged.get("model_type")), "")}
+        merged = {**silent, **outer, **{key: value for key, value in text.items() if key != "architectures"}}
+        shapes = {"hidden_act": "silu", **_SHAPES.get(str(merged["model_type"]), {})}
+    spoken = {key: value for key, value in merged.items() if value is not None or key not in _NULL_IS_SILENT}
+    config = {**shapes, **FAMILY_DEFAULTS.get(str(spoken.get("model_type")), {}), **spoken}
+    if isinstance(config.get("rope_parameters"), dict):
+        config["rope_parameters"] = _complete(config["rope_parameters"], config)
     if "_sliding_window_pattern" in config:
         config["sliding_window_pattern"] = config["_sliding_window_pattern"]
     if not config.get("use_sliding_window", True):
         config["sliding_window"] = None
     stated = {key for key in ("rope_theta", "rope_scaling") if key in overrides}
-    if "rope_parameters" not in config or (stated and "rope_parameters" not in overrides):
+    if not config.get("rope_parameters") or (stated and "rope_parameters" not in overrides):
         config.update(_rope_parameters(config, stated))
     rope = config.get("rope_parameters") or {}
-    if "rope_theta" in (rope_full := rope.get("full_attention", rope)):
+    if not isinstance(rope, dict):
+        raise ModelError(f"config.json: rope_parameters must be an object or null, got {rope!r:.99}")
+    rope_full = rope.get("full_attention", rope)
+    if isinstance(rope_full, dict) and "rope_theta" in rope_full:
         config["rope_theta"] = rope_full["rope_theta"]  # the family's default is not this model's
     return config
+
+
+def _complete(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` of a file: null is silence, and what a layer type is silent about is the family's."""
+    spoken = {key: _complete(value, {}) if isinstance(value, Mapping) else value for key, value in rope.items()}
+    spoken = {key: value for key, value in spoken.items() if value is not None}
+    if isinstance(kind := rope.get("rope_type"), str):
+        spoken["rope_type"] = _ROPE_NAMES.get(kind, kind)
+    local = config.get("rope_local_base_freq")
+    if local is not None and not {"full_attention", "sliding_attention"}.isdisjoint(rope):
+        for layers, theta in (("full_attention", config.get("rope_theta")), ("sliding_attention", local)):
+            spoken[layers] = {"rope_type": "default", "rope_theta": theta} | spoken.get(layers, {})
+    return spoken
 
 
 def _merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,10 +150,10 @@ def _rope_parameters(config: dict[str, Any], stated: set[str]) -> dict[str, Any]
     else:
         theta, scaling = config["rope_theta"], config.get("rope_scaling")
     if scaling is not None and not isinstance(scaling, dict):
-        raise ModelError(f"config.json: rope_scaling must be an object or null, got {scaling!r}")
+        raise ModelError(f"config.json: rope_scaling must be an object or null, got {scaling!r:.99}")
     rope = {"rope_theta": theta, **{key: value for key, value in (scaling or {}).items() if key not in ("type", "rope_theta")}}
     kind = (scaling or {}).get("rope_type") or (scaling or {}).get("type") or "default"
-    rope["rope_type"] = "longrope" if kind == "su" else kind
+    rope["rope_type"] = _ROPE_NAMES.get(kind, kind) if isinstance(kind, str) else kind
     if rope["rope_type"] in _STRETCHED:
         outside = config.get("original_max_position_embeddings")
         rope.setdefault("original_max_position_embeddings", outside or config.get("max_position_embeddings"))

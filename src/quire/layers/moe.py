@@ -1,5 +1,7 @@
 """Mixture of experts: a router and a stack of gated feed-forward layers."""
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from quire.layers.linear import Linear
@@ -9,16 +11,25 @@ from quire.ops.moe import experts_forward, route
 
 
 class Experts(nn.Module):
-    """At `path` it takes `path.<e>.gate_proj.weight`, `path.<e>.up_proj.weight` and `path.<e>.down_proj.weight`."""
+    """At `path` it takes `path.<e>.gate_proj.weight`, `path.<e>.up_proj.weight` and `path.<e>.down_proj.weight`, or all experts
+    at once: `path.gate_up_proj` [E, 2 * inner, hidden] and `path.down_proj` [E, hidden, inner], or both the other way round."""
 
     def __init__(self, count: int, hidden_size: int, inner_size: int, activation: str) -> None:
         super().__init__()
         self.activation = check_activation(activation)
         self.inner_size = inner_size
+        self.fused = self.transposed = False  # how the checkpoint has them
         self.up = parameter(count, 2 * inner_size, hidden_size)  # gate above up
         self.down = parameter(count, hidden_size, inner_size)
 
+    def adapt(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.fused = f"{path}.gate_up_proj" in shapes
+        self.transposed = self.fused and shapes.get(f"{path}.down_proj") == (len(self.down), *self.down.shape[:0:-1])
+
     def claims(self, path: str) -> dict[str, Tensor | None]:
+        if self.fused:
+            whole = {f"{path}.gate_up_proj": self.up.data, f"{path}.down_proj": self.down.data}
+            return {name: data.transpose(1, 2) if self.transposed else data for name, data in whole.items()}
         taken: dict[str, Tensor | None] = {}
         for expert in range(self.up.shape[0]):
             taken[f"{path}.{expert}.gate_proj.weight"] = self.up.data[expert, : self.inner_size]

@@ -25,6 +25,13 @@ class Finishing(Protocol):
 
 
 @runtime_checkable
+class Adapting(Protocol):
+    """A layer whose tensors checkpoints cut in different ways. shapes: what the checkpoint has, by names after renames."""
+
+    def adapt(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> None: ...
+
+
+@runtime_checkable
 class Keeping(Protocol):
     """A layer that can use matrices as a GGUF file has them. stored: by claimed name; returns the names it takes so."""
 
@@ -72,6 +79,8 @@ def load_weights(
     if keep_blocks and isinstance(source, Blocks):
         keep(model, source, renames)
     materialize(model, device, kind)
+    if source is not None:
+        adapt(model, source, renames)
     table = claims_of(model)
     if source is None:
         assign(table, DummySource(table, seed), (), "the set of dummy weights")
@@ -80,6 +89,15 @@ def load_weights(
     for module in model.modules():
         if isinstance(module, Finishing):
             module.finish(device)
+
+
+def adapt(model: nn.Module, source: Source, renames: Renames) -> None:
+    """Tells every layer that wants to know how the source has its tensors."""
+    layers = [(path, module) for path, module in model.named_modules() if isinstance(module, Adapting)]
+    if layers:
+        shapes = {ours: shape for name, shape in source.shapes.items() if (ours := rename(name, renames)) is not None}
+        for path, module in layers:
+            module.adapt(path, shapes)
 
 
 def keep(model: nn.Module, source: Blocks, renames: Renames) -> None:

@@ -42,7 +42,7 @@ class Decoder(nn.Module):
     """Llama's shape unless a maker says otherwise. Makers are called once per layer, while the skeleton is built."""
 
     # (pattern, replacement) applied in order to each checkpoint name with re.sub; a replacement of None = do not read it
-    renames: ClassVar[tuple[tuple[str, str | None], ...]] = ((r"^model\.", ""), (r"rotary_emb\.inv_freq$", None))
+    renames: tuple[tuple[str, str | None], ...] = ((r"^model\.", ""), (r"rotary_emb\.inv_freq$", None))
     tied: ClassVar[bool] = False  # when the configuration does not say
     compiled: Compiled | None = None  # the body, where `models/compiled.py` could
     recordable: ClassVar[bool] = True  # on a GPU its launches depend on the batch's shape alone, and the host waits for none

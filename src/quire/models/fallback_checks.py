@@ -2,7 +2,7 @@
 
 Before weights are read the model is traced on the meta device: each layer must call the attention function exactly once, in
 a way our attention can follow, and as the cache was planned. When they are read, a probe makes sure that tokens meet
-nowhere but in attention, and that positions are taken from `position_ids`.
+nowhere but in attention, that positions are taken from `position_ids`, and that they are what the model itself counts.
 """
 
 import inspect
@@ -131,7 +131,7 @@ def _check_class(model: Any) -> None:
 
 
 class Probe:
-    """Every token attends to itself alone. `seen`: each layer's queries and keys, [2, heads + kv_heads, head_dim]."""
+    """Every token attends to itself alone. `seen`: each layer's queries and keys, [T, heads + kv_heads, head_dim]."""
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
@@ -146,23 +146,32 @@ def check_tokens_meet_in_attention_only(
 ) -> None:
     """`attending`: the modules that call the attention function. They are left with a probe installed."""
 
-    def run(ids: Sequence[int], positions: Sequence[int]) -> list[Tensor]:
-        """What each layer saw of the second token."""
+    def run(ids: Sequence[int], positions: Sequence[int] | None) -> list[Tensor]:
+        """What each layer saw of the tokens. Without positions they are the model's own."""
         probe = Probe()
         for module in attending:
             install(probe, module)
         tokens = torch.tensor([ids], device=device) % vocab_size
+        given = None if positions is None else torch.tensor([positions], device=device)
         with torch.inference_mode():
-            body(input_ids=tokens, position_ids=torch.tensor([positions], device=device), use_cache=False)
-        return [layer[1] for layer in probe.seen]
+            body(input_ids=tokens, position_ids=given, use_cache=False)
+        return probe.seen
 
-    plain, neighbour, moved = run((3, 5), (0, 1)), run((7, 5), (0, 1)), run((3, 5), (4, 6))
+    def differ(ones: list[Tensor], others: list[Tensor]) -> bool:
+        """In what any layer saw of the second token."""
+        return any(_differ(one[1], other[1]) for one, other in zip(ones, others, strict=True))
+
+    plain = run((3, 5), (0, 1))
     if not all(layer.isfinite().all() for layer in plain):
         return  # such weights say nothing about the model
-    if any(_differ(*pair) for pair in zip(plain, neighbour, strict=True)):
+    if differ(plain, run((7, 5), (0, 1))):
         raise ModelError("tokens influence each other outside of attention (a convolution, a shift or a recurrent state)")
-    if not any(_differ(*pair) for pair in zip(plain, moved, strict=True)):
+    if not differ(plain, run((3, 5), (4, 6))):
         raise ModelError("it does not look at position_ids")
+    if any(_differ(layer[0], layer[1]) for layer in run((5, 5), (1, 1))):
+        raise ModelError("it counts positions itself, whatever position_ids say")
+    if differ(plain, run((3, 5), None)):
+        raise ModelError("its own positions do not begin at 0 (RoBERTa's begin behind the padding token's id, for instance)")
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

@@ -4,6 +4,7 @@ Gemma 2 norms what each half of a block gives back as well, and caps its logits.
 the layers with a window by another base than those without.
 """
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -19,12 +20,18 @@ from quire.types.errors import ModelError
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
 
+logger = logging.getLogger(__name__)
+
 
 class Gemma(Decoder):
     tied = True
 
     def __init__(self, facts: "ModelFacts") -> None:
-        if facts.hf.get("use_bidirectional_attention"):
+        if facts.architecture == "PaliGemmaForConditionalGeneration":
+            logger.warning(
+                "prompts are read in one direction, as transformers does without token_type_ids; the model knows both"
+            )
+        elif facts.hf.get("use_bidirectional_attention"):
             raise ModelError(
                 "the model attends in both directions (use_bidirectional_attention); only causal models are served"
             )
@@ -89,13 +96,3 @@ class Gemma3(Gemma2):
             "k_norm": self.make_norm(facts, cache.head_dim),
             "soft_cap": None,
         }
-
-
-class Gemma3Text(Gemma3):
-    """The text half of a checkpoint that can also see."""
-
-    renames = (
-        (r"^(model\.)?(vision_tower|multi_modal_projector)\.", None),
-        (r"^(model\.)?language_model\.", ""),
-        *Gemma3.renames,
-    )

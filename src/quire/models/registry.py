@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from quire.models.composite import COMPOSITES, TEXT_MODELS, renames_of
 from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "GPT2LMHeadModel": "quire.models.gpt2:GPT2",
         "Gemma2ForCausalLM": "quire.models.gemma:Gemma2",
         "Gemma3ForCausalLM": "quire.models.gemma:Gemma3",
-        "Gemma3ForConditionalGeneration": "quire.models.gemma:Gemma3Text",
         "GemmaForCausalLM": "quire.models.gemma:Gemma",
         "LlamaForCausalLM": "quire.models.llama:Llama",
         "MistralForCausalLM": "quire.models.llama:Llama",
@@ -31,6 +31,13 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
 FALLBACK = "quire.models.fallback:Fallback"
 
 
+def find_family(facts: "ModelFacts") -> str | None:
+    """The family of ours that serves the model, or the text half of it."""
+    if facts.architecture in COMPOSITES:
+        return FAMILIES.get(TEXT_MODELS.get(facts.hf.get("model_type", ""), ""))
+    return FAMILIES.get(facts.architecture)
+
+
 def build_model(facts: "ModelFacts", impl: str = "auto") -> "Decoder":
     """The model without its weights: every parameter is on the meta device until `load_weights` fills it.
 
@@ -40,14 +47,11 @@ def build_model(facts: "ModelFacts", impl: str = "auto") -> "Decoder":
 
     if impl not in ("auto", "quire", "transformers"):
         raise ModelError(f"unknown model_impl {impl!r}; it must be auto, quire or transformers")
-    if impl != "transformers" and facts.architecture in FAMILIES:
-        kind = _import(FAMILIES[facts.architecture])
-        try:
-            with torch.device("meta"):
-                return kind(facts).eval()
-        except KeyError as error:
-            lack = f"the configuration of {facts.files.path} lacks {error}, which {facts.architecture} needs"
-            raise ModelError(lack) from error
+    family = find_family(facts)
+    if impl != "transformers" and family is not None:
+        return _build(_import(family), facts)
+    if facts.architecture in COMPOSITES:
+        raise ModelError(_why_not(facts))
     unserved = f"no model family serves {facts.architecture} (known are {', '.join(sorted(FAMILIES))})"
     if impl == "quire":
         raise ModelError(unserved)
@@ -60,6 +64,28 @@ def build_model(facts: "ModelFacts", impl: str = "auto") -> "Decoder":
     except ModelError as error:
         refusal = f"{facts.architecture} cannot be run through transformers: {error}"
         raise ModelError(f"{unserved}, and {refusal}" if impl == "auto" else refusal) from error
+
+
+def _build(kind: "type[Decoder]", facts: "ModelFacts") -> "Decoder":
+    import torch
+
+    try:
+        with torch.device("meta"):
+            model = kind(facts).eval()
+    except KeyError as error:
+        lack = f"the configuration of {facts.files.path} lacks {error}, which {facts.architecture} needs"
+        raise ModelError(lack) from error
+    if facts.architecture in COMPOSITES:
+        model.renames = (*renames_of(facts.architecture), *model.renames)
+    return model
+
+
+def _why_not(facts: "ModelFacts") -> str:
+    text = facts.hf.get("model_type")
+    halves = f"{facts.architecture} is several models, of which only the text model is served, and by a family of our own"
+    if text not in TEXT_MODELS:
+        return f"{halves}; but none serves its text model of type {text!r} (known are {', '.join(TEXT_MODELS)})"
+    return f"{halves}; model_impl must be auto or quire for it"
 
 
 def _import(target: str) -> "type[Decoder]":

@@ -12,6 +12,10 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square_()
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -21,6 +25,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": _gelu_tanh,
     "gelu_tanh": _gelu_tanh,
     "relu": F.relu,
+    "relu2": _relu_squared,
 }
 
 

@@ -18,6 +18,7 @@ KINDS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 
 
@@ -29,6 +30,8 @@ def activate(x, KIND: tl.constexpr):
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == "gelu_tanh":
         y = 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    elif KIND == "relu2":
+        y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
     else:
         y = tl.maximum(x, 0.0)
     return y
