@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from quire.grammar.backend import GrammarError
+from quire.grammar.forms import without_anchors
 from quire.grammar.llguidance import LLGuidance
-from quire.grammar.translate import disjoint, prepare_schema, without_anchors
+from quire.grammar.schema import disjoint, prepare_schema
 from quire.text.tokenizer_files import read_tokenizer
 from quire.types.structured import StructuredOutputsParams
 
@@ -138,6 +139,7 @@ def test_structural_tags(backend):
         "at_least_one": True,
     }
     assert accepts(backend, "<t>1</t>,<t>no</t>", structural_tag={"format": listed})
+    assert not accepts(backend, "<t>1</t>,<t>no</t>,", structural_tag={"format": listed})
     assert not accepts(backend, "", structural_tag={"format": listed})
 
 
@@ -153,6 +155,36 @@ def test_structural_tags(backend):
 def test_a_wrong_tag_says_where(backend, tag, words):
     with pytest.raises(GrammarError, match=re.escape(words)):
         backend[1].compile(StructuredOutputsParams(structural_tag=tag))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"type": "regex", "pattern": "^[a-z]+$"},
+        {"type": "grammar", "grammar": "root ::= [a-z]+"},
+        {"type": "grammar", "grammar": 'root ::= [a-z] root | "c" [a-z]*'},
+        {"type": "sequence", "elements": [{"type": "regex", "pattern": "[a-z]*"}, {"type": "const_string", "value": "c"}]},
+    ],
+)
+def test_the_end_of_a_tag_may_look_like_its_content(backend, content):
+    tag = {"format": {"type": "tag", "begin": "<", "content": content, "end": ["end", "!"]}}
+    assert accepts(backend, "<cend", structural_tag=tag) and accepts(backend, "<cec!", structural_tag=tag)
+    assert accepts(backend, "<endcend", structural_tag=tag) and not accepts(backend, "<c", structural_tag=tag)
+    assert not accepts(backend, "<cen", structural_tag=tag) and not accepts(backend, "<", structural_tag=tag)
+
+
+def test_ten_thousand_choices(backend):
+    texts = [f"the {i:x} of pages" for i in range(10_000)]
+    assert accepts(backend, "the 270f of pages", choice=texts) and not accepts(backend, "the 270f of page", choice=texts)
+    assert (
+        accepts(backend, "", choice=["", "a"]) and accepts(backend, "a", choice=["a", ""]) and accepts(backend, "", choice=[""])
+    )
+    assert accepts(backend, "a/b\\n|*", choice=["a/b\\n|*"]) and not accepts(backend, "b", choice=["a", "a"])
+
+
+@pytest.mark.parametrize("lark", ['?start: "a" b\nb: "b"+', '!start: "a" b -> x\nb: ("b")~1..3', 'start: A\nA: /a/ "b"'])
+def test_lark_as_it_is(backend, lark):
+    assert accepts(backend, "ab", grammar=lark) and not accepts(backend, "a", grammar=lark)
 
 
 def test_patterns_match_whole_texts():

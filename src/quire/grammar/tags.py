@@ -10,8 +10,12 @@ from typing import Any
 from llguidance import regex_to_lark
 
 from quire.grammar.backend import GrammarError
+from quire.grammar.ebnf import is_ebnf
+from quire.grammar.forms import to_pattern, without_anchors
+from quire.grammar.terminals import ebnf_to_lark
 
 TEXT = r"/(.|\n)*/"
+PATTERNS = ("const_string", "regex")
 MOST_NESTED = 80  # names in a place
 
 
@@ -40,9 +44,7 @@ class _Writer:
         self.grammars: list[dict[str, str]] = []
         self._prepare = prepare
         self._kinds: dict[str, Callable[[dict[str, Any], str], str]] = {
-            "const_string": self._const,
             "json_schema": self._json,
-            "regex": self._regex,
             "grammar": self._grammar,
             "any_text": lambda *_: "TEXT",
             "sequence": self._sequence,
@@ -53,14 +55,29 @@ class _Writer:
         }
 
     def write(self, piece: Any, place: str) -> str:
-        if not isinstance(piece, dict) or piece.get("type") not in self._kinds:
-            raise GrammarError(f"structural_tag: {place} must be an object whose type is one of {', '.join(self._kinds)}")
+        kinds = (*PATTERNS, *self._kinds)
+        if not isinstance(piece, dict) or piece.get("type") not in kinds:
+            raise GrammarError(f"structural_tag: {place} must be an object whose type is one of {', '.join(kinds)}")
         if place.count(".") > MOST_NESTED:
             raise GrammarError(f"structural_tag: {place} is nested too deeply")
+        pattern = self._pattern(piece, place)
+        if pattern is not None:
+            return f"/{pattern}/" if pattern else '""'
         return self._kinds[piece["type"]](piece, place)
 
-    def _const(self, piece: dict[str, Any], place: str) -> str:
-        return _quoted(_text(piece, "value", place))
+    def _pattern(self, piece: Any, place: str) -> str | None:
+        """Texts and patterns side by side are one pattern: of each of several the library would take as much as it can."""
+        kind = piece.get("type") if isinstance(piece, dict) and place.count(".") <= MOST_NESTED else None
+        if kind == "const_string":
+            return to_pattern(_text(piece, "value", place))
+        if kind == "regex":
+            return f"(?:{regex_to_lark(without_anchors(_text(piece, 'pattern', place)))})"
+        if kind in ("sequence", "or"):
+            inner = [self._pattern(p, f"{place}.elements.{i}") for i, p in enumerate(_list(piece, "elements", place))]
+            patterns = [pattern for pattern in inner if pattern is not None]
+            if len(patterns) == len(inner):
+                return "".join(patterns) if kind == "sequence" else f"(?:{'|'.join(patterns)})"
+        return None
 
     def _json(self, piece: dict[str, Any], place: str) -> str:
         schema = piece.get("json_schema")
@@ -68,12 +85,13 @@ class _Writer:
             raise GrammarError(f"structural_tag: {place}.json_schema must be an object")
         return f"%json {json.dumps(self._prepare(schema))}"
 
-    def _regex(self, piece: dict[str, Any], place: str) -> str:
-        return f"/{regex_to_lark(_text(piece, 'pattern', place))}/"
-
     def _grammar(self, piece: dict[str, Any], place: str) -> str:
+        grammar = _text(piece, "grammar", place)
+        return self._embed(ebnf_to_lark(grammar) if is_ebnf(grammar) else grammar)
+
+    def _embed(self, lark: str) -> str:
         name = f"grammar_{len(self.grammars)}"
-        self.grammars.append({"name": name, "lark_grammar": _text(piece, "grammar", place)})
+        self.grammars.append({"name": name, "lark_grammar": lark})
         return f"@{name}"
 
     def _sequence(self, piece: dict[str, Any], place: str) -> str:
@@ -96,6 +114,11 @@ class _Writer:
         content = piece.get("content")
         if isinstance(content, dict) and content.get("type") == "any_text" and all(ends):
             return self._name(f"TEXT ({end})", lazy=True)
+        pattern = self._pattern(content, f"{place}.content")
+        if pattern is not None:
+            return f"/{pattern}(?:{'|'.join(map(to_pattern, ends))})/" if pattern or all(ends) else f"({end})"
+        if isinstance(content, dict) and content.get("type") == "grammar" and is_ebnf(content.get("grammar", "")):
+            return self._embed(ebnf_to_lark(content["grammar"], ends))
         return f"{self.write(content, f'{place}.content')} ({end})"
 
     def _triggered(self, piece: dict[str, Any], place: str) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 
 from quire.frames import Frames
 from quire.grammar.backend import Backend, GrammarError
-from quire.grammar.translate import Place, pointer, subschemas
+from quire.grammar.schema import Place, pointer, subschemas
 from quire.types.errors import InvalidParameter
 from quire.types.structured import StructuredOutputsParams, read_object
 
