@@ -1,6 +1,10 @@
 """What a CPU does well is tried once and then remembered, for the same CPU and the same libraries."""
 
 import json
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError
 
@@ -9,8 +13,7 @@ import torch
 
 pytest.importorskip("onnxruntime")
 from quire.ops import choice, openvino
-from quire.ops.choice import NEVER, Choice
-from quire.ops.native import multiplies
+from quire.ops.choice import INPUTS, NEVER, OUTPUTS, Choice
 from quire.ops.onnx import Runtime
 
 
@@ -23,7 +26,7 @@ def make(**different) -> Choice:
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
-    monkeypatch.setattr(choice, "busy", lambda: False)
+    monkeypatch.setattr(choice, "multiplies", lambda: False)  # as on a CPU for which we have no kernels
     choice.choose.cache_clear()
     yield
     choice.choose.cache_clear()
@@ -38,11 +41,69 @@ def test_tried_once(tmp_path, monkeypatch):
     assert len(json.loads((tmp_path / "cpu.json").read_text())) == 1
 
 
-def test_a_busy_machine_is_not_remembered(tmp_path, monkeypatch):
+def test_what_was_found_is_kept_whatever_the_load_was(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "measure", lambda: make())
-    monkeypatch.setattr(choice, "busy", lambda: True)
+    monkeypatch.setattr("os.getloadavg", lambda: (99.0, 99.0, 99.0))
     assert choice.choose() == make()
+    assert json.loads((tmp_path / "cpu.json").read_text())
+
+
+def test_nothing_is_tried_where_our_kernels_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "multiplies", lambda: True)
+    monkeypatch.setattr(choice, "multiplies_floats", lambda: True)
+    monkeypatch.setattr(choice, "measure", lambda: pytest.fail("they are always best"))
+    assert choice.in_pieces() == choice.by_layer() == choice.of_floats() == Runtime.OWN
+    assert choice.unfold_from(True, Runtime.OWN) == NEVER, "a row's numbers would depend on how many rows there are"
     assert not (tmp_path / "cpu.json").exists()
+
+
+def test_what_was_found_is_a_debug_line(monkeypatch, caplog):
+    monkeypatch.setattr(choice, "measure", lambda: make())
+    with caplog.at_level("DEBUG", logger="quire.ops.choice"):
+        choice.choose()
+    assert [record.levelname for record in caplog.records] == ["DEBUG"]
+
+
+def burn(seconds: float) -> None:
+    begun = time.thread_time()
+    while time.thread_time() - begun < seconds:
+        pass
+
+
+def test_whoever_is_kept_waiting_is_not_slower():
+    """Sleeping stands for a core that others have: it takes time, and no processor time."""
+
+    def kept_waiting(x):
+        time.sleep(0.02)
+
+    waited, worked = choice._time((kept_waiting, lambda x: burn(0.005)), rows=1, tries=3)
+    assert waited < worked
+
+
+@pytest.fixture
+def busy_neighbours():
+    neighbours = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    yield
+    for process in neighbours:
+        process.kill()
+        process.wait()
+
+
+def test_the_faster_way_is_found_beside_busy_neighbours(busy_neighbours):
+    """Twice the work takes twice the processor time, beside whom ever."""
+    small, large = torch.randn(OUTPUTS, INPUTS), torch.randn(2 * OUTPUTS, INPUTS)
+    with choice._one_thread():
+        for _ in range(5):
+            few, many = choice._time_few((lambda x: x @ small.t(), lambda x: x @ large.t()))
+            assert few < many
+
+
+def test_threads_are_as_many_after_the_trial():
+    before = torch.get_num_threads()
+    with suppress(ZeroDivisionError), choice._one_thread():
+        assert torch.get_num_threads() == 1
+        raise ZeroDivisionError
+    assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize("found", ["", "[]", "null", '{"another CPU": {}}'])
@@ -129,27 +190,13 @@ def test_torch_multiplies_floats_where_nobody_is_faster(monkeypatch):
     assert choice.of_floats() is None and choice.by_layer() == Runtime.OPENVINO
 
 
-@pytest.mark.skipif(not multiplies(), reason="there are no kernels of our own for this CPU")
-def test_kernels_of_our_own_are_used_where_they_are_faster(monkeypatch):
-    for seconds, used in (((1.0, 2.0), True), ((2.0, 1.0), False)):
-        monkeypatch.setattr(choice, "_time_few", lambda ways, seconds=seconds: seconds)
-        assert choice._measure_own() is used
-    monkeypatch.setattr(choice, "_time_few", lambda ways: (2.0, 1.0))
-    assert choice._measure_floats() == (True, True)
-    monkeypatch.setattr(choice, "_time_few", lambda ways: (1.0, 2.0))
-    assert choice._measure_floats() == (False, False)
-
-
-@pytest.mark.skipif(not multiplies(), reason="there are no kernels of our own for this CPU")
-def test_they_are_used_where_there_is_nothing_else(monkeypatch):
+def test_without_libraries_torch_multiplies(monkeypatch):
     monkeypatch.setattr(choice.ort, "available", lambda: False)
-    with torch.inference_mode():
-        found = choice.measure()
-    assert found.own and not (found.runtime_floats or found.fold or found.spin or found.openvino)
+    found = choice.measure()
+    assert not (found.runtime_floats or found.fold or found.spin or found.openvino)
     assert "onnxruntime" not in choice._key()
 
 
 def test_a_measurement_is_short_and_possible():
-    with torch.inference_mode():
-        found = choice.measure()
+    found = choice.measure()
     assert {found.unfold_from, found.unfold_others_from} <= {*choice.ROWS, NEVER}

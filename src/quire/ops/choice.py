@@ -1,5 +1,8 @@
-"""What this CPU does well, found out by trying: once for a CPU, a number of threads and versions of the libraries. The outcome
-is kept beside Quire's other files.
+"""What this CPU does well. Where there are kernels of our own, they are it, and nothing is tried. Elsewhere libraries are, once
+for a CPU, a number of threads and versions of the libraries; the outcome is kept beside Quire's other files.
+
+Others may be at work on the machine, so what counts is the processor time of one thread: a product that is kept waiting takes
+no more of it. Only whether threads had better spin is a matter of the clock.
 """
 
 import json
@@ -8,8 +11,8 @@ import os
 import platform
 import time
 from bisect import bisect_left
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from hashlib import sha256
@@ -34,7 +37,7 @@ from quire.ops.unfold import unfolded_linear
 
 logger = logging.getLogger(__name__)
 
-KERNELS = 1  # a number for ours, to be raised when they become faster or slower
+WAY = 2  # of trying; to be raised when it becomes another
 CPU_INFO = Path("/proc/cpuinfo")
 ABOUT = ("model name", "flags", "Features", "CPU")  # x86 writes the first two, ARM the others
 OUTPUTS, INPUTS = 1536, 576
@@ -43,7 +46,8 @@ NEVER = 1 << 30
 LESS_MEMORY = 1.1  # times the seconds of the other way are still worth it, for what takes less
 HOPELESS = 30  # times slower with the fewest rows: more will not help
 SAME = 0.01  # of a product's size, by which two ways may differ
-TRIES = 15  # of which the best counts: others may be at work
+TRIES = 15  # of which the best counts
+SPIN_TRIES = 60  # by the clock: a few of them will not have been kept waiting
 
 
 Ways = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
@@ -51,12 +55,12 @@ Ways = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 @dataclass(frozen=True)
 class Choice:
-    own: bool  # Quire's own kernel multiplies few rows by numbers of 4 bits faster than ONNX Runtime
+    own: bool  # Quire's own kernels multiply rows by numbers of few bits
     unfold_from: int  # rows from which 4-bit numbers are worth unfolding; NEVER = bfloat16 is slow here
     unfold_others_from: int  # the same for other types, which take longer
     unfold_network_from: int  # both again, where OpenVINO multiplies few rows
     unfold_others_of_network_from: int
-    own_floats: bool  # Quire's own kernel multiplies few rows of float32 faster than ONNX Runtime and torch
+    own_floats: bool  # Quire's own kernels multiply few rows of float32
     runtime_floats: bool  # ONNX Runtime does so faster than torch
     fold: bool  # offsets among the numbers (`ops/nbits.py`) are no slower for ONNX Runtime than as a product of their own
     spin: bool  # threads of a run that wait for each other had better not sleep: not so where two share a core
@@ -94,16 +98,19 @@ def folds(runtime: Runtime) -> bool:
     return runtime is Runtime.OPENVINO or choose().fold
 
 
+OURS = Choice(True, NEVER, NEVER, NEVER, NEVER, own_floats=True, runtime_floats=False, fold=False, spin=False, openvino=False)
+
+
 @cache
 def choose() -> Choice:
+    if multiplies() and multiplies_floats():
+        return OURS  # always best, and a row's numbers do not depend on how many rows there are
     path, key, known = cache_directory() / "cpu.json", _key(), {}
     with suppress(OSError, ValueError, TypeError, KeyError):
         known = dict(json.loads(path.read_text()))
         return Choice(**known[key])
     choice = measure()
-    logger.info("tried on this CPU: %s", choice)
-    if busy():
-        return choice
+    logger.debug("tried on this CPU: %s", choice)
     with suppress(OSError):  # a cache that cannot be written only means trying again next time
         path.parent.mkdir(parents=True, exist_ok=True)
         own = path.with_suffix(f".{os.getpid()}")
@@ -112,23 +119,33 @@ def choose() -> Choice:
     return choice
 
 
-def busy() -> bool:
-    """Do others want more than this machine has? What was measured then is used, but not kept."""
-    return hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1)
-
-
 @torch.inference_mode()
 def measure() -> Choice:
     with_runtime = ort.available()
-    own, by_openvino = _measure_own(), with_runtime and _measure_openvino()
-    runtime = Runtime.OWN if own else Runtime.ONNX
-    few, others = (_measure_unfolding(kind, runtime) for kind in ("Q4_0", "Q5_0"))
-    of_network = few, others
-    if by_openvino:
-        of_network = _measure_unfolding("Q4_0", Runtime.OPENVINO), _measure_unfolding("Q5_0", Runtime.OPENVINO)
-    own_floats, floats = _measure_floats()
-    fold, spin = (with_runtime and trial() for trial in (_measure_folding, _measure_spinning))
+    own, own_floats = multiplies(), multiplies_floats()
+    with _one_thread():
+        by_openvino = with_runtime and not own and _measure_openvino()
+        few = others = NEVER
+        if own or with_runtime:
+            few, others = (_measure_unfolding(kind, Runtime.OWN if own else Runtime.ONNX) for kind in ("Q4_0", "Q5_0"))
+        of_network = few, others
+        if by_openvino:
+            of_network = _measure_unfolding("Q4_0", Runtime.OPENVINO), _measure_unfolding("Q5_0", Runtime.OPENVINO)
+        floats = with_runtime and not own_floats and _measure_floats()
+        fold = with_runtime and _measure_folding()
+    spin = with_runtime and torch.get_num_threads() > 1 and _measure_spinning()
     return Choice(own, few, others, *of_network, own_floats, floats, fold, spin, by_openvino)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Threads that wait for each other would spend processor time on that."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _key() -> str:
@@ -140,7 +157,7 @@ def _key() -> str:
     parts = platform.machine(), abilities, f"{torch.get_num_threads()} threads"
     there = {"torch": True, "onnxruntime": ort.available(), "openvino": openvino.available()}
     libraries = [f"{name} {version(name)}" for name in there if there[name]]
-    return ", ".join([*parts, *libraries, f"kernels {KERNELS if multiplies() else 'none'}"])
+    return ", ".join([*parts, *libraries, f"way {WAY}"])
 
 
 def _matrix(kind: str) -> Stored:
@@ -153,13 +170,6 @@ def _matrix(kind: str) -> Stored:
 
 def _product(kind: str, runtime: Runtime, fold: bool = False) -> Product:
     return Product(repack([_matrix(kind)], None, runtime, fold), runtime)
-
-
-def _measure_own() -> bool:
-    if not (multiplies() and ort.available()):
-        return multiplies()
-    ours, theirs = _time_few((_product("Q4_1", Runtime.OWN), _product("Q4_1", Runtime.ONNX)))
-    return ours < theirs
 
 
 def _measure_openvino() -> bool:
@@ -204,18 +214,10 @@ def _measure_unfolding(kind: str, runtime: Runtime) -> int:
     return ROWS[at] if at < len(ROWS) else NEVER
 
 
-def _measure_floats() -> tuple[bool, bool]:
+def _measure_floats() -> bool:
     weight = torch.randn(OUTPUTS, INPUTS)
-    ways: list[Callable[[Tensor], Tensor]] = [lambda x: F.linear(x, weight)]
-    by_runtime = False
-    if ort.available():
-        ways.append(Gemm(weight, None, Runtime.ONNX))
-        of_torch, of_runtime = _time_few((ways[0], ways[1]))
-        by_runtime = of_runtime < of_torch
-    if not multiplies_floats():
-        return False, by_runtime
-    best, ours = _time_few((ways[by_runtime], Gemm(weight, None, Runtime.OWN)))
-    return ours < best, by_runtime
+    of_torch, of_runtime = _time_few((lambda x: F.linear(x, weight), Gemm(weight, None, Runtime.ONNX)))
+    return of_runtime < of_torch
 
 
 def _measure_folding() -> bool:
@@ -230,9 +232,9 @@ def _measure_folding() -> bool:
 
 def _measure_spinning() -> bool:
     """In a row of small products, as a decoder is."""
-    sleeping, spinning = (_chain(spin) for spin in (False, True))
-    of_sleeping, of_spinning = _time_few((sleeping, spinning))
-    return of_spinning < of_sleeping
+    ways = _chain(spin=False), _chain(spin=True)
+    alone, few = (_time(ways, rows, SPIN_TRIES, time.perf_counter) for rows in (1, 16))
+    return alone[1] + few[1] < alone[0] + few[0]
 
 
 def _chain(spin: bool) -> Callable[[Tensor], Tensor]:
@@ -250,13 +252,13 @@ def _time_few(ways: Ways) -> tuple[float, float]:
     return alone[0] + few[0], alone[1] + few[1]
 
 
-def _time(ways: Ways, rows: int, tries: int = TRIES) -> tuple[float, float]:
+def _time(ways: Ways, rows: int, tries: int = TRIES, clock: Callable[[], float] = time.process_time) -> tuple[float, float]:
     """Seconds of both, which take turns; a first try of each does not count."""
     x = torch.randn(rows, INPUTS)
     found: tuple[list[float], list[float]] = [], []
     for _ in range(tries + 1):
         for multiply, seconds in zip(ways, found, strict=True):
-            begun = time.perf_counter()
+            begun = clock()
             multiply(x)
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(clock() - begun)
     return min(found[0][1:]), min(found[1][1:])
