@@ -11,6 +11,7 @@ from quire.config.args import EngineArgs
 from quire.garbage import little_garbage_collection
 from quire.interrupt import interrupts_between_steps
 from quire.llm_engine import LLMEngine
+from quire.progress import shown
 from quire.text.inputs import Prepared
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter, NotSupported
@@ -25,15 +26,18 @@ class LLM:
     """A model in this process. Keyword arguments are those of EngineArgs (`quire plan --help` lists them)."""
 
     def __init__(self, model: str = "smollm2", **engine_args: Any) -> None:
-        self.llm_engine = LLMEngine.from_engine_args(EngineArgs.from_kwargs(model=model, **engine_args))
-        self._ids = itertools.count()
+        self._start(EngineArgs.from_kwargs(model=model, **engine_args))
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "LLM":
         llm = cls.__new__(cls)
-        llm.llm_engine = LLMEngine.from_engine_args(args)
-        llm._ids = itertools.count()
+        llm._start(args)
         return llm
+
+    def _start(self, args: EngineArgs) -> None:
+        with shown(f"{args.model} is ready"):
+            self.llm_engine = LLMEngine.from_engine_args(args)
+        self._ids = itertools.count()
 
     def generate(
         self,

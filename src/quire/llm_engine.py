@@ -13,6 +13,7 @@ from quire.config.resolve import Config
 from quire.engine.assemble import resolve_here, start_core
 from quire.engine.core import EngineCore
 from quire.engine.timeline import Stopwatch
+from quire.progress import doing
 from quire.text.inputs import InputProcessor, Prepared
 from quire.text.open import open_tokenizer
 from quire.text.outputs import OutputProcessor
@@ -29,7 +30,8 @@ class LLMEngine:
     def __init__(self, config: Config, watch: Stopwatch | None = None) -> None:
         watch = watch or Stopwatch()
         self.config = config
-        self.tokenizer = open_tokenizer(config)
+        with doing("reading the tokenizer"):
+            self.tokenizer = open_tokenizer(config)
         watch.lap("tokenizer")
         started = start_core(config, watch)
         self.core: EngineCore = started.core

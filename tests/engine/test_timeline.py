@@ -87,10 +87,12 @@ def test_an_engine_knows_where_its_start_went(shared_llm):
 
 def test_a_server_tells_where_its_start_went(caplog):
     engine = SimpleNamespace(config=SimpleNamespace(served_names=("m",)), timeline=Timeline([("load", 2.0)], 2.0, 3.0))
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         launch._tell_ready(engine, "http://x", started=time.monotonic() - 9.0)
     assert re.search(r"ready: serving m on http://x after 9\.\d s", caplog.text)
     assert "open the API" in caplog.text
+    [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
+    assert line.endswith("open http://x/ in a browser to try it")
 
 
 def test_a_process_started_ahead_imports_what_it_needs_and_then_waits(tiny_model, traces):

@@ -1,7 +1,6 @@
 """Tensors reach their places whole, whatever their size, type and layout."""
 
 import json
-import logging
 import struct
 
 import pytest
@@ -9,8 +8,9 @@ import torch
 
 from quire.load import place as module
 from quire.load import safetensors as files
-from quire.load.place import Mover, Progress, cut
+from quire.load.place import Mover, cut
 from quire.load.safetensors import SafetensorsSource
+from quire.progress import doing
 from quire.types.errors import ModelError
 
 
@@ -27,16 +27,9 @@ def test_pieces_are_small_and_cover_everything_once(shape, monkeypatch):
 
 def test_on_a_cpu_types_are_changed_on_the_way():
     place = torch.zeros(3, 2, dtype=torch.float32)
-    with Progress(24) as progress, Mover(progress) as mover:
+    with doing("loading", 24) as progress, Mover(progress) as mover:
         mover.put("w", torch.full((2, 3), 1.5, dtype=torch.bfloat16).t(), place)
     assert (place == 1.5).all()
-
-
-def test_a_long_way_is_told_in_the_log(monkeypatch, caplog):
-    monkeypatch.setattr(module, "LOG_EVERY", 0.0)
-    with caplog.at_level(logging.INFO), Progress(4_000_000_000) as progress:
-        progress.add(1_000_000_000)
-    assert "1.0 of 4.0 GB" in caplog.text
 
 
 @pytest.mark.gpu
@@ -47,7 +40,7 @@ def test_pieces_travel_to_a_gpu(dtype, monkeypatch):
     tensors = [torch.randn(shape, dtype=dtype) for shape in [(300, 100), (1,), (), (5, 3000), (64, 64)]]
     tensors.append(tensors[0].t())
     places = [torch.zeros(tensor.shape, dtype=torch.bfloat16, device="cuda") for tensor in tensors]
-    with Progress(1) as progress, Mover(progress) as mover:
+    with doing("loading", 1) as progress, Mover(progress) as mover:
         for number, (tensor, place) in enumerate(zip(tensors, places, strict=True)):
             mover.put(str(number), tensor, place)
     for tensor, place in zip(tensors, places, strict=True):
@@ -56,7 +49,7 @@ def test_pieces_travel_to_a_gpu(dtype, monkeypatch):
 
 @pytest.mark.gpu
 def test_what_goes_wrong_on_the_way_names_the_tensor():
-    with pytest.raises(RuntimeError) as info, Progress(1) as progress, Mover(progress) as mover:
+    with pytest.raises(RuntimeError) as info, doing("loading", 1) as progress, Mover(progress) as mover:
         mover.put("model.norm", torch.zeros(3), torch.zeros(4, device="cuda"))
     assert "model.norm" in info.value.__notes__[0]
 

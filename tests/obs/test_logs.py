@@ -88,16 +88,22 @@ def test_the_line(caplog: pytest.LogCaptureFixture) -> None:
     assert [r.levelname for r in (first, second, third)] == ["INFO", "INFO", "DEBUG"]
 
 
+def test_a_cpu_has_no_gpu_cache(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    StatsLog(0.0, "cpu").log(10.0)
+    assert "reqs, KV cache usage: 0.0%" in caplog.text
+
+
 def test_the_line_comes_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
 
     async def some_time() -> None:
         task = asyncio.create_task(log_periodically(StatsLog(0.0), 0.01))
-        await asyncio.sleep(0.1)
+        while len(caplog.records) < 3:
+            await asyncio.sleep(0.01)
         task.cancel()
 
-    asyncio.run(some_time())
-    assert len(caplog.records) >= 3
+    asyncio.run(asyncio.wait_for(some_time(), 60))
 
 
 def test_the_hit_rate_is_of_recent_requests() -> None:

@@ -47,7 +47,7 @@ def test_a_port_in_use_is_told_at_once(serve_model: Path) -> None:
         (["--kv-cache-memory-bytes", "1000"], 2, "the cache got 1000 bytes"),  # told by the engine process
         (["--tool-call-parser", "hermis"], 2, "there is no parser 'hermis' for tool calls; did you mean 'hermes'?"),
         (["--tool-parser-plugin", "nowhere.py"], 2, "the parser plugin 'nowhere.py' is not a Python file"),
-        (["--lora-modules", "a=b"], 2, "lora_modules='a=b' is not supported: LoRA"),
+        (["--lora-modules", "a=b"], 2, "lora_modules=['a=b'] is not supported: LoRA"),
         (["--no-auth", "--api-key", "k"], 2, "contradict"),
         (["--ssl-certfile", "x", "--ssl-keyfile", "y"], 2, "the TLS certificate or its key cannot be used"),
         (["--prot", "1"], 2, "did you mean --port"),
@@ -59,6 +59,7 @@ def test_start_up_errors_are_one_line(serve_model: Path, flags: list[str], code:
     *before, last = done.stderr.splitlines()
     assert (done.returncode, message in last) == (code, True), done.stderr
     assert all("INFO [quire.serve.launch] listening on" in line for line in before)
+    assert not (before and "./nothing" in flags), "a model that is not there is told before anybody listens"
 
 
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,22 +1,30 @@
-"""`quire chat`: a conversation in the terminal, streamed, with the whole history each turn (the cache makes that cheap)."""
+"""`quire chat MODEL`: a conversation in the terminal, streamed. Each turn has the whole history; the cache makes that cheap."""
 
 import argparse
 import sys
 from typing import Any
 
 from quire.cli.sampling import add_sampling_arguments, sampling_params
-from quire.config.args import EngineArgs, add_cli_arguments, one_at_a_time
+from quire.cli.words import load_engine, take_words
+from quire.config.args import add_cli_arguments, nearest
+from quire.types.errors import ConfigError
 
-HELP = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+COMMANDS = {"/reset": "forgets the conversation", "/help": "lists these", "/exit": "ends, as Ctrl-D does"}
+HELP = f"{', '.join(f'{name} {what}' for name, what in COMMANDS.items())}; Ctrl-C stops an answer"
+SAME = {"/quit": "/exit", "/bye": "/exit", "/clear": "/reset", "/?": "/help"}
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "chat",
+        usage="%(prog)s [MODEL] [MESSAGE] [options]",
         help="talk with a model in the terminal",
         description=f"A conversation in the terminal. {HELP}.",
     )
-    parser.add_argument("message", nargs="?", help="a first message; without a terminal its answer is printed and that is all")
+    parser.add_argument(
+        "words", nargs="*", metavar="MODEL MESSAGE",
+        help="the model, as in --model, and a first message in quotes; without a terminal its answer is all that is printed",
+    )  # fmt: skip
     parser.add_argument("--system", default=None, help="a system message to begin with")
     add_sampling_arguments(parser, max_tokens=512)
     add_cli_arguments(parser)
@@ -24,17 +32,17 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    args = one_at_a_time(EngineArgs.from_cli(namespace))
+    args, messages = take_words(namespace, namespace.words)
+    if len(messages) > 1:
+        raise ConfigError(f"one message at a time, in quotes; got {len(messages)}")
     sampling_params(namespace)  # wrong flags are told before the model is loaded
-    from quire.llm_engine import LLMEngine
-
-    engine = LLMEngine.from_engine_args(args)
+    engine = load_engine(args)
     params = sampling_params(namespace, engine.config.default_sampling)
     opening = [{"role": "system", "content": namespace.system}] if namespace.system else []
     conversation = Conversation(engine, params, opening)
-    if namespace.message:
-        print(f">>> {namespace.message}")
-        conversation.say(namespace.message)
+    for message in messages:
+        print(f">>> {message}")
+        conversation.say(message)
     if not sys.stdin.isatty():
         for line in sys.stdin:
             if line.strip():
@@ -82,9 +90,17 @@ def converse(conversation: Conversation) -> int:
         except (EOFError, KeyboardInterrupt):
             print()
             return 0
-        if line == "/exit":
-            return 0
-        if line == "/reset":
-            conversation.reset()
-        elif line:
-            conversation.say(line)
+        if not line.startswith("/") or " " in line:  # a path or a division is no command
+            if line:
+                conversation.say(line)
+            continue
+        match SAME.get(line, line):
+            case "/exit":
+                return 0
+            case "/reset":
+                conversation.reset()
+                print("(the conversation is forgotten)")
+            case "/help":
+                print(f"({HELP})")
+            case unknown:
+                print(f"(unknown command {unknown}{nearest(unknown, list(COMMANDS))}; {HELP})")

@@ -1,5 +1,6 @@
 """`quire`: the front door. Errors that Quire raises on purpose are one line, not a traceback."""
 
+import argparse
 import importlib
 import os
 import sys
@@ -10,12 +11,20 @@ from quire.cli.parser import Parser
 from quire.types.errors import ConfigError, QuireError, RequestError
 
 COMMANDS = ("serve", "run", "chat", "plan", "models", "bench")
+EXAMPLES = """examples:
+  quire chat                               talk with the small default model
+  quire run smollm2 "The capital of France is"
+  quire serve ./my-model --port 8000       a directory, a .gguf file, a hub id or an alias
+  quire COMMAND --help                     the options of a command"""
 WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
-    namespace = parser.parse_args(sys.argv[1:] if argv is None else list(argv))
+    line = sys.argv[1:] if argv is None else list(argv)
+    if line[:1] == ["help"]:
+        line = [*line[1:], "--help"]
+    namespace = parser.parse_args(line)
     if not hasattr(namespace, "run"):
         parser.print_help()
         return WRONG_USE
@@ -32,9 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> Parser:
-    parser = Parser(prog="quire", description="A high-throughput LLM inference and serving engine.")
+    parser = Parser(
+        prog="quire",
+        usage="%(prog)s COMMAND [MODEL] [options]",
+        description="A high-throughput LLM inference and serving engine.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("-v", "--version", action="version", version=__version__)
-    subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", prog="quire")
     for name in COMMANDS:
         importlib.import_module(f"quire.cli.{name}").add_parser(subparsers)
     return parser

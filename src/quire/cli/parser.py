@@ -1,4 +1,5 @@
-"""An argument parser in vLLM's manner: `_` is `-` in flags, nothing is guessed from prefixes, typos get suggestions.
+"""An argument parser in vLLM's manner: `_` is `-` in flags, nothing is guessed from prefixes, typos get suggestions, help is
+short unless more is asked for (`help.py`).
 
 Flags may have dots (`dotted.py`), come from a file (`config_file.py`), and be said to be true or false (`--flag=false`).
 """
@@ -10,8 +11,12 @@ from typing import Any, NoReturn
 
 from quire.cli.config_file import flags_of, read_config, take_config
 from quire.cli.dotted import merged, take_dotted
+from quire.cli.help import help_about, short_help, unknown_topic
+from quire.cli.words import names_model
 from quire.config.args import nearest
 from quire.types.errors import ConfigError
+
+WORDS = "words"  # what a command calls its positional arguments if they may stand anywhere among the flags
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,9 +24,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        if args is None:
-            args = sys.argv[1:]
-        args, dotted = take_dotted(self._plain(with_dashes(args)), self._option_string_actions)
+        args = with_dashes(sys.argv[1:] if args is None else args)
+        self._tell_about(args)
+        args, dotted = take_dotted(self._plain(args), self._option_string_actions)
         if "--config" in self._option_string_actions:
             args, file = take_config(args)
             if file is not None:
@@ -31,8 +36,10 @@ class Parser(argparse.ArgumentParser):
             name = self._option_string_actions[flag].dest
             setattr(found, name, merged(getattr(found, name, None), keys))
         for text in rest:
-            if text.startswith("-"):
+            if text.startswith("-") and " " not in text:
                 self._refuse(text)
+        if WORDS in vars(found):
+            found.words, rest = [*found.words, *rest], []
         return found, rest
 
     def _plain(self, args: Sequence[str]) -> list[str]:
@@ -61,16 +68,42 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{file}: unknown option {flag}{nearest(flag, self._shown())}")
         positional = {action.dest for action in self._get_positional_actions()}
         asked = argparse.Namespace()
-        super().parse_known_args(list(args), asked)
-        if getattr(asked, "model_tag", None) is not None:
+        _, more = super().parse_known_args(list(args), asked)
+        words = [*getattr(asked, WORDS, []), *more]
+        if getattr(asked, "model_tag", None) is not None or (words and names_model(words[0])):
             given.add("model")
         for name in (given | positional) & set(vars(read)):
             delattr(read, name)
         return read
 
+    def format_help(self) -> str:
+        return short_help(self)
+
     def error(self, message: str) -> NoReturn:
         """One line: the list of all flags is `--help`'s to tell."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def _tell_about(self, args: list[str]) -> None:
+        """`--help=TOPIC`, unless it is a command's."""
+        before = args[: args.index("--")] if "--" in args else args
+        asked = next((text for text in before if text.startswith("--help=")), None)
+        if asked is None or (self._subparsers is not None and not before[0].startswith("-")):
+            return
+        topic = asked.partition("=")[2]
+        told = help_about(self, topic)
+        if told is None:
+            self.error(unknown_topic(self, topic))
+        print(told, end="")
+        self.exit(0)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        names = [str(name) for name in action.choices]
+        meant = nearest(str(value), names)
+        if isinstance(action, argparse._SubParsersAction):
+            self.error(f"unknown {str(action.metavar).lower()} {value!r}{meant or '; there are ' + ', '.join(names)}")
+        self.error(f"{'/'.join(action.option_strings)} must be one of {', '.join(names)}; got {value!r}{meant}")
 
     def _refuse(self, text: str) -> NoReturn:
         flag = text.partition("=")[0]

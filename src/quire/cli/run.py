@@ -1,20 +1,24 @@
-"""`quire run "prompt"`: complete a text and print it as it comes."""
+"""`quire run MODEL "prompt"`: complete a text and print it as it comes."""
 
 import argparse
-import sys
 from typing import Any
 
 from quire.cli.sampling import add_sampling_arguments, sampling_params
-from quire.config.args import EngineArgs, add_cli_arguments, one_at_a_time
+from quire.cli.words import load_engine, read_text, take_words
+from quire.config.args import add_cli_arguments
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "run",
+        usage="%(prog)s [MODEL] [PROMPT ...] [options]",
         help="complete a prompt and print the text as it is generated",
-        description="Completes each prompt and prints it. Without a prompt, reads one from standard input.",
+        description="Completes each prompt and prints it. A prompt alone goes to the default model. Without any, standard "
+        "input is read.",
     )
-    parser.add_argument("prompt", nargs="*", help="one or more prompts; standard input when none is given")
+    parser.add_argument(
+        "words", nargs="*", metavar="MODEL PROMPT", help="the model, as in --model, and one or more prompts, each in quotes"
+    )
     parser.add_argument("--chat", action="store_true", help="wrap the prompt as a user message in the model's chat template")
     add_sampling_arguments(parser, max_tokens=128)
     add_cli_arguments(parser)
@@ -22,13 +26,12 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    prompts = namespace.prompt or [sys.stdin.read()]
-    args = one_at_a_time(EngineArgs.from_cli(namespace))
+    args, prompts = take_words(namespace, namespace.words)
     sampling_params(namespace)  # wrong flags are told before the model is loaded
+    prompts = prompts or [read_text("run", args.model)]
+    engine = load_engine(args)
     from quire.cli.stream import print_stream
-    from quire.llm_engine import LLMEngine
 
-    engine = LLMEngine.from_engine_args(args)
     params = sampling_params(namespace, engine.config.default_sampling)
     for index, prompt in enumerate(prompts):
         if index:

@@ -12,7 +12,7 @@ from quire.config.args import EngineArgs
 from quire.config.conflicts import refuse_conflicts
 from quire.config.facts import DeviceFacts, ModelFacts, read_facts
 from quire.config.hf import read_json
-from quire.files.resolve import resolve_model
+from quire.files.resolve import check_on_disk, resolve_model
 from quire.types.errors import ConfigError, RequestError
 from quire.types.sampling import LogprobsMode, SamplingParams
 
@@ -109,13 +109,22 @@ def resolve(
     return config
 
 
+def check_model(args: EngineArgs) -> None:
+    """Raises what is wrong with a model that would be found on this machine; nothing is fetched."""
+    check_on_disk(args.model, _wants_weights(args))
+
+
+def _wants_weights(args: EngineArgs) -> bool:
+    return args.load_format != "dummy" and args.distributed_executor_backend != "fake"
+
+
 def find_facts(args: EngineArgs) -> ModelFacts:
     files = resolve_model(
         args.model,
         revision=args.revision,
         download_dir=args.download_dir,
         token=args.hf_token,
-        weights=args.load_format != "dummy" and args.distributed_executor_backend != "fake",
+        weights=_wants_weights(args),
     )
     return read_facts(files, args.hf_overrides)
 

@@ -19,6 +19,7 @@ from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
 from quire.engine.timeline import Stopwatch, Timeline
 from quire.grammar.client import Grammars
+from quire.progress import doing
 from quire.sched.scheduler import Scheduler
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError
@@ -41,7 +42,8 @@ class Started:
 def import_torch() -> None:
     """Whoever is first to import it sets how its threads wait."""
     wait_politely()
-    import torch  # noqa: F401
+    with doing("importing torch"):
+        import torch  # noqa: F401
 
 
 def find_device() -> str:
@@ -76,7 +78,8 @@ def resolve_here(args: EngineArgs, watch: Stopwatch, serving: bool = False) -> C
         watch.lap("device")
         return facts
 
-    config = resolve(args, find, describe, serving=serving)
+    with doing(f"reading the configuration of {args.model}"):
+        config = resolve(args, find, describe, serving=serving)
     watch.lap("configuration")
     return config
 
@@ -115,10 +118,11 @@ def _grammars(config: Config) -> Grammars:
 def start_local(config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch) -> tuple[Executor, Capacity]:
     """The model in this process."""
     import_torch()
-    import torch
+    with doing("importing the model's code"):
+        import torch
 
-    from quire.engine.executor.local import LocalExecutor
-    from quire.runner.step import Runner
+        from quire.engine.executor.local import LocalExecutor
+        from quire.runner.step import Runner
 
     watch.lap("imports")
     args = config.args
@@ -139,14 +143,18 @@ def start_local(config: Config, facts: ModelFacts, layout: CacheLayout, watch: S
         keep_blocks=config.keep_blocks and _can_keep_blocks(),
     )
     executor = LocalExecutor(runner)
-    executor.call("load")
+    with doing("loading weights"):
+        executor.call("load")
     watch.lap("load weights")
-    executor.call("warm_up")
+    with doing("warming up"):
+        executor.call("warm_up")
     watch.lap("warm-up")
-    budget = executor.call("profile", args.gpu_memory_utilization, args.kv_cache_memory_bytes)
+    with doing("measuring memory"):
+        budget = executor.call("profile", args.gpu_memory_utilization, args.kv_cache_memory_bytes)
     watch.lap("profile")
     capacity = _fit(config, layout, budget, args.num_gpu_blocks_override)
-    executor.call("allocate", capacity.pages, capacity.max_model_len)
+    with doing("allocating the cache"):
+        executor.call("allocate", capacity.pages, capacity.max_model_len)
     watch.lap("allocate cache")
     return executor, capacity
 

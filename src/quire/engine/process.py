@@ -28,6 +28,7 @@ from quire.engine.core import EngineCore
 from quire.engine.pace import Pace
 from quire.engine.timeline import Stopwatch
 from quire.frames import Mailbox
+from quire.progress import shown
 from quire.types.errors import QuireError, RequestError
 from quire.types.request import EngineRequest
 
@@ -181,8 +182,9 @@ def start(command: ipc.Start, watch: Stopwatch) -> tuple[EngineCore, ipc.Ready]:
 
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("quire").setLevel(command.log_level)
-    config = resolve_here(command.args, watch, serving=True)
-    started = start_core(config, watch)
+    with shown(tell=logger.info):
+        config = resolve_here(command.args, watch, serving=True)
+        started = start_core(config, watch)
     gc.collect()
     gc.freeze()  # what lives now lives to the end
     return started.core, ipc.Ready(

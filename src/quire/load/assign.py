@@ -7,8 +7,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from quire.load.place import Mover, Progress
+from quire.load.place import Mover
 from quire.load.source import Source
+from quire.progress import doing
 from quire.types.errors import ModelError
 
 Renames = Sequence[tuple[str, str | None]]
@@ -48,7 +49,7 @@ def assign(table: Mapping[str, Tensor | None], source: Source, renames: Renames,
     if problems:
         raise ModelError(f"{where} does not fit the model:\n" + "\n".join(problems))
     total = sum(place.nbytes for place in places.values())
-    with torch.no_grad(), Progress(total) as progress, Mover(progress) as mover:
+    with torch.no_grad(), doing("loading weights", total) as progress, Mover(progress) as mover:
         for name, tensor in source.read(frozenset(places)):
             mover.put(name, tensor, places[name])
 

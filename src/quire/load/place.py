@@ -8,56 +8,28 @@ the GPU. Which tensor belongs where is not known here.
                  ╲─► pinned buffer B ──► place             thread 2: ...
 """
 
-import logging
 import os
-import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Lock, local
+from threading import local
 from types import TracebackType
 
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-logger = logging.getLogger(__name__)
+from quire.progress import Work
 
 PIECE = 16 << 20  # bytes
 WORKERS = min(6, os.cpu_count() or 1)
 WAITING = 4 * WORKERS  # pieces that may be on their way
-LONG = 2.0  # seconds after which progress is shown
-LOG_EVERY = 10.0  # seconds
-
-
-class Progress:
-    """A bar on a terminal, lines in a log elsewhere, and neither if it is over soon."""
-
-    def __init__(self, total: int) -> None:
-        self._bar = tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, delay=LONG, disable=None)
-        self._total, self._done, self._lock = total, 0, Lock()
-        self._next_line = time.monotonic() + LOG_EVERY
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def add(self, nbytes: int) -> None:
-        with self._lock:
-            self._done += nbytes
-            self._bar.update(nbytes)
-            if self._bar.disable and time.monotonic() > self._next_line:
-                self._next_line += LOG_EVERY
-                logger.info("loading weights: %.1f of %.1f GB", self._done / 1e9, self._total / 1e9)
 
 
 class Mover:
     """`put` returns early; a place is filled when the block ends."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Work) -> None:
         self._progress = progress
         self._roads: dict[torch.device, Road] = {}
 
@@ -94,7 +66,7 @@ def cut(tensor: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 class Road:
     """To one GPU. An error of any piece is raised by a later `send`, or by `close`."""
 
-    def __init__(self, device: torch.device, progress: Progress) -> None:
+    def __init__(self, device: torch.device, progress: Work) -> None:
         self._device, self._progress = device, progress
         torch.cuda.synchronize(device)  # whatever used the places' memory before is over
         self._pool = ThreadPoolExecutor(WORKERS, "quire-load")

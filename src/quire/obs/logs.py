@@ -4,9 +4,9 @@ import logging
 import os
 from collections.abc import Collection
 
+from quire.progress import LEVEL_VARIABLES
 from quire.types.errors import ConfigError
 
-LEVEL_VARIABLES = ("QUIRE_LOGGING_LEVEL", "VLLM_LOGGING_LEVEL")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 TRACE = 5  # uvicorn's level below debug
 

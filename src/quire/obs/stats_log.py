@@ -19,8 +19,9 @@ RECENT_REQUESTS = 1000  # over which the hit rate of the prefix cache is told
 class StatsLog:
     """An observer that adds up between two lines."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, device: str = "cuda") -> None:
         self._since = now
+        self._cache = "KV cache usage" if device == "cpu" else "GPU KV cache usage"
         self._stats: Stats | None = None
         self._prompt_tokens = self._generated = self._preemptions = 0
         self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_REQUESTS)  # prompt tokens, and how many were cached
@@ -49,12 +50,13 @@ class StatsLog:
         logger.log(
             level,
             "Engine 000: Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, "
-            "Running: %d reqs, Waiting: %d reqs%s, GPU KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%",
+            "Running: %d reqs, Waiting: %d reqs%s, %s: %.1f%%, Prefix cache hit rate: %.1f%%",
             self._prompt_tokens / seconds,
             self._generated / seconds,
             stats.running,
             stats.waiting,
             f", Preemptions: {self._preemptions}" if self._preemptions else "",
+            self._cache,
             100 * (1 - stats.free_pages / stats.pages) if stats.pages else 0.0,
             100 * self._hit_rate(),
         )

@@ -34,6 +34,7 @@ from quire.ops.onnx import Graph, Runtime
 from quire.ops.product import Product, repack
 from quire.ops.session import Session
 from quire.ops.unfold import unfolded_linear
+from quire.progress import doing
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,8 @@ def choose() -> Choice:
     with suppress(OSError, ValueError, TypeError, KeyError):
         known = dict(json.loads(path.read_text()))
         return Choice(**known[key])
-    choice = measure()
+    with doing("trying what this CPU does well, once"):
+        choice = measure()
     logger.debug("tried on this CPU: %s", choice)
     with suppress(OSError):  # a cache that cannot be written only means trying again next time
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -25,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
+from quire.config.resolve import check_model
 from quire.config.server_args import ServerArgs
 from quire.engine.child import Child
 from quire.obs.http_metrics import HttpMetrics
@@ -62,6 +63,7 @@ def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float, sp
     interval = log_interval()
     check_parsers(settings)
     keys = find_keys(settings, os.environ)
+    check_model(engine_args)
     addresses = find_addresses(settings)
     check_exposure(settings, reachable(addresses), keys)
     exporter = None if settings.otlp_traces_endpoint is None else make_exporter(settings.otlp_traces_endpoint)
@@ -226,7 +228,7 @@ class Launch:
         metrics = Metrics(settings.metrics_prefix, llm.config.served_names[0], llm.max_model_len, _cache_info(llm))
         llm.observers.append(metrics)
         if not args.disable_log_stats:
-            log = StatsLog(time.monotonic())
+            log = StatsLog(time.monotonic(), llm.config.device)
             llm.observers.append(log)
             self._start(log_periodically(log, self._stats_interval))
         if settings.enable_log_requests:
@@ -261,9 +263,10 @@ class Launch:
 
 def _tell_ready(llm: AsyncLLM, url: str, started: float) -> None:
     now = time.monotonic()
-    logger.info("ready: serving %s on %s after %.1f s", llm.config.served_names[0], url, now - started)
+    page = f"; open {url}/ in a browser to try it" if url.startswith("http") else ""
+    logger.info("ready: serving %s on %s after %.1f s%s", llm.config.served_names[0], url, now - started, page)
     if llm.timeline is not None:
-        logger.info("ready after %s", llm.timeline.within(started, "command line", "open the API", now))
+        logger.debug("ready after %s", llm.timeline.within(started, "command line", "open the API", now))
 
 
 async def _death(llm: AsyncLLM) -> None:
