@@ -4,6 +4,7 @@ start exit    dies while starting                step N       dies in every step
 start raise   fails in an unforeseen way         poison T     dies when it is to run token T
 once FILE     only the first one starts          hang FILE    the first one sleeps in its step 3
 add T         cannot add a prompt with token T   schedule T   raises while a prompt with token T is waiting
+grammar S     has faulty grammar processes (tests/grammar/faulty_grammar.py), and gives masks up after S seconds
 """
 
 import os
@@ -13,6 +14,8 @@ from pathlib import Path
 
 from quire.engine import assemble, process
 from quire.engine.executor.fake import FakeExecutor
+from quire.grammar import client as grammar_client
+from quire.grammar import process as grammar_process
 from quire.sched.scheduler import Scheduler
 
 fault, argument = sys.argv[1:3]
@@ -71,6 +74,9 @@ if fault == "start":
 elif fault == "once":
     if not first_time():
         os._exit(4)
+elif fault == "grammar":
+    grammar_process.COMMAND = (sys.executable, str(Path(__file__).parents[1] / "grammar" / "faulty_grammar.py"))
+    grammar_client.MOST_SLOW = float(argument)
 elif fault == "add":
     Scheduler.add = refuse
 elif fault == "schedule":

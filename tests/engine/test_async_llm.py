@@ -10,6 +10,7 @@ from async_support import collect, open_async, run, until
 from tiny import TEXT, open_model
 
 from quire import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, EngineArgs, RequestOutputKind, SamplingParams
+from quire.sampling_params import StructuredOutputsParams
 from quire.text.detokenizer import Detokenizer
 from quire.types.errors import ConfigError, EngineDead, InvalidParameter, PromptTooLong, RequestError
 
@@ -520,3 +521,22 @@ def test_a_request_that_is_left_before_it_was_sent_never_goes(crew, monkeypatch)
 
     crew(scene())
     assert sent == []
+
+
+def test_a_grammar_that_is_slow_is_its_own_requests_error(tiny_model):
+    """It had begun to answer, and is refused all the same; nobody else hears of it."""
+
+    async def scene():
+        grammar = StructuredOutputsParams(regex="slow[ab]{55}")
+        slow = SamplingParams(max_tokens=80, structured_outputs=grammar, output_kind=DELTA)
+        heard = []
+        free = asyncio.create_task(collect(llm, TEXT[0], SamplingParams(max_tokens=150, ignore_eos=True), "free"))
+        with pytest.raises(InvalidParameter, match="take too long"):
+            async for output in llm.generate(TEXT[0], slow, "slow"):
+                heard += output.outputs[0].token_ids
+        assert len(heard) > 4
+        assert answer(await free).finish_reason == "length"
+        await until(lambda: llm.stats.running == llm.stats.waiting == 0)
+
+    llm = open_async(tiny_model, "grammar", 0.5)
+    run(scene(), llm)

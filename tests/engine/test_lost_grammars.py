@@ -1,8 +1,11 @@
-"""The grammar process dies under requests that use it: they pause, and their tokens are those of an undisturbed run."""
+"""The grammar process dies, hangs or is slow under requests that use it: they pause, their tokens are those of an undisturbed
+run, and those without a grammar do not notice."""
 
+import contextlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -58,7 +61,7 @@ class Run:
 
 
 def kill(engine) -> None:
-    running = engine.core._grammars._process
+    running = engine.core._grammars.first._process
     if running is not None:
         os.kill(running.pid, signal.SIGKILL)
 
@@ -97,7 +100,8 @@ def test_those_without_a_grammar_do_not_wait(engine):
     while run.lengths.get("bound", 0) < 5:
         run.turn()
     kill(engine)
-    while engine.core._grammars._process is None or engine.core._grammars._lost or not run.lengths.get("free"):
+    lane = engine.core._grammars.first
+    while lane._process is None or lane._lost or not run.lengths.get("free"):
         run.turn()
     before = dict(run.lengths)
     for _ in range(10):
@@ -161,3 +165,44 @@ def test_a_process_that_does_not_start_is_not_the_requests_fault(tiny_model, mon
         run.turn()
     kill(engine)
     assert "does not start" in run.finish()["b"][0].error
+
+
+def test_masks_that_are_late_change_no_token(tiny_model, faulty):
+    params = {f"r{i}": bound(i, regex="sleepy?[a-z ]{20}", logprobs=1 if i == 2 else None, n=1 + i % 2) for i in range(4)}
+    params |= {"json": bound(7, json=DIGITS), "free": SamplingParams(max_tokens=40, seed=6, ignore_eos=True)}
+    expected = told(Run(open_model(tiny_model).llm_engine, params).finish())
+    suspended = []
+    suspend = faulty.core.scheduler.suspend
+    faulty.core.scheduler.suspend = lambda name: (suspended.append(name), suspend(name))
+    assert told(Run(faulty, params).finish()) == expected
+    assert suspended, "some were late"
+
+
+def test_a_grammar_that_is_slow_is_given_up_and_slows_nobody_down(faulty, monkeypatch):
+    monkeypatch.setattr(client, "MOST_SLOW", 1.0)
+    good = {"good": bound(1, regex="[ab]{20}"), "free": SamplingParams(max_tokens=150, seed=6, ignore_eos=True)}
+    expected = told(Run(faulty, good).finish())
+    answers = Run(faulty, good | {"bad": bound(9, regex="slow[ab]{55}")}).finish()
+    assert {name: told(answers)[name] for name in good} == expected
+    assert answers["bad"][0].finish_reason == "error" and "take too long" in answers["bad"][0].error
+    assert len(answers["bad"][0].token_ids) > 4 and not len(faulty.core._grammars)
+
+
+def test_a_stopped_process_stops_only_those_who_need_it(engine):
+    params = {"bound": bound(1, 50, regex="(a|b){40}"), "free": SamplingParams(max_tokens=100, seed=6, ignore_eos=True)}
+    expected = told(Run(engine, params).finish())
+    run = Run(engine, params)
+    while run.lengths.get("bound", 0) < 3:
+        run.turn()
+    pid = engine.core._grammars.first._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    begun, before, losses = time.monotonic(), run.lengths["bound"], engine.core._grammars.losses
+    try:
+        while "free" not in run.answers:
+            run.turn()
+        assert run.lengths["bound"] < 40 and run.lengths["bound"] <= before + 2
+        assert engine.core._grammars.losses == losses or time.monotonic() - begun > client.LONGEST_STEP
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it was replaced
+            os.kill(pid, (signal.SIGCONT, signal.SIGKILL)[engine.core.depth])
+    assert told(run.finish()) == expected

@@ -1,10 +1,12 @@
 """A grammar process with faults on order: python faulty_grammar.py SOCKET MEMORY.
 
 A pattern that begins with "deadly" kills the process as soon as its text is four tokens long, one with "stuck" keeps it busy
-for ever then. One with "frail" kills it whenever another text is followed in the same turn.
+for ever then. One with "frail" kills it whenever another text is followed in the same turn. Masks of one with "slow" take a
+tenth of a second of processor time, and those of one with "sleepy" anything up to 40 milliseconds.
 """
 
 import os
+import random
 import sys
 import time
 
@@ -26,6 +28,13 @@ def faulty_accept(self, tokens):
 def faulty_fill(self, lives):
     if len(lives) > 1 and any((live.rules.params.regex or "").startswith("frail") for live in lives):
         os._exit(12)
+    patterns = [live.rules.params.regex or "" for live in lives]
+    if any(pattern.startswith("sleepy") for pattern in patterns):
+        time.sleep(random.random() * 0.04)
+    for pattern in patterns:
+        until = time.thread_time() + 0.1 * pattern.startswith("slow")
+        while time.thread_time() < until:
+            pass
     fill(self, lives)
 
 

@@ -1,17 +1,25 @@
 """The grammar process, as the engine talks to it."""
 
+import os
+import signal
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from quire.grammar import client, vetting
+from quire.grammar import client, process, vetting, wire
 from quire.grammar.client import Grammars
+from quire.grammar.lanes import Lanes
 from quire.text.tokenizer_files import read_tokenizer
 from quire.types.errors import InvalidParameter
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 from tiny_model import make_model
+
+FAULTY = (sys.executable, str(Path(__file__).parent / "faulty_grammar.py"))
+GENEROUS = 60.0  # seconds
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +32,13 @@ def tokenizer(model):
     return read_tokenizer(model)
 
 
+def start(model, rows: int = 64) -> wire.Start:
+    return wire.Start(str(model), None, None, 330, [1], rows)
+
+
 @pytest.fixture(scope="module")
 def grammars(model):
-    made = Grammars(str(model), None, None, vocab_size=330, eos_ids=[1])
+    made = Grammars(start(model))
     yield made
     made.stop()
 
@@ -48,7 +60,7 @@ def wait_ready(grammars: Grammars, count: int = 1):
 
 
 def allowed(grammars: Grammars, name: str) -> set[int]:
-    grammars.settle_masks()
+    assert not grammars.late([name], GENEROUS)
     return set(np.flatnonzero(np.unpackbits(grammars.masks([name]).view(np.uint8), bitorder="little")).tolist())
 
 
@@ -94,9 +106,9 @@ def test_a_token_outside_the_grammar_ends_its_request_alone(grammars, tokenizer)
     grammars.tell("good", [a])
     grammars.tell("bad", [z])
     grammars.send()
-    grammars.settle_masks()
-    [(name, why)] = grammars.news().failed
-    assert name == "bad" and "structured outputs" in why
+    assert not grammars.late(["good", "bad"], GENEROUS)
+    [(name, why)] = grammars.news().refused
+    assert name == "bad" and why
     assert a not in allowed(grammars, "good")
     grammars.close("good")
     grammars.close("bad")
@@ -138,7 +150,7 @@ def test_a_crash_in_a_trial_is_a_refusal_and_others_go_on_meanwhile(grammars, to
         assert step - begun < 15
         grammars.tell("steady", [b])
         grammars.send()
-        grammars.settle_masks()
+        assert not grammars.late(["steady"], GENEROUS)
         worst = max(worst, time.monotonic() - step)
         answers |= dict(grammars.news().refused)
         time.sleep(0.005)
@@ -148,9 +160,8 @@ def test_a_crash_in_a_trial_is_a_refusal_and_others_go_on_meanwhile(grammars, to
         grammars.close(name)
 
 
-def test_requests_wait_for_a_row_of_masks(model, monkeypatch):
-    monkeypatch.setattr(client, "ROWS", 2)
-    few = Grammars(str(model), None, None, vocab_size=330, eos_ids=[1])
+def test_requests_wait_for_a_row_of_masks(model):
+    few = Grammars(start(model, rows=2))
     for name in "pqrs":
         few.open(spec(name))
     assert sorted(wait_ready(few, 2)[0]) == ["p", "q"]
@@ -158,3 +169,73 @@ def test_requests_wait_for_a_row_of_masks(model, monkeypatch):
     few.close("p")
     assert wait_ready(few)[0] == ["s"]
     few.stop()
+
+
+def test_a_late_mask_is_told_when_it_is_there(model, tokenizer):
+    """Nobody waits for a process that is stopped, neither to ask it nor to tell it anything."""
+    a, b, c = (tokenizer.encode(letter)[0] for letter in "abc")
+    grammars = Grammars(start(model))
+    grammars.open(spec("one"))
+    wait_ready(grammars)
+    os.kill(grammars._process.pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    grammars.tell("one", [a])
+    grammars.send()
+    assert grammars.late(["one", "nobody"], 0.01) == ["one"]
+    grammars.settle(10.0)  # it is late anyway
+    for i in range(8):
+        grammars.open(spec(f"more{i}", constraint={"regex": "a" * 100_000}))
+    assert time.monotonic() - begun < client.LONGEST_STEP / 2
+    assert not grammars.news().ready
+    os.kill(grammars._process.pid, signal.SIGCONT)
+    assert wait_ready(grammars)[0] == ["one"] and not grammars.losses
+    assert allowed(grammars, "one") == {b, c}
+    grammars.stop()
+
+
+def test_a_process_that_stays_silent_is_replaced(model, tokenizer, monkeypatch):
+    a, b, c = (tokenizer.encode(letter)[0] for letter in "abc")
+    monkeypatch.setattr(client, "LONGEST_STEP", 0.5)
+    grammars = Grammars(start(model))
+    grammars.open(spec("one"))
+    wait_ready(grammars)
+    os.kill(grammars._process.pid, signal.SIGSTOP)
+    grammars.tell("one", [a])
+    grammars.send()
+    assert grammars.late(["one"], 0.01) == ["one"]
+    assert wait_ready(grammars)[0] == ["one"] and grammars.losses == 1
+    assert allowed(grammars, "one") == {b, c}
+    grammars.stop()
+
+
+def test_whoever_is_slow_goes_on_in_a_lane_of_its_own_and_is_given_up_there(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(process, "COMMAND", FAULTY)
+    monkeypatch.setattr(client, "MOST_SLOW", 1.0)
+    lanes = Lanes(str(model), None, None, vocab_size=330, eos_ids=[1])
+    texts = {"slow": tokenizer.encode("slow" + "a" * 80), "quick": tokenizer.encode("ab" * 900)}
+    for name, pattern in (("slow", "slow[a]{90}"), ("quick", "[ab]{2000}")):
+        lanes.open(spec(name, constraint={"regex": pattern}))
+    told, places, refused = dict.fromkeys(texts, 0), [], {}
+    waiting, deadline = set(texts), time.monotonic() + GENEROUS
+    while not refused:
+        assert time.monotonic() < deadline
+        lanes.wait(0.01)
+        news = lanes.news()
+        waiting = (waiting | set(news.lost)) - set(news.ready)
+        refused = dict(news.refused)
+        going = [name for name in texts if name not in waiting and told[name] < len(texts[name])]
+        for name in going:
+            lanes.tell(name, [texts[name][told[name]]])
+            told[name] += 1
+        lanes.send()
+        waiting |= set(lanes.late(going, 0.01))
+        places.append("slow" in lanes.second)
+        assert "quick" in lanes.first
+    assert list(refused) == ["slow"] and "take too long" in refused["slow"]
+    assert not places[0] and places[-1] and places == sorted(places)
+    assert 4 < told["slow"] < len(texts["slow"]) and told["quick"] > 2 * told["slow"]
+    lanes.close("slow")
+    assert lanes.second._process is None
+    lanes.open(spec("again", constraint={"regex": "slow[a]{90}"}))
+    assert "again" in lanes.second, "what it did is remembered"
+    lanes.stop()

@@ -1,5 +1,7 @@
 """What a grammar asks of the scheduler: requests that wait, rows that are masked, tokens that are given instead of drawn."""
 
+import random
+
 import numpy as np
 import pytest
 from desk import Desk, Faults
@@ -7,6 +9,7 @@ from desk import Desk, Faults
 from quire.grammar.client import News
 from quire.types.structured import StructuredOutputsParams
 
+FORCED = {3: [7, 8, 9, 10], 4: [8, 9, 10], 5: [9, 10], 6: [10]}  # after so many tokens
 GRAMMAR = StructuredOutputsParams(regex="never compiled here")
 
 
@@ -16,8 +19,12 @@ class Script:
     words = 2
     losses = 0
 
-    def __init__(self, forced=None, ready=True) -> None:
-        self._forced, self._ready = forced or {}, ready
+    def __init__(self, forced=None, ready=True, tardy=None) -> None:
+        """`tardy` says for how many turns a mask is late; then masks allow what is forced and nothing else."""
+        self._strict = tardy is not None
+        self._forced, self._ready, self._tardy = forced or {}, ready, tardy
+        self._due: dict[str, int] = {}  # turns until a late mask is there
+        self._asked: dict[str, int] = {}  # after how many tokens the latest mask was asked for: late is it only once
         self.tokens: dict[str, list[int]] = {}
         self.to_tell = News()
         self.away: set[str] = set()  # their grammars are lost
@@ -38,6 +45,9 @@ class Script:
             self.tokens[name] += tokens
 
     def news(self) -> News:
+        self._due = {name: turns - 1 for name, turns in self._due.items() if name in self.tokens}
+        self.to_tell.ready += [name for name, turns in self._due.items() if turns < 0]
+        self._due = {name: turns for name, turns in self._due.items() if turns >= 0}
         news, self.to_tell = self.to_tell, News()
         return news
 
@@ -46,13 +56,23 @@ class Script:
         return [(name, tokens) for name, tokens in found if tokens]
 
     def masks(self, names):
-        return np.full((len(names), self.words), 0xFFFFFFFF, np.uint32)
+        masks = np.full((len(names), self.words), 0xFFFFFFFF, np.uint32)
+        for mask, name in zip(masks, names, strict=True):
+            if self._strict and (forced := self._forced.get(len(self.tokens.get(name, [])))):
+                mask[:] = [1 << forced[0], 0]
+        return masks
 
     def send(self) -> None: ...
 
-    def settle(self) -> None: ...
+    def settle(self, seconds) -> None: ...
 
-    def settle_masks(self) -> None: ...
+    def late(self, names, seconds) -> list[str]:
+        assert seconds <= 0.02
+        asked = [name for name in names if self._asked.get(name) != len(self.tokens[name])]
+        self._asked |= {name: len(self.tokens[name]) for name in asked}
+        late = {} if self._tardy is None else {name: self._tardy() for name in asked}
+        self._due |= {name: turns for name, turns in late.items() if turns}
+        return [name for name, turns in late.items() if turns]
 
     def wait(self, seconds) -> None: ...
 
@@ -210,3 +230,35 @@ def test_given_tokens_do_not_end_a_request_whose_prompt_has_scores_to_come():
     assert desk.scheduler.extend("a", [5]) == []
     desk.finish()
     assert sum(len(scores.rank) for delta in desk.heard["a"] for scores in delta.prompt_logprobs) == 11
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_whose_mask_is_late_sits_the_step_out_and_nothing_else_changes(seed):
+    """Whatever comes late, however scarce pages are: the tokens are the same, and the free one gets a row in every step."""
+    chance = random.Random(seed)
+    often = chance.random()
+    script = Script({} if seed % 3 else FORCED, tardy=lambda: chance.randrange(1, 5) if chance.random() < often else 0)
+    desk = desk_with(
+        script,
+        windows=chance.choice([(None,), (None, 6)]),
+        depth=seed % 2,
+        pages=chance.choice([22, 60]),
+        max_seqs=chance.choice([4, 8]),
+        prefix_caching=chance.random() < 0.7,
+        chunk_cap=chance.choice([None, 3]),
+    )
+    desk.add("free", range(2, 7), 30)
+    for i in range(5):
+        options = {"logprobs": 1} if i == 1 else {"prompt_logprobs": 0} if i == 2 else {}
+        fork = "r0" if i == 3 else None
+        desk.add(f"r{i}", range(0 if fork else i, 6), 12, structured_outputs=GRAMMAR, fork_of=fork, **options)
+    desk.finish()
+    given = {start: tokens for start, tokens in script._forced.items() if start == 3}
+    for i in range(5):
+        assert len(desk.tokens(f"r{i}")) == 12 and drawn_right(desk, f"r{i}", given)
+    assert desk.right("free")
+    assert all(0 in plan.slot for plan in desk.plans[:30]), "the free one never waits"
+    scores = [len(score.rank) for delta in desk.heard["r2"] for score in delta.prompt_logprobs]
+    assert sum(scores) == len(desk.specs["r2"].prompt) - 1
+    assert sum(len(delta.logprobs) for delta in desk.heard["r1"]) == 12
+    assert not len(script)

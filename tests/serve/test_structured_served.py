@@ -1,5 +1,6 @@
 """Structured outputs through the server: the fields, the errors, and what a hostile grammar does to others: nothing."""
 
+import contextlib
 import json
 import os
 import re
@@ -220,6 +221,33 @@ def test_an_answer_goes_on_within_its_grammar_after_a_process_was_killed(serve_m
         assert text(lambda: os.kill(server.grammar_pid(), signal.SIGKILL)) == undisturbed
         assert text(lambda: os.kill(server.engine_pid(), signal.SIGKILL)) == undisturbed
         assert re.fullmatch("[a-z ]+", undisturbed)
+
+
+GROWING = 'start: s\ns: s s s | s s | LETTER | ""\nLETTER: /[a-z]/\n'  # every mask takes longer than the one before
+
+
+def test_neither_masks_that_grow_nor_a_stopped_process_pause_others(serve_model):
+    with serving(serve_model, latency=0.01) as server, server.client() as client:
+        assert client.post("/v1/completions", json=body(3, False) | {"structured_outputs": {"regex": "a{3}"}}).is_success
+        stopped = server.grammar_pid()
+        quiet, beside, paused = list[float](), list[float](), list[float]()
+        gaps(client, 100, quiet)
+        hostile = body(200, True) | {"structured_outputs": {"grammar": GROWING}, "temperature": 1.0}
+        with client.stream("POST", "/v1/completions", json=hostile) as answer:
+            assert answer.is_success
+            gaps(client, 230, beside)
+        bound = threading.Thread(target=gaps, args=(client, 100, []), kwargs={"structured_outputs": {"regex": "[a-z]*"}})
+        bound.start()
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            gaps(client, 230, paused)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(stopped, signal.SIGCONT)
+        bound.join()
+    busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # other work on this machine takes its share
+    print(f"worst gaps in ms: {[round(1000 * max(times)) for times in (quiet, beside, paused)]}")
+    assert max(*beside, *paused) < max(quiet) + 0.2 * busy
 
 
 def test_hostile_grammars_are_refused_in_two_seconds_and_disturb_nobody(serve_model):

@@ -18,7 +18,7 @@ from quire.engine.executor.base import Executor
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
 from quire.engine.timeline import Stopwatch, Timeline
-from quire.grammar.client import Grammars
+from quire.grammar.lanes import Lanes
 from quire.progress import doing
 from quire.sched.scheduler import Scheduler
 from quire.types.cache import CacheLayout
@@ -108,11 +108,11 @@ def start_core(config: Config, watch: Stopwatch | None = None) -> Started:
     return Started(core, capacity.max_model_len, capacity.pages, watch.read())
 
 
-def _grammars(config: Config) -> Grammars:
+def _grammars(config: Config) -> Lanes:
     """Nothing is started before the first request with a grammar."""
     args, facts = config.args, config.facts
     path = str(facts.files.path.absolute())
-    return Grammars(path, args.tokenizer, args.tokenizer_revision, facts.vocab_size, facts.eos_ids)
+    return Lanes(path, args.tokenizer, args.tokenizer_revision, facts.vocab_size, facts.eos_ids)
 
 
 def start_local(config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch) -> tuple[Executor, Capacity]:

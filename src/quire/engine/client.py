@@ -167,7 +167,7 @@ class EngineClient:
         match answer:
             case ipc.Refused(name):
                 entry = self._open.pop(name, None)
-                if entry is not None and entry.told:  # a smaller engine than the one that took it
+                if entry is not None and entry.told and not answer.added:  # a smaller engine than the one that took it
                     self._hearer.on_deltas([_last(name, "error", f"it could not go on after a restart: {answer.message}")])
                 elif entry is not None:
                     self._hearer.on_refused(name, ipc.request_error(answer))

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from quire.engine.executor.base import Executor, Flight
-from quire.grammar.client import Grammars, refusal
+from quire.grammar.client import refusal
+from quire.grammar.lanes import Lanes
 from quire.sched.plan_builder import Scheduled
 from quire.sched.scheduler import Scheduler
 from quire.sched.thinking import forced_end
@@ -25,6 +26,7 @@ from quire.types.structured import StructuredOutputsParams
 logger = logging.getLogger(__name__)
 
 GRAMMAR_WAIT = 0.005  # seconds, while there is nothing else to do
+MASK_WAIT = 0.01  # seconds that a step waits for masks; rows whose masks come later sit it out
 JUMP_PRICE = 2  # steps that a row of several tokens costs everyone
 
 
@@ -36,7 +38,7 @@ class EngineCore:
         scheduler: Scheduler,
         executor: Executor,
         depth: int,
-        grammars: Grammars | None = None,
+        grammars: Lanes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler, self.executor, self.depth, self._clock = scheduler, executor, depth, clock
@@ -45,11 +47,12 @@ class EngineCore:
         self._deltas: list[TokenDelta] = []  # to be handed out by the next step
         self.tokens = self.rows = 0  # run by the latest step
         self.waited = 0.0  # seconds, by the latest step, for the device
-        self.on_refused: Callable[[str, RequestError], None] | None = None  # told of requests whose grammar cannot be compiled
+        self.on_refused: Callable[[str, RequestError], None] | None = None  # told of requests whose grammar cannot be followed
         self.before_admission: Callable[[list[str]], None] | None = None  # told who runs when new ones join, before they do
 
     def add(self, request: EngineRequest) -> None:
-        """A request with a grammar runs when that is compiled. If it cannot be, `on_refused` is told, or a last delta tells."""
+        """A request with a grammar runs when that is compiled. If it cannot be, or cannot be followed in reasonable time,
+        `on_refused` is told, or a last delta tells."""
         grammars = self._masking() if request.params.needs_masks else None
         self.scheduler.add(request)
         if grammars is not None and request.params.structured_outputs is not None:
@@ -114,7 +117,7 @@ class EngineCore:
             self._grammars.stop()
         self.executor.stop()
 
-    def _masking(self) -> Grammars:
+    def _masking(self) -> Lanes:
         if self._grammars is None:
             raise NotSupported("structured_outputs and thinking_token_budget cannot be used: this engine has no masks")
         return self._grammars
@@ -132,11 +135,14 @@ class EngineCore:
         except Exception as error:
             self._fail(scheduled, error)
 
-    def _masks(self, scheduled: Scheduled, grammars: Grammars) -> Words:
-        grammars.settle_masks()
-        self._hear(grammars)
+    def _masks(self, scheduled: Scheduled, grammars: Lanes) -> Words:
+        """Of the masked rows. Those whose masks are late sit the step out: what they draw does not count."""
         requests = [scheduled.requests[row] for row in scheduled.plan.masked.tolist()]
-        masks = grammars.masks([request.spec.id for request in requests])
+        names = [request.spec.id for request in requests]
+        for name in grammars.late(names, MASK_WAIT):
+            self.scheduler.suspend(name)
+        self._hear(grammars)
+        masks = grammars.masks(names)
         for request, mask in zip(requests, masks, strict=True):
             token = forced_end(request)
             if token is not None:
@@ -144,7 +150,7 @@ class EngineCore:
                 mask[token // 32] = 1 << token % 32
         return masks
 
-    def _hear(self, grammars: Grammars) -> None:
+    def _hear(self, grammars: Lanes) -> None:
         """Grammars that are compiled or cannot be, have to be compiled again, or failed later."""
         news = grammars.news()
         for name in news.lost:
@@ -154,21 +160,22 @@ class EngineCore:
         for name, error in news.failed:
             self._tell(self.scheduler.end(name, error))
         for name, error in news.refused:
-            ending = self.scheduler.end(name, error)
+            why = refusal(error)
+            ending = self.scheduler.end(name, str(why))
             if self.on_refused is None:
                 self._tell(ending)
             else:
                 grammars.close(name)
-                self.on_refused(name, refusal(error))
+                self.on_refused(name, why)
 
-    def _jump(self, grammars: Grammars) -> None:
+    def _jump(self, grammars: Lanes) -> None:
         """Where a grammar leaves no choice, tokens are taken without being drawn.
 
         A step ahead, a request has to pause for that, and the longer row it gets then may slow the others' step down: only a
         number of tokens that makes up for it is worth that.
         """
         if not self._flights:
-            grammars.settle()
+            grammars.settle(MASK_WAIT)
         for name, tokens in grammars.forced():
             left = len(tokens) - self.scheduler.in_flight(name)  # a row in flight draws the first of them
             if not self.depth or left > JUMP_PRICE * self.stats.running:

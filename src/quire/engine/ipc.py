@@ -91,12 +91,13 @@ class Beat(_Frame):
 
 
 class Refused(_Frame):
-    """A request that was not added."""
+    """A request that was not added, or that was and turned out to be wrong while it was worked on."""
 
     id: str
     kind: str
     message: str
     parameter: str | None
+    added: bool = False
 
 
 class Reply(_Frame):

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ class Engine:
 
     def __init__(self, core: EngineCore, link: Link, pulse: Pulse) -> None:
         self._core, self._link, self._pulse = core, link, pulse
-        core.on_refused = self._refuse
+        core.on_refused = partial(self._refuse, added=True)
         self._pace = Pace()
         self.stopping = False
 
@@ -165,8 +166,8 @@ class Engine:
             logger.exception("a request could not be added")
             self._link.send(ipc.Refused(request.id, type(error).__name__, str(error), None))
 
-    def _refuse(self, name: str, error: RequestError) -> None:
-        self._link.send(ipc.Refused(name, type(error).__name__, str(error), error.parameter))
+    def _refuse(self, name: str, error: RequestError, added: bool = False) -> None:
+        self._link.send(ipc.Refused(name, type(error).__name__, str(error), error.parameter, added))
 
     def _call(self, number: int, method: str, args: list[Any]) -> ipc.Reply:
         if method not in CALLS:

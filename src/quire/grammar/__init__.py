@@ -1,6 +1,7 @@
 """Structured outputs: which tokens may come next.
 
     engine process                                  grammar process
+    lanes.py    who was slow has a process apart
     client.py   Open, Accept, Close ──────────────► worker.py      one matcher per request
                 Opened, Accepted, Masked ◄────────                 llguidance.py, behind the seam of backend.py
                 the masks themselves: shared memory     │ vetting.py   forks a child that tries every new grammar first

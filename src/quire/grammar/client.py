@@ -1,14 +1,16 @@
 """The engine's side of structured outputs: who has a grammar, which tokens they must take, and masks of those they may.
 
 The grammar process runs beside the engine: tokens are told as they are known, masks are read when they are needed, and what is
-in between costs the engine nothing. All that the process knows can be told again: if it is lost, its requests wait for another
-one, which hears their tokens so far, and go on. A grammar that kills it again is refused.
+in between costs the engine nothing. Nobody waits for a mask that is late: news says when it is there. All that the process
+knows can be told again: if it is lost, its requests wait for another one, which hears their tokens so far, and go on. A grammar
+that kills it again is refused.
 """
 
 import hashlib
 import logging
-import select
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,16 +22,19 @@ from quire.types.errors import EngineError, InvalidParameter
 from quire.types.request import EngineRequest
 from quire.types.structured import FIELD, StructuredOutputsParams
 
-LONGEST_STEP = 5.0  # seconds until an answer to sampled tokens is given up
+LONGEST_STEP = 5.0  # seconds of silence until an answer to sampled tokens is given up
 LONGEST_CHECK = 60.0  # the same for a grammar: the process may have to start, and others may be tried before it
 LONGEST_SILENCE = 20.0  # of a process that has grammars to tell us about; more than a trial takes
 ROWS = 4096  # of masks: requests with a grammar at a time; the others wait
 MOST_STARTS = 3  # in vain, one after the other
 MOST_DEATHS = 2  # of a process at work for a grammar, with nothing done in between, and the last time for no other
 MOST_LOSSES = 8  # of a process at work for one request
+MOST_SLOW = 10.0  # seconds of processor time that a request's slow masks may take altogether
+SLOW_PER_TOKEN = 0.02  # and as much more for every token
 NO_START = "the grammar process does not start; the server's log says why"
 LOST = f"the grammar process was lost {MOST_LOSSES} times while it followed this request"
 DEADLY = "this grammar makes the library that follows it crash or hang, so it cannot be used; another way to say it may work"
+TOO_SLOW = "its masks take too long ({:.1f} s for {} tokens), so it was given up; a grammar with less ambiguity may work"
 ALL = 0xFFFFFFFF
 
 logger = logging.getLogger(__name__)
@@ -41,8 +46,20 @@ class News:
 
     ready: list[str] = field(default_factory=list)  # their masks are there
     lost: list[str] = field(default_factory=list)  # they were ready, and are not until they are named again
-    refused: list[tuple[str, str]] = field(default_factory=list)  # what is wrong with their grammar
-    failed: list[tuple[str, str]] = field(default_factory=list)  # what went wrong later
+    refused: list[tuple[str, str]] = field(default_factory=list)  # what is wrong with their grammar, however late that shows
+    failed: list[tuple[str, str]] = field(default_factory=list)  # what went wrong, and is not theirs to mend
+
+    def move(self, name: str) -> None:
+        """Another process has to hear of it first."""
+        self.lost.append(name)
+        if name in self.ready:
+            self.ready.remove(name)
+
+    def add(self, other: "News") -> None:
+        self.ready += other.ready
+        self.lost += other.lost
+        self.refused += other.refused
+        self.failed += other.failed
 
 
 @dataclass(eq=False)
@@ -55,29 +72,32 @@ class _Open:
     tokens: list[int]  # the text so far
     row: int = -1  # of its masks, while a process knows of it
     ready: bool = False
-    begun: bool = False  # it was ready once
+    awaited: bool = False  # its mask was late: news will name it
     told: int = 0  # the number of the message with its latest tokens
     losses: int = 0  # of processes that were at work for it
     suspected: int = 0  # those of them since it was last ready: did it kill them?
+    slow: float = 0.0  # seconds that its slow masks took
     verdict: Exception | None = None  # of a question
 
 
 class Grammars:
-    def __init__(self, path: str, tokenizer: str | None, revision: str | None, vocab_size: int, eos_ids: Iterable[int]) -> None:
-        self.words = -(-vocab_size // 32)
+    def __init__(self, start: wire.Start) -> None:
+        self.words = -(-start.vocab_size // 32)
         self.losses = 0  # of processes
-        self._start = wire.Start(path, tokenizer, revision, vocab_size, sorted(eos_ids), ROWS)
+        self._start = start
         self._process: Process | None = None
         self._starts = 0  # in vain
         self._heard = 0.0  # when it last said something
         self._deadly: set[bytes] = set()  # grammars
-        self._rows = list(range(ROWS - 1, -1, -1))
+        self._rows = list(range(start.rows - 1, -1, -1))
         self._open: dict[str, _Open] = {}
         self._by_number: dict[int, _Open] = {}
         self._queue: list[_Open] = []  # the process does not know of them yet
         self._opening: dict[_Open, float] = {}  # it was told, and has not answered; since when
         self._lost: list[_Open] = []  # a process that is gone knew of them
         self._numbers = self._sent = self._accepted = self._masked = 0
+        self._unanswered: deque[tuple[int, float]] = deque()  # messages with tokens whose masks are to come, and when they left
+        self._late: list[_Open] = []  # awaited
         self._tokens: dict[int, list[int]] = {}  # to be told
         self._news = News()
         self._forced: dict[int, list[int]] = {}
@@ -96,6 +116,20 @@ class Grammars:
         assert params.structured_outputs is not None
         rules = wire.Rules(params.structured_outputs, params.ignore_eos, params.min_tokens)
         self._open[request.id] = self._line_up(request.id, rules, list(request.resumed))
+
+    def adopt(self, other: _Open) -> None:
+        """As `open`, for one that another process followed so far."""
+        assert other.name is not None
+        entry = self._open[other.name] = self._line_up(other.name, other.rules, other.tokens)
+        entry.losses, entry.slow = other.losses, other.slow
+
+    def take_slow(self, patience: float) -> list[_Open]:
+        """Those whose slow masks took longer than that altogether; they are closed here."""
+        taken = [entry for entry in self._open.values() if entry.slow > patience and entry.ready]
+        for entry in taken:
+            del self._open[entry.name or ""]
+            self._forget(entry)
+        return taken
 
     def close(self, name: str) -> None:
         entry = self._open.pop(name, None)
@@ -117,6 +151,8 @@ class Grammars:
         if self._process is not None:
             self._process.end()
             self._process = None
+            self._accepted = self._masked = self._sent
+            self._unanswered.clear()
 
     # ---- the loop
 
@@ -134,6 +170,7 @@ class Grammars:
         if self._tokens:
             tokens, self._tokens = self._tokens, {}
             self._sent += 1
+            self._unanswered.append((self._sent, time.monotonic()))
             self._send(wire.Accept(self._sent, list(tokens.items())))
 
     def wait(self, seconds: float) -> None:
@@ -150,17 +187,26 @@ class Grammars:
             self._news.ready, news.ready = news.ready, []  # whoever goes on now would be a suspect, too
         return news
 
-    def settle(self) -> None:
-        """Waits until `forced` is up to date."""
-        self._wait(lambda: self._accepted >= self._sent)
+    def settle(self, seconds: float) -> None:
+        """Waits until `forced` is up to date, but for those that are late anyway, for no longer than that."""
+        if self._accepted < self._sent:
+            last = max((entry.told for entry in self._open.values() if entry.ready and not entry.awaited), default=0)
+            self._wait(lambda: self._accepted >= last, seconds)
 
     def forced(self) -> list[tuple[str, list[int]]]:
         """The requests that have no choice, and the tokens they must take."""
         return [(self._by_number[number].name or "", tokens) for number, tokens in self._forced.items()]
 
-    def settle_masks(self) -> None:
-        """Waits until the masks are up to date."""
-        self._wait(lambda: self._masked >= self._sent)
+    def late(self, names: Iterable[str], seconds: float) -> list[str]:
+        """Those whose masks do not come within that time. News will say when they are there."""
+        entries = [entry for name in names if (entry := self._open.get(name)) is not None]
+        last = max((entry.told for entry in entries), default=0)
+        self._wait(lambda: self._masked >= last, seconds)
+        late = [entry for entry in entries if entry.ready and entry.told > self._masked]
+        for entry in late:
+            entry.awaited = True
+        self._late += late
+        return [entry.name or "" for entry in late]
 
     def masks(self, names: Sequence[str]) -> Words:
         """[names, words] the tokens that may come next. All may where a request has no grammar any more, or is lost."""
@@ -204,9 +250,11 @@ class Grammars:
         self._forced.pop(entry.number, None)
         self._tokens.pop(entry.number, None)
         self._opening.pop(entry, None)
-        for line in (self._queue, self._lost):
+        for line in (self._queue, self._lost, self._late):
             if entry in line:
                 line.remove(entry)
+        if entry.name in self._news.ready:
+            self._news.ready.remove(entry.name or "")
         if entry.row >= 0:
             self._rows.append(entry.row)
             self._send(wire.Close([entry.number]))
@@ -214,9 +262,7 @@ class Grammars:
 
     def _refuse(self, entry: _Open, error: str) -> None:
         """Its grammar is at fault."""
-        if entry.begun:
-            self._fail(entry, error)
-        elif entry.name is None:
+        if entry.name is None:
             entry.verdict = refusal(error)
         else:
             self._news.refused.append((entry.name, error))
@@ -241,40 +287,35 @@ class Grammars:
     def _send(self, command: wire.Command) -> None:
         """A process that is not there needs no command: the next one is told everything."""
         if self._process is not None:
-            try:
-                self._process.frames.send(wire.encode(command))
-            except OSError:
-                self._lose("is gone")
+            self._process.mailbox.send(wire.encode(command))
 
-    def _wait(self, done: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + LONGEST_STEP
-        while not done() and self._process is not None:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                self._lose("does not answer")
-            else:
-                self._read(left)
+    def _wait(self, done: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not done() and self._process is not None and (left := deadline - time.monotonic()) > 0:
+            self._read(left)
 
     def _read(self, wait: float) -> None:
         """Takes in what there is, waiting for up to `wait` seconds."""
         process = self._process
-        if process is None or not select.select([process.frames.socket], [], [], max(0.0, wait))[0]:
+        if process is None:
             return
-        self._heard = time.monotonic()
-        try:
-            alive = process.frames.receive()
-        except OSError:
-            alive = False
-        while self._process is process and (frame := process.frames.next()) is not None:
+        if not process.mailbox.wait(max(0, math.ceil(1000 * wait))):
+            return
+        while self._process is process and (frame := process.mailbox.receive()) is not None:
+            self._heard = time.monotonic()
             self._hear(wire.decode_answer(frame), process)
-        if not alive and self._process is process:
+        if process.mailbox.closed and self._process is process:
             self._lose("is gone")
 
     def _check_silence(self) -> None:
+        """A process that is stuck or stopped is as good as gone."""
+        now = time.monotonic()
         if self._process is not None and self._opening:
             since = max(self._heard, next(iter(self._opening.values())))
-            if time.monotonic() - since > (LONGEST_SILENCE if self._process.started else LONGEST_CHECK):
+            if now - since > (LONGEST_SILENCE if self._process.started else LONGEST_CHECK):
                 self._lose("does not answer")
+        if self._process is not None and self._unanswered and now - max(self._heard, self._unanswered[0][1]) > LONGEST_STEP:
+            self._lose("does not answer")
 
     def _hear(self, answer: wire.Answer, process: Process) -> None:
         match answer:
@@ -293,7 +334,14 @@ class Grammars:
                 self._fail_all(failed)
             case wire.Masked(number, failed):
                 self._masked = number
+                while self._unanswered and self._unanswered[0][0] <= number:
+                    self._unanswered.popleft()
                 self._fail_all(failed)
+                self._wake()
+            case wire.Slow(number, seconds):
+                entry = self._by_number.get(number)
+                if entry is not None:
+                    self._charge(entry, seconds)
 
     def _opened(self, entry: _Open, error: str | None, forced: list[int]) -> None:
         del self._opening[entry]
@@ -301,7 +349,7 @@ class Grammars:
         if error is not None:
             self._refuse(entry, error)
         else:
-            entry.ready = entry.begun = True
+            entry.ready = True
             self._force(entry.number, forced, 0)
             if entry.name is not None:
                 self._news.ready.append(entry.name)
@@ -316,7 +364,19 @@ class Grammars:
     def _fail_all(self, failed: Iterable[tuple[int, str]]) -> None:
         for number, error in failed:
             if number in self._by_number:
-                self._fail(self._by_number[number], error)
+                self._refuse(self._by_number[number], error)
+
+    def _wake(self) -> None:
+        """The masks of some that were late are there."""
+        for entry in [entry for entry in self._late if entry.told <= self._masked]:
+            self._late.remove(entry)
+            entry.awaited = False
+            self._news.ready.append(entry.name or "")
+
+    def _charge(self, entry: _Open, seconds: float) -> None:
+        entry.slow += seconds
+        if entry.slow > MOST_SLOW + SLOW_PER_TOKEN * len(entry.tokens) and entry.name is not None:
+            self._refuse(entry, TOO_SLOW.format(entry.slow, len(entry.tokens)))
 
     # ---- losing it
 
@@ -335,9 +395,10 @@ class Grammars:
         self._news.ready = []
         for entry in known:
             self._rows += [] if entry.row < 0 else [entry.row]
-            entry.row, entry.ready, entry.told = -1, False, 0
+            entry.row, entry.ready, entry.awaited, entry.told = -1, False, False, 0
         self._lost += known
-        self._tokens, self._forced, self._opening = {}, {}, {}
+        self._tokens, self._forced, self._opening, self._late = {}, {}, {}, []
+        self._unanswered.clear()
         self._accepted = self._masked = self._sent
 
     def _accuse(self, at_work: list[_Open]) -> None:

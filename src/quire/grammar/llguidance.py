@@ -115,10 +115,15 @@ class LLGuidance:
         return LLGuidanceMatcher(matcher)
 
     def fill(self, rows: Sequence[tuple[Matcher, int]], address: int, room: int) -> None:
+        """One mask alone is made by the caller's own thread, so that its time can be told."""
+        size = 4 * self.words
+        if len(rows) == 1 and isinstance(rows[0][0], LLGuidanceMatcher):
+            rows[0][0].matcher.unsafe_compute_mask_ptr(address + rows[0][1] * size, size)
+            return
         if self._threads is None:
             self._threads = LLExecutor(max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2)))
         pairs = [(matcher.matcher, row) for matcher, row in rows if isinstance(matcher, LLGuidanceMatcher)]
-        self._threads.unsafe_compute_mask_ptr(pairs, address, 4 * self.words, room)
+        self._threads.unsafe_compute_mask_ptr(pairs, address, size, room)
 
 
 def first_line(text: str) -> str:

@@ -12,12 +12,11 @@ import weakref
 import numpy as np
 import numpy.typing as npt
 
-from quire.frames import Frames
+from quire.frames import Mailbox
 from quire.grammar import wire
 from quire.subprocesses import environment
 
 COMMAND = (sys.executable, "-P", "-m", "quire.grammar.worker")
-LONGEST_SEND = 20.0  # seconds: it reads as soon as it has started, whatever else it does
 Words = npt.NDArray[np.uint32]
 
 
@@ -35,11 +34,9 @@ class Process:
             self.masks: Words = np.frombuffer(mmap.mmap(memory, 0), np.uint32).reshape(start.rows, words)
         self.pid = self._child.pid
         self.started = False  # it has said so
-        ours.settimeout(LONGEST_SEND)
-        self.frames = Frames(ours)
+        self.mailbox = Mailbox(ours)  # never waits: a process that is stopped does not read
         self.end = weakref.finalize(self, _end, self._child, ours)
-        with contextlib.suppress(OSError):  # it is gone already; whoever reads learns that
-            self.frames.send(wire.encode(start))
+        self.mailbox.send(wire.encode(start))
 
 
 def _environment() -> dict[str, str]:

@@ -86,8 +86,15 @@ class Masked(_Frame):
     failed: list[tuple[int, str]]
 
 
+class Slow(_Frame):
+    """One matcher's work took so many seconds of processor time. Told as soon as it is done."""
+
+    id: int
+    seconds: float
+
+
 Command = Start | Open | Check | Accept | Close
-Answer = Started | Opened | Accepted | Masked
+Answer = Started | Opened | Accepted | Masked | Slow
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,10 @@ from quire.types.structured import StructuredOutputsParams
 MOST_KEPT = 256  # compiled grammars
 MOST_KEPT_BYTES = 32 << 20  # of their texts
 MOST_REFUSED = 4096
+SLOW = 0.005  # seconds of processor time for one matcher's turn, from which on the engine is told
+SLOW_TOGETHER = 0.01  # by the clock, for all masks of a turn: from then on each is measured
+WATCHED_TURNS = 32
+LONGEST_WORK = 30  # seconds for one matcher, then the process ends: its engine may have lost interest in it
 COMPILE_STACK = 64 << 20  # more than a trial has
 ALL = np.uint32(0xFFFFFFFF)
 Words = npt.NDArray[np.uint32]
@@ -107,6 +112,7 @@ class Worker:
         self._waiting: dict[bytes, list[wire.Open | wire.Check]] = {}  # for a grammar that is being tried or compiled
         self._jobs: dict[int, tuple[bytes, StructuredOutputsParams]] = {}
         self._numbers = 0
+        self._watched = 0  # turns in which masks are made one by one
         ends = np.zeros(backend.words, np.uint32)
         for token in backend.eos_ids:
             ends[token // 32] |= np.uint32(1 << token % 32)
@@ -127,7 +133,7 @@ class Worker:
             ):
                 selector.register(source, selectors.EVENT_READ, act)
             while all(key.data() for key, _ in selector.select()):
-                pass
+                signal.alarm(0)
 
     def _take_commands(self) -> bool:
         alive = self._frames.receive()
@@ -136,6 +142,7 @@ class Worker:
 
     def _obey(self) -> None:
         while (frame := self._frames.next()) is not None:
+            signal.alarm(LONGEST_WORK)
             match wire.decode_command(frame):
                 case wire.Accept() as command:
                     self._accept(command)
@@ -155,19 +162,45 @@ class Worker:
     # ---- tokens in, masks out
 
     def _accept(self, command: wire.Accept) -> None:
-        touched = []
+        good: list[tuple[int, Live]] = []
+        forced: list[tuple[int, list[int]]] = []
+        failed: list[tuple[int, str]] = []
         for number, tokens in command.tokens:
             live = self._live.get(number)
             if live is not None:
+                began = time.thread_time()
                 live.accept(tokens)
-                touched.append((number, live))
-        failed = [(number, live.matcher.error) for number, live in touched if live.matcher.error is not None]
-        good = [(number, live) for number, live in touched if live.matcher.error is None]
-        forced = [(number, tokens) for number, live in good if (tokens := live.forced(self._backend.eos_ids))]
-        self._send(wire.Accepted(command.number, forced, [(number, error or "") for number, error in failed]))
-        self._fill([live for _, live in good])
-        lost = [(number, live.matcher.error) for number, live in good if live.matcher.error is not None]
-        self._send(wire.Masked(command.number, [(number, error or "") for number, error in lost]))
+                if (error := live.matcher.error) is not None:
+                    failed.append((number, error))
+                else:
+                    good.append((number, live))
+                    if must := live.forced(self._backend.eos_ids):
+                        forced.append((number, must))
+                self._measure(number, began)
+        self._send(wire.Accepted(command.number, forced, failed))
+        self._fill_all(good)
+        lost = [(number, error) for number, live in good if (error := live.matcher.error) is not None]
+        self._send(wire.Masked(command.number, lost))
+
+    def _measure(self, number: int, began: float) -> None:
+        seconds = time.thread_time() - began
+        if seconds > SLOW:
+            self._send(wire.Slow(number, seconds))
+            signal.alarm(LONGEST_WORK)
+
+    def _fill_all(self, good: list[tuple[int, Live]]) -> None:
+        """Together, as long as that is fast: who was slow can be told only of masks that are made one by one."""
+        if self._watched or len(good) == 1:
+            self._watched = max(0, self._watched - 1)
+            for number, live in good:
+                began = time.thread_time()
+                self._fill([live])
+                self._measure(number, began)
+        else:
+            began = time.monotonic()
+            self._fill([live for _, live in good])
+            if time.monotonic() - began > SLOW_TOGETHER:
+                self._watched = WATCHED_TURNS
 
     def _fill(self, lives: Sequence[Live]) -> None:
         bound = [(live.matcher, live.row) for live in lives if live.tail is None]
@@ -236,8 +269,11 @@ class Worker:
             self._send(wire.Opened(command.id, outcome if isinstance(outcome, str) else None, []))
             return
         live = self._live[command.id] = Live(outcome.copy(), command.row, command.rules)
+        signal.alarm(LONGEST_WORK)
+        began = time.thread_time()
         live.accept(command.tokens)
         self._fill([live])
+        self._measure(command.id, began)
         error = live.matcher.error
         self._send(wire.Opened(command.id, error, [] if error else live.forced(self._backend.eos_ids)))
 

@@ -1,0 +1,98 @@
+"""Two grammar processes: whoever was slow in the first goes on in the second, where only others of the kind wait behind it.
+
+In the first lane a step waits a few milliseconds for masks; for those of the second it never does. The second process starts
+with the first request that needs it and ends with the last. Slow grammars are remembered, and start there next time.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from quire.grammar import wire
+from quire.grammar.client import ROWS, Grammars, News, fingerprint
+from quire.grammar.process import Words
+from quire.types.request import EngineRequest
+from quire.types.structured import StructuredOutputsParams
+
+PATIENCE = 0.2  # seconds of slow masks in the first lane
+MOST_REMEMBERED = 1024
+
+
+class Lanes:
+    def __init__(self, path: str, tokenizer: str | None, revision: str | None, vocab_size: int, eos_ids: Iterable[int]) -> None:
+        start = wire.Start(path, tokenizer, revision, vocab_size, sorted(eos_ids), ROWS)
+        self.first, self.second = Grammars(start), Grammars(start)
+        self._slow: OrderedDict[bytes, None] = OrderedDict()  # grammars
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.first or name in self.second
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self.second)
+
+    @property
+    def losses(self) -> int:
+        return self.first.losses + self.second.losses
+
+    def open(self, request: EngineRequest) -> None:
+        params = request.params.structured_outputs
+        slow = self._slow and params is not None and fingerprint(params) in self._slow
+        (self.second if slow else self.first).open(request)
+
+    def close(self, name: str) -> None:
+        if name in self.second:
+            self.second.close(name)
+            if not len(self.second):
+                self.second.stop()
+        else:
+            self.first.close(name)
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        self.first.check(params)
+
+    def stop(self) -> None:
+        self.first.stop()
+        self.second.stop()
+
+    def tell(self, name: str, tokens: Sequence[int]) -> None:
+        (self.second if name in self.second else self.first).tell(name, tokens)
+
+    def send(self) -> None:
+        self.first.send()
+        self.second.send()
+
+    def wait(self, seconds: float) -> None:
+        busy = [lane for lane in (self.first, self.second) if len(lane)]
+        for lane in busy:
+            lane.wait(seconds / len(busy))
+
+    def news(self) -> News:
+        news = self.first.news()
+        for entry in self.first.take_slow(PATIENCE):
+            self._remember(entry.rules.params)
+            self.second.adopt(entry)
+            news.move(entry.name or "")
+        if len(self.second):
+            news.add(self.second.news())
+        return news
+
+    def settle(self, seconds: float) -> None:
+        self.first.settle(seconds)
+
+    def forced(self) -> list[tuple[str, list[int]]]:
+        return self.first.forced() + self.second.forced()
+
+    def late(self, names: Sequence[str], seconds: float) -> list[str]:
+        late = self.first.late(names, seconds)
+        return late + self.second.late(names, 0.0) if len(self.second) else late
+
+    def masks(self, names: Sequence[str]) -> Words:
+        masks = self.first.masks(names)
+        for i, name in enumerate(names) if len(self.second) else ():
+            if name in self.second:
+                masks[i] = self.second.masks([name])[0]
+        return masks
+
+    def _remember(self, params: StructuredOutputsParams) -> None:
+        self._slow[fingerprint(params)] = None
+        if len(self._slow) > MOST_REMEMBERED:
+            self._slow.popitem(last=False)
