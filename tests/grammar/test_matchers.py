@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
+from quire.grammar import llguidance
 from quire.grammar.backend import GrammarError
 from quire.grammar.forms import without_anchors
 from quire.grammar.llguidance import LLGuidance
@@ -38,6 +40,10 @@ def backend(request, tmp_path_factory):
     return tokenizer, grammar
 
 
+def load(grammar, params):
+    return grammar.load(grammar.translate(params))
+
+
 def allowed(grammar, matcher) -> set[int]:
     mask = np.zeros((3, grammar.words), np.uint32)
     grammar.fill([(matcher, 1)], mask.ctypes.data, 3)
@@ -52,7 +58,7 @@ def spelled(tokenizer, tokens) -> str:
 def accepts(backend, text: str, **constraint) -> bool:
     """Is the text, as this tokenizer writes it, a whole answer?"""
     tokenizer, grammar = backend
-    matcher = grammar.compile(StructuredOutputsParams(**constraint))
+    matcher = load(grammar, StructuredOutputsParams(**constraint))
     tokens = tokenizer.encode("\n" + text, add_special_tokens=False)
     for token in tokens[tokens.index(tokenizer.encode("\n", add_special_tokens=False)[-1]) + 1 :]:
         if token not in allowed(grammar, matcher):
@@ -65,7 +71,7 @@ def accepts(backend, text: str, **constraint) -> bool:
 def walk(backend, seed: int, limit: int = 300, **constraint) -> tuple[str, bool]:
     """Tokens at random among those allowed; -> what they spell, and whether the end was reached."""
     tokenizer, grammar = backend
-    matcher, tokens = grammar.compile(StructuredOutputsParams(**constraint)), []
+    matcher, tokens = load(grammar, StructuredOutputsParams(**constraint)), []
     choose = np.random.default_rng(seed)
     while len(tokens) < limit:
         options = sorted(allowed(grammar, matcher))
@@ -92,7 +98,7 @@ def test_random_walks_stay_within_the_grammar(backend, seed):
 
 def test_no_token_beyond_the_vocabulary_and_no_special_one_is_allowed(backend):
     tokenizer, grammar = backend
-    matcher = grammar.compile(StructuredOutputsParams(regex=r"(.|\n)+"))
+    matcher = load(grammar, StructuredOutputsParams(regex=r"(.|\n)+"))
     free = allowed(grammar, matcher)
     assert max(free) < len(tokenizer) and not free & set(tokenizer.all_special_ids)
     matcher.accept([min(free)])
@@ -101,7 +107,7 @@ def test_no_token_beyond_the_vocabulary_and_no_special_one_is_allowed(backend):
 
 def test_done_means_nothing_may_follow(backend):
     tokenizer, grammar = backend
-    matcher = grammar.compile(StructuredOutputsParams(regex="a?"))
+    matcher = load(grammar, StructuredOutputsParams(regex="a?"))
     other = matcher.copy()
     assert not matcher.done and matcher.forced() == []
     matcher.accept([next(t for t in allowed(grammar, matcher) if spelled(tokenizer, [t]) == "a")])
@@ -154,7 +160,7 @@ def test_structural_tags(backend):
 )
 def test_a_wrong_tag_says_where(backend, tag, words):
     with pytest.raises(GrammarError, match=re.escape(words)):
-        backend[1].compile(StructuredOutputsParams(structural_tag=tag))
+        load(backend[1], StructuredOutputsParams(structural_tag=tag))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +235,7 @@ def test_keys_that_several_schemas_name_together_stay_open():
 def test_text_that_spells_a_special_token_is_text(backend, constraint):
     """What is forced is written with ordinary tokens: an end of text in the middle of it would end the answer."""
     tokenizer, grammar = backend
-    matcher = grammar.compile(StructuredOutputsParams(**constraint))
+    matcher = load(grammar, StructuredOutputsParams(**constraint))
     tokens = []
     while not matcher.done:
         forced = matcher.forced() or [next(iter(allowed(grammar, matcher) - {tokenizer.eos_token_id}))]
@@ -238,3 +244,34 @@ def test_text_that_spells_a_special_token_is_text(backend, constraint):
         matcher.accept(forced)
         assert matcher.error is None
     assert spelled(tokenizer, tokens) in ("<|end|>", "a <|end|> b", '"</s>"')
+
+
+def test_what_one_text_uses_up_is_not_missing_for_another(backend, monkeypatch):
+    """Copies share a lexer, which has a limit: whoever reaches it has one for itself, and so has who comes later."""
+    tokenizer, grammar = backend
+    monkeypatch.setattr(llguidance, "LIMITS", LLParserLimits(max_lexer_states=500, verbose_errors=False))
+    a, b = (next(i for i, text in enumerate(spelled_alone(tokenizer)) if text == letter) for letter in "ab")
+    kept = load(grammar, StructuredOutputsParams(regex="z{40}[ab]*a[ab]{12}c"))
+    z = next(i for i, text in enumerate(spelled_alone(tokenizer)) if text == "z")
+    neighbour = kept.copy()
+    neighbour.accept([z] * 40)
+    greedy, choose = kept.copy(), np.random.default_rng(0)
+    greedy.accept([z] * 40)
+    for _ in range(3000):
+        if greedy.error is not None:
+            break
+        greedy.accept([int(choose.choice([a, b]))])
+        if greedy.error is None:
+            allowed(grammar, greedy)
+    assert "too many states" in greedy.error, "its own limit holds"
+    later = kept.copy()
+    later.accept([z] * 40)
+    for text in (neighbour, later):
+        for i in range(30):
+            assert {a, b} <= allowed(grammar, text)
+            text.accept([b if i % 5 else a])
+            assert text.error is None
+
+
+def spelled_alone(tokenizer):
+    return [tokenizer.pieces.join([i], started=True)[0].decode(errors="replace") for i in range(len(tokenizer))]

@@ -14,7 +14,7 @@ class Matcher(Protocol):
     """Where one text stands in its grammar."""
 
     def copy(self) -> "Matcher":
-        """Another text at the same place."""
+        """Another text at the same place. What one of them uses up is not missing for another."""
 
     def accept(self, tokens: Sequence[int]) -> None:
         """The text goes on with these. If it may not, there is an `error`."""
@@ -35,8 +35,11 @@ class Backend(Protocol):
     words: int  # 32-bit words of a mask: bit i of the mask, counted from the lowest of word 0, is token i
     eos_ids: tuple[int, ...]
 
-    def compile(self, params: StructuredOutputsParams) -> Matcher:
-        """At the beginning of a text. Raises GrammarError."""
+    def translate(self, params: StructuredOutputsParams) -> str:
+        """What is asked in the library's own words. Raises GrammarError."""
+
+    def load(self, source: str) -> Matcher:
+        """Of what `translate` gave, at the beginning of a text. Raises GrammarError."""
 
     def fill(self, rows: Sequence[tuple[Matcher, int]], address: int, room: int) -> None:
         """Writes the mask of each matcher to its row of the `room` rows of masks at `address`, unless it has an `error`."""

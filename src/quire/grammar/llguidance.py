@@ -7,7 +7,7 @@ library stops by itself when a step exceeds its limits; it does not guard agains
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
@@ -73,18 +73,50 @@ class _Spelling:
         return b"".join(self.tokens[i] for i in ids) == text.encode()
 
 
+class _Compiled:
+    """A grammar whose matchers share a lexer. It grows with the texts that are followed, up to a limit for all of them."""
+
+    def __init__(self, make: Callable[[], LLMatcher]) -> None:
+        self.make = make  # with a lexer of its own
+        self._fresh = make()
+        self.spent = False  # its lexer may have grown to the limit
+
+    def begin(self) -> LLMatcher:
+        if self.spent:
+            self._fresh, self.spent = self.make(), False
+        return self._fresh.deep_copy()
+
+
 class LLGuidanceMatcher:
-    def __init__(self, matcher: LLMatcher) -> None:
+    """One that fails is tried once more, with a lexer for itself: the limit may have been reached by others."""
+
+    def __init__(self, matcher: LLMatcher, compiled: _Compiled | None, tokens: Sequence[int] = ()) -> None:
         self.matcher = matcher
+        self._compiled = compiled  # None: it was tried once more
+        self._tokens = list(tokens)
 
     def copy(self) -> "LLGuidanceMatcher":
-        return LLGuidanceMatcher(self.matcher.deep_copy())
+        begins = self._compiled is not None and not self._tokens
+        matcher = self._compiled.begin() if self._compiled is not None and begins else self.matcher.deep_copy()
+        return LLGuidanceMatcher(matcher, self._compiled, self._tokens)
 
     def accept(self, tokens: Sequence[int]) -> None:
+        self._tokens += tokens
         self.matcher.consume_tokens(list(tokens))
+        self.recovers()
+
+    def recovers(self) -> bool:
+        """Was it tried once more? It may have failed again."""
+        if self._compiled is None or not self.matcher.is_error():
+            return False
+        self._compiled.spent = True
+        self.matcher, self._compiled = self._compiled.make(), None
+        self.matcher.consume_tokens(self._tokens)
+        return True
 
     def forced(self) -> list[int]:
-        return self.matcher.compute_ff_tokens()
+        forced = self.matcher.compute_ff_tokens()
+        return self.matcher.compute_ff_tokens() if self.recovers() else forced
 
     @property
     def done(self) -> bool:
@@ -105,25 +137,41 @@ class LLGuidance:
         self._tokenizer = LLTokenizer(spelling, eos_token=list(eos_ids))
         self._threads: LLExecutor | None = None  # made late: whoever forks must have none
 
-    def compile(self, params: StructuredOutputsParams) -> LLGuidanceMatcher:
-        matcher = LLMatcher(self._tokenizer, to_source(params), log_level=SILENT, limits=LIMITS)
+    def translate(self, params: StructuredOutputsParams) -> str:
+        return to_source(params)
+
+    def load(self, source: str) -> LLGuidanceMatcher:
+        compiled = _Compiled(lambda: self._make(source))
+        matcher = compiled.begin()
         if matcher.is_error():
             raise GrammarError(matcher.get_error().strip())
-        matcher.compute_bitmask()  # the first is the most expensive one; what it builds is shared by all copies
+        matcher.compute_bitmask()
         if matcher.is_error():
             raise GrammarError(f"the grammar leads nowhere or is too complex: {first_line(matcher.get_error())}")
-        return LLGuidanceMatcher(matcher)
+        return LLGuidanceMatcher(matcher, compiled)
+
+    def _make(self, source: str) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer, source, log_level=SILENT, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.deep_copy().compute_bitmask()  # the first is the most expensive one; what it builds is shared by all copies
+        return matcher
 
     def fill(self, rows: Sequence[tuple[Matcher, int]], address: int, room: int) -> None:
         """One mask alone is made by the caller's own thread, so that its time can be told."""
-        size = 4 * self.words
-        if len(rows) == 1 and isinstance(rows[0][0], LLGuidanceMatcher):
-            rows[0][0].matcher.unsafe_compute_mask_ptr(address + rows[0][1] * size, size)
-            return
-        if self._threads is None:
-            self._threads = LLExecutor(max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2)))
-        pairs = [(matcher.matcher, row) for matcher, row in rows if isinstance(matcher, LLGuidanceMatcher)]
-        self._threads.unsafe_compute_mask_ptr(pairs, address, size, room)
+        mine = [(matcher, row) for matcher, row in rows if isinstance(matcher, LLGuidanceMatcher)]
+        if len(mine) == 1:
+            self._fill_one(*mine[0], address)
+        else:
+            if self._threads is None:
+                self._threads = LLExecutor(max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2)))
+            pairs = [(matcher.matcher, row) for matcher, row in mine]
+            self._threads.unsafe_compute_mask_ptr(pairs, address, 4 * self.words, room)
+        for matcher, row in mine:
+            if matcher.recovers():
+                self._fill_one(matcher, row, address)
+
+    def _fill_one(self, matcher: LLGuidanceMatcher, row: int, address: int) -> None:
+        matcher.matcher.unsafe_compute_mask_ptr(address + 4 * self.words * row, 4 * self.words)
 
 
 def first_line(text: str) -> str:

@@ -2,7 +2,7 @@
 
 The vetting process is forked from the grammar process while that has a single thread, and forks a child for each grammar: the
 tokenizer is shared, nothing has to be sent. A child compiles the grammar and walks through it for some tokens. What passes is
-compiled once more by the grammar process, which then knows how long it takes at most.
+compiled once more by the grammar process, which then knows how long it takes at most; the translation is not done again.
 """
 
 import os
@@ -34,6 +34,7 @@ MOST_TRIALS = 4  # at a time
 LONGEST_WALK = 32  # tokens
 LONGEST_MESSAGE = 1000
 NICENESS = 5
+GOOD = b"\0"  # before a source
 
 TOO_SLOW = f"the grammar is too complex: it could not be compiled within {MOST_SECONDS:g} s"
 TOO_DEEP = f"the grammar is too complex: compiling it took more than {MOST_BYTES >> 20} MiB or too deep a recursion"
@@ -48,6 +49,7 @@ class Job(msgspec.Struct, array_like=True):
 class Verdict(msgspec.Struct, array_like=True):
     id: int
     error: str | None
+    source: str = ""  # what the backend has to load
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -121,7 +123,8 @@ class _Vetting:
             try:
                 os.close(reading)
                 _limit_memory()
-                os.write(writing, (try_out(self._backend, job.params) or "").encode() or b"\0")
+                with os.fdopen(writing, "wb") as pipe:
+                    pipe.write(try_out(self._backend, job.params))
             finally:
                 os._exit(0)
         os.close(writing)
@@ -129,19 +132,22 @@ class _Vetting:
         self._selector.register(reading, selectors.EVENT_READ)
 
     def _hear(self, pipe: int) -> None:
-        news = os.read(pipe, LONGEST_MESSAGE * 4)
+        news = os.read(pipe, 1 << 16)
         if news:
             self._trials[pipe].news += news
+            return
+        said = self._trials[pipe].news
+        if said.startswith(GOOD):
+            self._close(pipe, None, said[len(GOOD) :].decode())
         else:
-            said = self._trials[pipe].news
-            self._close(pipe, None if said == b"\0" else said.decode(errors="replace") or TOO_DEEP)
+            self._close(pipe, said.decode(errors="replace") or TOO_DEEP)
 
-    def _close(self, pipe: int, error: str | None) -> None:
+    def _close(self, pipe: int, error: str | None, source: str = "") -> None:
         trial = self._trials.pop(pipe)
         self._selector.unregister(pipe)
         os.close(pipe)
         os.waitpid(trial.pid, 0)
-        self._frames.send(encode(Verdict(trial.job, error)))
+        self._frames.send(encode(Verdict(trial.job, error, source)))
 
     def _end_all(self) -> None:
         for trial in self._trials.values():
@@ -165,23 +171,25 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def try_out(backend: Backend, params: StructuredOutputsParams) -> str | None:
-    """What is wrong with the grammar; None: nothing was found. A schema's error says where it is."""
+def try_out(backend: Backend, params: StructuredOutputsParams) -> bytes:
+    """What is wrong with the grammar, or GOOD and what the backend has to load. A schema's error says where it is."""
     try:
-        _walk(backend, params)
+        source = backend.translate(params)
+        _walk(backend, source)
     except GrammarError as error:
-        place = _find(backend, params, str(error))
-        return f"{place}{error}"[:LONGEST_MESSAGE]
+        told = f"{_find(backend, params, str(error))}{error}"
     except MemoryError:
-        return TOO_DEEP
+        told = TOO_DEEP
     except Exception as error:
-        return f"{type(error).__name__}: {error}"[:LONGEST_MESSAGE]
-    return None
+        told = f"{type(error).__name__}: {error}"
+    else:
+        return GOOD + source.encode()
+    return told[:LONGEST_MESSAGE].encode(errors="replace")
 
 
-def _walk(backend: Backend, params: StructuredOutputsParams) -> None:
-    """Compiles, and takes some of the tokens that may come, the same for every trial."""
-    matcher = backend.compile(params)
+def _walk(backend: Backend, source: str) -> None:
+    """Compiles, and takes some of the tokens that may come, the same for every trial. Those that must come do not count."""
+    matcher = backend.load(source)
     mask = np.zeros((1, backend.words), np.uint32)
     choose = random.Random(0)
     for _ in range(LONGEST_WALK):
@@ -192,7 +200,7 @@ def _walk(backend: Backend, params: StructuredOutputsParams) -> None:
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         allowed = allowed[~np.isin(allowed, backend.eos_ids)]
         if matcher.error is None and len(allowed):
-            matcher.accept([int(choose.choice(allowed))])
+            matcher.accept(matcher.forced() or [int(choose.choice(allowed))])
         if matcher.error is not None:
             raise GrammarError(f"the grammar leads nowhere or is too complex: {matcher.error}")
         if matcher.done or not len(allowed):
@@ -214,7 +222,7 @@ def _find(backend: Backend, params: StructuredOutputsParams, error: str) -> str:
         found = False
         for inner, part in subschemas(schema):
             try:
-                backend.compile(msgspec.structs.replace(params, json={**shared, **part}))
+                backend.load(backend.translate(msgspec.structs.replace(params, json={**shared, **part})))
             except GrammarError as other:
                 if str(other) == error:
                     place, schema, found = place + inner, part, True

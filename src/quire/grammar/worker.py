@@ -28,7 +28,6 @@ from quire.grammar import wire
 from quire.grammar.backend import Backend, GrammarError, Matcher
 from quire.grammar.vetting import Job, decode_verdict, encode, start_vetting
 from quire.text.tokenizer_files import read_tokenizer
-from quire.types.structured import StructuredOutputsParams
 
 MOST_KEPT = 256  # compiled grammars
 MOST_KEPT_BYTES = 32 << 20  # of their texts
@@ -110,7 +109,7 @@ class Worker:
         self._kept = Kept()
         self._live: dict[int, Live] = {}
         self._waiting: dict[bytes, list[wire.Open | wire.Check]] = {}  # for a grammar that is being tried or compiled
-        self._jobs: dict[int, tuple[bytes, StructuredOutputsParams]] = {}
+        self._jobs: dict[int, bytes] = {}
         self._numbers = 0
         self._watched = 0  # turns in which masks are made one by one
         ends = np.zeros(backend.words, np.uint32)
@@ -228,7 +227,7 @@ class Worker:
         else:
             self._waiting[key] = [command]
             self._numbers += 1
-            self._jobs[self._numbers] = key, params
+            self._jobs[self._numbers] = key
             self._vetting.send(encode(Job(self._numbers, params)))
 
     def _take_verdicts(self) -> bool:
@@ -236,18 +235,18 @@ class Worker:
             raise RuntimeError("the vetting process is gone")
         while (frame := self._vetting.next()) is not None:
             verdict = decode_verdict(frame)
-            key, params = self._jobs.pop(verdict.id)
+            key = self._jobs.pop(verdict.id)
             if verdict.error is not None:
                 self._settle(key, verdict.error)
             else:
-                self._compiler.submit(self._compile, key, params)
+                self._compiler.submit(self._compile, key, verdict.source)
         return True
 
-    def _compile(self, key: bytes, params: StructuredOutputsParams) -> None:
+    def _compile(self, key: bytes, source: str) -> None:
         """In the compiler's thread."""
         outcome: Matcher | str
         try:
-            outcome = self._backend.compile(params)
+            outcome = self._backend.load(source)
         except GrammarError as error:
             outcome = str(error)
         self._done.append((key, outcome))
