@@ -63,7 +63,7 @@ def test_stream_order(http):
 
 
 def test_continuous_usage(http):
-    events = stream(http, stream_options={"continuous_usage_stats": True})
+    events = stream(http, stream_options={"include_usage": True, "continuous_usage_stats": True})
     assert [event["usage"]["completion_tokens"] for event in events] == [0, 1, 2, 3, 4, 5, 6, 6]
 
 

@@ -7,15 +7,11 @@ import pydantic_core
 
 from quire.serve.items import Item
 from quire.serve.protocol.chat import ChatRequest, chat_request
+from quire.serve.protocol.fields import SamplingFields, given
 from quire.serve.protocol.messages import CountTokensRequest, InputMessage, MessagesRequest
 from quire.serve.wording import Terms
 from quire.types.errors import InvalidParameter, NotSupported
 
-_REFUSED = {
-    "mcp_servers": "the server calls no tools by itself",
-    "container": "the server runs no code",
-    "context_management": "the conversation is used as it is sent",
-}
 TERMS: Terms = (
     (r"response_format(\.json_schema)?", "output_config.format"),
     (r"(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
@@ -30,9 +26,6 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 def to_chat(request: CountTokensRequest, thinks: bool) -> ChatRequest:
     """The same request in OpenAI's terms. `thinks`: there is reasoning that can have a budget."""
-    for name, why in _REFUSED.items():
-        if getattr(request, name):
-            raise NotSupported(f"{name} cannot be used: {why}", name)
     messages = _messages(request)
     goes_on = messages[-1]["role"] == "assistant"  # the answer begins with what the last message says
     body: dict[str, Any] = {
@@ -50,12 +43,10 @@ def to_chat(request: CountTokensRequest, thinks: bool) -> ChatRequest:
             "stream": request.stream,
             "temperature": request.temperature,
             "top_p": request.top_p,
-            "top_k": request.top_k,
-            "cache_salt": request.cache_salt,
-            "priority": request.priority,
+            **given(request, SamplingFields),
         }
-        kwargs = {**body.get("chat_template_kwargs", {}), **(request.chat_template_kwargs or {})}
-        body["chat_template_kwargs"] = kwargs or None
+    kwargs = {**body.get("chat_template_kwargs", {}), **(request.chat_template_kwargs or {})}
+    body["chat_template_kwargs"] = kwargs or None
     return chat_request(body)
 
 
@@ -224,9 +215,10 @@ def _thinking(request: CountTokensRequest, thinks: bool) -> dict[str, Any]:
             out["thinking_token_budget"] = thinking.budget_tokens
     if config is not None and config.effort is not None:
         out["reasoning_effort"] = config.effort
-    if config is not None and config.format is not None:
-        if config.format.get("type") != "json_schema" or not isinstance(config.format.get("schema"), dict):
+    form = config.format if config is not None and config.format is not None else request.output_format
+    if form is not None:
+        if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
             raise InvalidParameter('output_config.format must be {"type": "json_schema", "schema": {...}}', "output_config")
-        schema = {"name": "answer", "schema": config.format["schema"]}
+        schema = {"name": "answer", "schema": form["schema"]}
         out["response_format"] = {"type": "json_schema", "json_schema": schema}
     return out

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from quire.serve.items import Item
 from quire.serve.protocol.chat import ChatRequest, chat_request
+from quire.serve.protocol.fields import SamplingFields, given
 from quire.serve.protocol.responses import ResponsesRequest
 from quire.serve.wording import Terms
 from quire.types.errors import InvalidParameter, NotSupported
@@ -14,12 +15,6 @@ Status = Literal["completed", "incomplete", "in_progress"]
 Message = dict[str, Any]
 StoredItem = dict[str, Any]  # of an input or an output
 
-_REFUSED = {
-    "conversation": "conversations are not kept: send previous_response_id, or the whole input",
-    "prompt": "there are no stored prompts",
-    "max_tool_calls": "the server calls no tools by itself",
-    "top_logprobs": "logprobs are in /v1/chat/completions",
-}
 TERMS: Terms = (
     (r"response_format(\.json_schema)?", "text.format"),
     (r"(tools\[\d+\])\.function", r"\1"),
@@ -28,9 +23,8 @@ TERMS: Terms = (
     ("messages", "input"),
 )
 _SAME = (
-    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "seed", "stop", "ignore_eos", "priority", "cache_salt", "chat_template_kwargs",
-    "user",
+    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "stop", "thinking_token_budget", "chat_template",
+    "chat_template_kwargs", "user",
 )  # fmt: skip
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
@@ -39,14 +33,11 @@ _INPUT_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "
 
 def to_chat(request: ResponsesRequest, messages: list[Message]) -> ChatRequest:
     """`messages`: the conversation, without the instructions."""
-    for name, why in _REFUSED.items():
-        if getattr(request, name) is not None:
-            raise NotSupported(f"{name} cannot be used: {why}", name)
     if "message.output_text.logprobs" in (request.include or ()):
         raise NotSupported("include: logprobs are in /v1/chat/completions", "include")
     if request.instructions:
         messages = [{"role": "system", "content": request.instructions}, *messages]
-    body: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
+    body = {name: getattr(request, name) for name in _SAME} | given(request, SamplingFields)
     body |= {"messages": messages, "max_completion_tokens": request.max_output_tokens}
     if request.tools:
         body["tools"] = [_tool(tool, i) for i, tool in enumerate(request.tools)]
@@ -56,7 +47,7 @@ def to_chat(request: ResponsesRequest, messages: list[Message]) -> ChatRequest:
     if request.reasoning is not None:
         body["reasoning_effort"] = request.reasoning.effort
     if request.truncation == "auto":
-        body["truncate_prompt_tokens"] = -1
+        body.setdefault("truncate_prompt_tokens", -1)
     if request.text is not None and request.text.format is not None:
         body["response_format"] = _format(request.text.format)
     return chat_request(body)

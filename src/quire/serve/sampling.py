@@ -7,7 +7,7 @@ from quire.serve.protocol.chat import ChatRequest
 from quire.serve.protocol.completions import CompletionRequest
 from quire.serve.protocol.fields import GenerationFields
 from quire.serve.structured import structured_outputs
-from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong
+from quire.types.errors import InvalidParameter, PromptTooLong
 from quire.types.sampling import (
     GREEDY_BELOW,
     LOWEST_TEMPERATURE,
@@ -125,10 +125,6 @@ def check_request(request: GenerationFields) -> None:
             raise InvalidParameter(f"prompt_logprobs must be at least -1, got {request.prompt_logprobs}", "prompt_logprobs")
         if request.stream and request.prompt_logprobs != 0:
             raise InvalidParameter("prompt_logprobs are not available with stream=true", "prompt_logprobs")
-    if isinstance(request, CompletionRequest) and request.thinking_token_budget is not None:
-        raise NotSupported(
-            "thinking_token_budget is for /v1/chat/completions: a bare prompt has no reasoning", "thinking_token_budget"
-        )
     if isinstance(request, ChatRequest):
         top = request.top_logprobs
         if top is not None and top < -1:

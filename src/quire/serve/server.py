@@ -14,10 +14,10 @@ from quire.async_llm import AsyncLLM
 from quire.config.server_args import ServerArgs
 from quire.obs.metrics import Metrics
 from quire.serve.errors import HttpError, request_id_of
+from quire.serve.field_table import check_fields
 from quire.serve.formats import ModelFormats, choose_formats
 from quire.serve.limits import LIMITS, Limits, check_limits
 from quire.serve.protocol.fields import Body, GenerationFields
-from quire.serve.refused import refuse_what_is_not_built
 from quire.serve.response_store import ResponseStore
 from quire.types.errors import InvalidParameter
 
@@ -79,12 +79,11 @@ class Server:
 
     def check(self, body: Body) -> str:
         """Refuses what can be refused without looking at the prompt; returns the model's name for the answer."""
-        if body.model_extra:
-            logger.debug("fields that mean nothing here were ignored: %s", sorted(body.model_extra))
         check_limits(body, self.limits)
-        refuse_what_is_not_built(body)
         if body.model is not None and body.model not in self.names:
             raise HttpError(404, f"The model `{body.model}` does not exist.", "model")
+        if unknown := check_fields(body):
+            logger.debug("fields that mean nothing here were ignored: %s", sorted(unknown))
         return body.model or self.names[0]
 
 

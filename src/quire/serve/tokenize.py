@@ -51,7 +51,7 @@ async def _encode(server: Server, request: TokenizeTextRequest | TokenizeChatReq
     server.check(request)
     if isinstance(request, TokenizeChatRequest):
         read_tool_use(request.tools, "none", None)
-        return (await render_messages(server, request, request.messages, tools=request.tools)).ids
+        return (await render_messages(server, request, request.messages, request.documents, request.tools)).ids
     refuse_more("prompt", len(request.prompt), server.limits.prompt_characters, "characters")
     return await server.llm.encode(request.prompt, request.add_special_tokens)
 
@@ -63,5 +63,5 @@ async def detokenize(request: DetokenizeRequest, raw: Request) -> Response:
     refuse_more("tokens", len(request.tokens), server.limits.detokenize_tokens, "token ids")
     if server.llm.tokenizer is None:
         raise RequestError("there is no tokenizer: the server was started with skip_tokenizer_init")
-    answer: DetokenizeAnswer = {"prompt": await server.llm.decode(request.tokens, False)}
+    answer: DetokenizeAnswer = {"prompt": await server.llm.decode(request.tokens, request.skip_special_tokens)}
     return json_response(answer)

@@ -32,12 +32,6 @@ class ChatRequest(TemplateFields, GenerationFields):
     )
     include_reasoning: bool = Field(True, description="false: the answer leaves the reasoning out")
 
-    # known, and refused when used
-    media_io_kwargs: dict[str, Any] | None = None
-    mm_processor_kwargs: dict[str, Any] | None = None
-    return_token_offsets: bool | None = None
-    return_assistant_tokens_mask: bool | None = None
-
 
 def chat_request(body: dict[str, Any]) -> ChatRequest:
     """A request that another protocol's was translated to."""

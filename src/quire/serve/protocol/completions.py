@@ -21,11 +21,6 @@ class CompletionRequest(GenerationFields):
     max_tokens: int | None = 16
     add_special_tokens: bool = True
 
-    # known, and refused when used
-    suffix: str | None = None
-    prompt_embeds: Any = None
-    thinking_token_budget: int | None = None
-
 
 class CompletionLogprobs(TypedDict):
     text_offset: list[int]

@@ -1,4 +1,4 @@
-"""Fields that several requests share: vLLM's names, types and defaults. Unknown fields are allowed."""
+"""Fields that several requests share: vLLM's names, types and defaults. Others are allowed (`serve/field_table.py`)."""
 
 from typing import Annotated, Any, Literal, LiteralString
 
@@ -35,7 +35,7 @@ class Body(BaseModel):
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="allow")
 
-    include_usage: bool | None = Field(True, description="end the stream with a chunk that has usage and no choices")
+    include_usage: bool | None = Field(False, description="end the stream with a chunk that has usage and no choices")
     continuous_usage_stats: bool | None = Field(False, description="usage so far in every chunk")
 
 
@@ -58,15 +58,42 @@ class TemplateFields(Body):
     tools: Objects | None = Field(None, description="functions the model may call: name, description, parameters")
 
 
-class GenerationFields(Body):
+class SamplingFields(Body):
+    """vLLM's own: they mean the same in every protocol that generates."""
+
+    frequency_penalty: float | None = 0.0
+    presence_penalty: float | None = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: Int64 | None = None
+    top_k: int | None = Field(None, ge=-LARGEST_INT, le=LARGEST_INT)
+    min_p: float | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Strings | None = None
+    repetition_detection: Repetition | None = None
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="one of json, regex, choice, grammar, json_object, structural_tag"
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=LARGEST_INT, description="keep this many prompt tokens; -1: as many as the model can take"
+    )
+    truncation_side: Literal["left", "right"] | None = Field(None, description="where tokens are cut off; default: left")
+    priority: Int64 = Field(0, description="lower runs first; needs a server with scheduling_policy=priority")
+    cache_salt: str | None = Field(None, min_length=1, description="cached prompts are shared only among equal salts")
+    stream_interval: int | None = Field(None, ge=1, le=2**31, description="tokens per streamed chunk")
+
+
+class GenerationFields(SamplingFields):
     """What /v1/completions and /v1/chat/completions have in common."""
 
     # OpenAI's
-    frequency_penalty: float | None = 0.0
-    logit_bias: dict[str, float] | None = None
     n: int | None = 1
-    presence_penalty: float | None = 0.0
-    seed: Int64 | None = None
     stop: Annotated[str | Strings | None, one_error("should be a string or a list of strings")] = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -76,43 +103,20 @@ class GenerationFields(Body):
 
     # sampling
     use_beam_search: bool = False
-    top_k: int | None = Field(None, ge=-LARGEST_INT, le=LARGEST_INT)
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     length_penalty: float = 1.0
-    stop_token_ids: TokenIds | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, le=LARGEST_INT, description="keep this many prompt tokens; -1: as many as the model can take"
-    )
-    truncation_side: Literal["left", "right"] | None = Field(None, description="where tokens are cut off; default: left")
     prompt_logprobs: int | None = None
     logprob_token_ids: TokenIds | None = None
-    allowed_token_ids: TokenIds | None = None
-    bad_words: Strings | None = None
-    repetition_detection: Repetition | None = None
 
     # serving
-    priority: Int64 = Field(0, description="lower runs first; needs a server with scheduling_policy=priority")
     request_id: str | None = Field(None, min_length=1, description="part of the answer's id; X-Request-Id wins")
     session_id: str | None = Field(None, description="requests of a session go to the same engine; here there is one engine")
-    cache_salt: str | None = Field(None, min_length=1, description="cached prompts are shared only among equal salts")
     return_tokens_as_token_ids: bool | None = Field(None, description="logprobs name tokens as token_id:N")
     return_token_ids: bool | None = Field(None, description="answers carry token ids besides text")
-    stream_interval: int | None = Field(None, ge=1, le=2**31, description="tokens per streamed chunk")
 
     # what the answer must look like
     response_format: dict[str, Any] | None = Field(None, description="type: text, json_object, json_schema or structural_tag")
-    structured_outputs: dict[str, Any] | None = Field(
-        None, description="one of json, regex, choice, grammar, json_object, structural_tag"
-    )
 
-    # known, and refused when used (serve/refused.py)
-    routed_experts_prompt_start: int | None = 0
-    kv_transfer_params: dict[str, Any] | None = None
-    ec_transfer_params: dict[str, Any] | None = None
-    vllm_xargs: dict[str, Any] | None = None
+
+def given(request: Body, owner: type[Body]) -> dict[str, Any]:
+    """The request's own values of another model's fields."""
+    return {name: getattr(request, name) for name in owner.model_fields if name in request.model_fields_set}

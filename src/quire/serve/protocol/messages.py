@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.serve.protocol.fields import Body, Objects, Strings, one_error
+from quire.serve.protocol.fields import Body, Objects, SamplingFields, Strings, one_error
 
 Content = Annotated[str | Objects, one_error("should be a string or a list of content blocks")]
 
@@ -46,23 +46,15 @@ class CountTokensRequest(Body):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-
-    # known, and refused when used
-    mcp_servers: list[Any] | None = None
-    container: Any = None
-    context_management: Any = None
+    output_format: dict[str, Any] | None = Field(None, description="the older name of output_config.format")
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's, as are the fields of SamplingFields
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, SamplingFields):
     max_tokens: int = Field(ge=1)
     stop_sequences: Strings | None = None
     stream: bool | None = False
     temperature: float | None = Field(None, ge=0.0, le=1.0)
     top_p: float | None = None
-    top_k: int | None = None
     metadata: dict[str, Any] | None = Field(None, description="has no effect")
     service_tier: Literal["auto", "standard_only"] | None = Field(None, description="there is one tier")
-    # vLLM's additions that are of use here, too
-    chat_template_kwargs: dict[str, Any] | None = None
-    cache_salt: str | None = Field(None, min_length=1)
-    priority: int = 0

@@ -1,10 +1,10 @@
-"""/v1/responses: OpenAI's. Fields that ask for what is not built are refused by name (`serve/response_objects.py`)."""
+"""/v1/responses: OpenAI's. Fields that ask for what is not built are refused by name (`serve/field_table.py`)."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.serve.protocol.fields import Body, Int64, Objects, Strings, one_error
+from quire.serve.protocol.fields import Objects, SamplingFields, Strings, one_error
 
 
 class ReasoningConfig(BaseModel):
@@ -21,7 +21,20 @@ class TextConfig(BaseModel):
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="a hint; models here do not know it")
 
 
-class ResponsesRequest(Body):
+Include = Literal[
+    "message.output_text.logprobs", "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]  # fmt: skip
+
+
+class ResponseStreamOptions(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    include_obfuscation: bool | None = Field(None, description="events are never padded")
+
+
+class ResponsesRequest(SamplingFields):
     input: Annotated[str | Objects, one_error("should be a string or a list of items")]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -46,23 +59,11 @@ class ResponsesRequest(Body):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
-    include: list[str] | None = None
+    include: list[Include] | None = Field(None, description="parts of items that there are none of here")
+    stream_options: ResponseStreamOptions | None = None
 
-    # vLLM's
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: Int64 | None = None
+    # vLLM's, besides those of SamplingFields
     stop: Annotated[str | Strings | None, one_error("should be a string or a list of strings")] = None
-    ignore_eos: bool = False
-    priority: Int64 = 0
-    cache_salt: str | None = Field(None, min_length=1)
+    thinking_token_budget: int | None = Field(None, ge=-1, le=2**31)
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-    # known, and refused when used
-    conversation: Any = None
-    prompt: Any = None
-    max_tool_calls: int | None = None
-    top_logprobs: int | None = None

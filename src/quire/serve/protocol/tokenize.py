@@ -1,6 +1,6 @@
 """/tokenize and /detokenize."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -16,11 +16,8 @@ class TokenizeTextRequest(Body):
 
 class TokenizeChatRequest(TemplateFields):
     messages: Objects
+    documents: Objects | None = None
     return_token_strs: bool | None = False
-
-    # known, and refused when used
-    media_io_kwargs: dict[str, Any] | None = None
-    mm_processor_kwargs: dict[str, Any] | None = None
 
 
 class TokenizeAnswer(TypedDict):
@@ -32,6 +29,7 @@ class TokenizeAnswer(TypedDict):
 
 class DetokenizeRequest(Body):
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, description="token ids")]
+    skip_special_tokens: bool = False
 
 
 class DetokenizeAnswer(TypedDict):

@@ -1,0 +1,249 @@
+"""One table of the fields of all requests: each works, is a hint that changes no answer, or is refused by name.
+
+    works     a field of the protocol's model (serve/protocol/), unless it is one of HINTS
+    hint      in HINTS: taken, and nothing follows from it
+    refused   in REFUSED, or in the model of another protocol: an error, unless the value asks for nothing
+    unknown   no protocol here has it: ignored, as in vLLM, with a line at debug level
+
+`python -m quire.serve.field_table` writes docs/fields.md.
+"""
+
+from typing import Any
+
+from quire.serve.protocol.chat import ChatRequest
+from quire.serve.protocol.completions import CompletionRequest
+from quire.serve.protocol.fields import Body
+from quire.serve.protocol.messages import CountTokensRequest, MessagesRequest
+from quire.serve.protocol.responses import ResponsesRequest
+from quire.serve.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
+from quire.types.errors import InvalidParameter, NotSupported
+
+PATHS: dict[type[Body], str] = {
+    CompletionRequest: "/v1/completions",
+    ChatRequest: "/v1/chat/completions",
+    ResponsesRequest: "/v1/responses",
+    MessagesRequest: "/v1/messages",
+    CountTokensRequest: "/v1/messages/count_tokens",
+    TokenizeTextRequest: "/tokenize (prompt)",
+    TokenizeChatRequest: "/tokenize (messages)",
+    DetokenizeRequest: "/detokenize",
+}
+GENERATING = (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest)
+# fields of those that generate which would change the answer of those that do not
+_CUT = ("truncate_prompt_tokens", "truncation_side")
+_MATTERS: dict[type[Body], tuple[str, ...]] = {
+    CountTokensRequest: (*_CUT, "reasoning_effort", "instructions"),
+    TokenizeTextRequest: _CUT,
+    TokenizeChatRequest: (*_CUT, "reasoning_effort", "echo", "system", "instructions"),
+    DetokenizeRequest: (),
+}
+
+_ONE_ENGINE = "there is one engine"
+_NOBODY = "it says who asks, which nothing depends on"
+_CACHED = "prompts are cached by their content, always"
+# name -> why nothing follows from it, whatever the protocol (unless a model makes something of it: WORK_SOMEWHERE)
+HINTS = {
+    "user": _NOBODY,
+    "safety_identifier": _NOBODY,
+    "metadata": "nothing depends on it",
+    "store": "only /v1/responses stores answers",
+    "session_id": _ONE_ENGINE,
+    "service_tier": "there is one tier",
+    "speed": "there is one speed",
+    "inference_geo": "there is one place",
+    "prompt_cache_key": _CACHED,
+    "prompt_cache_retention": _CACHED,
+    "cache_control": _CACHED,
+    "prediction": "it would only save time",
+    "verbosity": "models here do not know it",
+    "include": "there are no such items, and reasoning is told in plain text; logprobs are refused",
+}
+# answers repeat them, or they do more
+WORK_SOMEWHERE: dict[type[Body], tuple[str, ...]] = {ResponsesRequest: ("metadata", "store", "user")}
+HINTS_OF: dict[type[Body], dict[str, str]] = {ResponsesRequest: {"stream_options": "events are never padded"}}
+
+_TEXT_ONLY = "this server takes text only"
+_NO_TRANSFER = "this engine transfers no cache to others"
+_NO_TOOLS = "the server calls no tools by itself"
+_LOGPROBS = "logprobs are in /v1/chat/completions"
+# name -> why there is nothing of the kind
+REFUSED = {
+    **{f"guided_{kind}": f'its name is now structured_outputs: {{"{kind}": ...}}' for kind in (
+        "json", "regex", "choice", "grammar", "json_object", "whitespace_pattern")},
+    "guided_decoding_backend": "grammars are followed by llguidance",
+    "functions": "its name is now tools",
+    "function_call": "its name is now tool_choice",
+    "best_of": "all n choices are told",
+    "suffix": "the model cannot fill in the middle",
+    "prompt_embeds": "prompts are text or token ids",
+    "media_io_kwargs": _TEXT_ONLY,
+    "mm_processor_kwargs": _TEXT_ONLY,
+    "modalities": _TEXT_ONLY,
+    "audio": _TEXT_ONLY,
+    "web_search_options": _NO_TOOLS,
+    "routed_experts_prompt_start": "routed experts are not returned",
+    "return_token_offsets": "token offsets are not returned",
+    "return_assistant_tokens_mask": "token masks are not returned",
+    "kv_transfer_params": _NO_TRANSFER,
+    "ec_transfer_params": _NO_TRANSFER,
+    "vllm_xargs": "no installed plugin reads them",
+    "conversation": "conversations are not kept: send previous_response_id, or the whole input",
+    "max_tool_calls": _NO_TOOLS,
+    "mcp_servers": _NO_TOOLS,
+    "container": "the server runs no code",
+    "context_management": "the conversation is used as it is sent",
+    "enable_response_messages": "the input and output of a response are items",
+    "previous_input_messages": "send them as input items",
+}  # fmt: skip
+# values that ask for nothing, besides None, the default where the field works, and what is false, 0 or empty there
+NEUTRAL: dict[str, tuple[Any, ...]] = {"modalities": (["text"],), "best_of": (1,), "function_call": ("none", "auto")}
+# what a field of another protocol is here
+INSTEAD: dict[type[Body], dict[str, str]] = {
+    CompletionRequest: {
+        "messages": "they are for /v1/chat/completions",
+        "thinking_token_budget": "a bare prompt has no reasoning: it is for /v1/chat/completions",
+        "top_logprobs": "logprobs is the number of them here",
+        "max_completion_tokens": "its name here is max_tokens",
+        "max_output_tokens": "its name here is max_tokens",
+        "stop_sequences": "its name here is stop",
+    },
+    ChatRequest: {
+        "prompt": "a bare prompt is for /v1/completions",
+        "input": "its name here is messages",
+        "instructions": "here it is a message of role system",
+        "system": "here it is a message of role system",
+        "max_output_tokens": "its name here is max_completion_tokens",
+        "stop_sequences": "its name here is stop",
+        "text": "its name here is response_format",
+        "reasoning": "its name here is reasoning_effort",
+        "thinking": "its name here is thinking_token_budget",
+        "output_config": "its names here are response_format and reasoning_effort",
+    },
+    ResponsesRequest: {
+        "messages": "its name here is input",
+        "prompt": "there are no stored prompts; text is input",
+        "system": "its name here is instructions",
+        "max_tokens": "its name here is max_output_tokens",
+        "max_completion_tokens": "its name here is max_output_tokens",
+        "stop_sequences": "its name here is stop",
+        "response_format": "its name here is text.format",
+        "reasoning_effort": "its name here is reasoning.effort",
+        "thinking": "its names here are reasoning and thinking_token_budget",
+        "output_config": "its names here are text.format and reasoning.effort",
+        "n": "there is one answer",
+        "request_id": "ids of responses are the server's own",
+        "logprobs": _LOGPROBS,
+        "top_logprobs": _LOGPROBS,
+        "prompt_logprobs": _LOGPROBS,
+        "logprob_token_ids": _LOGPROBS,
+    },
+    MessagesRequest: {
+        "prompt": "its name here is messages",
+        "input": "its name here is messages",
+        "instructions": "its name here is system",
+        "max_completion_tokens": "its name here is max_tokens",
+        "max_output_tokens": "its name here is max_tokens",
+        "stop": "its name here is stop_sequences",
+        "response_format": "its name here is output_config.format",
+        "text": "its name here is output_config.format",
+        "reasoning_effort": "its name here is output_config.effort",
+        "reasoning": "its name here is thinking",
+        "thinking_token_budget": "its name here is thinking.budget_tokens",
+        "parallel_tool_calls": "its name here is tool_choice.disable_parallel_tool_use",
+        "n": "there is one answer",
+        "logprobs": _LOGPROBS,
+        "top_logprobs": _LOGPROBS,
+        "prompt_logprobs": _LOGPROBS,
+        "logprob_token_ids": _LOGPROBS,
+    },
+    TokenizeChatRequest: {"prompt": "give a prompt or messages, not both"},
+}
+
+
+def check_fields(request: Body) -> list[str]:
+    """Refuses what cannot be had. Returns what nobody knows."""
+    if not request.model_extra:
+        return []
+    unknown = []
+    for name, value in request.model_extra.items():
+        reason = refusal(type(request), name)
+        if reason is not None and not _asks_for_nothing(name, value):
+            raise (NotSupported if name in REFUSED else InvalidParameter)(f"{name} cannot be used: {reason}", name)
+        if reason is None and name not in HINTS and not _known(name):
+            unknown.append(name)
+    return unknown
+
+
+def refusal(model: type[Body], name: str) -> str | None:
+    """Why the field cannot be used in this protocol; None if it works, is a hint, or is unknown."""
+    if name in model.model_fields or name in HINTS:
+        return None
+    if name in INSTEAD.get(model, {}):
+        return INSTEAD[model][name]
+    if name in REFUSED:
+        return REFUSED[name]
+    homes = [PATHS[other] for other in GENERATING if name in other.model_fields]
+    if not homes or name not in _MATTERS.get(model, (name,)):
+        return None
+    return f"it belongs to {' and '.join(homes)}"
+
+
+def handling(model: type[Body], name: str) -> str:
+    """works, hint, refused, or nothing where it would mean nothing."""
+    if (name in HINTS and name not in WORK_SOMEWHERE.get(model, ())) or name in HINTS_OF.get(model, {}):
+        return "hint"
+    if name in model.model_fields:
+        return "works"
+    if refusal(model, name) is not None:
+        return "refused"
+    return "hint" if _known(name) else ""
+
+
+def all_names() -> list[str]:
+    models = dict.fromkeys(name for model in PATHS for name in model.model_fields)
+    return sorted({*models, *HINTS, *REFUSED, *(name for names in INSTEAD.values() for name in names)})
+
+
+def table() -> str:
+    lines = [_HEAD, f"| field | {' | '.join(PATHS.values())} |", f"|---|{'---|' * len(PATHS)}"]
+    for name in all_names():
+        lines.append(f"| `{name}` | {' | '.join(handling(model, name) for model in PATHS)} |")
+    lines += ["", "## Why hints change nothing", "", "| field | why |", "|---|---|"]
+    lines += [f"| `{name}` | {why} |" for name, why in HINTS.items()]
+    lines += [f"| `{name}` in {PATHS[model]} | {why} |" for model, names in HINTS_OF.items() for name, why in names.items()]
+    lines += _INNER_HINTS
+    lines += ["", "## Why fields are refused", "", "| field | why |", "|---|---|"]
+    lines += [f"| `{name}` | {why} |" for name, why in REFUSED.items()]
+    lines += [f"| `{name}` in {PATHS[model]} | {why} |" for model, names in INSTEAD.items() for name, why in names.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _known(name: str) -> bool:
+    return any(name in model.model_fields for model in PATHS)
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    if value is None or value in NEUTRAL.get(name, ()):
+        return True
+    home = next((model for model in (ChatRequest, *GENERATING) if name in model.model_fields), None)
+    default = None if home is None else home.model_fields[name].default
+    return (value == default and type(value) is type(default)) or (not value and default is not True)
+
+
+_INNER_HINTS = [
+    "| `reasoning.summary` in /v1/responses | there are no summaries: the reasoning is told whole |",
+    "| `text.verbosity` in /v1/responses | models here do not know it |",
+    "| `cache_control` of blocks and tools, `metadata.user_id` in /v1/messages | prompts are cached by their content, always |",
+]
+
+_HEAD = """# Fields of requests
+
+Every field of every protocol, made from `src/quire/serve/field_table.py`: it works, it is a hint that changes no answer, or
+it is refused by name with what to send instead. A refused field may be sent with a value that asks for nothing: null, false, 0,
+something empty, or its default. Fields that no protocol has are ignored, as in vLLM; the log tells them at debug level.
+vLLM's sampling fields (`seed`, `min_p`, `structured_outputs` ...) mean the same in all four protocols that generate.
+"""
+
+
+if __name__ == "__main__":
+    print(table(), end="")
