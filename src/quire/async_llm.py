@@ -251,7 +251,9 @@ class AsyncLLM:
             max_batched_tokens=ready.max_batched_tokens,
             max_seqs=ready.max_seqs,
             depth=ready.depth,
+            page_size=ready.page_size,
         )
+        self._outputs.page_size = ready.page_size if self.config.prefix_caching else 0
         self._inputs.max_model_len = ready.max_model_len
         self.pages = ready.pages
         self.timeline = ready.timeline

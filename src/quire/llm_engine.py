@@ -38,7 +38,7 @@ class LLMEngine:
         self.timeline = started.timeline
         self.max_model_len = started.max_model_len
         self.inputs = InputProcessor.of(config, self.tokenizer, self.max_model_len)
-        self.outputs = OutputProcessor(self.tokenizer)
+        self.outputs = OutputProcessor(self.tokenizer, page_size=config.page_size if config.prefix_caching else 0)
         logger.info("ready after %s", self.timeline)
 
     @classmethod

@@ -15,7 +15,7 @@ from quire.types.outputs import TokenDelta
 from quire.types.plan import TopLogprobs
 from quire.types.request import EngineRequest
 
-READY = ipc.Ready(100, 10, "cpu", "float32", 64, 8, 0, Timeline([], 0.0, 0.0))
+READY = ipc.Ready(100, 10, "cpu", "float32", 64, 8, 0, Timeline([], 0.0, 0.0), 16)
 
 
 class Stage:

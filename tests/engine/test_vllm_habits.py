@@ -57,3 +57,33 @@ def test_one_that_needs_its_own_code_is_refused(tiny_model, tmp_path, part):
         (directory / "tokenizer_config.json").write_text(json.dumps(own))
     with pytest.raises(ModelError, match="code from its own repository, which is never run"):
         open_model(directory, trust_remote_code=True)
+
+
+# ---- logprobs
+
+
+def test_without_detokenizing_there_is_no_text_anywhere(llm):
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, detokenize=False, logprobs=2, prompt_logprobs=1)
+    [output] = llm.generate(TEXT[0], params, use_tqdm=False)
+    assert output.outputs[0].text == "" and len(output.outputs[0].token_ids) == 3
+    for position in [*output.outputs[0].logprobs, *output.prompt_logprobs[1:]]:
+        assert {entry.decoded_token for entry in position.values()} == {None}
+
+
+def test_a_character_in_pieces_is_told_by_the_token_that_completes_it(llm):
+    tokenizer = llm.get_tokenizer()
+    lead, middle, last = tokenizer.encode("€")
+    params = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=[last], logprobs=0, prompt_logprobs=0)
+    [output] = llm.generate([lead, middle], params, use_tqdm=False)
+    assert output.prompt_logprobs[1][middle].decoded_token == ""
+    assert output.outputs[0].logprobs[0][last].decoded_token == "€"
+    [lone] = llm.generate(TEXT[0], params, use_tqdm=False)
+    assert lone.outputs[0].logprobs[0][last].decoded_token == ""
+
+
+def test_pages_that_are_new_in_the_cache_are_counted(llm):
+    prompt = {"prompt": TEXT[1], "cache_salt": "counted"}
+    first, second = (llm.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2))
+    whole = len(first.prompt_token_ids)
+    assert (first.num_cached_tokens, first.num_cache_creation_tokens) == (0, whole // 4 * 4)
+    assert second.num_cached_tokens + second.num_cache_creation_tokens == whole // 4 * 4

@@ -124,8 +124,17 @@ def test_the_engines_numbers() -> None:
     assert seen["kv_cache_usage_perc"] == pytest.approx(0.6)
     assert (seen["engine_restarts_total"], seen["requests_replayed_total"]) == (1, 4)
     assert seen["engine_heartbeat_age_seconds"] == 0.25
-    assert (seen["iteration_tokens_total_count"], seen["iteration_tokens_total_sum"]) == (3, 11)
-    assert (seen["iteration_tokens_total_bucket 1.0"], seen["iteration_tokens_total_bucket 8.0"]) == (1, 3)
+
+
+def test_tokens_of_a_step_are_counted_as_vllm_does() -> None:
+    """A prompt counts whole, cached or not, with its first token; all prompts and all generated tokens are the sum."""
+    metrics = make()
+    metrics.on_outputs(OutputNews(0.0, tokens=2, prompts=[(5, 4), (7, 0)]))
+    metrics.on_outputs(OutputNews(0.0, tokens=1))
+    metrics.on_outputs(OutputNews(0.0))  # a request was dropped
+    seen = values(metrics)
+    assert (seen["iteration_tokens_total_count"], seen["iteration_tokens_total_sum"]) == (2, 15)
+    assert (seen["iteration_tokens_total_bucket 1.0"], seen["iteration_tokens_total_bucket 16.0"]) == (1, 2)
 
 
 def test_the_devices_counters() -> None:

@@ -3,6 +3,8 @@
 import pytest
 from serving import NAME, error_of, events_of
 
+from quire.config.server_args import ServerArgs
+
 
 def complete(http, **body):
     response = http.post("/v1/completions", json={"prompt": "the quick", "max_tokens": 6, "temperature": 0, **body})
@@ -86,6 +88,17 @@ def test_stream_order_and_usage(http):
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == complete(http)["choices"][0]["text"]
 
 
+def test_empty_stream_options_ask_for_no_usage(http):
+    assert all(chunk.get("usage") is None for chunk in stream(http, prompt="the quick", stream_options={}))
+    assert stream(http, prompt="the quick", stream_options={"include_usage": True})[-1]["usage"]["completion_tokens"] > 0
+
+
+def test_a_server_may_tell_usage_unasked(server):
+    with server.serve(ServerArgs(enable_force_include_usage=True)) as http:
+        for options in (None, {}, {"include_usage": False}):
+            assert stream(http, prompt="the quick", stream_options=options)[-1]["usage"]["completion_tokens"] > 0
+
+
 def test_without_stream_options_there_is_no_usage(http):
     events = stream(http, prompt="the quick")
     assert all("usage" not in chunk and len(chunk["choices"]) == 1 for chunk in events)
@@ -162,6 +175,32 @@ def test_echo(http):
 def test_echo_of_token_ids(http):
     ids = http.post("/tokenize", json={"prompt": "a page"}).json()["tokens"]
     assert complete(http, prompt=ids, echo=True, max_tokens=1)["choices"][0]["text"].startswith("a page")
+
+
+def test_echo_of_token_ids_keeps_special_tokens(http):
+    ids = [0, *http.post("/tokenize", json={"prompt": "a page"}).json()["tokens"], 1]
+    choice = complete(http, prompt=ids, echo=True, logprobs=0, max_tokens=2)["choices"][0]
+    assert choice["text"].startswith("<s>a page</s>")
+    offsets = dict(zip(choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"], strict=True))
+    assert choice["logprobs"]["tokens"][0] == "<s>"
+    assert all(choice["text"][offset:].startswith(token) for offset, token in offsets.items())
+
+
+def test_characters_in_pieces_have_their_text_where_they_end(http):
+    euro = http.post("/tokenize", json={"prompt": "\u20ac"}).json()["tokens"]
+    assert len(euro) == 3
+    told = complete(http, prompt=[*euro, euro[0]], echo=True, logprobs=1, max_tokens=1)["choices"][0]
+    assert told["logprobs"]["tokens"][:4] == ["", "", "\u20ac", ""]
+    scored = complete(http, prompt=euro, prompt_logprobs=0, max_tokens=1)["choices"][0]["prompt_logprobs"]
+    assert [scored[i][str(euro[i])]["decoded_token"] for i in (1, 2)] == ["", "\u20ac"]
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "temperature": 0, "logprobs": True}
+    forced = {token: http.post("/v1/chat/completions", json={**chat, "allowed_token_ids": [token]}).json() for token in euro}
+    lead = forced[euro[0]]["choices"][0]["logprobs"]["content"]
+    assert [(entry["token"], entry["bytes"]) for entry in lead] == [("", [0xE2])] * 3
+    named = http.post(
+        "/v1/chat/completions", json={**chat, "allowed_token_ids": euro[:1], "return_tokens_as_token_ids": True}
+    ).json()["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in named] == [f"token_id:{euro[0]}"] * 3
 
 
 def test_echo_without_generation_scores_the_prompt(http):

@@ -135,3 +135,17 @@ def test_times():
     }  # fmt: skip
     nothing = timing_of(RequestMetrics(0.0, queued_ts=1.0))
     assert {name for name, value in nothing.items() if value is not None} == {"preemptions"}
+
+
+def test_tokens_read_from_the_cache_and_written_to_it_are_counted_apart(http):
+    body = {"max_tokens": 2, "messages": [{"role": "user", "content": "a page is a page"}], "cache_salt": "counted apart"}
+    first, second = (http.post("/v1/messages", json=body).json()["usage"] for _ in range(2))
+    whole = http.post("/v1/messages/count_tokens", json={"messages": body["messages"]}).json()["input_tokens"]
+    for usage in (first, second):
+        parts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+        assert sum(usage[part] for part in parts) == whole
+    assert first["cache_read_input_tokens"] == 0 and first["cache_creation_input_tokens"] == whole // 4 * 4
+    assert second["cache_read_input_tokens"] == (whole - 1) // 4 * 4
+    assert second["cache_creation_input_tokens"] == whole // 4 * 4 - (whole - 1) // 4 * 4
+    details = http.post("/v1/responses", json={"input": "a quire", "cache_salt": "x"}).json()["usage"]["input_tokens_details"]
+    assert details["cached_tokens"] == 0 and details["cache_write_tokens"] > 0

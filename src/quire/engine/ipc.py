@@ -74,6 +74,7 @@ class Ready(_Frame):
     max_seqs: int
     depth: int
     timeline: Timeline
+    page_size: int  # tokens
 
 
 class StepReport(_Frame):

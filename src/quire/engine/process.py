@@ -197,6 +197,7 @@ def start(command: ipc.Start, watch: Stopwatch) -> tuple[EngineCore, ipc.Ready]:
         max_seqs=config.max_seqs,
         depth=config.depth,
         timeline=started.timeline,
+        page_size=config.page_size,
     )
 
 

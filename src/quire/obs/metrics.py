@@ -116,7 +116,7 @@ class Metrics:
         self.decode = board.add(Histogram("request_decode_time_seconds", "From the first token to the last", WHOLE_REQUEST))
 
     def _add_sizes(self, board: Board, sizes: tuple[float, ...]) -> None:
-        self.step_tokens = board.add(Histogram("iteration_tokens_total", "Tokens per step", STEP_TOKENS))
+        self.step_tokens = board.add(Histogram("iteration_tokens_total", "Prompt and generated tokens per step", STEP_TOKENS))
         self.request_prompt = board.add(Histogram("request_prompt_tokens", "Prompt tokens per request", sizes))
         self.request_generated = board.add(Histogram("request_generation_tokens", "Generated tokens per choice", sizes))
         self.request_longest = board.add(
@@ -131,7 +131,6 @@ class Metrics:
     # ---- observing -------------------------------------------------------------------------------------------------------
 
     def on_step(self, stats: Stats, tokens_in_step: int, now: float) -> None:  # noqa: ARG002
-        self.step_tokens.observe(tokens_in_step)
         last = self._last
         if any(new < old for new, old in zip(_counted(stats), _counted(last), strict=True)):
             last = NOTHING  # another engine, which counts from zero
@@ -143,6 +142,8 @@ class Metrics:
         """A request is counted when it gets somewhere."""
 
     def on_outputs(self, news: OutputNews) -> None:
+        if news.tokens:  # as vLLM counts: tokens generated, and the prompts whose first ones are among them
+            self.step_tokens.observe(news.tokens + sum(tokens for tokens, _ in news.prompts))
         self.generation_tokens.add(news.tokens)
         self.ttft.observe_all(news.first_tokens)
         self.itl.observe_all(news.intervals)

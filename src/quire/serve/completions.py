@@ -88,13 +88,17 @@ class _Choice:
             return self._prompt.text
         if self._tokenizer is None:
             return ""
-        return self._tokenizer.decode(self._prompt.ids, skip_special_tokens=self._request.skip_special_tokens)
+        return self._tokenizer.decode(self._prompt.ids, skip_special_tokens=False)
 
     def _logprobs(self, tokens: Sequence[int], positions: Sequence[TokenLogprobs | None] | None) -> CompletionLogprobs | None:
         if self._request.logprobs is None or positions is None:
             return None
         if self._offsets is None:
-            self._offsets = TextOffsets(self._tokenizer, () if self._echo else self._prompt.ids, self._params)
+            ids = self._prompt.ids
+            if self._echo:  # a text is shown as it came, without what was added to it
+                self._offsets = TextOffsets(self._tokenizer, (), self._params, ids, self._prompt.text is not None)
+            else:
+                self._offsets = TextOffsets(self._tokenizer, ids, self._params)
         return completion_logprobs(tokens, positions, self._names, self._offsets)
 
 

@@ -16,14 +16,22 @@ Positions = Sequence[TokenLogprobs | None]
 
 
 class TokenNames:
-    """Tokens as they are shown: as text with their bytes, or as token_id:N."""
+    """Tokens as they are shown: as text with their bytes, or as token_id:N.
+
+    The text of a token that is part of a character is what its place makes of it (`text/token_texts.py`).
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids or tokenizer is None
 
-    def name(self, token: int) -> str:
-        return f"token_id:{token}" if self._as_ids else self._text(token)
+    def name(self, token: int, chance: Logprob | None = None) -> str:
+        if self._as_ids:
+            return f"token_id:{token}"
+        try:
+            return self._raw(token).decode()
+        except UnicodeDecodeError:
+            return "" if chance is None else chance.decoded_token or ""
 
     def spelling(self, token: int) -> list[int] | None:
         """Characters may be spread over tokens: these bytes can be joined, their texts cannot."""
@@ -36,23 +44,36 @@ class TokenNames:
             return pieces.join([token], started=True)[0]
         return self._tokenizer.decode([token], skip_special_tokens=False).encode()
 
-    def _text(self, token: int) -> str:
-        return self._raw(token).decode("utf-8", "replace")
-
 
 class TextOffsets:
-    """Where each token's text begins in the text of its choice. Tokens of one character share its place."""
+    """Where each token's text begins in the text of its choice. Tokens of one character share its place.
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], params: SamplingParams) -> None:
+    `prompt` stands before the text. `echoed` is its first part, and is shown with special tokens or without.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        echoed: Sequence[int] = (),
+        skip_echoed: bool = False,
+    ) -> None:
         self._length = 0
-        self._detokenizer = None
+        self._read = 0
+        self._echo, self._rest = None, None
+        self._echoed = len(echoed)
         if tokenizer is not None:
-            self._detokenizer = Detokenizer(tokenizer, prompt, params.skip_special_tokens, params.spaces_between_special_tokens)
+            skip, spaces = params.skip_special_tokens, params.spaces_between_special_tokens
+            self._echo = Detokenizer(tokenizer, (), skip_echoed, spaces) if echoed else None
+            self._rest = Detokenizer(tokenizer, prompt or echoed, skip, spaces)
 
     def next(self, token: int) -> int:
         offset = self._length
-        if self._detokenizer is not None:
-            self._length += len(self._detokenizer.feed([token]))
+        told = self._echo if self._read < self._echoed else self._rest
+        self._read += 1
+        if told is not None:
+            self._length += len(told.feed([token]))
         return offset
 
 
@@ -63,7 +84,7 @@ def completion_logprobs(
     out: CompletionLogprobs = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for token, chances in zip(tokens, positions, strict=True):
         out["text_offset"].append(offsets.next(token))
-        out["tokens"].append(names.name(token))
+        out["tokens"].append(names.name(token, None if chances is None else chances[token]))
         out["token_logprobs"].append(None if chances is None else _finite(chances[token].logprob))
         out["top_logprobs"].append(None if chances is None else _by_name(chances, names))
     return out
@@ -92,7 +113,7 @@ def _by_name(chances: TokenLogprobs, names: TokenNames) -> dict[str, float]:
     """Tokens that are parts of characters may have one name; the chosen token, which is the first, keeps its own."""
     out: dict[str, float] = {}
     for token, chance in chances.items():
-        out.setdefault(names.name(token), _finite(chance.logprob))
+        out.setdefault(names.name(token, chance), _finite(chance.logprob))
     return out
 
 
@@ -101,7 +122,7 @@ def _entry(chance: Logprob) -> dict[str, Any]:
 
 
 def _chance(names: TokenNames, token: int, chance: Logprob) -> TokenChance:
-    return {"token": names.name(token), "logprob": _finite(chance.logprob), "bytes": names.spelling(token)}
+    return {"token": names.name(token, chance), "logprob": _finite(chance.logprob), "bytes": names.spelling(token)}
 
 
 def _rank(item: tuple[int, Logprob]) -> float:

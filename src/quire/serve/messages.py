@@ -91,11 +91,12 @@ class _Reply:
         }
 
     def _usage(self, step: Step, tokens: int) -> dict[str, int]:
-        """Prompt tokens from the cache are counted apart from the others."""
+        """Prompt tokens from the cache, and those that it has now, are counted apart from the others."""
         cached = self._server.told_cached(step.output.num_cached_tokens) or 0
+        created = self._server.told_cached(step.output.num_cache_creation_tokens) or 0
         return {
-            "input_tokens": self._turn.job.prompt_tokens - cached,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": self._turn.job.prompt_tokens - cached - created,
+            "cache_creation_input_tokens": created,
             "cache_read_input_tokens": cached,
             "output_tokens": tokens,
         }

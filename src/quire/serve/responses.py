@@ -233,6 +233,7 @@ class _Reply:
         cut = heard.finish_reason == "length"
         reasoned = await reasoning_tokens(self._server, self._items.reasoning, heard.thought)
         cached = self._server.told_cached(step.output.num_cached_tokens) or 0
+        created = self._server.told_cached(step.output.num_cache_creation_tokens) or 0
         self._response |= {
             "status": "incomplete" if cut else "completed",
             "completed_at": int(time.time()),
@@ -240,7 +241,7 @@ class _Reply:
             "output": [self._output_item(i, item) for i, item in enumerate(self._items.items)],
             "usage": {
                 "input_tokens": self._turn.job.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+                "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": created},
                 "output_tokens": self._tokens,
                 "output_tokens_details": {"reasoning_tokens": min(reasoned, self._tokens)},
                 "total_tokens": self._turn.job.prompt_tokens + self._tokens,

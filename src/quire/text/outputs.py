@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from quire.text.detokenizer import Detokenizer
 from quire.text.inputs import Prepared
 from quire.text.stops import StopStrings
+from quire.text.token_texts import CONTEXT, TokenTexts
 from quire.text.tokenizer import Tokenizer
 from quire.types.news import Arrived, Finished, OutputNews, OutputObserver
 from quire.types.outputs import (
@@ -46,8 +47,11 @@ class Absorbed:
 class OutputProcessor:
     """`observers` are told of every request and of every batch of deltas; the list may grow later."""
 
-    def __init__(self, tokenizer: Tokenizer | None, observers: Sequence[OutputObserver] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, observers: Sequence[OutputObserver] = (), page_size: int = 0) -> None:
+        """`page_size`: tokens of a page of the prefix cache; 0 without one."""
         self._tokenizer = tokenizer
+        self._texts = None if tokenizer is None else TokenTexts(tokenizer)
+        self.page_size = page_size
         self._observers = observers
         self._answers: dict[str, Answer] = {}  # by user request id
         self._owners: dict[str, tuple[Answer, _Choice]] = {}  # by engine request id
@@ -60,7 +64,7 @@ class OutputProcessor:
 
     def add(self, prepared: Prepared, trace_headers: Mapping[str, str] | None = None, arrived: float | None = None) -> "Answer":
         """`arrived`: since when its user waits, if that was before now (time.monotonic())."""
-        answer = Answer(prepared, self._tokenizer, trace_headers, time.monotonic() if arrived is None else arrived)
+        answer = Answer(self, prepared, trace_headers, time.monotonic() if arrived is None else arrived)
         self._answers[prepared.id] = answer
         for choice, request in zip(answer.choices, prepared.requests, strict=True):
             self._owners[request.id] = (answer, choice)
@@ -126,6 +130,10 @@ class OutputProcessor:
         self._tell(news)
         return Absorbed(due, aborts)
 
+    def tools_for(self, params: SamplingParams) -> "tuple[Tokenizer | None, TokenTexts | None]":
+        """What makes text of tokens, for a request that wants any."""
+        return (self._tokenizer, self._texts) if params.detokenize else (None, None)
+
     def _tell(self, news: OutputNews) -> None:
         for observer in self._observers:
             try:
@@ -138,12 +146,13 @@ class Answer:
     """One user request: its n choices and its times. What it has learnt and not told yet is in its next output."""
 
     def __init__(
-        self, prepared: Prepared, tokenizer: Tokenizer | None, trace_headers: Mapping[str, str] | None, arrived: float
+        self, owner: OutputProcessor, prepared: Prepared, trace_headers: Mapping[str, str] | None, arrived: float
     ) -> None:
         self.prepared = prepared
-        self._tokenizer = tokenizer
+        self._owner = owner
+        tokenizer, self._texts = owner.tools_for(prepared.params)
         self._trace_headers = trace_headers
-        self.choices = [_Choice(i, prepared, tokenizer) for i in range(len(prepared.requests))]
+        self.choices = [_Choice(i, prepared, tokenizer, self._texts) for i in range(len(prepared.requests))]
         self.metrics = RequestMetrics(arrival_time=prepared.requests[0].arrival, queued_ts=arrived)
         self.cached_tokens = 0
         self.unfinished = len(self.choices)
@@ -216,7 +225,13 @@ class Answer:
             finished=not self.unfinished,
             metrics=self.metrics,
             num_cached_tokens=self.cached_tokens,
+            num_cache_creation_tokens=self._created_tokens(),
         )
+
+    def _created_tokens(self) -> int:
+        """Prompt tokens in whole pages that the prefix cache did not have: others can use them now."""
+        size, length = self._owner.page_size, len(self.prepared.prompt_ids)
+        return max(0, length // size * size - self.cached_tokens) if size and self.metrics.first_token_ts else 0
 
     def _add_prompt_logprobs(self, chunks: tuple[TopLogprobs, ...]) -> None:
         """A preempted request runs its prompt again: positions told already are not told twice."""
@@ -226,7 +241,8 @@ class Answer:
         for chunk in chunks:
             for i in range(len(chunk.rank)):
                 if len(table) < len(self.prepared.prompt_ids):
-                    table.append(_read_logprobs(chunk, i, self._tokenizer, ranked=True))
+                    before = self._prompt_ids[max(0, len(table) - CONTEXT) : len(table)]
+                    table.append(_read_logprobs(chunk, i, self._texts, before, ranked=True))
 
 
 @dataclass(slots=True)
@@ -248,7 +264,8 @@ class _Choice:
 
     index: int
     prepared: Prepared
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None  # None: no text is wanted
+    texts: TokenTexts | None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -263,7 +280,7 @@ class _Choice:
         self.params: SamplingParams = params
         self.logprobs = _new_table(params) if _wants_logprobs(params) else None
         self._detokenizer = None
-        if self.tokenizer is not None and params.detokenize:
+        if self.tokenizer is not None:
             self._detokenizer = Detokenizer(
                 self.tokenizer,
                 prompt=self.prepared.prompt_ids,
@@ -344,7 +361,10 @@ class _Choice:
         assert self.logprobs is not None
         self.cumulative_logprob += float(top.values[0, 0])
         ranked = self.params.logprob_token_ids is None
-        self.logprobs.append(_read_logprobs(top, 0, self.tokenizer, ranked=ranked))
+        before = self.token_ids[-CONTEXT - 1 : -1]
+        if len(before) < CONTEXT:
+            before = [*self.prepared.prompt_ids[len(before) - CONTEXT :], *before]
+        self.logprobs.append(_read_logprobs(top, 0, self.texts, before, ranked=ranked))
 
 
 def _wants_logprobs(params: SamplingParams) -> bool:
@@ -355,13 +375,18 @@ def _new_table(params: SamplingParams) -> _LogprobTable:
     return FlatLogprobs() if params.flat_logprobs else []
 
 
-def _read_logprobs(top: TopLogprobs, position: int, tokenizer: Tokenizer | None, ranked: bool) -> TokenLogprobs:
-    """The chosen token first, then the alternatives; `ranked`: the alternatives are the best ones in order."""
+def _read_logprobs(
+    top: TopLogprobs, position: int, texts: TokenTexts | None, before: Sequence[int], ranked: bool
+) -> TokenLogprobs:
+    """The chosen token first, then the alternatives; `ranked`: the alternatives are the best ones in order.
+
+    `before` are the last tokens in front of them.
+    """
     out: TokenLogprobs = {}
     for column, (token, value) in enumerate(zip(top.ids[position].tolist(), top.values[position].tolist(), strict=True)):
         if token in out:
             continue
         rank = int(top.rank[position]) if column == 0 else (column if ranked else None)
-        decoded = None if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
+        decoded = None if texts is None else texts.of(token, before)
         out[token] = Logprob(logprob=value, rank=rank, decoded_token=decoded)
     return out

@@ -126,6 +126,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     lora_request: Any = None
     num_cached_tokens: int = 0
+    num_cache_creation_tokens: int = 0
 
 
 @dataclass
