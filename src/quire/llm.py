@@ -1,8 +1,8 @@
 """LLM: the offline API. Give it prompts, get answers, in order."""
 
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from tqdm import tqdm
 
@@ -11,22 +11,28 @@ from quire.config.args import EngineArgs
 from quire.garbage import little_garbage_collection
 from quire.interrupt import interrupts_between_steps
 from quire.llm_engine import LLMEngine
+from quire.llm_not_built import NotBuilt
+from quire.obs.offline import OfflineMetrics
 from quire.progress import shown
 from quire.text.inputs import Prepared
+from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter, NotSupported
 from quire.types.outputs import BeamSearchOutput, RequestOutput
 from quire.types.prompts import PromptType
 from quire.types.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 
+if TYPE_CHECKING:
+    from quire.obs.reader import Metric
+
 Messages = list[dict[str, Any]]
 
 
-class LLM:
+class LLM(NotBuilt):
     """A model in this process. Keyword arguments are those of EngineArgs (`quire plan --help` lists them)."""
 
     def __init__(self, model: str = "smollm2", **engine_args: Any) -> None:
-        self._start(EngineArgs.from_kwargs(model=model, **engine_args))
+        self._start(EngineArgs.from_kwargs(**{"model": model, "disable_log_stats": True, **engine_args}))
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "LLM":
@@ -38,6 +44,8 @@ class LLM:
         with shown(f"{args.model} is ready"):
             self.llm_engine = LLMEngine.from_engine_args(args)
         self._ids = itertools.count()
+        self._waiting: list[Prepared] = []  # enqueued, and not waited for yet
+        self._metrics = None if args.disable_log_stats else OfflineMetrics(self.llm_engine)
 
     def generate(
         self,
@@ -47,25 +55,17 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: Any = None,
         priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Any = None,
     ) -> list[RequestOutput]:
         """One RequestOutput per prompt, in order.
 
         Everything is checked before anything runs. A request that fails while running comes back with finish_reason
-        "error" and its reason in `outputs[i].error`; the others are not touched.
+        "error" and its reason in `outputs[i].error`; the others are not touched. `tokenization_kwargs` say how prompts become
+        tokens: add_special_tokens, truncation, max_length ... (`text/tokenization.py`).
         """
-        if lora_request is not None:
-            raise NotSupported("lora_request cannot be used: LoRA adapters are not available yet", "lora_request")
-        batch = _as_batch(prompts)
-        params = self._params_for(sampling_params, len(batch))
-        priorities = list(priority) if priority is not None else [0] * len(batch)
-        if len(priorities) != len(batch):
-            raise InvalidParameter(f"priority has {len(priorities)} entries for {len(batch)} prompts", "priority")
-        prepared = []
-        for prompt, one, rank in zip(batch, params, priorities, strict=True):
-            ready = self.llm_engine.prepare(str(next(self._ids)), prompt, one, priority=rank)
-            ready.params.output_kind = RequestOutputKind.FINAL_ONLY
-            prepared.append(ready)
-        return self._run(prepared, use_tqdm)
+        _refuse(lora_request, mm_processor_kwargs)
+        return self._run(self._prepare(prompts, sampling_params, priority, tokenization_kwargs), use_tqdm)
 
     def chat(
         self,
@@ -74,15 +74,49 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: Any = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Any = None,
     ) -> list[RequestOutput]:
-        """Like generate, for one conversation or a list of them."""
+        """Like generate, for one conversation or a list of them.
+
+        `chat_template_content_format`: what the template gets as a message's content, "string", or "openai" for a list of
+        parts; "auto": what it reads.
+        """
+        _refuse(lora_request, mm_processor_kwargs)
+        prompts = self.preprocess_chat(
+            messages,
+            chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def preprocess_chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        *,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PromptType]:
+        """The prompts that `chat` makes of conversations."""
         single = bool(messages) and isinstance(messages[0], dict)
         conversations = [cast(Messages, messages)] if single else cast(Sequence[Messages], messages)
         tokenizer = self.get_tokenizer()
+        how = Tokenization.of(tokenization_kwargs, add_special_tokens=False)
         prompts: list[PromptType] = []
         for conversation in conversations:
             text = tokenizer.apply_chat_template(
@@ -92,16 +126,60 @@ class LLM:
                 continue_final_message=continue_final_message,
                 tools=tools,
                 chat_template=chat_template,
+                chat_template_content_format=chat_template_content_format,
                 **(chat_template_kwargs or {}),
             )
-            prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+            prompts.append({"prompt": text, "prompt_token_ids": how.apply(tokenizer, text, self._longest)})
+        return prompts
+
+    def enqueue(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Any = None,
+    ) -> list[str]:
+        """Takes requests in without running them; `wait_for_completion` does. Returns their ids."""
+        _refuse(lora_request, mm_processor_kwargs)
+        prepared = self._prepare(prompts, sampling_params, priority, tokenization_kwargs)
+        self._waiting += prepared
+        return [one.id for one in prepared]
+
+    def enqueue_chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[str]:
+        """`enqueue` for conversations; the options are those of `preprocess_chat`."""
+        return self.enqueue(self.preprocess_chat(messages, **options), sampling_params)
+
+    def wait_for_completion(self, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Runs all that was enqueued; one RequestOutput for each, in order."""
+        prepared, self._waiting = self._waiting, []
+        return self._run(prepared, use_tqdm)
 
     def beam_search(
-        self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams, use_tqdm: bool = False
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` best continuations of each prompt, best first."""
-        return search_beams(self.llm_engine, _as_batch(prompts), params, use_tqdm=use_tqdm)
+        """The `beam_width` best continuations of each prompt, best first. At most `concurrency_limit` prompts at a time."""
+        _refuse(lora_request)
+        batch = _as_batch(prompts)
+        if concurrency_limit is not None and (type(concurrency_limit) is not int or concurrency_limit < 1):
+            raise InvalidParameter(f"concurrency_limit must be at least 1, got {concurrency_limit!r}", "concurrency_limit")
+        size = concurrency_limit or max(1, len(batch))
+        found: list[BeamSearchOutput] = []
+        for i in range(0, len(batch), size):
+            found += search_beams(self.llm_engine, batch[i : i + size], params, use_tqdm=use_tqdm)
+        return found
 
     def get_tokenizer(self) -> Tokenizer:
         return self.llm_engine.get_tokenizer()
@@ -110,8 +188,54 @@ class LLM:
         """The model's own defaults (generation_config.json), or neutral ones."""
         return self.llm_engine.default_params()
 
+    def get_metrics(self) -> "list[Metric]":
+        """What the server tells Prometheus, as objects with vLLM's names. Counted only with disable_log_stats=False."""
+        if self._metrics is None:
+            raise NotSupported("nothing was counted: make the engine with LLM(..., disable_log_stats=False)", "get_metrics")
+        return self._metrics.read()
+
+    def get_world_size(self, include_dp: bool = True) -> int:  # noqa: ARG002
+        """Devices: one."""
+        return 1
+
     def reset_prefix_cache(self) -> bool:
         return self.llm_engine.reset_prefix_cache()
+
+    @property
+    def _longest(self) -> int:
+        return self.llm_engine.max_model_len - 1  # a prompt leaves room for a token
+
+    def _prepare(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        tokenization_kwargs: Mapping[str, Any] | None,
+    ) -> list[Prepared]:
+        batch = _as_batch(prompts)
+        if tokenization_kwargs:
+            how = Tokenization.of(tokenization_kwargs)
+            batch = [self._tokenized(prompt, how) for prompt in batch]
+        params = self._params_for(sampling_params, len(batch))
+        priorities = list(priority) if priority is not None else [0] * len(batch)
+        if len(priorities) != len(batch):
+            raise InvalidParameter(f"priority has {len(priorities)} entries for {len(batch)} prompts", "priority")
+        prepared = []
+        for prompt, one, rank in zip(batch, params, priorities, strict=True):
+            ready = self.llm_engine.prepare(str(next(self._ids)), prompt, one, priority=rank)
+            ready.params.output_kind = RequestOutputKind.FINAL_ONLY
+            prepared.append(ready)
+        return prepared
+
+    def _tokenized(self, prompt: PromptType, how: Tokenization) -> PromptType:
+        """What is no prompt stays as it is: it is refused later."""
+        given: dict[str, Any] = dict(prompt) if isinstance(prompt, dict) else {}
+        content: Any = given.get("prompt_token_ids", given.get("prompt")) if given else prompt
+        if not isinstance(content, str | list | tuple):
+            return prompt
+        ids = how.apply(self.get_tokenizer(), content, self._longest)
+        text = {"prompt": content} if isinstance(content, str) else {}
+        return cast(PromptType, {**given, **text, "prompt_token_ids": ids})
 
     def _params_for(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None:
@@ -138,6 +262,13 @@ class LLM:
         finally:
             engine.abort_request(one.id for one in prepared if one.id not in done)
         return [done[one.id] for one in prepared]
+
+
+def _refuse(lora_request: Any, mm_processor_kwargs: Any = None) -> None:
+    if lora_request is not None:
+        raise NotSupported("lora_request cannot be used: LoRA adapters are not available yet", "lora_request")
+    if mm_processor_kwargs:
+        raise NotSupported("mm_processor_kwargs cannot be used: prompts are text", "mm_processor_kwargs")
 
 
 class _progress:  # noqa: N801  used as a context manager

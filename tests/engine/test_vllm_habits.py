@@ -6,8 +6,9 @@ import shutil
 import pytest
 from tiny import TEXT, open_model
 
-from quire import SamplingParams
-from quire.types.errors import ModelError
+from quire import BeamSearchParams, SamplingParams
+from quire.obs.reader import Counter, Gauge, Histogram
+from quire.types.errors import InvalidParameter, ModelError, NotSupported
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -87,3 +88,164 @@ def test_pages_that_are_new_in_the_cache_are_counted(llm):
     whole = len(first.prompt_token_ids)
     assert (first.num_cached_tokens, first.num_cache_creation_tokens) == (0, whole // 4 * 4)
     assert second.num_cached_tokens + second.num_cache_creation_tokens == whole // 4 * 4
+
+
+# ---- methods
+
+
+def test_metrics_as_objects(tiny_model):
+    counted = open_model(tiny_model, disable_log_stats=False)
+    outputs = counted.generate([TEXT[0], TEXT[0], TEXT[1]], GREEDY, use_tqdm=False)
+    metrics = {(metric.name, *list(metric.labels.values())[2:]): metric for metric in counted.get_metrics()}
+    generated, prompts = metrics["vllm:generation_tokens",], metrics["vllm:prompt_tokens",]
+    assert isinstance(generated, Counter) and generated.value == 24
+    assert prompts.value == sum(len(output.prompt_token_ids) for output in outputs)
+    assert generated.labels == {"model_name": str(tiny_model), "engine": "0"}
+    assert isinstance(metrics["vllm:num_requests_running",], Gauge) and metrics["vllm:num_requests_running",].value == 0
+    assert metrics["vllm:request_success", "length"].value == 3
+    assert metrics["vllm:prefix_cache_queries",].value > 0
+    steps = metrics["vllm:iteration_tokens_total",]
+    assert isinstance(steps, Histogram) and steps.sum == prompts.value + 24
+    assert steps.count == steps.buckets["+Inf"] == 8 and steps.buckets["1.0"] == 0
+    assert counted.get_metrics() == counted.get_metrics()
+    counted.llm_engine.shutdown()
+
+
+def test_metrics_are_counted_only_if_asked_for(llm):
+    with pytest.raises(NotSupported, match="disable_log_stats=False"):
+        llm.get_metrics()
+
+
+def test_tokenization_kwargs(llm):
+    tokenizer = llm.get_tokenizer()
+    whole = tokenizer.encode(TEXT[0])
+    assert len(whole) > 6
+
+    def prompt_of(prompt, **given):
+        return llm.generate(prompt, GREEDY, use_tqdm=False, tokenization_kwargs=given)[0].prompt_token_ids
+
+    assert prompt_of(TEXT[0], truncation=True, max_length=5) == whole[:5]
+    assert prompt_of(TEXT[0], truncation=True, max_length=5, truncation_side="left") == whole[-5:]
+    assert prompt_of({"prompt": TEXT[0], "cache_salt": "s"}, truncate_prompt_tokens=4) == whole[-4:]
+    assert prompt_of(whole, truncate_prompt_tokens=4) == whole[-4:]
+    assert prompt_of(TEXT[0].upper(), do_lower_case=True, padding=False) == whole
+    assert len(prompt_of("a b " * 500, truncate_prompt_tokens=-1)) == 255
+    for wrong, message in (
+        ({"max_length": 5}, "max_length needs truncation"),
+        ({"truncation": True, "max_length": 0}, "max_length must be"),
+        ({"padding": True}, "padding must be one of"),
+        ({"return_tensors": "pt"}, "has no 'return_tensors'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prompt_of(TEXT[0], **wrong)
+
+
+def test_tokenization_kwargs_and_special_tokens(tiny_model, tmp_path):
+    """A tokenizer that puts a token before every text and one behind: cutting leaves them."""
+    from tokenizers import Tokenizer, processors
+
+    directory = shutil.copytree(tiny_model, tmp_path / "model")
+    fast = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    fast.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    fast.save(str(directory / "tokenizer.json"))
+    llm = open_model(directory)
+    bare = llm.get_tokenizer().encode(TEXT[0], add_special_tokens=False)
+    told = [
+        llm.generate(TEXT[0], GREEDY, use_tqdm=False, tokenization_kwargs=given)[0].prompt_token_ids
+        for given in ({}, {"add_special_tokens": False}, {"truncation": True, "max_length": 6})
+    ]
+    assert told == [[0, *bare, 1], bare, [0, *bare[:4], 1]]
+    message = [{"role": "user", "content": "a"}]
+    plain, special = (
+        llm.chat(message, GREEDY, use_tqdm=False, tokenization_kwargs=given)[0].prompt_token_ids
+        for given in (None, {"add_special_tokens": True})
+    )
+    assert special == [0, *plain, 1]
+    llm.llm_engine.shutdown()
+
+
+PARTS = "{% for m in messages %}{% if m.content is string %}[{{ m.content }}]{% else %}{% for p in m.content %}<{{ p.type }}:{{ p.text }}>{% endfor %}{% endif %}{% endfor %}"  # noqa: E501
+FLAT = "{% for m in messages %}{{ m.content }}|{% endfor %}"
+
+
+def test_what_templates_get_as_content(llm):
+    messages = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+    ]
+
+    def prompt(template, **options):
+        return llm.chat(messages, GREEDY, use_tqdm=False, chat_template=template, **options)[0].prompt
+
+    assert prompt(PARTS) == "[s]<text:a><input_text:b>"
+    assert prompt(PARTS, chat_template_content_format="openai") == "<text:s><text:a><text:b>"
+    assert prompt(PARTS, chat_template_content_format="string") == "[s][a\nb]"
+    assert prompt(FLAT) == "s|a\nb|"
+    with pytest.raises(InvalidParameter, match="must be one of auto, string, openai"):
+        prompt(FLAT, chat_template_content_format="parts")
+
+
+def test_parameters_from_optional_values():
+    params = SamplingParams.from_optional(
+        n=None, temperature=0.5, top_p=None, stop=None, logit_bias={"3": 200.0}, max_tokens=None
+    )
+    assert params == SamplingParams(temperature=0.5, logit_bias={3: 100.0}, max_tokens=None)
+    assert SamplingParams.from_optional() == SamplingParams()
+    with pytest.raises(ValueError, match="temperature"):
+        SamplingParams.from_optional(temperature=3.0)
+
+
+def test_beam_search_of_few_prompts_at_a_time(llm, monkeypatch):
+    params = BeamSearchParams(beam_width=2, max_tokens=3)
+    together = llm.beam_search(TEXT, params)
+    sizes = []
+    import quire.llm
+
+    real = quire.llm.search_beams
+    monkeypatch.setattr(
+        "quire.llm.search_beams", lambda engine, batch, *a, **k: sizes.append(len(batch)) or real(engine, batch, *a, **k)
+    )
+    apart = llm.beam_search(TEXT, params, concurrency_limit=2)
+    assert sizes == [2, 1]
+    assert [[beam.tokens for beam in one.sequences] for one in apart] == [[b.tokens for b in one.sequences] for one in together]
+    for wrong in (0, -1, "2"):
+        with pytest.raises(InvalidParameter, match="concurrency_limit must be at least 1"):
+            llm.beam_search(TEXT, params, concurrency_limit=wrong)
+
+
+def test_enqueue_and_wait(llm):
+    names = llm.enqueue(TEXT[:2], GREEDY) + llm.enqueue_chat([{"role": "user", "content": "a"}], GREEDY)
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == names
+    assert [output.outputs[0].token_ids for output in outputs[:2]] == [ids(llm, text) for text in TEXT[:2]]
+    assert outputs[2].prompt == "<user>a</s><assistant>"
+    assert llm.wait_for_completion(use_tqdm=False) == []
+
+
+def test_smaller_things(llm):
+    assert llm.get_world_size() == 1 and llm.reset_mm_cache() is None
+    [prompt] = llm.preprocess_chat([{"role": "user", "content": "a"}])
+    assert prompt["prompt"] == "<user>a</s><assistant>"
+    assert llm.get_tokenizer().decode(prompt["prompt_token_ids"], skip_special_tokens=False) == prompt["prompt"]
+
+
+@pytest.mark.parametrize(
+    "name", ["encode", "embed", "classify", "score", "collective_rpc", "apply_model", "start_profile", "sleep"]
+)
+def test_what_is_not_there_says_so(llm, name):
+    with pytest.raises(NotSupported, match=f"llm.{name} is not available: "):
+        getattr(llm, name)("x")
+
+
+def test_pieces_of_a_stream(tiny_model):
+    from quire import RequestOutputKind
+
+    llm = open_model(tiny_model, stream_interval=3)
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    engine.add_request("a", TEXT[0], params)
+    sizes = []
+    while engine.has_unfinished_requests():
+        sizes += [len(output.outputs[0].token_ids) for output in engine.step()]
+    assert sizes == [1, 3, 3, 1]
+    engine.shutdown()

@@ -3,6 +3,8 @@
 import pytest
 from serving import NAME, error_of, events_of
 
+from quire.config.server_args import ServerArgs
+
 HELLO = [{"role": "user", "content": "héllo"}]
 
 
@@ -196,3 +198,17 @@ def test_what_is_not_refused(http):
     chat(http, response_format={"type": "text"}, user="someone", parallel_tool_calls=False, tool_choice="none")
     chat(http, tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="none")
     chat(http, session_id="s", stream_options=None, logprobs=None, stop=[], frequency_penalty=None, n=None)
+
+
+def test_what_templates_get_as_content(server):
+    template = "{% for m in messages %}{% if m.content is string %}[{{ m.content }}]{% else %}{{ m.content | length }} parts{% endif %}{% endfor %}"  # noqa: E501
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 1,
+        "chat_template": template,
+        "return_prompt_text": True,
+    }
+    for form, prompt in (("auto", "[a]"), ("string", "[a]"), ("openai", "1 parts")):
+        settings = ServerArgs(chat_template_content_format=form, trust_request_chat_template=True)
+        with server.serve(settings) as http:
+            assert http.post("/v1/chat/completions", json=body).json()["prompt_text"] == prompt

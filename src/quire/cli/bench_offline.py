@@ -43,6 +43,8 @@ def at_least(flag: str, value: int, least: int) -> int:
 def engine_args(namespace: argparse.Namespace, *, tokens_only: bool) -> EngineArgs:
     """Where all prompts are token ids, no tokenizer is loaded and nothing is detokenized, unless asked for."""
     args = EngineArgs.from_cli(namespace)
+    if "disable_log_stats" not in vars(namespace):  # nobody asks for metrics
+        args = dataclasses.replace(args, disable_log_stats=True)
     if tokens_only and "skip_tokenizer_init" not in vars(namespace):
         args = dataclasses.replace(args, skip_tokenizer_init=True)
     return args

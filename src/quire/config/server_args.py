@@ -74,6 +74,10 @@ class ServerArgs:
         "", TEXT, _TOOLS, "how the model writes its reasoning: qwen3, deepseek_r1, ... ; auto: by its chat template"
     )
     reasoning_parser_plugin: str | None = setting(None, TEXT, _TOOLS, "Python file that registers formats of reasoning")
+    chat_template_content_format: str = setting(
+        "auto", TEXT, _TOOLS, "what the chat template gets as content: string, openai (a list of parts), auto: what it reads",
+        choices=("auto", "string", "openai"),
+    )  # fmt: skip
     default_chat_template_kwargs: dict[str, object] = setting(
         {}, OBJECT, _TOOLS, 'variables for the chat template, under those of the request: {"enable_thinking": false}'
     )

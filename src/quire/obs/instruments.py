@@ -1,16 +1,17 @@
 """Counters, gauges, histograms and summaries as plain numbers, made into Prometheus families only when somebody asks.
 
 They are written on the event loop and read there, so they need no locks: an observation is a search and an addition.
+Prometheus' library is needed only to write them out (`family`).
 """
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from itertools import accumulate
+from typing import TYPE_CHECKING, TypeVar
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, SummaryMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
 
 Labels = tuple[str, ...]
 
@@ -22,7 +23,7 @@ class Instrument(ABC):
         self.name, self.help, self.labels = name, help, labels
 
     @abstractmethod
-    def family(self, prefix: str, shared: Mapping[str, str]) -> Metric: ...
+    def family(self, prefix: str, shared: Mapping[str, str]) -> "Metric": ...
 
 
 class Counter(Instrument):
@@ -34,7 +35,9 @@ class Counter(Instrument):
     def add(self, amount: float = 1.0, *labels: str) -> None:
         self.values[labels] = self.values.get(labels, 0.0) + amount
 
-    def family(self, prefix: str, shared: Mapping[str, str]) -> Metric:
+    def family(self, prefix: str, shared: Mapping[str, str]) -> "Metric":
+        from prometheus_client.core import CounterMetricFamily
+
         family = CounterMetricFamily(prefix + self.name, self.help, labels=[*shared, *self.labels])
         for labels, value in self.values.items():
             family.add_metric([*shared.values(), *labels], value)
@@ -49,14 +52,16 @@ class Gauge(Instrument):
     def set(self, value: float, *labels: str) -> None:
         self.values[labels] = value
 
-    def family(self, prefix: str, shared: Mapping[str, str]) -> Metric:
+    def family(self, prefix: str, shared: Mapping[str, str]) -> "Metric":
+        from prometheus_client.core import GaugeMetricFamily
+
         family = GaugeMetricFamily(prefix + self.name, self.help, labels=[*shared, *self.labels])
         for labels, value in self.values.items():
             family.add_metric([*shared.values(), *labels], value)
         return family
 
 
-class _Distribution:
+class Distribution:
     __slots__ = ("counts", "sum")
 
     def __init__(self, buckets: int) -> None:
@@ -70,7 +75,7 @@ class Histogram(Instrument):
     def __init__(self, name: str, help: str, bounds: Sequence[float], labels: Labels = ()) -> None:  # noqa: A002
         super().__init__(name, help, labels)
         self.bounds = tuple(bounds)
-        self.values: dict[Labels, _Distribution] = {} if labels else {(): _Distribution(len(self.bounds) + 1)}
+        self.values: dict[Labels, Distribution] = {} if labels else {(): Distribution(len(self.bounds) + 1)}
 
     def observe(self, value: float, *labels: str) -> None:
         self.observe_all((value,), *labels)
@@ -78,23 +83,24 @@ class Histogram(Instrument):
     def observe_all(self, values: Iterable[float], *labels: str) -> None:
         found = self.values.get(labels)
         if found is None:
-            found = self.values[labels] = _Distribution(len(self.bounds) + 1)
+            found = self.values[labels] = Distribution(len(self.bounds) + 1)
         counts, bounds = found.counts, self.bounds
         for value in values:
             counts[bisect_left(bounds, value)] += 1
             found.sum += value
 
-    def family(self, prefix: str, shared: Mapping[str, str]) -> Metric:
+    def family(self, prefix: str, shared: Mapping[str, str]) -> "Metric":
+        from prometheus_client.core import HistogramMetricFamily
+
         family = HistogramMetricFamily(prefix + self.name, self.help, labels=[*shared, *self.labels])
-        ends = [*(repr(float(bound)) for bound in self.bounds), "+Inf"]
         for labels, found in self.values.items():
-            so_far = 0
-            buckets = []
-            for end, count in zip(ends, found.counts, strict=True):
-                so_far += count
-                buckets.append((end, float(so_far)))
-            family.add_metric([*shared.values(), *labels], buckets, sum_value=found.sum)
+            family.add_metric([*shared.values(), *labels], self.buckets(found), sum_value=found.sum)
         return family
+
+    def buckets(self, found: Distribution) -> list[tuple[str, float]]:
+        """Upper ends, and how many values are at most that."""
+        ends = [*(repr(float(bound)) for bound in self.bounds), "+Inf"]
+        return list(zip(ends, map(float, accumulate(found.counts)), strict=True))
 
 
 class Summary(Instrument):
@@ -106,7 +112,9 @@ class Summary(Instrument):
         count, total = self.values.get(labels, (0, 0.0))
         self.values[labels] = (count + 1, total + value)
 
-    def family(self, prefix: str, shared: Mapping[str, str]) -> Metric:
+    def family(self, prefix: str, shared: Mapping[str, str]) -> "Metric":
+        from prometheus_client.core import SummaryMetricFamily
+
         family = SummaryMetricFamily(prefix + self.name, self.help, labels=[*shared, *self.labels])
         for labels, (count, total) in self.values.items():
             family.add_metric([*shared.values(), *labels], count, total)
@@ -116,17 +124,17 @@ class Summary(Instrument):
 _Kind = TypeVar("_Kind", bound=Instrument)
 
 
-class Board(Collector):
-    """Instruments that share a prefix and labels."""
+class Board:
+    """Instruments that share a prefix and labels. To Prometheus' library it is a collector."""
 
     def __init__(self, prefix: str, shared: Mapping[str, str]) -> None:
-        self._prefix, self._shared = prefix, dict(shared)
-        self._instruments: list[Instrument] = []
+        self.prefix, self.shared = prefix, dict(shared)
+        self.instruments: list[Instrument] = []
 
     def add(self, instrument: _Kind) -> _Kind:
-        self._instruments.append(instrument)
+        self.instruments.append(instrument)
         return instrument
 
-    def collect(self) -> Iterator[Metric]:
-        for instrument in self._instruments:
-            yield instrument.family(self._prefix, self._shared)
+    def collect(self) -> "Iterator[Metric]":
+        for instrument in self.instruments:
+            yield instrument.family(self.prefix, self.shared)

@@ -5,14 +5,15 @@ somebody looks (gauges) is read from the engine at that moment. Each server has 
 """
 
 from collections.abc import Mapping
-from typing import Protocol
-
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.exposition import choose_encoder
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 from quire.obs.instruments import Board, Counter, Gauge, Histogram
 from quire.types.news import Arrived, Finished, OutputNews
 from quire.types.stats import Stats
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 NOTHING = Stats(0, 0, 0, 0, 0, 0, 0)
 REASONS = ("stop", "length", "abort", "error", "repetition")
@@ -49,18 +50,25 @@ class Metrics:
     """`cache_info` describes the cache; it becomes the labels of cache_config_info."""
 
     def __init__(self, prefix: str, model_name: str, max_model_len: int, cache_info: Mapping[str, object]) -> None:
-        self.registry = CollectorRegistry()
-        board = self._board = Board(f"{prefix}:", {"model_name": model_name, "engine": "0"})
+        board = self.board = Board(f"{prefix}:", {"model_name": model_name, "engine": "0"})
         self._cache_info = {name: str(value) for name, value in cache_info.items()}
         self._last = NOTHING
         self._add_state(board)
         self._add_tokens(board)
         self._add_times(board)
         self._add_sizes(board, one_two_five(max_model_len))
-        self.registry.register(board)
-        ProcessCollector(registry=self.registry)
-        PlatformCollector(registry=self.registry)
-        GCCollector(registry=self.registry)
+
+    @cached_property
+    def registry(self) -> "CollectorRegistry":
+        """For Prometheus: these metrics, and those of the process."""
+        from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+
+        registry = CollectorRegistry()
+        registry.register(self.board)
+        ProcessCollector(registry=registry)
+        PlatformCollector(registry=registry)
+        GCCollector(registry=registry)
+        return registry
 
     def _add_state(self, board: Board) -> None:
         self.running = board.add(Gauge("num_requests_running", "Requests that are in steps now"))
@@ -181,11 +189,14 @@ class Metrics:
 
     def render(self, engine: Engine, accept: str = "") -> tuple[bytes, str]:
         """All of it as text, and the text's content type: what the reader accepts decides between two formats."""
-        self._read(engine)
+        from prometheus_client.exposition import choose_encoder
+
+        self.look(engine)
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
-    def _read(self, engine: Engine) -> None:
+    def look(self, engine: Engine) -> None:
+        """Reads what only matters when somebody looks."""
         stats = engine.stats or NOTHING
         self.running.set(stats.running)
         self.waiting.set(stats.waiting)

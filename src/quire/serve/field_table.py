@@ -96,7 +96,7 @@ REFUSED = {
     "previous_input_messages": "send them as input items",
 }  # fmt: skip
 # values that ask for nothing, besides None, the default where the field works, and what is false, 0 or empty there
-NEUTRAL: dict[str, tuple[Any, ...]] = {"modalities": (["text"],), "best_of": (1,), "function_call": ("none", "auto")}
+NEUTRAL: dict[str, tuple[Any, ...]] = {"modalities": (["text"],), "best_of": (1,)}
 # what a field of another protocol is here
 INSTEAD: dict[type[Body], dict[str, str]] = {
     CompletionRequest: {

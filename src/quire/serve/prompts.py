@@ -15,7 +15,7 @@ from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong
 TEXT_KEYS = ("text", "refusal", "thinking")
 _OPTIONS = {
     "messages", "conversation", "self", "tokenize", "add_generation_prompt", "continue_final_message", "add_special_tokens",
-    "chat_template", "tools", "documents", "return_dict",
+    "chat_template", "chat_template_content_format", "tools", "documents", "return_dict",
 }  # fmt: skip
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 
@@ -84,6 +84,7 @@ async def render_messages(
         continue_final_message=request.continue_final_message,
         add_special_tokens=request.add_special_tokens,
         chat_template=request.chat_template,
+        chat_template_content_format=server.settings.chat_template_content_format,
         tools=tools,
         documents=documents,
         **variables,

@@ -19,14 +19,15 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from quire.text.messages import flatten_parts, mark_final, parse_tool_arguments, validate
+from quire.text.messages import as_parts, flatten_parts, mark_final, parse_tool_arguments, validate
 from quire.text.template_syntax import reads_parts
-from quire.types.errors import ConfigError, RequestError
+from quire.types.errors import ConfigError, InvalidParameter, RequestError
 
 MOST_OUTPUT = 64 * 2**20  # characters
 MOST_REPEATED = 2**20  # items a template may make with one `*`
 MOST_BITS = 4096  # of a number made with `**`
 CACHED_TEMPLATES = 64
+CONTENT_FORMATS = ("auto", "string", "openai")
 
 
 def read_template(given: str) -> str:
@@ -39,6 +40,14 @@ def read_template(given: str) -> str:
         raise ConfigError(
             f"chat_template {given!r} is neither a template (it has no braces) nor a readable file: {error}"
         ) from error
+
+
+def check_content_format(given: str) -> None:
+    if given not in CONTENT_FORMATS:
+        raise InvalidParameter(
+            f"chat_template_content_format must be one of {', '.join(CONTENT_FORMATS)}; got {given!r}",
+            "chat_template_content_format",
+        )
 
 
 class ChatTemplates:
@@ -63,8 +72,13 @@ class ChatTemplates:
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         variables: Mapping[str, Any] | None = None,
+        content_format: str = "auto",
     ) -> str:
-        """`continue_final_message`: the prompt ends with the last message's content, so that the model goes on with it."""
+        """`continue_final_message`: the prompt ends with the last message's content, so that the model goes on with it.
+
+        `content_format`: what the template gets as a message's content, a string, or a list of parts ("openai"); auto: what
+        it reads.
+        """
         if add_generation_prompt and continue_final_message:
             raise RequestError(
                 "add_generation_prompt starts a new message, continue_final_message goes on with the last: set only one",
@@ -73,7 +87,10 @@ class ChatTemplates:
         validate(messages)
         template = compile_template(self._choose(chat_template, bool(tools)))
         messages = parse_tool_arguments(messages)
-        if not template.reads_parts:
+        check_content_format(content_format)
+        if content_format == "openai":
+            messages = as_parts(messages)
+        elif content_format == "string" or not template.reads_parts:
             messages = flatten_parts(messages)
         final, marker = "", ""
         if continue_final_message:

@@ -56,6 +56,23 @@ def flatten_parts(messages: Messages) -> list[dict[str, Any]]:
     return out
 
 
+def as_parts(messages: Messages) -> list[dict[str, Any]]:
+    """For templates that expect parts: every content is a list of them, and all text is of type text."""
+    out = []
+    for message in messages:
+        content = message.get("content")
+        parts = [content] if isinstance(content, str) else content or []
+        out.append({**message, "content": [_text_part(part) for part in parts]})
+    return out
+
+
+def _text_part(part: str | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    key = _TEXT_KEYS.get(part["type"])
+    return dict(part) if key is None or not isinstance(part.get(key), str) else {"type": "text", "text": part[key]}
+
+
 def _text_of(part: str | Mapping[str, Any], where: str) -> str:
     if isinstance(part, str):
         return part

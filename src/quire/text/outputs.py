@@ -76,6 +76,9 @@ class OutputProcessor:
                 logger.exception("an observer failed")
         return answer
 
+    def observe(self, observer: OutputObserver) -> None:
+        self._observers = [*self._observers, observer]
+
     def user_id(self, engine_id: str) -> str | None:
         """Whose request this open engine request is."""
         owner = self._owners.get(engine_id)

@@ -217,6 +217,7 @@ class Tokenizer:
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         return_dict: bool = False,
+        chat_template_content_format: str = "auto",
         **kwargs: Any,
     ) -> str | list[int] | Encoded:
         """The prompt of a conversation. `chat_template` is a template's text or name; `kwargs` go to the template."""
@@ -230,6 +231,7 @@ class Tokenizer:
             documents=documents,
             chat_template=chat_template,
             variables={**self.special_tokens_map, **kwargs},
+            content_format=chat_template_content_format,
         )
         if not tokenize:
             return prompt

@@ -106,6 +106,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         if self.greedy:
             self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
 
+    @classmethod
+    def from_optional(cls, **values: Any) -> "SamplingParams":
+        """From fields of which some may be None, which leaves them at their default."""
+        return cls(**{name: value for name, value in values.items() if value is not None or name == "max_tokens"})
+
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
