@@ -34,7 +34,7 @@ def test_the_whole_answer(http):
     choice = answer["choices"][0]
     assert answer["id"].startswith("chatcmpl-") and answer["object"] == "chat.completion" and answer["model"] == NAME
     assert choice["message"]["role"] == "assistant" and isinstance(choice["message"]["content"], str)
-    assert choice["message"]["tool_calls"] == [] and choice["message"]["refusal"] is None
+    assert "tool_calls" not in choice["message"] and choice["message"]["refusal"] is None
     assert (choice["index"], choice["finish_reason"], choice["stop_reason"], choice["logprobs"]) == (0, "length", None, None)
     assert answer["usage"]["completion_tokens"] == 6
     assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] + 6
@@ -165,7 +165,6 @@ def test_templates_of_requests_are_not_trusted(http, server):
     [
         ({"tools": []}, "tools"),
         ({"tool_choice": "auto"}, "tool_choice"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format"),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["a"]}}, "response_format"),

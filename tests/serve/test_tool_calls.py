@@ -69,7 +69,7 @@ def plain(message):
     return {
         "content": message["content"] or "",
         "reasoning": message["reasoning"] or "",
-        "tool_calls": [[call["function"]["name"], call["function"]["arguments"]] for call in message["tool_calls"]],
+        "tool_calls": [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", [])],
     }
 
 
@@ -283,9 +283,10 @@ def test_auto_is_told_in_the_log(tmp_path, caplog):
     assert choice["message"]["reasoning"] == "hm" and choice["message"]["tool_calls"][0]["function"]["name"] == "add"
     budget = ask(server.say("hm[/THINK]a"), thinking_token_budget=5, tools=None)["choices"][0]["message"]
     assert budget["reasoning"] == "hm" and server.llm.seen[-1][0].endswith("[THINK]\n")
-    with caplog.at_level("WARNING", "quire.serve.formats"):
-        Scripted(byte_tokenizer(tmp_path, "{{ messages }}"), tool_call_parser="auto")
-    assert "no known way to write tool calls" in caplog.text
+    with caplog.at_level("INFO", "quire.serve.formats"):
+        Scripted(byte_tokenizer(tmp_path, "{{ messages }}"), reasoning_parser="auto")
+    assert "no known way to write reasoning" in caplog.text
+    assert "tool calls: parsed as generic (the chat template shows no other); tools are described" in caplog.text
 
 
 def test_a_prompt_that_was_cut_still_shows_its_end(tokenizer):
@@ -314,7 +315,9 @@ def test_ids_that_the_family_wants(tokenizer):
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tool_choice": "required", "structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+        ({"tool_choice": "required", "response_format": {"type": "nonsense"}}, "response_format"),
+        ({"tool_choice": "required", "use_beam_search": True}, "tool_choice"),
         ({"reasoning_effort": "huge"}, "body.reasoning_effort"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": "auto"}, "function_call"),
@@ -325,9 +328,13 @@ def test_what_is_refused(hermes_server, body, param):
     assert response.status_code == 400 and error_of(response)["param"] in (param, *body)
 
 
-def test_auto_needs_the_flags(tokenizer):
-    response = Scripted(tokenizer, tool_call_parser="hermes").post("/v1/chat/completions", {"messages": HELLO, "tools": TOOLS})
-    assert response.status_code == 400 and "--enable-auto-tool-choice" in error_of(response)["message"]
+@pytest.mark.parametrize("depth", [100_000, 5000])
+def test_arguments_in_the_history_that_nobody_can_read(hermes_server, depth):
+    for arguments in ("[" * depth, "[" * depth + "]" * depth, "1" * depth, "{"):
+        call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        body = {"messages": [*HELLO, {"role": "assistant", "tool_calls": [call]}], "tools": TOOLS}
+        response = hermes_server.post("/v1/chat/completions", body)
+        assert response.status_code == 400 and "arguments" in error_of(response)["message"]
 
 
 def required_schema(*parameters):

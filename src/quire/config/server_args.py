@@ -60,11 +60,12 @@ class ServerArgs:
     enable_request_id_headers: bool = setting(False, FLAG, _ANSWERS, "responses carry X-Request-Id")
     disable_fastapi_docs: bool = setting(False, FLAG, _ANSWERS, "no /docs, /redoc and /openapi.json")
 
-    enable_auto_tool_choice: bool = setting(
-        False, FLAG, _TOOLS, "the model may decide to call tools (tool_choice=auto); its calls are parsed"
-    )
+    enable_auto_tool_choice: bool = setting(False, FLAG, _TOOLS, "as vLLM has it; tool_choice=auto works without it, too")
     tool_call_parser: str | None = setting(
-        None, TEXT, _TOOLS, "how the model writes tool calls: hermes, mistral, ... (docs/tools.md); auto: by its chat template"
+        None,
+        TEXT,
+        _TOOLS,
+        "how the model writes tool calls: hermes, mistral, ... (docs/tools.md); auto, the default: by its chat template",
     )
     tool_parser_plugin: str | None = setting(None, TEXT, _TOOLS, "Python file that registers formats of tool calls")
     exclude_tools_when_tool_choice_none: bool = setting(

@@ -142,19 +142,21 @@ class _Reply:
 
     def _message(self, said: Said) -> ChatMessage:
         content: str | None = self._echo + said.text
-        return {
+        message: ChatMessage = {
             "role": self._role,
             "content": None if not content and (said.calls or said.reasoning) else content,
             "refusal": None,
             "annotations": None,
             "audio": None,
             "function_call": None,
-            "tool_calls": [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in said.calls
-            ],
             "reasoning": said.reasoning or None,
         }
+        if said.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in said.calls
+            ]
+        return message
 
     async def _reasoning_tokens(self, said: Sequence[Said], thought: Sequence[int | None]) -> int | None:
         """Not told where no reasoning is parsed."""

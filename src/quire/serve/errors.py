@@ -47,6 +47,8 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 _PATHS = re.compile(r"(?<![\w/])(?!/v1/)(?:/[\w.@+~-]+){2,}/?(?:\.\w+)?")
+_COUNT_OF_ERRORS = re.compile(r"^\d+ validation errors?: ")
+_FIELDS_OF_A_BODY = re.compile(r"(^|; )body\.")
 _ADDRESSES = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 
 
@@ -99,6 +101,7 @@ def anthropic_error(body: ErrorBody, request_id: str) -> AnthropicErrorBody:
     status, message, parameter = body["error"]["code"], body["error"]["message"], body["error"]["param"]
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     told = message if parameter is None or parameter in message else f"{parameter}: {message}"
+    told = _FIELDS_OF_A_BODY.sub(r"\1", _COUNT_OF_ERRORS.sub("", told))  # fields as the client wrote them: max_tokens: ...
     return {"type": "error", "error": {"type": kind, "message": told}, "request_id": request_id}
 
 

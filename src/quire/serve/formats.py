@@ -1,17 +1,21 @@
 """How the served model writes tool calls and reasoning: chosen once, by the settings or by its chat template."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from quire.config.server_args import ServerArgs
+from quire.text.chat import compile_template
 from quire.text.parse.format import Format, Thinking
 from quire.text.parse.registry import Use, detect, find_format, load_plugins
 from quire.text.tokenizer import Tokenizer
+from quire.text.tool_prompt import Place
+from quire.types.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"
+AUTO, GENERIC = "auto", "generic"
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class ModelFormats:
     specials: frozenset[str] = frozenset()
     begin_ids: tuple[int, ...] = ()  # of the mark that begins the reasoning
     end_id: int | None = None  # of the one that ends it; None: it is not a single token, or there is none
+    tell_tools: Place | None = None  # the template says nothing of tools: where they are described
 
     @property
     def thinking(self) -> Thinking | None:
@@ -40,14 +45,20 @@ def check_parsers(settings: ServerArgs) -> None:
 def choose_formats(settings: ServerArgs, tokenizer: Tokenizer | None) -> ModelFormats:
     template = None if tokenizer is None else tokenizer.chat_template
     chosen: dict[Use, Format] = {}
+    place: Place | None = None
     for name, use in _asked(settings):
         found = detect(template, use) if name == AUTO else name
+        if found is None and use == "tool calls":
+            found = GENERIC
+        if found == GENERIC and tokenizer is not None:
+            place = _place_of_tools(tokenizer)
         if found is None:
             logger.warning("the chat template shows no known way to write %s: nothing of it is parsed", use)
             continue
-        logger.info("%s: parsed as %s%s", use, found, " (by the chat template)" if name == AUTO else "")
+        how = "" if name != AUTO else " (the chat template shows no other)" if found == GENERIC else " (by the chat template)"
+        logger.info("%s: parsed as %s%s%s", use, found, how, "; tools are described in the prompt" if place else "")
         chosen[use] = find_format(found, use)
-    formats = ModelFormats(chosen.get("tool calls"), chosen.get("reasoning"))
+    formats = ModelFormats(chosen.get("tool calls"), chosen.get("reasoning"), tell_tools=place)
     if tokenizer is None:
         return formats
     formats = replace(formats, specials=frozenset(tokenizer.all_special_tokens))
@@ -60,9 +71,28 @@ def choose_formats(settings: ServerArgs, tokenizer: Tokenizer | None) -> ModelFo
 
 
 def _asked(settings: ServerArgs) -> list[tuple[str, Use]]:
-    tools = settings.tool_call_parser or (AUTO if settings.enable_auto_tool_choice else "")
-    wanted: list[tuple[str, Use]] = [(tools, "tool calls"), (settings.reasoning_parser, "reasoning")]
+    """Tool calls are always parsed: a request that has tools may be answered with calls, on any server."""
+    wanted: list[tuple[str, Use]] = [
+        (settings.tool_call_parser or AUTO, "tool calls"),
+        (settings.reasoning_parser, "reasoning"),
+    ]
     return [(name, use) for name, use in wanted if name]
+
+
+def _place_of_tools(tokenizer: Tokenizer) -> Place | None:
+    """None: the template shows tools itself. Otherwise they are told to the system, unless the template has no such role."""
+    template = tokenizer.chat_template
+    if isinstance(template, Mapping):
+        template = template.get("tool_use", template.get("default"))
+    if template is None:
+        return None
+    try:
+        if compile_template(template).reads_tools:
+            return None
+        probe = [{"role": "system", "content": "which tools are there?"}, {"role": "user", "content": "none"}]
+        return "system" if probe[0]["content"] in str(tokenizer.apply_chat_template(probe, tokenize=False)) else "user"
+    except RequestError:
+        return "user"
 
 
 @lru_cache(maxsize=256)

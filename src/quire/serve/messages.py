@@ -37,7 +37,7 @@ async def create_message(request: MessagesRequest, raw: Request) -> Response:
 async def count_tokens(request: CountTokensRequest, raw: Request) -> Response:
     server = server_of(raw)
     server.check(request)
-    rendered = await render_turn(server, to_chat(request, thinks=False), TERMS)
+    rendered = await render_turn(server, to_chat(request, thinks=server.formats.end_id is not None), TERMS)
     return json_response({"input_tokens": len(rendered.prompt.ids)})
 
 

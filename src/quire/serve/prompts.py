@@ -10,6 +10,7 @@ from quire.serve.protocol.completions import CompletionRequest
 from quire.serve.protocol.fields import GenerationFields, TemplateFields
 from quire.serve.sampling import asked_tokens
 from quire.serve.server import Server
+from quire.text.tool_prompt import tell_tools
 from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong
 
 TEXT_KEYS = ("text", "refusal", "thinking")
@@ -78,8 +79,11 @@ async def render_messages(
             f"chat_template_kwargs must not have {name!r}: it has its own place in a request", "chat_template_kwargs"
         )
     _check_messages(server, messages)
+    messages = [_completed(message) for message in messages]
+    if server.formats.tell_tools is not None and request.chat_template is None:
+        messages, tools = tell_tools(messages, tools, server.formats.tell_tools), None
     text, ids = await server.llm.render_chat(
-        [_completed(message) for message in messages],
+        messages,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         add_special_tokens=request.add_special_tokens,

@@ -19,6 +19,7 @@ from quire.serve.prompts import Prompt, render_messages, truncate
 from quire.serve.protocol.chat import ChatRequest
 from quire.serve.sampling import check_request
 from quire.serve.server import Server
+from quire.serve.structured import from_response_format
 from quire.serve.tools import ToolUse, read_tool_use
 from quire.serve.wording import Terms, Wording, wording_of
 from quire.text.parse.events import Event
@@ -80,11 +81,12 @@ async def _render(server: Server, request: ChatRequest, terms: Terms) -> Rendere
     model = server.check(request)
     check_request(request)
     use = read_tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
-    _check_tools(server, request, use)
+    _check_tools(request, use)
     check_work(1, request.n or 1, server.limits)
     shown = request.tools
-    if use.mode == "none" and server.settings.exclude_tools_when_tool_choice_none:
-        shown = None
+    described = server.formats.tell_tools is not None and request.chat_template is None
+    if use.mode == "none" and (described or server.settings.exclude_tools_when_tool_choice_none):
+        shown = None  # who must not call is not asked to in words
     prompt = await render_messages(server, request, request.messages, request.documents, shown, _effort(request))
     prompt = truncate(server, request, prompt)
     budget = _budget(server, request)
@@ -99,6 +101,8 @@ async def prepare_turn(
 ) -> Turn:
     """The prefixes are those of the answer's id and of calls' ids, `terms` the protocol's own names of fields."""
     rendered = await render_turn(server, request, terms)
+    if rendered.use.forced:
+        request = request.model_copy(update={"response_format": None})  # of the text, and there will be none
     try:
         job = make_job(server, raw, request, prefix, rendered.model, [rendered.prompt])
         reading = _reading(server.formats, request, rendered.use, rendered.inside)
@@ -186,20 +190,22 @@ def _set_up(server: Server, job: Job, rendered: Rendered, reading: Reading) -> N
         params.thinking_token_budget, params.thinking_end_ids = rendered.budget, [end_id]
 
 
-def _check_tools(server: Server, request: ChatRequest, use: ToolUse) -> None:
-    if use.mode == "auto" and not (server.settings.enable_auto_tool_choice and server.formats.tools is not None):
+def _check_tools(request: ChatRequest, use: ToolUse) -> None:
+    if not use.forced:
+        return
+    if request.structured_outputs is not None:
         raise InvalidParameter(
-            'tool_choice="auto" needs a server that parses tool calls (--enable-auto-tool-choice, and --tool-call-parser with '
-            'the name of the model\'s format): send tool_choice "none", "required" or the name of a tool',
+            "structured_outputs is for the whole answer, and so is a tool that must be called: leave it out, or let the model "
+            "decide about the tool (tool_choice auto)",
+            "structured_outputs",
+        )
+    if request.response_format is not None:
+        from_response_format(request.response_format)  # it may stand beside a tool, but not be nonsense
+    if request.use_beam_search:
+        raise InvalidParameter(
+            "a beam search cannot be made to call tools: leave use_beam_search out, or let the model decide (tool_choice auto)",
             "tool_choice",
         )
-    if use.forced and _constrains(request):
-        raise InvalidParameter(
-            "a tool that must be called determines the whole answer: leave response_format and structured_outputs out",
-            "tool_choice",
-        )
-    if use.forced and request.use_beam_search:
-        raise InvalidParameter("a beam search cannot be made to call tools", "tool_choice")
 
 
 def _constrains(request: ChatRequest) -> bool:

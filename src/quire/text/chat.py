@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.text.messages import as_parts, flatten_parts, mark_final, parse_tool_arguments, validate
-from quire.text.template_syntax import reads_parts
+from quire.text.template_syntax import reads_parts, reads_tools
 from quire.types.errors import ConfigError, InvalidParameter, RequestError
 
 MOST_OUTPUT = 64 * 2**20  # characters
@@ -129,7 +129,8 @@ class Template:
     def __init__(self, source: str) -> None:
         environment = _environment()
         try:
-            self.reads_parts = reads_parts(environment.parse(source))
+            tree = environment.parse(source)
+            self.reads_parts, self.reads_tools = reads_parts(tree), reads_tools(tree)
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise RequestError(

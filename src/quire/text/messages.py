@@ -104,8 +104,10 @@ def _parsed_call(call: Any, where: str) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except json.JSONDecodeError as error:
-        raise InvalidParameter(f"{where}.function.arguments is not valid JSON: {error}", where) from None
+    except (ValueError, RecursionError) as error:  # not JSON, a number too long, or too deep
+        raise InvalidParameter(
+            f"{where}.function.arguments is not valid JSON, or none that can be read: {error}", where
+        ) from None
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -18,6 +18,10 @@ def reads_parts(template: nodes.Template) -> bool:
     return any(_is_content(loop.iter, names) and _asks_items(loop) for loop in template.find_all(nodes.For))
 
 
+def reads_tools(template: nodes.Template) -> bool:
+    return any(node.name == "tools" for node in template.find_all(nodes.Name))
+
+
 def _is_content(node: nodes.Node, names: set[str]) -> bool:
     match node:
         case nodes.Name():

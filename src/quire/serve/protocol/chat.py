@@ -73,7 +73,7 @@ class ChatMessage(TypedDict):
     annotations: None
     audio: None
     function_call: None
-    tool_calls: list[ToolCall]
+    tool_calls: NotRequired[list[ToolCall]]  # only where there are some
     reasoning: str | None
 
 

@@ -1,0 +1,86 @@
+"""Tools for models whose chat template says nothing of them: described in words, and called as <tool_call>{...}</tool_call>.
+
+What the model is asked to write is what the format `generic` reads (`parse/formats.py`).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from quire.text.messages import Messages, parse_tool_arguments, validate
+
+Place = Literal["system", "user"]  # the message that describes the tools: one of its own, or the first question
+
+_INSTRUCTIONS = """You can call tools. These are they, one JSON object per line:
+{tools}
+
+To call one, write its name and its arguments like this, once for every call, and then stop:
+<tool_call>
+{{"name": "name of the tool", "arguments": {{"parameter": "value"}}}}
+</tool_call>
+What it returns will be given to you between <tool_response> and </tool_response>. If no tool is of use, just answer."""
+
+
+def tell_tools(messages: Messages, tools: Sequence[Mapping[str, Any]] | None, place: Place) -> list[dict[str, Any]]:
+    """The conversation with the tools described, and with calls and results as text."""
+    validate(messages)
+    told: list[dict[str, Any]] = []
+    results = False  # did the last message that was told hold results of tools?
+    for message in parse_tool_arguments(messages):
+        if message["role"] == "tool":
+            response = {"role": "user", "content": f"<tool_response>\n{_text(message.get('content'))}\n</tool_response>"}
+            told[-1:] = [_joined(told[-1], response)] if results else [*told[-1:], response]
+            results = True
+        else:
+            follows = results and message["role"] == "user"  # many templates want turns to alternate
+            told[-1:] = [_joined(told[-1], message)] if follows else [*told[-1:], _without_calls(message)]
+            results = False
+    return _described(told, instructions(tools), place) if tools else told
+
+
+def instructions(tools: Sequence[Mapping[str, Any]]) -> str:
+    lines = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
+    return _INSTRUCTIONS.format(tools="\n".join(lines))
+
+
+def _described(messages: list[dict[str, Any]], text: str, place: Place) -> list[dict[str, Any]]:
+    described = {"role": place, "content": text}
+    for i, message in enumerate(messages):
+        if message["role"] != place:
+            continue
+        both = _joined(message, described) if place == "system" else _joined(described, message)
+        return [*messages[:i], both, *messages[i + 1 :]]
+    return [described, *messages]
+
+
+def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    one, other = first.get("content") or "", second.get("content") or ""
+    if isinstance(one, str) and isinstance(other, str):
+        return {**first, "content": f"{one}\n\n{other}"}
+    return {**first, "content": [*_parts(one), *_parts(other)]}
+
+
+def _parts(content: Any) -> list[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def _without_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if message["role"] != "assistant" or not isinstance(calls, Sequence) or isinstance(calls, str) or not calls:
+        return dict(message)
+    kept = {key: value for key, value in message.items() if key != "tool_calls"}
+    written = [f"<tool_call>\n{json.dumps(_call(call), ensure_ascii=False)}\n</tool_call>" for call in calls]
+    return {**kept, "content": "\n".join([*filter(None, [_text(message.get("content"))]), *written])}
+
+
+def _call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    return {"name": function.get("name"), "arguments": function.get("arguments") or {}}
+
+
+def _text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
