@@ -1,6 +1,7 @@
 """AsyncLLM in tests: engines on the fake executor, whole answers, and the proof that nothing is left behind."""
 
 import asyncio
+import os
 import sys
 import tempfile
 import threading
@@ -66,14 +67,22 @@ class Traces:
 
 
 def processes(room: Path) -> list[int]:
-    """Engine processes that were started in this room and live."""
+    """Engine processes that were started in this room, where their journals are, and live."""
     found = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
-            if entry.name.isdigit() and str(room).encode() in (entry / "cmdline").read_bytes():
+            if entry.name.isdigit() and int(entry.name) != os.getpid() and _has_open(entry, room):
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
                 found += [] if state == "Z" else [int(entry.name)]
     return found
+
+
+def _has_open(process: Path, room: Path) -> bool:
+    for descriptor in (process / "fd").iterdir():
+        with suppress(OSError):
+            if str(room) in str(descriptor.readlink()):
+                return True
+    return False
 
 
 def _open_things() -> set[str]:

@@ -1,6 +1,7 @@
 """The engine may die, freeze or hang: requests go on where they were, or are told that they cannot."""
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -461,3 +462,69 @@ def test_a_large_report_does_not_hold_the_event_loop():
     run(scene())
     assert [name for chunk in listener.chunks for name in chunk] == [delta.request_id for delta in deltas]
     assert max(map(len, listener.chunks)) <= 128 and listener.seen == sorted(set(listener.seen))
+
+
+@pytest.mark.parametrize(
+    "want", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN], ids=["files", "files of all", "memory", "processes"]
+)
+def test_a_system_without_room_is_not_held_against_the_engine(tiny_model, monkeypatch, want):
+    """Far more starts fail for want of descriptors, say, than restarts are allowed; then there are some again."""
+    llm = open_async(tiny_model, max_engine_restarts=1, engine_restart_window=60.0)
+    monkeypatch.setattr("quire.engine.supervisor.LONGEST_PAUSE", 0.01)
+    supervisor = llm._client.supervisor
+    begin, failed = supervisor._start, []
+
+    def start():
+        if len(failed) < 12:
+            failed.append(1)
+            raise OSError(want, os.strerror(want))
+        return begin()
+
+    async def scene():
+        await llm.wait_ready()
+        stream = asyncio.create_task(follow(llm, "a b", SamplingParams(max_tokens=200, ignore_eos=True), "a"))
+        await until(lambda: llm.num_open)
+        supervisor._start = start
+        os.kill(supervisor.pid, signal.SIGKILL)
+        story = await stream
+        await until(lambda: llm.state == "ready" and llm.restarts == 1)
+        assert len(story.tokens[0]) == 200 and len(failed) == 12
+
+    run(scene(), llm)
+
+
+def test_what_will_not_pass_is_counted(tiny_model, monkeypatch):
+    llm = open_async(tiny_model, max_engine_restarts=3, engine_restart_window=60.0)
+    monkeypatch.setattr("quire.engine.supervisor.LONGEST_PAUSE", 0.01)
+    supervisor, tries = llm._client.supervisor, []
+
+    def start():
+        tries.append(1)
+        raise FileNotFoundError(errno.ENOENT, "no such program")
+
+    async def scene():
+        await llm.wait_ready()
+        supervisor._start = start
+        os.kill(supervisor.pid, signal.SIGKILL)
+        await until(lambda: llm.state == "dead")
+        assert len(tries) == 3
+
+    run(scene(), llm)
+
+
+def test_a_shutdown_ends_the_waiting_for_room(tiny_model):
+    llm = open_async(tiny_model)
+    supervisor, tries = llm._client.supervisor, []
+
+    def start():
+        tries.append(1)
+        raise OSError(errno.EMFILE, "too many")
+
+    async def scene():
+        await llm.wait_ready()
+        supervisor._start = start
+        os.kill(supervisor.pid, signal.SIGKILL)
+        await until(lambda: tries)
+
+    run(scene(), llm)
+    assert llm.state == "dead"

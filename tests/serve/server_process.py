@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -20,7 +21,9 @@ MODULE = "quire.cli.main"
 
 
 class ServerProcess:
-    def __init__(self, model: Path, *flags: str, latency: float = 0.01, **environment: str) -> None:
+    def __init__(
+        self, model: Path, *flags: str, latency: float = 0.01, descriptors: int | None = None, **environment: str
+    ) -> None:
         line = [sys.executable, "-m", MODULE, "serve", str(model), "--served-model-name", "tiny", "--port", "0"]
         line += ["--distributed-executor-backend", "fake", *flags]
         self.process = subprocess.Popen(
@@ -29,6 +32,8 @@ class ServerProcess:
             text=True,
             env={**os.environ, "QUIRE_FAKE_LATENCY": str(latency), "OMP_NUM_THREADS": "1", **environment},
         )
+        if descriptors is not None:  # long before it opens anything
+            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (descriptors, descriptors))
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

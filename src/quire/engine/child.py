@@ -1,11 +1,12 @@
-"""One engine process as its parent holds it: the process, the connection to it, its log, and the directory of its journal.
+"""One engine process as its parent holds it: the process, the connection to it, its log, and its journal.
 
-Whatever happens, `close` leaves nothing behind, and it happens at the latest when this process ends.
+Whatever happens, `close` leaves nothing behind, and it happens at the latest when this process ends. Nor does a process that is
+killed: the journal is a file without a name.
 """
 
+import errno
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +17,6 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import IO
 
 from quire.config.args import EngineArgs
@@ -34,15 +34,19 @@ class Child:
 
     def __init__(self, args: EngineArgs | None, command: Sequence[str] = COMMAND) -> None:
         start = None if args is None else _first_frame(args)
-        ours, theirs = socket.socketpair()
-        self._directory = Path(tempfile.mkdtemp(prefix="quire-"))
+        self._journal = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed with the rest
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError:
+            self._journal.close()
+            raise
         self._mailbox = Mailbox(ours)
         process = None
         try:
             options = [ipc.AHEAD] if args is None else []
             process = subprocess.Popen(
-                [*command, str(self._directory), str(os.getpid()), str(theirs.fileno()), *options],
-                pass_fds=[theirs.fileno()],
+                [*command, str(self._journal.fileno()), str(os.getpid()), str(theirs.fileno()), *options],
+                pass_fds=[self._journal.fileno(), theirs.fileno()],
                 env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -51,12 +55,16 @@ class Child:
             )
         finally:
             theirs.close()
-            self._finalizer = weakref.finalize(self, _clean_up, self._mailbox, process, self._directory)
+            self._finalizer = weakref.finalize(self, _clean_up, self._mailbox, process, self._journal)
             if process is None:
                 self._finalizer()
         self._process = process
         assert process.stdout is not None
-        self._log = Log(process.stdout, process.pid)
+        try:
+            self._log = Log(process.stdout, process.pid)
+        except RuntimeError as error:  # the system gives no thread
+            self._finalizer()
+            raise OSError(errno.EAGAIN, str(error)) from None
         if start is not None:
             self._mailbox.send(start)
 
@@ -107,10 +115,8 @@ class Child:
 
     def in_flight(self) -> set[str]:
         """The requests that it worked on when it died."""
-        try:
-            return set((self._directory / ipc.JOURNAL).read_text().partition(ipc.END)[0].split("\n"))
-        except OSError:
-            return set()
+        self._journal.seek(0)
+        return set(self._journal.read().partition(ipc.END)[0].decode().split("\n"))
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -155,10 +161,10 @@ def _first_frame(args: EngineArgs) -> bytes:
         raise ConfigError(f"an engine argument cannot be sent to the engine process: {error}") from None
 
 
-def _clean_up(mailbox: Mailbox, process: "subprocess.Popen[bytes] | None", directory: Path) -> None:
+def _clean_up(mailbox: Mailbox, process: "subprocess.Popen[bytes] | None", journal: IO[bytes]) -> None:
     if process is not None:
         process.kill()
         with suppress(subprocess.TimeoutExpired):
             process.wait(10.0)
     mailbox.close()
-    shutil.rmtree(directory, ignore_errors=True)
+    journal.close()

@@ -23,8 +23,7 @@ from quire.types.request import EngineRequest
 from quire.types.stats import Stats
 
 AHEAD = "ahead"  # to an engine process that is started before its arguments are known: import what a model needs
-JOURNAL = "journal"  # the file in the directory that says who is being worked on: one request id per line, up to END
-END = "\0"
+END = b"\0"  # of the journal, the file that says who is being worked on: one request id per line
 ARRAYS = ("<i4", "<f4")  # the kinds of numpy arrays that cross
 
 

@@ -1,4 +1,4 @@
-"""The engine process: `python -m quire.engine.process DIRECTORY PARENT SOCKET [ahead]`, started by the supervisor alone.
+"""The engine process: `python -m quire.engine.process JOURNAL PARENT SOCKET [ahead]`, started by the supervisor alone.
 
 It receives its arguments, starts a core and turns it: take commands, step, report. A thread tells the parent that the process
 lives and for how long the loop has been in the present turn, and ends the process when the parent is gone.
@@ -12,7 +12,6 @@ import importlib
 import logging
 import mmap
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -20,7 +19,6 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from quire.config.cores import wait_politely
@@ -47,16 +45,15 @@ logger = logging.getLogger(__name__)
 class Pulse(threading.Thread):
     """Beats until told to end. `busy_since` is written by the loop: when its present turn began, 0 while it waits."""
 
-    def __init__(self, mailbox: Mailbox, directory: Path, parent: int) -> None:
+    def __init__(self, mailbox: Mailbox, parent: int) -> None:
         super().__init__(name="quire-pulse", daemon=True)
         self.busy_since = 0.0
-        self._mailbox, self._directory, self._parent = mailbox, directory, parent
+        self._mailbox, self._parent = mailbox, parent
         self._over = threading.Event()
 
     def run(self) -> None:
         while not self._over.wait(BEAT_EVERY):
             if os.getppid() != self._parent:
-                shutil.rmtree(self._directory, ignore_errors=True)
                 os._exit(1)
             since = self.busy_since
             self._mailbox.send(ipc.encode(ipc.Beat(time.monotonic() - since if since else 0.0)))
@@ -69,12 +66,12 @@ class Pulse(threading.Thread):
 class Journal:
     """Who is being worked on, in a file that the parent reads when this process died: no message leaves a dying process."""
 
-    def __init__(self, directory: Path) -> None:
-        self._file = os.open(directory / ipc.JOURNAL, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def __init__(self, file: int) -> None:
+        self._file = file
         self._page = self._map(mmap.PAGESIZE)
 
     def write(self, ids: list[str]) -> None:
-        data = "\n".join([*ids, ipc.END]).encode()
+        data = "\n".join(ids).encode() + ipc.END
         if len(data) > len(self._page):
             self._page = self._map(2 * len(data))
         self._page[: len(data)] = data
@@ -83,7 +80,7 @@ class Journal:
         """The file as memory: writing needs no help of the operating system."""
         have = os.fstat(self._file).st_size
         if os.pwrite(self._file, bytes(size - have), have) < size - have:  # a file with holes would kill us on a full disk
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), ipc.JOURNAL)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return mmap.mmap(self._file, size)
 
 
@@ -202,12 +199,12 @@ def start(command: ipc.Start, watch: Stopwatch) -> tuple[EngineCore, ipc.Ready]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    place, parent, number, *options = sys.argv[1:] if argv is None else argv
-    directory = Path(place)
+    file, parent, number, *options = sys.argv[1:] if argv is None else argv
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.set_inheritable(int(number), False)
+    for inherited in (file, number):
+        os.set_inheritable(int(inherited), False)
     mailbox = Mailbox(socket.socket(fileno=int(number)))
-    pulse = Pulse(mailbox, directory, int(parent))
+    pulse = Pulse(mailbox, int(parent))
     pulse.start()
     try:
         watch = Stopwatch.of_engine("python")
@@ -216,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 wait_politely()
                 importlib.import_module("quire.runner.step")
             watch.lap("imports")
-        return _serve(Link(mailbox), pulse, Journal(directory), watch)
+        return _serve(Link(mailbox), pulse, Journal(int(file)), watch)
     finally:
         pulse.end()
         mailbox.drain(FAREWELL)

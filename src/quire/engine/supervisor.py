@@ -9,6 +9,7 @@ plain functions.
 """
 
 import asyncio
+import errno
 import logging
 import time
 from collections import deque
@@ -31,6 +32,7 @@ GRACE = 0.05  # seconds for the last reports of an ended process to come through
 START_SILENCE = 60.0  # seconds without a beat that a starting engine is allowed: libraries load, kernels compile
 BURIAL = 30.0  # seconds for a killed process to disappear
 LONGEST_PAUSE = 5.0  # seconds between two failing starts
+WANT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS)  # of descriptors, memory, processes
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +260,7 @@ class Supervisor:
         while self._child is child and self._may_restart(reason):
             try:
                 await self._restart(child)
-            except OSError as error:  # no memory, no file descriptors: it may pass
+            except OSError as error:
                 self._failed_starts += 1
                 reason = f"its process could not be started: {error}"
 
@@ -274,13 +276,24 @@ class Supervisor:
         return False
 
     async def _restart(self, child: Child) -> None:
-        if self._failed_starts:
-            await asyncio.sleep(min(LONGEST_PAUSE, 0.1 * 2**self._failed_starts))
-        if self._child is child:
-            self.restarts += 1
-            logger.warning("restarting the engine (restart %d)", self.restarts)
+        """Tries as long as the system has nothing to start a process with: that is not the engine's fault, and it may pass."""
+        while True:
+            if self._failed_starts:
+                await asyncio.sleep(min(LONGEST_PAUSE, 0.1 * 2 ** min(self._failed_starts, 10)))
+            if self._child is not child:
+                return
             self._born, self._failure = time.monotonic(), None
-            self._child = self._start()
+            try:
+                self._child = self._start()
+            except OSError as error:
+                if error.errno not in WANT:
+                    raise
+                self._failed_starts += 1
+                logger.error("the engine cannot be restarted now, and will be later: %s", error)
+            else:
+                self.restarts += 1
+                logger.warning("restarting the engine (restart %d)", self.restarts)
+                return
 
     def _give_up(self, error: QuireError) -> None:
         child, self._child = self._child, None

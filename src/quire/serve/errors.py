@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 LONGEST_MESSAGE = 2000
 MOST_ERRORS_SHOWN = 5
+RETRY_AFTER = 5  # seconds; when to come back, to this server or to another one
 CLIENT_GONE = 499  # nobody reads it; access logs do
 
 _TYPES = {

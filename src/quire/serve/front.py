@@ -16,13 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.utils import get_client_addr, get_path_with_query_string
 
 from quire.serve.auth import Guard, Keys, glance
-from quire.serve.errors import error_body, json_response, shaped
+from quire.serve.errors import RETRY_AFTER, error_body, json_response, shaped
 from quire.serve.health import Health
 from quire.serve.lifecycle import ServerState
 
 access_logger = logging.getLogger("uvicorn.access")
-
-RETRY_AFTER = 5  # seconds; when to come back, to this server or to another one
 
 
 def build_front(state: ServerState, keys: Keys) -> ASGIApp:

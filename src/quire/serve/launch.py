@@ -11,17 +11,13 @@ import logging
 import os
 import signal
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import uvicorn
 import uvloop
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
@@ -38,16 +34,16 @@ from quire.serve.app import build_app
 from quire.serve.auth import Keys, check_exposure, find_keys
 from quire.serve.formats import check_parsers
 from quire.serve.front import build_front
+from quire.serve.http import LAST_WORDS, HttpServer
 from quire.serve.lifecycle import ServerState, Service
 from quire.serve.sample import print_sample
-from quire.serve.sockets import BACKLOG, find_addresses, listen, reachable, url_of
-from quire.types.errors import ConfigError, EngineError
+from quire.serve.sockets import find_addresses, listen, reachable, url_of
+from quire.types.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 FAILED, SIGNALLED = 1, 128
-LAST_WORDS = 5.0  # seconds for responses to be written after their requests were ended
 GLANCE = 0.1  # seconds between looks at the engine
 ENGINE_FAREWELL = 5.0  # seconds for the engine to end by itself
 
@@ -84,22 +80,6 @@ def _listening(settings: ServerArgs, addresses: list[tuple[socket.AddressFamily,
             Path(settings.uds).unlink(missing_ok=True)
 
 
-class _HttpServer(uvicorn.Server):
-    """Signals are the launcher's business."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-class _HttpProtocol(HttpToolsProtocol):
-    """The access log is the front's business. uvicorn's own switch would silence the logger that the front writes to."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.access_log = False
-
-
 class Launch:
     def __init__(
         self,
@@ -115,7 +95,7 @@ class Launch:
         self._engine_args, self._settings, self._sockets, self._tracing = engine_args, settings, sockets, tracing
         self._stats_interval = stats_interval
         self._state = ServerState(settings)
-        self._http = _HttpServer(_http_config(settings, build_front(self._state, keys)))
+        self._http = HttpServer(settings, build_front(self._state, keys))
         self._asked, self._asked_again = asyncio.Event(), asyncio.Event()
         self._signal = 0
         self._llm: AsyncLLM | None = None
@@ -272,29 +252,6 @@ def _tell_ready(llm: AsyncLLM, url: str, started: float) -> None:
 async def _death(llm: AsyncLLM) -> None:
     while llm.state != "dead":
         await asyncio.sleep(GLANCE)
-
-
-def _http_config(settings: ServerArgs, front: ASGIApp) -> uvicorn.Config:
-    config = uvicorn.Config(
-        front,
-        log_config=None,
-        http=_HttpProtocol,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_graceful_shutdown=int(LAST_WORDS),
-        ssl_keyfile=settings.ssl_keyfile,
-        ssl_certfile=settings.ssl_certfile,
-        ssl_ca_certs=settings.ssl_ca_certs,
-        ssl_cert_reqs=settings.ssl_cert_reqs,
-        ssl_ciphers=settings.ssl_ciphers or "DEFAULT",
-    )
-    try:
-        config.load()
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"the TLS certificate or its key cannot be used: {error}") from None
-    return config
 
 
 def _cache_info(llm: AsyncLLM) -> dict[str, object]:

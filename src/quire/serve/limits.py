@@ -1,4 +1,4 @@
-"""The table of bounds: how much one request may ask for. All of it is checked before any work is done.
+"""The table of bounds: how much a client, a connection and a request may ask for. All of it is checked before any work is done.
 
 Bounds that depend on the model (context length, vocabulary, max_logprobs) are not here: `text/inputs.py` checks them.
 """
@@ -12,8 +12,23 @@ from quire.types.sampling import MOST_BAD_WORDS, MOST_LOGPROB_TOKEN_IDS, MOST_ST
 
 @dataclass(frozen=True)
 class Limits:
+    # of a connection
+    url_bytes: int = 16 * 2**10  # 414
+    header_bytes: int = 64 * 2**10  # 431; of the whole head of a request, and of what stands around the pieces of a body
+    headers: int = 256  # 431
+    pipelined: int = 16  # requests that came before the answer to the one before
+    head_seconds: int = 20  # 408; from the first byte of a request, or from the connection's beginning, to the end of its head
+    body_seconds: int = 20  # 408; in which `body_progress` bytes of a body come, or all that is left of it
+    body_progress: int = 16 * 2**10
+    read_seconds: int = 300  # in which a client reads something of what was written for it
+    linger_seconds: int = 5  # in which a client that was answered early may finish what it was saying
+
+    # of all connections together
+    connections: int = 16 * 2**10
+    spare_descriptors: int = 128  # that connections leave to the rest of the process, a restart of the engine above all
+    unfinished_bytes: int = 256 * 2**20  # 503; of bodies that are being received
+
     # of the HTTP request
-    header_bytes: int = 64 * 2**10  # 431
     body_bytes: int = 16 * 2**20  # 413
     json_depth: int = 64
     json_containers: int = 100_000  # arrays and objects together

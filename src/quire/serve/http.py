@@ -1,0 +1,57 @@
+"""The HTTP server: uvicorn with our connections, whose signals are the launcher's business."""
+
+import contextlib
+import ssl
+from collections.abc import Iterator
+from functools import partial
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from quire.config.server_args import ServerArgs
+from quire.serve.connection import Connection
+from quire.serve.crowd import Crowd, raise_descriptor_limit
+from quire.serve.limits import LIMITS, Limits
+from quire.serve.sockets import BACKLOG
+from quire.types.errors import ConfigError
+
+LAST_WORDS = 5.0  # seconds for responses to be written after their requests were ended
+TICKS = 10  # of uvicorn in a second
+
+
+class HttpServer(uvicorn.Server):
+    def __init__(self, settings: ServerArgs, app: ASGIApp, limits: Limits = LIMITS) -> None:
+        self.crowd = Crowd(limits, raise_descriptor_limit())
+        super().__init__(_config(settings, app, self.crowd))
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % TICKS == 0:
+            self.crowd.look()
+        return await super().on_tick(counter)
+
+
+def _config(settings: ServerArgs, app: ASGIApp, crowd: Crowd) -> uvicorn.Config:
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        http=partial(Connection, crowd=crowd),  # type: ignore[arg-type]
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=int(LAST_WORDS),
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_ca_certs=settings.ssl_ca_certs,
+        ssl_cert_reqs=settings.ssl_cert_reqs,
+        ssl_ciphers=settings.ssl_ciphers or "DEFAULT",
+    )
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"the TLS certificate or its key cannot be used: {error}") from None
+    return config
