@@ -33,6 +33,11 @@ SPECIALS = (
     "<|end|>", "<|call|>", "<|constrain|>", "<|python_start|>", "<|python_end|>", "<|tool_calls_section_begin|>",
     "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>",
     "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
+    "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>", "<｜tool_call_begin｜>", "<｜tool_call_end｜>", "<｜tool_sep｜>",
+    "｜DSML｜",
+    "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<start_function_call>", "<end_function_call>",
+    "<escape>", "<|tool_call_start|>", "<|START_ACTION|>", "<|END_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>",
+    "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|action_start|>", "<|action_end|>", "<|plugin|>",
 )  # fmt: skip
 WHOLE = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # one token each, but not special
 

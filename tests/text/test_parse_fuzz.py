@@ -10,7 +10,8 @@ from functools import partial
 
 import pytest
 
-from parse_samples import FAMILIES, Call, Folded
+from parse_mangled import answers, mangle
+from parse_samples import FAMILIES, Folded
 from quire.text.parse.events import Event, ToolEnd
 from quire.text.parse.format import Format, combine
 from quire.text.parse.formats import BUILT_IN, REQUIRED, named
@@ -18,12 +19,7 @@ from quire.text.parse.machine import Parser
 
 SCHEMA = {"properties": {"s": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": "object"}, "l": {"type": "array"}}}
 TOOLS = {"f": SCHEMA, "get_weather": SCHEMA}
-ARGUMENTS = [
-    {}, {"s": "Köln 🌧\n\"quoted\" \\ 'x'"}, {"n": -3, "l": [1, "漢", {"k": None}]}, {"o": {"u": {"q": ["\\", "}]"]}}, "s": ""},
-]  # fmt: skip
 ROUNDS = 25
-
-Calls = list[Call]
 
 
 def read(machine: Parser, text: str, cuts: list[int]) -> list[Event]:
@@ -32,49 +28,6 @@ def read(machine: Parser, text: str, cuts: list[int]) -> list[Event]:
         out += machine.feed(text[begin:cut])
         begin = cut
     return out + machine.finish()
-
-
-def mangle(text: str, marks: list[str], dice: random.Random) -> str:
-    """One thing that goes wrong."""
-    if not text:
-        return dice.choice(marks)
-    a, b = sorted(dice.choices(range(len(text) + 1), k=2))
-    match dice.randrange(8):
-        case 0:
-            return text[:a] + text[b:]
-        case 1:
-            return text[:b] + text[a:]
-        case 2:
-            return text[:a] + dice.choice(marks) + text[a:]
-        case 3:
-            return text[:a]
-        case 4:
-            return text[:a] + dice.choice("{}[]()\"'\\,:<>|= \n\x00\ud7ff\\ud800") + text[a:]
-        case 5:
-            mark = dice.choice(marks)
-            return text.replace(mark, "", 1)
-        case 6:
-            return text.replace('"arguments"', '"arguments": {"n": 7}, "arguments"', dice.randrange(1, 3))
-    return text
-
-
-def answers(family: str, rounds: int, seed: int) -> list[tuple[str, list[str]]]:
-    """Mangled answers, and the words in them that stand between calls."""
-    tool, thinking, write, _ = FAMILIES[family]
-    marks = sorted(combine(BUILT_IN[tool], BUILT_IN[thinking]).marks)
-    out = []
-    for i in range(rounds):
-        dice = random.Random(f"{family} {seed} {i}")
-        text, words = "", []
-        for k in range(dice.randrange(1, 4)):
-            calls: Calls = [(dice.choice(sorted(TOOLS)), dice.choice(ARGUMENTS)) for _ in range(dice.randrange(3))]
-            part = write("so" if not k and dice.random() < 0.5 else "", "", calls)
-            for _ in range(dice.randrange(4)):
-                part = mangle(part, marks, dice)
-            words.append(f"word{k}")
-            text += f"{part}\nword{k}. "
-        out.append((text, words))
-    return out
 
 
 def check(make: Callable[[], Parser], text: str, words: list[str], dice: random.Random) -> None:
@@ -95,7 +48,7 @@ def check(make: Callable[[], Parser], text: str, words: list[str], dice: random.
 def test_mangled_answers(family):
     tool, thinking, *_ = FAMILIES[family]
     form = combine(BUILT_IN[tool], BUILT_IN[thinking])
-    for text, words in answers(family, ROUNDS, 0):
+    for text, words in answers(family, sorted(TOOLS), ROUNDS):
         dice = random.Random(text)
         if tool == "openai":
             words = []  # headers are not told
