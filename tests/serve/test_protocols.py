@@ -421,3 +421,47 @@ def test_errors_have_anthropics_shape(server, body, status, kind):
     told = response.json()
     assert response.status_code == status and told["type"] == "error" and told["error"]["type"] == kind
     assert told["error"]["message"] and told["request_id"]
+
+
+def refused_message(server, **body):
+    response = server.post("/v1/messages", {"messages": HELLO, "max_tokens": 10, **body})
+    told = response.json()
+    assert set(told) == {"type", "error", "request_id"} and told["type"] == "error"
+    return response.status_code, told["error"]["type"], told["error"]["message"]
+
+
+def test_what_is_wrong_is_told_in_anthropics_words(server):
+    wrong = "invalid_request_error"
+    told = server.post("/v1/messages", {"messages": HELLO}).json()["error"]
+    assert told == {"type": wrong, "message": "max_tokens: Field required"}
+    assert refused_message(server, temperature=1.5)[2] == "temperature: Input should be less than or equal to 1"
+    several = refused_message(server, temperature=1.5, max_tokens=0)[2]
+    assert "max_tokens: Input should be greater" in several and "; temperature: Input" in several and "body" not in several
+    assert refused_message(server, model="nobody")[:2] == (404, "not_found_error")
+
+
+def test_too_much_is_told_in_the_words_that_clients_look_for(server):
+    server.llm.max_model_len = 100
+    assert refused_message(server, max_tokens=90)[::2] == (
+        400, "input length and `max_tokens` exceed context limit: 20 + 90 > 100, decrease one of them",
+    )  # fmt: skip
+    long = [{"role": "user", "content": "x" * 200}]
+    message = refused_message(server, messages=long)[2]
+    assert message.startswith("prompt is too long: ") and message.endswith(" tokens > 100 maximum")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("defer_loading", True), ("allowed_callers", ["code_execution"]), ("input_examples", [{"a": 1}])]
+)
+def test_options_of_tools_that_cannot_be_had(server, option, value):
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+    assert refused_message(server, tools=[{**tool, option: value}])[2].startswith(f"tools[0].{option} cannot be used: ")
+    harmless = {"defer_loading": False, "allowed_callers": ["direct"], "input_examples": [], "strict": False}
+    hints = {"cache_control": {"type": "ephemeral"}, "eager_input_streaming": True}
+    assert message(server.say("Hi."), tools=[{**tool, **harmless, **hints}])["content"][0]["text"] == "Hi."
+
+
+def test_thinking_that_is_not_shown(server):
+    for kind in ("adaptive", "enabled"):
+        answer = message(server.say("<think>hm</think>Hi."), thinking={"type": kind, "display": "omitted"})
+        assert [block["type"] for block in answer["content"]] == ["text"]

@@ -1,6 +1,7 @@
 """Anthropic's requests as chat requests, and items as Anthropic's content blocks. No HTTP here."""
 
 import json
+import re
 from typing import Any
 
 import pydantic_core
@@ -10,7 +11,9 @@ from quire.serve.protocol.chat import ChatRequest, chat_request
 from quire.serve.protocol.fields import SamplingFields, given
 from quire.serve.protocol.messages import CountTokensRequest, InputMessage, MessagesRequest
 from quire.serve.wording import Terms
-from quire.types.errors import InvalidParameter, NotSupported
+from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong
+
+_TOO_LONG = re.compile(r"maximum context length is (\d+) tokens.*? requested (?:at least )?(\d+) .*?prompt has (\d+) tokens")
 
 TERMS: Terms = (
     (r"response_format(\.json_schema)?", "output_config.format"),
@@ -21,6 +24,12 @@ TERMS: Terms = (
     ("max_completion_tokens", "max_tokens"),
     ("stop", "stop_sequences"),
 )
+# values that ask for nothing, and why others cannot be had
+_TOOL_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "defer_loading": ((False,), "all tools are shown to the model"),
+    "allowed_callers": (([], ["direct"]), "the server runs no code that could call tools"),
+    "input_examples": (([],), "put examples into the description"),
+}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -48,6 +57,19 @@ def to_chat(request: CountTokensRequest, thinks: bool) -> ChatRequest:
     kwargs = {**body.get("chat_template_kwargs", {}), **(request.chat_template_kwargs or {})}
     body["chat_template_kwargs"] = kwargs or None
     return chat_request(body)
+
+
+def in_anthropics_words(error: PromptTooLong) -> PromptTooLong:
+    """Clients look for these words, and shorten the conversation when they find them."""
+    found = _TOO_LONG.search(str(error))
+    if found is None:
+        return PromptTooLong(f"prompt is too long: {error}", error.parameter)
+    longest, asked, prompt = (int(number or 0) for number in found.groups())
+    if asked and prompt < longest:
+        told = f"input length and `max_tokens` exceed context limit: {prompt} + {asked} > {longest}, decrease one of them"
+    else:
+        told = f"prompt is too long: {prompt} tokens > {longest} maximum"
+    return PromptTooLong(told, None)
 
 
 def block_of(item: Item) -> dict[str, Any]:
@@ -183,9 +205,12 @@ def _tools(request: CountTokensRequest) -> dict[str, Any]:
     for i, tool in enumerate(request.tools or ()):
         if tool.get("type", "custom") != "custom":
             raise NotSupported(f"tools[{i}]: the server has no tools of its own such as {tool['type']!r:.80}", "tools")
+        _check_tool(tool, f"tools[{i}]")
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
         if tool.get("description") is not None:
             function["description"] = tool["description"]
+        if tool.get("strict") is not None:
+            function["strict"] = tool["strict"]
         tools.append({"type": "function", "function": function})
     choice = request.tool_choice
     if not tools:
@@ -204,13 +229,20 @@ def _tools(request: CountTokensRequest) -> dict[str, Any]:
     return out
 
 
+def _check_tool(tool: dict[str, Any], where: str) -> None:
+    for name, (neutral, why) in _TOOL_OPTIONS.items():
+        if tool.get(name) not in (None, *neutral):
+            raise NotSupported(f"{where}.{name} cannot be used: {why}", "tools")
+
+
 def _thinking(request: CountTokensRequest, thinks: bool) -> dict[str, Any]:
     out: dict[str, Any] = {}
     thinking, config = request.thinking, request.output_config
+    if thinking is not None:
+        out["include_reasoning"] = thinking.type != "disabled" and thinking.display != "omitted"
     if thinking is not None and thinking.type != "adaptive":
         on = thinking.type == "enabled"
         out["chat_template_kwargs"] = {"enable_thinking": on, "thinking": on}
-        out["include_reasoning"] = on and thinking.display != "omitted"
         if on and thinks and thinking.budget_tokens is not None:
             out["thinking_token_budget"] = thinking.budget_tokens
     if config is not None and config.effort is not None:

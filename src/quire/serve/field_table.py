@@ -233,7 +233,9 @@ def _asks_for_nothing(name: str, value: Any) -> bool:
 _INNER_HINTS = [
     "| `reasoning.summary` in /v1/responses | there are no summaries: the reasoning is told whole |",
     "| `text.verbosity` in /v1/responses | models here do not know it |",
-    "| `cache_control` of blocks and tools, `metadata.user_id` in /v1/messages | prompts are cached by their content, always |",
+    "| `cache_control` of blocks and tools in /v1/messages | prompts are cached by their content, always |",
+    "| `eager_input_streaming` of tools in /v1/messages | arguments are streamed as they come |",
+    "| `thinking.budget_tokens` in /v1/messages, where no reasoning is parsed | there is nothing to bound |",
 ]
 
 _HEAD = """# Fields of requests

@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from quire.serve.anthropic import TERMS, block_of, delta_of, empty_block_of, stop_reason, to_chat
+from quire.serve.anthropic import TERMS, block_of, delta_of, empty_block_of, in_anthropics_words, stop_reason, to_chat
 from quire.serve.body import JSONRoute
 from quire.serve.errors import json_response
 from quire.serve.items import Change, Closed, Grown, Items, Opened
@@ -15,6 +15,7 @@ from quire.serve.protocol.messages import CountTokensRequest, MessagesRequest
 from quire.serve.server import Server, server_of
 from quire.serve.sse import ANTHROPIC, Events, EventStream
 from quire.serve.turn import Step, Turn, play, play_at_once, prepare_turn, render_turn
+from quire.types.errors import PromptTooLong
 
 router = APIRouter(route_class=JSONRoute, tags=["Anthropic"])
 
@@ -26,7 +27,10 @@ async def create_message(request: MessagesRequest, raw: Request) -> Response:
     server = server_of(raw)
     server.check(request)
     chat = to_chat(request, thinks=server.formats.end_id is not None)
-    turn = await prepare_turn(server, raw, chat, "msg", "toolu_", TERMS)
+    try:
+        turn = await prepare_turn(server, raw, chat, "msg", "toolu_", TERMS)
+    except PromptTooLong as error:
+        raise in_anthropics_words(error) from None
     reply = _Reply(server, turn, chat)
     if request.stream:
         return EventStream(reply.stream(), ANTHROPIC)
