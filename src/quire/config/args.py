@@ -15,7 +15,7 @@ from quire.config.fields import FLAG, NAMES, NUMBER, OBJECT, REAL, TEXT, TOKEN, 
 from quire.config.flags import add_flags, add_hidden_flags, kind_of
 from quire.config.hints import HINT_SHORT_FLAGS, HINTS, take_hint, taken_for
 from quire.config.refused import REFUSED, SHORT_FLAGS, refuse
-from quire.config.structured import check_structured_outputs
+from quire.config.structured import checked_structured_outputs
 from quire.types.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2"
@@ -126,7 +126,7 @@ class EngineArgs:
             optional = field.default is None
             value = taken_for(field.name, getattr(self, field.name))
             setattr(self, field.name, spec_of(field).check(field.name, value, optional))
-        check_structured_outputs(self.structured_outputs_config)
+        self.structured_outputs_config = checked_structured_outputs(self.structured_outputs_config)
 
     @classmethod
     def from_kwargs(cls, **values: Any) -> "EngineArgs":

@@ -17,13 +17,16 @@ _ELSEWHERE = {
 }
 
 
-def check_structured_outputs(given: Mapping[str, Any]) -> None:
+def checked_structured_outputs(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given; a backend of another name is called by the one that is there."""
+    out = dict(given)
     for key, value in given.items():
         if key == "backend":
             if value not in BACKENDS:
                 raise ConfigError(f"{NAME}.backend must be one of {', '.join(BACKENDS)}; got {value!r}")
             if value not in BACKENDS[:2]:
                 logger.warning("%s.backend=%r changes nothing here: grammars are followed by llguidance", NAME, value)
+                out[key] = "guidance"
         elif key in FLAGS:
             if not isinstance(value, bool):
                 raise ConfigError(f"{NAME}.{key} must be true or false, got {value!r}")
@@ -33,3 +36,4 @@ def check_structured_outputs(given: Mapping[str, Any]) -> None:
                 raise ConfigError(f"{NAME}.{key}={value!r} is not supported: {reason}; leave it out")
         else:
             raise ConfigError(f"{NAME} has no {key!r}; it has backend, {', '.join([*FLAGS, *_ELSEWHERE])}")
+    return out
