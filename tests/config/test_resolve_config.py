@@ -60,14 +60,17 @@ def test_on_a_gpu(model: Path) -> None:
     assert config_of(model, "cuda", gib=24).max_seqs == 256
 
 
-def test_whoever_serves_takes_smaller_steps(model: Path) -> None:
-    """So that nobody waits long for a token because of others' prompts."""
+def test_whoever_serves_takes_steps_by_the_load(model: Path) -> None:
+    """So that nobody waits long for a token because of others' prompts; what is asked for is taken as it is."""
     assert config_of(model, serving=True).max_batched_tokens == config_of(model).max_batched_tokens
     large = config_of(model, "cuda", gib=80, serving=True)
-    assert (large.max_batched_tokens, large.max_seqs) == (2048, 1024)
-    assert config_of(model, "cuda", gib=80, serving=True, max_num_batched_tokens=9000).max_batched_tokens == 9000
+    assert (large.max_batched_tokens, large.max_seqs, large.steps_follow_load) == (8192, 1024, True)
+    asked = config_of(model, "cuda", gib=80, serving=True, max_num_batched_tokens=9000)
+    assert (asked.max_batched_tokens, asked.steps_follow_load) == (9000, False)
+    assert not config_of(model, "cuda", gib=80).steps_follow_load and not config_of(model, serving=True).steps_follow_load
     (model / "config.json").write_text(json.dumps(CONFIG | {"num_local_experts": 8, "num_experts_per_tok": 2}))
-    assert config_of(model, "cuda", gib=80, serving=True).max_batched_tokens == 8192
+    experts = config_of(model, "cuda", gib=80, serving=True)
+    assert (experts.max_batched_tokens, experts.steps_follow_load) == (8192, False)
     assert config_of(model, "cuda", gib=80).max_batched_tokens == 16384
 
 

@@ -19,11 +19,23 @@ SIZE = 4
 class Desk:
     """Turns the loop by hand and keeps every plan."""
 
-    def __init__(self, windows=(None,), *, pages=20, max_seqs=4, budget=64, depth=0, faults=None, max_model_len=60, **more):
+    def __init__(
+        self,
+        windows=(None,),
+        *,
+        pages=20,
+        max_seqs=4,
+        budget=64,
+        depth=0,
+        faults=None,
+        max_model_len=60,
+        budget_rule=None,
+        **more,
+    ):
         layout = layout_of(windows, SIZE)
         self.model = FakeModel.of(layout, vocab_size=50)
         numbers = {"pages": pages, "max_seqs": max_seqs, "max_model_len": max_model_len}
-        self.scheduler = Scheduler(layout, max_batched_tokens=budget, **numbers, **more)
+        self.scheduler = Scheduler(layout, max_batched_tokens=budget, budget=budget_rule, **numbers, **more)
         self.executor = StrictExecutor(layout, self.model, faults=faults or Faults(), **numbers)
         self.core = EngineCore(self.scheduler, self.executor, depth, clock=lambda: 7.0)
         self.plans: list[StepPlan] = []

@@ -11,6 +11,7 @@ from quire.cache.layout import make_layout
 from quire.engine.core import EngineCore
 from quire.engine.executor.fake import FakeExecutor, Faults
 from quire.engine.executor.fake_model import FakeModel
+from quire.sched.budget import StepBudget
 from quire.sched.scheduler import Scheduler
 from quire.types.cache import CacheLayout, LayerCache
 from quire.types.errors import EngineError
@@ -60,6 +61,7 @@ class Workload:
     pages: int
     max_seqs: int
     budget: int
+    follows: StepBudget | None
     chunk_cap: int | None
     chunked: bool
     prefix_caching: bool
@@ -134,6 +136,13 @@ def resumptions(draw, model: FakeModel, spec: EngineRequest) -> EngineRequest:
 
 
 @st.composite
+def step_budgets(draw, most: int) -> StepBudget:
+    """Steps that are longer where more pages are in use and more tokens wait."""
+    least = draw(st.integers(1, most))
+    return StepBudget(most, least, draw(st.integers(least, most)), 1, draw(st.sampled_from((0.0, 0.3, 1.0))))
+
+
+@st.composite
 def workloads(draw, faulty: bool = False) -> Workload:
     layout = layout_of(draw(st.sampled_from(LAYOUTS)), draw(st.integers(1, 4)))
     model = FakeModel.of(layout, vocab_size=VOCABULARY, eos_id=EOS, eos_probability=0.04)
@@ -165,6 +174,7 @@ def workloads(draw, faulty: bool = False) -> Workload:
         pages=needed + draw(st.sampled_from((0, 0, 1, 2, 3, 5, 8, 30, 60))),
         max_seqs=max_seqs,
         budget=budget,
+        follows=draw(step_budgets(budget)) if chunked and draw(st.booleans()) else None,
         chunk_cap=chunk_cap,
         chunked=chunked,
         prefix_caching=draw(st.sampled_from((True, True, False))),
@@ -180,6 +190,7 @@ def run(work: Workload) -> dict[str, Heard]:
     scheduler = Scheduler(
         work.layout, pages=work.pages, max_model_len=MAX_MODEL_LEN, max_batched_tokens=work.budget, max_seqs=work.max_seqs,
         chunk_cap=work.chunk_cap, chunked=work.chunked, prefix_caching=work.prefix_caching, policy=work.policy,
+        budget=work.follows,
     )  # fmt: skip
     executor = StrictExecutor(
         work.layout, work.model, pages=work.pages, max_seqs=work.max_seqs, max_model_len=MAX_MODEL_LEN, faults=work.faults

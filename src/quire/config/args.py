@@ -97,7 +97,9 @@ class EngineArgs:
     enable_prefix_caching: bool = setting(True, FLAG, _CACHE, "reuse cached pages of equal prompt beginnings")
     num_gpu_blocks_override: int | None = setting(None, NUMBER, _CACHE, "exact number of pages, for tests", low=1)
 
-    max_num_batched_tokens: int | None = setting(None, NUMBER, _SCHEDULER, "most tokens in one step", low=1)
+    max_num_batched_tokens: int | None = setting(
+        None, NUMBER, _SCHEDULER, "most tokens in one step; default: by the device, and by the load where a GPU serves", low=1
+    )
     max_num_seqs: int | None = setting(None, NUMBER, _SCHEDULER, "most requests in one step", low=1)
     enable_chunked_prefill: bool = setting(True, FLAG, _SCHEDULER, "cut long prompts into pieces that share steps with others")
     long_prefill_token_threshold: int = setting(

@@ -23,8 +23,7 @@ CPU_BATCH = (1024 + 64, 64)  # tokens and requests per step: 1,024 of prompts be
 CUDA_BATCH = (8192, 256)
 LARGE_CUDA_BATCH = (16384, 1024)
 LARGE_CUDA_BYTES = 70 * 2**30
-SERVED_TOKENS = 2048  # of a step on a GPU while people wait for their next token; it is busy with so many, or with ...
-SERVED_TOKENS_OF_EXPERTS = 8192  # ... so many where each token is for a few of the matrices
+SERVED_TOKENS = 8192  # of a step on a GPU, at most, while people wait for their next token
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 PAGE, PAGE_IN_BLOCKS = 16, 32  # tokens; the second where weights stay in blocks on a CPU: what OpenVINO attends over
 # sampling defaults a checkpoint may bring: generation_config.json's name -> SamplingParams' name
@@ -51,6 +50,7 @@ class Config:
     max_model_len: int
     max_model_len_explicit: bool  # asked for, so it must fit; otherwise it may shrink to what does
     max_batched_tokens: int
+    steps_follow_load: bool  # that is a limit, and the usual step has less
     max_seqs: int
     chunk_cap: int | None
     chunked: bool
@@ -80,7 +80,7 @@ def resolve(
     sampling = choose_sampling(args, facts)
     length, explicit = choose_length(args, facts)
     device = choose_device(args, find_device)
-    batch = default_batch(device_facts(device) if device_facts and device == "cuda" else None, device, facts, serving)
+    batch = default_batch(device_facts(device) if device_facts and device == "cuda" else None, device, serving)
     max_batched_tokens, max_seqs = choose_batch(args, batch, length)
     keep_blocks = choose_keep_blocks(args, facts, device)
     config = Config(
@@ -93,6 +93,7 @@ def resolve(
         max_model_len=length,
         max_model_len_explicit=explicit,
         max_batched_tokens=max_batched_tokens,
+        steps_follow_load=serving and choose_following(args, facts, device),
         max_seqs=max_seqs,
         chunk_cap=args.long_prefill_token_threshold or None,
         chunked=args.enable_chunked_prefill,
@@ -178,15 +179,12 @@ def choose_keep_blocks(args: EngineArgs, facts: ModelFacts, device: Device) -> b
     return device == "cpu" and args.dtype == "auto" and facts.files.format == "gguf"
 
 
-def default_batch(device: DeviceFacts | None, kind: Device, facts: ModelFacts, serving: bool) -> tuple[int, int]:
+def default_batch(device: DeviceFacts | None, kind: Device, serving: bool) -> tuple[int, int]:
     """Tokens and requests per step that suit the device."""
     if kind == "cpu":
         return CPU_BATCH
     tokens, seqs = LARGE_CUDA_BATCH if device and device.total_bytes >= LARGE_CUDA_BYTES else CUDA_BATCH
-    if serving:
-        experts = any(facts.hf.get(name) for name in EXPERT_COUNTS)
-        tokens = min(tokens, SERVED_TOKENS_OF_EXPERTS if experts else SERVED_TOKENS)
-    return tokens, seqs
+    return min(tokens, SERVED_TOKENS) if serving else tokens, seqs
 
 
 def choose_batch(args: EngineArgs, default: tuple[int, int], max_model_len: int) -> tuple[int, int]:
@@ -199,6 +197,12 @@ def choose_batch(args: EngineArgs, default: tuple[int, int], max_model_len: int)
         if not args.enable_chunked_prefill:
             tokens = max(tokens, max_model_len)
     return tokens, seqs
+
+
+def choose_following(args: EngineArgs, facts: ModelFacts, device: Device) -> bool:
+    """Not where each token is for a few of the matrices: short steps would read all of them for few tokens."""
+    experts = any(facts.hf.get(name) for name in EXPERT_COUNTS)
+    return device == "cuda" and args.max_num_batched_tokens is None and args.enable_chunked_prefill and not experts
 
 
 def choose_depth(args: EngineArgs, device: Device) -> int:

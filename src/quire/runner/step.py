@@ -23,6 +23,7 @@ from quire.ops.choice import in_pieces, of_floats
 from quire.ops.onnx import Runtime
 from quire.ops.openvino import PAGE
 from quire.runner.batch import build_batch
+from quire.runner.buckets import MOST_TOKENS
 from quire.runner.flight import StepFlight
 from quire.runner.graphs import Graphs, allowance, fixed_plans
 from quire.runner.huge_pages import gather_in_background
@@ -36,7 +37,7 @@ from quire.runner.sampler.pipeline import Drawn, Sampler
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.runner.transfer import Longs
-from quire.runner.warmup import LONG, warm_up_parts, warm_up_steps, watch_kernels
+from quire.runner.warmup import LONG, warm_up_parts, warm_up_products, warm_up_steps, watch_kernels
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError, EngineError
 from quire.types.plan import StepPlan
@@ -153,6 +154,9 @@ class Runner:
         warm_up_parts(self._loaded(), slots, sampler, self._facts.vocab_size, longest)
         for plan in warm_up_steps(self._max_seqs, self._max_batched_tokens, longest):
             self.launch(plan)
+        hidden = torch.zeros(self._max_batched_tokens, self._facts.hidden_size, dtype=self._dtype, device=self._device)
+        warm_up_products(self._loaded(), hidden, MOST_TOKENS)
+        del hidden
         torch.cuda.synchronize(self._device)
         self._tenants = self.graphs = None
 

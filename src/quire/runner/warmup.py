@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from quire.attn.batch import Batch
 from quire.layers.attention import SelfAttention
+from quire.layers.linear import Linear
 from quire.models.decoder import Decoder
 from quire.runner.batch import build_batch
 from quire.runner.rehearsal import GREEDY, Tenant, make_step
@@ -45,6 +46,9 @@ DOZENS = (32, 64, 96, 128, 192)  # tokens, one row or many, for layers that do n
 MIXED = 3  # rows of one token beside a prompt
 RECORDED = 4  # times a step is repeated, so that it is recorded and replayed where steps are
 THREADS = 8
+# rows of products that no graph is recorded for: in the last layer those that are drawn from, in the others all of a large
+# step; the distances are odd, for which kernel suits a number of rows depends on its last bits too
+FEW_ROWS, FEW_APART, MANY_APART = 512, 7, 97
 
 
 def watch_kernels() -> "Variants | None":
@@ -95,6 +99,23 @@ def _layers(model: Decoder, slots: Slots, longest: int) -> Iterator[Callable[[],
         for layer in others:
             yield partial(_run, model, _batch([Tenant(tokens, tokens)], slots), lambda x, _, layer=layer: layer(x))
     yield partial(_run, model, _batch(one, slots), lambda x, _: model.logits(x))
+
+
+@torch.inference_mode()
+def warm_up_products(model: Decoder, hidden: Tensor, recorded: int) -> None:
+    """Products of steps with more tokens than are `recorded` as graphs; hidden [most tokens, H] has whatever numbers.
+
+    The libraries have dozens of kernels for those, choose by the exact number of rows, and load a kernel when they first choose
+    it, for which they wait until the device is idle.
+    """
+    few = range(1, min(FEW_ROWS, len(hidden)), FEW_APART)
+    shapes = {(layer.inputs, layer.outputs): layer for layer in model.modules() if isinstance(layer, Linear)}
+    for (inputs, _), layer in shapes.items():
+        x = hidden.new_zeros(len(hidden), inputs)
+        for rows in (*few, *range(recorded + 1, len(hidden) + 1, MANY_APART)):
+            layer(x[:rows])
+    for rows in few:
+        model.logits(hidden[:rows])
 
 
 def kinds_of_layers(model: Decoder) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:

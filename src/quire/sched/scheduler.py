@@ -16,8 +16,10 @@ token last. But nothing that a row of one token writes is read in its own step: 
 from array import array
 from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 
 from quire.cache.tables import Tables
+from quire.sched.budget import StepBudget
 from quire.sched.deltas import delta, unscored
 from quire.sched.forks import Forks, common_prefix
 from quire.sched.limits import Limits
@@ -32,6 +34,7 @@ from quire.types.plan import StepResult, TopLogprobs
 from quire.types.request import EngineRequest, FinishReason, Request
 from quire.types.stats import Stats
 
+MOST_COUNTED = 16  # of those who wait
 AHEAD = 3  # pages that a growing request gets beyond what it needs now, where they are plenty: it asks less often
 
 
@@ -48,12 +51,16 @@ class Scheduler:
         chunked: bool = True,
         prefix_caching: bool = True,
         policy: Policy = "fcfs",
+        budget: StepBudget | None = None,
     ) -> None:
+        """`budget`: how many tokens a step has, where that is not always `max_batched_tokens`."""
         if max_seqs < 1:
             raise ConfigError(f"max_seqs must be at least 1, got {max_seqs}")
         self._limits = Limits(layout, pages, max_model_len, max_batched_tokens, chunk_cap, chunked)
         self._tables = Tables(layout, pages, self._limits.chunk, prefix_caching)
         self._pool = self._tables.pool
+        self._budget = budget or StepBudget.constant(max_batched_tokens)
+        self._room = max_batched_tokens  # of the step that is being planned
         self._order = Order(policy)
         self._queue = Queue(self._order)
         self._running = Running(self._order)
@@ -209,6 +216,7 @@ class Scheduler:
         """The next step, or None if there is nothing to run now."""
         self.publish()
         plan = PlanBuilder(self._step)
+        self._room = self._budget.tokens(self._pool.pages - self._pool.free, len(self._running), self._backlog())
         for child in self._forks.wake():
             self._queue.push(child)
         self._make_way(plan)
@@ -224,6 +232,11 @@ class Scheduler:
             self._step += 1
             self._last = scheduled
         return scheduled
+
+    def _backlog(self) -> int:
+        """Prompt tokens that wait, as far as it matters."""
+        begun = self._running[-1].known if len(self._running) else 0  # the last that came, the first that is cut short
+        return begun + sum(len(request.tokens) for request in islice(self._queue, MOST_COUNTED))
 
     def publish(self) -> None:
         """Offers what the planned rows will have written. It can wait until the step is on its way, but not longer than until
@@ -242,7 +255,7 @@ class Scheduler:
 
         Only those after a request give way to it, so the list may lose its end while we go through it.
         """
-        left, requests, ends = self._limits.budget, plan.requests, plan.ends
+        left, requests, ends = self._room, plan.requests, plan.ends
         for request in self._running:
             if not left:
                 break
@@ -393,7 +406,7 @@ class Scheduler:
     def _victims(self, request: Request) -> list[Request]:
         """The fewest of the worst, all outranked, whose leaving makes room for `request`; none if that is not enough."""
         staying, victims, owned = list(self._running), list[Request](), Counter[int]()
-        left = self._limits.budget - sum(min(other.known, self._limits.chunk) for other in staying)
+        left = self._room - sum(min(other.known, self._limits.chunk) for other in staying)
         owed = sum(self._tables.demand(other, other.computed + other.known) for other in staying)
         while True:
             slot = bool(self._slots or victims)
