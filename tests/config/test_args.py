@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from quire import AsyncEngineArgs
 from quire.cli.parser import Parser
 from quire.config.args import EngineArgs, add_cli_arguments, one_at_a_time
 from quire.config.fields import FLAG, LIST, OBJECT, TEXT, read_number, spec_of
@@ -103,6 +104,16 @@ def test_what_asks_for_nothing_is_accepted() -> None:
     neutral = {name: harmless[0] if harmless else None for name, (_, harmless) in REFUSED.items()}
     assert EngineArgs.from_kwargs(**neutral, model="m") == EngineArgs(model="m")
     assert EngineArgs.from_kwargs(**dict.fromkeys(REFUSED)) == EngineArgs()
+
+
+def test_the_constructor_knows_vllms_other_names_as_well(caplog: pytest.LogCaptureFixture) -> None:
+    args = AsyncEngineArgs(model="m", tensor_parallel_size=1, trust_remote_code=True, disable_log_requests=True)
+    assert args == EngineArgs(model="m")
+    assert "trust_remote_code=True changes nothing" in caplog.text and "disable_log_requests=True" in caplog.text
+    with pytest.raises(ConfigError, match="enable_lora=True is not supported"):
+        EngineArgs(enable_lora=True)
+    with pytest.raises(ConfigError, match="did you mean max_model_len"):
+        EngineArgs(max_modle_len=5)
 
 
 def test_a_name_is_in_one_list() -> None:

@@ -110,7 +110,7 @@ def test_names_belong_to_one_list() -> None:
     assert not server & engine
     assert not server & set(SERVER_REFUSED)
     assert not engine & SERVER_NAMES
-    without_a_server = {"otlp_traces_endpoint", "reasoning_parser", "reasoning_parser_plugin"}
+    without_a_server = {"otlp_traces_endpoint", "enable_log_requests", "reasoning_parser", "reasoning_parser_plugin"}
     assert set(REFUSED) & SERVER_NAMES == without_a_server
 
 

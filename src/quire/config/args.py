@@ -7,9 +7,10 @@ Names and defaults are vLLM's. A field that is None is decided by `resolve`, fro
 import argparse
 import dataclasses
 import difflib
+import functools
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.config.fields import FLAG, NAMES, NUMBER, OBJECT, REAL, TEXT, TOKEN, setting, spec_of
 from quire.config.flags import add_flags, add_hidden_flags, kind_of
@@ -23,6 +24,30 @@ _MODEL, _LENGTHS, _CACHE, _SCHEDULER, _OTHER = "model", "lengths and sampling", 
 _PROCESS = "engine process (servers and AsyncLLM)"
 
 
+T = TypeVar("T", bound=type)
+
+
+def _knows_others(owner: T) -> T:
+    """The constructor also takes vLLM's other names: hints are told, what is not built is refused with its reason."""
+    make = owner.__init__  # type: ignore[misc]
+    known = {field.name for field in dataclasses.fields(owner)}
+
+    @functools.wraps(make)
+    def init(self: Any, *args: Any, **values: Any) -> None:
+        for name, value in values.items():
+            if name in REFUSED:
+                refuse(name, value)
+            elif name in HINTS:
+                take_hint(name, value)
+            elif name not in known:
+                raise ConfigError(f"unknown engine argument {name!r}{nearest(name, [*known, *HINTS, *REFUSED])}")
+        make(self, *args, **{name: value for name, value in values.items() if name in known})
+
+    owner.__init__ = init  # type: ignore[misc]
+    return owner
+
+
+@_knows_others
 @dataclass
 class EngineArgs:
     model: str = setting(DEFAULT_MODEL, TEXT, _MODEL, "directory, .gguf file, hub id (also org/repo:Q4_K_M) or alias (smollm2)")
@@ -133,15 +158,7 @@ class EngineArgs:
     @classmethod
     def from_kwargs(cls, **values: Any) -> "EngineArgs":
         """Fields by name. What is not built is refused with its reason, what is unknown with the nearest names."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        for name, value in values.items():
-            if name in REFUSED:
-                refuse(name, value)
-            elif name in HINTS:
-                take_hint(name, value)
-            elif name not in known:
-                raise ConfigError(f"unknown engine argument {name!r}{nearest(name, [*known, *HINTS, *REFUSED])}")
-        return cls(**{name: value for name, value in values.items() if name in known})
+        return cls(**values)
 
     @classmethod
     def from_cli(cls, namespace: argparse.Namespace) -> "EngineArgs":

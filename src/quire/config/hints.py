@@ -62,6 +62,7 @@ _TABLE: tuple[tuple[str, dict[str, Kind]], ...] = (
                     "fully_sharded_loras": FLAG, "specialize_active_lora": FLAG}),
     ("all metrics are shown", {"show_hidden_metrics_for_version": TEXT}),
     ("grammars are followed by llguidance", {"guided_decoding_backend": TEXT, "guided_decoding_disable_fallback": FLAG}),
+    ("requests are logged by the server, and only if asked to", {"disable_log_requests": FLAG}),
     (_GONE, {"use_v2_block_manager": FLAG, "allow_deprecated_quantization": FLAG, "fail_on_environ_validation": FLAG,
              "worker_use_ray": FLAG, "engine_use_ray": FLAG}),
 )  # fmt: skip

@@ -49,6 +49,7 @@ _TABLE: _Groups = (
                                              "ec_transfer_config": ({},)}),
     ("weights stay as they were loaded", {"enable_sleep_mode": (False,), "weight_transfer_config": ({},)}),
     ("traces are written by the server: quire serve takes it", {"otlp_traces_endpoint": ()}),
+    ("requests are logged by the server: quire serve takes it", {"enable_log_requests": (False,)}),
     (_NOT_MEASURED, {
         "collect_detailed_traces": ([],), "kv_cache_metrics": (False,), "kv_cache_metrics_sample": (),
         "cudagraph_metrics": (False,), "enable_mfu_metrics": (False,), "enable_layerwise_nvtx_tracing": (False,), 
