@@ -80,7 +80,7 @@ def family_server(request, tokenizer):
     return server, write, together
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(reasoning=TEXT, text=TEXT, calls=CALLS, data=st.data())
 def test_streamed_and_whole_answers_are_the_same(family_server, reasoning, text, calls, data):
     server, write, together = family_server
