@@ -5,6 +5,7 @@ prompt ─► InputProcessor ─► EngineCore.add ... EngineCore.step ─► To
 
 import logging
 import time
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ from quire.config.resolve import Config
 from quire.engine.assemble import resolve_here, start_core
 from quire.engine.core import EngineCore
 from quire.engine.timeline import Stopwatch
+from quire.grammar.schema import unenforced
 from quire.progress import doing
 from quire.text.inputs import InputProcessor, Prepared
 from quire.text.open import open_tokenizer
@@ -72,6 +74,9 @@ class LLMEngine:
         prepared = self.inputs.prepare(request_id, prompt, params, arrival=arrival, priority=priority)
         if prepared.params.structured_outputs is not None:
             self.core.check_grammar(prepared.params.structured_outputs)
+            if keywords := unenforced(prepared.params.structured_outputs):
+                told = ", ".join(keywords)
+                warnings.warn(f"the answer is not held to everything that its JSON schema says, not to {told}", stacklevel=2)
         return prepared
 
     def submit(self, prepared: Prepared) -> None:

@@ -162,13 +162,16 @@ def test_a_resumed_request_goes_on_where_it_was(llm):
     ("constraint", "words"),
     [
         ({"json": {"type": "object", "properties": {"a": {"items": {"type": "arr"}}}}}, "$.properties.a.items: Invalid type"),
-        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json": {"type": "array", "uniqueItems": True}, "strict": True}, "$: uniqueItems is more than a grammar can hold to"),
         ({"json": "{"}, "not JSON"),
         ({"regex": "a(b"}, "unclosed group"),
         ({"grammar": "start: nothing"}, "nothing"),
         ({"grammar": 'root ::= ("a"'}, "expected ')'"),
         ({"structural_tag": {"structures": [], "triggers": ["<a"]}}, "structures"),
-        ({"json": {"oneOf": [{"type": "string"}, {"type": "string"}]}}, "$.oneOf: alternatives 0 and 1"),
+        (
+            {"json": {"oneOf": [{"type": "string"}] * 2}, "strict": True},
+            "$: oneOf cannot be told from anyOf: alternatives 0 and",
+        ),
         ({"json": {"enum": ["x" * 300_000]}}, "262144"),
     ],
 )
@@ -176,6 +179,29 @@ def test_a_bad_grammar_is_refused_before_anything_runs(llm, constraint, words):
     with pytest.raises(InvalidParameter, match=re.escape(words)) as caught:
         llm.generate([TEXT[0], TEXT[1]], [SamplingParams(), constrained(**constraint)], use_tqdm=False)
     assert caught.value.parameter == "structured_outputs"
+
+
+def test_what_is_not_held_to_is_told(llm):
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 2}
+    with pytest.warns(UserWarning, match="uniqueItems"):
+        answer = generate(llm, TEXT[0], constrained(seed=1, json=schema))[0]
+    assert isinstance(json.loads(answer.text), list)
+
+
+def test_objects_have_the_keys_they_name_unless_told_otherwise(llm, tiny_model):
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    answers = generate(llm, [TEXT[0]] * 6, [constrained(seed=i, json=schema, max_tokens=60) for i in range(6)])
+    assert {frozenset(json.loads(answer.text)) for answer in answers} == {frozenset("a")}
+    open_ones = [constrained(seed=i, json=schema, max_tokens=60, disable_additional_properties=False) for i in range(6)]
+    assert any(json_keys_beyond(answer.text) for answer in generate(llm, [TEXT[0]] * 6, open_ones))
+    wide = open_model(tiny_model, structured_outputs_config={"disable_additional_properties": False})
+    params = [constrained(seed=i, json=schema, max_tokens=60) for i in range(6)]
+    assert any(json_keys_beyond(answer.text) for answer in generate(wide, [TEXT[0]] * 6, params))
+
+
+def json_keys_beyond(text: str) -> bool:
+    """Does it go on behind its first value?"""
+    return re.match(r'\s*\{\s*"a"\s*:\s*(true|false)\s*,', text) is not None
 
 
 def test_who_leaves_early_leaves_nothing(llm):

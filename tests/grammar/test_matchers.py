@@ -12,8 +12,9 @@ from llguidance import LLParserLimits
 from quire.grammar import llguidance
 from quire.grammar.backend import GrammarError
 from quire.grammar.forms import without_anchors
+from quire.grammar.keywords import disjoint
 from quire.grammar.llguidance import LLGuidance
-from quire.grammar.schema import disjoint, prepare_schema
+from quire.grammar.schema import prepare_schema
 from quire.text.tokenizer_files import read_tokenizer
 from quire.types.structured import StructuredOutputsParams
 
@@ -206,29 +207,7 @@ def test_one_of_is_taken_where_it_is_any_of():
     assert disjoint({"type": "string"}, {"type": ["null", "integer"]}, {})
     assert not disjoint({"type": "integer"}, {"type": "number"}, {})
     assert not disjoint({"type": "object"}, tagged("a"), {})
-    with pytest.raises(GrammarError, match=r"\$\.properties\.x\.oneOf: alternatives 0 and 1"):
-        prepare_schema({"properties": {"x": {"oneOf": [{"type": "string"}, {"minLength": 2}]}}})
     assert root["oneOf"], "the user's schema is left alone"
-
-
-def test_additional_properties_can_be_ruled_out():
-    given = {"properties": {"a": {"type": "array", "items": {"properties": {"b": {}}}}, "c": {"additionalProperties": True}}}
-    params = StructuredOutputsParams(json=given, disable_additional_properties=True)
-    made = prepare_schema(given, params)
-    assert made["additionalProperties"] is made["properties"]["a"]["items"]["additionalProperties"] is False
-    assert made["properties"]["c"]["additionalProperties"] is True and "additionalProperties" not in given
-
-
-def test_keys_that_several_schemas_name_together_stay_open():
-    one, two = {"properties": {"a": {}}}, {"properties": {"b": {}}}
-    given = {
-        "type": "object",
-        "properties": {"allOf": {"properties": {"c": {}}}, "joined": {"allOf": [one, two]}, "both": {**one, "anyOf": [two]}},
-    }
-    made = prepare_schema(given, StructuredOutputsParams(json=given, disable_additional_properties=True))
-    inner = made["properties"]
-    assert made["additionalProperties"] is False and inner["allOf"]["additionalProperties"] is False
-    assert inner["joined"]["allOf"] == [one, two] and inner["both"] == {**one, "anyOf": [two]}
 
 
 @pytest.mark.parametrize("constraint", [{"choice": ["<|end|>"]}, {"regex": r"a <\|end\|> b"}, {"json": {"const": "</s>"}}])

@@ -55,6 +55,66 @@ def test_response_format(http):
     assert http.post("/v1/chat/completions", json=free).status_code == 200
 
 
+UNIQUE = {"type": "object", "properties": {"a": {"uniqueItems": True}}}
+TOLD = "x-quire-schema-unenforced"
+
+
+def requests_with(schema, **strict):
+    """A schema in the words of the protocols: where it goes, the request, and how its errors name the field."""
+    named = {"name": "n", "schema": schema, **strict}
+    form = {"type": "json_schema", "json_schema": named}
+    return [
+        (url, {"model": "tiny", **request}, field)
+        for url, request, field in (
+            ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 16, "response_format": form}, "json_schema.schema"),
+            ("/v1/completions", {"prompt": "a", "max_tokens": 16, "response_format": form}, "json_schema.schema"),
+            (
+                "/v1/responses",
+                {"input": "a", "max_output_tokens": 16, "text": {"format": {**form, **named}}},
+                "text.format.schema",
+            ),
+        )
+    ]
+
+
+def test_what_a_grammar_cannot_hold_to_is_told_in_a_header(http):
+    for url, request, _ in [*requests_with(UNIQUE), *requests_with(UNIQUE, strict=False)]:
+        answer = http.post(url, json=request)
+        assert (answer.status_code, answer.headers.get(TOLD)) == (200, "uniqueItems"), (url, answer.text)
+        with http.stream("POST", url, json={**request, "stream": True}) as stream:
+            assert (stream.status_code, stream.headers.get(TOLD)) == (200, "uniqueItems"), url
+            assert stream.read()
+    for url, request, _ in requests_with({**UNIQUE, "properties": {"a": {}}}, strict=True):
+        answer = http.post(url, json=request)
+        assert (answer.status_code, answer.headers.get(TOLD)) == (200, None), (url, answer.text)
+
+
+def test_what_a_grammar_cannot_hold_to_is_refused_by_name_when_that_is_strict(http):
+    for url, request, field in requests_with(UNIQUE, strict=True):
+        answer = http.post(url, json=request)
+        assert answer.status_code == 400, (url, answer.text)
+        error = answer.json()["error"]
+        assert field in error["message"] and "$.properties.a: uniqueItems is more than" in error["message"], error
+    plain = {"model": "tiny", "prompt": "a", "structured_outputs": {"json": UNIQUE, "strict": True}}
+    assert "uniqueItems" in http.post("/v1/completions", json=plain).json()["error"]["message"]
+
+
+def test_schemas_are_closed_unless_told_otherwise(http):
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    for seed in range(4):
+        assert set(json.loads(chat(http, seed=seed, structured_outputs={"json": schema}))) == {"ok"}
+    wide = {"json": schema, "disable_additional_properties": False}
+    texts = [complete(http, seed=seed, max_tokens=40, structured_outputs=wide) for seed in range(8)]
+    assert any(re.match(r'\s*\{\s*"ok"\s*:\s*(true|false)\s*,', text) for text in texts)
+
+
+def test_ebnf_and_many_choices(http):
+    text = complete(http, structured_outputs={"grammar": 'root ::= word "x"\nword ::= [a-z]{1,9}'})
+    assert re.fullmatch("[a-z]{1,9}x", text)
+    words = [f"choice {i}" for i in range(10_000)]
+    assert complete(http, structured_outputs={"choice": words}) in words
+
+
 def test_structured_outputs(http):
     assert is_valid(chat(http, structured_outputs={"json": SCHEMA}))
     assert is_valid(chat(http, structured_outputs={"json": json.dumps(SCHEMA)}))

@@ -391,3 +391,46 @@ def test_calls_are_counted(hermes_server):
         deltas(counted.say(script, finish=finish))
     outcomes = {labels[0]: value for labels, value in counted.app.state.server.metrics.tool_calls.values.items()}
     assert outcomes == {"complete": 6, "cut": 2, "broken": 2, "text": 2}
+
+
+def strict_tools(*flags: bool | None) -> list[dict]:
+    schema = {"type": "object", "properties": {"l": {"type": "array", "uniqueItems": True}}}
+    return [
+        {"name": f"f{i}", "parameters": schema} | ({} if strict is None else {"strict": strict})
+        for i, strict in enumerate(flags)
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_schema_of_a_tool_says_in_vain_is_told(hermes_server, stream):
+    server = hermes_server.say('{"l": []}')
+    functions = [{"type": "function", "function": tool} for tool in strict_tools(None, False)]
+    own = [{"name": tool["name"], "input_schema": tool["parameters"]} for tool in strict_tools(None)]
+    for path, fields in (
+        ("/v1/chat/completions", {"tools": functions, "tool_choice": {"type": "function", "function": {"name": "f1"}}}),
+        ("/v1/messages", {"model": "scripted", "max_tokens": 30, "tools": own, "tool_choice": {"type": "tool", "name": "f0"}}),
+    ):
+        response = server.post(path, {"messages": HELLO, "stream": stream, **fields})
+        assert (response.status_code, response.headers.get("X-Quire-Schema-Unenforced")) == (200, "uniqueItems"), response.text
+    free = server.say("Hi").post("/v1/chat/completions", {"messages": HELLO, "tools": functions, "stream": stream})
+    assert "X-Quire-Schema-Unenforced" not in free.headers, "nothing is asked of the answer"
+
+
+def test_the_schema_of_a_strict_tool_is_refused_if_it_says_something_in_vain(hermes_server):
+    server = hermes_server.say('{"l": []}')
+    tools = [{"type": "function", "function": tool} for tool in strict_tools(False, True)]
+    for choice, status in (("required", 400), ("f0", 200), ("f1", 400)):
+        named = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
+        server.say('[{"name": "f0", "parameters": {"l": []}}]' if choice == "required" else '{"l": []}')
+        response = server.post("/v1/chat/completions", {"messages": HELLO, "tools": tools, "tool_choice": named})
+        assert response.status_code == status, response.text
+        if status == 400:
+            error = response.json()["error"]
+            assert error["message"].startswith(
+                "tools[1].function.parameters: $.properties.l: uniqueItems is more than a grammar"
+            )
+            assert error["param"] == "tools[1].function.parameters"
+    own = [{"name": "f", "input_schema": strict_tools(None)[0]["parameters"], "strict": True}]
+    asked = {"model": "scripted", "max_tokens": 30, "messages": HELLO, "tools": own, "tool_choice": {"type": "any"}}
+    message = server.post("/v1/messages", asked).json()["error"]["message"]
+    assert message.startswith("tools[0].input_schema: $.properties.l: uniqueItems")

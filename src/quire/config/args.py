@@ -96,7 +96,7 @@ class EngineArgs:
         {},
         OBJECT,
         _LENGTHS,
-        "disable_any_whitespace and disable_additional_properties of JSON answers; llguidance is the backend",
+        "disable_any_whitespace (false) and disable_additional_properties (true) of JSON answers; llguidance is the backend",
     )
     generation_config: str = setting(
         "auto", TEXT, _LENGTHS, "where default sampling parameters come from: auto = the model, vllm = neutral, or a directory"

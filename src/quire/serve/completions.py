@@ -18,6 +18,7 @@ from quire.serve.sampling import check_request, only_echoes
 from quire.serve.server import Server, server_of
 from quire.serve.sse import Events, EventStream
 from quire.serve.stream import StreamUsage
+from quire.serve.structured import tell_unenforced
 from quire.serve.usage import timing_of, usage_of
 from quire.types.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 
@@ -38,7 +39,9 @@ async def create_completion(request: CompletionRequest, raw: Request) -> Respons
 async def _prepare(server: Server, raw: Request, request: CompletionRequest) -> Job:
     model = server.check(request)
     check_request(request)
-    return make_job(server, raw, request, "cmpl", model, await read_prompts(server, request))
+    job = make_job(server, raw, request, "cmpl", model, await read_prompts(server, request))
+    await tell_unenforced(raw, job.params[0].structured_outputs)
+    return job
 
 
 class _Choice:

@@ -1,11 +1,20 @@
 """response_format and structured_outputs → what the answer must look like."""
 
+import asyncio
 from typing import Any
 
+from starlette.requests import Request
+
+from quire.grammar.backend import GrammarError
+from quire.grammar.schema import Preparation, unenforced
 from quire.serve.protocol.fields import GenerationFields
+from quire.serve.tools import ToolUse
+from quire.text.inputs import MOST_GRAMMAR_BYTES
 from quire.types.errors import InvalidParameter
 from quire.types.structured import StructuredOutputsParams, as_structured_outputs
 
+UNENFORCED = b"x-quire-schema-unenforced"
+SMALL = 1 << 14  # bytes of a schema that is looked over in no time
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
 
@@ -21,6 +30,27 @@ def structured_outputs(request: GenerationFields) -> StructuredOutputsParams | N
     return as_structured_outputs(request.structured_outputs)
 
 
+async def tell_unenforced(raw: Request, wanted: StructuredOutputsParams | None, use: ToolUse | None = None) -> None:
+    """Puts into the answer's headers what the grammar does not hold to. Raises InvalidParameter for a strict tool's schema."""
+    if wanted is None or wanted.size > MOST_GRAMMAR_BYTES:
+        return
+    at_once = wanted.size <= SMALL
+    keywords = _look_over(wanted, use) if at_once else await asyncio.to_thread(_look_over, wanted, use)
+    if keywords:
+        raw.state.told = [(UNENFORCED, ", ".join(keywords).encode("ascii", "replace"))]
+
+
+def _look_over(wanted: StructuredOutputsParams, use: ToolUse | None) -> list[str]:
+    for i, (name, schema) in enumerate((use.schemas or {}).items() if use is not None and use.forced else ()):
+        if use is not None and name in use.strict and use.name in (None, name):
+            try:
+                Preparation(schema, strict=True).make()
+            except GrammarError as error:
+                field = f"tools[{i}].function.parameters"
+                raise InvalidParameter(f"{field}: {error}", field) from None
+    return unenforced(wanted)
+
+
 def from_response_format(given: dict[str, Any]) -> StructuredOutputsParams | None:
     match given.get("type"):
         case "text":
@@ -30,13 +60,13 @@ def from_response_format(given: dict[str, Any]) -> StructuredOutputsParams | Non
         case "json_schema":
             wrapper = given.get("json_schema")
             schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
-            if not isinstance(schema, dict):
+            if not isinstance(wrapper, dict) or not isinstance(schema, dict):
                 raise InvalidParameter(
                     "response_format of type json_schema needs the schema, an object, at json_schema.schema: "
                     '{"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}',
                     "response_format",
                 )
-            return StructuredOutputsParams(json=schema)
+            return StructuredOutputsParams(json=schema, strict=wrapper.get("strict") is True)
         case "structural_tag":
             return StructuredOutputsParams(structural_tag=given)
         case other:

@@ -15,12 +15,16 @@ Mode = Literal["none", "auto", "required", "named"]
 
 @dataclass(frozen=True)
 class ToolUse:
-    """`schemas`: the parameters of every tool, by name. `name`: the one to be called, if that was said."""
+    """`schemas`: the parameters of every tool, by name. `name`: the one to be called, if that was said.
+
+    Those of the tools in `strict` are refused if they say more than a grammar can hold to.
+    """
 
     mode: Mode = "none"
     schemas: dict[str, dict[str, Any]] | None = None
     name: str | None = None
     parallel: bool = True
+    strict: frozenset[str] = frozenset()
 
     @property
     def forced(self) -> bool:
@@ -61,8 +65,9 @@ def read_tool_use(tools: Any, choice: Any, parallel: bool | None) -> ToolUse:
         return ToolUse()
     schemas = read_schemas(tools)
     together = parallel is not False
+    strict = frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True)
     if choice in ("none", "auto", "required"):
-        return ToolUse(choice, schemas, parallel=together)
+        return ToolUse(choice, schemas, parallel=together, strict=strict)
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
@@ -73,7 +78,7 @@ def read_tool_use(tools: Any, choice: Any, parallel: bool | None) -> ToolUse:
         )
     if name not in schemas:
         raise InvalidParameter(f"tool_choice names {name!r:.100}, which is none of the tools", "tool_choice")
-    return ToolUse("named", schemas, name, parallel=together)
+    return ToolUse("named", schemas, name, parallel=together, strict=strict)
 
 
 def read_schemas(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -19,7 +19,7 @@ from quire.serve.prompts import Prompt, render_messages, truncate
 from quire.serve.protocol.chat import ChatRequest
 from quire.serve.sampling import check_request
 from quire.serve.server import Server
-from quire.serve.structured import from_response_format
+from quire.serve.structured import from_response_format, tell_unenforced
 from quire.serve.tools import ToolUse, read_tool_use
 from quire.serve.wording import Terms, Wording, wording_of
 from quire.text.parse.events import Event
@@ -84,7 +84,7 @@ async def _render(server: Server, request: ChatRequest, terms: Terms) -> Rendere
     _check_tools(request, use)
     check_work(1, request.n or 1, server.limits)
     shown = request.tools
-    described = server.formats.tell_tools and request.chat_template is None
+    described = server.formats.tell_tools is not None and request.chat_template is None
     if use.mode == "none" and (described or server.settings.exclude_tools_when_tool_choice_none):
         shown = None  # who must not call is not asked to in words
     prompt = await render_messages(server, request, request.messages, request.documents, shown, _effort(request))
@@ -107,6 +107,7 @@ async def prepare_turn(
         job = make_job(server, raw, request, prefix, rendered.model, [rendered.prompt])
         reading = _reading(server.formats, request, rendered.use, rendered.inside)
         _set_up(server, job, rendered, reading)
+        await tell_unenforced(raw, job.params[0].structured_outputs, rendered.use)
     except RequestError as error:
         raise rendered.wording.of(error) from error
     return Turn(replace(job, wording=rendered.wording), replace(reading, id_prefix=call_prefix, on_call=server.count_call))

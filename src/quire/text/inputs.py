@@ -51,9 +51,8 @@ class InputProcessor:
         self.max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
         self.eos_ids = frozenset(i for i in eos_ids if 0 <= i < vocab_size)
         self.seed = seed
-        self._tidy = [
-            name for name in ("disable_any_whitespace", "disable_additional_properties") if (structured_outputs or {}).get(name)
-        ]
+        self._no_blanks = (structured_outputs or {}).get("disable_any_whitespace", False)
+        self._closed = (structured_outputs or {}).get("disable_additional_properties", True)
         self._stream_interval = stream_interval
         self._unseeded = itertools.count()
 
@@ -196,8 +195,9 @@ class InputProcessor:
             if not 0 <= token < self.vocab_size:
                 raise InvalidParameter(f"{FIELD}.starts_after: token id {token} is out of vocabulary", FIELD)
         if params.constraint in ("json", "json_object"):
-            for name in self._tidy:
-                setattr(params, name, name != "disable_any_whitespace" or params.whitespace_pattern is None)
+            params.disable_any_whitespace |= self._no_blanks and params.whitespace_pattern is None
+            if params.disable_additional_properties is None:
+                params.disable_additional_properties = self._closed
         size = params.size
         if size > MOST_GRAMMAR_BYTES:
             raise InvalidParameter(

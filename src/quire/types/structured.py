@@ -17,7 +17,7 @@ FIELD = "structured_outputs"
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """vLLM's fields; exactly one of the first six is given. `starts_after` is our own.
+    """vLLM's fields; exactly one of the first six is given. `starts_after` and `strict` are our own.
 
     `starts_after` is a sequence of token ids: until the answer has contained it, nothing is constrained. The ids that end a
     model's reasoning go here.
@@ -31,9 +31,10 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
     structural_tag: str | dict[str, Any] | None = None  # free text in which triggers start constrained parts
     disable_fallback: bool = False  # there is one backend, so there never is a fallback
     disable_any_whitespace: bool = False  # JSON without spaces and line breaks
-    disable_additional_properties: bool = False  # JSON objects have no keys but those their schema names
+    disable_additional_properties: bool | None = None  # JSON objects have no keys but those they name (None: so it is)
     whitespace_pattern: str | None = None  # what may stand between the parts of JSON
     starts_after: list[int] | None = None
+    strict: bool = False  # a JSON schema that says more than a grammar can hold to is refused
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -68,7 +69,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
         _check("json_object", self.json_object, (bool,), "true")
         _check("structural_tag", self.structural_tag, (str, dict), "an object, or its text")
         _check("whitespace_pattern", self.whitespace_pattern, (str,), "a regular expression")
-        for name in ("disable_fallback", "disable_any_whitespace", "disable_additional_properties"):
+        for name in ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "strict"):
             _check(name, getattr(self, name), (bool,), "true or false")
         choice = self.choice
         if choice is not None and (not isinstance(choice, list) or not choice or not all(isinstance(c, str) for c in choice)):
@@ -78,7 +79,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
             raise InvalidParameter(f"{FIELD}.starts_after must be a list of token ids, got {ids!r}", FIELD)
 
     def _check_options(self, constraint: str) -> None:
-        for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
+        for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "strict"):
             if getattr(self, name) and constraint not in ("json", "json_object"):
                 raise InvalidParameter(f"{FIELD}.{name} is for json and json_object, not for {constraint}", FIELD)
         if self.disable_any_whitespace and self.whitespace_pattern is not None:

@@ -1,0 +1,327 @@
+"""Keywords of JSON schema that the library does not know, in words that it does."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, permutations
+from math import comb, perm
+from typing import Any
+
+Schema = dict[str, Any]
+
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+MOST_ARRANGED = 100  # ways to put different values in a row, or to choose keys
+MOST_PLACES = 16  # of an array in which something must be contained
+MOST_DEPENDENT = 4
+MOST_ALTERNATIVES = 64  # of oneOf that are compared
+_DIALECT = re.compile(r"https?://json-schema\.org/")
+
+
+@dataclass
+class Rewriting:
+    """Of one schema whose inner ones are rewritten already. `root` is the whole as the user gave it."""
+
+    node: Schema
+    root: Schema
+    unheld: list[str] = field(default_factory=list)  # keywords that are left out
+    reasons: dict[str, str] = field(default_factory=dict)  # for some of them
+
+    def make(self) -> Schema:
+        if self.node.keys() & _REWRITES.keys():
+            self.node = dict(self.node)
+            for keyword, change in _REWRITES.items():
+                if keyword in self.node and not change(self, self.node.pop(keyword)):
+                    self.unheld.append(keyword)
+        return self.node
+
+    # ---- one keyword each: it was taken out of the schema, and what it says is put back in other words, or not (False)
+
+    def format(self, value: Any) -> bool:
+        """One that is not known is a note to the reader, as the standard has it."""
+        if value in FORMATS:
+            self.node["format"] = value
+        elif isinstance(value, str) and re.fullmatch("uuid[1-8]", value):
+            self.node["format"] = "uuid"
+            self._also({"pattern": f"^[0-9a-fA-F]{{8}}-[0-9a-fA-F]{{4}}-{value[-1]}"})
+        elif value == "ipvanyaddress":
+            self._also({"anyOf": [{"format": "ipv4"}, {"format": "ipv6"}]})
+        return True
+
+    def dialect(self, value: Any) -> bool:
+        if isinstance(value, str) and _DIALECT.match(value):
+            self.node["$schema"] = value
+        return True
+
+    def one_of(self, value: Any) -> bool:
+        """It is anyOf where no two alternatives can hold at once."""
+        self.node.pop("discriminator", None)
+        self._also({"anyOf": value})
+        if not isinstance(value, list):
+            return True
+        numbered = [(i, {} if item is True else resolve(item, self.root)) for i, item in enumerate(value) if item is not False]
+        for (i, one), (j, other) in combinations(numbered[:MOST_ALTERNATIVES], 2):
+            if not disjoint(one, other, self.root):
+                self.reasons["oneOf"] = (
+                    f"cannot be told from anyOf: alternatives {i} and {j} may hold at the same time; give them different types "
+                    "or a required property with different const values, use anyOf, or leave out strict"
+                )
+                return False
+        return len(numbered) <= MOST_ALTERNATIVES
+
+    def unique_items(self, value: Any) -> bool:
+        node = self.node
+        least, most = node.get("minItems", 0), node.get("maxItems")
+        if value is not True or most in (0, 1):
+            return True
+        values = finite(node.get("items"), self.root) if "prefixItems" not in node else None
+        if values is None or not isinstance(least, int) or not isinstance(most, int | None):
+            return False
+        lengths = range(least, min(len(values), len(values) if most is None else most) + 1)
+        if len(values) > MOST_ARRANGED or sum(perm(len(values), n) for n in lengths) > MOST_ARRANGED:
+            return False
+        for word in ("items", "minItems", "maxItems"):
+            node.pop(word, None)
+        self._also({"anyOf": [_row(row) for n in lengths for row in permutations(values, n)]})
+        return True
+
+    def contains(self, value: Any) -> bool:
+        node = self.node
+        least, most = node.pop("minContains", 1), node.pop("maxContains", None)
+        if least == 0 and most is None:
+            return True
+        if not isinstance(least, int) or not isinstance(most, int | None):
+            return False
+        if value in (True, {}):
+            node["minItems"] = max(least, node.get("minItems", 0))
+            if most is not None:
+                node["maxItems"] = min(most, node.get("maxItems", most))
+            return True
+        items, longest = node.get("items", True), node.get("maxItems")
+        if not isinstance(longest, int) or longest > MOST_PLACES or (least, most) != (1, None) or "prefixItems" in node:
+            return False
+        found = {"allOf": [items, value]}
+        self._also({"anyOf": [{"prefixItems": [items] * i + [found], "minItems": i + 1} for i in range(longest)]})
+        return True
+
+    def property_names(self, value: Any) -> bool:
+        if value in (True, {}, {"type": "string"}):
+            return True
+        node, names, properties = self.node, resolve(value, self.root), self._properties
+        values, others = finite(names, self.root), node.get("additionalProperties", True)
+        if "patternProperties" in node:
+            return False
+        if values is not None:
+            keys = [key for key in values if isinstance(key, str)]
+            node["properties"] = dict.fromkeys(keys, others) | {k: v if k in keys else False for k, v in properties.items()}
+        elif set(names) - {"type", "title", "description"} == {"pattern"} and not properties:
+            node["patternProperties"] = {names["pattern"]: others}
+        else:
+            return False
+        node["additionalProperties"] = False
+        return True
+
+    def min_properties(self, value: Any) -> bool:
+        """The library can count keys only where all that are named are required."""
+        optional = self._optional
+        if not isinstance(value, int) or not optional:
+            self.node["minProperties"] = value
+            return True
+        missing = value - len(self._required)
+        if missing <= 0:
+            return True
+        if self.node.get("additionalProperties") is not False or comb(len(optional), missing) > MOST_ARRANGED:
+            return False
+        self._also({"anyOf": [{"required": list(names)} for names in combinations(optional, missing)]})
+        return True
+
+    def max_properties(self, value: Any) -> bool:
+        optional = self._optional
+        if not isinstance(value, int) or not optional:
+            self.node["maxProperties"] = value
+            return True
+        absent = len(self._properties) - value  # so many of them must be
+        if self.node.get("additionalProperties") is not False or comb(len(optional), max(absent, 0)) > MOST_ARRANGED:
+            return False
+        if absent > 0:
+            self._also({"anyOf": [{"properties": dict.fromkeys(names, False)} for names in combinations(optional, absent)]})
+        return True
+
+    def negation(self, value: Any) -> bool:
+        if value is False:
+            return True
+        node, wrong = self.node, resolve(value, self.root)
+        words = set(wrong) - {"title", "description"}
+        values, mine = finite(wrong, self.root), finite(node, self.root)
+        if values is not None and mine is not None and words <= {"enum", "const"}:
+            written = {json.dumps(item, sort_keys=True) for item in values}
+            node.pop("const", None)
+            node["enum"] = [item for item in mine if json.dumps(item, sort_keys=True) not in written]
+        elif words == {"type"}:
+            kinds, all_kinds = types(wrong), types(node) or set(TYPES) - {"integer"}
+            if "integer" in kinds and "number" not in kinds and "number" in all_kinds:
+                return False
+            node["type"] = sorted(all_kinds - kinds - ({"integer"} if "number" in kinds else set()))
+        elif words == {"required"} and types(node) == {"object"} and len(wrong["required"]) == 1:
+            self._also({"properties": {wrong["required"][0]: False}})
+        else:
+            return False
+        return True
+
+    def dependencies(self, value: Any) -> bool:
+        if value == {}:
+            return True
+        if not isinstance(value, dict) or len(value) > MOST_DEPENDENT or types(self.node) != {"object"}:
+            return False
+        for name, needed in value.items():
+            then = {"required": [name, *needed]} if isinstance(needed, list) else {"required": [name], "allOf": [needed]}
+            self._also({"anyOf": [{"properties": {name: False}}, then]})
+        return True
+
+    def unevaluated_properties(self, value: Any) -> bool:
+        """Where all that is evaluated is named here, it says no more than additionalProperties does."""
+        if value is True:
+            return True
+        if self.node.keys() & {"allOf", "anyOf", "$ref", "additionalProperties"}:
+            return False
+        self.node["additionalProperties"] = value
+        return True
+
+    def unevaluated_items(self, value: Any) -> bool:
+        if value is not True and self.node.keys() & {"allOf", "anyOf", "$ref"}:
+            return False
+        self.node.setdefault("items", value)
+        return True
+
+    def condition(self, value: Any) -> bool:
+        """Without branches it says nothing."""
+        branches = [self.node.pop(word) for word in ("then", "else") if word in self.node]
+        return not branches or value is None
+
+    # ---- what it says so far
+
+    @property
+    def _properties(self) -> Schema:
+        found = self.node.get("properties")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def _required(self) -> list[str]:
+        found = self.node.get("required")
+        return found if isinstance(found, list) else []
+
+    @property
+    def _optional(self) -> list[str]:
+        return [name for name in self._properties if name not in self._required]
+
+    def _also(self, more: Schema) -> None:
+        """Adds what must hold, too."""
+        if more.keys() & self.node.keys():
+            self.node["allOf"] = [*self.node.get("allOf", ()), more]
+        else:
+            self.node |= more
+
+
+def _says_nothing(*_: Any) -> bool:
+    """Without the keyword that it belongs to."""
+    return True
+
+
+def _cannot_be_held(*_: Any) -> bool:
+    return False
+
+
+# in this order: some leave words that later ones take up
+_REWRITES: dict[str, Callable[[Rewriting, Any], bool]] = {
+    "$schema": Rewriting.dialect,
+    "format": Rewriting.format,
+    "oneOf": Rewriting.one_of,
+    "if": Rewriting.condition,
+    "then": _says_nothing,
+    "else": _says_nothing,
+    "contains": Rewriting.contains,
+    "minContains": _says_nothing,
+    "maxContains": _says_nothing,
+    "uniqueItems": Rewriting.unique_items,
+    "unevaluatedItems": Rewriting.unevaluated_items,
+    "unevaluatedProperties": Rewriting.unevaluated_properties,
+    "propertyNames": Rewriting.property_names,
+    "minProperties": Rewriting.min_properties,
+    "maxProperties": Rewriting.max_properties,
+    "not": Rewriting.negation,
+    "dependentRequired": Rewriting.dependencies,
+    "dependentSchemas": Rewriting.dependencies,
+    "dependencies": Rewriting.dependencies,
+    "$dynamicRef": _cannot_be_held,
+    "$recursiveRef": _cannot_be_held,
+}
+
+
+def _row(values: Sequence[Any]) -> Schema:
+    items = [{"const": value} for value in values]
+    return {"prefixItems": items, "items": False, "minItems": len(items), "maxItems": len(items)} if items else {"maxItems": 0}
+
+
+# ---- what schemas say
+
+
+def disjoint(one: Schema, other: Schema, root: Schema) -> bool:
+    """Is it plain that nothing satisfies both?"""
+    kinds, others = types(one), types(other)
+    if kinds and others and not _overlap(kinds, others):
+        return True
+    values, other_values = _written_values(one), _written_values(other)
+    if values is not None and other_values is not None:
+        return not values & other_values
+    if kinds != {"object"} or others != {"object"}:
+        return False
+    for name in set(one.get("required", ())) & set(other.get("required", ())):
+        mine, theirs = (resolve(schema.get("properties", {}).get(name, {}), root) for schema in (one, other))
+        if disjoint(mine, theirs, root):
+            return True
+    return False
+
+
+def types(schema: Schema) -> set[str]:
+    kinds = schema.get("type", ())
+    return {kinds} if isinstance(kinds, str) else {kind for kind in kinds if isinstance(kind, str)}
+
+
+def _overlap(types: set[str], others: set[str]) -> bool:
+    wide = [kinds | ({"number"} if "integer" in kinds else set()) for kinds in (types, others)]
+    return bool(wide[0] & wide[1])
+
+
+def _written_values(schema: Schema) -> set[str] | None:
+    """The values it names, as text; None if it names none."""
+    named = [schema["const"]] if "const" in schema else schema.get("enum")
+    return None if not isinstance(named, list) else {json.dumps(value, sort_keys=True) for value in named}
+
+
+def finite(schema: Any, root: Schema) -> list[Any] | None:
+    """All values there are, each once; None if they are not listed."""
+    told = resolve(schema, root)
+    if "const" in told:
+        return [told["const"]]
+    if isinstance(told.get("enum"), list):
+        return list({json.dumps(value, sort_keys=True): value for value in told["enum"]}.values())
+    plain = {"type", "title", "description"}
+    if told.get("type") in ("boolean", "null") and set(told) <= plain:
+        return [True, False] if told["type"] == "boolean" else [None]
+    return None
+
+
+def resolve(schema: Any, root: Schema) -> Schema:
+    """Follows references within the schema; what cannot be followed is left to the library."""
+    for _ in range(8):
+        reference = schema.get("$ref") if isinstance(schema, dict) else None
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            break
+        target: Any = root
+        for part in reference[2:].split("/"):
+            target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
+        if not isinstance(target, dict):
+            break
+        schema = target
+    return schema if isinstance(schema, dict) else {}
