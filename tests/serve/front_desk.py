@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,6 +23,7 @@ from quire.types.stats import Stats
 
 @dataclass
 class FakeLLM:
+    config: Any = field(default_factory=lambda: SimpleNamespace(served_names=("tiny",)))
     state: str = "ready"
     heartbeat_age: float = 0.1
     restarts: int = 0

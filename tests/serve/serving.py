@@ -16,6 +16,7 @@ from quire.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
 from quire.config.server_args import ServerArgs
 from quire.serve.app import build_app
+from quire.serve.ids import RequestIds
 
 NAME = "tiny"
 
@@ -52,7 +53,7 @@ class Running:
     def serve(self, settings: ServerArgs, llm: Any = None) -> Iterator[httpx.Client]:
         """Another HTTP server over the same engine (or over something like one)."""
         listener = socket.create_server(("127.0.0.1", 0))
-        app = build_app(llm or self.llm, settings)
+        app = RequestIds(build_app(llm or self.llm, settings), settings.enable_request_id_headers)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", access_log=False))
         serving = asyncio.run_coroutine_threadsafe(server.serve([listener]), self.loop)
         while not server.started:

@@ -19,18 +19,50 @@ def test_without_keys_everybody_may_ask() -> None:
     assert desk.ask("/metrics").status_code == 200
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/whoami", "/docs", "/metrics", "/readyz", "/health", "/version", "/ping", "/nothing", "/"]
-)
-def test_every_route_but_livez_needs_the_key(path: str) -> None:
+GUARDED = [
+    "/v1/whoami",
+    "/docs",
+    "/openapi.json",
+    "/metrics",
+    "/version",
+    "/load",
+    "/server_info",
+    "/tokenizer_info",
+    "/nothing",
+    "/",
+]
+OPEN = ["/livez", "/readyz", "/health", "/ping"]
+
+
+@pytest.mark.parametrize("path", GUARDED)
+def test_every_route_but_those_of_health_needs_the_key(path: str) -> None:
     desk = Desk(api_key=["secret"])
     refused = desk.ask(path)
     assert refused.status_code == 401
     assert refused.headers["www-authenticate"] == "Bearer"
     assert refused.json()["error"]["code"] == 401
     assert refused.json()["error"]["type"] == "AuthenticationError"
-    assert desk.ask(path, headers=bearer("secret")).status_code == (404 if path in ("/nothing", "/") else 200)
-    assert desk.ask("/livez").status_code == 200
+    there = ("/v1/whoami", "/docs", "/metrics", "/version", "/")
+    assert desk.ask(path, headers=bearer("secret")).status_code == (200 if path in there else 404)
+
+
+@pytest.mark.parametrize("path", OPEN)
+def test_health_is_open_and_tells_nothing(path: str) -> None:
+    desk = Desk(api_key=["secret"])
+    assert desk.ask(path).status_code == 200
+    assert desk.ask(path, headers=bearer("wrong")).status_code == 200
+    desk.llm.state = "dead"
+    refused = desk.ask(path)
+    assert refused.status_code == 503
+    assert refused.content in (b"", b'{"status":"unavailable"}')
+    if refused.content:
+        assert "reason" in desk.ask(path, headers=bearer("secret")).json()
+
+
+def test_metrics_are_open_if_that_was_said() -> None:
+    desk = Desk(api_key=["secret"], metrics_without_key=True)
+    assert desk.ask("/metrics").status_code == 200
+    assert [desk.ask(path).status_code for path in ("/metrics/", "/metrics%0a", "/v1/whoami", "/version")] == [401] * 4
 
 
 def test_anthropics_header() -> None:
@@ -53,6 +85,15 @@ def test_anthropics_header() -> None:
         ("/LIVEZ", "GET"),
         ("/livez%2f..%2fv1%2fwhoami", "GET"),
         ("/livez", "POST"),
+        ("/livez%0a", "GET"),
+        ("/health%0a", "GET"),
+        ("/ping%0d%0a", "POST"),
+        ("/livez%00", "GET"),
+        ("/livez%20", "GET"),
+        ("/%6civez%2f", "GET"),
+        ("/%2e/livez", "GET"),
+        ("/livez;a", "GET"),
+        ("/v1/whoami%0a/livez%0a", "GET"),
         ("/v1/whoami?/livez", "GET"),
         ("/v1/whoami", "OPTIONS"),
     ],
@@ -61,9 +102,18 @@ def test_only_the_route_itself_is_public(path: str, method: str) -> None:
     assert Desk(api_key=["secret"]).ask(path, method).status_code == 401
 
 
-def test_whatever_matches_livez_gets_livez() -> None:
-    """The guard runs the route that it matched; what another matcher would have found does not count."""
-    assert Desk(api_key=["secret"]).ask("/livez%0a").json() == {"status": "ok"}
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/version", "/v1/whoami"])
+@pytest.mark.parametrize("after", ["%0a", "%0d%0a", "%00", "%7f"])
+def test_a_path_with_a_line_end_is_no_path(path: str, after: str) -> None:
+    """The patterns of routes overlook one."""
+    for desk, headers in ((Desk(), {}), (Desk(api_key=["secret"]), bearer("secret"))):
+        assert desk.ask(path, headers=headers).status_code == 200
+        refused = desk.ask(path + after, headers=headers)
+        assert refused.status_code == 404 and refused.json()["error"]["code"] == 404
+
+
+def test_an_escaped_letter_is_that_letter() -> None:
+    assert Desk(api_key=["secret"]).ask("/%6civez").status_code == 200
 
 
 def test_a_root_path_does_not_open_anything() -> None:

@@ -240,8 +240,8 @@ def test_messages_have_no_paths_and_no_addresses():
     assert len(error_body(400, "x" * 10_000)["error"]["message"]) == 2000
 
 
-def test_request_ids_are_echoed_if_asked_for(server, http):
-    assert "x-request-id" not in http.get("/v1/models").headers
-    with server.serve(ServerArgs(enable_request_id_headers=True)) as telling:
-        assert telling.get("/v1/models", headers={"X-Request-Id": "mine"}).headers["x-request-id"] == "mine"
-        assert len(telling.get("/v1/models").headers["x-request-id"]) == 32
+def test_request_ids_are_told_unless_that_is_turned_off(server, http):
+    assert http.get("/v1/models", headers={"X-Request-Id": "mine"}).headers["x-request-id"] == "mine"
+    assert len(http.get("/v1/models").headers["x-request-id"]) == 32
+    with server.serve(ServerArgs(enable_request_id_headers=False)) as silent:
+        assert "x-request-id" not in silent.get("/v1/models").headers

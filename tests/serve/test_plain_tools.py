@@ -21,6 +21,7 @@ NO_SYSTEM = (
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+DEAF = IGNORES.replace("<{{ m.role }}>{{ m.content }}", "{% if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endif %}")
 MARKS = {  # what templates of these families show
     "hermes": '<tool_call>{"name": ..., "arguments": ...}',
     "qwen3_coder": "<tool_call><function=x>",
@@ -110,7 +111,7 @@ def test_the_template_chooses_and_all_protocols_speak(tmp_path, family):
     assert counted == answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"]
 
 
-@pytest.mark.parametrize("template", [IGNORES, NO_SYSTEM], ids=["system", "user"])
+@pytest.mark.parametrize("template", [IGNORES, NO_SYSTEM, DEAF], ids=["system", "user", "deaf"])
 def test_a_template_that_says_nothing_of_tools(tmp_path, template):
     served = server(tmp_path, template)
     calls = [("get_weather", {"s": "Köln"}), ("add", {"n": 3})]
@@ -164,6 +165,12 @@ def test_a_parser_that_was_named_wins(tmp_path):
     shown = server(tmp_path, TEMPLATE)
     assert calls_of(chat(shown.say(hermes([("add", {})])))) == [("add", {})]
     assert "<tools>get_weather,add</tools>" in shown.llm.seen[-1][0] and "it is add" not in shown.llm.seen[-1][0]
+
+
+def test_a_template_is_not_run_to_see_what_it_reads(tmp_path):
+    server(tmp_path, "{% for i in range(10 ** 9) %}{% for k in range(10 ** 9) %}{% endfor %}{% endfor %}")
+    nested = server(tmp_path, "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}")
+    assert nested.post("/v1/chat/completions", {"messages": HELLO, "tools": TOOLS}).status_code == 400
 
 
 def test_a_forced_tool_beside_a_format(tmp_path):

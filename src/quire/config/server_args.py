@@ -44,6 +44,7 @@ class ServerArgs:
         "With several, each has its own prefix cache",
     )  # fmt: skip
     auth: bool = setting(True, FLAG, _SECURITY, "--no-auth: whoever reaches the server may use it, from other machines as well")
+    metrics_without_key: bool = setting(False, FLAG, _SECURITY, "/metrics needs no API key, as for a Prometheus that has none")
     allowed_origins: list[str] = setting(
         [], LIST, _SECURITY, "web origins whose pages may call the server (CORS); default: none"
     )
@@ -57,7 +58,8 @@ class ServerArgs:
     enable_force_include_usage: bool = setting(False, FLAG, _ANSWERS, "every stream ends with its usage, asked for or not")
     enable_prompt_tokens_details: bool = setting(True, FLAG, _ANSWERS, "usage tells how many prompt tokens were cached")
     enable_per_request_metrics: bool = setting(False, FLAG, _ANSWERS, "every answer carries its own times")
-    enable_request_id_headers: bool = setting(False, FLAG, _ANSWERS, "responses carry X-Request-Id")
+    enable_request_id_headers: bool = setting(True, FLAG, _ANSWERS, "responses carry X-Request-Id")
+    enable_tokenizer_info_endpoint: bool = setting(False, FLAG, _ANSWERS, "/tokenizer_info tells the tokenizer's settings")
     disable_fastapi_docs: bool = setting(False, FLAG, _ANSWERS, "no /docs, /redoc and /openapi.json")
 
     enable_auto_tool_choice: bool = setting(False, FLAG, _TOOLS, "as vLLM has it; tool_choice=auto works without it, too")
@@ -97,6 +99,7 @@ class ServerArgs:
     enable_log_requests: bool = setting(False, FLAG, _SEEN, "log every request with its parameters; prompts at debug level")
     enable_log_outputs: bool = setting(False, FLAG, _SEEN, "log what was generated; needs --enable-log-requests")
     max_log_len: int | None = setting(None, NUMBER, _SEEN, "most characters or token ids of a prompt or output to log", low=0)
+    enable_server_load_tracking: bool = setting(False, FLAG, _SEEN, "/load tells how many requests are open")
     metrics_prefix: str = setting(
         "quire", TEXT, _SEEN, "what metric names begin with; vllm for dashboards made for it", choices=("quire", "vllm")
     )

@@ -14,8 +14,6 @@ SERVER_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = table_of((
     (_ONE_FRONT, {"headless": (False,)}),
     ("only HTTP is spoken", {"grpc": (False,)}),
     ("certificates are read once, at the start", {"enable_ssl_refresh": (False,)}),
-    ("the number of requests is in /metrics", {"enable_server_load_tracking": (False,)}),
-    ("the tokenizer is in the model's files", {"enable_tokenizer_info_endpoint": (False,)}),
     ("the docs page loads its script from the network", {"enable_offline_docs": (False,)}),
     ("the fingerprint has one form", {"fingerprint_mode": ("full",)}),
     ("errors are logged without their stack unless the level is debug", {"log_error_stack": (False,)}),

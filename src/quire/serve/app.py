@@ -1,7 +1,6 @@
 """The API as one ASGI app. What stands around it (keys, health, metrics, drain) is in `front.py`."""
 
 import logging
-import secrets
 from functools import partial
 from typing import Any
 
@@ -13,10 +12,11 @@ import quire
 from quire.async_llm import AsyncLLM
 from quire.config.server_args import ServerArgs
 from quire.obs.metrics import Metrics
-from quire.serve import chat, completions, messages, models, responses, tokenize
+from quire.serve import chat, completions, invocations, messages, models, responses, tokenize
 from quire.serve.body import JSONRoute
 from quire.serve.disconnect import ClientGone
 from quire.serve.errors import CLIENT_GONE, HttpError, error_response, install_error_handlers
+from quire.serve.ids import choose_id
 from quire.serve.limits import LIMITS, Limits
 from quire.serve.server import Server
 
@@ -35,13 +35,15 @@ def build_app(llm: AsyncLLM, settings: ServerArgs, limits: Limits = LIMITS, metr
     )
     app.state.server = server = Server(llm, settings, limits, metrics)
     _ = server.formats  # chosen, and logged, now
-    bounded = partial(Boundary, limits=limits, tell_id=settings.enable_request_id_headers)
-    for protocol in (completions, chat, responses, messages, models, tokenize):
+    bounded = partial(Boundary, limits=limits)
+    for protocol in (completions, chat, responses, messages, models, tokenize, invocations):
         app.include_router(protocol.router)
         for route in protocol.router.routes:
             if isinstance(route, JSONRoute):
                 app.shortcuts[route.path] = (route, bounded(route.answer))
     app.include_router(responses.stored_router)
+    if settings.enable_tokenizer_info_endpoint:
+        app.include_router(tokenize.info_router)
     install_error_handlers(app)
     app.add_middleware(bounded)
     return app
@@ -66,24 +68,22 @@ class Api(FastAPI):
 class Boundary:
     """The outermost layer: every request has an id and small headers, and every failure an answer without a trace."""
 
-    def __init__(self, app: ASGIApp, limits: Limits, tell_id: bool) -> None:
-        self._app, self._limits, self._tell_id = app, limits, tell_id
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+        self._app, self._limits = app, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        chosen = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        request_id = _readable(chosen) or secrets.token_hex(16)
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        if "request_id" not in state:
+            state["request_id"] = choose_id(scope)
         started = False
 
         async def tell(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                if self._tell_id:
-                    message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
-                message["headers"] = [*message["headers"], *scope["state"].get("told", ())]
+                message["headers"] = [*message["headers"], *state.get("told", ())]
             await send(message)
 
         try:
@@ -97,8 +97,3 @@ class Boundary:
             if started:
                 raise  # half an answer is out: the connection must break
             await error_response(error, scope)(scope, receive, tell)
-
-
-def _readable(header: bytes) -> str:
-    text = header.decode("latin-1")
-    return text if len(text) <= LIMITS.identifier_characters and text.isascii() and text.isprintable() else ""

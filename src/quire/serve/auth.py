@@ -1,6 +1,7 @@
 """Who may ask: API keys, and the rule that a server without one is not for other machines.
 
-For the routers: `request.state.tenant` (str or None) is what to hand to the engine as `cache_tenant`.
+For the routers: `request.state.tenant` (str or None) is what to hand to the engine as `cache_tenant`; `request.state.trusted`
+says that the client may be told about this server: there is no key, or it has one.
 """
 
 import hashlib
@@ -60,9 +61,12 @@ class Keys:
 
 
 def glance(routes: Sequence[Route]) -> Callable[[Scope], bool]:
-    """Tells whether a request may be for one of these routes, whatever a proxy put before its path: most are not."""
+    """Tells whether a request may be for one of these routes, whatever a proxy put before its path: most are not.
+
+    A route's own pattern overlooks a line end behind the path; this does not.
+    """
     endings = tuple(route.path for route in routes)
-    return lambda scope: scope["path"].rstrip("\n").endswith(endings)  # a route's pattern overlooks a line end
+    return lambda scope: scope["path"].endswith(endings)
 
 
 class Guard:
@@ -73,20 +77,26 @@ class Guard:
         self._glance = glance(public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope.setdefault("state", {})
+        if not len(self._keys):
+            state["trusted"] = True
+            return await self._app(scope, receive, send)
+        number = self._find(scope)
+        state["trusted"] = number is not None
         for route in self._public if self._glance(scope) else ():
             match, child = route.matches(scope)
             if match is Match.FULL:
                 scope.update(child)
                 return await route.handle(scope, receive, send)
-        if not len(self._keys):
-            return await self._app(scope, receive, send)
-        given = [(value, header) for header in _KEY_HEADERS for name, value in scope["headers"] if name == header]
-        alone = len(given) == 1 or (len(given) > 1 and given[0][1] != given[1][1])
-        number = self._keys.find(*given[0]) if alone else None
         if number is None:
             return await _unauthorized(scope, receive, send)
-        scope.setdefault("state", {})["tenant"] = self._keys.tenant(number)
+        state["tenant"] = self._keys.tenant(number)
         return await self._app(scope, receive, send)
+
+    def _find(self, scope: Scope) -> int | None:
+        given = [(value, header) for header in _KEY_HEADERS for name, value in scope["headers"] if name == header]
+        alone = len(given) == 1 or (len(given) > 1 and given[0][1] != given[1][1])
+        return self._keys.find(*given[0]) if alone else None
 
 
 async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:

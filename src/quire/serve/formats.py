@@ -10,7 +10,6 @@ from quire.text.chat import compile_template
 from quire.text.parse.format import Format, Thinking
 from quire.text.parse.registry import Use, detect, find_format, load_plugins
 from quire.text.tokenizer import Tokenizer
-from quire.text.tool_prompt import Place
 from quire.types.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -27,7 +26,7 @@ class ModelFormats:
     specials: frozenset[str] = frozenset()
     begin_ids: tuple[int, ...] = ()  # of the mark that begins the reasoning
     end_id: int | None = None  # of the one that ends it; None: it is not a single token, or there is none
-    tell_tools: Place | None = None  # the template says nothing of tools: where they are described
+    tell_tools: bool = False  # the template says nothing of tools: the prompt describes them
 
     @property
     def thinking(self) -> Thinking | None:
@@ -45,20 +44,20 @@ def check_parsers(settings: ServerArgs) -> None:
 def choose_formats(settings: ServerArgs, tokenizer: Tokenizer | None) -> ModelFormats:
     template = None if tokenizer is None else tokenizer.chat_template
     chosen: dict[Use, Format] = {}
-    place: Place | None = None
+    tell_tools = False
     for name, use in _asked(settings):
         found = detect(template, use) if name == AUTO else name
-        if found is None and use == "tool calls":
+        if use == "tool calls" and found in (None, GENERIC):
             found = GENERIC
-        if found == GENERIC and tokenizer is not None:
-            place = _place_of_tools(tokenizer)
+            tell_tools = tokenizer is not None and _ignores_tools(tokenizer)
         if found is None:
             logger.warning("the chat template shows no known way to write %s: nothing of it is parsed", use)
             continue
         how = "" if name != AUTO else " (the chat template shows no other)" if found == GENERIC else " (by the chat template)"
-        logger.info("%s: parsed as %s%s%s", use, found, how, "; tools are described in the prompt" if place else "")
+        told = "; tools are described in the prompt" if tell_tools and use == "tool calls" else ""
+        logger.info("%s: parsed as %s%s%s", use, found, how, told)
         chosen[use] = find_format(found, use)
-    formats = ModelFormats(chosen.get("tool calls"), chosen.get("reasoning"), tell_tools=place)
+    formats = ModelFormats(chosen.get("tool calls"), chosen.get("reasoning"), tell_tools=tell_tools)
     if tokenizer is None:
         return formats
     formats = replace(formats, specials=frozenset(tokenizer.all_special_tokens))
@@ -79,20 +78,15 @@ def _asked(settings: ServerArgs) -> list[tuple[str, Use]]:
     return [(name, use) for name, use in wanted if name]
 
 
-def _place_of_tools(tokenizer: Tokenizer) -> Place | None:
-    """None: the template shows tools itself. Otherwise they are told to the system, unless the template has no such role."""
+def _ignores_tools(tokenizer: Tokenizer) -> bool:
+    """Read off the template's syntax: it does not run here."""
     template = tokenizer.chat_template
     if isinstance(template, Mapping):
         template = template.get("tool_use", template.get("default"))
-    if template is None:
-        return None
     try:
-        if compile_template(template).reads_tools:
-            return None
-        probe = [{"role": "system", "content": "which tools are there?"}, {"role": "user", "content": "none"}]
-        return "system" if probe[0]["content"] in str(tokenizer.apply_chat_template(probe, tokenize=False)) else "user"
-    except RequestError:
-        return "user"
+        return template is not None and not compile_template(template).reads_tools
+    except RequestError:  # requests will say what is wrong with it
+        return False
 
 
 @lru_cache(maxsize=256)

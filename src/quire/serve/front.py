@@ -1,11 +1,12 @@
 """The layers around the API: each is an ASGI app that holds the next.
 
-AccessLog ─► CORS ─► Meter ─► Guard ─► Operations ─► Gate ─► the API (serve/app.py), once the model is loaded
-                                └ /livez     └ /readyz, /metrics ...
+AccessLog ─► RequestIds ─► CORS ─► Meter ─► Guard ─► Operations ─► Gate ─► the API (serve/app.py), once the model is loaded
+                                              └ /health    └ /, /metrics ...
 """
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +16,11 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.utils import get_client_addr, get_path_with_query_string
 
+from quire.serve.about import About
 from quire.serve.auth import Guard, Keys, glance
 from quire.serve.errors import RETRY_AFTER, error_body, json_response, shaped
 from quire.serve.health import Health
+from quire.serve.ids import RequestIds
 from quire.serve.lifecycle import ServerState
 
 access_logger = logging.getLogger("uvicorn.access")
@@ -25,8 +28,9 @@ access_logger = logging.getLogger("uvicorn.access")
 
 def build_front(state: ServerState, keys: Keys) -> ASGIApp:
     settings, health = state.settings, Health(state)
-    inner = Operations(Gate(state), health.routes)
-    front: ASGIApp = Meter(Guard(inner, keys, health.public), state, [*health.public, *health.routes])
+    about = About(state)
+    inner = Operations(Gate(state), [*health.routes, *about.routes])
+    front: ASGIApp = Meter(Guard(inner, keys, health.public), state, [*health.routes, *about.routes])
     if settings.allowed_origins:
         front = CORSMiddleware(
             front,
@@ -34,10 +38,15 @@ def build_front(state: ServerState, keys: Keys) -> ASGIApp:
             allow_methods=settings.allowed_methods,
             allow_headers=settings.allowed_headers,
             allow_credentials=settings.allow_credentials,
+            expose_headers=["x-request-id"] if settings.enable_request_id_headers else [],
         )
     if settings.root_path:
         front = Rooted(front, settings.root_path)
+    front = RequestIds(front, settings.enable_request_id_headers)
     return front if settings.disable_uvicorn_access_log else AccessLog(front)
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class AccessLog:
@@ -78,6 +87,8 @@ class Operations:
         self._glance = glance(routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if _CONTROL.search(scope["path"]):  # the patterns of routes overlook a line end
+            return await json_response(shaped(error_body(404, "there is no such path"), scope), 404)(scope, receive, send)
         for route in self._routes if self._glance(scope) else ():
             match, child = route.matches(scope)
             if match is Match.FULL:

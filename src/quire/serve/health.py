@@ -4,8 +4,10 @@
     /readyz    the model is loaded, the engine ready, the queue short, no drain        503: send traffic elsewhere
     /health    as vLLM's: 200 unless the engine is dead or not there yet               /ping is the same
     /metrics   Prometheus                                                              /version
+    /load      how many requests are open, as {"server_load": n}, if that is asked for at the start
 
-They are served beside the API, so they answer while the model loads and while the server drains.
+They are served beside the API, so they answer while the model loads and while the server drains. The first three need no key,
+and whoever comes without one is told nothing but yes or no.
 """
 
 from starlette.requests import Request
@@ -27,23 +29,24 @@ class Health:
     @property
     def public(self) -> list[Route]:
         """What needs no API key."""
-        return [Route("/livez", self.livez)]
-
-    @property
-    def routes(self) -> list[Route]:
-        return [
+        open_to_all = [
+            Route("/livez", self.livez),
             Route("/readyz", self.readyz),
             Route("/health", self.health),
             Route("/ping", self.health, methods=["GET", "POST"]),
-            Route("/version", self.version),
-            Route("/metrics", self.metrics),
         ]
+        return [*open_to_all, Route("/metrics", self.metrics)] if self._state.settings.metrics_without_key else open_to_all
 
-    async def livez(self, _: Request) -> Response:
-        return _verdict(self.not_live())
+    @property
+    def routes(self) -> list[Route]:
+        routes = [*self.public, Route("/version", self.version), Route("/metrics", self.metrics)]
+        return [*routes, Route("/load", self.load)] if self._state.settings.enable_server_load_tracking else routes
 
-    async def readyz(self, _: Request) -> Response:
-        return _verdict(self.not_ready())
+    async def livez(self, request: Request) -> Response:
+        return _verdict(self.not_live(), request)
+
+    async def readyz(self, request: Request) -> Response:
+        return _verdict(self.not_ready(), request)
 
     async def health(self, _: Request) -> Response:
         service = self._state.service
@@ -57,6 +60,9 @@ class Health:
 
     async def version(self, _: Request) -> Response:
         return json_response({"version": __version__})
+
+    async def load(self, _: Request) -> Response:
+        return json_response({"server_load": self._state.open})
 
     async def metrics(self, request: Request) -> Response:
         service = self._state.service
@@ -93,7 +99,8 @@ class Health:
         return None
 
 
-def _verdict(reason: str | None) -> Response:
+def _verdict(reason: str | None, request: Request) -> Response:
     if reason is None:
         return json_response({"status": "ok"})
-    return json_response({"status": "unavailable", "reason": reason}, 503)
+    told = {"reason": reason} if request.state.trusted else {}
+    return json_response({"status": "unavailable", **told}, 503)

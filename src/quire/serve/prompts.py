@@ -1,8 +1,9 @@
 """Text, token ids or messages → prompts of known length."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from quire.serve.limits import check_work, refuse_more
@@ -10,8 +11,11 @@ from quire.serve.protocol.completions import CompletionRequest
 from quire.serve.protocol.fields import GenerationFields, TemplateFields
 from quire.serve.sampling import asked_tokens
 from quire.serve.server import Server
-from quire.text.tool_prompt import tell_tools
-from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong
+from quire.text.messages import Messages
+from quire.text.tool_prompt import instructions, tell_tools
+from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong, RequestError
+
+_Render = Callable[..., Awaitable[tuple[str, list[int]]]]
 
 TEXT_KEYS = ("text", "refusal", "thinking")
 _OPTIONS = {
@@ -80,20 +84,32 @@ async def render_messages(
         )
     _check_messages(server, messages)
     messages = [_completed(message) for message in messages]
-    if server.formats.tell_tools is not None and request.chat_template is None:
-        messages, tools = tell_tools(messages, tools, server.formats.tell_tools), None
-    text, ids = await server.llm.render_chat(
-        messages,
+    render: _Render = partial(
+        server.llm.render_chat,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         add_special_tokens=request.add_special_tokens,
         chat_template=request.chat_template,
         chat_template_content_format=server.settings.chat_template_content_format,
-        tools=tools,
         documents=documents,
         **variables,
     )
-    return Prompt(text, ids)
+    described = server.formats.tell_tools and request.chat_template is None
+    return Prompt(*(await _describing(render, messages, tools) if described else await render(messages, tools=tools)))
+
+
+async def _describing(render: _Render, messages: Messages, tools: Sequence[dict[str, Any]] | None) -> tuple[str, list[int]]:
+    """For templates that say nothing of tools. Those without a role for the system leave its words out, or raise: there the
+    first question begins with them.
+    """
+    try:
+        text, ids = await render(tell_tools(messages, tools, "system"))
+        if not tools or instructions(tools) in text:
+            return text, ids
+    except RequestError:
+        if not tools:
+            raise
+    return await render(tell_tools(messages, tools, "user"))
 
 
 def _completed(message: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: what the model sees of a text, and back."""
+"""/tokenize and /detokenize: what the model sees of a text, and back. /tokenizer_info: what its tokenizer is."""
 
 from typing import Annotated, Any
 
@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Discriminator, Tag
 
 from quire.serve.body import JSONRoute
-from quire.serve.errors import json_response
+from quire.serve.errors import HttpError, json_response
 from quire.serve.limits import refuse_more
 from quire.serve.prompts import render_messages
 from quire.serve.protocol.errors import ErrorBody
@@ -22,6 +22,7 @@ from quire.serve.tools import read_tool_use
 from quire.types.errors import RequestError
 
 router = APIRouter(route_class=JSONRoute, tags=["tokens"])
+info_router = APIRouter(tags=["tokens"])  # only if it is asked for
 
 
 def _kind(body: Any) -> str:
@@ -65,3 +66,15 @@ async def detokenize(request: DetokenizeRequest, raw: Request) -> Response:
         raise RequestError("there is no tokenizer: the server was started with skip_tokenizer_init")
     answer: DetokenizeAnswer = {"prompt": await server.llm.decode(request.tokens, request.skip_special_tokens)}
     return json_response(answer)
+
+
+@info_router.get("/tokenizer_info", responses={404: {"model": ErrorBody}})
+async def tokenizer_info(raw: Request) -> Response:
+    """What tokenizer_config.json says, without the files' names, and the chat template in use."""
+    tokenizer = server_of(raw).llm.tokenizer
+    if tokenizer is None:
+        raise HttpError(404, "there is no tokenizer: the server was started with skip_tokenizer_init")
+    told = {name: value for name, value in tokenizer.init_kwargs.items() if not name.endswith(("_file", "name_or_path"))}
+    told.setdefault("tokenizer_class", type(tokenizer).__name__)
+    template = tokenizer.chat_template
+    return json_response(told | ({} if template is None else {"chat_template": template}))

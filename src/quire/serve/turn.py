@@ -84,7 +84,7 @@ async def _render(server: Server, request: ChatRequest, terms: Terms) -> Rendere
     _check_tools(request, use)
     check_work(1, request.n or 1, server.limits)
     shown = request.tools
-    described = server.formats.tell_tools is not None and request.chat_template is None
+    described = server.formats.tell_tools and request.chat_template is None
     if use.mode == "none" and (described or server.settings.exclude_tools_when_tool_choice_none):
         shown = None  # who must not call is not asked to in words
     prompt = await render_messages(server, request, request.messages, request.documents, shown, _effort(request))

@@ -136,6 +136,8 @@ class Template:
             raise RequestError(
                 f"the chat template is not valid Jinja (line {error.lineno}): {error.message}", "chat_template"
             ) from None
+        except RecursionError:
+            raise RequestError("the chat template nests too deep to be read", "chat_template") from None
 
     def render(self, variables: Mapping[str, Any]) -> str:
         parts, size = [], 0

@@ -53,8 +53,10 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,  # bos_token, eos_token, ... as chat templates know them
         chat_templates: Mapping[str, str] | None = None,
         clean_up_tokenization_spaces: bool = False,
+        init_kwargs: Mapping[str, Any] | None = None,  # what its files say about it
     ) -> None:
         self._backend = backend
+        self.init_kwargs: dict[str, Any] = dict(init_kwargs or {})
         self.special_tokens_map: dict[str, str] = dict(special_tokens or {})
         self._chat = ChatTemplates(chat_templates or {})
         self.cleans_up = clean_up_tokenization_spaces and backend.may_clean_up

@@ -36,6 +36,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
         special_tokens=_special_tokens(config),
         chat_templates=_chat_templates(path, config),
         clean_up_tokenization_spaces=bool(config.get("clean_up_tokenization_spaces", False)),
+        init_kwargs=config,
     )
 
 

@@ -1,0 +1,116 @@
+"""What a server tells about itself: a page for whoever opens its address, and for developers its whole configuration."""
+
+import dataclasses
+import json
+import os
+import platform
+from html import escape
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from quire import __version__
+from quire.serve.errors import error_body, json_response
+from quire.serve.lifecycle import ServerState
+
+DEVELOPER_VARIABLES = ("QUIRE_SERVER_DEV_MODE", "VLLM_SERVER_DEV_MODE")
+_PREFIXES = ("QUIRE_", "VLLM_")
+_SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+_PACKAGES = ("torch", "transformers", "tokenizers", "llguidance", "triton", "uvicorn", "fastapi")
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 44rem; margin: 3rem auto; padding: 0 1rem; }}
+pre {{ padding: 1rem; overflow-x: auto; border: 1px solid; border-radius: 6px; }}
+</style>
+<h1>{title}</h1>
+<p>{state}</p>
+<pre>{curl}</pre>
+<p>{links}</p>
+"""
+
+
+class About:
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    @property
+    def routes(self) -> list[Route]:
+        routes = [Route("/", self.page)]
+        developing = any(os.environ.get(name, "") not in ("", "0") for name in DEVELOPER_VARIABLES)
+        return [*routes, Route("/server_info", self.server_info)] if developing else routes
+
+    async def page(self, request: Request) -> Response:
+        """HTML for browsers, text for all else."""
+        service, settings = self._state.service, self._state.settings
+        title = "Quire" if service is None else f"Quire: {service.llm.config.served_names[0]}"
+        state = f"Version {__version__}. " + ("The model is loading." if service is None else "Ready.")
+        root = settings.root_path.rstrip("/")
+        curl = _curl(str(request.base_url).rstrip("/"))
+        paths = [f"{root}{path}" for path in ("/docs", "/v1/models", "/metrics", "/health")]
+        paths = paths[1:] if settings.disable_fastapi_docs else paths
+        if "text/html" not in request.headers.get("accept", ""):
+            return PlainTextResponse("\n".join([title, state, "", curl, "", *paths, ""]), headers=_HEADERS)
+        links = " · ".join(f'<a href="{escape(path)}">{escape(path)}</a>' for path in paths)
+        page = _PAGE.format(title=escape(title), state=escape(state), curl=escape(curl), links=links)
+        return Response(page, media_type="text/html", headers=_HEADERS)
+
+    async def server_info(self, request: Request) -> Response:
+        """vLLM's, with its names: the configuration as text or as JSON, and what the environment says. No secrets."""
+        form = request.query_params.get("config_format", "text")
+        if form not in ("text", "json"):
+            return json_response(error_body(400, "config_format must be text or json", "config_format"), 400)
+        service = self._state.service
+        if service is None:
+            return json_response(error_body(503, "the model is still loading", kind="ServiceUnavailableError"), 503)
+        settings = dataclasses.asdict(self._state.settings) | {"api_key": None}
+        config = {"engine": _plain(service.llm.config), "server": settings}
+        return json_response(
+            {
+                "vllm_config": config if form == "json" else json.dumps(config, default=str),
+                "vllm_env": {name: _shown(name) for name in sorted(os.environ) if name.startswith(_PREFIXES)},
+                "system_env": _system(),
+            }
+        )
+
+
+def _curl(url: str) -> str:
+    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n     -d '{body}'"
+
+
+def _shown(name: str) -> str:
+    return "***" if any(part in name for part in _SECRETS) else os.environ[name]
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can hold it; whatever is named like a secret is left out."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(k): None if str(k).upper().endswith(_SECRETS) else _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _system() -> dict[str, str]:
+    told = {"quire": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    for name in _PACKAGES:
+        try:
+            told[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return told

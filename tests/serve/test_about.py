@@ -1,0 +1,80 @@
+"""What a server tells about itself."""
+
+import json
+import re
+
+import pytest
+from front_desk import Desk
+
+from quire.config.server_args import ServerArgs
+
+BROWSER = {"Accept": "text/html,application/xhtml+xml"}
+ROUTES = ["/", "/livez", "/readyz", "/health", "/ping", "/version", "/metrics", "/v1/whoami", "/nothing", "/livez%0a"]
+
+
+def test_the_page_for_browsers() -> None:
+    page = Desk().ask("/", headers=BROWSER)
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert "Quire: tiny" in page.text and "curl http://here/v1/chat/completions" in page.text
+    assert re.findall('href="([^"]*)"', page.text) == ["/docs", "/v1/models", "/metrics", "/health"]
+    assert "light dark" in page.text
+    assert not re.search("<script|<img|<link|src=|url\\(|@import", page.text)  # nothing is fetched from anywhere
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
+
+
+def test_the_page_for_everything_else() -> None:
+    page = Desk().ask("/")
+    assert page.headers["content-type"].startswith("text/plain") and page.text.startswith("Quire: tiny\n")
+    assert "-d '{" in page.text
+    assert "loading" in Desk(loaded=False).ask("/").text
+    assert "/docs" not in Desk(disable_fastapi_docs=True).ask("/").text
+    assert "/llm/metrics" in Desk(root_path="/llm").ask("/llm/").text
+    assert Desk().ask("/", "POST").status_code == 405
+
+
+def test_names_are_escaped() -> None:
+    desk = Desk()
+    desk.llm.config.served_names = ("<script>alert(1)</script>&",)
+    page = desk.ask("/", headers=BROWSER | {"Host": "a"}).text
+    assert "<script" not in page and "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in page
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("keys", [None, ["secret"]])
+def test_every_answer_has_a_request_id(path: str, keys: list[str] | None) -> None:
+    desk = Desk(api_key=keys)
+    assert desk.ask(path, headers={"X-Request-Id": "mine-1"}).headers.get_list("x-request-id") == ["mine-1"]
+    assert re.fullmatch("[0-9a-f]{32}", desk.ask(path).headers["x-request-id"])
+    assert "x-request-id" not in Desk(enable_request_id_headers=False, api_key=keys).ask(path).headers
+
+
+@pytest.mark.parametrize("given", [b"", b"a b", b"\xe9", b"x" * 257, b"a\tb", b"a\r\nSet-Cookie: b", b"a\x00"])
+def test_ids_that_are_not_sane_are_not_echoed(given: bytes) -> None:
+    answer = Desk().ask("/v1/whoami", headers=[(b"X-Request-Id", given)])
+    assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"]) and "set-cookie" not in answer.headers
+
+
+def test_load() -> None:
+    assert Desk().ask("/load").status_code == 404
+    desk = Desk(enable_server_load_tracking=True)
+    assert desk.ask("/load").json() == {"server_load": 0}
+    desk.state.enter()
+    assert desk.ask("/load").json() == {"server_load": 1}
+
+
+def test_server_info(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Desk().ask("/server_info").status_code == 404
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "0")
+    assert Desk().ask("/server_info").status_code == 404
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    monkeypatch.setenv("VLLM_API_KEY", "very secret")
+    desk = Desk(api_key=["very secret"])
+    assert desk.ask("/server_info").status_code == 401
+    told = desk.ask("/server_info?config_format=json", headers={"Authorization": "Bearer very secret"})
+    assert told.json()["vllm_config"]["server"]["port"] == ServerArgs().port
+    assert told.json()["vllm_env"]["VLLM_SERVER_DEV_MODE"] == "1" and "python" in told.json()["system_env"]
+    text = desk.ask("/server_info", headers={"Authorization": "Bearer very secret"})
+    assert json.loads(text.json()["vllm_config"])["server"]["port"] == ServerArgs().port
+    assert "very secret" not in told.text + text.text
+    assert desk.ask("/server_info?config_format=xml", headers={"Authorization": "Bearer very secret"}).status_code == 400
+    assert Desk(loaded=False).ask("/server_info").status_code == 503

@@ -1,0 +1,33 @@
+"""Routes that vLLM has beside OpenAI's."""
+
+import pytest
+from serving import error_of
+
+from quire.config.server_args import ServerArgs
+
+PROMPT = {"prompt": "a", "max_tokens": 3, "temperature": 0}
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "temperature": 0}
+
+
+def test_invocations_are_told_apart(http):
+    completion = http.post("/invocations", json=PROMPT).json()
+    assert completion["object"] == "text_completion"
+    assert completion["choices"] == http.post("/v1/completions", json=PROMPT).json()["choices"]
+    chat = http.post("/invocations", json=CHAT).json()
+    assert chat["object"] == "chat.completion"
+    assert chat["choices"] == http.post("/v1/chat/completions", json=CHAT).json()["choices"]
+    streamed = http.post("/invocations", json=CHAT | {"stream": True})
+    assert streamed.headers["content-type"].startswith("text/event-stream") and streamed.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("body", [{}, {"input": "a"}, [], "a", {"messages": "a"}, {"prompt": "a", "n": -1}])
+def test_invocations_that_are_nothing(http, body):
+    assert error_of(http.post("/invocations", json=body))["code"] == 400
+
+
+def test_tokenizer_info(server, http):
+    assert http.get("/tokenizer_info").status_code == 404
+    with server.serve(ServerArgs(enable_tokenizer_info_endpoint=True)) as telling:
+        told = telling.get("/tokenizer_info").json()
+    assert told["tokenizer_class"] and told["chat_template"] == server.llm.tokenizer.chat_template
+    assert not any(name.endswith("_file") for name in told)
