@@ -49,7 +49,9 @@ class Desk:
 
         self.executor.submit = remember
 
-    def add(self, name, prompt, max_tokens=4, *, stop=(), eos=(), priority=0, salt=(), fork_of=None, hold=False, **params):
+    def add(
+        self, name, prompt, max_tokens=4, *, stop=(), eos=(), priority=0, salt=(), tenant="", fork_of=None, hold=False, **params
+    ):
         self.specs[name] = EngineRequest(
             id=name,
             prompt=tuple(prompt),
@@ -59,6 +61,7 @@ class Desk:
             eos_ids=frozenset(eos),
             arrival=0.0,
             priority=priority,
+            tenant=tenant,
             salt=salt,
             fork_of=fork_of,
             hold=hold,

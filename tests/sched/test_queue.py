@@ -21,14 +21,14 @@ def drain(queue: Queue) -> list[int]:
 def test_order_by_policy():
     requests = [make(0, 2), make(1, 0), make(2, 1), make(3, 0)]
     for policy, expected in (("fcfs", [0, 1, 2, 3]), ("priority", [1, 3, 2, 0])):
-        queue = Queue(Order(policy))
+        queue = Queue(Order(policy), Running(Order(policy)))
         for request in reversed(requests):
             queue.push(request)
         assert drain(queue) == expected
 
 
 def test_leaving_from_the_middle_and_coming_back():
-    queue = Queue(Order("fcfs"))
+    queue = Queue(Order("fcfs"), Running(Order("fcfs")))
     requests = [make(i) for i in range(4)]
     for request in requests:
         queue.push(request)

@@ -115,6 +115,7 @@ def requests(draw, model: FakeModel, earlier: list[EngineRequest]) -> EngineRequ
         eos_ids=frozenset({EOS}),
         arrival=0.0,
         priority=draw(st.integers(0, 2)),
+        tenant=draw(st.sampled_from(("", "", "", "a", "b"))),
         salt=salt,
         fork_of=fork_of,
         hold=draw(st.booleans()),

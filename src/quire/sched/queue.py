@@ -1,7 +1,11 @@
-"""The order of requests: one number pair says who goes first, among the waiting as among the running.
+"""The order of requests: one number pair says who goes first among those of a tenant, waiting or running.
 
 fcfs: the arrival number. priority: the lower value first, then the arrival number. A request keeps its rank for life, so a
 preempted one comes back to its old place. The queue does not know why anyone waits.
+
+Tenants share the slots: of equal priorities, the next to be admitted is of the tenant with the fewest running requests, and a
+tenant may take a slot from the one with the most as long as that keeps as many as it has then itself. So whoever has something
+to run gets, one in every step, its equal share of the slots, however much others have asked for before.
 """
 
 import heapq
@@ -27,12 +31,85 @@ class Order:
         return self.policy == "priority" and request.spec.priority < other.spec.priority
 
 
-class Queue:
-    """The waiting, best first. Leaving from the middle is lazy: the heap entry stays and is skipped."""
+class Running:
+    """The running, best first. Of equal priorities, a request that joins as the only one of its tenant goes before those of
+    others, so that each tenant gets on; the last is the one to preempt, where there is one tenant."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._heap: list[Rank] = []
+        self._requests: list[Request] = []
+        self.of: dict[str, int] = {}  # tenant → how many
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def __getitem__(self, index: int) -> Request:
+        return self._requests[index]
+
+    def add(self, request: Request) -> None:
+        tenant = request.spec.tenant
+        request.lone = bool(self.of) and tenant not in self.of
+        insort(self._requests, request, key=self._rank)
+        self.of[tenant] = self.of.get(tenant, 0) + 1
+
+    def remove(self, request: Request) -> None:
+        del self._requests[bisect_left(self._requests, self._rank(request), key=self._rank)]
+        tenant = request.spec.tenant
+        self.of[tenant] -= 1
+        if not self.of[tenant]:
+            del self.of[tenant]
+
+    def _rank(self, request: Request) -> tuple[int, bool, int]:
+        priority, arrival = self._order.rank(request)
+        return priority, not request.lone, arrival
+
+    def worst(self, request: Request) -> Request:
+        """Who gives way when `request` needs pages: of the least priority, the newest of the tenant with the most.
+
+        It comes after `request`, or is it.
+        """
+        if len(self.of) == 1:
+            return self._requests[-1]
+        least, found = self._order.rank(self._requests[-1])[0], self._requests[-1]
+        for other in reversed(self._requests):
+            if self._order.rank(other)[0] != least:
+                break
+            if self.of[other.spec.tenant] > self.of[found.spec.tenant]:
+                found = other
+            if other is request:
+                break
+        return found
+
+    def gives_way(self, request: Request, staying: list[Request], of: dict[str, int]) -> int | None:
+        """The place of who gives way to `request` first, if only these are `staying` and tenants have so many `of` them.
+
+        That is the worst that it outranks, or else the newest of the tenant with the most, if that keeps at least as many as
+        the request's own has then, and half of what it had.
+        """
+        if staying and self._order.outranks(request, staying[-1]):
+            return len(staying) - 1
+        own, place = of.get(request.spec.tenant, 0), None
+        if max(of.values(), default=0) <= own + 1:
+            return None
+        for i in range(len(staying) - 1, -1, -1):
+            tenant = staying[i].spec.tenant
+            if self._order.outranks(staying[i], request):
+                break
+            most = own + 1 if place is None else of[staying[place].spec.tenant]
+            if of[tenant] > most and 2 * of[tenant] > self.of[tenant]:
+                place = i
+        return place
+
+
+class Queue:
+    """The waiting: a line for each tenant, best first. Leaving from the middle is lazy: the entry stays and is skipped."""
+
+    def __init__(self, order: Order, running: Running) -> None:
+        self._order, self._running = order, running
+        self._lines: dict[str, list[Rank]] = {}  # heaps
         self._members: dict[Rank, Request] = {}
 
     def __len__(self) -> int:
@@ -47,35 +124,24 @@ class Queue:
     def push(self, request: Request) -> None:
         rank = self._order.rank(request)
         self._members[rank] = request
-        heapq.heappush(self._heap, rank)
+        heapq.heappush(self._lines.setdefault(request.spec.tenant, []), rank)
 
     def peek(self) -> Request | None:
-        while self._heap and self._heap[0] not in self._members:
-            heapq.heappop(self._heap)
-        return self._members[self._heap[0]] if self._heap else None
+        heads = [(tenant, head) for tenant in list(self._lines) if (head := self._first(tenant)) is not None]
+        if len(heads) < 2:
+            return self._members[heads[0][1]] if heads else None
+        running = self._running.of
+        _, best = min(heads, key=lambda entry: (entry[1][0], running.get(entry[0], 0), entry[1][1]))
+        return self._members[best]
 
     def remove(self, request: Request) -> None:
         del self._members[self._order.rank(request)]
 
-
-class Running:
-    """The running, best first; the last is the one to preempt."""
-
-    def __init__(self, order: Order) -> None:
-        self._order = order
-        self._requests: list[Request] = []
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
-
-    def __getitem__(self, index: int) -> Request:
-        return self._requests[index]
-
-    def add(self, request: Request) -> None:
-        insort(self._requests, request, key=self._order.rank)
-
-    def remove(self, request: Request) -> None:
-        del self._requests[bisect_left(self._requests, self._order.rank(request), key=self._order.rank)]
+    def _first(self, tenant: str) -> Rank | None:
+        line = self._lines[tenant]
+        while line and line[0] not in self._members:
+            heapq.heappop(line)
+        if not line:
+            del self._lines[tenant]
+            return None
+        return line[0]

@@ -2,7 +2,8 @@
 
 Every step is a list of rows "n more tokens of this request". The running go first, best rank first, then the queue is admitted
 as far as slots, pages and the token budget reach. When pages run out, held ones are dropped, then the worst running request is
-preempted: it gives all its pages back, keeps its tokens, and returns to its old place in the queue.
+preempted: it gives all its pages back, keeps its tokens, and returns to its old place in the queue. So does the newest of a
+tenant that has more than its share of the slots, when another one waits that has less.
 
 Cursors are moved when a row is planned, not when its result returns: the device runs the steps in order, so whatever a plan
 assigns (pages, slots, cached content) is in place for every later plan. A page may therefore be published as soon as the row
@@ -62,8 +63,9 @@ class Scheduler:
         self._budget = budget or StepBudget.constant(max_batched_tokens)
         self._room = max_batched_tokens  # of the step that is being planned
         self._order = Order(policy)
-        self._queue = Queue(self._order)
         self._running = Running(self._order)
+        self._queue = Queue(self._order, self._running)
+        self._tenants: dict[str, int] = {}  # how many of each are live
         self._forks = Forks(self._order)
         self._live: dict[str, Request] = {}  # all that are not finished: running, in the queue, parked, or unready
         self._unready: set[Request] = set()  # their grammar is being compiled
@@ -93,6 +95,7 @@ class Scheduler:
         request = Request(spec, limit=limit, order=self._arrivals, tokens=tokens, scored=spec.scored)
         self._arrivals += 1
         self._live[spec.id] = request
+        self._tenants[spec.tenant] = self._tenants.get(spec.tenant, 0) + 1
         if request.constrained:
             self._unready.add(request)
         else:
@@ -375,7 +378,7 @@ class Scheduler:
             grown = self._tables.grow(request, end)
         while grown is None:
             if not self._drop_oldest_hold():
-                victim = self._running[-1]
+                victim = self._running.worst(request)
                 self._preempt(victim)
                 if victim is request:
                     return False
@@ -390,13 +393,14 @@ class Scheduler:
         return name is not None
 
     def _make_way(self, plan: PlanBuilder) -> None:
-        """Preempts running requests that the head of the queue outranks, if it cannot be admitted otherwise but can then."""
-        if self._order.policy == "fcfs" or not len(self._running):
+        """Preempts running requests that have to give way to the head of the queue, if it cannot be admitted otherwise but can
+        then."""
+        if not len(self._running) or (self._order.policy == "fcfs" and len(self._tenants) < 2):
             return
         request = self._head(plan)
         if request is None or self._blocked == (request, self._pool.returned):
             return
-        if self._order.outranks(request, self._running[-1]):
+        if self._running.gives_way(request, list(self._running), self._running.of) is not None:
             sources = self._adopt(request, plan)
             victims = self._victims(request)
             self._give_back(request, sources)
@@ -404,17 +408,22 @@ class Scheduler:
                 self._preempt(victim)
 
     def _victims(self, request: Request) -> list[Request]:
-        """The fewest of the worst, all outranked, whose leaving makes room for `request`; none if that is not enough."""
-        staying, victims, owned = list(self._running), list[Request](), Counter[int]()
+        """The fewest, in the order in which they give way, whose leaving makes room for `request`; none if that is not
+        enough. For a fair share nobody has to make room in the step's budget: prompts that have begun come to their end."""
+        staying, of, victims, owned = list(self._running), dict(self._running.of), list[Request](), Counter[int]()
         left = self._room - sum(min(other.known, self._limits.chunk) for other in staying)
         owed = sum(self._tables.demand(other, other.computed + other.known) for other in staying)
+        fair = not self._order.outranks(request, staying[-1])
         while True:
             slot = bool(self._slots or victims)
-            if slot and left > 0 and self._limits.row_length(request, left) and self._fits(request, owed):
+            row = fair or (left > 0 and self._limits.row_length(request, left))
+            if slot and row and self._fits(request, owed):
                 return victims
-            if not staying or not self._order.outranks(request, staying[-1]):
+            place = self._running.gives_way(request, staying, of)
+            if place is None:
                 return []
-            victim = staying.pop()
+            victim = staying.pop(place)
+            of[victim.spec.tenant] -= 1
             victims.append(victim)
             left += min(victim.known, self._limits.chunk)
             owed -= self._tables.demand(victim, victim.computed + victim.known) + self._tables.freed_by(victim, owned)
@@ -551,6 +560,9 @@ class Scheduler:
         """The end of a request, wherever it is."""
         request.finished = reason
         del self._live[request.spec.id]
+        self._tenants[request.spec.tenant] -= 1
+        if not self._tenants[request.spec.tenant]:
+            del self._tenants[request.spec.tenant]
         if request.slot >= 0:
             if reason != "error" and request not in self._void:
                 self._tables.publish(request)

@@ -44,9 +44,9 @@ class Limits:
     tools: int = 256
     documents: int = 1024
     detokenize_tokens: int = 2**20
-    stored_responses: int = 1024  # of all clients together; the oldest go first
+    stored_responses: int = 1024  # of all clients together; the oldest of the key with the most go first
     stored_bytes: int = 64 * 2**20
-    background_responses: int = 64
+    background_responses: int = 64  # of all clients; of one of several keys, no more than are left for others
 
     # of single parameters: entries
     stop: int = MOST_STOP_STRINGS

@@ -1,10 +1,12 @@
-"""Responses that clients may come back to, in memory and within bounds: what was used longest ago goes first.
+"""Responses that clients may come back to, in memory and within bounds.
 
-A response belongs to the tenant whose key made it; for others it does not exist. Nothing survives a restart.
+A response belongs to the tenant whose key made it; for others it does not exist. When there are too many, those of the tenant
+with the most go first, and of these what was used longest ago: nobody loses anything to others while he has less than they.
+Nothing survives a restart.
 """
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,9 +40,11 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._kept)
 
-    @property
-    def running(self) -> int:
-        return sum(stored.work is not None for stored in self._kept.values())
+    def may_run(self, tenant: str | None, most: int) -> bool:
+        """May this tenant have one more in the background? With others about, no more than are left for them then."""
+        running = Counter(stored.tenant for stored in self._kept.values() if stored.work is not None)
+        left = most - running.total()
+        return left > 0 and (tenant is None or running[tenant] < left)
 
     def put(self, stored: Stored) -> None:
         """Keeps it, or what has become of it. One that is too large for the store is not kept."""
@@ -51,11 +55,26 @@ class ResponseStore:
             return
         self._kept[name] = stored
         self.bytes += stored.bytes
-        idle = [key for key, one in self._kept.items() if one.work is None and key != name]
-        for oldest in idle:
-            if len(self._kept) <= self._most and self.bytes <= self._most_bytes:
-                break
-            self.drop(oldest)
+        if len(self._kept) > self._most or self.bytes > self._most_bytes:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        count, size = Counter[str | None](), Counter[str | None]()  # by tenant
+        idle: dict[str | None, deque[Stored]] = {}  # oldest first
+        for one in self._kept.values():
+            count[one.tenant] += 1
+            size[one.tenant] += one.bytes
+            if one.work is None:
+                idle.setdefault(one.tenant, deque()).append(one)
+        while idle and (len(self._kept) > self._most or self.bytes > self._most_bytes):
+            held = size if self.bytes > self._most_bytes else count
+            tenant = max(idle, key=lambda each: held[each])
+            oldest = idle[tenant].popleft()
+            count[tenant] -= 1
+            size[tenant] -= oldest.bytes
+            self.drop(oldest.response["id"])
+            if not idle[tenant]:
+                del idle[tenant]
 
     def get(self, name: str, tenant: str | None) -> Stored | None:
         stored = self._kept.get(name)

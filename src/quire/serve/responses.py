@@ -55,8 +55,10 @@ async def create_response(request: ResponsesRequest, raw: Request) -> Response:
     server.check(request)
     if request.background and (request.stream or request.store is False):
         raise InvalidParameter("background needs a response that is stored and not streamed", "background")
-    if request.background and server.responses.running >= server.limits.background_responses:
-        raise HttpError(429, f"{server.limits.background_responses} responses run in the background already", "background")
+    if request.background and not server.responses.may_run(_tenant(raw), server.limits.background_responses):
+        raise HttpError(
+            429, "enough responses run in the background already: wait for one of yours, or of others", "background"
+        )
     history = _history(server, raw, request)
     chat = to_chat(request, [*said_before(history), *messages_of(request)])
     turn = await prepare_turn(server, raw, chat, "resp", "call_", TERMS)

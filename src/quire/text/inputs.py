@@ -86,7 +86,8 @@ class InputProcessor:
     ) -> Prepared:
         """Raises RequestError for anything this model cannot do; nothing has happened then.
 
-        Cached pages are shared only among requests of one `tenant`. The engine's requests may have an id of their own.
+        Cached pages are shared only among requests of one `tenant`, and slots fairly among tenants. The engine's requests may
+        have an id of their own.
         """
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidParameter(f"priority must be an integer (lower runs first), got {priority!r}", "priority")
@@ -114,6 +115,7 @@ class InputProcessor:
             arrival=arrival,
             bad_words=self._bad_word_ids(params.bad_words or ()),
             priority=priority,
+            tenant=tenant or "",
             salt=salt if tenant is None else (*salt, f"owner={tenant}"),
         )
         return Prepared(request_id, text, ids, params, fan_out(base, params.n))

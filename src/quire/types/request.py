@@ -36,6 +36,7 @@ class EngineRequest:
     arrival: float
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token sequences
     priority: int = 0
+    tenant: str = ""  # whose it is: slots are shared out fairly among tenants
     salt: tuple[str, ...] = ()  # adapter, media, tenant: what else the cached keys depend on
     fork_of: str | None = None
     hold: bool = False
@@ -65,6 +66,7 @@ class Request:
     cached: int = 0  # prompt tokens found in the cache at the first admission
     scored: int = 0  # last prompt position whose logprobs were handed out
     preemptions: int = 0
+    lone: bool = False  # it runs as the first of its tenant among others' requests
     admitted: int = -1  # step of the latest admission
     scheduled_at: float = 0.0  # first time in a batch, 0 = never
     finished: FinishReason | None = None
