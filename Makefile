@@ -18,16 +18,17 @@ check: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Quire needs Python 3.11 or newer, and $(PYTHON) is %d.%d; say which: make PYTHON=python3.12 ..." % v[:2])'
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 KERNELS := $(wildcard src/quire/ops/native/*.[ch])
 
 $(VENV)/.installed: $(BIN)/python pyproject.toml $(KERNELS)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[serve,cpu]'
+	$(BIN)/python scripts/install.py -e '.[serve,cpu]'
 	touch $@
 
 $(VENV)/.installed-dev: $(BIN)/python pyproject.toml $(KERNELS)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python scripts/install.py -e '.[dev]'
 	touch $@ $(VENV)/.installed
 
 clean:

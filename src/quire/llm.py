@@ -29,7 +29,7 @@ Messages = list[dict[str, Any]]
 
 
 class LLM(NotBuilt):
-    """A model in this process. Keyword arguments are those of EngineArgs (`quire plan --help` lists them)."""
+    """A model in this process. Keyword arguments are those of EngineArgs (`quire plan --help=all` lists them)."""
 
     def __init__(self, model: str = "smollm2", **engine_args: Any) -> None:
         self._start(EngineArgs.from_kwargs(**{"model": model, "disable_log_stats": True, **engine_args}))

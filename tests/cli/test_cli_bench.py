@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fake_openai import Answer, FakeOpenAI
+from patience import PATIENCE
 from quire.bench.provenance import commit, without_secrets
 from quire.cli.main import main
 
@@ -194,12 +195,12 @@ def run_apart(*flags: str) -> "subprocess.Popen[str]":
 def test_ctrl_c_reports_what_has_ended() -> None:
     with FakeOpenAI(lambda _, index: Answer(hang_after=1 if index == 3 else None)) as server:
         process = run_apart("--base-url", server.url, "--random-input-len", "4", "--random-output-len", "2")
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while (len(server.generated) < 4 or server.running > 1) and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(0.2)
+        time.sleep(1.0)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert "Successful requests:                     3" in out
     assert "interrupted: 1 of 4" in out
@@ -209,11 +210,11 @@ def test_ctrl_c_reports_what_has_ended() -> None:
 def test_ctrl_c_in_the_warm_up_ends_the_command() -> None:
     with FakeOpenAI(lambda *_: Answer(hang_after=1)) as server:
         process = run_apart("--base-url", server.url, "--random-input-len", "4", "--num-warmups", "2")
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while len(server.generated) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (130, "")
     assert "Traceback" not in err
     assert len(server.generated) == 2

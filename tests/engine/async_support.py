@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from patience import PATIENCE
 from quire import AsyncLLM, EngineArgs, RequestOutput, SamplingParams
 from quire.config.resolve import resolve
 from quire.engine.child import COMMAND
@@ -24,7 +25,7 @@ def open_async(model: Path, *fault: object, backend: str = "fake", **args) -> As
     return AsyncLLM(config, (*FAULTY, *map(str, fault)) if fault else COMMAND)
 
 
-def run(scene, llm: AsyncLLM | None = None, timeout: float = 60.0):
+def run(scene, llm: AsyncLLM | None = None, timeout: float = PATIENCE):
     """Runs a coroutine to its end, and the engine with it."""
 
     async def play():
@@ -41,7 +42,7 @@ async def collect(llm: AsyncLLM, prompt, params: SamplingParams, name: str, **mo
     return [output async for output in llm.generate(prompt, params, name, **more)]
 
 
-async def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
+async def until(condition: Callable[[], object], timeout: float = PATIENCE) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "it never came"
@@ -56,7 +57,7 @@ class Traces:
         self._before = _open_things()
 
     def check(self) -> None:
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + PATIENCE
         while (left := self._left()) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not left, left

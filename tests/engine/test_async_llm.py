@@ -9,6 +9,7 @@ import pytest
 from async_support import collect, open_async, run, until
 from tiny import TEXT, open_model
 
+from patience import PATIENCE
 from quire import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, EngineArgs, RequestOutputKind, SamplingParams
 from quire.sampling_params import StructuredOutputsParams
 from quire.text.detokenizer import Detokenizer
@@ -27,7 +28,7 @@ class Crew:
         self.llm = open_async(model)
 
     def __call__(self, scene):
-        return self.runner.run(asyncio.wait_for(scene, 30))
+        return self.runner.run(asyncio.wait_for(scene, PATIENCE))
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from patience import PATIENCE
 from quire.engine import ipc
 from quire.engine.process import Link
 from quire.frames import Mailbox
@@ -21,7 +22,7 @@ def ends():
 
 def received(end: Mailbox, count: int) -> list[bytes]:
     messages: list[bytes] = []
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while len(messages) < count and time.monotonic() < deadline:
         if (message := end.receive()) is not None:
             messages.append(message)

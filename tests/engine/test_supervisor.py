@@ -15,6 +15,7 @@ import pytest
 from async_support import FAULTY, collect, open_async, processes, run, until
 from tiny import TEXT
 
+from patience import PATIENCE
 from quire import RequestOutputKind, SamplingParams
 from quire.engine.ipc import StepReport
 from quire.engine.supervisor import Limits, Supervisor
@@ -115,7 +116,7 @@ def test_a_killed_engine_is_only_a_pause_for_32_streams(tiny_model, backend, mon
 
 
 def test_a_frozen_engine_is_noticed_and_replaced(tiny_model):
-    llm = open_async(tiny_model, engine_dead_after=1.5)
+    llm = open_async(tiny_model, engine_dead_after=3.0)
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
     async def scene():
@@ -129,13 +130,13 @@ def test_a_frozen_engine_is_noticed_and_replaced(tiny_model):
             await asyncio.sleep(0.05)
         assert max(ages) > 1.0 and ages[10] < ages[15] < ages[20]
         assert [o async for o in stream][-1].outputs[0].token_ids == whole.outputs[0].token_ids
-        assert (llm.restarts, llm.state) == (1, "ready") and llm.heartbeat_age < 1.0
+        assert (llm.restarts, llm.state) == (1, "ready") and llm.heartbeat_age < 3.0
 
     run(scene(), llm)
 
 
 def test_our_own_pauses_are_not_held_against_the_engine(tiny_model):
-    llm = open_async(tiny_model, engine_dead_after=1.2)
+    llm = open_async(tiny_model, engine_dead_after=1.9)
 
     async def scene():
         await llm.wait_ready()
@@ -147,7 +148,7 @@ def test_our_own_pauses_are_not_held_against_the_engine(tiny_model):
 
 
 def test_a_hung_step_is_told_apart_from_a_frozen_process(tiny_model, tmp_path, caplog):
-    llm = open_async(tiny_model, "hang", tmp_path / "once", engine_hang_timeout=1.0, engine_dead_after=1.1)
+    llm = open_async(tiny_model, "hang", tmp_path / "once", engine_hang_timeout=2.0, engine_dead_after=30.0)
 
     async def scene():
         [*_, last] = await collect(llm, TEXT[0], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), "x")
@@ -160,7 +161,7 @@ def test_a_hung_step_is_told_apart_from_a_frozen_process(tiny_model, tmp_path, c
 
 
 def test_busy_for_says_how_long_a_step_takes(tiny_model, tmp_path):
-    llm = open_async(tiny_model, "hang", tmp_path / "once", engine_hang_timeout=1.3)
+    llm = open_async(tiny_model, "hang", tmp_path / "once", engine_hang_timeout=3.0)
 
     async def scene():
         await llm.wait_ready()
@@ -168,7 +169,7 @@ def test_busy_for_says_how_long_a_step_takes(tiny_model, tmp_path):
         assert llm.busy_for == 0.0
         task = asyncio.create_task(collect(llm, TEXT[0], SamplingParams(max_tokens=20), "x"))
         await until(lambda: llm.busy_for > 0.8)
-        assert llm.heartbeat_age < 0.9 and llm.state == "ready"
+        assert llm.heartbeat_age < 2.0 and llm.state == "ready"
         await task
 
     run(scene(), llm)
@@ -402,7 +403,7 @@ def test_the_engine_does_not_outlive_its_parent(tiny_model, traces):
     code = f"""
 import asyncio, os, signal, sys, tempfile
 tempfile.tempdir = {str(traces.room)!r}
-sys.path.insert(0, {str(Path(FAULTY[1]).parent)!r})
+sys.path[:0] = {[str(place) for place in Path(FAULTY[1]).parents[:2]]!r}
 from async_support import open_async
 async def main():
     llm = open_async({str(tiny_model)!r})
@@ -413,7 +414,7 @@ asyncio.run(main())
 """
     parent = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=False)
     assert parent.returncode == -signal.SIGKILL and parent.stdout.strip().isdigit()
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + PATIENCE
     while processes(traces.room) or list(traces.room.iterdir()):
         assert time.monotonic() < deadline, "the engine is still there"
         time.sleep(0.02)
@@ -423,7 +424,7 @@ def test_a_parent_that_just_ends_leaves_nothing(tiny_model, traces):
     code = f"""
 import asyncio, sys, tempfile
 tempfile.tempdir = {str(traces.room)!r}
-sys.path.insert(0, {str(Path(FAULTY[1]).parent)!r})
+sys.path[:0] = {[str(place) for place in Path(FAULTY[1]).parents[:2]]!r}
 from async_support import open_async
 llm = open_async({str(tiny_model)!r})
 asyncio.run(llm.wait_ready())

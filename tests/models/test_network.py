@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from gguf_files import LLAMA, llama_tensors, tiny_llama
 from oracle import Sequences
+from patience import PATIENCE
 from quire import LLM, SamplingParams
 from quire.config.facts import read_facts
 from quire.files.resolve import resolve_model
@@ -185,7 +186,7 @@ assert (out == 2).all()
 """
     unset = ("CI", "XDG_CACHE_HOME", "PYTEST_CURRENT_TEST")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
-    subprocess.run([sys.executable, "-c", code], env={**environment, "HOME": str(tmp_path)}, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], env={**environment, "HOME": str(tmp_path)}, check=True, timeout=PATIENCE)
     assert list(tmp_path.rglob("*")) == []
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("onnxruntime")
+from patience import PATIENCE
 from quire.ops import session
 from quire.ops.gemm import Gemm
 from quire.ops.native import multiplies_floats
@@ -54,5 +55,5 @@ def test_the_runtime_tells_its_makers_nothing(tmp_path):
     )
     unset = ("CI", "ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME", "PYTEST_CURRENT_TEST")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
-    subprocess.run([sys.executable, "-c", code], env={**environment, "HOME": str(tmp_path)}, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], env={**environment, "HOME": str(tmp_path)}, check=True, timeout=PATIENCE)
     assert list(tmp_path.rglob("*")) == []

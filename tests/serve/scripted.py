@@ -11,6 +11,7 @@ import httpx
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Fast
 
+from patience import PATIENCE
 from quire.config.server_args import ServerArgs
 from quire.obs.metrics import Metrics
 from quire.serve.app import build_app
@@ -137,7 +138,7 @@ class Scripted:
     def call(self, method: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
         async def go() -> httpx.Response:
             transport = httpx.ASGITransport(self.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://scripted", timeout=30) as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://scripted", timeout=PATIENCE) as client:
                 return await client.request(method, path, json=body, **options)
 
         return asyncio.run(go())

@@ -16,6 +16,8 @@ from typing import Any
 
 import httpx
 
+from patience import PATIENCE
+
 READY = re.compile(r"ready: serving \S+ on (\S+) after \d+\.\d s")
 MODULE = "quire.cli.main"
 
@@ -53,7 +55,7 @@ class ServerProcess:
         return found[1]
 
     def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(**{"base_url": self.url(), "timeout": 60} | options)
+        return httpx.Client(**{"base_url": self.url(), "timeout": PATIENCE} | options)
 
     def engine_pid(self) -> int:
         return only_child(self.process.pid)
@@ -64,9 +66,9 @@ class ServerProcess:
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
 
-    def wait(self, seconds: float = 30) -> int:
+    def wait(self, seconds: float = PATIENCE) -> int:
         code = self.process.wait(seconds)
-        self._reader.join(5)
+        self._reader.join(PATIENCE)
         return code
 
 
@@ -87,7 +89,7 @@ def only_child(pid: int) -> int:
     return children.pop()
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 30) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = PATIENCE) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come"

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import uvicorn
 
+from patience import PATIENCE
 from quire.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
 from quire.config.server_args import ServerArgs
@@ -47,7 +48,7 @@ class Running:
         async def run() -> Any:
             return await work
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(120)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(PATIENCE)
 
     @contextlib.contextmanager
     def serve(self, settings: ServerArgs, llm: Any = None) -> Iterator[httpx.Client]:
@@ -59,11 +60,11 @@ class Running:
         while not server.started:
             time.sleep(0.01)
         try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=60) as client:
+            with httpx.Client(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=PATIENCE) as client:
                 yield client
         finally:
             server.should_exit = True
-            serving.result(30)
+            serving.result(PATIENCE)
             listener.close()
 
     @property
@@ -78,7 +79,7 @@ class Running:
             stats is None or (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages)
         )
 
-    def wait_idle(self, seconds: float = 10.0) -> None:
+    def wait_idle(self, seconds: float = PATIENCE) -> None:
         deadline = time.monotonic() + seconds
         while not self.is_idle():
             assert time.monotonic() < deadline, f"still open: {self.llm.num_open}, {self.llm.stats}"
@@ -89,7 +90,7 @@ class Running:
         self.loop.call_soon_threadsafe(self.llm.shutdown)
         time.sleep(0.1)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(30)
+        self._thread.join(PATIENCE)
         self.loop.close()
 
 

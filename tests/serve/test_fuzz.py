@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import NAME, error_of, events_of
 
+from patience import PATIENCE
+
 AT_ONCE = 8
 BODIES = int(os.environ.get("QUIRE_FUZZ", "400"))
 
@@ -161,7 +163,7 @@ def check(response: httpx.Response) -> None:
 
 
 async def send(url: httpx.URL, requests: list[tuple[str, Any]]) -> list[httpx.Response]:
-    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
         return await asyncio.gather(*[client.post(path, json=body) for path, body in requests])
 
 

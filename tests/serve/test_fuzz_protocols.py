@@ -16,6 +16,7 @@ from test_fuzz import CHATS, FLAGS, INTEGERS, JUNK, REALS, TEXTS, body_of, mostl
 from test_protocols import named_events
 
 from parse_samples import hermes
+from patience import PATIENCE
 
 BODIES = int(os.environ.get("QUIRE_FUZZ", "300"))
 AT_ONCE = 8
@@ -163,7 +164,7 @@ def check(path: str, response: httpx.Response) -> None:
 
 async def send(app, requests):
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://scripted", timeout=60) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://scripted", timeout=PATIENCE) as client:
         return await asyncio.gather(*[client.post(path, json=body) for path, body in requests])
 
 

@@ -16,13 +16,14 @@ import httpx
 import pytest
 from server_process import body, read_stream, serving, wait_for
 
+from patience import PATIENCE
 from quire.engine.assemble import device_facts
 from quire.types.errors import ConfigError
 
 
 def run_line(*flags: str, module: str = "quire.cli.main") -> subprocess.CompletedProcess[str]:
     command = [*(["serve"] if module == "quire.cli.main" else []), *flags]
-    return subprocess.run([sys.executable, "-m", module, *command], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-m", module, *command], capture_output=True, text=True, timeout=PATIENCE)
 
 
 # ---- starting ------------------------------------------------------------------------------------------------------------
@@ -69,10 +70,10 @@ def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_vllms_module_is_the_same_command(serve_model: Path) -> None:
-    done = run_line("--model", str(serve_model), "--api-server-count", "4", module="quire.entrypoints.openai.api_server")
+    done = run_line("--model", str(serve_model), "--headless", module="quire.entrypoints.openai.api_server")
     assert done.returncode == 2
     assert done.stderr == (
-        "quire serve: api_server_count=4 is not supported: one API process serves one engine; leave it out or at 1\n"
+        "quire serve: headless=True is not supported: one API process serves one engine; leave it out or at False\n"
     )
 
 
@@ -104,7 +105,7 @@ def test_stopped_while_loading(serve_model: Path) -> None:
     with serving(serve_model) as server:
         time.sleep(1.2)
         server.signal()
-        assert server.wait(10) in (0, -signal.SIGTERM)  # it may not have got as far as its own handler
+        assert server.wait() in (0, -signal.SIGTERM)  # it may not have got as far as its own handler
         assert "Traceback" not in server.log()
 
 
@@ -191,7 +192,7 @@ def test_sigterm_truncates_no_stream(serve_model: Path) -> None:
         begun = threading.Barrier(streams + 1)
         with ThreadPoolExecutor(streams) as pool:
             futures = [pool.submit(read_stream, http, body(tokens, True, f"prompt {i}"), begun.wait) for i in range(streams)]
-            begun.wait(30)
+            begun.wait(PATIENCE)
             server.signal()
             wait_for(lambda: http.get("/readyz").status_code == 503)
             assert http.get("/livez").status_code == 200
@@ -201,7 +202,7 @@ def test_sigterm_truncates_no_stream(serve_model: Path) -> None:
                 "message": "the server is shutting down", "type": "ServiceUnavailableError", "param": None, "code": 503,
             }  # fmt: skip
             for future in futures:
-                events = future.result(30)
+                events = future.result(PATIENCE)
                 assert events[-1] == "[DONE]"
                 assert events[-2]["usage"]["completion_tokens"] == tokens
                 assert sum(len(choice["token_ids"]) for event in events[:-2] for choice in event["choices"]) == tokens
@@ -216,18 +217,18 @@ def test_the_deadline_ends_what_is_left(serve_model: Path) -> None:
         with ThreadPoolExecutor(2) as pool:
             stream = pool.submit(read_stream, http, body(200, True), begun.set)
             whole = pool.submit(http.post, "/v1/completions", json=body(200, False))
-            assert begun.wait(30)
+            assert begun.wait(PATIENCE)
             time.sleep(0.3)
             server.signal(signal.SIGINT)
             asked = time.monotonic()
-            events, answer = stream.result(30), whole.result(30)
+            events, answer = stream.result(PATIENCE), whole.result(PATIENCE)
         assert events[-1] == "[DONE]"
         endings = [choice["finish_reason"] for event in events[:-1] for choice in event.get("choices", [])]
         assert endings[-1] == "abort" or "error" in events[-2]
         assert answer.status_code == 503
         assert answer.json()["error"]["message"] == "the server shut down before this request was done"
         assert server.wait() == 0
-        assert 0.4 < time.monotonic() - asked < 6
+        assert 0.4 < time.monotonic() - asked < 0.1 * 200, "it did not wait for all tokens"
         assert "2 requests are ended" in server.log()
 
 
@@ -244,13 +245,13 @@ def test_a_second_signal_does_not_wait(serve_model: Path) -> None:
 
         with ThreadPoolExecutor(1) as pool:
             stream = pool.submit(cut)
-            assert begun.wait(30)
+            assert begun.wait(PATIENCE)
             engine = server.engine_pid()
             server.signal()
             wait_for(lambda: "shutting down" in server.log())
             server.signal()
-            assert server.wait(5) == 128 + signal.SIGTERM
-            assert stream.result(10) < 100
+            assert server.wait() == 128 + signal.SIGTERM
+            assert stream.result(PATIENCE) < 100
         assert not Path(f"/proc/{engine}").exists()
         assert "Traceback" not in server.log()
 
@@ -261,10 +262,10 @@ def test_when_the_engine_is_given_up(serve_model: Path) -> None:
         with ThreadPoolExecutor(2) as pool:
             stream = pool.submit(read_stream, http, body(200, True), begun.set)
             whole = pool.submit(http.post, "/v1/completions", json=body(200, False))
-            assert begun.wait(30)
+            assert begun.wait(PATIENCE)
             time.sleep(0.3)
             subprocess.run(["kill", "-9", str(server.engine_pid())], check=True)
-            events, answer = stream.result(30), whole.result(30)
+            events, answer = stream.result(PATIENCE), whole.result(PATIENCE)
         assert events[-1] == "[DONE]"
         assert events[-2]["error"]["code"] == 500
         assert answer.status_code == 500

@@ -15,6 +15,7 @@ import uvicorn
 from scripted import Scripted, byte_tokenizer
 
 from parse_samples import hermes
+from patience import PATIENCE
 
 SCRIPT = "<think>rain?</think>Let me look." + hermes(
     [("get_weather", {"city": "Köln", "days": 2}), ("get_weather", {"city": "漢"})]
@@ -122,7 +123,7 @@ def test_responses(openai_client):
 def test_responses_in_the_background(openai_client):
     begun = openai_client.responses.create(model=MODEL, input="Weather?", background=True)
     assert begun.status == "queued"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while openai_client.responses.retrieve(begun.id).status != "completed":
         assert time.monotonic() < deadline
         time.sleep(0.01)

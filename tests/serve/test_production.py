@@ -13,6 +13,8 @@ import httpx
 import pytest
 from server_process import body, serving, wait_for
 
+from patience import PATIENCE
+
 STREAMS = 32
 LOCAL = ("--distributed-executor-backend", "uni", "--device", "cpu", "--block-size", "4", "--kv-cache-memory-bytes", "4m")
 
@@ -69,7 +71,7 @@ async def read_all(url: str, bodies: list[dict[str, Any]], begun: Any = None) ->
         return "".join(parts)
 
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits) as client:
         return list(await asyncio.gather(*(one(client, request) for request in bodies)))
 
 
@@ -103,12 +105,12 @@ def test_disconnects_give_every_page_back(serve_model: Path, stream: bool) -> No
 
         async def storm() -> None:
             limits = httpx.Limits(max_connections=None)
-            async with httpx.AsyncClient(base_url=server.url(), timeout=60, limits=limits) as client:
+            async with httpx.AsyncClient(base_url=server.url(), timeout=PATIENCE, limits=limits) as client:
                 for first in range(0, 500, 50):
                     await asyncio.gather(*(one(client, first + i) for i in range(50)))
 
         asyncio.run(storm())
-        wait_for(lambda: idle(http), 10)
+        wait_for(lambda: idle(http))
         assert metric(http, "engine_restarts_total") == 0
         answer = http.post("/v1/completions", json=body(5, False)).json()
         assert answer["usage"]["completion_tokens"] == 5

@@ -11,6 +11,7 @@ from serving import error_of
 from test_tool_calls import CALLS, PARAMETERS, TEXT
 
 from parse_samples import FAMILIES, hermes
+from patience import PATIENCE
 from quire.serve.response_store import ResponseStore, Stored
 
 RESPONSE_TOOLS = [{"type": "function", "name": name, "parameters": PARAMETERS} for name in ("get_weather", "add")]
@@ -274,7 +275,7 @@ def test_the_background(server):
             body = {"input": "hi", "background": True}
             begun = (await client.post("/v1/responses", json=body)).json()
             assert begun["status"] == "queued"
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + PATIENCE
             while (told := (await client.get(f"/v1/responses/{begun['id']}")).json())["status"] != "completed":
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.005)

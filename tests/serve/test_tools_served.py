@@ -10,6 +10,8 @@ import openai
 import pytest
 from server_process import serving
 
+from patience import PATIENCE
+
 pytestmark = pytest.mark.model
 
 LOCAL = (
@@ -64,7 +66,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=300) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE) as client:
         yield client
 
 
@@ -134,7 +136,7 @@ def test_responses_and_messages(client: openai.OpenAI, url: str) -> None:
     form = {"type": "json_schema", "name": "mail", "schema": TOOLS["send_mail"], "strict": True}
     answer = client.responses.create(model="tiny", input="Mail Ann.", text={"format": form}, max_output_tokens=300)
     jsonschema.validate(json.loads(answer.output_text), TOOLS["send_mail"])
-    with anthropic.Anthropic(base_url=url, api_key="unused", max_retries=0, timeout=300) as other:
+    with anthropic.Anthropic(base_url=url, api_key="unused", max_retries=0, timeout=PATIENCE) as other:
         asked = {"model": "tiny", "max_tokens": 300, "messages": ASK}
         asked["tools"] = [{"name": name, "input_schema": schema} for name, schema in TOOLS.items()]
         choice = {"type": "any", "disable_parallel_tool_use": True}

@@ -1,0 +1,117 @@
+"""What README and the docs show runs as it stands: Python, curl and JSON beside one server; of `quire ...` flags are read."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from server_process import serving
+from test_default_model_served import LOCAL
+
+from patience import PATIENCE
+from quire.cli.main import make_parser
+
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+INLINE = re.compile(r"`(quire [^`]+)`")
+ADDRESS = "http://127.0.0.1:8000"
+PLACEHOLDERS = {"MODEL": "smollm2", "DIR": "smollm2", "NAME": "mixed", "N": "1", "COMMAND": "serve"}
+
+
+@dataclass(frozen=True)
+class Snippet:
+    page: str
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def snippets() -> list[Snippet]:
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for block in BLOCK.finditer(text):
+            found.append(Snippet(page.name, text.count("\n", 0, block.start()) + 1, block[1], block[2]))
+    return found
+
+
+def commands() -> list[tuple[str, str]]:
+    """Lines of blocks without a language, continued ones joined, and what stands in backticks."""
+    lines = [
+        (str(one), line.strip())
+        for one in snippets()
+        if one.language in ("", "sh", "bash", "console")
+        for line in one.text.replace("\\\n", " ").splitlines()
+        if line.startswith(("quire ", "curl "))
+    ]
+    return lines + [(page.name, line) for page in PAGES for line in INLINE.findall(page.read_text())]
+
+
+PYTHON = [one for one in snippets() if one.language == "python"]
+JSON = [one for one in snippets() if one.language == "json"]
+QUIRE = sorted({line for _, line in commands() if line.startswith("quire ")})
+CURL = [(where, line) for where, line in commands() if line.startswith("curl ")]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving(Path("smollm2"), *LOCAL, "--served-model-name", "smollm2") as server:
+        yield server.url()
+
+
+def test_there_is_something_to_run() -> None:
+    assert len(PYTHON) >= 4 and len(CURL) >= 2 and len(QUIRE) >= 8 and JSON
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("snippet", PYTHON, ids=str)
+def test_python(snippet: Snippet, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    code = snippet.text
+    if ADDRESS in code:
+        code = code.replace(ADDRESS, request.getfixturevalue("url"))
+    file = tmp_path / "snippet.py"
+    file.write_text(code)
+    environment = {**os.environ, "QUIRE_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(
+        [sys.executable, file], capture_output=True, text=True, timeout=PATIENCE, env=environment, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "print(" not in code or done.stdout.strip()
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("where", "line"), CURL)
+def test_curl(where: str, line: str, url: str) -> None:
+    done = subprocess.run(line.replace(ADDRESS, url), shell=True, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "error" not in json.loads(done.stdout), done.stdout
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("snippet", JSON, ids=str)
+def test_fields_of_requests(snippet: Snippet, url: str) -> None:
+    for line in snippet.text.splitlines():
+        asked = {"messages": [{"role": "user", "content": "yes or no?"}], "max_tokens": 20, **json.loads(line)}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=PATIENCE)
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("line", QUIRE)
+def test_commands_have_the_flags_they_are_shown_with(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [PLACEHOLDERS.get(word, word) for word in shlex.split(line)[1:]]
+    try:
+        make_parser().parse_args(words)
+    except SystemExit as ended:
+        said = capsys.readouterr()
+        assert ended.code == 0 or words == ["bench"], said.err
