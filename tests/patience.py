@@ -3,7 +3,7 @@
 import os
 import time
 
-PATIENCE = 300.0  # seconds
+PATIENCE = 900.0  # seconds
 
 
 def crowd() -> float:

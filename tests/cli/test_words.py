@@ -9,7 +9,7 @@ import pytest
 
 from gguf_files import tiny_llama
 from quire.cli import words
-from quire.cli.main import make_parser
+from quire.cli.main import main, make_parser
 from quire.types.errors import ConfigError
 
 
@@ -118,3 +118,8 @@ def test_slash_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     out = capsys.readouterr().out
     assert "unknown command /rest; did you mean /reset" in out
     assert out.count("/exit ends") == 2
+
+
+def test_an_empty_prompt_is_told_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "./nothing", "Hello", ""]) == 2
+    assert "a prompt is empty" in capsys.readouterr().err

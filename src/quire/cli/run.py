@@ -6,6 +6,7 @@ from typing import Any
 from quire.cli.sampling import add_sampling_arguments, sampling_params
 from quire.cli.words import load_engine, read_text, take_words
 from quire.config.args import add_cli_arguments
+from quire.types.errors import ConfigError
 
 
 def add_parser(subparsers: Any) -> None:
@@ -29,6 +30,8 @@ def run(namespace: argparse.Namespace) -> int:
     args, prompts = take_words(namespace, namespace.words)
     sampling_params(namespace)  # wrong flags are told before the model is loaded
     prompts = prompts or [read_text("run", args.model)]
+    if not all(prompts):
+        raise ConfigError('a prompt is empty: quire run MODEL "The capital of France is"')
     engine = load_engine(args)
     from quire.cli.stream import print_stream
 
