@@ -15,7 +15,12 @@ from patience import PATIENCE
 LONG = {"prompt": "the quick", "max_tokens": 250, "ignore_eos": True, "temperature": 0}
 PATHS = {
     "/v1/completions": LONG,
-    "/v1/chat/completions": {**LONG, "messages": [{"role": "user", "content": "a"}], "max_tokens": 200},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 200,
+        "ignore_eos": True,
+        "temperature": 0,
+    },
 }
 
 

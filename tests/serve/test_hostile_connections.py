@@ -236,6 +236,20 @@ def test_nobody_is_slow_for_ever(hurried: Hosted, begin: bytes, drop: bytes, cod
     assert hurried.server.crowd.unfinished == 0
 
 
+def test_silence_between_requests_is_the_users_choice() -> None:
+    with hosted(tempo=50, timeout_keep_alive=1) as server:
+        raw = server.connect()
+        raw.send(GET + b"\r\n")
+        assert raw.read().count(b"HTTP/1.1 200") == 1  # until the server hangs up
+    with hosted(tempo=200, timeout_keep_alive=60) as server:  # longer than patience with heads
+        raw = server.connect()
+        raw.send(GET + b"\r\n")
+        assert status(raw.read_head()) == 200
+        time.sleep(0.5)  # 100 seconds, at this pace
+        raw.send(GET + END)
+        assert b"HTTP/1.1 200" in raw.read()
+
+
 def test_a_body_that_comes_slowly_but_comes(hurried: Hosted) -> None:
     raw, over = hurried.connect(), threading.Event()
     begun = hurried.server.crowd.limits.body_seconds / 50

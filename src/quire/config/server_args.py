@@ -88,6 +88,9 @@ class ServerArgs:
     shutdown_timeout: float = setting(
         30.0, REAL, _RUN, "seconds that running requests get to finish after SIGTERM or Ctrl-C; then they are ended", low=0.0
     )
+    timeout_keep_alive: int = setting(
+        5, NUMBER, _RUN, "seconds that a connection may stay open between two requests; more than a proxy's in front", low=1
+    )
     sample: str | None = setting(None, TEXT, _RUN, "a question to be answered on standard output when the server is ready")
     max_queue: int = setting(2048, NUMBER, _RUN, "/readyz is 503 while more requests than this wait", low=0)
 

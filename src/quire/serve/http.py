@@ -43,6 +43,7 @@ def _config(settings: ServerArgs, app: ASGIApp, crowd: Crowd) -> uvicorn.Config:
         ws="none",
         server_header=False,
         backlog=BACKLOG,
+        timeout_keep_alive=settings.timeout_keep_alive,
         timeout_graceful_shutdown=int(LAST_WORDS),
         ssl_keyfile=settings.ssl_keyfile,
         ssl_certfile=settings.ssl_certfile,
