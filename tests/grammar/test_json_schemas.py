@@ -7,6 +7,7 @@ import ipaddress
 import json
 import pathlib
 import re
+import time
 import uuid
 from functools import cache
 from typing import Annotated, Any, Literal
@@ -268,3 +269,31 @@ def test_deep_schemas_are_refused_and_no_more():
     with pytest.raises(GrammarError, match="nested too deeply"):
         to_source(StructuredOutputsParams(json=schema))
     assert told(schema) == []
+
+
+def test_hostile_schemas_are_looked_over_in_no_time():
+    """It is done in the server's own process."""
+    node = {
+        "type": "object",
+        "required": ["x"],
+        "properties": {"x": {"$ref": "#/$defs/n"}},
+        "oneOf": [{"$ref": "#/$defs/n"}] * 60,
+    }
+    cyclic = {"$defs": {"n": node}, "$ref": "#/$defs/n"}
+    many = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}], "properties": {f"p{i}": {}}} for i in range(600)}
+    wide = {"$defs": many, "properties": {f"q{i}": {"$ref": "#/$defs/d0", "properties": {"z": {}}} for i in range(600)}}
+    nested: dict[str, Any] = {"type": "integer"}
+    for _ in range(40):
+        nested = {"type": "array", "items": nested, "contains": {"minItems": 1}, "maxItems": 16}
+    odd = {
+        "required": 3,
+        "properties": [],
+        "type": 7,
+        "enum": 5,
+        "oneOf": [{"required": 1, "type": "object"}] * 2,
+        "minProperties": 1,
+    }
+    begun = time.process_time()
+    for schema in (cyclic, wide, nested, odd, {"not": {"required": 1}, "type": "object"}, {"allOf": 3, "properties": {"a": 1}}):
+        told(schema)
+    assert time.process_time() - begun < 5

@@ -15,7 +15,8 @@ FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4",
 MOST_ARRANGED = 100  # ways to put different values in a row, or to choose keys
 MOST_PLACES = 16  # of an array in which something must be contained
 MOST_DEPENDENT = 4
-MOST_ALTERNATIVES = 64  # of oneOf that are compared
+MOST_ALTERNATIVES = 64  # of oneOf that are compared, and keys of each
+MOST_COMPARED = 1  # objects in each other
 _DIALECT = re.compile(r"https?://json-schema\.org/")
 
 
@@ -203,13 +204,11 @@ class Rewriting:
 
     @property
     def _properties(self) -> Schema:
-        found = self.node.get("properties")
-        return found if isinstance(found, dict) else {}
+        return _dict(self.node.get("properties"))
 
     @property
     def _required(self) -> list[str]:
-        found = self.node.get("required")
-        return found if isinstance(found, list) else []
+        return _names(self.node.get("required"))
 
     @property
     def _optional(self) -> list[str]:
@@ -266,7 +265,7 @@ def _row(values: Sequence[Any]) -> Schema:
 # ---- what schemas say
 
 
-def disjoint(one: Schema, other: Schema, root: Schema) -> bool:
+def disjoint(one: Schema, other: Schema, root: Schema, depth: int = 0) -> bool:
     """Is it plain that nothing satisfies both?"""
     kinds, others = types(one), types(other)
     if kinds and others and not _overlap(kinds, others):
@@ -274,13 +273,22 @@ def disjoint(one: Schema, other: Schema, root: Schema) -> bool:
     values, other_values = _written_values(one), _written_values(other)
     if values is not None and other_values is not None:
         return not values & other_values
-    if kinds != {"object"} or others != {"object"}:
+    if kinds != {"object"} or others != {"object"} or depth > MOST_COMPARED:
         return False
-    for name in set(one.get("required", ())) & set(other.get("required", ())):
-        mine, theirs = (resolve(schema.get("properties", {}).get(name, {}), root) for schema in (one, other))
-        if disjoint(mine, theirs, root):
+    both = set(_names(one.get("required"))) & set(_names(other.get("required")))
+    for name in sorted(both)[:MOST_ALTERNATIVES]:
+        mine, theirs = (resolve(_dict(schema.get("properties")).get(name, {}), root) for schema in (one, other))
+        if disjoint(mine, theirs, root, depth + 1):
             return True
     return False
+
+
+def _names(value: Any) -> list[str]:
+    return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
+
+
+def _dict(value: Any) -> Schema:
+    return value if isinstance(value, dict) else {}
 
 
 def types(schema: Schema) -> set[str]:

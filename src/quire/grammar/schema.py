@@ -26,6 +26,7 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 _SAME = ("allOf", "not", "if", "then", "else", "dependentSchemas", "dependencies")
 _OF_OBJECTS = ("properties", "patternProperties", "additionalProperties", "allOf", "$ref")
 _SAID = ("additionalProperties", "unevaluatedProperties")
+MOST_VISITS = 20_000  # to schemas, to find out who speaks of one object; the rest stays open
 Place = tuple[str | int, ...]
 Schema = dict[str, Any]
 
@@ -42,6 +43,7 @@ class Preparation:
         default_factory=dict
     )  # copies of referred schemas that others close: their names by reference
     _copies: Schema = field(default_factory=dict)
+    _visits: int = 0
 
     def make(self) -> Schema:
         try:
@@ -58,10 +60,12 @@ class Preparation:
         made = {key: self._inside(key, value, place, together) for key, value in node.items()}
         if isinstance(node.get("$ref"), str) and (joint or len(node.keys() & set(_OF_OBJECTS)) > 1):
             made["$ref"] = self._reference(node["$ref"])
-        if self.closed and not joint:
-            made = self._close(node, made)
         rewriting = Rewriting(made, self.root)
-        made = rewriting.make()
+        try:
+            rewriting.node = self._close(node, made) if self.closed and not joint else made
+            made = rewriting.make()
+        except (TypeError, ValueError, AttributeError, KeyError):
+            return made  # what stands where something else should is the library's to refuse
         for keyword in rewriting.unheld:
             if self.strict:
                 raise GrammarError(f"{pointer(place)}: {keyword} {rewriting.reasons.get(keyword, STRICT)}")
@@ -108,8 +112,9 @@ class Preparation:
 
     def _keys(self, node: Any, seen: set[str]) -> tuple[list[str], list[str], bool]:
         """The keys that are named for one object by all who speak of it, and whether one of them speaks of the others."""
-        if not isinstance(node, dict):
-            return [], [], False
+        self._visits += 1
+        if not isinstance(node, dict) or self._visits > MOST_VISITS:
+            return [], [], self._visits > MOST_VISITS
         names, patterns = list(_dict(node.get("properties"))), list(_dict(node.get("patternProperties")))
         said = "properties" in node and not isinstance(node["properties"], dict)
         said = said or any(word in node for word in _SAID)
