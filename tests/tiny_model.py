@@ -16,12 +16,15 @@ TEMPLATE = (
 )
 
 
-def make_model(directory: Path) -> Path:
+VOCABULARY = 320
+
+
+def make_tokenizer(directory: Path) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=320,
+        vocab_size=VOCABULARY,
         special_tokens=["<s>", "</s>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -30,11 +33,17 @@ def make_model(directory: Path) -> Path:
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tokenizer
+
+
+def make_model(directory: Path) -> Path:
+    make_tokenizer(directory)
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
         max_position_embeddings=256, bos_token_id=0, eos_token_id=1, initializer_range=0.3,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(directory)

@@ -5,7 +5,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ import uvicorn
 from patience import PATIENCE
 from quire.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
+from quire.config.resolve import resolve
 from quire.config.server_args import ServerArgs
+from quire.engine.child import COMMAND
 from quire.serve.app import build_app
 from quire.serve.ids import RequestIds
 
@@ -25,7 +27,7 @@ NAME = "tiny"
 class Running:
     """An event loop in a thread, with an engine and any number of HTTP servers on it."""
 
-    def __init__(self, directory: Path, **args: Any) -> None:
+    def __init__(self, directory: Path, command: Sequence[str] = COMMAND, **args: Any) -> None:
         defaults = {
             "served_model_name": [NAME, "also-tiny"],
             "device": "cpu",
@@ -38,7 +40,8 @@ class Running:
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
         self._stack = contextlib.ExitStack()
-        self.llm = AsyncLLM.from_engine_args(EngineArgs.from_kwargs(model=str(directory), **(defaults | args)))
+        settings = EngineArgs.from_kwargs(model=str(directory), **(defaults | args))
+        self.llm = AsyncLLM(resolve(settings, find_device=lambda: "cpu"), command)
         self.call(self.llm.wait_ready())
         self.http = self._stack.enter_context(self.serve(ServerArgs()))
 

@@ -179,7 +179,7 @@ def test_broken_and_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.json: the `tokenizers` library"):
         read_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"tokenizer_config\.json: not valid JSON"):
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: cannot be read as JSON"):
         read_tokenizer(tmp_path)
 
 

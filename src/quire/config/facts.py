@@ -8,6 +8,7 @@ from quire.config.gguf import translate
 from quire.config.hf import explicit_config, read_json
 from quire.config.memory import estimate_parameters
 from quire.files.gguf import read_gguf_shards
+from quire.files.reading import reading, shown
 from quire.files.resolve import ModelFiles
 from quire.files.safetensors import TensorInfo, read_header
 from quire.types.cache import LayerCache
@@ -24,7 +25,9 @@ _NAMES = {  # the same thing is called differently in older families
     "vocab_size": ("vocab_size",),
 }
 _FIRST_ARE_FULL = ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3")  # layers, of windowed ones
-_LARGE_NUMBER = 1 << 24  # nothing that is counted per layer or per head comes near it
+# nothing comes near these; larger numbers would only be noticed when memory is gone
+_MOST = {"layers": 1 << 12, "heads": 1 << 16, "kv_heads": 1 << 16, "head_dim": 1 << 16, "hidden_size": 1 << 24,
+         "vocab_size": 1 << 28, "max_position": 1 << 40}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,11 @@ class DeviceFacts:
 
 
 def read_facts(files: ModelFiles, hf_overrides: Mapping[str, Any] | None = None) -> ModelFacts:
-    overrides = hf_overrides or {}
+    with reading(files.path, "the model's configuration cannot be used"):
+        return _read_facts(files, hf_overrides or {})
+
+
+def _read_facts(files: ModelFiles, overrides: Mapping[str, Any]) -> ModelFacts:
     dtypes, infos = dict[str, int](), dict[str, TensorInfo]()
     if files.format == "gguf":
         headers = read_gguf_shards(files.weights)
@@ -71,7 +78,10 @@ def read_facts(files: ModelFiles, hf_overrides: Mapping[str, Any] | None = None)
         stored, counted = sum(info.nbytes for info in infos.values()), sum(info.elements for info in infos.values())
         for info in infos.values():
             dtypes[info.dtype] = dtypes.get(info.dtype, 0) + info.elements
-    config = explicit_config(raw, overrides)
+    try:
+        config = explicit_config(raw, overrides)
+    except ModelError as error:
+        raise ModelError(f"{files.name}: {error}") from error
     if infos and isinstance(raw.get("text_config"), Mapping):  # who of the two says so differs from version to version
         config["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in infos)
     reader = _Reader(files.name, config)
@@ -140,6 +150,8 @@ class _Reader:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise self._wrong(key, "a positive integer")
+            if value > _MOST.get(what, 1 << 62):
+                raise self._wrong(key, f"a plausible number, {_MOST.get(what, 1 << 62):,} at most")
             return value
         if default is None:
             raise self._wrong(_NAMES.get(what, (what,))[0], "a positive integer")
@@ -147,8 +159,6 @@ class _Reader:
 
     def layers(self) -> tuple[LayerCache, ...]:
         count, heads = self.size("layers"), self.size("heads")
-        if max(count, heads) > _LARGE_NUMBER:
-            raise self._wrong("num_hidden_layers", "a plausible number")
         kv_heads = self.size("kv_heads", default=1 if self.config.get("multi_query") else heads)
         head_dim = self.size("head_dim", default=max(1, self.size("hidden_size") // heads))
         if heads % kv_heads:
@@ -215,4 +225,4 @@ class _Reader:
     def _wrong(self, key: str, right: str) -> ModelError:
         if key not in self.config:
             return ModelError(f"{self.name}: the model's config lacks {key!r}; it must be {right}")
-        return ModelError(f"{self.name}: {key} in the model's config must be {right}, got {self.config[key]!r}")
+        return ModelError(f"{self.name}: {key} in the model's config must be {right}, got {shown(self.config[key])}")

@@ -4,12 +4,12 @@ Checkpoints leave out what equals the default of their config class, and older o
 `rope_scaling`. Whoever reads the result finds every field that matters, and `rope_parameters`, whatever the file's age.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quire.files.reading import read_object, shown
 from quire.types.errors import ModelError
 
 # model_type -> what its config class assumes when the file is silent
@@ -70,17 +70,10 @@ _SHARED_WITH_OUTER = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "p
 
 
 def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_hook=_untag)
-    except FileNotFoundError:
-        if required:
-            raise ModelError(f"{path}: the checkpoint has no {path.name}") from None
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: must be a JSON object, but is a {type(value).__name__}")
-    return value
+    found = read_object(path, _untag)
+    if found is None and required:
+        raise ModelError(f"{path}: the checkpoint has no {path.name}")
+    return found or {}
 
 
 def _untag(value: dict[str, Any]) -> Any:
@@ -100,7 +93,7 @@ def explicit_config(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
         shapes = {"hidden_act": "silu", **_SHAPES.get(str(merged["model_type"]), {})}
     spoken = {key: value for key, value in merged.items() if value is not None or key not in _NULL_IS_SILENT}
     config = {**shapes, **FAMILY_DEFAULTS.get(str(spoken.get("model_type")), {}), **spoken}
-    if isinstance(config.get("rope_parameters"), dict):
+    if isinstance(config.get("rope_parameters"), dict) and config.get("model_type") in FAMILY_DEFAULTS:
         config["rope_parameters"] = _complete(config["rope_parameters"], config)
     if "_sliding_window_pattern" in config:
         config["sliding_window_pattern"] = config["_sliding_window_pattern"]
@@ -111,7 +104,7 @@ def explicit_config(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
         config.update(_rope_parameters(config, stated))
     rope = config.get("rope_parameters") or {}
     if not isinstance(rope, dict):
-        raise ModelError(f"config.json: rope_parameters must be an object or null, got {rope!r:.99}")
+        raise ModelError(f"config.json: rope_parameters must be an object or null, got {shown(rope)}")
     rope_full = rope.get("full_attention", rope)
     if isinstance(rope_full, dict) and "rope_theta" in rope_full:
         config["rope_theta"] = rope_full["rope_theta"]  # the family's default is not this model's
@@ -150,7 +143,7 @@ def _rope_parameters(config: dict[str, Any], stated: set[str]) -> dict[str, Any]
     else:
         theta, scaling = config["rope_theta"], config.get("rope_scaling")
     if scaling is not None and not isinstance(scaling, dict):
-        raise ModelError(f"config.json: rope_scaling must be an object or null, got {scaling!r:.99}")
+        raise ModelError(f"config.json: rope_scaling must be an object or null, got {shown(scaling)}")
     rope = {"rope_theta": theta, **{key: value for key, value in (scaling or {}).items() if key not in ("type", "rope_theta")}}
     kind = (scaling or {}).get("rope_type") or (scaling or {}).get("type") or "default"
     rope["rope_type"] = _ROPE_NAMES.get(kind, kind) if isinstance(kind, str) else kind

@@ -156,6 +156,8 @@ class _Parser:
         if type_ not in GGML_TYPES:
             raise ModelError(f"{self.path}: tensor {name!r} has the unknown ggml type {type_}")
         kind, block, block_bytes = GGML_TYPES[type_]
+        if 0 in shape:
+            raise self._broken(f"tensor {name!r} is empty")
         if shape[-1] % block:
             raise self._broken(f"tensor {name!r} has rows of {shape[-1]} elements, not a multiple of {kind}'s block of {block}")
         return prod(shape) // block * block_bytes

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from quire.files import hub, wheel
+from quire.files.safetensors import read_index
 from quire.files.shards import gguf_shards, whole_models
 from quire.types.errors import ModelError, ModelNotFound
 
@@ -126,11 +126,9 @@ def _safetensors(path: Path) -> tuple[Path, ...]:
     """The weight files in order. An index decides when there is one; otherwise every *.safetensors counts."""
     index = path / _INDEX
     if not index.is_file():
-        return tuple(sorted(file for file in path.glob("*.safetensors") if not file.name.startswith("consolidated")))
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{index}: broken weight index ({error})") from error
+        found = sorted(file for file in path.glob("*.safetensors") if not file.name.startswith("consolidated"))
+        return tuple(file for file in found if file.is_file())
+    names = sorted(set(read_index(index).values()))
     missing = [file for file in names if not (path / file).is_file()]
     if missing:
         raise ModelError(

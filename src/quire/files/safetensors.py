@@ -4,9 +4,10 @@ import json
 import struct
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
+from quire.files.reading import read_object, shown, told
 from quire.types.errors import ModelError
 
 LARGEST_HEADER = 100_000_000  # the format's own limit
@@ -45,31 +46,50 @@ def read_header(path: str | Path) -> dict[str, TensorInfo]:
         raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error
     try:
         header = json.loads(text)
-    except ValueError as error:
-        raise _broken(path, f"its header is not JSON ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise _broken(path, f"its header is not JSON ({told(error)})") from error
     if not isinstance(header, dict):
         raise _broken(path, "its header is not a JSON object")
     header.pop("__metadata__", None)
-    return {name: _info(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    found = {name: _info(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    end, before = 0, ""
+    for name, info in sorted(found.items(), key=lambda item: item[1].offset):
+        if info.nbytes and info.offset < end:
+            raise _broken(path, f"the tensors {shown(before)} and {shown(name)} overlap")
+        end, before = max(end, info.offset + info.nbytes), name
+    return found
 
 
 def _info(path: Path, name: str, entry: Any, data_start: int, size: int) -> TensorInfo:
-    data_bytes = size - data_start
+    data_bytes, called = size - data_start, shown(name)
     try:
-        dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
-        begin, end = (int(n) for n in entry["data_offsets"])
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
-        raise _broken(path, f"the entry of tensor {name!r} lacks dtype, shape or data_offsets") from error
-    if dtype not in DTYPE_BITS:
-        raise ModelError(f"{path}: tensor {name!r} has the unknown dtype {dtype!r}")
+        raise _broken(path, f"the entry of tensor {called} lacks dtype, shape or data_offsets") from error
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise _broken(path, f"the entry of tensor {called} has sizes or offsets that are not whole numbers from 0 up")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise ModelError(f"{path}: tensor {called} has the unknown dtype {shown(dtype)}")
     if (end - begin) * 8 != prod(shape) * DTYPE_BITS[dtype]:
-        raise _broken(path, f"tensor {name!r} of shape {list(shape)} and dtype {dtype} cannot be {end - begin:,} bytes long")
-    if begin < 0 or end > data_bytes:
+        wrong = f"tensor {called} of shape {shown(list(shape))} and dtype {dtype} cannot be {end - begin:,} bytes long"
+        raise _broken(path, wrong)
+    if end > data_bytes:
         raise _broken(
             path,
-            f"tensor {name!r} ends at byte {end:,} of {data_bytes:,} bytes of data; it is truncated, download it again",
+            f"tensor {called} ends at byte {end:,} of {data_bytes:,} bytes of data; it is truncated, download it again",
         )
     return TensorInfo(dtype, shape, end - begin, data_start + begin)
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Which file has which tensor. Files are in the index's own directory (where they may be links, as in the hub's cache)."""
+    found = (read_object(path) or {}).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise ModelError(f"{path}: broken weight index: it has no weight_map from tensor names to file names")
+    for file in set(found.values()):
+        if not file or "\0" in file or PurePath(file).is_absolute() or ".." in PurePath(file).parts:
+            raise ModelError(f"{path}: broken weight index: it names {shown(file)}, which is not in its directory")
+    return found
 
 
 def _broken(path: Path, why: str) -> ModelError:

@@ -5,8 +5,10 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.files.reading import shown
 from quire.layers.parameter import parameter
 from quire.ops.norm import add_rms_norm, rms_norm
+from quire.types.errors import ModelError
 
 
 class Norm(Protocol):
@@ -17,12 +19,19 @@ class Norm(Protocol):
         ...
 
 
+def check_epsilon(value: float) -> float:
+    """As a configuration has it."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ModelError(f"the epsilon of its norms must be a small number, got {shown(value)}")
+    return float(value)
+
+
 class RMSNorm(nn.Module):
     """`offset` is added to the stored weight."""
 
     def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.eps, self.offset = eps, offset
+        self.eps, self.offset = check_epsilon(eps), offset
         self.weight = parameter(size)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,7 +46,7 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     def __init__(self, size: int, eps: float, bias: bool = True, weight: bool = True) -> None:
         super().__init__()
-        self.size, self.eps = size, eps
+        self.size, self.eps = size, check_epsilon(eps)
         self.weight = parameter(size) if weight else None
         self.bias = parameter(size) if bias else None
 

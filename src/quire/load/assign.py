@@ -51,6 +51,8 @@ def assign(table: Mapping[str, Tensor | None], source: Source, renames: Renames,
     total = sum(place.nbytes for place in places.values())
     with torch.no_grad(), doing("loading weights", total) as progress, Mover(progress) as mover:
         for name, tensor in source.read(frozenset(places)):
+            if places[name].is_floating_point() and not tensor.is_floating_point():
+                raise ModelError(f"{where}: tensor {name!r} is stored as {tensor.dtype}, where the model has floats")
             mover.put(name, tensor, places[name])
 
 

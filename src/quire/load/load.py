@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from quire.files.reading import reading
 from quire.load.assign import Renames, assign, claims_of, rename
 from quire.load.dummy import DummySource
 from quire.load.safetensors import SafetensorsSource
@@ -69,8 +70,20 @@ def load_weights(
 
     keep_blocks: matrices that a file stores in blocks of few bits stay so, where a layer can multiply by them.
     """
-    device = torch.device(device)
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    with reading(facts.files.path, "the weights cannot be loaded"):
+        _load(model, facts, torch.device(device), kind, load_format, seed, keep_blocks)
+
+
+def _load(
+    model: nn.Module,
+    facts: "ModelFacts",
+    device: torch.device,
+    kind: torch.dtype,
+    load_format: str,
+    seed: int,
+    keep_blocks: bool,
+) -> None:
     if isinstance(model, Filling):
         model.fill(None if load_format == "dummy" else open_source(facts, load_format), device, kind, seed)
         return

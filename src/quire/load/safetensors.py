@@ -1,6 +1,5 @@
 """Weights from safetensors files: one, or shards with an index. Files are mapped: a tensor is read when it is used."""
 
-import json
 import mmap
 import re
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.files.gguf import GGML_TYPES
-from quire.files.safetensors import TensorInfo, read_header
+from quire.files.safetensors import TensorInfo, read_header, read_index
 from quire.load.source import map_file
 from quire.ops.blocks import Stored
 from quire.types.errors import ModelError
@@ -34,7 +33,8 @@ class SafetensorsSource:
 
     def __init__(self, directory: Path, files: tuple[Path, ...]) -> None:
         index = directory / INDEX
-        self.index = _read_index(index) if index.is_file() else None
+        self.directory = directory
+        self.index = read_index(index) if index.is_file() else None
         shards = [path for path in files if path.suffix == ".safetensors"]
         if self.index is not None:
             shards = _indexed(directory, set(self.index.values()))
@@ -53,7 +53,7 @@ class SafetensorsSource:
                     raise ModelError(f"tensor {name!r} is in both {found[name][0]} and {path}")
                 found[name] = (path, info)
         if self.index is not None:
-            absent = [name for name, file in self.index.items() if name not in found or found[name][0].name != file]
+            absent = [name for name, file in self.index.items() if name not in found or found[name][0] != self.directory / file]
             if absent:
                 name = min(absent)
                 raise ModelError(f"{self.index[name]} lacks {name!r}, which {INDEX} promises ({len(absent)} such tensors)")
@@ -95,14 +95,6 @@ def _view(data: mmap.mmap, info: TensorInfo) -> Tensor:
     raw = torch.frombuffer(data, dtype=torch.uint8, count=info.nbytes, offset=info.offset)
     aligned = raw if info.offset % dtype.itemsize == 0 else raw.clone()
     return aligned.view(dtype).view(info.shape)
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        weights = json.loads(path.read_text())["weight_map"]
-        return {str(name): str(file) for name, file in weights.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path}: not a safetensors index: {error!r}") from error
 
 
 def _indexed(directory: Path, wanted: set[str]) -> list[Path]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch
+from quire.files.reading import told
 from quire.layers.attention import Attention, keep
 from quire.load.source import Source
 from quire.models.decoder import Decoder
@@ -136,7 +137,7 @@ class Fallback(Decoder):
         try:
             count = self.logits(hidden).shape[-1]
         except Exception as error:
-            raise ModelError(f"its head cannot be run alone ({type(error).__name__}: {error})") from error
+            raise ModelError(f"its head cannot be run alone ({told(error)})") from error
         if count != self.facts.vocab_size:
             raise ModelError(f"its head gives {count} logits, but its vocabulary has {self.facts.vocab_size} tokens")
 
@@ -150,7 +151,7 @@ class Fallback(Decoder):
         except Exception as error:
             if isinstance(error, KeyError) and attention in error.args:
                 raise ModelError("its attention does not go through transformers' attention interface") from error
-            raise ModelError(f"transformers cannot build it ({type(error).__name__}: {error})") from error
+            raise ModelError(f"transformers cannot build it ({told(error)})") from error
 
     def _load(self, source: Source, device: torch.device, dtype: torch.dtype) -> Any:
         tensors = dict(source.read(frozenset(source.shapes)))
@@ -189,7 +190,7 @@ def _find_class(facts: "ModelFacts") -> tuple[Any, Any]:
     try:
         config = transformers.CONFIG_MAPPING[kind].from_dict(dict(facts.hf))
     except Exception as error:
-        raise ModelError(f"transformers does not accept its configuration ({type(error).__name__}: {error})") from error
+        raise ModelError(f"transformers does not accept its configuration ({told(error)})") from error
     classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     found = classes.get(type(config), None)
     if found is None or found.__name__ != facts.architecture:

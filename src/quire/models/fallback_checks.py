@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attn.backend import AttentionSpec
+from quire.files.reading import told
 from quire.models.fallback_interface import Mask, install
 from quire.types.cache import LayerCache
 from quire.types.errors import ModelError
@@ -98,7 +99,7 @@ def trace(model: Any, layers: Sequence[LayerCache]) -> tuple[list[Call], Tensor]
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"a trial run without weights fails ({type(error).__name__}: {error})") from error
+        raise ModelError(f"a trial run without weights fails ({told(error)})") from error
     paths = [call.path for call in recorder.calls]
     if len(set(paths)) != len(paths):
         raise ModelError("its attention layers attend more than once")

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from quire.files.reading import reading
 from quire.models.composite import COMPOSITES, TEXT_MODELS, renames_of
 from quire.types.errors import ModelError
 
@@ -69,12 +70,14 @@ def build_model(facts: "ModelFacts", impl: str = "auto") -> "Decoder":
 def _build(kind: "type[Decoder]", facts: "ModelFacts") -> "Decoder":
     import torch
 
-    try:
-        with torch.device("meta"):
+    with reading(facts.files.path, f"its configuration makes no {facts.architecture}"), torch.device("meta"):
+        try:
             model = kind(facts).eval()
-    except KeyError as error:
-        lack = f"the configuration of {facts.files.path} lacks {error}, which {facts.architecture} needs"
-        raise ModelError(lack) from error
+        except KeyError as error:
+            lack = f"the configuration of {facts.files.path} lacks {error}, which {facts.architecture} needs"
+            raise ModelError(lack) from error
+        except ModelError as error:
+            raise ModelError(f"{facts.files.path}: {error}") from error
     if facts.architecture in COMPOSITES:
         model.renames = (*renames_of(facts.architecture), *model.renames)
     return model

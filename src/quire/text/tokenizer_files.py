@@ -3,7 +3,6 @@
 A directory is read with the `tokenizers` library alone. `transformers` is imported only if there is no tokenizer.json.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from quire.files.gguf import read_gguf
+from quire.files.reading import read_object, reading, told
 from quire.text.backends import LibraryBackend, TransformersBackend, set_ends
 from quire.text.gguf_tokenizer import tokenizer_from_gguf
 from quire.text.tokenizer import Tokenizer
@@ -21,10 +21,15 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
+    with reading(path, "its tokenizer cannot be used"):
+        return _read_tokenizer(path)
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
     if path.suffix == ".gguf":
         return tokenizer_from_gguf(read_gguf(path).metadata, str(path))
-    config = _read_json(path / "tokenizer_config.json") or {}
-    for name, value in (_read_json(path / "special_tokens_map.json") or {}).items():
+    config = read_object(path / "tokenizer_config.json") or {}
+    for name, value in (read_object(path / "special_tokens_map.json") or {}).items():
         config.setdefault(name, value)
     backend: LibraryBackend | TransformersBackend
     if (path / "tokenizer.json").is_file():
@@ -44,7 +49,9 @@ def _read_library_tokenizer(path: Path, config: Mapping[str, Any]) -> tokenizers
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
-        raise ModelError(f"{path}: the `tokenizers` library ({tokenizers.__version__}) cannot read it: {error}") from None
+        raise ModelError(
+            f"{path}: the `tokenizers` library ({tokenizers.__version__}) cannot read it ({told(error)})"
+        ) from None
     _add_tokens(tokenizer, config)
     _set_prefix_space(tokenizer, config)
     _set_added_ends(tokenizer, config)
@@ -122,7 +129,7 @@ def _ends(tokenizer: tokenizers.Tokenizer) -> tuple[list[str], list[str]]:
 def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """chat_template.jinja and additional_chat_templates/, else chat_template.json, else what tokenizer_config.json has."""
     found: dict[str, str] = {}
-    stored = config.get("chat_template") or (_read_json(path / "chat_template.json") or {}).get("chat_template")
+    stored = config.get("chat_template") or (read_object(path / "chat_template.json") or {}).get("chat_template")
     if isinstance(stored, str):
         found["default"] = stored
     elif isinstance(stored, Mapping):
@@ -160,21 +167,9 @@ def _ask_transformers(path: Path, config: Mapping[str, Any]) -> tuple[LibraryBac
                 f"{path}: the tokenizer needs code from its own repository, which is never run, whatever is trusted; "
                 "pass tokenizer= with a directory or hub id that has a tokenizer.json"
             ) from error
-        raise ModelError(f"{path}: `transformers` cannot make a tokenizer of {present}: {error}") from error
+        raise ModelError(f"{path}: `transformers` cannot make a tokenizer of {present} ({told(error)})") from error
     named = {name: str(token) for name in NAMED if (token := getattr(tokenizer, name, None)) is not None}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if isinstance(backend, tokenizers.Tokenizer):
         return LibraryBackend(backend), {**config, **named}
     return TransformersBackend(tokenizer), {**config, **named}
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: must hold a JSON object, but holds a {type(content).__name__}")
-    return content

@@ -1,0 +1,138 @@
+"""Every family, and a sample of the decoders that transformers runs: a served model's tokens are transformers' greedy ones.
+
+One server per family, whose engine is a process of its own, as in `quire serve`. Prompts are cut in steps of 16 tokens.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from forked_engines import nursery
+from serving import NAME, Running, events_of
+
+from oracle import COMPOSITES, FALLBACK, FAMILIES, make_checkpoint
+from quire.models import registry
+from tiny_model import VOCABULARY, make_tokenizer
+
+# one checkpoint of each architecture: the first of the table
+NATIVE = {family.model: name for name, family in reversed(FAMILIES.items())}
+SAMPLE = ("cohere2", "gpt-neox", "gpt-oss", "granite", "olmo2", "smollm3")
+WITH_EYES = ("Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration")
+ALL = {**FAMILIES, **FALLBACK, **COMPOSITES}
+NAMES = [*sorted(NATIVE.values()), *SAMPLE, *WITH_EYES]
+STRUCTURED = ("llama", "gpt-neox")
+NEW_TOKENS = 20
+PROMPTS = [
+    torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (37, 9)
+]
+
+
+def test_every_architecture_is_in_the_table():
+    """Who adds a family to the registry adds a checkpoint of it to tests/oracle.py, and so to all tests of families."""
+    assert set(NATIVE) == set(registry.FAMILIES)
+    assert not set(SAMPLE) - set(FALLBACK) and len({FALLBACK[name].model for name in SAMPLE}) == len(SAMPLE)
+    assert not {FALLBACK[name].model for name in SAMPLE} & set(registry.FAMILIES)
+
+
+@dataclass
+class Case:
+    http: httpx.Client
+    reference: Any
+    digits: list[int]  # the ids of "0" and "1"
+
+    def expected(self, prompt: list[int], only: list[int] | None = None, count: int = NEW_TOKENS) -> tuple[list[int], Any]:
+        """transformers' greedy tokens and the logprobs [n, V] they were chosen by."""
+        ids, logprobs = list(prompt), []
+        for _ in range(count):
+            with torch.inference_mode():
+                logits = self.reference(torch.tensor([ids])).logits[0, -1].float()
+            logprobs.append(logits.log_softmax(-1))
+            allowed = torch.full_like(logits, 0.0 if only is None else float("-inf"))
+            allowed[only or []] = 0.0
+            ids.append(int((logits + allowed).argmax()))
+        return ids[len(prompt) :], torch.stack(logprobs)
+
+    def ask(self, **more: Any) -> dict[str, Any]:
+        body = {"model": NAME, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        response = self.http.post("/v1/completions", json=body | more)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    with nursery(tmp_path_factory.mktemp("engines")) as command:
+        yield command
+
+
+@contextlib.contextmanager
+def served(name: str, directory: Path, command: tuple[str, ...]) -> Iterator[Case]:
+    import transformers
+
+    settings = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    family = ALL[name]
+    make_checkpoint(replace(family, settings=family.settings | settings), directory)
+    tokenizer = make_tokenizer(directory)
+    reference = getattr(transformers, family.model).from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    running = Running(directory, command, dtype="float32", max_num_batched_tokens=16)
+    try:
+        yield Case(running.http, reference.eval(), [tokenizer.token_to_id("0"), tokenizer.token_to_id("1")])
+        running.wait_idle()
+    finally:
+        running.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_served(tmp_path, engines, name):
+    with served(name, tmp_path, engines) as case:
+        (first, logprobs), (second, _) = (case.expected(prompt) for prompt in PROMPTS)
+        check_batch(case, first, second)
+        check_prefix_hit_and_logprobs(case, first, logprobs)
+        check_several_of_one(case, second)
+        check_stream(case, second)
+        if name in STRUCTURED:
+            check_structured(case)
+
+
+def check_batch(case: Case, first: list[int], second: list[int]) -> None:
+    choices = case.ask(prompt=PROMPTS)["choices"]
+    assert [choice["token_ids"] for choice in choices] == [first, second]
+
+
+def check_prefix_hit_and_logprobs(case: Case, expected: list[int], logprobs: torch.Tensor) -> None:
+    answer = case.ask(prompt=PROMPTS[0], logprobs=2)
+    [choice] = answer["choices"]
+    assert choice["token_ids"] == expected
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 36
+    chosen = logprobs.gather(1, torch.tensor(expected)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(choice["logprobs"]["token_logprobs"]), chosen, atol=1e-3, rtol=1e-3)
+
+
+def check_several_of_one(case: Case, expected: list[int]) -> None:
+    choices = case.ask(prompt=PROMPTS[1], n=3, temperature=1.0, top_k=1)["choices"]
+    assert [choice["token_ids"] for choice in choices] == [expected] * 3
+    one, other = (case.ask(prompt=PROMPTS[1], n=2, temperature=1.0, seed=5)["choices"] for _ in range(2))
+    assert [choice["token_ids"] for choice in one] == [choice["token_ids"] for choice in other]
+    assert one[0]["token_ids"] != one[1]["token_ids"]
+
+
+def check_stream(case: Case, expected: list[int]) -> None:
+    body = {"model": NAME, "prompt": PROMPTS[1], "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+    text = case.http.post("/v1/completions", json=body | {"stream": True, "return_token_ids": True}).text
+    *events, last = events_of(text)
+    assert last == "[DONE]"
+    assert [token for event in events for token in event["choices"][0]["token_ids"]] == expected
+
+
+def check_structured(case: Case) -> None:
+    expected, _ = case.expected(PROMPTS[1], only=case.digits, count=6)
+    [choice] = case.ask(prompt=PROMPTS[1], structured_outputs={"regex": "[01]{6}"}, ignore_eos=False)["choices"]
+    assert choice["token_ids"][:6] == expected
+    assert choice["text"] == "".join("01"[case.digits.index(token)] for token in expected)
+    assert choice["finish_reason"] == "stop"
