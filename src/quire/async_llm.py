@@ -3,18 +3,16 @@
     prompt ─► InputProcessor ─► EngineClient ═ engine process ═► deltas ─► OutputProcessor ─► one Stream per request
 
 An engine that dies is restarted, and its requests go on where they were; whoever listens sees a pause. All state belongs to one
-event loop, the one in use; only tokenization leaves it, for a small pool of threads. This file does not import torch.
+event loop, the one in use; work on texts leaves it for threads and processes (`text/aside.py`). Does not import torch.
 """
 
 import asyncio
 import itertools
 import logging
-import os
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from quire.config.args import EngineArgs
 from quire.config.resolve import Config, Device, resolve
@@ -23,11 +21,13 @@ from quire.engine.child import COMMAND, Child
 from quire.engine.client import EngineClient
 from quire.engine.supervisor import State
 from quire.engine.timeline import Timeline
+from quire.paced import Pace
+from quire.text.aside import Aside
 from quire.text.inputs import InputProcessor, Prepared
 from quire.text.open import open_tokenizer
 from quire.text.outputs import Answer, OutputProcessor
 from quire.text.tokenizer import Tokenizer
-from quire.types.errors import EngineDead, EngineError, QuireError, RequestError
+from quire.types.errors import EngineError, QuireError, RequestError
 from quire.types.outputs import RequestOutput, TokenDelta
 from quire.types.prompts import PromptType
 from quire.types.request import EngineRequest
@@ -36,9 +36,7 @@ from quire.types.stats import Observer, Stats
 
 logger = logging.getLogger(__name__)
 
-MOST_THREADS = 4  # for tokenization
 SHORT = 4096  # token ids that are checked faster than they are handed to a thread
-T = TypeVar("T")
 
 
 class Stream:
@@ -91,7 +89,7 @@ class AsyncLLM:
         self._streams: dict[str, Stream] = {}  # by the user's request id
         self._fresh: list[EngineRequest] = []  # to be sent when all that happen now have been opened
         self._serials = itertools.count()
-        self._threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="quire-text")
+        self.aside = Aside(config, self.tokenizer)
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -185,6 +183,8 @@ class AsyncLLM:
             while not finished:
                 while not answer.due:
                     await stream.news()
+                if answer.behind:
+                    await _catch_up(answer)
                 output = answer.emit()
                 finished = output.finished
                 yield output
@@ -206,22 +206,20 @@ class AsyncLLM:
     # ---- text -----------------------------------------------------------------------------------------------------------
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return await self._aside(self.get_tokenizer().encode, text, add_special_tokens)
+        _, ids = await self.aside.encode(text, add_special_tokens)
+        assert ids is not None
+        return ids
 
     async def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return await self._aside(self.get_tokenizer().decode, ids, skip_special_tokens)
+        return await self.aside.decode(ids, skip_special_tokens)
 
     async def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
     ) -> tuple[str, list[int]]:
         """The prompt of a conversation and its tokens. `options` are those of Tokenizer.apply_chat_template."""
-        tokenizer = self.get_tokenizer()
-
-        def render() -> tuple[str, list[int]]:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-            return text, tokenizer.encode(text, add_special_tokens)
-
-        return await self._aside(render)
+        text, _, ids = await self.aside.render(messages, add_special_tokens=add_special_tokens, **options)
+        assert ids is not None
+        return text, ids
 
     def get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -236,7 +234,7 @@ class AsyncLLM:
         Call it on the event loop in use, or when there is none any more. A second call does nothing.
         """
         self._client.stop(timeout)
-        self._threads.shutdown(wait=False)
+        self.aside.stop()
         task, self._task = self._task, None
         if task is not None and not task.get_loop().is_closed():
             task.cancel()
@@ -293,7 +291,7 @@ class AsyncLLM:
                 request_id, prompt, params, arrival=arrival, priority=priority, tenant=tenant, engine_id=serial
             )
 
-        return prepare() if _is_quick(prompt, params) else await self._aside(prepare)
+        return prepare() if _is_quick(prompt, params) else await self.aside.thread(prepare)
 
     def _open(self, prepared: Prepared, trace_headers: Mapping[str, str] | None, arrived: float, at_once: bool) -> Stream:
         if prepared.id in self._streams:
@@ -328,19 +326,18 @@ class AsyncLLM:
             del self._streams[request_id]
             self._client.abort(self._outputs.forget(request_id))
 
-    async def _aside(self, work: Callable[..., T], *args: Any) -> T:
-        """Off the event loop."""
-        try:
-            future = asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
-        except RuntimeError:
-            raise EngineDead("the engine was shut down") from None
-        return await future
-
     def _attend(self) -> None:
         """Makes sure that the engine is listened to, on the event loop in use."""
         loop = asyncio.get_running_loop()
         if self.state != "dead" and (self._task is None or self._task.done() or self._task.get_loop() is not loop):
             self._task = loop.create_task(self._client.supervisor.run(), name="quire-supervisor")
+
+
+async def _catch_up(answer: Answer) -> None:
+    pace = Pace()
+    while answer.behind:
+        await pace()
+        answer.catch_up()
 
 
 def _is_quick(prompt: PromptType, params: SamplingParams) -> bool:

@@ -15,10 +15,12 @@ from patience import PATIENCE
 from quire.config.server_args import ServerArgs
 from quire.obs.metrics import Metrics
 from quire.serve.app import build_app
+from quire.text.helper.wire import Cut, Parse
 from quire.text.inputs import InputProcessor
 from quire.text.outputs import OutputProcessor
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import read_tokenizer
+from quire.text.tool_prompt import render_told
 from quire.types.outputs import RequestOutput, TokenDelta
 from quire.types.sampling import SamplingParams
 
@@ -57,11 +59,38 @@ def byte_tokenizer(directory: Path, template: str = TEMPLATE) -> Tokenizer:
     return read_tokenizer(directory)
 
 
+class ScriptedAside:
+    """Without threads and processes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def parse(self, raw: bytes, _: Parse) -> Any:
+        return json.loads(raw)
+
+    async def encode(self, text: str, add_special_tokens: bool, cut: Cut) -> tuple[int, list[int] | None]:
+        return cut.of(self._tokenizer.encode(text, add_special_tokens))
+
+    async def render(
+        self, messages: Any, *, add_special_tokens: bool, cut: Cut, most: int, tell_tools: Any, **options: Any
+    ) -> tuple[str, int, list[int] | None]:
+        if tell_tools:
+            tools = options.pop("tools")
+            text = render_told(
+                lambda told: self._tokenizer.apply_chat_template(told, tokenize=False, **options), messages, tools
+            )
+        else:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        assert len(text) <= most
+        return text, *await self.encode(text, add_special_tokens, cut)
+
+
 class ScriptedLLM:
     """`script`: what every answer says. `cuts`: after which of its tokens an output is due; None: after each."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        self.aside = ScriptedAside(tokenizer)
         self.max_model_len = 1 << 20
         self.default_sampling: dict[str, Any] = {}
         facts = SimpleNamespace(eos_ids=(), parameters=1)
@@ -81,10 +110,6 @@ class ScriptedLLM:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens)
-
-    async def render_chat(self, messages: Any, *, add_special_tokens: bool = False, **options: Any) -> tuple[str, list[int]]:
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        return text, self.tokenizer.encode(text, add_special_tokens)
 
     async def generate(
         self, prompt: Any, params: SamplingParams, request_id: str, **_: Any

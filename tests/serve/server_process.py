@@ -58,10 +58,13 @@ class ServerProcess:
         return httpx.Client(**{"base_url": self.url(), "timeout": PATIENCE} | options)
 
     def engine_pid(self) -> int:
-        return only_child(self.process.pid)
+        return only_child(self.process.pid, "quire.engine.process")
 
     def grammar_pid(self) -> int:
-        return only_child(self.engine_pid())
+        return only_child(self.engine_pid(), "quire.grammar.worker")
+
+    def text_pids(self) -> list[int]:
+        return children(self.process.pid, "quire.text.helper.worker")
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
@@ -83,10 +86,15 @@ def serving(model: Path, *flags: str, **options: Any) -> Iterator[ServerProcess]
         server.wait()
 
 
-def only_child(pid: int) -> int:
-    children = {int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()}
-    assert len(children) == 1, children
-    return children.pop()
+def children(pid: int, module: str) -> list[int]:
+    found = {int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()}
+    return [child for child in found if module in Path(f"/proc/{child}/cmdline").read_text()]
+
+
+def only_child(pid: int, module: str) -> int:
+    found = children(pid, module)
+    assert len(found) == 1, found
+    return found[0]
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = PATIENCE) -> None:

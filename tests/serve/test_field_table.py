@@ -97,8 +97,8 @@ class Watched(Scripted):
         super().__init__(tokenizer, **settings)
         self.llm.config.policy = "priority"
         self.asked = []
-        for name in ("generate", "render_chat", "encode"):
-            setattr(self.llm, name, self._watch(name, getattr(self.llm, name)))
+        for place, name in ((self.llm, "generate"), (self.llm.aside, "render"), (self.llm.aside, "encode")):
+            setattr(place, name, self._watch(name, getattr(place, name)))
         self.llm.decode = self._decode
 
     async def _decode(self, ids, skip_special_tokens=True):

@@ -24,6 +24,7 @@ from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest, FinishReason
 
 SUSPECT, MOST_STRIKES = 2, 3
+AT_ONCE = 1 << 16  # tokens of requests in one message to the engine
 
 
 class Hearer(Protocol):
@@ -71,6 +72,9 @@ class EngineClient:
         self._probe: _Open | None = None  # the suspect whose progress is awaited
         self._calls: dict[int, tuple[ipc.Call, asyncio.Future[Any]]] = {}
         self._numbers = itertools.count()
+        self._outbox: deque[_Open] = deque()  # to be sent
+        self._sending = False  # the rest of them has its turn soon
+        self._sent_now: list[_Open] = []  # with the latest message
         self.replayed = 0  # requests that another engine had before
         spares = [] if spare is None else [spare]
 
@@ -200,9 +204,42 @@ class EngineClient:
     # ---- inside ----------------------------------------------------------------------------------------------------------
 
     def _send(self, entries: Sequence[_Open]) -> None:
-        if entries:
-            self.replayed += sum(1 for entry in entries if entry.told or entry.strikes)
-            self.supervisor.send(ipc.Add([entry.again() for entry in entries]))
+        """So much at a time that others have their turn in between."""
+        self._outbox.extend(entries)
+        if not self._sending:
+            self._send_some()
+
+    def _send_some(self) -> None:
+        self._sending = False
+        if self.supervisor.state != "ready":
+            self._outbox.clear()  # all that is open will be sent to the next engine
+            return
+        batch: list[_Open] = []
+        prompts, tokens = set[int](), 0
+        while self._outbox and tokens < AT_ONCE:
+            entry = self._outbox.popleft()
+            if self._open.get(entry.spec.id) is not entry or entry.sent_with >= 0:
+                continue
+            tokens += len(entry.tokens) + (0 if id(entry.spec.prompt) in prompts else len(entry.spec.prompt))
+            prompts.add(id(entry.spec.prompt))
+            batch.append(entry)
+        if self._outbox:
+            self._sending = True
+            asyncio.get_running_loop().call_soon(self._send_more)
+        self._sent_now = batch
+        if batch:
+            self.replayed += sum(1 for entry in batch if entry.told or entry.strikes)
+            self.supervisor.send(ipc.add([entry.again() for entry in batch]))
+
+    def _send_more(self) -> None:
+        """Nobody waits for this to return: what cannot be sent is told as a refusal."""
+        try:
+            self._send_some()
+        except Exception as error:
+            refusal = error if isinstance(error, QuireError) else EngineError(f"{type(error).__name__}: {error}")
+            for entry in self._sent_now:
+                if self._open.pop(entry.spec.id, None) is not None:
+                    self._hearer.on_refused(entry.spec.id, refusal)
 
     def _go_on(self) -> None:
         """The next suspect may be sent when the one before has made progress or is gone."""

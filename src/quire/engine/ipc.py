@@ -9,7 +9,9 @@ They are joined by a pair of sockets that nobody else has (`Mailbox`); the frame
 or unpickled.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -40,7 +42,34 @@ class Start(_Frame):
 
 
 class Add(_Frame):
+    """A prompt that several requests have is told once: `shared` says which of the `prompts` a request without one has."""
+
     requests: list[EngineRequest]
+    prompts: list[tuple[int, ...]] = []
+    shared: dict[str, int] = {}
+
+    def restored(self) -> list[EngineRequest]:
+        return [
+            replace(request, prompt=self.prompts[self.shared[request.id]]) if request.id in self.shared else request
+            for request in self.requests
+        ]
+
+
+def add(requests: Sequence[EngineRequest]) -> Add:
+    owners = Counter(id(request.prompt) for request in requests)
+    places: dict[int, int] = {}
+    prompts: list[tuple[int, ...]] = []
+    told, shared = [], {}
+    for request in requests:
+        key = id(request.prompt)
+        if owners[key] > 1:
+            if key not in places:
+                places[key] = len(prompts)
+                prompts.append(request.prompt)
+            shared[request.id] = places[key]
+            request = replace(request, prompt=())
+        told.append(request)
+    return Add(told, prompts, shared)
 
 
 class Abort(_Frame):

@@ -142,8 +142,8 @@ class Engine:
 
     def _obey(self, command: ipc.Command) -> None:
         match command:
-            case ipc.Add(requests):
-                for request in requests:
+            case ipc.Add():
+                for request in command.restored():
                     self._add(request)
             case ipc.Abort(ids):
                 self._core.abort(ids)

@@ -1,6 +1,5 @@
 """A request's JSON body, read within bounds: its bytes are counted as they come, its depth before anything walks it."""
 
-import re
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -13,8 +12,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.serve.disconnect import ClientGone, UnlessGone
 from quire.serve.errors import HttpError
 from quire.serve.limits import LIMITS, Limits
+from quire.text.helper.wire import Parse, not_json, too_deep, too_many
 
-_STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+SHORT = 1 << 16  # bytes that are read in a moment, whatever they are
 
 
 class JSONRoute(APIRoute):
@@ -24,7 +24,7 @@ class JSONRoute(APIRoute):
         """Whatever is done for the client ends when it hangs up."""
         request = Request(scope, receive)
         _check_content_type(request)
-        body = self._checked(parse_json(await _read(request)))
+        body = self._checked(await self._parsed(await _read(request), request))
         endpoint: Callable[[Any, Request], Awaitable[Response]] = self.endpoint
         async with UnlessGone(receive):
             response = await endpoint(body, request)
@@ -35,6 +35,14 @@ class JSONRoute(APIRoute):
             return self.answer
 
         return handle
+
+    async def _parsed(self, raw: bytes, request: Request) -> Any:
+        if len(raw) <= SHORT:
+            return parse_json(raw)
+        server = request.app.state.server
+        limits: Limits = server.limits
+        bounds = Parse(limits.json_depth, limits.json_containers, limits.json_values, limits.json_integers)
+        return await server.llm.aside.parse(raw, bounds)
 
     def _checked(self, body: Any) -> Any:
         assert self.body_field is not None
@@ -63,45 +71,38 @@ async def _read(request: Request, limits: Limits = LIMITS) -> bytes:
 
 
 def parse_json(raw: bytes, limits: Limits = LIMITS) -> Any:
-    # brackets inside of strings count as well, so a small number says that there is nothing to check
-    brackets = _count_brackets(raw)
-    if brackets > limits.json_containers and _count_brackets(_STRINGS.sub(b"", raw)) > limits.json_containers:
-        raise HttpError(400, f"the request body may have at most {limits.json_containers} arrays and objects", "body")
+    """A short body."""
     try:
         value = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise HttpError(400, f"the request body is not valid JSON: {error}", "body") from None
+        raise HttpError(400, not_json(error), "body") from None
     except RecursionError:
-        raise _too_deep(limits) from None
-    if brackets > limits.json_depth:
-        _check_depth(value, limits)
+        raise HttpError(400, too_deep(limits.json_depth), "body") from None
+    # brackets inside of strings count as well, so a small number says that there is nothing to check
+    if raw.count(b"[") + raw.count(b"{") > min(limits.json_depth, limits.json_containers):
+        _check_shape(value, limits)
     return value
 
 
-def _count_brackets(raw: bytes) -> int:
-    return raw.count(b"[") + raw.count(b"{")
-
-
-def _check_depth(value: Any, limits: Limits) -> None:
+def _check_shape(value: Any, limits: Limits) -> None:
     """Level by level, so that depth costs no stack."""
-    level = [value]
+    level, containers = [value], 1
     for _ in range(limits.json_depth):
         below: list[Any] = []
         for container in level:
             items = container.values() if isinstance(container, dict) else container
             below += [item for item in items if isinstance(item, (list, dict))]
+        containers += len(below)
+        if containers > limits.json_containers:
+            raise HttpError(400, too_many(limits.json_containers), "body")
         if not below:
             return
         level = below
-    raise _too_deep(limits)
+    raise HttpError(400, too_deep(limits.json_depth), "body")
 
 
 def _too_large(limits: Limits) -> HttpError:
     return HttpError(413, f"the request body may have at most {limits.body_bytes} bytes")
-
-
-def _too_deep(limits: Limits) -> HttpError:
-    return HttpError(400, f"the request body may nest arrays and objects at most {limits.json_depth} deep", "body")
 
 
 def _check_content_type(request: Request) -> None:

@@ -9,12 +9,12 @@ from fastapi import APIRouter, Request, Response
 from quire.serve.body import JSONRoute
 from quire.serve.errors import json_response
 from quire.serve.events import Said
-from quire.serve.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from quire.serve.logprobs import FEW, TokenNames, chat_logprobs, few, prompt_logprobs
 from quire.serve.prompts import text_of
 from quire.serve.protocol.chat import ChatChunkChoice, ChatCompletion, ChatLogprobs, ChatMessage, ChatRequest, Delta
 from quire.serve.protocol.errors import ErrorBody
 from quire.serve.server import Server, server_of
-from quire.serve.sse import Events, EventStream
+from quire.serve.sse import Events, EventStream, Large
 from quire.serve.stream import StreamUsage
 from quire.serve.turn import Heard, Turn, play, play_at_once, prepare_turn, reasoning_tokens
 from quire.serve.usage import timing_of, usage_of
@@ -61,7 +61,7 @@ class _Reply:
         cached = self._server.told_cached(output.num_cached_tokens)
         return {
             **self._head("chat.completion"),
-            "choices": [self._choice(heard, one) for heard, one in zip(step.heard, said, strict=True)],
+            "choices": few((self._choice(heard, one) for heard, one in zip(step.heard, said, strict=True)), generated + job.n),
             "service_tier": None,
             "system_fingerprint": self._server.fingerprint,
             "usage": usage_of(job.prompt_tokens, generated, cached, reasoned),
@@ -103,7 +103,10 @@ class _Reply:
                     thought[index] = heard.thought
                     tokens[index] += len(heard.part.token_ids)
                     for chunk in self._chunks(heard):
-                        yield usage.mark({**head, "choices": [chunk]}, 0, tokens[index], chunk["finish_reason"] is not None)
+                        told: dict[str, Any] = {**head, "choices": [chunk]}
+                        if len(heard.part.token_ids) > FEW:  # its logprobs are made when they are written
+                            told = Large(told)
+                        yield usage.mark(told, 0, tokens[index], chunk["finish_reason"] is not None)
         if usage.wanted:
             yield {**head, "choices": [], **usage.final(sum(tokens), await self._reasoning_tokens(said, thought))}
 

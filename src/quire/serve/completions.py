@@ -10,13 +10,13 @@ from quire.serve.beam import search_beams
 from quire.serve.body import JSONRoute
 from quire.serve.errors import json_response
 from quire.serve.generation import Job, collect, make_job, raise_failure, run
-from quire.serve.logprobs import TextOffsets, TokenNames, completion_logprobs, prompt_logprobs
+from quire.serve.logprobs import FEW, Joined, TextOffsets, TokenNames, completion_logprobs, few, prompt_logprobs
 from quire.serve.prompts import read_prompts
 from quire.serve.protocol.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from quire.serve.protocol.errors import ErrorBody
 from quire.serve.sampling import check_request, only_echoes
 from quire.serve.server import Server, server_of
-from quire.serve.sse import Events, EventStream
+from quire.serve.sse import Events, EventStream, Large
 from quire.serve.stream import StreamUsage
 from quire.serve.structured import tell_unenforced
 from quire.serve.usage import timing_of, usage_of
@@ -33,7 +33,7 @@ async def create_completion(request: CompletionRequest, raw: Request) -> Respons
         return EventStream(_stream(server, job, request))
     gather = search_beams(server, job, request) if request.use_beam_search else collect(server, job)
     outputs = await gather
-    return json_response(_answer(server, job, request, outputs))
+    return json_response(_answer(server, job, request, outputs, await _echoes(server, job, request)))
 
 
 async def _prepare(server: Server, raw: Request, request: CompletionRequest) -> Job:
@@ -47,8 +47,10 @@ async def _prepare(server: Server, raw: Request, request: CompletionRequest) -> 
 class _Choice:
     """One choice on its way to the client: what of it was shown, and where its text is."""
 
-    def __init__(self, server: Server, job: Job, request: CompletionRequest, prompt: int) -> None:
+    def __init__(self, server: Server, job: Job, request: CompletionRequest, prompt: int, echoed: str) -> None:
+        """`echoed`: the prompt's text, if that is to be told."""
         self._request = request
+        self._echoed = echoed
         self._prompt = job.prompts[prompt]
         self._silent = only_echoes(request)
         self._echo = bool(request.echo)
@@ -59,7 +61,7 @@ class _Choice:
         self._params = job.params[prompt]
         self._offsets: TextOffsets | None = None
         self.tokens = 0
-        self._begun = False
+        self.begun = False
 
     def show(self, index: int, output: CompletionOutput, prompt: RequestOutput) -> CompletionChoice:
         """The next part of the choice: all of it, or a delta."""
@@ -67,10 +69,10 @@ class _Choice:
         if self._silent:
             text, tokens, positions = "", [], []
         shown: Sequence[int] = tokens
-        if self._echo and not self._begun:
-            text = self._prompt_text() + text
+        if self._echo and not self.begun:
+            text = self._echoed + text
             shown = [*self._prompt.ids, *tokens]
-            positions = [*(prompt.prompt_logprobs or ()), *(positions or ())]
+            positions = Joined(prompt.prompt_logprobs or (), positions or ())
         choice: CompletionChoice = {
             "index": index,
             "text": text,
@@ -79,19 +81,12 @@ class _Choice:
             "stop_reason": output.stop_reason,
         }
         if self._request.return_token_ids:
-            if not self._begun:
+            if not self.begun:
                 choice["prompt_token_ids"] = self._prompt.ids
             choice["token_ids"] = list(tokens)
         self.tokens += len(tokens)
-        self._begun = True
+        self.begun = True
         return choice
-
-    def _prompt_text(self) -> str:
-        if self._prompt.text is not None:
-            return self._prompt.text
-        if self._tokenizer is None:
-            return ""
-        return self._tokenizer.decode(self._prompt.ids, skip_special_tokens=False)
 
     def _logprobs(self, tokens: Sequence[int], positions: Sequence[TokenLogprobs | None] | None) -> CompletionLogprobs | None:
         if self._request.logprobs is None or positions is None:
@@ -105,23 +100,37 @@ class _Choice:
         return completion_logprobs(tokens, positions, self._names, self._offsets)
 
 
-def _answer(server: Server, job: Job, request: CompletionRequest, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    choices: list[CompletionChoice] = []
-    generated = 0
-    for i, output in enumerate(outputs):
-        for part in output.outputs:
-            choice = _Choice(server, job, request, i)
-            told = choice.show(len(choices), part, output)
-            told.setdefault("token_ids", None)
-            told.setdefault("prompt_token_ids", None)
-            told["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs) if request.prompt_logprobs is not None else None
-            choices.append(told)
-            generated += choice.tokens
+async def _echoes(server: Server, job: Job, request: CompletionRequest) -> list[str]:
+    """The texts of the prompts, if they are to be told."""
+    out: list[str] = []
+    for prompt in job.prompts if request.echo else ():
+        text = prompt.text
+        if text is None and server.llm.tokenizer is not None:
+            text = await server.llm.decode(prompt.ids, skip_special_tokens=False)
+        out.append(text or "")
+    return out or [""] * len(job.prompts)
+
+
+def _answer(
+    server: Server, job: Job, request: CompletionRequest, outputs: Sequence[RequestOutput], echoes: Sequence[str]
+) -> dict[str, Any]:
+    parts = [(i, part) for i, output in enumerate(outputs) for part in output.outputs]
+    scored = request.prompt_logprobs is not None
+
+    def show(index: int) -> CompletionChoice:
+        i, part = parts[index]
+        told = _Choice(server, job, request, i, echoes[i]).show(index, part, outputs[i])
+        told.setdefault("token_ids", None)
+        told.setdefault("prompt_token_ids", None)
+        told["prompt_logprobs"] = prompt_logprobs(outputs[i].prompt_logprobs) if scored else None
+        return told
+
+    generated = 0 if only_echoes(request) else sum(len(part.token_ids) for _, part in parts)
     cached = sum(output.num_cached_tokens for output in outputs)
-    single = len(choices) == 1
+    single = len(parts) == 1
     return {
         **_head(job),
-        "choices": choices,
+        "choices": few(map(show, range(len(parts))), generated + len(parts)),
         "service_tier": None,
         "system_fingerprint": server.fingerprint,
         "usage": usage_of(job.prompt_tokens, generated, server.told_cached(cached)),
@@ -131,7 +140,8 @@ def _answer(server: Server, job: Job, request: CompletionRequest, outputs: Seque
 
 async def _stream(server: Server, job: Job, request: CompletionRequest) -> Events:
     usage = StreamUsage(server, job, request.stream_options)
-    choices = [_Choice(server, job, request, i // job.n) for i in range(len(job.prompts) * job.n)]
+    echoes = await _echoes(server, job, request)
+    choices = [_Choice(server, job, request, i // job.n, echoes[i // job.n]) for i in range(len(job.prompts) * job.n)]
     head = _head(job)
     async with aclosing(run(server, job)) as outputs:
         async for prompt, output in outputs:
@@ -140,7 +150,10 @@ async def _stream(server: Server, job: Job, request: CompletionRequest) -> Event
             for part in output.outputs:
                 index = prompt * job.n + part.index
                 choice = choices[index]
-                chunk = {**head, "choices": [choice.show(index, part, output)]}
+                first = request.echo and not choice.begun
+                chunk: dict[str, Any] = {**head, "choices": [choice.show(index, part, output)]}
+                if first or len(part.token_ids) > FEW:
+                    chunk = Large(chunk)
                 yield usage.mark(chunk, prompt, choice.tokens, part.finish_reason is not None)
     if usage.wanted:
         yield {**head, "choices": [], **usage.final(sum(choice.tokens for choice in choices))}

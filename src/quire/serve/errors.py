@@ -20,7 +20,9 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from quire.paced import is_light, json_pieces
 from quire.serve.protocol.errors import AnthropicErrorBody, ErrorBody
 from quire.types.errors import EngineError, NotSupported, RequestError
 
@@ -107,7 +109,27 @@ def anthropic_error(body: ErrorBody, request_id: str) -> AnthropicErrorBody:
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+    return JSONResponse(body, status, headers)
+
+
+class JSONResponse(Response):
+    """An answer that is large is written in turns with other work, and sent in pieces."""
+
+    media_type = "application/json"
+
+    def __init__(self, body: Any, status: int, headers: dict[str, str] | None) -> None:
+        self._large = None if is_light(body) else body
+        super().__init__(msgspec.json.encode(body) if self._large is None else b"", status, headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._large is None:
+            await super().__call__(scope, receive, send)
+            return
+        pieces = await json_pieces(self._large)
+        self.headers["content-length"] = str(sum(map(len, pieces)))
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for i, piece in enumerate(pieces, start=1):
+            await send({"type": "http.response.body", "body": piece, "more_body": i < len(pieces)})
 
 
 def install_error_handlers(app: FastAPI) -> None:

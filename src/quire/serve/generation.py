@@ -23,6 +23,7 @@ from quire.types.sampling import SamplingParams
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 _serials = itertools.count()
+AT_ONCE = 16  # prompts of a request that are begun together
 _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
@@ -138,9 +139,18 @@ async def _merge(streams: Sequence[AsyncGenerator[RequestOutput, None]], wording
             end = error
         await queue.put((i, end))
 
-    pumps = [asyncio.create_task(pump(i)) for i in range(len(streams))]
+    pumps: list[asyncio.Task[None]] = []
+
+    async def start() -> None:
+        """A few at a time: whatever is started together runs before anybody else has a turn."""
+        for i in range(len(streams)):
+            pumps.append(asyncio.create_task(pump(i)))
+            if i % AT_ONCE == AT_ONCE - 1:
+                await asyncio.sleep(0)
+
+    starting = asyncio.create_task(start())
     try:
-        running = len(pumps)
+        running = len(streams)
         while running:
             i, item = await queue.get()
             if isinstance(item, RequestError):
@@ -152,4 +162,5 @@ async def _merge(streams: Sequence[AsyncGenerator[RequestOutput, None]], wording
             else:
                 yield i, item
     finally:
+        await stop(starting)
         await stop(*pumps)

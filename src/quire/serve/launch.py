@@ -193,6 +193,7 @@ class Launch:
             llm, failure = None, None
             try:
                 llm = AsyncLLM.from_engine_args(self._engine_args, self._spare)
+                llm.aside.start()
             except Exception as error:
                 failure = error
             with contextlib.suppress(RuntimeError):  # the event loop is gone, and so will we be

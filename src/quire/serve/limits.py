@@ -31,7 +31,9 @@ class Limits:
     # of the HTTP request
     body_bytes: int = 16 * 2**20  # 413
     json_depth: int = 64
-    json_containers: int = 100_000  # arrays and objects together
+    json_containers: int = 2**15  # arrays and objects together
+    json_values: int = 2**16  # values and names of values, besides integers in long lists
+    json_integers: int = 2**22  # in such lists
 
     # of the work
     prompts: int = 1024
@@ -56,6 +58,7 @@ class Limits:
     logprob_token_ids: int = MOST_LOGPROB_TOKEN_IDS
     allowed_token_ids: int = 2**18
     chat_template_kwargs: int = 64
+    metadata: int = 256
 
     # of single parameters: characters
     stop_characters: int = 4096
@@ -69,7 +72,7 @@ LIMITS = Limits()
 # parameters that are lists or objects: the limit of the same name bounds their entries
 _COUNTED = (
     "messages", "tools", "documents", "stop", "stop_token_ids", "logit_bias", "bad_words", "logprob_token_ids",
-    "allowed_token_ids", "chat_template_kwargs",
+    "allowed_token_ids", "chat_template_kwargs", "metadata",
 )  # fmt: skip
 _IDENTIFIERS = ("model", "request_id", "cache_salt", "session_id", "user")
 # parameters that are strings or lists of them -> the limit that bounds each string

@@ -1,8 +1,10 @@
 """Logprobs in their two shapes on the wire: four parallel lists (completions), a list of objects (chat)."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, TypeVar, cast, overload
 
+from quire.paced import Lazily
 from quire.serve.protocol.chat import ChatLogprobs, ChatToken, TokenChance
 from quire.serve.protocol.completions import CompletionLogprobs
 from quire.text.detokenizer import Detokenizer
@@ -10,6 +12,8 @@ from quire.text.tokenizer import Tokenizer
 from quire.types.outputs import Logprob, TokenLogprobs
 from quire.types.sampling import SamplingParams
 
+FEW = 128  # positions, choices or the like that are made at once
+T = TypeVar("T")
 LEAST = -9999.0  # JSON has no minus infinity
 
 Positions = Sequence[TokenLogprobs | None]
@@ -80,7 +84,22 @@ class TextOffsets:
 def completion_logprobs(
     tokens: Sequence[int], positions: Positions, names: TokenNames, offsets: TextOffsets
 ) -> CompletionLogprobs:
-    """`positions` may lack the first token's (nothing comes before a prompt)."""
+    """`positions` may lack the first token's (nothing comes before a prompt). Many of them are made when they are written."""
+    if len(tokens) > FEW:
+        assert len(tokens) == len(positions)
+        late: Any = {
+            "text_offset": Lazily(map(offsets.next, tokens)),
+            "token_logprobs": Lazily(
+                None if chances is None else _finite(chances[token].logprob)
+                for token, chances in zip(tokens, positions, strict=True)
+            ),
+            "tokens": Lazily(
+                names.name(token, None if chances is None else chances[token])
+                for token, chances in zip(tokens, positions, strict=True)
+            ),
+            "top_logprobs": Lazily(None if chances is None else _by_name(chances, names) for chances in positions),
+        }
+        return cast(CompletionLogprobs, late)
     out: CompletionLogprobs = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for token, chances in zip(tokens, positions, strict=True):
         out["text_offset"].append(offsets.next(token))
@@ -92,21 +111,51 @@ def completion_logprobs(
 
 def chat_logprobs(tokens: Sequence[int], positions: Positions, names: TokenNames, top: int) -> ChatLogprobs:
     """`top` of the likeliest alternatives each, likeliest first; -1: all."""
-    content: list[ChatToken] = []
-    for token, chances in zip(tokens, positions, strict=True):
-        assert chances is not None
-        likeliest = sorted(chances.items(), key=_rank)
-        shown = [_chance(names, other, chance) for other, chance in (likeliest if top == -1 else likeliest[:top])]
-        content.append({**_chance(names, token, chances[token]), "top_logprobs": shown})
-    return {"content": content}
+    content = (_chat_token(token, chances, names, top) for token, chances in zip(tokens, positions, strict=True))
+    return {"content": few(content, len(tokens))}
+
+
+def _chat_token(token: int, chances: TokenLogprobs | None, names: TokenNames, top: int) -> ChatToken:
+    assert chances is not None
+    likeliest = sorted(chances.items(), key=_rank)
+    shown = [_chance(names, other, chance) for other, chance in (likeliest if top == -1 else likeliest[:top])]
+    return {**_chance(names, token, chances[token]), "top_logprobs": shown}
 
 
 def prompt_logprobs(positions: Positions | None) -> list[dict[str, Any] | None] | None:
     if positions is None:
         return None
-    return [
+    shown = (
         None if chances is None else {str(token): _entry(chance) for token, chance in chances.items()} for chances in positions
-    ]
+    )
+    return few(shown, len(positions))
+
+
+def few(values: Iterable[T], count: int) -> list[T]:
+    """A list of values that are costly to make; of many, one that is made when it is written."""
+    return list(values) if count <= FEW else cast(list[T], Lazily(values))
+
+
+class Joined(Sequence[TokenLogprobs | None]):
+    """Two tables one behind the other, without a copy of either."""
+
+    def __init__(self, first: Positions, second: Positions) -> None:
+        self._first, self._second = first, second
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._second)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> Positions: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | Positions | None:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._first[index] if index < len(self._first) else self._second[index - len(self._first)]
+
+    def __iter__(self) -> Iterator[TokenLogprobs | None]:
+        return chain(self._first, self._second)
 
 
 def _by_name(chances: TokenLogprobs, names: TokenNames) -> dict[str, float]:

@@ -1,9 +1,8 @@
 """Text, token ids or messages → prompts of known length."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from quire.serve.limits import check_work, refuse_more
@@ -11,17 +10,17 @@ from quire.serve.protocol.completions import CompletionRequest
 from quire.serve.protocol.fields import GenerationFields, TemplateFields
 from quire.serve.sampling import asked_tokens
 from quire.serve.server import Server
-from quire.text.messages import Messages
-from quire.text.tool_prompt import instructions, tell_tools
-from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong, RequestError
+from quire.text.aside import MOST_RENDERED
+from quire.text.helper.wire import Cut
+from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong
 
-_Render = Callable[..., Awaitable[tuple[str, list[int]]]]
-
+AT_ONCE = 8  # texts that are tokenized together
 TEXT_KEYS = ("text", "refusal", "thinking")
 _OPTIONS = {
     "messages", "conversation", "self", "tokenize", "add_generation_prompt", "continue_final_message", "add_special_tokens",
     "chat_template", "chat_template_content_format", "tools", "documents", "return_dict",
 }  # fmt: skip
+_TOGETHER = "tokens in all prompts together"
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 
 
@@ -36,15 +35,40 @@ async def read_prompts(server: Server, request: CompletionRequest) -> list[Promp
     check_work(len(given), request.n or 1, server.limits)
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     refuse_more("prompt", sum(map(len, texts)), server.limits.prompt_characters, "characters in all prompts together")
-    if request.truncate_prompt_tokens is None:
+    cut = _cut(server, request)
+    if cut.keep is None:
         for text in texts:
-            refuse_hopeless(server, text)
-    encoded = [server.llm.encode(text, request.add_special_tokens) for text in texts]
-    ids = iter(await asyncio.gather(*encoded) if encoded else [])
-    prompts = [Prompt(prompt, next(ids)) if isinstance(prompt, str) else Prompt(None, prompt) for prompt in given]
-    total = sum(len(prompt.ids) for prompt in prompts)
-    refuse_more("prompt", total, server.limits.prompt_tokens, "tokens in all prompts together")
-    return [truncate(server, request, prompt) for prompt in prompts]
+            refuse_hopeless(server, len(text), "prompt")
+    refuse_more("prompt", sum(map(len, given)) - sum(map(len, texts)), server.limits.prompt_tokens, _TOGETHER)
+    encoded: list[Prompt] = []
+    for i in range(0, len(texts), AT_ONCE):
+        jobs = [encode_text(server, text, request.add_special_tokens, cut, "prompt") for text in texts[i : i + AT_ONCE]]
+        encoded += await asyncio.gather(*jobs)
+    read = iter(encoded)
+    prompts = [next(read) if isinstance(prompt, str) else cut_ids(cut, prompt) for prompt in given]
+    refuse_more("prompt", sum(len(prompt.ids) for prompt in prompts), server.limits.prompt_tokens, _TOGETHER)
+    return prompts
+
+
+async def encode_text(server: Server, text: str, add_special_tokens: bool, cut: Cut, parameter: str) -> Prompt:
+    count, ids = await server.llm.aside.encode(text, add_special_tokens, cut)
+    return _prompt(server, text, count, ids, parameter)
+
+
+def cut_ids(cut: Cut, ids: list[int]) -> Prompt:
+    count, kept = cut.of(ids)
+    return Prompt(None, ids if kept is None or count == len(kept) else kept)
+
+
+def _prompt(server: Server, text: str, count: int, ids: list[int] | None, parameter: str) -> Prompt:
+    """Of a text that was tokenized. `ids` are None if they are far too many."""
+    if ids is None:
+        longest = server.llm.max_model_len
+        raise PromptTooLong(
+            f"This model's maximum context length is {longest} tokens. However, your prompt has {count} tokens. Shorten it.",
+            parameter,
+        )
+    return Prompt(text if len(ids) == count else None, ids)
 
 
 def _split(prompt: Any) -> list[str | list[int]]:
@@ -65,6 +89,7 @@ async def render_messages(
     documents: Sequence[dict[str, Any]] | None = None,
     tools: Sequence[dict[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
+    cut: Cut | None = None,
 ) -> Prompt:
     """The chat template's prompt of these messages. `variables` for it stand over the server's and under the request's."""
     if request.add_generation_prompt and request.continue_final_message:
@@ -82,10 +107,14 @@ async def render_messages(
         raise InvalidParameter(
             f"chat_template_kwargs must not have {name!r}: it has its own place in a request", "chat_template_kwargs"
         )
-    _check_messages(server, messages)
-    messages = [_completed(message) for message in messages]
-    render: _Render = partial(
-        server.llm.render_chat,
+    cut = cut or _cut(server, request if isinstance(request, GenerationFields) else None)
+    _check_messages(server, messages, may_be_cut=cut.keep is not None)
+    text, count, ids = await server.llm.aside.render(
+        [_completed(message) for message in messages],
+        tell_tools=server.formats.tell_tools and request.chat_template is None,
+        tools=tools,
+        cut=cut,
+        most=MOST_RENDERED if cut.keep is not None else _most_characters(server),
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         add_special_tokens=request.add_special_tokens,
@@ -94,22 +123,7 @@ async def render_messages(
         documents=documents,
         **variables,
     )
-    described = server.formats.tell_tools and request.chat_template is None
-    return Prompt(*(await _describing(render, messages, tools) if described else await render(messages, tools=tools)))
-
-
-async def _describing(render: _Render, messages: Messages, tools: Sequence[dict[str, Any]] | None) -> tuple[str, list[int]]:
-    """For templates that say nothing of tools. Those without a role for the system leave its words out, or raise: there the
-    first question begins with them.
-    """
-    try:
-        text, ids = await render(tell_tools(messages, tools, "system"))
-        if not tools or instructions(tools) in text:
-            return text, ids
-    except RequestError:
-        if not tools:
-            raise
-    return await render(tell_tools(messages, tools, "user"))
+    return _prompt(server, text, count, ids, "messages")
 
 
 def _completed(message: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +148,7 @@ def text_of(message: Mapping[str, Any]) -> str:
     return "\n".join(map(str, texts))
 
 
-def _check_messages(server: Server, messages: Sequence[dict[str, Any]]) -> None:
+def _check_messages(server: Server, messages: Sequence[dict[str, Any]], may_be_cut: bool) -> None:
     """Parts that are not text would vanish, or reach a template that cannot show them."""
     parts = characters = 0
     for i, message in enumerate(messages):
@@ -153,32 +167,37 @@ def _check_messages(server: Server, messages: Sequence[dict[str, Any]]) -> None:
             characters += sum(len(value) for value in part.values() if isinstance(value, str)) if isinstance(part, dict) else 0
     refuse_more("messages", parts, server.limits.message_parts, "content parts together")
     refuse_more("messages", characters, server.limits.prompt_characters, "characters together")
+    if not may_be_cut:
+        refuse_hopeless(server, characters, "messages")
 
 
-def truncate(server: Server, request: GenerationFields, prompt: Prompt) -> Prompt:
-    """The prompt, cut to truncate_prompt_tokens if that is asked for and it is longer."""
-    keep = request.truncate_prompt_tokens
-    if keep is None:
-        return prompt
+def _cut(server: Server, request: GenerationFields | None) -> Cut:
+    """Which of a prompt's tokens are wanted: as many as truncate_prompt_tokens says, or all if they fit."""
     longest = server.llm.max_model_len
+    keep = None if request is None else request.truncate_prompt_tokens
+    if request is None or keep is None:
+        return Cut(longest)
     if keep > longest:
         raise InvalidParameter(
             f"truncate_prompt_tokens={keep} is more than the model's context of {longest} tokens", "truncate_prompt_tokens"
         )
     if keep == -1:
         keep = max(1, longest - max(1, asked_tokens(request) or 0))
-    if len(prompt.ids) <= keep:
-        return prompt
-    kept = prompt.ids[:keep] if request.truncation_side == "right" else prompt.ids[len(prompt.ids) - keep :]
-    return Prompt(None, kept)
+    return Cut(longest, keep, request.truncation_side == "right")
 
 
-def refuse_hopeless(server: Server, text: str) -> None:
+def refuse_hopeless(server: Server, characters: int, parameter: str) -> None:
     """A text that is too long even if all its tokens were the vocabulary's longest need not be tokenized."""
-    most = server.llm.max_model_len * server.longest_token
-    if len(text) > most:
+    if characters > _most_characters(server):
+        longest = server.longest_token or 1
         raise PromptTooLong(
-            f"This model's maximum context length is {server.llm.max_model_len} tokens. However, your prompt has {len(text)} "
-            f"characters, which cannot be fewer than {-(-len(text) // server.longest_token)} tokens. Shorten the prompt.",
-            "prompt",
+            f"This model's maximum context length is {server.llm.max_model_len} tokens. However, your prompt has {characters} "
+            f"characters, which cannot be fewer than {-(-characters // longest)} tokens. Shorten the prompt.",
+            parameter,
         )
+
+
+def _most_characters(server: Server) -> int:
+    """Of a prompt that fits."""
+    longest = server.longest_token
+    return MOST_RENDERED if longest is None else server.llm.max_model_len * longest

@@ -53,11 +53,11 @@ class Server:
     def formats(self) -> ModelFormats:
         return choose_formats(self.settings, self.llm.tokenizer)
 
-    @cached_property
-    def longest_token(self) -> int:
-        """Characters of the vocabulary's longest token."""
+    @property
+    def longest_token(self) -> int | None:
+        """Characters that a token stands for at most; None: it cannot be said."""
         tokenizer = self.llm.tokenizer
-        return 1 if tokenizer is None else max(map(len, tokenizer.get_vocab()), default=1)
+        return None if tokenizer is None else tokenizer.characters_per_token
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:

@@ -14,6 +14,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from quire.paced import json_pieces
 from quire.serve.errors import anthropic_error, describe, request_id_of
 from quire.serve.protocol.errors import ErrorBody
 
@@ -31,11 +32,23 @@ _LINE_ENDS = tuple((mark.encode(), f"\\u{ord(mark):04x}".encode()) for mark in "
 
 
 def encode_event(event: Any) -> bytes:
-    data = _encoder.encode(event)
+    return b"data: " + _without_line_ends(_encoder.encode(event)) + b"\n\n"
+
+
+def _without_line_ends(data: bytes) -> bytes:
     for mark, escaped in _LINE_ENDS:
         if mark in data:
             data = data.replace(mark, escaped)
-    return b"data: " + data + b"\n\n"
+    return data
+
+
+class Large(dict[str, Any]):
+    """An event that may be large, or have lazy lists in it: it is written in pieces."""
+
+
+async def _large(event: Large) -> list[bytes]:
+    pieces = [_without_line_ends(piece) for piece in await json_pieces(dict(event))]
+    return [b"data: " + pieces[0], *pieces[1:], b"\n\n"]
 
 
 def encode_named(event: Any) -> bytes:
@@ -70,9 +83,9 @@ class EventStream(Response):
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
-                    data = wire.encode(event)
-                    await head.send()
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    for data in await _large(event) if isinstance(event, Large) else (wire.encode(event),):
+                        await head.send()
+                        await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
             if not head.begun:
                 raise

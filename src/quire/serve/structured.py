@@ -9,9 +9,8 @@ from quire.grammar.backend import GrammarError
 from quire.grammar.schema import Preparation, unenforced
 from quire.serve.protocol.fields import GenerationFields
 from quire.serve.tools import ToolUse
-from quire.text.inputs import MOST_GRAMMAR_BYTES
 from quire.types.errors import InvalidParameter
-from quire.types.structured import StructuredOutputsParams, as_structured_outputs
+from quire.types.structured import MOST_GRAMMAR_BYTES, StructuredOutputsParams, as_structured_outputs
 
 UNENFORCED = b"x-quire-schema-unenforced"
 SMALL = 1 << 14  # bytes of a schema that is looked over in no time

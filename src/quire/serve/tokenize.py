@@ -5,10 +5,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Discriminator, Tag
 
+from quire.paced import Lazily
 from quire.serve.body import JSONRoute
 from quire.serve.errors import HttpError, json_response
 from quire.serve.limits import refuse_more
-from quire.serve.prompts import render_messages
+from quire.serve.prompts import encode_text, refuse_hopeless, render_messages
 from quire.serve.protocol.errors import ErrorBody
 from quire.serve.protocol.tokenize import (
     DetokenizeAnswer,
@@ -19,6 +20,7 @@ from quire.serve.protocol.tokenize import (
 )
 from quire.serve.server import Server, server_of
 from quire.serve.tools import read_tool_use
+from quire.text.helper.wire import Cut
 from quire.types.errors import RequestError
 
 router = APIRouter(route_class=JSONRoute, tags=["tokens"])
@@ -39,11 +41,11 @@ async def tokenize(request: TokenizeRequest, raw: Request) -> Response:
     server = server_of(raw)
     ids = await _encode(server, request)
     tokenizer = server.llm.tokenizer
-    answer: TokenizeAnswer = {
+    answer: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": server.llm.max_model_len,
         "tokens": ids,
-        "token_strs": [tokenizer.token(i) for i in ids] if request.return_token_strs and tokenizer is not None else None,
+        "token_strs": Lazily(map(tokenizer.token, ids)) if request.return_token_strs and tokenizer is not None else None,
     }
     return json_response(answer)
 
@@ -52,9 +54,12 @@ async def _encode(server: Server, request: TokenizeTextRequest | TokenizeChatReq
     server.check(request)
     if isinstance(request, TokenizeChatRequest):
         read_tool_use(request.tools, "none", None)
-        return (await render_messages(server, request, request.messages, request.documents, request.tools)).ids
+        cut = Cut(server.limits.prompt_tokens)
+        return (await render_messages(server, request, request.messages, request.documents, request.tools, cut=cut)).ids
     refuse_more("prompt", len(request.prompt), server.limits.prompt_characters, "characters")
-    return await server.llm.encode(request.prompt, request.add_special_tokens)
+    refuse_hopeless(server, len(request.prompt), "prompt")
+    cut = Cut(server.limits.prompt_tokens)
+    return (await encode_text(server, request.prompt, request.add_special_tokens, cut, "prompt")).ids
 
 
 @router.post("/detokenize", responses={200: {"model": DetokenizeAnswer}, 400: {"model": ErrorBody}})

@@ -10,12 +10,13 @@ from typing import Any
 
 from fastapi import Request
 
+from quire.paced import Pace
 from quire.serve.beam import search_beams
 from quire.serve.events import Reader, Reading
 from quire.serve.formats import ModelFormats, special_marks
 from quire.serve.generation import Job, collect, make_job, raise_failure, run
 from quire.serve.limits import check_work
-from quire.serve.prompts import Prompt, render_messages, truncate
+from quire.serve.prompts import Prompt, render_messages
 from quire.serve.protocol.chat import ChatRequest
 from quire.serve.sampling import check_request
 from quire.serve.server import Server
@@ -88,7 +89,6 @@ async def _render(server: Server, request: ChatRequest, terms: Terms) -> Rendere
     if use.mode == "none" and (described or server.settings.exclude_tools_when_tool_choice_none):
         shown = None  # who must not call is not asked to in words
     prompt = await render_messages(server, request, request.messages, request.documents, shown, _effort(request))
-    prompt = truncate(server, request, prompt)
     budget = _budget(server, request)
     inside = _thinks_already(server, prompt, request.continue_final_message)
     if use.forced or _constrains(request) or budget is not None:
@@ -126,16 +126,24 @@ async def play_at_once(server: Server, turn: Turn, request: ChatRequest) -> Step
     """The whole answers."""
     gather = search_beams(server, turn.job, request) if request.use_beam_search else collect(server, turn.job)
     [output] = await gather
-    return _step(turn, output, {})
+    heard, pace = [], Pace()
+    for part in output.outputs:
+        await pace()
+        heard.append(_hear(part, turn.reading.reader()))
+    return Step(output, heard)
 
 
 def _step(turn: Turn, output: RequestOutput, readers: dict[int, Reader]) -> Step:
     heard = []
     for part in output.outputs:
         reader = readers.get(part.index) or readers.setdefault(part.index, turn.reading.reader())
-        events = reader.read(part)
-        heard.append(Heard(part, events, reader.finish_reason(part), reader.thought))
+        heard.append(_hear(part, reader))
     return Step(output, heard)
+
+
+def _hear(part: CompletionOutput, reader: Reader) -> Heard:
+    events = reader.read(part)
+    return Heard(part, events, reader.finish_reason(part), reader.thought)
 
 
 async def reasoning_tokens(server: Server, reasoning: str, thought: int | None) -> int:

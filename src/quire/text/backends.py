@@ -5,11 +5,13 @@ Knows nothing of files, chat templates or named special tokens; `Tokenizer` puts
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from quire.text.bounds import most_characters
 from quire.text.pieces import Pieces, read_form
 from quire.types.errors import ModelError, RequestError
 
@@ -21,6 +23,10 @@ class Backend(Protocol):
     def pieces(self) -> Pieces | None: ...  # None: tokens depend on their neighbours
     @property
     def may_clean_up(self) -> bool: ...  # clean_up_tokenization_spaces was made for this kind of vocabulary
+    @property
+    def short(self) -> int: ...  # characters that are tokenized in less than a tenth of a second
+    @property
+    def characters_per_token(self) -> int | None: ...  # at most; None: it cannot be said
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str: ...
     def token(self, token_id: int) -> str | None: ...
@@ -31,6 +37,8 @@ class Backend(Protocol):
 
 class LibraryBackend:
     """A `tokenizers.Tokenizer`. Its vocabulary must not change any more."""
+
+    short = 1 << 15
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         tokenizer.no_truncation()
@@ -43,9 +51,14 @@ class LibraryBackend:
         self.pieces = None if form is None else Pieces(form, self.token)
         self.may_clean_up = not isinstance(tokenizer.model, tokenizers.models.BPE)
 
+    @cached_property
+    def characters_per_token(self) -> int | None:
+        return most_characters(self._tokenizer)
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            # unlike encode, this lets other threads run meanwhile
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:
             raise unencodable(text) from None
 
@@ -88,7 +101,9 @@ class LibraryBackend:
 class TransformersBackend:
     """A tokenizer written in Python. Its `decode` is taken as it is, except that ids without a token decode to nothing."""
 
+    short = 1 << 11
     pieces = None
+    characters_per_token = None
     may_clean_up = False  # it cleans up by itself
 
     def __init__(self, tokenizer: Any) -> None:
@@ -131,7 +146,7 @@ def set_ends(tokenizer: tokenizers.Tokenizer, start: list[str], end: list[str]) 
     )
 
 
-def unencodable(text: Any) -> RequestError:
+def unencodable(text: Any, parameter: str = "prompt") -> RequestError:
     if not isinstance(text, str):
-        return RequestError(f"only a string can be tokenized, got {type(text).__name__}", "prompt")
-    return RequestError("the text is not valid Unicode: it has a lone surrogate (half of a UTF-16 pair)", "prompt")
+        return RequestError(f"only a string can be tokenized, got {type(text).__name__}", parameter)
+    return RequestError("the text is not valid Unicode: it has a lone surrogate (half of a UTF-16 pair)", parameter)

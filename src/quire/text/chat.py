@@ -85,7 +85,7 @@ class ChatTemplates:
                 "continue_final_message",
             )
         validate(messages)
-        template = compile_template(self._choose(chat_template, bool(tools)))
+        template = compile_template(self.choose(chat_template, bool(tools)))
         messages = parse_tool_arguments(messages)
         check_content_format(content_format)
         if content_format == "openai":
@@ -106,7 +106,7 @@ class ChatTemplates:
         )
         return _cut(prompt, final, marker) if continue_final_message else prompt
 
-    def _choose(self, asked: str | None, tools: bool) -> str:
+    def choose(self, asked: str | None, tools: bool) -> str:
         if asked is not None:
             return self._templates.get(asked, asked)
         if tools and "tool_use" in self._templates:
@@ -147,7 +147,7 @@ class Template:
                 if size > MOST_OUTPUT:
                     raise RequestError(f"the chat template wrote more than {MOST_OUTPUT} characters", "messages")
                 parts.append(part)
-        except RequestError:
+        except (RequestError, MemoryError):
             raise
         except Exception as error:  # a template may fail in any way Python code may
             raise RequestError(

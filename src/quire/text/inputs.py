@@ -14,9 +14,8 @@ from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong, RequestError
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams, shown
-from quire.types.structured import FIELD, StructuredOutputsParams
+from quire.types.structured import FIELD, MOST_GRAMMAR_BYTES, StructuredOutputsParams
 
-MOST_GRAMMAR_BYTES = 1 << 18
 _MASK64 = 2**64 - 1
 
 

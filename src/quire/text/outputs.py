@@ -5,6 +5,7 @@ Knows nothing of the engine but its deltas; a stop string found here is reported
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -167,6 +168,7 @@ class Answer:
         if prepared.params.prompt_logprobs is not None:
             self._prompt_logprobs = _new_table(prepared.params)
             self._prompt_logprobs.append(None)  # nothing comes before the first token
+        self._unread: deque[tuple[TopLogprobs, int]] = deque()  # chunks of prompt logprobs, and how far each is read
 
     @property
     def finished(self) -> bool:
@@ -199,7 +201,7 @@ class Answer:
         if delta.request_id == self.prepared.requests[0].id:
             if not metrics.first_token_ts:  # later a restarted engine may find other things cached
                 self.cached_tokens = delta.cached_tokens
-            self._add_prompt_logprobs(delta.prompt_logprobs)
+            self._unread.extend((chunk, 0) for chunk in delta.prompt_logprobs)
 
     def finish(self) -> Finished:
         """The whole request for observers; choices that have not ended were given up."""
@@ -218,6 +220,8 @@ class Answer:
     def emit(self) -> RequestOutput:
         """All that is due. Called when something is."""
         self.due = False
+        while self.behind:
+            self.catch_up()
         choices = [choice for choice in self.choices if choice.due()] if self._delta else self.choices
         return RequestOutput(
             request_id=self.prepared.id,
@@ -236,16 +240,24 @@ class Answer:
         size, length = self._owner.page_size, len(self.prepared.prompt_ids)
         return max(0, length // size * size - self.cached_tokens) if size and self.metrics.first_token_ts else 0
 
-    def _add_prompt_logprobs(self, chunks: tuple[TopLogprobs, ...]) -> None:
-        """A preempted request runs its prompt again: positions told already are not told twice."""
+    @property
+    def behind(self) -> bool:
+        """Are there prompt logprobs to be read before the next output?"""
+        return bool(self._unread)
+
+    def catch_up(self, entries: int = 512) -> None:
+        """Reads about so many of them. A preempted request runs its prompt again: no position is told twice."""
         table = self._prompt_logprobs
+        chunk, begin = self._unread.popleft()
         if table is None:
             return
-        for chunk in chunks:
-            for i in range(len(chunk.rank)):
-                if len(table) < len(self.prepared.prompt_ids):
-                    before = self._prompt_ids[max(0, len(table) - CONTEXT) : len(table)]
-                    table.append(_read_logprobs(chunk, i, self._texts, before, ranked=True))
+        wanted = min(len(chunk.rank), begin + len(self.prepared.prompt_ids) - len(table))
+        end = min(wanted, begin + max(1, entries // chunk.ids.shape[1]))
+        for i in range(begin, end):
+            before = self._prompt_ids[max(0, len(table) - CONTEXT) : len(table)]
+            table.append(_read_logprobs(chunk, i, self._texts, before, ranked=True))
+        if end < wanted:
+            self._unread.appendleft((chunk, end))
 
 
 @dataclass(slots=True)

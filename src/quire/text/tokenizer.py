@@ -118,6 +118,21 @@ class Tokenizer:
         """Tokens as bytes; None where a token's text depends on its neighbours."""
         return None if self.cleans_up else self._backend.pieces
 
+    @property
+    def short(self) -> int:
+        """Characters of a text that is tokenized in less than a tenth of a second."""
+        return self._backend.short
+
+    @property
+    def tiny(self) -> int:
+        """Characters of a text that is tokenized in little more time than a thread takes to begin."""
+        return self.short >> 5
+
+    @property
+    def characters_per_token(self) -> int | None:
+        """At most; None: it cannot be said."""
+        return self._backend.characters_per_token
+
     def get_vocab(self) -> dict[str, int]:
         return self._backend.vocab()
 
@@ -196,6 +211,10 @@ class Tokenizer:
     def chat_template(self, template: str | Mapping[str, str] | None) -> None:
         named = {"default": template} if isinstance(template, str) else dict(template or {})
         self._chat = ChatTemplates(named)
+
+    def choose_template(self, asked: str | None, tools: bool) -> str:
+        """The template's text, which may be asked for by name."""
+        return self._chat.choose(asked, tools)
 
     @overload
     def apply_chat_template(

@@ -4,10 +4,11 @@ What the model is asked to write is what the format `generic` reads (`parse/form
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from quire.text.messages import Messages, parse_tool_arguments, validate
+from quire.types.errors import RequestError
 
 Place = Literal["system", "user"]  # the message that describes the tools: one of its own, or the first question
 
@@ -36,6 +37,20 @@ def tell_tools(messages: Messages, tools: Sequence[Mapping[str, Any]] | None, pl
             told[-1:] = [_joined(told[-1], message)] if follows else [*told[-1:], _without_calls(message)]
             results = False
     return _described(told, instructions(tools), place) if tools else told
+
+
+def render_told(render: Callable[[Messages], str], messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> str:
+    """For templates that say nothing of tools. Those without a role for the system leave its words out, or raise: there the
+    first question begins with them.
+    """
+    try:
+        text = render(tell_tools(messages, tools, "system"))
+        if not tools or instructions(tools) in text:
+            return text
+    except RequestError:
+        if not tools:
+            raise
+    return render(tell_tools(messages, tools, "user"))
 
 
 def instructions(tools: Sequence[Mapping[str, Any]]) -> str:

@@ -74,14 +74,24 @@ class FlatLogprobs(Sequence[TokenLogprobs | None]):
 
     def __getitem__(self, index: int | slice) -> "TokenLogprobs | FlatLogprobs | None":
         if isinstance(index, slice):
-            part = FlatLogprobs()
-            for i in range(*index.indices(len(self))):
-                part.append(self[i])
-            return part
+            return self._part(*index.indices(len(self)))
         lo, hi = self.start_indices[index], self.end_indices[index]
         if lo == hi:
             return None
         return {self.token_ids[i]: Logprob(self.logprobs[i], self.ranks[i], self.decoded_tokens[i]) for i in range(lo, hi)}
+
+    def _part(self, start: int, stop: int, step: int) -> "FlatLogprobs":
+        part = FlatLogprobs()
+        if step != 1 or start >= stop:
+            for i in range(start, stop, step):
+                part.append(self[i])
+            return part
+        low, high = self.start_indices[start], self.end_indices[stop - 1]
+        part.start_indices = [i - low for i in self.start_indices[start:stop]]
+        part.end_indices = [i - low for i in self.end_indices[start:stop]]
+        part.token_ids, part.logprobs = self.token_ids[low:high], self.logprobs[low:high]
+        part.ranks, part.decoded_tokens = self.ranks[low:high], self.decoded_tokens[low:high]
+        return part
 
 
 @dataclass

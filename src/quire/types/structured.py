@@ -14,6 +14,7 @@ from quire.types.errors import InvalidParameter
 
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 FIELD = "structured_outputs"
+MOST_GRAMMAR_BYTES = 1 << 18
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -112,6 +113,10 @@ def read_object(name: str, value: str | dict[str, Any]) -> dict[str, Any]:
     """A schema or a tag, given as an object or as its text."""
     if isinstance(value, dict):
         return value
+    if len(value) > MOST_GRAMMAR_BYTES:
+        raise InvalidParameter(
+            f"{FIELD}.{name} has {len(value)} characters; at most {MOST_GRAMMAR_BYTES} bytes can be compiled", FIELD
+        )
     try:
         parsed = json.loads(value)
     except (ValueError, RecursionError) as error:

@@ -2,15 +2,26 @@
 
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import Field
+from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator
 from typing_extensions import TypedDict
 
 from quire.serve.protocol.fields import GenerationFields, Strings, TokenIds, one_error
 from quire.serve.protocol.usage import Timing, Usage
+from quire.text.helper.wire import Ids
+
+
+def _plain(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """What is plainly one kind of prompt or list is not tried as the others."""
+    kinds = set(map(type, value)) if type(value) is list else {type(value)}
+    if kinds in ({str}, {Ids}):
+        return value
+    return handler(value)
+
 
 Prompts = Annotated[
     str | TokenIds | Strings | Annotated[list[TokenIds], Field(fail_fast=True)] | None,
     one_error("should be text, token ids, or a list of either"),
+    WrapValidator(_plain),
 ]
 
 

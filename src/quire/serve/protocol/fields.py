@@ -5,10 +5,20 @@ from typing import Annotated, Any, Literal, LiteralString
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 
+from quire.text.helper.wire import Ids
+
 LARGEST_INT = 2**63 - 1
 
+
+def _known(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Integers are taken as they are: a look at each of a million takes too long."""
+    if type(value) is Ids or (type(value) is list and set(map(type, value)) == {int}):
+        return value
+    return handler(value)
+
+
 # A list with one bad item is refused with one error, however long it is.
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True), WrapValidator(_known)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Int64 = Annotated[int, Field(ge=-(2**63), le=LARGEST_INT)]

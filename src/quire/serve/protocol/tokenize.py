@@ -1,11 +1,12 @@
 """/tokenize and /detokenize."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, WrapValidator
 from typing_extensions import TypedDict
 
 from quire.serve.protocol.fields import Body, Objects, TemplateFields
+from quire.text.helper.wire import Ids
 
 
 class TokenizeTextRequest(Body):
@@ -27,8 +28,16 @@ class TokenizeAnswer(TypedDict):
     token_strs: list[str] | None
 
 
+def _are_ids(value: Any) -> bool:
+    return type(value) is Ids and value.least >= 0 and value.greatest < 2**31
+
+
 class DetokenizeRequest(Body):
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, description="token ids")]
+    tokens: Annotated[
+        list[Annotated[int, Field(ge=0, lt=2**31)]],
+        Field(fail_fast=True, description="token ids"),
+        WrapValidator(lambda value, handler: value if _are_ids(value) else handler(value)),
+    ]
     skip_special_tokens: bool = False
 
 

@@ -1,0 +1,181 @@
+"""Long work on an event loop, in turns with everybody else's: nothing here runs for longer than a few milliseconds at a time.
+
+JSON is written in pieces, and lists that are costly to make (`Lazily`) are made while they are written.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+TURN = 0.005  # seconds
+PIECE = 1 << 15  # characters of a string, or values, that are written at a time
+FEW = 64  # values that are taken from a lazy list at a time
+
+_encode = msgspec.json.Encoder().encode
+
+
+class _Turns:
+    """The time that paced work has had in this round of an event loop. Who finds it used up waits for a round of its own."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._armed = False
+        self.used = 0.0
+
+    def spend(self, seconds: float) -> None:
+        self.used += seconds
+        if not self._armed:
+            self._armed = True
+            self._loop.call_soon(self._next_round)
+
+    async def wait(self) -> None:
+        turn = self._loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _next_round(self) -> None:
+        self._armed, self.used = False, 0.0
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                self.spend(0.0)
+                return
+
+
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = WeakKeyDictionary()
+
+
+class Pace:
+    """Awaited before every piece of work, it waits for a turn whenever paced work has had its time in a round of the loop.
+
+    What passes between two awaits counts as work; `begin` says that something else was waited for.
+    """
+
+    __slots__ = ("_since", "_turns")
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        turns = _turns.get(loop)
+        self._turns = turns if turns is not None else _turns.setdefault(loop, _Turns(loop))
+        self._since = 0.0
+
+    def begin(self) -> None:
+        self._since = 0.0
+
+    async def __call__(self) -> None:
+        turns = self._turns
+        if self._since:
+            turns.spend(time.perf_counter() - self._since)
+        while turns.used > TURN:
+            await turns.wait()
+        self._since = time.perf_counter()
+
+
+class Lazily:
+    """A list in JSON whose values are made when they are written. It can be written once, by `json_pieces`."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self.values = iter(values)
+
+
+async def json_pieces(value: Any, end: int = 1 << 20) -> list[bytes]:
+    """The JSON of a value in pieces of about `end` bytes. Depth is not bounded here: what is deep must have been refused."""
+    if is_light(value):
+        return [_encode(value)]
+    pace = Pace()
+    pieces: list[bytes] = []
+    gathered: list[bytes] = []
+    size = 0
+    await pace()
+    for part in _parts(value):
+        gathered.append(part)
+        size += len(part)
+        if size >= end:
+            pieces.append(b"".join(gathered))
+            gathered, size = [], 0
+        await pace()
+    return [*pieces, b"".join(gathered)] if gathered else pieces
+
+
+def is_light(value: Any) -> bool:
+    """Is it written in a moment?"""
+    return _weigh(value, PIECE) < PIECE
+
+
+def _weigh(value: Any, most: int) -> int:
+    """Its values, and a part of its characters; `most` or more where that is reached before the end."""
+    if isinstance(value, str):
+        return 1 + len(value) // 8
+    if isinstance(value, Lazily):
+        return most
+    if not isinstance(value, dict | list | tuple):
+        return 1
+    weight = 1
+    if not isinstance(value, dict) and len(value) >= most:
+        return most
+    for item in value.values() if isinstance(value, dict) else value:
+        weight += _weigh(item, most - weight)
+        if weight >= most:
+            return weight
+    return weight
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    """Each is written in a moment."""
+    if isinstance(value, Lazily):
+        yield from _written(value.values, FEW)
+    elif is_light(value):
+        yield _encode(value)
+    elif isinstance(value, str):
+        yield b'"'
+        for i in range(0, len(value), PIECE):
+            yield _encode(value[i : i + PIECE])[1:-1]
+        yield b'"'
+    elif isinstance(value, dict):
+        yield b"{"
+        for i, (key, item) in enumerate(value.items()):
+            yield (b"," if i else b"") + _encode(str(key)) + b":"
+            yield from _parts(item)
+        yield b"}"
+    else:
+        yield from _written(iter(value), 1)
+
+
+def _written(values: Iterator[Any], few: int) -> Iterator[bytes]:
+    """A list. Light values are written several at a time."""
+    yield b"["
+    first = True
+    group: list[Any] = []
+    weight = 0
+
+    def flush() -> Iterator[bytes]:
+        nonlocal first, weight
+        if group:
+            yield (b"" if first else b",") + _encode(group)[1:-1]
+            first, weight = False, 0
+            group.clear()
+
+    for item in values:
+        own = _weigh(item, PIECE)
+        if own >= PIECE:
+            yield from flush()
+            if not first:
+                yield b","
+            first = False
+            yield from _parts(item)
+            continue
+        group.append(item)
+        weight += own
+        if weight >= PIECE // 8 or (few > 1 and len(group) >= few):
+            yield from flush()
+    yield from flush()
+    yield b"]"

@@ -1,0 +1,168 @@
+"""Text work for an event loop: what is short is done by a thread, what is long or may not end by a process.
+
+A thread does not hold up the loop as long as what it runs lets go of the interpreter, as tokenizing does here; but making
+a list of a million ids does not, and nothing ends a thread.
+"""
+
+import asyncio
+import os
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+
+from quire.config.resolve import Config
+from quire.paced import PIECE, Pace, json_pieces
+from quire.text.backends import unencodable
+from quire.text.helper import wire
+from quire.text.helper.pool import Pool
+from quire.text.tokenizer import Tokenizer
+from quire.types.errors import EngineDead, InvalidParameter, RequestError
+
+MOST_THREADS = 4
+MOST_QUICK = 4  # processes for a model's own chat template
+MOST_LONG = 4  # processes for everything else; not more than there are processors
+SHORT_IDS = 4096  # token ids that are decoded by a thread
+MOST_RENDERED = 64 << 20  # characters
+ALL = wire.Cut(1 << 40)
+T = TypeVar("T")
+
+
+class Aside:
+    def __init__(self, config: Config, tokenizer: Tokenizer | None) -> None:
+        args = config.args
+        where = wire.Where(str(config.facts.files.path.absolute()), args.tokenizer, args.tokenizer_revision)
+        self._tokenizer = tokenizer
+        if tokenizer is not None:
+            _ = tokenizer.characters_per_token  # it looks at the whole vocabulary once: now, while nobody waits
+        self._threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="quire-text")
+        self._quick = Pool(where, MOST_QUICK, self._threads)
+        self._long = Pool(where, max(2, min(MOST_LONG, os.cpu_count() or 1)), self._threads)
+
+    def start(self) -> None:
+        """Starts the process for chat templates ahead of the first chat."""
+        self._quick.start()
+
+    def stop(self) -> None:
+        self._quick.stop()
+        self._long.stop()
+        self._threads.shutdown(wait=False)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes."""
+        return [*self._quick.pids, *self._long.pids]
+
+    async def thread(self, work: Callable[..., T], *args: Any) -> T:
+        try:
+            future = asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+        except RuntimeError:
+            raise EngineDead("the engine was shut down") from None
+        return await future
+
+    async def encode(self, text: str, add_special_tokens: bool, cut: wire.Cut = ALL) -> tuple[int, list[int] | None]:
+        """How many tokens the text has, and those of them that are wanted; None if they are more than that."""
+        tokenizer = self._has_tokenizer()
+        if len(text) <= tokenizer.short:
+            return cut.of(await self._encode_short(tokenizer, text, add_special_tokens))
+        job = wire.Encode(add_special_tokens, cut)
+        count, ids = await self._ask(self._long, job, await _utf8(text), "tokenizing the text", "prompt")
+        return count, ids
+
+    async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        tokenizer = self._has_tokenizer()
+        if len(ids) <= SHORT_IDS:
+            return await self.thread(tokenizer.decode, ids, skip_special_tokens)
+        pace, blob = Pace(), []
+        try:
+            for i in range(0, len(ids), PIECE):
+                await pace()
+                blob.append(array("q", ids[i : i + PIECE]).tobytes())
+        except (TypeError, OverflowError):
+            raise InvalidParameter("token ids must be integers of at most 64 bits", "tokens") from None
+        return str(await self._ask(self._long, wire.Decode(skip_special_tokens), blob, "decoding the tokens", "tokens"))
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_special_tokens: bool,
+        cut: wire.Cut = ALL,
+        most: int = MOST_RENDERED,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        tell_tools: bool = False,
+        **variables: Any,
+    ) -> tuple[str, int, list[int] | None]:
+        """The prompt of a conversation, how many tokens it has, and those that are wanted (see `encode`)."""
+        tokenizer = self._has_tokenizer()
+        template = tokenizer.choose_template(chat_template, bool(tools) and not tell_tools)
+        job = wire.Render(
+            template,
+            list(messages),
+            None if tools is None else list(tools),
+            None if documents is None else list(documents),
+            add_generation_prompt,
+            continue_final_message,
+            {**tokenizer.special_tokens_map, **variables},
+            chat_template_content_format,
+            tell_tools,
+            add_special_tokens,
+            tokenizer.short,
+            most,
+            cut,
+        )
+        pool = self._quick if chat_template is None else self._long
+        text, tokens = await self._ask(pool, job, [], wire.TEMPLATE, "messages")
+        count, ids = tokens or cut.of(await self._encode_short(tokenizer, text, add_special_tokens))
+        return text, count, ids
+
+    async def parse(self, raw: bytes, bounds: wire.Parse) -> Any:
+        """JSON. Long lists of integers in it are `wire.Ids`."""
+        return await self._ask(self._long, bounds, [raw], "reading the request body", "body")
+
+    async def _encode_short(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) <= tokenizer.tiny:
+            pace = Pace()
+            await pace()
+            ids = tokenizer.encode(text, add_special_tokens)
+            await pace()
+            return ids
+        return await self.thread(tokenizer.encode, text, add_special_tokens)
+
+    async def _ask(self, pool: Pool, job: wire.Job, blob: Sequence[bytes], what: str, parameter: str) -> Any:
+        try:
+            head = await json_pieces(_flat(job)) if isinstance(job, wire.Render) else [msgspec.json.encode(job)]
+        except UnicodeEncodeError:
+            raise unencodable("", parameter) from None
+        except (TypeError, OverflowError, RecursionError) as error:
+            raise InvalidParameter(f"{what} cannot be given these values: {error}", parameter) from None
+        return await pool.run(head, blob, what, parameter)
+
+    def _has_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError("there is no tokenizer: the engine was started with skip_tokenizer_init")
+        return self._tokenizer
+
+
+def _flat(job: wire.Render) -> list[Any]:
+    """As the encoder would write it, but in the open: it can be written in pieces."""
+    return [type(job).__name__, *msgspec.structs.astuple(job)]
+
+
+async def _utf8(text: str) -> list[bytes]:
+    pace = Pace()
+    pieces = []
+    try:
+        for i in range(0, len(text), 2 * PIECE):
+            await pace()
+            pieces.append(text[i : i + 2 * PIECE].encode())
+    except UnicodeEncodeError:
+        raise unencodable(text) from None
+    return pieces

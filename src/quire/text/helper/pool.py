@@ -1,0 +1,259 @@
+"""Text processes as an event loop uses them: a job goes to one that is free, or to a new one; no job holds up the loop.
+
+A process that is lost is replaced, and its job is done once more by another one; a job that loses two is refused. A job that is
+given up by whoever asked for it may end by itself for a moment; then its process is killed.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from quire.paced import Pace
+from quire.subprocesses import environment
+from quire.text.helper import wire
+from quire.types.errors import EngineDead, InvalidParameter
+
+COMMAND = (sys.executable, "-P", "-m", "quire.text.helper.worker")
+LONGEST = 600.0  # seconds that a process may take for a job: it counts its own processor time, and may be starved of it
+PATIENCE = 1.0  # seconds that a job may go on which nobody waits for any more
+_LENGTH = struct.Struct("<I")
+_PIECE = 1 << 17
+
+logger = logging.getLogger(__name__)
+
+
+class Lost(Exception):
+    """The process is gone."""
+
+
+class Helper:
+    """One process."""
+
+    def __init__(self, where: str, command: Sequence[str] = COMMAND) -> None:
+        ours, theirs = socket.socketpair()
+        with contextlib.ExitStack() as cleaning:
+            cleaning.callback(theirs.close)
+            self._child = subprocess.Popen(
+                [*command, str(theirs.fileno()), where],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**(environment() or os.environ), "TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"},
+                process_group=0,  # Ctrl-C is for the parent
+            )
+        ours.setblocking(False)
+        self.asked = False  # it has a whole job, and its answer is not read to the end
+        self._socket = ours
+        self._buffer = bytearray()
+        self.end = weakref.finalize(self, _end, self._child, ours)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def kill(self) -> None:
+        self._child.kill()
+
+    def overdue(self) -> bool:
+        """Was it killed for the time it took?"""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._child.wait(1.0) == -signal.SIGXCPU
+        return False
+
+    async def ask(self, head: Sequence[bytes], blob: Sequence[bytes]) -> Any:
+        loop = asyncio.get_running_loop()
+        try:
+            sizes = [sum(map(len, frame)) for frame in (head, blob)]
+            pieces = [_LENGTH.pack(sizes[0]), *head, _LENGTH.pack(sizes[1]), *blob]
+            for piece in [b"".join(pieces)] if sum(sizes) < _PIECE else pieces:
+                await loop.sock_sendall(self._socket, piece)
+            self.asked = True
+            return await self.answer()
+        except OSError as error:
+            raise Lost from error
+
+    async def answer(self) -> Any:
+        """The value, and whether the process ends. One that was read in part may be read to its end, and is of no use then."""
+        reader, pace = wire.Reader(), Pace()
+        while True:
+            pace.begin()
+            frame = await self._frame()
+            await pace()
+            self.asked = frame[:1] not in wire.FINAL
+            value = reader.take(frame)
+            if value is not None:
+                return value[0], reader.last
+
+    async def _frame(self) -> bytes:
+        size = _LENGTH.size
+        while len(self._buffer) < size or len(self._buffer) < size + _LENGTH.unpack_from(self._buffer)[0]:
+            data = await asyncio.get_running_loop().sock_recv(self._socket, _PIECE)
+            if not data:
+                raise Lost
+            self._buffer += data
+        end = size + _LENGTH.unpack_from(self._buffer)[0]
+        frame = bytes(self._buffer[size:end])
+        del self._buffer[:end]
+        return frame
+
+
+def _end(child: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
+    connection.close()
+    child.kill()
+    child.wait()
+
+
+class Pool:
+    """At most so many processes, started when they are needed."""
+
+    def __init__(self, where: wire.Where, most: int, threads: ThreadPoolExecutor) -> None:
+        self._where = msgspec.json.encode(where).decode()
+        self._most, self._threads = most, threads
+        self._helpers: set[Helper] = set()
+        self._free: list[Helper] = []
+        self._starting = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._closed = False
+
+    def start(self) -> None:
+        """Starts the first process now. It takes a while to be ready; nobody waits for it."""
+        if not self._helpers and not self._closed:
+            self._free.append(self._add())
+
+    def stop(self) -> None:
+        self._closed = True
+        for helper in self._helpers:
+            helper.kill()
+        for helper in self._helpers:
+            helper.end()
+        self._helpers.clear()
+        self._free.clear()
+        self._wake()
+
+    def _is_closed(self) -> bool:
+        return self._closed
+
+    @property
+    def pids(self) -> list[int]:
+        return [helper.pid for helper in self._helpers]
+
+    async def run(self, head: Sequence[bytes], blob: Sequence[bytes], what: str, parameter: str | None) -> Any:
+        """Raises RequestError where the job is to blame."""
+        for attempt in range(2):
+            helper = await self._take()
+            late = asyncio.get_running_loop().call_later(LONGEST, helper.kill)
+            try:
+                value, last = await helper.ask(head, blob)
+            except Lost:
+                self._drop(helper)
+                if self._closed:
+                    raise EngineDead("the engine was shut down") from None
+                overdue = await asyncio.get_running_loop().run_in_executor(self._threads, helper.overdue)
+                if overdue:
+                    raise InvalidParameter(f"{what} takes too much processor time", parameter) from None
+                logger.warning("a text process was lost at work%s", "; its job is done again" if not attempt else "")
+            except asyncio.CancelledError:
+                self._leave(helper)
+                raise
+            except BaseException:
+                self._give_back(helper)
+                raise
+            else:
+                if last:
+                    self._drop(helper)
+                else:
+                    self._give_back(helper)
+                return value
+            finally:
+                late.cancel()
+        raise InvalidParameter(f"{what} cannot be done: two processes were lost over it", parameter)
+
+    async def _take(self) -> Helper:
+        while True:
+            if self._closed:
+                raise EngineDead("the engine was shut down")
+            if self._free:
+                return self._free.pop()
+            loop = asyncio.get_running_loop()
+            if len(self._helpers) + self._starting < self._most:
+                self._starting += 1
+                try:
+                    helper = await loop.run_in_executor(self._threads, Helper, self._where)
+                finally:
+                    self._starting -= 1
+                self._helpers.add(helper)
+                if not self._is_closed():
+                    return helper
+                self._drop(helper)
+                continue
+            turn: asyncio.Future[None] = loop.create_future()
+            self._waiting.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._wake()  # it was our turn: the next one takes it
+                raise
+            finally:
+                with contextlib.suppress(ValueError):
+                    self._waiting.remove(turn)
+
+    def _add(self) -> Helper:
+        helper = Helper(self._where)
+        self._helpers.add(helper)
+        return helper
+
+    def _give_back(self, helper: Helper) -> None:
+        if helper in self._helpers:
+            self._free.append(helper)
+        self._wake()
+
+    def _drop(self, helper: Helper) -> None:
+        self._helpers.discard(helper)
+        try:
+            self._threads.submit(helper.end)
+        except RuntimeError:  # there are no threads any more
+            helper.end()
+        self._wake()
+
+    def _leave(self, helper: Helper) -> None:
+        """Nobody waits for its answer any more."""
+        if not helper.asked or self._closed:
+            self._drop(helper)
+            return
+
+        async def finish() -> None:
+            try:
+                async with asyncio.timeout(PATIENCE):
+                    _, last = await helper.answer()
+            except (Lost, TimeoutError, OSError, asyncio.CancelledError):
+                last = True
+            except Exception:
+                last = False  # it was refused
+            (self._drop if last else self._give_back)(helper)
+
+        _strays.add(task := asyncio.get_running_loop().create_task(finish()))
+        task.add_done_callback(_strays.discard)
+
+    def _wake(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done() and not turn.get_loop().is_closed():
+                turn.set_result(None)
+                if not self._closed:
+                    return
+
+
+_strays: set["asyncio.Task[None]"] = set()

@@ -1,0 +1,209 @@
+"""A text process: `python -m quire.text.helper.worker SOCKET WHERE`, an inherited file descriptor and where the tokenizer is.
+
+It does one job at a time, within bounds of processor time and memory, and ends when the other side closes the socket. The
+tokenizer is read when a job first needs it.
+"""
+
+import contextlib
+import resource
+import signal
+import socket
+import sys
+from array import array
+from collections.abc import Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from quire.frames import Frames
+from quire.text.chat import ChatTemplates
+from quire.text.helper import wire
+from quire.text.tool_prompt import render_told
+from quire.types.errors import InvalidParameter, PromptTooLong, RequestError
+
+MB = 1 << 20
+GRACE = 2  # seconds of processor time until what cannot be interrupted is killed
+HEAVY = 512 * MB  # a process that has grown beyond this ends after its job
+
+
+HARD_CPU = resource.getrlimit(resource.RLIMIT_CPU)[1]
+HARD_SPACE = resource.getrlimit(resource.RLIMIT_AS)[1]
+_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    seconds: float  # of processor time
+    memory: int  # bytes, besides what the process has
+    what: str
+    parameter: str | None
+
+
+BOUNDS: dict[type, Bounds] = {
+    wire.Render: Bounds(wire.RENDER_SECONDS, 512 * MB, wire.TEMPLATE, "messages"),
+    wire.Encode: Bounds(120.0, 4096 * MB, "tokenizing the text", "prompt"),
+    wire.Decode: Bounds(60.0, 2048 * MB, "decoding the tokens", "tokens"),
+    wire.Parse: Bounds(20.0, 4096 * MB, "reading the request body", "body"),
+}
+
+
+class Overdue(BaseException):
+    """Not an Exception: nothing that a job runs may catch it."""
+
+
+class Worker:
+    def __init__(self, frames: Frames, where: wire.Where) -> None:
+        self._frames, self._where = frames, where
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from quire.files.resolve import resolve_model
+        from quire.text.tokenizer_files import read_tokenizer
+
+        path = Path(self._where.path)
+        if self._where.tokenizer is not None:
+            path = resolve_model(self._where.tokenizer, revision=self._where.revision, weights=False).path
+        return read_tokenizer(path)
+
+    def run(self) -> None:
+        while (head := self._next()) is not None and (blob := self._next()) is not None:
+            try:
+                frames = self._answer(wire.decode_job(head), blob)
+            except msgspec.ValidationError as error:
+                frames = [wire.refusal(InvalidParameter(f"the request cannot be read: {error}"))]
+            except RequestError as error:
+                frames = [wire.refusal(error)]
+            heavy = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT > HEAVY
+            if heavy and frames[-1][:1] == wire.VALUE:
+                frames[-1] = wire.LAST_VALUE + frames[-1][1:]
+            for frame in frames:
+                self._frames.send(frame)
+            if heavy:
+                return
+
+    def _next(self) -> bytes | None:
+        while (frame := self._frames.next()) is None:
+            if not self._frames.receive():
+                return None
+        return frame
+
+    def _answer(self, job: wire.Job, blob: bytes) -> list[bytes]:
+        match job:
+            case wire.Render():
+                return _told(self._render(job))
+            case wire.Encode(special, cut):
+                return _told(self._encode(str(blob, "utf-8", "surrogatepass"), special, cut))
+            case wire.Decode(skip):
+                numbers = array("q")
+                numbers.frombytes(blob)
+                tokenizer = self._tokenizer
+                with Bounded(wire.Decode):
+                    return _told(tokenizer.decode(numbers.tolist(), skip))
+            case wire.Parse(depth, containers, values, integers):
+                with Bounded(wire.Parse):
+                    return _told(_parse(blob), wire.Writer(depth, containers, values, integers))
+
+    def _render(self, job: wire.Render) -> tuple[str, Any]:
+        """The text, and its tokens if it is long."""
+        render = partial(
+            ChatTemplates({"default": job.template}).render,
+            add_generation_prompt=job.add_generation_prompt,
+            continue_final_message=job.continue_final_message,
+            documents=job.documents,
+            variables=job.variables,
+            content_format=job.content_format,
+        )
+        with Bounded(wire.Render):
+            text = render_told(render, job.messages, job.tools) if job.tell_tools else render(job.messages, tools=job.tools)
+        if len(text) > job.most:
+            raise PromptTooLong(wire.too_long(len(text), job.most), "messages")
+        return text, None if len(text) <= job.short else self._encode(text, job.add_special_tokens, job.cut)
+
+    def _encode(self, text: str, add_special_tokens: bool, cut: wire.Cut) -> tuple[int, list[int] | None]:
+        tokenizer = self._tokenizer  # reading it is not the job's cost
+        with Bounded(wire.Encode):
+            return cut.of(tokenizer.encode(text, add_special_tokens))
+
+
+def _told(value: Any, writer: wire.Writer | None = None) -> list[bytes]:
+    return list((writer or wire.Writer()).frames(value))
+
+
+def _parse(raw: bytes) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidParameter(wire.not_json(error), "body") from None
+
+
+# ---- bounds
+
+
+class Bounded:
+    """What goes beyond the bounds of such a job is refused. What no exception can reach is killed a little later."""
+
+    _memory: tuple[str, int | None] = ("", None)  # for whom the bound is set: jobs of one kind need not measure again
+
+    def __init__(self, kind: type) -> None:
+        self._bounds = BOUNDS[kind]
+
+    def __enter__(self) -> None:
+        bounds = self._bounds
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        most = int(used.ru_utime + used.ru_stime + bounds.seconds) + GRACE
+        resource.setrlimit(resource.RLIMIT_CPU, (most, HARD_CPU))
+        if Bounded._memory[0] != bounds.what:
+            space = _space()
+            Bounded._memory = bounds.what, None if space is None else space + bounds.memory
+        _limit_memory(Bounded._memory[1])
+        signal.signal(signal.SIGPROF, _overdue)
+        signal.setitimer(signal.ITIMER_PROF, bounds.seconds, 0.25)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_CPU, (HARD_CPU, HARD_CPU))
+        _limit_memory(None)
+        bounds = self._bounds
+        match error:
+            case Overdue():
+                raise InvalidParameter(wire.too_slow(bounds.what, bounds.seconds), bounds.parameter) from None
+            case MemoryError():
+                told = f"{bounds.what} needs too much memory: more than {bounds.memory // MB} MB"
+                raise InvalidParameter(told, bounds.parameter) from None
+            case RecursionError():
+                told = f"{bounds.what} goes too deep: too many values inside of others"
+                raise InvalidParameter(told, bounds.parameter) from None
+
+
+def _overdue(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    raise Overdue
+
+
+def _limit_memory(most: int | None) -> None:
+    if most is None or (HARD_SPACE != resource.RLIM_INFINITY and most > HARD_SPACE):
+        most = HARD_SPACE
+    with contextlib.suppress(ValueError, OSError):  # not every system has this bound
+        resource.setrlimit(resource.RLIMIT_AS, (most, HARD_SPACE))
+
+
+def _space() -> int | None:
+    """Bytes of this process's address space, where the system tells."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split(maxsplit=1)[0]) * resource.getpagesize()
+    except OSError:
+        return None
+
+
+def main(argv: Sequence[str]) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    frames = Frames(socket.socket(fileno=int(argv[0])))
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the other side is gone
+        Worker(frames, msgspec.json.decode(argv[1], type=wire.Where)).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,207 @@
+"""Text work beside an event loop: nothing a template or a text does holds it up, ends it, or ends the work of others."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Fast
+from tokenizers import decoders, models, pre_tokenizers
+
+from quire.text import aside as aside_module
+from quire.text.aside import Aside
+from quire.text.helper import pool
+from quire.text.helper.wire import Cut, Ids, Parse
+from quire.text.tokenizer_files import read_tokenizer
+from quire.types.errors import InvalidParameter, PromptTooLong, RequestError
+
+USER = [{"role": "user", "content": "hello"}]
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+GROW = "{{ 'a' | center(10 ** 10) }}"
+IN_C = "{% set n = namespace(x=3) %}{% for i in range(40) %}{% set n.x = n.x * n.x %}{% endfor %}"
+PLENTY = Parse(64, 1000, 10000, 100000)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("aside")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    fast = Fast(models.BPE(vocab={piece: i for i, piece in enumerate(alphabet)}, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.save(str(directory / "tokenizer.json"))
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ word }}"
+    (directory / "tokenizer_config.json").write_text(f'{{"chat_template": "{template}"}}')
+    return directory
+
+
+def with_aside(model: Path, work: Callable[[Aside], Awaitable[None]]) -> None:
+    files = SimpleNamespace(path=model)
+    args = SimpleNamespace(tokenizer=None, tokenizer_revision=None)
+    config: Any = SimpleNamespace(args=args, facts=SimpleNamespace(files=files))
+    aside = Aside(config, read_tokenizer(model))
+
+    async def run() -> None:
+        await work(aside)
+
+    try:
+        asyncio.run(run())
+    finally:
+        aside.stop()
+
+
+async def rendered(aside: Aside, template: str | None = None, **options: Any) -> str:
+    return (await aside.render(USER, add_special_tokens=False, chat_template=template, **options))[0]
+
+
+def test_templates_render_as_in_this_process(model):
+    async def work(aside: Aside) -> None:
+        text, count, ids = await aside.render(USER, add_special_tokens=False, word="é€")
+        assert text == "<user>helloé€" and count == len(text.encode())
+        assert ids == read_tokenizer(model).encode(text, add_special_tokens=False)
+        big = {"n": 10**30, "deep": [[[{"a": None}]]]}
+        assert (
+            await rendered(aside, "{{ x.n }} {{ x | tojson }}", x=big)
+            == f'{10**30} {{"n": {10**30}, "deep": [[[{{"a": null}}]]]}}'
+        )
+        with pytest.raises(RequestError, match="not today") as caught:
+            await rendered(aside, "{{ raise_exception('not today') }}")
+        assert caught.value.parameter == "messages"
+        with pytest.raises(RequestError, match="not valid Jinja"):
+            await rendered(aside, "{% if %}")
+        with pytest.raises(RequestError, match="lone surrogate"):
+            await rendered(aside, x="\ud800")
+        with pytest.raises(PromptTooLong, match="wrote 11 characters"):
+            await rendered(aside, most=10)
+
+    with_aside(model, work)
+
+
+def test_long_texts_are_the_same_in_a_process(model):
+    async def work(aside: Aside) -> None:
+        tokenizer = read_tokenizer(model)
+        text = "héllo ☃ " * 10000
+        expected = tokenizer.encode(text)
+        assert len(text) > tokenizer.short
+        assert await aside.encode(text, True) == (len(expected), expected)
+        assert await aside.encode(text, True, Cut(10)) == (len(expected), None)
+        assert await aside.encode(text, True, Cut(10, keep=7)) == (len(expected), expected[-7:])
+        assert await aside.encode(text, True, Cut(10, keep=7, right=True)) == (len(expected), expected[:7])
+        assert await aside.encode("ab", True, Cut(1)) == (2, None)
+        assert await aside.decode(expected, False) == text
+        message = [{"role": "user", "content": text}]
+        assert (await aside.render(message, add_special_tokens=False))[2] == tokenizer.encode("<user>" + text)
+        with pytest.raises(RequestError, match="lone surrogate"):
+            await aside.encode(text + "\ud800", True)
+
+    with_aside(model, work)
+
+
+def test_json_is_the_same_from_a_process(model):
+    async def work(aside: Aside) -> None:
+        raw = b'{"a": [1, 2.5, null, true, "\\u00e9"], "n": 123456789012345678901234567890, "l": "' + b"x\\n" * 50000 + b'"}'
+        value = await aside.parse(raw, PLENTY)
+        assert value == {"a": [1, 2.5, None, True, "é"], "n": 123456789012345678901234567890, "l": "x\n" * 50000}
+        numbers = await aside.parse(b"[" + b"7,-9," * 30000 + b"123456789]", PLENTY)
+        assert type(numbers) is Ids and numbers == [7, -9] * 30000 + [123456789]
+        assert (numbers.least, numbers.greatest) == (-9, 123456789)
+        big = b"[" + b"1," * 20 + b"99999999999999999999]"
+        assert await aside.parse(big, PLENTY) == [1] * 20 + [99999999999999999999]
+        for bad, why in (
+            (b"[" * 100 + b"]" * 100, "64 deep"), (b"[" * 100000, "not valid JSON|deep"),
+            (b"[" + b"[]," * 1000 + b"1]", "1000 arrays"),
+            (b"[" + b'"a",' * 10000 + b"1]", "10000 values"), (b"[" + b"1," * 100000 + b"1]", "100000 integers"),
+            (b'{"a": NaN}', "not valid JSON"), (b'"\\ud800"', "not valid JSON"), (b'{"a": 1e400}', "not valid JSON"),
+        ):  # fmt: skip
+            with pytest.raises(RequestError, match=why) as caught:
+                await aside.parse(bad, PLENTY)
+            assert caught.value.parameter == "body"
+
+    with_aside(model, work)
+
+
+@pytest.mark.parametrize(
+    "template, why", [(LOOP, "too long|too much processor"), (GROW, "memory"), (IN_C, "too long|memory|processor")]
+)
+def test_a_template_is_bounded(model, monkeypatch, template, why):
+    monkeypatch.setenv("QUIRE_TEMPLATE_SECONDS", "1")
+
+    async def work(aside: Aside) -> None:
+        with pytest.raises(InvalidParameter, match=why) as caught:
+            await rendered(aside, template)
+        assert caught.value.parameter == "messages"
+        assert await rendered(aside) == "<user>hello"
+
+    with_aside(model, work)
+
+
+def test_looping_templates_leave_room_for_others(model):
+    async def work(aside: Aside) -> None:
+        looping = [asyncio.create_task(rendered(aside, LOOP)) for _ in range(3)]
+        await asyncio.sleep(0.5)
+        assert [await rendered(aside) for _ in range(3)] == ["<user>hello"] * 3
+        assert not any(task.done() for task in looping)
+        for task in looping:
+            task.cancel()
+        await asyncio.gather(*looping, return_exceptions=True)
+
+    with_aside(model, work)
+
+
+def test_a_killed_process_is_replaced_and_its_job_is_done(model):
+    async def work(aside: Aside) -> None:
+        assert await rendered(aside) == "<user>hello"
+        [pid] = aside.pids
+        os.kill(pid, signal.SIGKILL)
+        assert await rendered(aside) == "<user>hello"
+        assert pid not in aside.pids
+        [pid] = aside.pids
+        os.kill(pid, signal.SIGSTOP)
+        waiting = asyncio.create_task(rendered(aside))
+        await asyncio.sleep(0.1)
+        os.kill(pid, signal.SIGKILL)
+        assert await waiting == "<user>hello"
+
+    with_aside(model, work)
+
+
+def test_a_job_that_loses_two_processes_is_refused(model, monkeypatch):
+    monkeypatch.setattr(pool, "COMMAND", ())
+    monkeypatch.setattr(pool.Helper.__init__, "__defaults__", (("/bin/false",),))
+
+    async def work(aside: Aside) -> None:
+        with pytest.raises(InvalidParameter, match="two processes were lost"):
+            await rendered(aside)
+
+    with_aside(model, work)
+
+
+def test_what_nobody_waits_for_is_ended(model, monkeypatch):
+    monkeypatch.setattr(pool, "PATIENCE", 0.2)
+    monkeypatch.setattr(aside_module, "MOST_LONG", 2)
+
+    async def work(aside: Aside) -> None:
+        task = asyncio.create_task(rendered(aside, LOOP))
+        while not aside.pids:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.2)
+        [pid] = aside.pids
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        while aside.pids:
+            await asyncio.sleep(0.02)
+        while _runs(pid):
+            await asyncio.sleep(0.02)
+
+    with_aside(model, work)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
