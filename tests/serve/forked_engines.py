@@ -1,14 +1,13 @@
 """Engine processes that start in a blink: one process has imported everything, and forks an engine whenever one is asked for.
 
-    AsyncLLM ──► relay DIRECTORY PARENT SOCKET ── its descriptors ──► nursery ── fork ──► engine
+    AsyncLLM ──► relay JOURNAL PARENT SOCKET ── its descriptors ──► nursery ── fork ──► engine
 
 The relay lives as long as its engine does, and the engine as its relay: killing one ends the other.
 
-    python forked_engines.py nursery ADDRESS        python forked_engines.py relay ADDRESS DIRECTORY PARENT SOCKET
+    python forked_engines.py nursery ADDRESS        python forked_engines.py relay ADDRESS JOURNAL PARENT SOCKET
 """
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -17,8 +16,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-
-LONGEST_MESSAGE = 4096
 
 
 @contextlib.contextmanager
@@ -36,11 +33,11 @@ def nursery(directory: Path) -> Iterator[tuple[str, ...]]:
         process.stdout.close()
 
 
-def relay(address: str, directory: str, parent: str, number: str) -> None:
+def relay(address: str, journal: str, _: str, mailbox: str) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(address)
-        socket.send_fds(server, [json.dumps([directory]).encode()], [1, 2, int(number)])
-        os.close(int(number))
+        socket.send_fds(server, [b"!"], [1, 2, int(journal), int(mailbox)])
+        os.close(int(mailbox))
         server.recv(1)  # until the engine ends
 
 
@@ -66,9 +63,8 @@ def be_an_engine(connection: socket.socket, parent: int) -> int:
     from quire.engine.process import main
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    message, descriptors, _, _ = socket.recv_fds(connection, LONGEST_MESSAGE, 3)
-    [directory] = json.loads(message)
-    out, err, mailbox = descriptors
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, 4)
+    out, err, journal, mailbox = descriptors
     os.dup2(out, 1)
     os.dup2(err, 2)
     os.close(out)
@@ -79,7 +75,7 @@ def be_an_engine(connection: socket.socket, parent: int) -> int:
         os._exit(1)
 
     threading.Thread(target=die_with_the_relay, daemon=True).start()
-    code = main([directory, str(parent), str(mailbox)])
+    code = main([str(journal), str(parent), str(mailbox)])
     sys.stderr.flush()
     return code
 
