@@ -1,0 +1,44 @@
+"""JSON in pieces is the JSON that would have been written at once, and paced work takes turns."""
+
+import asyncio
+import json
+import time
+
+from quire.paced import PIECE, TURN, Lazily, Pace, json_pieces
+
+
+def test_pieces_are_the_same_json():
+    long = 'é\n☃"' * PIECE
+    value = {"a": [long, {"b": long, "c": None}], "n": list(range(3 * PIECE)), "e": [], "few": [1, "x", {"y": 2.5}]}
+    lazy = {**value, "lazy": Lazily({"i": i} for i in range(1000)), "none": Lazily(())}
+    pieces = asyncio.run(json_pieces(lazy, 1 << 16))
+    assert len(pieces) > 5
+    assert json.loads(b"".join(pieces)) == {**value, "lazy": [{"i": i} for i in range(1000)], "none": []}
+    assert asyncio.run(json_pieces({"a": 1})) == [b'{"a":1}']
+
+
+def test_paced_work_has_a_turn_in_a_round_of_the_loop():
+    """All of them together, not each: the work of one round is little more than a turn."""
+    rounds: list[int] = [0]
+
+    async def count_rounds() -> None:
+        while True:
+            rounds.append(0)
+            await asyncio.sleep(0)
+
+    async def work() -> None:
+        pace = Pace()
+        for _ in range(4):
+            await pace()
+            rounds[-1] += 1
+            end = time.perf_counter() + 1.5 * TURN
+            while time.perf_counter() < end:
+                pass
+
+    async def run() -> None:
+        counting = asyncio.create_task(count_rounds())
+        await asyncio.gather(*[work() for _ in range(5)])
+        counting.cancel()
+
+    asyncio.run(run())
+    assert sum(rounds) == 20 and max(rounds) <= 2
