@@ -36,15 +36,15 @@ def make_tokenizer(directory: Path) -> Tokenizer:
     return tokenizer
 
 
-def make_model(directory: Path) -> Path:
+def make_model(directory: Path, **changes: int) -> Path:
     make_tokenizer(directory)
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256, bos_token_id=0, eos_token_id=1, initializer_range=0.3,
-    )  # fmt: skip
+    sizes = {
+        "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+    config = LlamaConfig(**(sizes | changes), initializer_range=0.3)
     LlamaForCausalLM(config).save_pretrained(directory)
     return directory

@@ -123,6 +123,22 @@ def test_a_row_gets_the_same_bits_in_any_company(shape, monkeypatch):
 
 
 @by_kernel
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_placing_first_and_attending_then_gives_the_same_bits(shape):
+    rows, _, pages = make_rows(shape, LENGTHS)
+    kv, qkv = make_cache(shape, pages), make_qkv(shape, len(LENGTHS))
+    other = kv.clone().as_strided(kv.shape, kv.stride())
+    expected = run_kernel(shape, kv, qkv, rows)
+    rotation, norms = make_extras(shape)
+    terms = {"scale": shape.head_dim**-0.5, "window": shape.window, "rotation": rotation, "norms": norms}
+    OneQuery(other, qkv, None, **terms).run(rows)
+    assert torch.equal(kv, other)
+    out = torch.full_like(expected, float("nan"))
+    OneQuery(other, qkv[:, : shape.heads * shape.head_dim], out, placed=True, **terms).run(rows)
+    assert torch.equal(out, expected)
+
+
+@by_kernel
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_many_rows_are_divided(workers, monkeypatch):
     """Far more than one thread is worth."""

@@ -58,6 +58,15 @@ def one_query_rows(batch: Batch, group: int) -> one_query.Rows:
     return rows
 
 
+def token_rows(batch: Batch, group: int) -> one_query.Rows:
+    """All tokens of a batch, each a row by itself."""
+    if ("tokens", group) not in batch.plans:
+        rows = [item for item in enumerate(batch.rows) if item[1][1]]
+        batch.plans["tokens", group] = _singles(rows, batch.groups[group].tables).rows
+    found: one_query.Rows = batch.plans["tokens", group]
+    return found
+
+
 class CPUAttention:
     """One per layer: it keeps views of the layer's cache."""
 

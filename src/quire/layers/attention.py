@@ -6,6 +6,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from quire.attn.backend import AttentionBackend, AttentionSpec, choose_backend
 from quire.attn.batch import Batch
+from quire.attn.singly import Singly, wanted
 from quire.layers.linear import Linear, MergedLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter import parameter
@@ -116,6 +117,10 @@ def attend_heads(attention: SelfAttention, qkv: Tensor, batch: Batch) -> Tensor:
     core = attention.core
     rotation = None if attention.rope is None else attention.rope.table
     write = batch.groups[core.group].write
+    if wanted(core.spec, core.bound()):
+        singly = Singly(core.spec, core.bound(), core.group, rotation, attention.norms)
+        query = singly.place(qkv, batch)
+        return singly.attend(keep(query, batch), batch.final) if attention.last else singly.attend(query, batch)
     if qkv.is_cuda:
         query = place_heads(qkv, core.bound(), write, batch.positions, rotation, attention.norms)
     else:

@@ -32,5 +32,10 @@ def multiplies_floats() -> bool:
     return kernels() is not None and bool(kernels().multiplies_floats())
 
 
+def run_decoders() -> bool:
+    """Do they do all the products of a decoder here? Then a row's numbers depend on nothing that is beside it."""
+    return multiplies() and multiplies_floats()
+
+
 def workers() -> int:
     return min(torch.get_num_threads(), MOST_WORKERS)

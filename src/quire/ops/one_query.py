@@ -37,15 +37,15 @@ class Rows:
 
 class OneQuery:
     """One layer's attention on memory that stays: from the first rows of `qkv` [C, (heads + 2 * kv_heads) * head_dim] to those
-    of `out` [C, heads * head_dim]. Or, `placed`: queries are normed and turned and keys and values in the cache, and `qkv` are
-    queries alone.
+    of `out` [C, heads * head_dim]. Or, where tokens of one row see each other, in two calls: without an `out`, keys and values
+    go to the cache; `placed`, they are there, and `qkv` are queries alone. The numbers are the same in either way.
     """
 
     def __init__(
         self,
         kv: Tensor,
         qkv: Tensor,
-        out: Tensor,
+        out: Tensor | None,
         *,
         scale: float,
         window: int | None,
@@ -54,16 +54,17 @@ class OneQuery:
         placed: bool = False,
     ) -> None:
         _, _, kv_heads, page_size, head_dim = kv.shape
-        queries = out.shape[1]
+        queries = qkv.shape[1] - (0 if placed else 2 * kv_heads * head_dim)
         angles = [] if rotation is None else [rotation.cos, rotation.sin]
         weights = [] if norms is None else [(weight.float() + norms.offset) for weight in (norms.query, norms.key)]
         self._memory = kv, qkv, out, *angles, *weights
+        outputs = [] if out is None else [out]
         columns = [qkv] if placed else [qkv, qkv[:, queries:], qkv[:, queries + kv_heads * head_dim :]]
-        tensors = [columns, [out, kv[:, 0], kv[:, 1]], angles, weights]
+        tensors = [columns, outputs, [kv[:, 0], kv[:, 1]], angles, weights]
         addresses = [[tensor.data_ptr() for tensor in some] for some in tensors]
         self.packed = LAYER.pack(
-            *(address for some, count in zip(addresses, (3, 3, 2, 2), strict=True) for address in (*some, 0, 0, 0)[:count]),
-            *(qkv.stride(0), out.stride(0), kv.stride(0), kv.stride(2)),
+            *(address for some, count in zip(addresses, (3, 1, 2, 2, 2), strict=True) for address in (*some, 0, 0, 0)[:count]),
+            *(qkv.stride(0), 0 if out is None else out.stride(0), kv.stride(0), kv.stride(2)),
             *(queries // head_dim // kv_heads, kv_heads, head_dim, angles[0].shape[1] if angles else 0, page_size, window or 0),
             *(scale, 0.0 if norms is None else norms.eps),
         )

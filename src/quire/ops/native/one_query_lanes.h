@@ -186,6 +186,7 @@ static void UNITS(const Layer *l, const Rows *r, int64_t first, int64_t last) {
     for (int64_t unit = first; unit < last; unit++) {
         int64_t row = unit / l->kv_heads, head = unit % l->kv_heads, dim = l->head_dim, position = r->lengths[row] - 1;
         if (l->keys) place(l, r, row, head, position);
+        if (!l->out) continue;
         for (int64_t g = 0; g < l->group; g += TILE) {
             int64_t column = (head * l->group + g) * dim, count = least(l->group - g, TILE);
             const float *from = l->queries + row * l->query_stride + column;
