@@ -13,6 +13,8 @@ import openai
 import pytest
 from server_process import body, read_stream, serving
 
+from quire.config.server_args import ServerArgs
+
 SCHEMA = {
     "type": "object",
     "properties": {"ok": {"type": "boolean"}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -177,6 +179,13 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": BAD}}
 NAMED = {"type": "function", "function": {"name": "f"}}
 
 
+@pytest.fixture
+def parsing(server):
+    """A parser that was asked for adds nothing to the prompt, of which the tiny model takes 256 tokens."""
+    with server.serve(ServerArgs(enable_auto_tool_choice=True, tool_call_parser="hermes")) as client:
+        yield client
+
+
 @pytest.mark.parametrize(
     "fields, param, begins",
     [
@@ -205,15 +214,15 @@ NAMED = {"type": "function", "function": {"name": "f"}}
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_error_names_the_field_that_was_sent(http, fields, param, begins, stream):
-    answer = http.post("/v1/chat/completions", json={"model": "tiny", "messages": HELLO, "stream": stream, **fields})
+def test_an_error_names_the_field_that_was_sent(parsing, fields, param, begins, stream):
+    answer = parsing.post("/v1/chat/completions", json={"model": "tiny", "messages": HELLO, "stream": stream, **fields})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param) and error["message"].startswith(begins), error
 
 
-def test_an_error_names_the_field_as_its_protocol_has_it(http):
+def test_an_error_names_the_field_as_its_protocol_has_it(parsing):
     def refused(path, **fields):
-        answer = http.post(path, json={"model": "tiny", **fields})
+        answer = parsing.post(path, json={"model": "tiny", **fields})
         assert answer.status_code == 400, answer.text
         return answer.json()["error"]
 
