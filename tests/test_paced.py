@@ -1,8 +1,10 @@
 """JSON in pieces is the JSON that would have been written at once, and paced work takes turns."""
 
 import asyncio
+import gc
 import json
 import time
+import weakref
 
 from quire.paced import PIECE, TURN, Lazily, Pace, json_pieces
 
@@ -42,3 +44,13 @@ def test_paced_work_has_a_turn_in_a_round_of_the_loop():
 
     asyncio.run(run())
     assert sum(rounds) == 20 and max(rounds) <= 2
+
+
+def test_no_loop_outlives_its_work():
+    async def run() -> "weakref.ref[asyncio.AbstractEventLoop]":
+        await json_pieces(Lazily(range(10)))
+        return weakref.ref(asyncio.get_running_loop())
+
+    loop = asyncio.run(run())
+    gc.collect()
+    assert loop() is None

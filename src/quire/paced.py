@@ -20,10 +20,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _Turns:
-    """The time that paced work has had in this round of an event loop. Who finds it used up waits for a round of its own."""
+    """The time that paced work has had in this round of an event loop. Who finds it used up waits for a round of its own.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    It does not hold the loop that it is kept for.
+    """
+
+    def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._armed = False
         self.used = 0.0
@@ -32,10 +34,10 @@ class _Turns:
         self.used += seconds
         if not self._armed:
             self._armed = True
-            self._loop.call_soon(self._next_round)
+            asyncio.get_running_loop().call_soon(self._next_round)
 
     async def wait(self) -> None:
-        turn = self._loop.create_future()
+        turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         await turn
 
@@ -63,7 +65,7 @@ class Pace:
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         turns = _turns.get(loop)
-        self._turns = turns if turns is not None else _turns.setdefault(loop, _Turns(loop))
+        self._turns = turns if turns is not None else _turns.setdefault(loop, _Turns())
         self._since = 0.0
 
     def begin(self) -> None:

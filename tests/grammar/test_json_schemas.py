@@ -66,8 +66,8 @@ def walk(schema, seed: int) -> Any:
     return None
 
 
-def told(schema) -> list[str]:
-    return unenforced(StructuredOutputsParams(json=schema))
+def told(schema, **options) -> list[str]:
+    return unenforced(StructuredOutputsParams(json=schema, **options))
 
 
 # ---- Pydantic's own
@@ -242,6 +242,17 @@ def test_objects_have_no_keys_but_those_they_name():
     assert accepts({**inner, "additionalProperties": True}, {"z": 1})
     assert not accepts({"type": "object", "properties": {}}, {"z": 1})
     assert not accepts({"type": "array", "prefixItems": [{"type": "integer"}]}, [1, 2])
+
+
+def test_what_open_objects_are_not_held_to_is_told():
+    schema = {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1}
+    assert not accepts(schema, {}) and told(schema) == []
+    assert accepts(schema, {}, disable_additional_properties=False)
+    assert told(schema, disable_additional_properties=False) == ["minProperties"]
+    silent = StructuredOutputsParams(json=schema)
+    assert unenforced(silent, closed=False) == ["minProperties"]
+    with pytest.raises(GrammarError, match="minProperties"):
+        matcher(schema, strict=True, disable_additional_properties=False)
 
 
 def test_who_speaks_of_one_object_closes_it_together():

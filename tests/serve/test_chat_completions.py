@@ -160,6 +160,10 @@ def test_templates_of_requests_are_not_trusted(http, server):
         assert refused(http, chat_template_kwargs={name: "x"})["param"] == "chat_template_kwargs"
 
 
+def test_a_templates_variables_may_have_any_other_name(http):
+    chat(http, chat_template_kwargs=dict.fromkeys(("cut", "most", "tell_tools", "variables", "job", "kwargs"), 1))
+
+
 @pytest.mark.parametrize(
     "body, param",
     [

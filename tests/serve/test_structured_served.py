@@ -108,6 +108,10 @@ def test_schemas_are_closed_unless_told_otherwise(http):
     wide = {"json": schema, "disable_additional_properties": False}
     texts = [complete(http, seed=seed, max_tokens=40, structured_outputs=wide) for seed in range(8)]
     assert any(re.match(r'\s*\{\s*"ok"\s*:\s*(true|false)\s*,', text) for text in texts)
+    counted = {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1}
+    for options, told in ({}, None), ({"disable_additional_properties": False}, "minProperties"):
+        request = {"model": "tiny", "prompt": "a", "max_tokens": 4, "structured_outputs": {"json": counted, **options}}
+        assert http.post("/v1/completions", json=request).headers.get(TOLD) == told
 
 
 def test_ebnf_and_many_choices(http):

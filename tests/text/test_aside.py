@@ -1,8 +1,11 @@
 """Text work beside an event loop: nothing a template or a text does holds it up, ends it, or ends the work of others."""
 
 import asyncio
+import errno
 import os
 import signal
+import sys
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +20,7 @@ from quire.text.aside import Aside
 from quire.text.helper import pool
 from quire.text.helper.wire import Cut, Ids, Parse
 from quire.text.tokenizer_files import read_tokenizer
-from quire.types.errors import InvalidParameter, PromptTooLong, RequestError
+from quire.types.errors import EngineError, InvalidParameter, PromptTooLong, RequestError
 
 USER = [{"role": "user", "content": "hello"}]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -60,12 +63,12 @@ async def rendered(aside: Aside, template: str | None = None, **options: Any) ->
 
 def test_templates_render_as_in_this_process(model):
     async def work(aside: Aside) -> None:
-        text, count, ids = await aside.render(USER, add_special_tokens=False, word="é€")
+        text, count, ids = await aside.render(USER, add_special_tokens=False, variables={"word": "é€"})
         assert text == "<user>helloé€" and count == len(text.encode())
         assert ids == read_tokenizer(model).encode(text, add_special_tokens=False)
         big = {"n": 10**30, "deep": [[[{"a": None}]]]}
         assert (
-            await rendered(aside, "{{ x.n }} {{ x | tojson }}", x=big)
+            await rendered(aside, "{{ x.n }} {{ x | tojson }}", variables={"x": big})
             == f'{10**30} {{"n": {10**30}, "deep": [[[{{"a": null}}]]]}}'
         )
         with pytest.raises(RequestError, match="not today") as caught:
@@ -74,7 +77,7 @@ def test_templates_render_as_in_this_process(model):
         with pytest.raises(RequestError, match="not valid Jinja"):
             await rendered(aside, "{% if %}")
         with pytest.raises(RequestError, match="lone surrogate"):
-            await rendered(aside, x="\ud800")
+            await rendered(aside, variables={"x": "\ud800"})
         with pytest.raises(PromptTooLong, match="wrote 11 characters"):
             await rendered(aside, most=10)
 
@@ -176,6 +179,47 @@ def test_a_job_that_loses_two_processes_is_refused(model, monkeypatch):
     async def work(aside: Aside) -> None:
         with pytest.raises(InvalidParameter, match="two processes were lost"):
             await rendered(aside)
+
+    with_aside(model, work)
+
+
+def test_a_process_that_ends_with_a_refusal_is_not_used_again(model, monkeypatch):
+    """Nor is it held against the next job."""
+    heavy = "from quire.text.helper import worker; import sys; worker.HEAVY = 0; worker.main(sys.argv[1:])"
+    monkeypatch.setattr(pool.Helper.__init__, "__defaults__", ((sys.executable, "-P", "-c", heavy),))
+
+    async def work(aside: Aside) -> None:
+        bad = [aside.parse(b"{", PLENTY) for _ in range(2)]
+        assert [type(error) for error in await asyncio.gather(*bad, return_exceptions=True)] == [InvalidParameter] * 2
+        assert aside.pids == []
+        assert await aside.parse(b"[1]", PLENTY) == [1]
+
+    with_aside(model, work)
+
+
+def test_a_start_that_fails_or_is_given_up_makes_room_for_those_who_wait(model, monkeypatch):
+    monkeypatch.setattr(aside_module, "MOST_QUICK", 1)
+    may_start, real = threading.Event(), pool.Helper.__init__
+    failing = True
+
+    def start(self: pool.Helper, where: str) -> None:
+        assert may_start.wait(60)
+        if failing:
+            raise OSError(errno.EMFILE, "too many open files")
+        real(self, where)
+
+    monkeypatch.setattr(pool.Helper, "__init__", start)
+
+    async def work(aside: Aside) -> None:
+        nonlocal failing
+        asked = [asyncio.create_task(rendered(aside)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        asked[0].cancel()
+        may_start.set()
+        outcomes = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
+        assert [type(outcome) for outcome in outcomes] == [asyncio.CancelledError, EngineError, EngineError]
+        failing = False
+        assert await rendered(aside) == "<user>hello"
 
     with_aside(model, work)
 

@@ -152,11 +152,13 @@ def prepare_schema(schema: Schema, params: StructuredOutputsParams | None = None
     return {**changed, "x-guidance": options}
 
 
-def unenforced(params: StructuredOutputsParams) -> list[str]:
-    """The keywords of its JSON schemas that the grammar does not hold the answer to."""
+def unenforced(params: StructuredOutputsParams, closed: bool = True) -> list[str]:
+    """The keywords of its JSON schemas that the grammar does not hold the answer to. `closed`: are objects, if it is silent?"""
+    said = params.disable_additional_properties
+    closed = params.json is None or (closed if said is None else said)
     found: dict[str, None] = {}
     for schema in _schemas(params):
-        preparation = Preparation(schema)
+        preparation = Preparation(schema, closed)
         try:
             preparation.make()
         except GrammarError:

@@ -121,7 +121,7 @@ async def render_messages(
         chat_template=request.chat_template,
         chat_template_content_format=server.settings.chat_template_content_format,
         documents=documents,
-        **variables,
+        variables=variables,
     )
     return _prompt(server, text, count, ids, "messages")
 

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from quire.grammar.backend import GrammarError
 from quire.grammar.schema import Preparation, unenforced
 from quire.serve.protocol.fields import GenerationFields
+from quire.serve.server import server_of
 from quire.serve.tools import ToolUse
 from quire.types.errors import InvalidParameter
 from quire.types.structured import MOST_GRAMMAR_BYTES, StructuredOutputsParams, as_structured_outputs
@@ -33,13 +34,16 @@ async def tell_unenforced(raw: Request, wanted: StructuredOutputsParams | None, 
     """Puts into the answer's headers what the grammar does not hold to. Raises InvalidParameter for a strict tool's schema."""
     if wanted is None or wanted.size > MOST_GRAMMAR_BYTES:
         return
-    at_once = wanted.size <= SMALL
-    keywords = _look_over(wanted, use) if at_once else await asyncio.to_thread(_look_over, wanted, use)
+    closed = server_of(raw).llm.config.args.structured_outputs_config.get("disable_additional_properties", True)
+    if wanted.size <= SMALL:
+        keywords = _look_over(wanted, use, closed)
+    else:
+        keywords = await asyncio.to_thread(_look_over, wanted, use, closed)
     if keywords:
         raw.state.told = [(UNENFORCED, ", ".join(keywords).encode("ascii", "replace"))]
 
 
-def _look_over(wanted: StructuredOutputsParams, use: ToolUse | None) -> list[str]:
+def _look_over(wanted: StructuredOutputsParams, use: ToolUse | None, closed: bool) -> list[str]:
     for i, (name, schema) in enumerate((use.schemas or {}).items() if use is not None and use.forced else ()):
         if use is not None and name in use.strict and use.name in (None, name):
             try:
@@ -47,7 +51,7 @@ def _look_over(wanted: StructuredOutputsParams, use: ToolUse | None) -> list[str
             except GrammarError as error:
                 field = f"tools[{i}].function.parameters"
                 raise InvalidParameter(f"{field}: {error}", field) from None
-    return unenforced(wanted)
+    return unenforced(wanted, closed)
 
 
 def from_response_format(given: dict[str, Any]) -> StructuredOutputsParams | None:

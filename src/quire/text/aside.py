@@ -98,7 +98,7 @@ class Aside:
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         tell_tools: bool = False,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, int, list[int] | None]:
         """The prompt of a conversation, how many tokens it has, and those that are wanted (see `encode`)."""
         tokenizer = self._has_tokenizer()
@@ -110,7 +110,7 @@ class Aside:
             None if documents is None else list(documents),
             add_generation_prompt,
             continue_final_message,
-            {**tokenizer.special_tokens_map, **variables},
+            {**tokenizer.special_tokens_map, **(variables or {})},
             chat_template_content_format,
             tell_tools,
             add_special_tokens,

@@ -24,7 +24,7 @@ import msgspec
 from quire.paced import Pace
 from quire.subprocesses import environment
 from quire.text.helper import wire
-from quire.types.errors import EngineDead, InvalidParameter
+from quire.types.errors import EngineDead, EngineError, InvalidParameter
 
 COMMAND = (sys.executable, "-P", "-m", "quire.text.helper.worker")
 LONGEST = 600.0  # seconds that a process may take for a job: it counts its own processor time, and may be starved of it
@@ -46,6 +46,8 @@ class Helper:
         ours, theirs = socket.socketpair()
         with contextlib.ExitStack() as cleaning:
             cleaning.callback(theirs.close)
+            unused = cleaning.enter_context(contextlib.ExitStack())
+            unused.callback(ours.close)
             self._child = subprocess.Popen(
                 [*command, str(theirs.fileno()), where],
                 pass_fds=[theirs.fileno()],
@@ -53,8 +55,10 @@ class Helper:
                 env={**(environment() or os.environ), "TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"},
                 process_group=0,  # Ctrl-C is for the parent
             )
+            unused.pop_all()
         ours.setblocking(False)
         self.asked = False  # it has a whole job, and its answer is not read to the end
+        self.ends = False  # it has said that its latest answer was the last
         self._socket = ours
         self._buffer = bytearray()
         self.end = weakref.finalize(self, _end, self._child, ours)
@@ -85,16 +89,18 @@ class Helper:
             raise Lost from error
 
     async def answer(self) -> Any:
-        """The value, and whether the process ends. One that was read in part may be read to its end, and is of no use then."""
+        """One that was read in part may be read to its end, and is of no use then."""
         reader, pace = wire.Reader(), Pace()
         while True:
-            pace.begin()
             frame = await self._frame()
+            pace.begin()
             await pace()
             self.asked = frame[:1] not in wire.FINAL
+            self.ends = frame[:1] in wire.LAST.values()
             value = reader.take(frame)
             if value is not None:
-                return value[0], reader.last
+                return value[0]
+            await pace()
 
     async def _frame(self) -> bytes:
         size = _LENGTH.size
@@ -155,7 +161,7 @@ class Pool:
             helper = await self._take()
             late = asyncio.get_running_loop().call_later(LONGEST, helper.kill)
             try:
-                value, last = await helper.ask(head, blob)
+                value = await helper.ask(head, blob)
             except Lost:
                 self._drop(helper)
                 if self._closed:
@@ -171,10 +177,7 @@ class Pool:
                 self._give_back(helper)
                 raise
             else:
-                if last:
-                    self._drop(helper)
-                else:
-                    self._give_back(helper)
+                self._give_back(helper)
                 return value
             finally:
                 late.cancel()
@@ -191,6 +194,11 @@ class Pool:
                 self._starting += 1
                 try:
                     helper = await loop.run_in_executor(self._threads, Helper, self._where)
+                except BaseException as error:
+                    self._wake()  # there is room for another start
+                    if isinstance(error, OSError):
+                        raise EngineError(f"a text process cannot be started: {error}") from error
+                    raise
                 finally:
                     self._starting -= 1
                 self._helpers.add(helper)
@@ -216,6 +224,9 @@ class Pool:
         return helper
 
     def _give_back(self, helper: Helper) -> None:
+        if helper.ends:
+            self._drop(helper)
+            return
         if helper in self._helpers:
             self._free.append(helper)
         self._wake()
@@ -237,12 +248,13 @@ class Pool:
         async def finish() -> None:
             try:
                 async with asyncio.timeout(PATIENCE):
-                    _, last = await helper.answer()
+                    await helper.answer()
             except (Lost, TimeoutError, OSError, asyncio.CancelledError):
-                last = True
+                self._drop(helper)
+                return
             except Exception:
-                last = False  # it was refused
-            (self._drop if last else self._give_back)(helper)
+                pass  # it was refused
+            self._give_back(helper)
 
         _strays.add(task := asyncio.get_running_loop().create_task(finish()))
         task.add_done_callback(_strays.discard)

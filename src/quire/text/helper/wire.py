@@ -13,8 +13,10 @@ import msgspec
 
 from quire.types import errors
 
-TEXT, TEXT_END, INTS, INTS_END, VALUE, LAST_VALUE, REFUSED = b"t", b"T", b"i", b"I", b"v", b"V", b"r"
-FINAL = (VALUE, LAST_VALUE, REFUSED)
+TEXT, TEXT_END, INTS, INTS_END = b"t", b"T", b"i", b"I"
+VALUE, REFUSED = b"v", b"r"
+LAST = {VALUE: b"V", REFUSED: b"R"}  # the same of a process that ends
+FINAL = (*LAST, *LAST.values())
 LONG_TEXT = 1 << 14  # characters
 LONG_INTS = 16
 INTS_PIECE = 1 << 15
@@ -209,7 +211,6 @@ class Reader:
     """Puts the frames of one answer together."""
 
     def __init__(self) -> None:
-        self.last = False  # the process that answered ends
         self._texts: list[str] = []
         self._ints = Ids()
         self._sections: list[str | Ids] = []
@@ -230,11 +231,10 @@ class Reader:
             self._ints.least, self._ints.greatest = msgspec.msgpack.decode(body)
             self._sections.append(self._ints)
             self._ints = Ids()
-        elif mark == REFUSED:
+        elif mark in (REFUSED, LAST[REFUSED]):
             kind, message, parameter = msgspec.msgpack.decode(body)
             raise getattr(errors, kind, errors.RequestError)(message, parameter)
         else:
-            self.last = mark == LAST_VALUE
             return (msgspec.msgpack.decode(body, ext_hook=self._restore),)
         return None
 

@@ -76,8 +76,8 @@ class Worker:
             except RequestError as error:
                 frames = [wire.refusal(error)]
             heavy = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT > HEAVY
-            if heavy and frames[-1][:1] == wire.VALUE:
-                frames[-1] = wire.LAST_VALUE + frames[-1][1:]
+            if heavy:
+                frames[-1] = wire.LAST[frames[-1][:1]] + frames[-1][1:]
             for frame in frames:
                 self._frames.send(frame)
             if heavy:
