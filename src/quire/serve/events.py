@@ -12,10 +12,11 @@ from typing import Literal
 
 import msgspec
 
+from quire.paced import Pace
 from quire.text.parse.call import Tools
 from quire.text.parse.events import Event, Reasoning, Text, ToolArguments, ToolEnd, ToolStart
 from quire.text.parse.format import Format
-from quire.text.parse.machine import Parser
+from quire.text.parse.machine import Parser, joined
 from quire.types.outputs import CompletionOutput
 
 _SHORT_ID = 9  # characters; templates of some families accept no other ids
@@ -60,16 +61,19 @@ class Reader:
         if reading.form is not None:
             self._parser = Parser(reading.form, tools=reading.tools, inside=reading.inside, noise=reading.noise)
 
-    def read(self, part: CompletionOutput) -> list[Event]:
+    async def read(self, part: CompletionOutput, pace: Pace) -> list[Event]:
         """What is new in an output, which holds what is new since the last one."""
         if self._parser is None:
             return [Text(part.text)] if part.text else []
         if self._thought is None and self._reading.end_id is not None:
             self._count(part.token_ids)
         mistaken = self._parser.mistaken
-        events = self._parser.feed(part.text)
-        if part.finish_reason is not None:
-            events += self._parser.finish()
+        turns = self._parser.turns(part.text, last=part.finish_reason is not None)
+        events = next(turns)
+        for more in turns:
+            await pace()
+            events += more
+        events = joined(events)
         kept = [known for event in events if (known := self._keep(event)) is not None]
         if self._reading.on_call is not None:
             cut = part.finish_reason == "length"

@@ -116,10 +116,12 @@ async def prepare_turn(
 async def play(server: Server, turn: Turn) -> Steps:
     """The answers as they come. Leaving ends everything in the engine."""
     readers: dict[int, Reader] = {}
+    pace = Pace()
     async with aclosing(run(server, turn.job)) as outputs:
         async for _, output in outputs:
             raise_failure(output)
-            yield _step(turn, output, readers)
+            pace.begin()
+            yield await _step(turn, output, readers, pace)
 
 
 async def play_at_once(server: Server, turn: Turn, request: ChatRequest) -> Step:
@@ -129,20 +131,20 @@ async def play_at_once(server: Server, turn: Turn, request: ChatRequest) -> Step
     heard, pace = [], Pace()
     for part in output.outputs:
         await pace()
-        heard.append(_hear(part, turn.reading.reader()))
+        heard.append(await _hear(part, turn.reading.reader(), pace))
     return Step(output, heard)
 
 
-def _step(turn: Turn, output: RequestOutput, readers: dict[int, Reader]) -> Step:
+async def _step(turn: Turn, output: RequestOutput, readers: dict[int, Reader], pace: Pace) -> Step:
     heard = []
     for part in output.outputs:
         reader = readers.get(part.index) or readers.setdefault(part.index, turn.reading.reader())
-        heard.append(_hear(part, reader))
+        heard.append(await _hear(part, reader, pace))
     return Step(output, heard)
 
 
-def _hear(part: CompletionOutput, reader: Reader) -> Heard:
-    events = reader.read(part)
+async def _hear(part: CompletionOutput, reader: Reader, pace: Pace) -> Heard:
+    events = await reader.read(part, pace)
     return Heard(part, events, reader.finish_reason(part), reader.thought)
 
 

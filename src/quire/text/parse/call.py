@@ -5,12 +5,16 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from quire.text.parse.events import Event, ToolArguments, ToolEnd, ToolStart
-from quire.text.parse.source import Malformed, Source
-from quire.text.parse.values import read_value
+from quire.text.parse.source import Malformed, Pull, Source
+from quire.text.parse.values import reread_value
 
 LONGEST_NAME = 256
 _NAME = re.compile(rf"[^\s\x00-\x1f\ud800-\udfff<>{{}}\"]{{1,{LONGEST_NAME}}}")
+
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw])  # looks at all of it and keeps nothing
 
 Tools = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of the parameters
 
@@ -98,12 +102,13 @@ class Call:
 
 def is_object(text: str) -> bool:
     try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
+        _object.decode(text)
+    except (ValueError, RecursionError):  # an error of msgspec's is a ValueError
         return False
+    return True
 
 
-def write_settled(call: Call, value: str) -> None:
+def write_settled(source: Source, call: Call, value: str) -> Pull[None]:
     """Arguments that came whole: none are an empty object, and an object in a string is what the string says."""
     decoded = json.loads(value)
     if decoded is None or (isinstance(decoded, str) and not decoded.strip()):
@@ -111,10 +116,6 @@ def write_settled(call: Call, value: str) -> None:
         return
     if not isinstance(decoded, str):
         raise Malformed("the arguments are no object")
-    source, pieces = Source(), list[str]()
-    source.text, source.ended = decoded.strip(), True
-    for _ in read_value(source, pieces.append):
-        pass
-    if not decoded.lstrip().startswith("{") or source.at != len(source.text):
+    if not decoded.lstrip().startswith("{"):
         raise Malformed("the arguments are no object")
-    call.write("".join(pieces))
+    call.write((yield from reread_value(source, decoded.strip())))

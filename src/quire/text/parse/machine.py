@@ -10,10 +10,12 @@ whatever marks may be missing behind them.
 """
 
 import re
+from collections.abc import Iterator
+from itertools import groupby
 from typing import Literal
 
 from quire.text.parse.call import Call, Tools
-from quire.text.parse.events import Event, Reasoning, Text, ToolArguments
+from quire.text.parse.events import Event, Reasoning, Text, ToolArguments, ToolEnd, ToolStart
 from quire.text.parse.format import Calls, Channels, Format, Thinking
 from quire.text.parse.parts import Json, Known, Part
 from quire.text.parse.source import Malformed, Marks, Pull, Source, marks_of
@@ -47,6 +49,7 @@ class Parser:
         self._stray: tuple[str, ...] = form.frames  # marks that mean nothing
         self._skipped = ""  # between calls: what is none
         self._count = 0
+        self._end_ahead = -1  # position of an end of the reasoning that was seen
         self.mistaken = 0  # markers of calls that no call followed
         self._over = False
         self._reading = (
@@ -55,25 +58,37 @@ class Parser:
         self._resume()
 
     def feed(self, text: str) -> list[Event]:
-        if text:
-            self._source.add(text)
-            self._resume()
-        return self._take()
+        return self._all(self.turns(text))
 
     def finish(self) -> list[Event]:
         """No more text comes."""
-        self._source.ended = True
-        self._resume()
-        return self._take()
+        return self._all(self.turns("", last=True))
+
+    def turns(self, text: str, last: bool = False) -> Iterator[list[Event]]:
+        """Events, in turns of a moment each: much may have to be read at once, also where text was held back."""
+        source = self._source
+        if text:
+            source.add(text)
+        for complete in (False, True)[: 1 + last]:  # that it is all is told when what there was has been read
+            source.complete |= complete
+            while not self._over and (source.show() or complete):
+                self._resume()
+                if source.hides:
+                    yield self._take()
+        yield self._take()
 
     def _resume(self) -> None:
-        if not self._over:
-            self._over = next(self._reading, self) is self
+        self._over = next(self._reading, self) is self
 
     def _take(self) -> list[Event]:
-        events = _joined(self._events)
+        events = joined(self._events)
         self._events.clear()  # the same list: an open call writes to it
         return events
+
+    def _all(self, turns: Iterator[list[Event]]) -> list[Event]:
+        first = next(turns)
+        rest = [event for events in turns for event in events]
+        return joined(first + rest) if rest else first
 
     def _marks(self, *marks: str) -> Marks:
         return marks_of(self._noise.union(marks))
@@ -145,13 +160,16 @@ class Parser:
         shape = yield from self._choose(tables)
         trial = Call(0, lambda _: None, self._tools or {}, False, lambda: None)
         outcome = "none" if shape is None else (yield from self._try(shape.call, trial))
-        never = outcome == "whole" or (outcome == "broken" and source.ended)
+        never = outcome == "whole" or (outcome == "broken" and source.complete)
         ends = marks_of(frozenset(thinking.end))
-        while never:
-            never = ends.find(source.text, source.at) is None
-            source.at = ends.safe(source.text, source.at)
-            if not never or not (yield from source.more()):
+        while never and source.position > self._end_ahead:
+            found = ends.find(source.text, source.at)
+            source.at = ends.safe(source.text, source.at) if found is None else found[0]
+            if found is not None:
+                self._end_ahead = source.position
+            elif not (yield from source.more()):
                 break
+        never &= source.position > self._end_ahead
         source.rewind()
         source.at += back
         return never
@@ -336,7 +354,7 @@ class Parser:
             header = mark + (yield from source.until(marks_of(frozenset({channels.message})), LONGEST_HEADER))
             yield from source.expect(channels.message)
         except Malformed:
-            if source.ended:
+            if source.ended and len(source.text) - source.at <= LONGEST_HEADER:
                 source.let_go()
                 source.at = len(source.text)
             else:
@@ -347,17 +365,15 @@ class Parser:
         return header
 
 
-def _joined(events: list[Event]) -> list[Event]:
+def joined(events: list[Event]) -> list[Event]:
     """Neighbours of one kind become one event."""
     out: list[Event] = []
-    for event in events:
-        last = out[-1] if out else None
-        if isinstance(event, Text) and isinstance(last, Text):
-            out[-1] = Text(last.text + event.text)
-        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
-            out[-1] = Reasoning(last.text + event.text)
-        elif isinstance(event, ToolArguments) and isinstance(last, ToolArguments) and event.index == last.index:
-            out[-1] = ToolArguments(event.index, last.json + event.json)
+    for _, group in groupby(events, lambda event: (type(event), getattr(event, "index", None))):
+        first, *others = group
+        if not others or isinstance(first, ToolStart | ToolEnd):
+            out += [first, *others]
+        elif isinstance(first, ToolArguments):
+            out.append(ToolArguments(first.index, first.json + "".join(event.json for event in others)))  # type: ignore[union-attr]
         else:
-            out.append(event)
+            out.append(type(first)(first.text + "".join(event.text for event in others)))  # type: ignore[union-attr]
     return out

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from quire.text.parse.call import LONGEST_NAME, Call, write_settled
 from quire.text.parse.source import Malformed, Marks, Pull, Source, marks_of
-from quire.text.parse.values import PYTHON, collect_value, escape, marked, read_bare_key, read_string, read_value
+from quire.text.parse.values import PYTHON, collect_value, escape, marked, read_bare_key, read_string, read_value, reread_value
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _OTHER_KEYS = ("id", "type", "index", "tool_call_id")
@@ -168,7 +168,7 @@ class Envelope:
             if (yield from source.peek()) == "{":
                 yield from read_value(source, call.write)
             else:
-                write_settled(call, (yield from collect_value(source)))
+                yield from write_settled(source, call, (yield from collect_value(source)))
         else:
             value = yield from collect_value(source)
             if key == "id" and value.startswith('"'):
@@ -270,7 +270,7 @@ class Parameters:
             yield from source.literal("\n")
         if types != {"string"}:
             text = yield from _read_all(source, ends)
-            call.write(_as_json(text.removesuffix("\n") if self.lines else text, types))
+            call.write((yield from _as_json(source, text.removesuffix("\n") if self.lines else text, types)))
             yield from source.literal(self.value[1])
             return
         call.write('"')
@@ -315,7 +315,7 @@ class Marked:
                 yield from read_value(source, call.write, dialect)
             else:  # what is no string may be written as one
                 value = yield from collect_value(source, dialect)
-                value = _as_json(json.loads(value), types) if value.startswith('"') else value
+                value = (yield from _as_json(source, json.loads(value), types)) if value.startswith('"') else value
                 call.write(f'{before}"{escape(key)}": {value}')
             before = ", "
             yield from source.space()
@@ -339,10 +339,13 @@ def _read_identifier(source: Source) -> Pull[str]:
 
 
 def _read_all(source: Source, end: Marks) -> Pull[str]:
+    pieces: list[str] = []
     while True:
         found = end.find(source.text, source.at)
+        sure = end.safe(source.text, source.at) if found is None else found[0]
+        pieces.append(source.take(sure - source.at))
         if found is not None:
-            return source.take(found[0] - source.at)
+            return "".join(pieces)
         if not (yield from source.more()):
             raise Malformed("a parameter does not end")
 
@@ -369,16 +372,12 @@ def _types_of(schema: Mapping[str, Any]) -> set[str]:
     return types
 
 
-def _as_json(text: str, types: set[str]) -> str:
+def _as_json(source: Source, text: str, types: set[str]) -> Pull[str]:
     """A value as the model wrote it, as JSON: what its type says, a string if it is nothing else."""
     quoted = json.dumps(text, ensure_ascii=False)
     if "string" in types and not ("null" in types and text.strip() == "null"):
         return quoted
-    source, pieces = Source(), list[str]()
-    source.text, source.ended = text.strip(), True
     try:
-        for _ in read_value(source, pieces.append, PYTHON):
-            pass
+        return (yield from reread_value(source, text.strip(), PYTHON))
     except Malformed:
         return quoted
-    return "".join(pieces) if source.at == len(source.text) else quoted

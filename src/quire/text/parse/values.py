@@ -91,6 +91,19 @@ def collect_value(source: Source, dialect: Dialect = JSON) -> Pull[str]:
     return "".join(pieces)
 
 
+def reread_value(source: Source, text: str, dialect: Dialect = JSON) -> Pull[str]:
+    """Text that `source` gave, read as exactly one value, as JSON."""
+    own, pieces = Source(), list[str]()
+    own.add(text)
+    own.complete = True
+    for _ in read_value(own, pieces.append, dialect):
+        own.show()
+        yield from source.pause()
+    if own.at != len(own.text) or own.hides:
+        raise Malformed("more than a value")
+    return "".join(pieces)
+
+
 def read_string(source: Source) -> Pull[str]:
     """A JSON string, decoded."""
     if (yield from source.peek()) != '"':
