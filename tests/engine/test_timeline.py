@@ -107,3 +107,14 @@ def test_a_process_started_ahead_imports_what_it_needs_and_then_waits(tiny_model
     assert [name for name, _ in timeline.parts][:3] == ["python", "imports", "wait for orders"]
     assert dict(timeline.parts)["imports"] > 0.3
     assert total(timeline) == pytest.approx(timeline.total, rel=0.02)
+
+
+def test_the_process_tells_what_it_is_at(tiny_model, traces, caplog, capsys):
+    hurried = "import quire.progress, runpy; quire.progress.LINE_EVERY = 0.001; runpy.run_module('quire.engine.process', run_name='__main__')"
+    config = resolve(EngineArgs(str(tiny_model), device="cpu", max_model_len=64), lambda: "cpu")
+    with caplog.at_level(logging.INFO, "quire"):
+        llm = AsyncLLM(config, spare=Child(None, (sys.executable, "-c", hurried)))
+        run(llm.wait_ready(), llm)
+    told = capsys.readouterr().err
+    for work in ("importing torch", "loading weights"):
+        assert re.search(rf"^\(engine \d+\) INFO quire\.engine\.process: {work}.* \(\d+ s\)$", told, re.M), told

@@ -27,7 +27,7 @@ from quire.engine.core import EngineCore
 from quire.engine.pace import Pace
 from quire.engine.timeline import Stopwatch
 from quire.frames import Mailbox
-from quire.progress import shown
+from quire.progress import doing, shown
 from quire.types.errors import QuireError, RequestError
 from quire.types.request import EngineRequest
 
@@ -39,7 +39,7 @@ LARGE_REPORT = 0.02  # seconds that the loop waits for one that does not leave a
 FAREWELL = 2.0  # seconds for the last report to leave
 CALLS = ("reset_prefix_cache",)
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("quire.engine.process")  # __name__ is __main__ here, and would not have the level of quire
 
 
 class Pulse(threading.Thread):
@@ -198,6 +198,11 @@ def start(command: ipc.Start, watch: Stopwatch) -> tuple[EngineCore, ipc.Ready]:
     )
 
 
+def _tell(line: str) -> None:
+    """As logged, also before we are told the level: a display asks the environment whether it is to be quiet."""
+    print(f"INFO {logger.name}: {line}", file=sys.stderr, flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     file, parent, number, *options = sys.argv[1:] if argv is None else argv
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -209,7 +214,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         watch = Stopwatch.of_engine("python")
         if ipc.AHEAD in options:
-            with contextlib.suppress(ImportError):  # told by whoever really needs it
+            with (
+                contextlib.suppress(ImportError),
+                shown(tell=_tell),
+                doing("importing torch"),
+            ):  # errors: told by whoever needs it
                 wait_politely()
                 importlib.import_module("quire.runner.step")
             watch.lap("imports")
