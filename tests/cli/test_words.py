@@ -3,6 +3,7 @@
 import argparse
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,7 +84,7 @@ def test_nothing_to_complete(terminal: bool, monkeypatch: pytest.MonkeyPatch) ->
         words.read_text("run", "gpt2")
 
 
-def chat(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def chat(lines: list[str], monkeypatch: pytest.MonkeyPatch, terminal: bool = True) -> list[str]:
     from quire.cli import chat as module
 
     said: list[str] = []
@@ -97,7 +98,8 @@ def chat(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     line = iter(lines)
 
-    def read(_: str) -> str:
+    def read(prompt: str) -> str:
+        assert prompt == (">>> " if terminal else "")
         try:
             return next(line)
         except StopIteration:
@@ -105,7 +107,7 @@ def chat(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr("builtins.input", read)
     conversation: Any = Listening()
-    assert module.converse(conversation) == 0
+    assert module.converse(conversation, terminal) == 0
     return said
 
 
@@ -118,6 +120,29 @@ def test_slash_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     out = capsys.readouterr().out
     assert "unknown command /rest; did you mean /reset" in out
     assert out.count("/exit ends") == 2
+
+
+def test_without_a_terminal_only_answers_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = ["hi", "RESET", "again"]
+    assert chat(["hi", "/reset", "/help", "/rest", "again", "/exit", "never"], monkeypatch, terminal=False) == said
+    assert chat(["hi"], monkeypatch, terminal=False) == ["hi"]
+    told = capsys.readouterr()
+    assert told.out == "" and "forgotten" in told.err and "did you mean /reset" in told.err
+
+
+def test_a_first_message_is_repeated_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from quire.cli import chat as module
+
+    engine = SimpleNamespace(config=SimpleNamespace(default_sampling={}))
+    monkeypatch.setattr(module, "load_engine", lambda _: engine)
+    monkeypatch.setattr(module.Conversation, "say", lambda self, text: print(f"answer to {text}"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("/exit\n"))
+    assert main(["chat", "smollm2", "Say hello"]) == 0
+    assert capsys.readouterr().out == "answer to Say hello\n"
 
 
 def test_an_empty_prompt_is_told_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:

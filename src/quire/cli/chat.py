@@ -40,16 +40,14 @@ def run(namespace: argparse.Namespace) -> int:
     params = sampling_params(namespace, engine.config.default_sampling)
     opening = [{"role": "system", "content": namespace.system}] if namespace.system else []
     conversation = Conversation(engine, params, opening)
+    terminal = sys.stdin.isatty()
     for message in messages:
-        print(f">>> {message}")
+        if terminal:
+            print(f">>> {message}")
         conversation.say(message)
-    if not sys.stdin.isatty():
-        for line in sys.stdin:
-            if line.strip():
-                conversation.say(line.strip())
-        return 0
-    print(f"({HELP})")
-    return converse(conversation)
+    if terminal:
+        print(f"({HELP})")
+    return converse(conversation, terminal)
 
 
 class Conversation:
@@ -83,12 +81,15 @@ class Conversation:
         self.messages = [*messages, {"role": "assistant", "content": answer}]
 
 
-def converse(conversation: Conversation) -> int:
+def converse(conversation: Conversation, terminal: bool = True) -> int:
+    """Without a terminal there is nothing but answers on standard output."""
+    notes = sys.stdout if terminal else sys.stderr
     while True:
         try:
-            line = input(">>> ").strip()
+            line = input(">>> " if terminal else "").strip()
         except (EOFError, KeyboardInterrupt):
-            print()
+            if terminal:
+                print()
             return 0
         if not line.startswith("/") or " " in line:  # a path or a division is no command
             if line:
@@ -99,8 +100,8 @@ def converse(conversation: Conversation) -> int:
                 return 0
             case "/reset":
                 conversation.reset()
-                print("(the conversation is forgotten)")
+                print("(the conversation is forgotten)", file=notes)
             case "/help":
-                print(f"({HELP})")
+                print(f"({HELP})", file=notes)
             case unknown:
-                print(f"(unknown command {unknown}{nearest(unknown, list(COMMANDS))}; {HELP})")
+                print(f"(unknown command {unknown}{nearest(unknown, list(COMMANDS))}; {HELP})", file=notes)
