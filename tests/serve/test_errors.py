@@ -23,7 +23,10 @@ def refuse(http, status=400, path="/v1/completions", **body):
 def test_unknown_model(http):
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         error = refuse(http, 404, path, model="gpt-9", messages=[{"role": "user", "content": "a"}], tokens=[1])
-        assert (error["type"], error["param"]) == ("NotFoundError", "model") and "`gpt-9` does not exist" in error["message"]
+        assert (error["type"], error["param"]) == (
+            "NotFoundError",
+            "model",
+        ) and "`gpt-9` does not exist. This server has `" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,8 @@ def test_tokens_that_are_none(http, tokens):
 
 def test_neither_prompt_nor_messages(http):
     error = error_of(http.post("/tokenize", json={}))
-    assert error["param"].startswith("body") and "prompt" in error["param"]
+    assert error["param"] == "body" and error["message"].endswith("body: give a prompt or messages")
+    assert "body.prompt" in error_of(http.post("/tokenize", json={"prompt": 3}))["param"]
 
 
 def test_models(http):
@@ -58,7 +59,7 @@ def test_docs(http):
         "/v1/responses/{response_id}/cancel",
         "/v1/messages",
     }
-    assert posts == generating | {"/v1/messages/count_tokens", "/tokenize", "/detokenize"}
+    assert posts == generating | {"/v1/messages/count_tokens", "/tokenize", "/detokenize", "/invocations"}
     fields = schema["components"]["schemas"]["ChatRequest"]["properties"]
     assert {"messages", "max_completion_tokens", "stream_options", "repetition_detection"} <= set(fields)
     assert http.get("/docs").status_code == 200

@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 
-from quire.serve.errors import HttpError, json_response
+from quire.serve.errors import json_response
 from quire.serve.protocol.errors import ErrorBody
 from quire.serve.protocol.models import ModelCard, ModelList
 from quire.serve.server import Server, server_of
@@ -21,7 +21,7 @@ async def list_models(raw: Request) -> Response:
 async def show_model(model: str, raw: Request) -> Response:
     server = server_of(raw)
     if model not in server.names:
-        raise HttpError(404, f"The model `{model}` does not exist.", "model")
+        raise server.no_such_model(model)
     return json_response(_card(server, model))
 
 

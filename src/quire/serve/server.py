@@ -77,11 +77,14 @@ class Server:
     def told_cached(self, tokens: int) -> int | None:
         return tokens if self.settings.enable_prompt_tokens_details else None
 
+    def no_such_model(self, name: str) -> HttpError:
+        return HttpError(404, f"The model `{name}` does not exist. This server has `{'`, `'.join(self.names)}`.", "model")
+
     def check(self, body: Body) -> str:
         """Refuses what can be refused without looking at the prompt; returns the model's name for the answer."""
         check_limits(body, self.limits)
         if body.model is not None and body.model not in self.names:
-            raise HttpError(404, f"The model `{body.model}` does not exist.", "model")
+            raise self.no_such_model(body.model)
         if unknown := check_fields(body):
             logger.debug("fields that mean nothing here were ignored: %s", sorted(unknown))
         return body.model or self.names[0]

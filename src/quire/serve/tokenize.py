@@ -27,12 +27,15 @@ router = APIRouter(route_class=JSONRoute, tags=["tokens"])
 info_router = APIRouter(tags=["tokens"])  # only if it is asked for
 
 
-def _kind(body: Any) -> str:
-    return "messages" if isinstance(body, dict) and "messages" in body else "prompt"
+def _kind(body: Any) -> str | None:
+    if not isinstance(body, dict):
+        return "prompt"
+    return next((name for name in ("messages", "prompt") if name in body), None)
 
 
 TokenizeRequest = Annotated[
-    Annotated[TokenizeTextRequest, Tag("prompt")] | Annotated[TokenizeChatRequest, Tag("messages")], Discriminator(_kind)
+    Annotated[TokenizeTextRequest, Tag("prompt")] | Annotated[TokenizeChatRequest, Tag("messages")],
+    Discriminator(_kind, custom_error_type="no_text", custom_error_message="give a prompt or messages"),
 ]
 
 
