@@ -32,6 +32,13 @@ def test_the_page_for_everything_else() -> None:
     assert Desk().ask("/", "POST").status_code == 405
 
 
+def test_a_model_without_a_chat_template_is_shown_with_a_prompt() -> None:
+    desk = Desk()
+    desk.llm.tokenizer.chat_template = None
+    page = desk.ask("/").text
+    assert "curl http://here/v1/completions" in page and '"prompt"' in page and "messages" not in page
+
+
 def test_names_are_escaped() -> None:
     desk = Desk()
     desk.llm.config.served_names = ("<script>alert(1)</script>&",)

@@ -58,7 +58,8 @@ class About:
         title = "Quire" if service is None else f"Quire: {service.llm.config.served_names[0]}"
         state = f"Version {__version__}. " + ("The model is loading." if service is None else "Ready.")
         root = settings.root_path.rstrip("/")
-        curl = _curl(str(request.base_url).rstrip("/"))
+        tokenizer = None if service is None else service.llm.tokenizer
+        curl = _curl(str(request.base_url).rstrip("/"), chat=tokenizer is None or tokenizer.chat_template is not None)
         paths = [f"{root}{path}" for path in ("/docs", "/v1/models", "/metrics", "/health")]
         paths = paths[1:] if settings.disable_fastapi_docs else paths
         if "text/html" not in request.headers.get("accept", ""):
@@ -86,9 +87,12 @@ class About:
         )
 
 
-def _curl(url: str) -> str:
-    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n     -d '{body}'"
+def _curl(url: str, chat: bool) -> str:
+    """A model without a chat template completes prompts only."""
+    path, body = "/v1/completions", '{"prompt": "The capital of France is"}'
+    if chat:
+        path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+    return f"curl {url}{path} -H 'Content-Type: application/json' \\\n     -d '{body}'"
 
 
 def _shown(name: str) -> str:

@@ -119,8 +119,8 @@ class ChatTemplates:
                 "chat_template",
             )
         raise RequestError(
-            "the model has no chat template (base models have none): pass chat_template= with a Jinja template, "
-            "or give a plain prompt instead of messages",
+            "the model has no chat template (base models have none): give a plain prompt instead of messages, "
+            "or a Jinja template, as chat_template= in Python or --chat-template FILE for a server",
             "chat_template",
         )
 
