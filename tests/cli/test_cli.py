@@ -183,3 +183,8 @@ def test_plan_of_a_cpu(tmp_path: Path) -> None:
 )
 def test_sizes(text: str, value: int) -> None:
     assert read_size(text) == value
+
+
+def test_the_package_is_a_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "quire", "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: quire COMMAND")

@@ -225,6 +225,7 @@ def test_typos_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     for line, message in (
         ("--max-modle-len 5", "unknown option --max-modle-len; did you mean --max-model-len"),
         ("--max-model 5", "unknown option --max-model"),
+        ("--gpu-mem 0.5", "unknown option --gpu-mem; did you mean --gpu-memory-utilization?"),
         ("--max-model-len x", "'x' is not a whole number"),
         ("--hf-overrides {", "not JSON"),
         ("--dtype int8", "got 'int8'"),

@@ -7,6 +7,17 @@ from quire import SamplingParams, StructuredOutputsParams
 from quire.types.errors import InvalidParameter
 
 
+class PersonType(type):
+    """As Pydantic's models are made."""
+
+    def model_json_schema(cls):
+        return {}
+
+
+class Person(metaclass=PersonType):
+    pass
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -14,6 +25,7 @@ from quire.types.errors import InvalidParameter
         ({"json": {}, "regex": "a"}, "got json and regex"),
         ({"json_object": False}, "got none"),
         ({"json": 3}, "structured_outputs.json must be a JSON schema"),
+        ({"json": Person}, "got PersonType; give Person.model_json_schema()"),
         ({"regex": ["a"]}, "structured_outputs.regex"),
         ({"choice": []}, "structured_outputs.choice"),
         ({"choice": "yes"}, "structured_outputs.choice"),

@@ -173,7 +173,10 @@ def one_at_a_time(args: EngineArgs) -> EngineArgs:
 
 
 def nearest(name: str, names: list[str]) -> str:
+    """Those that look like it, or else those that it begins."""
     found = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    if not found and len(name.lstrip("-")) > 2:
+        found = [full for full in names if full.startswith(name)][:3]
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 

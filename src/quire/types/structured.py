@@ -93,7 +93,9 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
 
 def _check(name: str, value: Any, kinds: tuple[type, ...], what: str) -> None:
     if value is not None and not isinstance(value, kinds):
-        raise InvalidParameter(f"{FIELD}.{name} must be {what}, got {type(value).__name__}", FIELD)
+        pydantic = isinstance(value, type) and hasattr(value, "model_json_schema")
+        meant = f"; give {value.__name__}.model_json_schema()" if pydantic else ""
+        raise InvalidParameter(f"{FIELD}.{name} must be {what}, got {type(value).__name__}{meant}", FIELD)
 
 
 def as_structured_outputs(value: Any) -> StructuredOutputsParams:
