@@ -192,3 +192,8 @@ def test_a_template_may_be_given_as_a_file(tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"
     file.write_text(CHATML)
     assert read_template(str(file)) == read_template(CHATML) == CHATML
+
+
+def test_a_model_without_a_template_says_what_can_be_given():
+    with pytest.raises(RequestError, match=r"no chat template.* plain prompt .*chat_template= .*--chat-template FILE"):
+        ChatTemplates({}).choose(None, tools=False)
