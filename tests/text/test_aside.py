@@ -26,6 +26,26 @@ USER = [{"role": "user", "content": "hello"}]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 GROW = "{{ 'a' | center(10 ** 10) }}"
 IN_C = "{% set n = namespace(x=3) %}{% for i in range(40) %}{% set n.x = n.x * n.x %}{% endfor %}"
+HEAVY_WHEN_IT_REFUSES = """
+import sys
+from quire.text.helper import wire, worker
+
+refusal = wire.refusal
+
+def refuse(error):
+    worker.HEAVY = 0
+    return refusal(error)
+
+wire.refusal = refuse
+worker.main(sys.argv[1:])
+"""
+DEADLY_TO_RENDER = """
+import os, sys
+from quire.text.helper import worker
+
+worker.Worker._render = lambda *_: os._exit(1)
+worker.main(sys.argv[1:])
+"""
 PLENTY = Parse(64, 1000, 10000, 100000)
 
 
@@ -155,6 +175,16 @@ def test_looping_templates_leave_room_for_others(model):
     with_aside(model, work)
 
 
+def test_a_burst_of_short_jobs_starts_no_more_processes(model, monkeypatch):
+    monkeypatch.setattr(pool, "BUSY", 600.0)
+
+    async def work(aside: Aside) -> None:
+        assert await asyncio.gather(*[rendered(aside) for _ in range(8)]) == ["<user>hello"] * 8
+        assert len(aside.pids) == 1
+
+    with_aside(model, work)
+
+
 def test_a_killed_process_is_replaced_and_its_job_is_done(model):
     async def work(aside: Aside) -> None:
         assert await rendered(aside) == "<user>hello"
@@ -172,21 +202,51 @@ def test_a_killed_process_is_replaced_and_its_job_is_done(model):
     with_aside(model, work)
 
 
+def run_instead(monkeypatch: pytest.MonkeyPatch, *command: str) -> None:
+    monkeypatch.setattr(pool.Helper.__init__, "__defaults__", (command,))
+
+
 def test_a_job_that_loses_two_processes_is_refused(model, monkeypatch):
-    monkeypatch.setattr(pool, "COMMAND", ())
-    monkeypatch.setattr(pool.Helper.__init__, "__defaults__", (("/bin/false",),))
+    run_instead(monkeypatch, sys.executable, "-P", "-c", DEADLY_TO_RENDER)
 
     async def work(aside: Aside) -> None:
+        with pytest.raises(InvalidParameter, match="two processes were lost"):
+            await rendered(aside)
         with pytest.raises(InvalidParameter, match="two processes were lost"):
             await rendered(aside)
 
     with_aside(model, work)
 
 
+def test_processes_that_cannot_run_are_not_the_clients_mistake(model, monkeypatch):
+    run_instead(monkeypatch, "/bin/false")
+
+    async def work(aside: Aside) -> None:
+        asked = [rendered(aside) for _ in range(3)]
+        outcomes = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
+        assert [type(outcome) for outcome in outcomes] == [EngineError] * 3
+
+    with_aside(model, work)
+
+
+def test_processes_that_were_killed_while_idle_cost_nobody_anything(model, monkeypatch):
+    monkeypatch.setattr(pool, "BUSY", 0.0)
+
+    async def work(aside: Aside) -> None:
+        while len(aside.pids) < 2:
+            await asyncio.gather(*[rendered(aside) for _ in range(8)])
+        for pid in aside.pids:
+            os.kill(pid, signal.SIGKILL)
+        while any(_runs(pid) for pid in aside.pids):
+            await asyncio.sleep(0.02)
+        assert await rendered(aside) == "<user>hello"
+
+    with_aside(model, work)
+
+
 def test_a_process_that_ends_with_a_refusal_is_not_used_again(model, monkeypatch):
     """Nor is it held against the next job."""
-    heavy = "from quire.text.helper import worker; import sys; worker.HEAVY = 0; worker.main(sys.argv[1:])"
-    monkeypatch.setattr(pool.Helper.__init__, "__defaults__", ((sys.executable, "-P", "-c", heavy),))
+    run_instead(monkeypatch, sys.executable, "-P", "-c", HEAVY_WHEN_IT_REFUSES)
 
     async def work(aside: Aside) -> None:
         bad = [aside.parse(b"{", PLENTY) for _ in range(2)]
@@ -229,11 +289,10 @@ def test_what_nobody_waits_for_is_ended(model, monkeypatch):
     monkeypatch.setattr(aside_module, "MOST_LONG", 2)
 
     async def work(aside: Aside) -> None:
-        task = asyncio.create_task(rendered(aside, LOOP))
-        while not aside.pids:
-            await asyncio.sleep(0.02)
-        await asyncio.sleep(0.2)
+        assert await rendered(aside, "a") == "a"
         [pid] = aside.pids
+        task = asyncio.create_task(rendered(aside, LOOP))
+        await asyncio.sleep(0.2)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         while aside.pids:

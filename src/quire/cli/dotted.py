@@ -3,9 +3,10 @@
 `--flag.a.b VALUE` nests, `--flag.list+ VALUE` adds to a list; a value is JSON where it is JSON, else text; no value means true.
 """
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+from quire.config.flags import read_loosely
 
 Found = dict[str, dict[str, Any]]  # by flag
 
@@ -28,7 +29,7 @@ def take_dotted(args: Sequence[str], flags: Collection[str]) -> tuple[list[str],
             text = args[i + 1] if i + 1 < len(args) and not args[i + 1].startswith("--") else "true"
             if i + 1 < len(args) and not args[i + 1].startswith("--"):
                 next(texts)
-        _put(found.setdefault(flag, {}), key.split("."), value_of(text))
+        _put(found.setdefault(flag, {}), key.split("."), read_loosely(text))
     return rest, found
 
 
@@ -43,13 +44,6 @@ def merged(old: Any, new: Mapping[str, Any]) -> dict[str, Any]:
         else:
             out[name] = merged(out.get(name), value) if isinstance(value, Mapping) else value
     return out
-
-
-def value_of(text: str) -> Any:
-    try:
-        return json.loads(text.lower() if text in ("True", "False") else text)
-    except ValueError:
-        return text
 
 
 def _put(where: dict[str, Any], path: list[str], value: Any) -> None:

@@ -43,7 +43,7 @@ def add_hidden_flags(
         if kind is FLAG:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options |= {"type": _loose}
+            options |= {"type": read_loosely}
             options |= {"nargs": "+", "action": "extend"} if kind is LIST else {"nargs": "?", "const": True}
         parser.add_argument(flag_of(name), *([short[name]] if name in short else []), **options)
 
@@ -78,8 +78,8 @@ def _reader(parse: Any) -> Any:
     return read
 
 
-def _loose(text: str) -> Any:
-    """A value of a hidden flag: JSON where it is JSON, so that 1 is a number and {} an object."""
+def read_loosely(text: str) -> Any:
+    """A value whose kind is not known: JSON where it is JSON, so that 1 is a number and {} an object."""
     try:
         return json.loads(text.lower() if text in ("True", "False") else text)
     except ValueError:

@@ -1,4 +1,5 @@
-"""Text processes as an event loop uses them: a job goes to one that is free, or to a new one; no job holds up the loop.
+"""Text processes as an event loop uses them: a job goes to one that is free, and if none becomes free soon there will be one
+more. No job holds up the loop.
 
 A process that is lost is replaced, and its job is done once more by another one; a job that loses two is refused. A job that is
 given up by whoever asked for it may end by itself for a moment; then its process is killed.
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,9 +29,11 @@ from quire.types.errors import EngineDead, EngineError, InvalidParameter
 
 COMMAND = (sys.executable, "-P", "-m", "quire.text.helper.worker")
 LONGEST = 600.0  # seconds that a process may take for a job: it counts its own processor time, and may be starved of it
+BUSY = 0.05  # seconds that a job waits for the processes there are, before another one is started: that takes longer
 PATIENCE = 1.0  # seconds that a job may go on which nobody waits for any more
 _LENGTH = struct.Struct("<I")
 _PIECE = 1 << 17
+_NOTHING = [msgspec.json.encode(wire.Parse(1, 1, 1, 1))], [b"0"]  # a job that shows that a process is ready
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,10 @@ class Helper:
     @property
     def pid(self) -> int:
         return self._child.pid
+
+    @property
+    def runs(self) -> bool:
+        return self._child.poll() is None
 
     def kill(self) -> None:
         self._child.kill()
@@ -129,7 +136,7 @@ class Pool:
         self._most, self._threads = most, threads
         self._helpers: set[Helper] = set()
         self._free: list[Helper] = []
-        self._starting = 0
+        self._starting = False  # a process is, and is not ready
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._closed = False
 
@@ -187,27 +194,17 @@ class Pool:
         while True:
             if self._closed:
                 raise EngineDead("the engine was shut down")
-            if self._free:
-                return self._free.pop()
-            loop = asyncio.get_running_loop()
-            if len(self._helpers) + self._starting < self._most:
-                self._starting += 1
-                try:
-                    helper = await loop.run_in_executor(self._threads, Helper, self._where)
-                except BaseException as error:
-                    self._wake()  # there is room for another start
-                    if isinstance(error, OSError):
-                        raise EngineError(f"a text process cannot be started: {error}") from error
-                    raise
-                finally:
-                    self._starting -= 1
-                self._helpers.add(helper)
-                if not self._is_closed():
+            while self._free:
+                helper = self._free.pop()
+                if helper.runs:
                     return helper
                 self._drop(helper)
-                continue
+            loop = asyncio.get_running_loop()
             turn: asyncio.Future[None] = loop.create_future()
             self._waiting.append(turn)
+            if not self._helpers:
+                self._grow()
+            growing = loop.call_later(BUSY, self._grow)
             try:
                 await turn
             except asyncio.CancelledError:
@@ -215,8 +212,42 @@ class Pool:
                     self._wake()  # it was our turn: the next one takes it
                 raise
             finally:
+                growing.cancel()
                 with contextlib.suppress(ValueError):
                     self._waiting.remove(turn)
+
+    def _grow(self) -> None:
+        """Starts one more process for those who wait, if there may be more: one at a time. They need not wait for that one."""
+        if self._waiting and not self._closed and not self._starting and len(self._helpers) < self._most:
+            self._starting = True
+            _keep(self._start_one())
+
+    async def _start_one(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            helper = await loop.run_in_executor(self._threads, Helper, self._where)
+            self._helpers.add(helper)
+            if self._is_closed():
+                self._drop(helper)
+                return
+            late = loop.call_later(LONGEST, helper.kill)
+            try:
+                await helper.ask(*_NOTHING)
+            except Lost:
+                self._drop(helper)
+                raise
+            finally:
+                late.cancel()
+        except (Lost, OSError, RuntimeError) as error:  # no descriptors, no memory, no threads
+            why = "it ended at once" if isinstance(error, Lost) else str(error)
+            logger.error("a text process cannot be started: %s", why)
+            if not self._closed and (turn := self._next()) is not None:
+                turn.set_exception(EngineError(f"a text process cannot be started: {why}"))
+        else:
+            self._give_back(helper)
+        finally:
+            self._starting = False
+        loop.call_later(BUSY if self._helpers else 0.0, self._grow)
 
     def _add(self) -> Helper:
         helper = Helper(self._where)
@@ -237,7 +268,7 @@ class Pool:
             self._threads.submit(helper.end)
         except RuntimeError:  # there are no threads any more
             helper.end()
-        self._wake()
+        self._grow()
 
     def _leave(self, helper: Helper) -> None:
         """Nobody waits for its answer any more."""
@@ -256,16 +287,27 @@ class Pool:
                 pass  # it was refused
             self._give_back(helper)
 
-        _strays.add(task := asyncio.get_running_loop().create_task(finish()))
-        task.add_done_callback(_strays.discard)
+        _keep(finish())
 
     def _wake(self) -> None:
+        while (turn := self._next()) is not None:
+            turn.set_result(None)
+            if not self._closed:
+                return
+
+    def _next(self) -> "asyncio.Future[None] | None":
+        """Whose turn it is."""
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done() and not turn.get_loop().is_closed():
-                turn.set_result(None)
-                if not self._closed:
-                    return
+                return turn
+        return None
 
 
-_strays: set["asyncio.Task[None]"] = set()
+_kept: set["asyncio.Task[None]"] = set()
+
+
+def _keep(work: Coroutine[Any, Any, None]) -> None:
+    """Goes on with work that nobody waits for."""
+    _kept.add(task := asyncio.get_running_loop().create_task(work))
+    task.add_done_callback(_kept.discard)
