@@ -15,6 +15,8 @@ import pytest
 from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, pre_tokenizers
 
+from patience import PATIENCE
+from quire.subprocesses import processor_time
 from quire.text import aside as aside_module
 from quire.text.aside import Aside
 from quire.text.helper import pool
@@ -204,6 +206,20 @@ def test_a_killed_process_is_replaced_and_its_job_is_done(model):
 
 def run_instead(monkeypatch: pytest.MonkeyPatch, *command: str) -> None:
     monkeypatch.setattr(pool.Helper.__init__, "__defaults__", (command,))
+
+
+@pytest.mark.skipif(processor_time(os.getpid()) is None, reason="what a process did is not known here")
+def test_a_process_that_stands_still_is_replaced(model, monkeypatch):
+    monkeypatch.setattr(pool, "SILENCE", 1.5)  # a start beside busy neighbours has its moments
+
+    async def work(aside: Aside) -> None:
+        assert await rendered(aside) == "<user>hello"
+        [pid] = aside.pids
+        os.kill(pid, signal.SIGSTOP)
+        assert await asyncio.wait_for(rendered(aside), PATIENCE) == "<user>hello"
+        assert pid not in aside.pids and not _runs(pid)
+
+    with_aside(model, work)
 
 
 def test_a_job_that_loses_two_processes_is_refused(model, monkeypatch):

@@ -22,6 +22,7 @@ import numpy as np
 from quire.frames import Frames
 from quire.grammar.backend import Backend, GrammarError
 from quire.grammar.schema import Place, pointer, subschemas
+from quire.subprocesses import processor_time
 from quire.types.errors import InvalidParameter
 from quire.types.structured import StructuredOutputsParams, read_object
 
@@ -86,7 +87,8 @@ class _Trial:
         """Beyond its deadline, because it could hardly run: the machine is busy."""
         now = time.monotonic()
         self.deadline = min(now + LEAST_WORK, self.begun + LONGEST_TRIAL)
-        return now < self.begun + LONGEST_TRIAL and processor_time(self.pid) < LEAST_WORK
+        worked = processor_time(self.pid)
+        return now < self.begun + LONGEST_TRIAL and worked is not None and worked < LEAST_WORK
 
 
 class _Vetting:
@@ -152,15 +154,6 @@ class _Vetting:
     def _end_all(self) -> None:
         for trial in self._trials.values():
             os.kill(trial.pid, signal.SIGKILL)
-
-
-def processor_time(pid: int) -> float:
-    """Seconds a process has run; where that cannot be known, as if it had run all the time."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return LONGEST_TRIAL
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _limit_memory() -> None:

@@ -1,8 +1,8 @@
 """Text processes as an event loop uses them: a job goes to one that is free, and if none becomes free soon there will be one
 more. No job holds up the loop.
 
-A process that is lost is replaced, and its job is done once more by another one; a job that loses two is refused. A job that is
-given up by whoever asked for it may end by itself for a moment; then its process is killed.
+A process that is lost, or that stands still, is replaced, and its job is done once more by another one; a job that loses two is
+refused. A job that is given up by whoever asked for it may end by itself for a moment; then its process is killed.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 import weakref
 from collections import deque
 from collections.abc import Coroutine, Sequence
@@ -23,13 +24,14 @@ from typing import Any
 import msgspec
 
 from quire.paced import Pace
-from quire.subprocesses import environment
+from quire.subprocesses import environment, processor_time
 from quire.text.helper import wire
 from quire.types.errors import EngineDead, EngineError, InvalidParameter
 
 COMMAND = (sys.executable, "-P", "-m", "quire.text.helper.worker")
 LONGEST = 600.0  # seconds that a process may take for a job: it counts its own processor time, and may be starved of it
 BUSY = 0.05  # seconds that a job waits for the processes there are, before another one is started: that takes longer
+SILENCE = 15.0  # seconds in which a process that has a job runs at least for a moment: one that does not was stopped, or hangs
 PATIENCE = 1.0  # seconds that a job may go on which nobody waits for any more
 _LENGTH = struct.Struct("<I")
 _PIECE = 1 << 17
@@ -166,7 +168,7 @@ class Pool:
         """Raises RequestError where the job is to blame."""
         for attempt in range(2):
             helper = await self._take()
-            late = asyncio.get_running_loop().call_later(LONGEST, helper.kill)
+            watching = asyncio.create_task(_watch(helper))
             try:
                 value = await helper.ask(head, blob)
             except Lost:
@@ -187,7 +189,7 @@ class Pool:
                 self._give_back(helper)
                 return value
             finally:
-                late.cancel()
+                watching.cancel()
         raise InvalidParameter(f"{what} cannot be done: two processes were lost over it", parameter)
 
     async def _take(self) -> Helper:
@@ -311,3 +313,16 @@ def _keep(work: Coroutine[Any, Any, None]) -> None:
     """Goes on with work that nobody waits for."""
     _kept.add(task := asyncio.get_running_loop().create_task(work))
     task.add_done_callback(_kept.discard)
+
+
+async def _watch(helper: Helper) -> None:
+    """Kills a process that does nothing about its job, or never ends it."""
+    end, before = time.monotonic() + LONGEST, processor_time(helper.pid)
+    while time.monotonic() < end:
+        await asyncio.sleep(SILENCE)
+        now = processor_time(helper.pid)
+        if now is not None and now == before:
+            logger.warning("a text process stands still")
+            break
+        before = now
+    helper.kill()
