@@ -164,6 +164,27 @@ def test_a_template_is_bounded(model, monkeypatch, template, why):
     with_aside(model, work)
 
 
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ '\\ud800' }}", "halves of characters"),
+        ("{{ raise_exception('\\ud800 no') }}", r"\? no"),
+        ("{{ raise_exception('x' * 1000000) }}", "xxx"),
+    ],
+)
+def test_what_a_template_wrote_can_be_told(model, template, why):
+    async def work(aside: Aside) -> None:
+        pids = set()
+        for _ in range(3):
+            with pytest.raises(RequestError, match=why) as caught:
+                await rendered(aside, template)
+            assert len(str(caught.value)) < 10000
+            pids.update(aside.pids)
+        assert len(pids) == 1  # it did not die of that
+
+    with_aside(model, work)
+
+
 def test_looping_templates_leave_room_for_others(model):
     async def work(aside: Aside) -> None:
         looping = [asyncio.create_task(rendered(aside, LOOP)) for _ in range(3)]

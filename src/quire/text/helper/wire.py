@@ -23,6 +23,7 @@ INTS_PIECE = 1 << 15
 _PLACE, _BIG = 1, 2  # kinds of msgpack extensions: a string or list that was told in pieces, an integer beyond 64 bits
 
 
+LONGEST_REFUSAL = 4096  # characters
 RENDER_SECONDS = float(os.environ.get("QUIRE_TEMPLATE_SECONDS", "5"))  # of processor time
 TEMPLATE = "the chat template"
 
@@ -201,7 +202,9 @@ def _int_frames(numbers: "array[int]") -> Iterator[bytes]:
 
 
 def refusal(error: errors.RequestError) -> bytes:
-    return REFUSED + msgspec.msgpack.encode((type(error).__name__, str(error), error.parameter))
+    """A message may be a template's own, of any length, with halves of characters in it."""
+    message = str(error)[:LONGEST_REFUSAL].encode(errors="replace").decode()
+    return REFUSED + msgspec.msgpack.encode((type(error).__name__, message, error.parameter))
 
 
 # ---- answers, read

@@ -117,6 +117,8 @@ class Worker:
         )
         with Bounded(wire.Render):
             text = render_told(render, job.messages, job.tools) if job.tell_tools else render(job.messages, tools=job.tools)
+        if not _is_text(text):
+            raise InvalidParameter(f"{wire.TEMPLATE} wrote halves of characters (surrogates)", "messages")
         if len(text) > job.most:
             raise PromptTooLong(wire.too_long(len(text), job.most), "messages")
         return text, None if len(text) <= job.short else self._encode(text, job.add_special_tokens, job.cut)
@@ -129,6 +131,14 @@ class Worker:
 
 def _told(value: Any, writer: wire.Writer | None = None) -> list[bytes]:
     return list((writer or wire.Writer()).frames(value))
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _parse(raw: bytes) -> Any:
