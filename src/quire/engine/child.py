@@ -116,7 +116,7 @@ class Child:
     def in_flight(self) -> set[str]:
         """The requests that it worked on when it died."""
         self._journal.seek(0)
-        return set(self._journal.read().partition(ipc.END)[0].decode().split("\n"))
+        return set(self._journal.read().partition(ipc.END)[0].decode(errors="replace").split("\n"))  # half written, perhaps
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
