@@ -1,10 +1,15 @@
 """Every row of the table of bounds."""
 
+import asyncio
 import json
 
+import httpx
 import pytest
-from serving import error_of
+from serving import NAME, error_of
 
+from patience import PATIENCE
+from quire.config.server_args import ServerArgs
+from quire.serve.app import build_app
 from quire.serve.body import parse_json
 from quire.serve.errors import HttpError
 from quire.serve.limits import LIMITS, Limits
@@ -90,3 +95,20 @@ def test_depth_over_http(http):
     nested = "[" * 90 + "]" * 90
     response = http.post("/v1/completions", content=f'{{"prompt": "a", "x": {nested}}}', headers=JSON)
     assert response.status_code == 400 and "64 deep" in error_of(response)["message"]
+
+
+def test_large_bodies_that_wait_to_be_read_are_bounded_together(server):
+    app = build_app(server.llm, ServerArgs(), Limits(unparsed_bytes=200_000))
+    body = json.dumps({"model": NAME, "prompt": "a", "max_tokens": 1, "user": "x" * 200, "metadata_": "y" * 150_000})
+
+    async def ask() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=PATIENCE) as client:
+            headers = {"content-type": "application/json"}
+            posts = (client.post("/v1/completions", content=body, headers=headers) for _ in range(2))
+            together = await asyncio.gather(*posts)
+            return [*together, await client.post("/v1/completions", content=body, headers=headers)]
+
+    answers = server.call(ask())
+    assert sorted(answer.status_code for answer in answers[:2]) == [200, 503]
+    assert answers[2].status_code == 200

@@ -13,7 +13,7 @@ _RULE = re.compile(r"[\w.-]+[ \t]*::=")
 _IS_EBNF = re.compile(rf"^[ \t]*{_RULE.pattern}", re.MULTILINE)
 _BLANK = re.compile(r"(?:\s|#[^\r\n]*)*")
 _NAME = re.compile(r"[\w-]+(?:\.[\w-]+)*")
-_RANGE = re.compile(r"\{\s*(\d*)\s*(?:(,)\s*(\d*)\s*)?\}")
+_RANGE = re.compile(r"\{\s*(\d{0,9})\s*(?:(,)\s*(\d{0,9})\s*)?\}")
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|u\{([0-9a-fA-F]{1,8})\}|(.))", re.DOTALL)
 _LETTERS = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
 _THEMSELVES = "\"'\\/[](){}|*+?.^$-#:=<>"

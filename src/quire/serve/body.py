@@ -1,6 +1,7 @@
 """A request's JSON body, read within bounds: its bytes are counted as they come, its depth before anything walks it."""
 
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,6 +16,13 @@ from quire.serve.limits import LIMITS, Limits
 from quire.text.helper.wire import Parse, not_json, too_deep, too_many
 
 SHORT = 1 << 16  # bytes that are read in a moment, whatever they are
+
+
+@dataclass
+class Unparsed:
+    """Large bodies of all clients that are there and wait to be read."""
+
+    bytes: int = 0
 
 
 class JSONRoute(APIRoute):
@@ -42,7 +50,14 @@ class JSONRoute(APIRoute):
         server = request.app.state.server
         limits: Limits = server.limits
         bounds = Parse(limits.json_depth, limits.json_containers, limits.json_values, limits.json_integers)
-        return await server.llm.aside.parse(raw, bounds)
+        unparsed: Unparsed = server.unparsed
+        if unparsed.bytes + len(raw) > limits.unparsed_bytes:
+            raise HttpError(503, "too many large request bodies wait to be read; try again in a few seconds")
+        unparsed.bytes += len(raw)
+        try:
+            return await server.llm.aside.parse(raw, bounds)
+        finally:
+            unparsed.bytes -= len(raw)
 
     def _checked(self, body: Any) -> Any:
         assert self.body_field is not None

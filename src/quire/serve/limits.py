@@ -27,6 +27,7 @@ class Limits:
     connections: int = 16 * 2**10
     spare_descriptors: int = 128  # that connections leave to the rest of the process, a restart of the engine above all
     unfinished_bytes: int = 256 * 2**20  # 503; of bodies that are being received
+    unparsed_bytes: int = 256 * 2**20  # 503; of large bodies that are there and wait to be read
 
     # of the HTTP request
     body_bytes: int = 16 * 2**20  # 413

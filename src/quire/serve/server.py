@@ -13,6 +13,7 @@ import quire
 from quire.async_llm import AsyncLLM
 from quire.config.server_args import ServerArgs
 from quire.obs.metrics import Metrics
+from quire.serve.body import Unparsed
 from quire.serve.errors import HttpError, request_id_of
 from quire.serve.field_table import check_fields
 from quire.serve.formats import ModelFormats, choose_formats
@@ -33,6 +34,7 @@ class Server:
     limits: Limits = LIMITS
     metrics: Metrics | None = None
     started: int = field(default_factory=lambda: int(time.time()))
+    unparsed: Unparsed = field(default_factory=Unparsed)
 
     @property
     def names(self) -> tuple[str, ...]:

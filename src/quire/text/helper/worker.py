@@ -31,7 +31,6 @@ HEAVY = 512 * MB  # a process that has grown beyond this ends after its job
 
 HARD_CPU = resource.getrlimit(resource.RLIMIT_CPU)[1]
 HARD_SPACE = resource.getrlimit(resource.RLIMIT_AS)[1]
-_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -75,7 +74,7 @@ class Worker:
                 frames = [wire.refusal(InvalidParameter(f"the request cannot be read: {error}"))]
             except RequestError as error:
                 frames = [wire.refusal(error)]
-            heavy = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT > HEAVY
+            heavy = _peak() > HEAVY
             if heavy:
                 frames[-1] = wire.LAST[frames[-1][:1]] + frames[-1][1:]
             for frame in frames:
@@ -186,6 +185,15 @@ class Bounded:
             case RecursionError():
                 told = f"{bounds.what} goes too deep: too many values inside of others"
                 raise InvalidParameter(told, bounds.parameter) from None
+
+
+def _peak() -> int:
+    """The most bytes that this process has held. What Linux says for `ru_maxrss` includes what its parent held when it was
+    started."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _overdue(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
