@@ -94,7 +94,7 @@ class ScriptedLLM:
         self.max_model_len = 1 << 20
         self.default_sampling: dict[str, Any] = {}
         facts = SimpleNamespace(eos_ids=(), parameters=1)
-        args = SimpleNamespace(model="scripted", revision=None)
+        args = SimpleNamespace(model="scripted", revision=None, structured_outputs_config={})
         self.config = SimpleNamespace(
             served_names=("scripted",), policy="fcfs", max_logprobs=20, facts=facts, args=args, device="cpu", dtype="float32"
         )
