@@ -74,6 +74,7 @@ class ScriptedAside:
     async def render(
         self, messages: Any, *, add_special_tokens: bool, cut: Cut, most: int, tell_tools: Any, **options: Any
     ) -> tuple[str, int, list[int] | None]:
+        options |= options.pop("variables", {})
         if tell_tools:
             tools = options.pop("tools")
             text = render_told(

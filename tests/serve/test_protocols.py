@@ -299,7 +299,7 @@ def test_the_store_has_bounds():
     assert len(store) == 3 and store.get("r1", None) is None and store.get("r2", None) is not None
     store.put(Stored({"id": "r5"}, [], None))  # r2 was used just now, so r3 goes
     assert store.get("r3", None) is None and store.get("r2", None) is not None
-    store.put(Stored({"id": "big"}, [{"content": "x" * 9_960}], None))
+    store.put(Stored({"id": "big"}, [{"content": "x" * 9_970}], None))
     assert len(store) == 1 and store.bytes <= 10_000
     store.put(Stored({"id": "huge"}, [{"content": "x" * 11_000}], None))
     assert store.get("huge", None) is None and len(store) == 1
