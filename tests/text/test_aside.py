@@ -19,7 +19,7 @@ from patience import PATIENCE
 from quire.subprocesses import processor_time
 from quire.text import aside as aside_module
 from quire.text.aside import Aside
-from quire.text.helper import pool
+from quire.text.helper import pool, worker
 from quire.text.helper.wire import Cut, Ids, Parse
 from quire.text.tokenizer_files import read_tokenizer
 from quire.types.errors import EngineError, InvalidParameter, PromptTooLong, RequestError
@@ -292,6 +292,23 @@ def test_a_process_that_ends_with_a_refusal_is_not_used_again(model, monkeypatch
         assert await aside.parse(b"[1]", PLENTY) == [1]
 
     with_aside(model, work)
+
+
+def test_what_the_server_holds_is_not_counted_as_its_processes(model):
+    """Linux hands the largest size of a process on to those it starts."""
+    held = b"x" * (worker.HEAVY + 2**26)
+
+    async def work(aside: Aside) -> None:
+        assert await aside.parse(b"[1]", PLENTY) == [1]
+        process = aside.pids
+        assert len(process) == 1
+        assert await aside.parse(b"[2]", PLENTY) == [2] and aside.pids == process
+
+    async def within_reason(aside: Aside) -> None:
+        await asyncio.wait_for(work(aside), PATIENCE / 10)
+
+    with_aside(model, within_reason)
+    assert held
 
 
 def test_a_start_that_fails_or_is_given_up_makes_room_for_those_who_wait(model, monkeypatch):
