@@ -292,6 +292,8 @@ def test_json_in_ebnf(grammar):
         ('root ::= "a"{3,2}', "is no range"),
         ('root ::= "a"{x}', "expected a number of times"),
         ('root ::= "a"{99999999999}', "more than 100000 times"),
+        ('root ::= "a"{100001}', "more than 100000 times"),
+        ('root ::= "a"{1,' + "9" * 5000 + "}", "more than 100000 times"),
         ('root ::= "a" (= "b")', "look-ahead"),
         ('root ::= root "a"', "no text fits"),
         ("root ::= " + "(" * 5000 + '"a"', "groups in each other"),

@@ -13,7 +13,7 @@ _RULE = re.compile(r"[\w.-]+[ \t]*::=")
 _IS_EBNF = re.compile(rf"^[ \t]*{_RULE.pattern}", re.MULTILINE)
 _BLANK = re.compile(r"(?:\s|#[^\r\n]*)*")
 _NAME = re.compile(r"[\w-]+(?:\.[\w-]+)*")
-_RANGE = re.compile(r"\{\s*(\d{0,9})\s*(?:(,)\s*(\d{0,9})\s*)?\}")
+_RANGE = re.compile(r"\{\s*(\d*)\s*(?:(,)\s*(\d*)\s*)?\}")
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|u\{([0-9a-fA-F]{1,8})\}|(.))", re.DOTALL)
 _LETTERS = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
 _THEMSELVES = "\"'\\/[](){}|*+?.^$-#:=<>"
@@ -117,6 +117,8 @@ class _Reader:
         place.skip()
         while place.at < len(place.text) and place.text[place.at] in "*+?{":
             if (found := place.take(_RANGE)) is not None and (found[1] or found[3]):
+                if max(len(found[1]), len(found[3] or "")) > 9:  # int() takes no more than 4,300 digits
+                    raise place.wrong(f"nothing can be repeated more than {MOST_TIMES} times")
                 least = int(found[1] or 0)
                 most = least if not found[2] else int(found[3]) if found[3] else None
             elif place.sees("{") or found is not None:
