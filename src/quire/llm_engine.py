@@ -73,7 +73,7 @@ class LLMEngine:
         arrival = time.time() if arrival_time is None else arrival_time
         prepared = self.inputs.prepare(request_id, prompt, params, arrival=arrival, priority=priority)
         if prepared.params.structured_outputs is not None:
-            self.core.check_grammar(prepared.params.structured_outputs)
+            self.core.constraints.check(prepared.params.structured_outputs)
             if keywords := unenforced(prepared.params.structured_outputs):
                 told = ", ".join(keywords)
                 warnings.warn(f"the answer is not held to everything that its JSON schema says, not to {told}", stacklevel=2)

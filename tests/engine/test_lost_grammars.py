@@ -61,7 +61,7 @@ class Run:
 
 
 def kill(engine) -> None:
-    running = engine.core._grammars.first._process
+    running = engine.core.constraints.grammars.first._process
     if running is not None:
         os.kill(running.pid, signal.SIGKILL)
 
@@ -92,7 +92,7 @@ def test_nobody_loses_an_answer_or_a_token(engine, kill_at):
     assert told(answers) == expected
     reported = answers["reported"][0]
     assert len(reported.logprobs) == len(reported.token_ids)
-    assert not len(engine.core._grammars)
+    assert not len(engine.core.constraints.grammars)
 
 
 def test_those_without_a_grammar_do_not_wait(engine):
@@ -100,7 +100,7 @@ def test_those_without_a_grammar_do_not_wait(engine):
     while run.lengths.get("bound", 0) < 5:
         run.turn()
     kill(engine)
-    lane = engine.core._grammars.first
+    lane = engine.core.constraints.grammars.first
     while lane._process is None or lane._lost or not run.lengths.get("free"):
         run.turn()
     before = dict(run.lengths)
@@ -117,8 +117,8 @@ def test_whoever_leaves_meanwhile_leaves_nothing(engine):
             kill(engine)
         run.turn()
     engine.abort_request("leaves")
-    assert len(engine.core._grammars) == 1
-    assert list(run.finish()) == ["stays"] and not len(engine.core._grammars)
+    assert len(engine.core.constraints.grammars) == 1
+    assert list(run.finish()) == ["stays"] and not len(engine.core.constraints.grammars)
 
 
 def test_a_deadly_grammar_ends_its_own_requests(faulty):
@@ -185,7 +185,7 @@ def test_a_grammar_that_is_slow_is_given_up_and_slows_nobody_down(faulty, monkey
     answers = Run(faulty, good | {"bad": bound(9, regex="slow[ab]{55}")}).finish()
     assert {name: told(answers)[name] for name in good} == expected
     assert answers["bad"][0].finish_reason == "error" and "take too long" in answers["bad"][0].error
-    assert len(answers["bad"][0].token_ids) > 4 and not len(faulty.core._grammars)
+    assert len(answers["bad"][0].token_ids) > 4 and not len(faulty.core.constraints.grammars)
 
 
 def test_a_stopped_process_stops_only_those_who_need_it(engine):
@@ -194,14 +194,14 @@ def test_a_stopped_process_stops_only_those_who_need_it(engine):
     run = Run(engine, params)
     while run.lengths.get("bound", 0) < 3:
         run.turn()
-    pid = engine.core._grammars.first._process.pid
+    pid = engine.core.constraints.grammars.first._process.pid
     os.kill(pid, signal.SIGSTOP)
-    begun, before, losses = time.monotonic(), run.lengths["bound"], engine.core._grammars.losses
+    begun, before, losses = time.monotonic(), run.lengths["bound"], engine.core.constraints.grammars.losses
     try:
         while "free" not in run.answers:
             run.turn()
         assert run.lengths["bound"] < 40 and run.lengths["bound"] <= before + 2
-        assert engine.core._grammars.losses == losses or time.monotonic() - begun > client.LONGEST_STEP
+        assert engine.core.constraints.grammars.losses == losses or time.monotonic() - begun > client.LONGEST_STEP
     finally:
         with contextlib.suppress(ProcessLookupError):  # it was replaced
             os.kill(pid, (signal.SIGCONT, signal.SIGKILL)[engine.core.depth])

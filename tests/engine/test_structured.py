@@ -212,7 +212,7 @@ def test_who_leaves_early_leaves_nothing(llm):
             core.step()
         llm.llm_engine.abort_request("leaver")
         core.step()
-        assert "leaver" not in core._grammars and not len(core._grammars)
+        assert "leaver" not in core.constraints.grammars and not len(core.constraints.grammars)
 
 
 def test_what_cannot_be_constrained_says_so(tiny_model):

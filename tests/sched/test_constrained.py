@@ -81,7 +81,7 @@ class Script:
 
 def desk_with(script: Script, **options) -> Desk:
     desk = Desk(**options)
-    desk.core._grammars = script
+    desk.core.constraints.grammars = script
     return desk
 
 

@@ -10,24 +10,17 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from quire.engine.constraints import Constraints
 from quire.engine.executor.base import Executor, Flight
-from quire.grammar.client import refusal
 from quire.grammar.lanes import Lanes
 from quire.sched.plan_builder import Scheduled
 from quire.sched.scheduler import Scheduler
-from quire.sched.thinking import forced_end
-from quire.types.errors import EngineDead, NotSupported, RequestError
+from quire.types.errors import EngineDead
 from quire.types.outputs import TokenDelta
-from quire.types.plan import Words
 from quire.types.request import EngineRequest
 from quire.types.stats import Stats
-from quire.types.structured import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
-
-GRAMMAR_WAIT = 0.005  # seconds, while there is nothing else to do
-MASK_WAIT = 0.01  # seconds that a step waits for masks; rows whose masks come later sit it out
-JUMP_PRICE = 2  # steps that a row of several tokens costs everyone
 
 
 class EngineCore:
@@ -42,25 +35,20 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler, self.executor, self.depth, self._clock = scheduler, executor, depth, clock
-        self._grammars = grammars
+        self.constraints = Constraints(scheduler, grammars, self._tell)
         self._flights: deque[tuple[Scheduled, Flight]] = deque()
         self._deltas: list[TokenDelta] = []  # to be handed out by the next step
         self.tokens = self.rows = 0  # run by the latest step
         self.waited = 0.0  # seconds, by the latest step, for the device
-        self.on_refused: Callable[[str, RequestError], None] | None = None  # told of requests whose grammar cannot be followed
         self.before_admission: Callable[[list[str]], None] | None = None  # told who runs when new ones join, before they do
 
     def add(self, request: EngineRequest) -> None:
         """A request with a grammar runs when that is compiled. If it cannot be, or cannot be followed in reasonable time,
-        `on_refused` is told, or a last delta tells."""
-        grammars = self._masking() if request.params.needs_masks else None
+        `constraints.on_refused` is told, or a last delta tells."""
+        if request.params.needs_masks:
+            self.constraints.supported()
         self.scheduler.add(request)
-        if grammars is not None and request.params.structured_outputs is not None:
-            grammars.open(request)
-
-    def check_grammar(self, params: StructuredOutputsParams) -> None:
-        """Waits until it is known whether this can be compiled. Raises RequestError if not."""
-        self._masking().check(params)
+        self.constraints.open(request)
 
     def abort(self, ids: Iterable[str]) -> None:
         """Ends requests now; the next step says so with their last delta. Unknown and finished ids are ignored."""
@@ -83,14 +71,13 @@ class EngineCore:
 
     @property
     def stats(self) -> Stats:
-        losses = 0 if self._grammars is None else self._grammars.losses
-        return msgspec.structs.replace(self.scheduler.stats, device=self.executor.counts, grammar_losses=losses)
+        return msgspec.structs.replace(
+            self.scheduler.stats, device=self.executor.counts, grammar_losses=self.constraints.losses
+        )
 
     def step(self) -> list[TokenDelta]:
         """One turn of the loop: plan and submit a step, take in those that are due."""
-        if self._grammars:
-            self._hear(self._grammars)
-            self._jump(self._grammars)
+        self.constraints.before_plan(self.depth, self.ahead)
         scheduled = self.scheduler.schedule(self._clock())
         self.tokens, self.rows = (0, 0) if scheduled is None else (scheduled.plan.tokens, len(scheduled.plan.slot))
         self.waited = 0.0
@@ -99,8 +86,8 @@ class EngineCore:
                 self.before_admission(self.scheduler.running)
             self._submit(scheduled)
             self.scheduler.publish()
-        elif self._grammars and not self._flights and not self._deltas:
-            self._grammars.wait(GRAMMAR_WAIT)
+        elif not self._flights and not self._deltas:
+            self.constraints.wait()
         while len(self._flights) > self.depth or (self._flights and scheduled is None):
             self._land(*self._flights.popleft())
         deltas, self._deltas = self._deltas, []
@@ -113,14 +100,8 @@ class EngineCore:
     def stop(self) -> None:
         """Lets the executor go. Requests that are not finished by now get no answer."""
         self._flights.clear()
-        if self._grammars is not None:
-            self._grammars.stop()
+        self.constraints.stop()
         self.executor.stop()
-
-    def _masking(self) -> Lanes:
-        if self._grammars is None:
-            raise NotSupported("structured_outputs and thinking_token_budget cannot be used: this engine has no masks")
-        return self._grammars
 
     def _submit(self, scheduled: Scheduled) -> None:
         try:
@@ -128,69 +109,17 @@ class EngineCore:
             if len(scheduled.plan.masked):
                 while self._flights:  # masks depend on their tokens
                     self._land(*self._flights.popleft())
-                flight.draw(self._masks(scheduled, self._masking()))
+                flight.draw(self.constraints.masks(scheduled))
             self._flights.append((scheduled, flight))
         except EngineDead:
             raise
         except Exception as error:
             self._fail(scheduled, error)
 
-    def _masks(self, scheduled: Scheduled, grammars: Lanes) -> Words:
-        """Of the masked rows. Those whose masks are late sit the step out: what they draw does not count."""
-        requests = [scheduled.requests[row] for row in scheduled.plan.masked.tolist()]
-        names = [request.spec.id for request in requests]
-        for name in grammars.late(names, MASK_WAIT):
-            self.scheduler.suspend(name)
-        self._hear(grammars)
-        masks = grammars.masks(names)
-        for request, mask in zip(requests, masks, strict=True):
-            token = forced_end(request)
-            if token is not None:
-                mask[:] = 0
-                mask[token // 32] = 1 << token % 32
-        return masks
-
-    def _hear(self, grammars: Lanes) -> None:
-        """Grammars that are compiled or cannot be, have to be compiled again, or failed later."""
-        news = grammars.news()
-        for name in news.lost:
-            self.scheduler.suspend(name)
-        for name in news.ready:
-            self.scheduler.ready(name)
-        for name, error in news.failed:
-            self._tell(self.scheduler.end(name, error))
-        for name, error in news.refused:
-            why = refusal(error)
-            ending = self.scheduler.end(name, str(why))
-            if self.on_refused is None:
-                self._tell(ending)
-            else:
-                grammars.close(name)
-                self.on_refused(name, why)
-
-    def _jump(self, grammars: Lanes) -> None:
-        """Where a grammar leaves no choice, tokens are taken without being drawn.
-
-        A step ahead, a request has to pause for that, and the longer row it gets then may slow the others' step down: only a
-        number of tokens that makes up for it is worth that.
-        """
-        if not self._flights:
-            grammars.settle(MASK_WAIT)
-        for name, tokens in grammars.forced():
-            left = len(tokens) - self.scheduler.in_flight(name)  # a row in flight draws the first of them
-            if not self.depth or left > JUMP_PRICE * self.stats.running:
-                self._tell(self.scheduler.extend(name, tokens))
-        grammars.send()
-
     def _tell(self, deltas: list[TokenDelta]) -> None:
-        """To be handed out; the grammars hear of it first."""
+        """To be handed out."""
         self._deltas += deltas
-        if self._grammars:
-            for delta in deltas:
-                if delta.finish_reason is not None:
-                    self._grammars.close(delta.request_id)
-                else:
-                    self._grammars.tell(delta.request_id, delta.token_ids)
+        self.constraints.note(deltas)
 
     def _land(self, scheduled: Scheduled, flight: Flight) -> None:
         began = self._clock()
@@ -203,8 +132,7 @@ class EngineCore:
         else:
             self.waited += self._clock() - began
             self._tell(self.scheduler.commit(scheduled, result))
-            if self._grammars:
-                self._grammars.send()
+            self.constraints.send()
 
     def _fail(self, scheduled: Scheduled, error: Exception) -> None:
         """A lost step ends its own requests and no others."""

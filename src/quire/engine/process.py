@@ -106,7 +106,7 @@ class Engine:
 
     def __init__(self, core: EngineCore, link: Link, pulse: Pulse) -> None:
         self._core, self._link, self._pulse = core, link, pulse
-        core.on_refused = partial(self._refuse, added=True)
+        core.constraints.on_refused = partial(self._refuse, added=True)
         self._pace = Pace()
         self.stopping = False
 

@@ -1,0 +1,120 @@
+"""What requests may say, for the loop: masks for the draw, tokens that need none, grammars that came or went.
+
+Grammars live in processes of their own (`grammar/`) and hear of tokens here; the scheduler hears here who has to wait for them.
+"""
+
+from collections.abc import Callable
+
+from quire.grammar.client import refusal
+from quire.grammar.lanes import Lanes
+from quire.sched.plan_builder import Scheduled
+from quire.sched.scheduler import Scheduler
+from quire.sched.thinking import forced_end
+from quire.types.errors import NotSupported, RequestError
+from quire.types.outputs import TokenDelta
+from quire.types.plan import Words
+from quire.types.request import EngineRequest
+from quire.types.structured import StructuredOutputsParams
+
+GRAMMAR_WAIT = 0.005  # seconds, while there is nothing else to do
+MASK_WAIT = 0.01  # seconds that a step waits for masks; rows whose masks come later sit it out
+JUMP_PRICE = 2  # steps that a row of several tokens costs everyone
+
+
+class Constraints:
+    """`tell` takes what was decided about requests here; it has to call `note`."""
+
+    def __init__(self, scheduler: Scheduler, grammars: Lanes | None, tell: Callable[[list[TokenDelta]], None]) -> None:
+        self.grammars, self._scheduler, self._tell = grammars, scheduler, tell
+        self.on_refused: Callable[[str, RequestError], None] | None = None  # told of requests whose grammar cannot be followed
+
+    @property
+    def losses(self) -> int:
+        return 0 if self.grammars is None else self.grammars.losses
+
+    def supported(self) -> Lanes:
+        if self.grammars is None:
+            raise NotSupported("structured_outputs and thinking_token_budget cannot be used: this engine has no masks")
+        return self.grammars
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Waits until it is known whether this can be compiled. Raises RequestError if not."""
+        self.supported().check(params)
+
+    def open(self, request: EngineRequest) -> None:
+        if request.params.structured_outputs is not None:
+            self.supported().open(request)
+
+    def note(self, deltas: list[TokenDelta]) -> None:
+        """Tokens that requests have now; those that ended need no grammar any more."""
+        for delta in deltas if self.grammars else ():
+            if delta.finish_reason is not None:
+                self.supported().close(delta.request_id)
+            else:
+                self.supported().tell(delta.request_id, delta.token_ids)
+
+    def send(self) -> None:
+        if self.grammars:
+            self.grammars.send()
+
+    def wait(self) -> None:
+        if self.grammars:
+            self.grammars.wait(GRAMMAR_WAIT)
+
+    def stop(self) -> None:
+        if self.grammars is not None:
+            self.grammars.stop()
+
+    def before_plan(self, depth: int, ahead: bool) -> None:
+        """Takes in what grammars have to say. `ahead`: a step is in flight."""
+        if self.grammars:
+            self._hear(self.grammars)
+            self._jump(self.grammars, depth, ahead)
+
+    def masks(self, scheduled: Scheduled) -> Words:
+        """Of the masked rows. Those whose masks are late sit the step out: what they draw does not count."""
+        grammars = self.supported()
+        requests = [scheduled.requests[row] for row in scheduled.plan.masked.tolist()]
+        names = [request.spec.id for request in requests]
+        for name in grammars.late(names, MASK_WAIT):
+            self._scheduler.suspend(name)
+        self._hear(grammars)
+        masks = grammars.masks(names)
+        for request, mask in zip(requests, masks, strict=True):
+            token = forced_end(request)
+            if token is not None:
+                mask[:] = 0
+                mask[token // 32] = 1 << token % 32
+        return masks
+
+    def _hear(self, grammars: Lanes) -> None:
+        """Grammars that are compiled or cannot be, have to be compiled again, or failed later."""
+        news = grammars.news()
+        for name in news.lost:
+            self._scheduler.suspend(name)
+        for name in news.ready:
+            self._scheduler.ready(name)
+        for name, error in news.failed:
+            self._tell(self._scheduler.end(name, error))
+        for name, error in news.refused:
+            why = refusal(error)
+            ending = self._scheduler.end(name, str(why))
+            if self.on_refused is None:
+                self._tell(ending)
+            else:
+                grammars.close(name)
+                self.on_refused(name, why)
+
+    def _jump(self, grammars: Lanes, depth: int, ahead: bool) -> None:
+        """Where a grammar leaves no choice, tokens are taken without being drawn.
+
+        A step ahead, a request has to pause for that, and the longer row it gets then may slow the others' step down: only a
+        number of tokens that makes up for it is worth that.
+        """
+        if not ahead:
+            grammars.settle(MASK_WAIT)
+        for name, tokens in grammars.forced():
+            left = len(tokens) - self._scheduler.in_flight(name)  # a row in flight draws the first of them
+            if not depth or left > JUMP_PRICE * self._scheduler.stats.running:
+                self._tell(self._scheduler.extend(name, tokens))
+        grammars.send()
