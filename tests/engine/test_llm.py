@@ -199,6 +199,9 @@ def test_beam_search_finds_what_a_plain_search_finds(llm, tiny_model):
             assert [s.tokens for s in output.sequences] == [tokens for tokens, _ in expected]
             assert [s.cum_logprob for s in output.sequences] == pytest.approx([total for _, total in expected], abs=1e-3)
             assert output.sequences[0].text == llm.get_tokenizer().decode(output.sequences[0].tokens)
+            [plain] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1, logprobs=6))
+            told = {token: entry.decoded_token for token, entry in plain.outputs[0].logprobs[0].items()}
+            assert {token: entry.decoded_token for token, entry in output.sequences[0].logprobs[0].items()} == told
 
 
 def _plain_beams(reference, prompt, params, eos=1):
@@ -210,12 +213,8 @@ def _plain_beams(reference, prompt, params, eos=1):
                 scores = (reference(torch.tensor([tokens])).logits[0, -1] / (params.temperature or 1.0)).log_softmax(-1)
             best = scores.topk(2 * params.beam_width)
             candidates += [([*tokens, t], total + v) for v, t in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
-        candidates.sort(key=lambda beam: -beam[1])
-        beams = []
-        for tokens, total in candidates:
-            (complete if tokens[-1] == eos else beams).append((tokens, total))
-            if len(beams) == params.beam_width:
-                break
+        complete += [beam for beam in candidates if beam[0][-1] == eos]
+        beams = sorted((beam for beam in candidates if beam[0][-1] != eos), key=lambda beam: -beam[1])[: params.beam_width]
 
     def length(tokens):
         return len(tokens) - (tokens[-1] == eos)

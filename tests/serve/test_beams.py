@@ -28,6 +28,8 @@ def test_same_as_offline(http, offline, penalty, ignore_eos):
         for ids, choice in zip(found, answer["choices"], strict=True)
     ] == expected
     assert answer["usage"]["completion_tokens"] == sum(map(len, found))
+    for ids, choice in zip(found, answer["choices"], strict=True):
+        assert choice["stop_reason"] == (ids[-1] if choice["finish_reason"] == "stop" else None)
 
 
 def test_several_prompts_and_logprobs(http):

@@ -255,7 +255,7 @@ class Answer:
         end = min(wanted, begin + max(1, entries // chunk.ids.shape[1]))
         for i in range(begin, end):
             before = self._prompt_ids[max(0, len(table) - CONTEXT) : len(table)]
-            table.append(_read_logprobs(chunk, i, self._texts, before, ranked=True))
+            table.append(read_logprobs(chunk, i, self._texts, before, ranked=True))
         if end < wanted:
             self._unread.appendleft((chunk, end))
 
@@ -379,7 +379,7 @@ class _Choice:
         before = self.token_ids[-CONTEXT - 1 : -1]
         if len(before) < CONTEXT:
             before = [*self.prepared.prompt_ids[len(before) - CONTEXT :], *before]
-        self.logprobs.append(_read_logprobs(top, 0, self.texts, before, ranked=ranked))
+        self.logprobs.append(read_logprobs(top, 0, self.texts, before, ranked=ranked))
 
 
 def _wants_logprobs(params: SamplingParams) -> bool:
@@ -390,7 +390,7 @@ def _new_table(params: SamplingParams) -> _LogprobTable:
     return FlatLogprobs() if params.flat_logprobs else []
 
 
-def _read_logprobs(
+def read_logprobs(
     top: TopLogprobs, position: int, texts: TokenTexts | None, before: Sequence[int], ranked: bool
 ) -> TokenLogprobs:
     """The chosen token first, then the alternatives; `ranked`: the alternatives are the best ones in order.
