@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve test check clean
+.PHONY: serve test check docs clean
 
 serve: $(VENV)/.installed
 	$(BIN)/quire serve smollm2 --sample "What is the capital of France? Answer in one word."
@@ -16,6 +16,10 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "the site is in build/site: open build/site/index.html"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Quire needs Python 3.11 or newer, and $(PYTHON) is %d.%d; say which: make PYTHON=python3.12 ..." % v[:2])'
@@ -30,6 +34,11 @@ $(VENV)/.installed: $(BIN)/python pyproject.toml $(KERNELS)
 $(VENV)/.installed-dev: $(BIN)/python pyproject.toml $(KERNELS)
 	$(BIN)/python scripts/install.py -e '.[dev]'
 	touch $@ $(VENV)/.installed
+
+# the site needs nothing of Quire itself: only what the extra `docs` names is installed
+$(VENV)/.installed-docs: $(BIN)/python pyproject.toml
+	$(BIN)/python scripts/install.py $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info src/quire/ops/*.so

@@ -10,7 +10,6 @@ from quire.config.args import EngineArgs, add_cli_arguments, one_at_a_time
 from quire.config.fields import FLAG, LIST, OBJECT, TEXT, read_number, spec_of
 from quire.config.hints import HINTS
 from quire.config.refused import REFUSED
-from quire.config.surface import table
 from quire.types.errors import ConfigError
 
 
@@ -238,8 +237,3 @@ def test_typos_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_namespaces_may_hold_more() -> None:
     assert EngineArgs.from_cli(argparse.Namespace(model="m", prompt="x", run=print)) == EngineArgs(model="m")
-
-
-def test_the_page_of_arguments_is_made_from_the_tables() -> None:
-    page = Path(__file__).parents[2] / "docs" / "arguments.md"
-    assert page.read_text(encoding="utf-8") == table(), "run: python -m quire.config.surface > docs/arguments.md"

@@ -1,7 +1,6 @@
 """Every field of every protocol: it changes what is asked of the engine or what is answered, or is a hint, or is refused."""
 
 import json
-from pathlib import Path
 
 import pytest
 from scripted import Scripted, byte_tokenizer
@@ -227,8 +226,3 @@ def test_what_responses_left_out_once(server):
 
 def test_hints_are_told_apart():
     assert not set(HINTS) & set(field_table.REFUSED)
-
-
-def test_the_page_of_fields_is_made_from_the_table():
-    page = Path(__file__).parents[2] / "docs" / "fields.md"
-    assert page.read_text(encoding="utf-8") == field_table.table(), "run: python -m quire.serve.field_table > docs/fields.md"

@@ -1,28 +1,47 @@
-"""docs/arguments.md: vLLM's arguments that are no fields here. `python -m quire.config.surface` writes it."""
+"""docs/arguments.md: every argument, and those of vLLM's that are none here. `python -m quire.config.surface` writes it."""
 
 import dataclasses
+import json
+from typing import Any
 
+from quire.config.args import EngineArgs
+from quire.config.fields import spec_of
 from quire.config.hints import HINTS, TAKEN_FOR
 from quire.config.refused import REFUSED
 from quire.config.server_args import ServerArgs
 from quire.config.server_refused import SERVER_HINTS, SERVER_REFUSED
 
-_HEAD = """# vLLM's arguments
+_HEAD = """# Arguments
 
-`quire serve --help=all` lists the arguments that do something, with vLLM's names. This page, which is made from the tables in
-`src/quire/config/`, lists vLLM's other ones: hints, which change no answer and are taken with a line in the log, and what
-asks for something that is not there, which is refused with its reason unless its value asks for nothing. Any other name is
-an error. The names are those of `LLM(...)` and `EngineArgs`; on the command line `-` and `_` are the same.
+Made from the tables in `src/quire/config/`. The names are vLLM's: fields of `LLM(...)`, `AsyncLLM` and `EngineArgs`, and
+flags of the commands, where `-` and `_` are the same and `--no-...` turns a flag off (`quire serve --help=all`). Anything
+else is an error that names what is near.
 
-A flag whose value is a JSON object also takes its keys one by one, `--compilation-config.mode 3`, and `--config FILE.yaml`
-reads flags from a file (`model: smollm2`, `port: 8080`, `hf-overrides: {...}`); the command line wins over the file.
+- [Engine](#engine): every command and `LLM(...)`
+- [Server](#server): `quire serve`
+- [Hints](#hints): vLLM's arguments that change no answer here; they are taken, with a line in the log
+- [Refused](#refused): vLLM's arguments that ask for what is not there, with the reason; a value that asks for nothing is
+  taken
+
+A number may have a unit: 1k is 1,000, 1K is 1,024. A flag whose value is a JSON object also takes its keys one by one,
+`--compilation-config.mode 3`, and `--config FILE.yaml` reads flags from a file (`model: smollm2`, `port: 8080`,
+`hf-overrides: {...}`); the command line wins over the file. Where the default is –, the engine decides by the model and the
+device.
 """
 _IN_A_ROW = 6
 SERVED = {field.name for field in dataclasses.fields(ServerArgs)}  # what only the server has
 
 
 def table() -> str:
-    lines = [_HEAD, "## Hints", "", "| arguments | why they change nothing |", "|---|---|"]
+    lines = [
+        _HEAD,
+        *_fields("Engine", EngineArgs),
+        *_fields("Server", ServerArgs),
+        "## Hints",
+        "",
+        "| arguments | why they change nothing |",
+        "|---|---|",
+    ]
     reasons: dict[str, list[str]] = {}
     for name, (reason, _) in {**HINTS, **SERVER_HINTS}.items():
         reasons.setdefault(reason, []).append(name)
@@ -41,6 +60,21 @@ def table() -> str:
         if name not in SERVED:
             lines.append(f"| `{name}` | {', '.join(f'`{value!r}`' for value in harmless) or 'left out'} | {reason} |")
     return "\n".join(lines) + "\n"
+
+
+def _fields(title: str, owner: Any) -> list[str]:
+    """A table for every group of fields, in their order."""
+    lines, group = [f"## {title}"], None
+    for field in dataclasses.fields(owner):
+        spec = spec_of(field)
+        if spec.group != group:
+            group = spec.group
+            lines += ["", f"**{group[0].upper()}{group[1:]}**", "", "| argument | default | what |", "|---|---|---|"]
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        shown = "–" if default is None else f"`{json.dumps(default)}`"
+        choices = f" ({', '.join(spec.choices)})" if spec.choices else ""
+        lines.append(f"| `{field.name}` | {shown} | {spec.help}{choices} |")
+    return [*lines, ""]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ FINE = (
 
 class HttpMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
-        board = Board("", {})
+        board = self.board = Board("", {})
         self.requests = board.add(
             Counter("http_requests", "Requests by method, status and route", ("method", "status", "handler"))
         )

@@ -1,0 +1,83 @@
+"""docs/models.md: which models run, from which files, on which device. `python -m quire.models.reference` writes it."""
+
+from quire.config.gguf import ARCHITECTURES
+from quire.files.gguf import GGML_TYPES, READABLE_TYPES
+from quire.models.composite import COMPOSITES, TEXT_MODELS
+from quire.models.registry import FAMILIES
+
+_HEAD = """# Models and quantization
+
+Made from the registry (`src/quire/models/registry.py`) and the tables of file types; `quire models` prints the same for a
+terminal. A model is named by a directory, a `.gguf` file, a hub id (`org/repo`, `org/repo:Q4_K_M`, `org/repo/FILE.gguf`) or
+the alias `smollm2`.
+
+## Families
+
+The architecture is what `config.json` says under `architectures`; in a GGUF file it is `general.architecture`.
+
+| architecture | code | in a GGUF file | text model of composites |
+|---|---|---|---|
+"""
+_COMPOSITES = """
+**Models that also see or hear** run as text models where their text half is one of these families, and refuse media:
+"""
+_OTHERS = """
+**Other decoders of `transformers`** run through the fallback (`pip install 'quire[transformers]'`, or
+`model_impl="transformers"` by choice), with Quire's cache and attention. They are traced and probed before they are
+trusted: a model that would not give its own tokens there is refused with the reason. Code from a model's repository is
+never run. Encoders, encoder-decoders, recurrent models and pooling are not served.
+
+## Weights
+
+| weights | a CPU | a CUDA GPU |
+|---|---|---|
+| safetensors in float32, bfloat16, float16 | float32, or `dtype` | bfloat16, or the checkpoint's float16, or `dtype` |
+| GGUF, floating point (F32, F16, BF16, F64) | as above | as above |
+| GGUF, quantized | stays quantized; with an explicit `dtype` dequantized when loaded | dequantized when loaded |
+| safetensors with a `quantization_config` (AWQ, GPTQ, FP8, ...) | refused | refused |
+| `load_format="dummy"` | random | random |
+
+Quantized weights stay quantized on a CPU where Quire's kernels are compiled for ARM, or with the extra `cpu`; without
+either they are dequantized when loaded, and the log says so. The cache is always in the model's own type.
+
+## GGUF types
+
+Bits per weight are the file's. On a CPU numbers are multiplied as 4 or 8 bits with a scale (and an offset) for every 32.
+Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 and Q4_K keep their values exactly; the other quantized types are rounded to 8 bits.
+
+| type | bits per weight |
+|---|---|
+"""
+_UNREADABLE = """
+Not read, and refused by name: {}.
+"""
+
+
+def table() -> str:
+    by_class: dict[str, list[str]] = {}
+    for name, found in ARCHITECTURES.items():
+        by_class.setdefault(found.hf_class, []).append(f"`{name.partition(' ')[0]}`")
+    text_of: dict[str, list[str]] = {}
+    for model_type, architecture in TEXT_MODELS.items():
+        text_of.setdefault(architecture, []).append(f"`{model_type}`")
+    lines = [
+        f"| `{name}` | `{_file(FAMILIES[name])}` | {_listed(by_class.get(name))} | {_listed(text_of.get(name))} |"
+        for name in sorted(FAMILIES)
+    ]
+    families = "\n".join(lines) + "\n" + _COMPOSITES + "\n" + "\n".join(f"- `{name}`" for name in sorted(COMPOSITES)) + "\n"
+    sizes = {name: 8 * nbytes / elements for name, elements, nbytes in GGML_TYPES.values()}
+    types = "".join(f"| `{name}` | {sizes[name]:g} |\n" for name in READABLE_TYPES)
+    unreadable = ", ".join(f"`{name}`" for name in sizes if name not in READABLE_TYPES)
+    return _HEAD + families + _OTHERS + types + _UNREADABLE.format(unreadable)
+
+
+def _file(target: str) -> str:
+    return target.partition(":")[0].removeprefix("quire.").replace(".", "/") + ".py"
+
+
+def _listed(names: list[str] | None) -> str:
+    return ", ".join(names or ["–"])
+
+
+if __name__ == "__main__":
+    print(table(), end="")

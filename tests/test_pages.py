@@ -1,0 +1,80 @@
+"""Pages lead where they say, are all in the site, name files that exist, and those made from the code are as the code is."""
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+CODE = re.compile(r"^( *)```.*?^\1```$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ +(.+?) *#*$", re.MULTILINE)
+FILE = re.compile(r"`((?:[\w-]+/)+[\w-]+\.(?:py|c|h))`")
+PAST = {ROOT / "CHANGELOG.md", *(DOCS / "notes").iterdir()}  # these speak of files as they were
+# page -> the module that writes it
+GENERATED = {
+    "arguments.md": "quire.config.surface",
+    "fields.md": "quire.serve.field_table",
+    "metrics.md": "quire.obs.reference",
+    "models.md": "quire.models.reference",
+}
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(text)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = CODE.sub("", page.read_text(encoding="utf-8"))
+    lost = []
+    for link in LINK.findall(text):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.is_relative_to(ROOT) or not target.exists() or (anchor and anchor not in anchors(target)):
+            lost.append(link)
+        elif page.is_relative_to(DOCS) and not target.is_relative_to(DOCS):
+            lost.append(f"{link}, which the site does not have")
+    assert not lost
+
+
+def test_the_site_has_every_page_once() -> None:
+    def pages(entry: object) -> Iterator[str]:
+        if isinstance(entry, str):
+            yield entry
+        elif isinstance(entry, dict):
+            for inner in entry.values():
+                yield from pages(inner)
+        elif isinstance(entry, list):
+            for inner in entry:
+                yield from pages(inner)
+
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    assert sorted(pages(nav)) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name != "notes" and page.name != "CHANGELOG.md"], ids=name
+)
+def test_files_that_are_named_exist(page: Path) -> None:
+    named = set(FILE.findall(page.read_text(encoding="utf-8")))
+    assert not {file for file in named if not any((ROOT / room / file).exists() for room in ("", "src", "src/quire"))}
+
+
+@pytest.mark.parametrize(("page", "module"), GENERATED.items())
+def test_pages_made_from_the_code_are_current(page: str, module: str) -> None:
+    current = importlib.import_module(module).table()
+    assert (DOCS / page).read_text(encoding="utf-8") == current, f"run: python -m {module} > docs/{page}"
