@@ -1,8 +1,9 @@
 """How long a step is: by those who wait, those who run, and what they read."""
 
+import pytest
 from desk import SIZE, Desk
 
-from quire.sched.budget import LEAST, USUAL, StepBudget
+from quire.sched.budget import LEAST, USUAL, StepBudget, TimedBudget
 
 # Llama-8B's numbers: a page of 16 tokens has 2 MiB
 LLAMA = StepBudget.following(8192, 16 * 131072, 8_030_000_000)
@@ -55,3 +56,48 @@ def test_steps_of_the_scheduler_follow():
         assert plan.tokens <= max(8, 2 * used)
     assert max(plan.tokens for plan in desk.plans) > 8
     assert SIZE == 4
+
+
+def timed_desk(seconds_per_token: float, seconds_per_step: float = 0.02) -> tuple[Desk, list[float]]:
+    """A device whose steps take as long as their tokens make them, and how long each took."""
+    desk = Desk(pages=600, budget=1088, max_model_len=2100, budget_rule=TimedBudget(1088), prefix_caching=False)
+    now, times, submit = [0.0], list[float](), desk.executor.submit
+
+    def run(plan):
+        times.append(seconds_per_step + seconds_per_token * plan.tokens)
+        now[0] += times[-1]
+        return submit(plan)
+
+    desk.executor.submit, desk.core._clock = run, lambda: now[0]
+    return desk, times
+
+
+@pytest.mark.parametrize("speed", [1e-2, 1e-3, 1e-4])
+def test_on_a_cpu_nobody_waits_long_for_a_neighbours_prompt(speed):
+    desk, times = timed_desk(speed)
+    desk.add("talks", range(20), max_tokens=300)
+    desk.step(2)
+    times.clear()
+    desk.add("long", [7] * 1900, max_tokens=2)
+    while not desk.heard["long"]:
+        desk.step()
+    assert len(desk.heard["talks"]) >= len(times), "it got a token in every step"
+    assert max(times[2:]) <= 0.4 and max(times) < 1.5 * 128 * speed + 0.3  # the second step knows the first one's time
+    if speed == 1e-4:
+        assert len(times) <= 3, "what is quick is not cut"
+    desk.finish()
+    assert desk.right("talks", "long")
+
+
+def test_on_a_cpu_a_prompt_alone_runs_in_large_pieces():
+    desk, _ = timed_desk(1e-3)
+    desk.add("long", [7] * 1900, max_tokens=2)
+    desk.finish()
+    assert [plan.tokens for plan in desk.plans][:3] == [256, 913, 731] and desk.right("long")
+
+
+def test_whoever_prompts_has_half_of_a_cpu_that_decodes_slowly():
+    budget = TimedBudget(1088)
+    budget.took(64, 64, 1.0)
+    budget.took(64, 164, 2.0)
+    assert budget.tokens(pages=0, running=64, waiting=5000, decoding=True) == 64 + 96

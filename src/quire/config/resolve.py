@@ -200,9 +200,10 @@ def choose_batch(args: EngineArgs, default: tuple[int, int], max_model_len: int)
 
 
 def choose_following(args: EngineArgs, facts: ModelFacts, device: Device) -> bool:
-    """Not where each token is for a few of the matrices: short steps would read all of them for few tokens."""
-    experts = any(facts.hf.get(name) for name in EXPERT_COUNTS)
-    return device == "cuda" and args.max_num_batched_tokens is None and args.enable_chunked_prefill and not experts
+    """Not where each token is for a few of the matrices: short steps would read all of them for few tokens. A CPU's steps are
+    measured, and that with them."""
+    experts = device == "cuda" and any(facts.hf.get(name) for name in EXPERT_COUNTS)
+    return args.max_num_batched_tokens is None and args.enable_chunked_prefill and not experts
 
 
 def choose_depth(args: EngineArgs, device: Device) -> int:

@@ -20,7 +20,7 @@ from quire.engine.executor.fake_model import FakeModel
 from quire.engine.timeline import Stopwatch, Timeline
 from quire.grammar.lanes import Lanes
 from quire.progress import doing
-from quire.sched.budget import StepBudget
+from quire.sched.budget import Budget, StepBudget, TimedBudget
 from quire.sched.scheduler import Scheduler
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError
@@ -93,8 +93,10 @@ def start_core(config: Config, watch: Stopwatch | None = None) -> Started:
     layout = make_layout(facts.layers, config.page_size, ELEMENT_BYTES[config.dtype])
     start = start_fake if config.args.distributed_executor_backend == "fake" else start_local
     executor, capacity = start(config, facts, layout, watch)
-    budget = None
-    if config.steps_follow_load:
+    budget: Budget | None = None
+    if config.steps_follow_load and config.device == "cpu":
+        budget = TimedBudget(config.max_batched_tokens)
+    elif config.steps_follow_load:
         budget = StepBudget.following(config.max_batched_tokens, layout.bytes_per_page, facts.parameters)
     scheduler = Scheduler(
         layout,

@@ -38,6 +38,7 @@ class EngineCore:
         self.constraints = Constraints(scheduler, grammars, self._tell)
         self._flights: deque[tuple[Scheduled, Flight]] = deque()
         self._deltas: list[TokenDelta] = []  # to be handed out by the next step
+        self._busy_since = 0.0  # the device with the first of them
         self.tokens = self.rows = 0  # run by the latest step
         self.waited = 0.0  # seconds, by the latest step, for the device
         self.before_admission: Callable[[list[str]], None] | None = None  # told who runs when new ones join, before they do
@@ -104,6 +105,8 @@ class EngineCore:
         self.executor.stop()
 
     def _submit(self, scheduled: Scheduled) -> None:
+        if not self._flights:
+            self._busy_since = self._clock()
         try:
             flight = self.executor.submit(scheduled.plan)
             if len(scheduled.plan.masked):
@@ -130,7 +133,10 @@ class EngineCore:
         except Exception as error:
             self._fail(scheduled, error)
         else:
-            self.waited += self._clock() - began
+            ended = self._clock()
+            self.waited += ended - began
+            self.scheduler.took(scheduled, ended - self._busy_since)
+            self._busy_since = ended
             self._tell(self.scheduler.commit(scheduled, result))
             self.constraints.send()
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from quire.cache.tables import Tables
-from quire.sched.budget import StepBudget
+from quire.sched.budget import Budget, StepBudget
 from quire.sched.deltas import delta, unscored
 from quire.sched.forks import Forks, common_prefix
 from quire.sched.limits import Limits
@@ -52,7 +52,7 @@ class Scheduler:
         chunked: bool = True,
         prefix_caching: bool = True,
         policy: Policy = "fcfs",
-        budget: StepBudget | None = None,
+        budget: Budget | None = None,
     ) -> None:
         """`budget`: how many tokens a step has, where that is not always `max_batched_tokens`."""
         if max_seqs < 1:
@@ -60,7 +60,7 @@ class Scheduler:
         self._limits = Limits(layout, pages, max_model_len, max_batched_tokens, chunk_cap, chunked)
         self._tables = Tables(layout, pages, self._limits.chunk, prefix_caching)
         self._pool = self._tables.pool
-        self._budget = budget or StepBudget.constant(max_batched_tokens)
+        self._budget: Budget = budget or StepBudget.constant(max_batched_tokens)
         self._room = max_batched_tokens  # of the step that is being planned
         self._order = Order(policy)
         self._running = Running(self._order)
@@ -219,7 +219,8 @@ class Scheduler:
         """The next step, or None if there is nothing to run now."""
         self.publish()
         plan = PlanBuilder(self._step)
-        self._room = self._budget.tokens(self._pool.pages - self._pool.free, len(self._running), self._backlog())
+        decoding = any(request.known == 1 for request in self._running)
+        self._room = self._budget.tokens(self._pool.pages - self._pool.free, len(self._running), self._backlog(), decoding)
         for child in self._forks.wake():
             self._queue.push(child)
         self._make_way(plan)
@@ -235,6 +236,10 @@ class Scheduler:
             self._step += 1
             self._last = scheduled
         return scheduled
+
+    def took(self, scheduled: Scheduled, seconds: float) -> None:
+        """So long was the device busy with a step."""
+        self._budget.took(len(scheduled.requests), scheduled.plan.tokens, seconds)
 
     def _backlog(self) -> int:
         """Prompt tokens that wait, as far as it matters."""
