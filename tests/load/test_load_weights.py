@@ -93,7 +93,7 @@ def check(model, given):
         gate_up = torch.cat((given[f"{path}.w1.weight"], given[f"{path}.up_proj.weight"]))
         assert torch.equal(model.moe.experts.up[expert], gate_up)
         assert torch.equal(model.moe.experts.down[expert], given[f"{path}.down_proj.weight"])
-    assert torch.equal(model.lm_head.own, given["lm_head.weight"])
+    assert torch.equal(model.lm_head.weight, given["lm_head.weight"])
     assert torch.equal(model.norm.weight, given["model.norm.weight"])
 
 

@@ -229,7 +229,7 @@ def test_a_network_that_cannot_be_made_is_pieces_instead(facts, monkeypatch, cap
 
     monkeypatch.setattr(compiled, "choose", choice(True))
     monkeypatch.setattr(compiled, "DecoderNetwork", refuse)
-    for who in ("models.compiled.in_pieces", "layers.embedding.in_pieces", "layers.quant.gguf.by_layer"):
+    for who in ("models.compiled.in_pieces", "layers.quant.gguf.in_pieces", "layers.quant.gguf.by_layer"):
         monkeypatch.setattr(f"quire.{who}", lambda: Runtime.ONNX)
     model = loaded(facts)
     model.compiled = compile_body(model.run_blocks, facts.hidden_size, whole=False, paged=True)

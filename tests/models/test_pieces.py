@@ -13,6 +13,7 @@ from quire.config.facts import read_facts
 from quire.files.resolve import resolve_model
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
+from quire.layers.packed import PackedHead
 from quire.load.load import load_weights
 from quire.models.registry import build_model
 
@@ -22,7 +23,6 @@ from quire.models.compiled import compile_body
 from quire.models.pieces import Pieces
 from quire.models.trace import write_down
 from quire.ops import one_query
-from quire.ops.gemm import forgets
 from quire.ops.native import kernels, multiplies, multiplies_floats
 from quire.ops.one_query import OneQuery
 from quire.ops.onnx import Graph, Runtime
@@ -35,7 +35,7 @@ RUNTIMES = [Runtime.ONNX, *([Runtime.OWN] if multiplies() and multiplies_floats(
 def runtime(request, monkeypatch):
     """Who runs the pieces, and what they are compared with."""
     monkeypatch.setattr("quire.layers.quant.gguf.by_layer", lambda: request.param)
-    monkeypatch.setattr("quire.layers.embedding.in_pieces", lambda: request.param)
+    monkeypatch.setattr("quire.layers.quant.gguf.in_pieces", lambda: request.param)
     return request.param
 
 
@@ -129,16 +129,16 @@ def test_a_packed_head_gives_the_same_logits(tied, bias, runtime):
     embedding.weight = torch.nn.Parameter(torch.randn(96, 32), requires_grad=False)
     head = Head(96, 32, tied=embedding if tied else None, bias=bias, scale=0.5)
     if not tied:
-        head.own = torch.nn.Parameter(torch.randn(96, 32), requires_grad=False)
+        head.weight = torch.nn.Parameter(torch.randn(96, 32), requires_grad=False)
     if bias:
         head.bias = torch.nn.Parameter(torch.randn(96), requires_grad=False)
     some = [torch.randn(rows, 32) for rows in (1, 5, 70)]
     expected = [head(hidden) for hidden in some]
-    head.pack(runtime)
+    head.use(PackedHead(head, runtime))
     for hidden, logits in zip(some, expected, strict=True):
         torch.testing.assert_close(head(hidden), logits, atol=1e-5, rtol=1e-5)
     assert embedding(torch.tensor([5])).shape == (1, 32)  # what is looked up stays
-    assert tied or not forgets(runtime) or head.own.numel() == 0
+    assert tied or head.weight is None
 
 
 def test_what_cannot_be_traced_is_left_alone(facts):
@@ -233,7 +233,8 @@ def test_scattered_rows_get_the_same_bits(wider, keep_blocks, scattered, runtime
 def test_by_kernels_of_our_own_a_row_gets_the_same_bits_in_any_company(wider, keep_blocks):
     model = loaded(wider, keep_blocks)
     model.compiled = Pieces(write_down(model.run_blocks, wider.hidden_size), Runtime.OWN, whole=not keep_blocks)
-    model.lm_head.pack_blocks(Runtime.OWN) if keep_blocks else model.lm_head.pack(Runtime.OWN)
+    head = model.lm_head
+    head.method.pack(head, Runtime.OWN) if keep_blocks else head.use(PackedHead(head, Runtime.OWN))
     alone = [Lined(model, 4, 48) for _ in range(4)]
     together = Lined(model, 4, 48)
     for step in range(12):

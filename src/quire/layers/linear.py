@@ -10,10 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from quire.layers.parameter import parameter
-from quire.layers.quant.gguf import GGUFMethod, suits
-from quire.ops.blocks import Stored
-from quire.ops.linear import linear
+from quire.layers.parameter import MethodLayer, parameter
+from quire.ops.linear import gated_linear, linear
 
 
 class LinearMethod(Protocol):
@@ -34,6 +32,10 @@ class LinearMethod(Protocol):
 
     def apply(self, layer: "Linear", x: Tensor) -> Tensor: ...
 
+    def apply_gated(self, layer: "Linear", x: Tensor, activation: str) -> Tensor:
+        """The first half of the outputs is a gate of the second: activation(gate) * up [..., outputs / 2]."""
+        ...
+
 
 class Plain:
     """One matrix [outputs, inputs] of the model's type."""
@@ -52,8 +54,11 @@ class Plain:
     def apply(self, layer: "Linear", x: Tensor) -> Tensor:
         return linear(x, layer.weight, layer.bias)
 
+    def apply_gated(self, layer: "Linear", x: Tensor, activation: str) -> Tensor:
+        return gated_linear(x, layer.weight, layer.bias, activation)
 
-class Linear(nn.Module):
+
+class Linear(MethodLayer):
     """`transposed`: the checkpoint stores [inputs, outputs], as GPT-2's does."""
 
     weight: nn.Parameter
@@ -64,33 +69,16 @@ class Linear(nn.Module):
         super().__init__()
         self.inputs, self.outputs = inputs, outputs
         self.transposed = transposed
-        self.stored: tuple[str, ...] = ()  # the names of the method's parameters
         self.use(method or Plain())
         self.bias = parameter(outputs) if bias else None
 
     def use(self, method: LinearMethod) -> None:
-        """Before anything is loaded: stores and multiplies this way."""
         self.method = method
-        for name in self.stored:
-            del self._parameters[name]
-        shapes = method.shapes(self.inputs, self.outputs)
-        self.stored = tuple(shapes)
-        for name, shape in shapes.items():
-            self.register_parameter(name, parameter(*shape, dtype=method.dtype))
+        self.declare(method.shapes(self.inputs, self.outputs), method.dtype)
 
     def parts(self, path: str) -> Mapping[str, int]:
         """Path in the checkpoint -> number of outputs, from the top of the matrix down."""
         return {path: self.outputs}
-
-    def keep(self, path: str, stored: Mapping[str, Stored]) -> frozenset[str]:
-        """Leaves its matrix in a GGUF file's blocks, if it can. stored: by claimed name; returns the names kept."""
-        sizes = {f"{part}.weight": size for part, size in self.parts(path).items()}
-        found = {name: stored[name] for name in sizes if name in stored and suits(stored[name])}
-        fitting = [name for name, part in found.items() if (len(part), part.columns) == (sizes[name], self.inputs)]
-        if self.transposed or len(fitting) < len(sizes):
-            return frozenset()
-        self.use(GGUFMethod([found[name] for name in sizes]))
-        return frozenset(sizes)
 
     def claims(self, path: str) -> dict[str, Tensor | None]:
         taken: dict[str, Tensor | None] = {}
@@ -110,6 +98,10 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., inputs] -> [..., outputs]."""
         return self.method.apply(self, x)
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """As `LinearMethod.apply_gated`: in one launch where the method can."""
+        return self.method.apply_gated(self, x, activation)
 
 
 class MergedLinear(Linear):

@@ -2,9 +2,8 @@
 
 from torch import Tensor, nn
 
-from quire.layers.linear import Linear, MergedLinear, Plain
-from quire.ops.activation import activate, check_activation, gated
-from quire.ops.linear import gated_linear
+from quire.layers.linear import Linear, MergedLinear
+from quire.ops.activation import activate, check_activation
 
 
 class GatedMLP(nn.Module):
@@ -20,15 +19,8 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(inner_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self.gated(x))
+        out: Tensor = self.down_proj(self.gate_up.gated(x, self.activation))
         return out
-
-    def gated(self, x: Tensor) -> Tensor:
-        """activation(gate(x)) * up(x): in one launch where one plain matrix holds both."""
-        layer = self.gate_up
-        if isinstance(layer.method, Plain):
-            return gated_linear(x, layer.weight, layer.bias, self.activation)
-        return gated(layer(x), self.activation)
 
 
 class MLP(nn.Module):

@@ -1,45 +1,77 @@
 """Mixture of experts: a router and a stack of gated feed-forward layers."""
 
 from collections.abc import Mapping
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from quire.layers.linear import Linear
-from quire.layers.parameter import parameter
+from quire.layers.parameter import MethodLayer
 from quire.ops.activation import check_activation
 from quire.ops.moe import experts_forward, route
 
 
-class Experts(nn.Module):
+class ExpertsMethod(Protocol):
+    def shapes(self, count: int, hidden_size: int, inner_size: int) -> Mapping[str, tuple[int, ...]]:
+        """The parameters by names of the method's own."""
+        ...
+
+    def claims(self, layer: "Experts", path: str) -> dict[str, Tensor | None]: ...
+
+    def apply(self, layer: "Experts", x: Tensor, weights: Tensor, experts: Tensor) -> Tensor: ...
+
+
+class PlainExperts:
+    """Two stacks of matrices of the model's type."""
+
+    def shapes(self, count: int, hidden_size: int, inner_size: int) -> Mapping[str, tuple[int, ...]]:
+        return {"up": (count, 2 * inner_size, hidden_size), "down": (count, hidden_size, inner_size)}  # gate above up
+
+    def claims(self, layer: "Experts", path: str) -> dict[str, Tensor | None]:
+        up, down = layer.up.data, layer.down.data
+        if layer.fused:
+            whole = {f"{path}.gate_up_proj": up, f"{path}.down_proj": down}
+            return {name: data.transpose(1, 2) if layer.transposed else data for name, data in whole.items()}
+        taken: dict[str, Tensor | None] = {}
+        for expert in range(layer.count):
+            taken[f"{path}.{expert}.gate_proj.weight"] = up[expert, : layer.inner_size]
+            taken[f"{path}.{expert}.up_proj.weight"] = up[expert, layer.inner_size :]
+            taken[f"{path}.{expert}.down_proj.weight"] = down[expert]
+        return taken
+
+    def apply(self, layer: "Experts", x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        return experts_forward(x, weights, experts, layer.up, layer.down, layer.activation)
+
+
+class Experts(MethodLayer):
     """At `path` it takes `path.<e>.gate_proj.weight`, `path.<e>.up_proj.weight` and `path.<e>.down_proj.weight`, or all experts
     at once: `path.gate_up_proj` [E, 2 * inner, hidden] and `path.down_proj` [E, hidden, inner], or both the other way round."""
+
+    up: nn.Parameter
+    down: nn.Parameter
 
     def __init__(self, count: int, hidden_size: int, inner_size: int, activation: str) -> None:
         super().__init__()
         self.activation = check_activation(activation)
-        self.inner_size = inner_size
+        self.count, self.hidden_size, self.inner_size = count, hidden_size, inner_size
         self.fused = self.transposed = False  # how the checkpoint has them
-        self.up = parameter(count, 2 * inner_size, hidden_size)  # gate above up
-        self.down = parameter(count, hidden_size, inner_size)
+        self.use(PlainExperts())
 
-    def adapt(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def use(self, method: ExpertsMethod) -> None:
+        self.method = method
+        self.declare(method.shapes(self.count, self.hidden_size, self.inner_size))
+
+    def arrange(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.fused = f"{path}.gate_up_proj" in shapes
-        self.transposed = self.fused and shapes.get(f"{path}.down_proj") == (len(self.down), *self.down.shape[:0:-1])
+        other = (self.count, self.inner_size, self.hidden_size)
+        self.transposed = self.fused and shapes.get(f"{path}.down_proj") == other
 
     def claims(self, path: str) -> dict[str, Tensor | None]:
-        if self.fused:
-            whole = {f"{path}.gate_up_proj": self.up.data, f"{path}.down_proj": self.down.data}
-            return {name: data.transpose(1, 2) if self.transposed else data for name, data in whole.items()}
-        taken: dict[str, Tensor | None] = {}
-        for expert in range(self.up.shape[0]):
-            taken[f"{path}.{expert}.gate_proj.weight"] = self.up.data[expert, : self.inner_size]
-            taken[f"{path}.{expert}.up_proj.weight"] = self.up.data[expert, self.inner_size :]
-            taken[f"{path}.{expert}.down_proj.weight"] = self.down.data[expert]
-        return taken
+        return self.method.claims(self, path)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [T, H], weights and experts [T, top_k] -> [T, H]."""
-        return experts_forward(x, weights, experts, self.up, self.down, self.activation)
+        return self.method.apply(self, x, weights, experts)
 
 
 class MoE(nn.Module):

@@ -12,6 +12,7 @@ from quire.load.dummy import DummySource
 from quire.load.safetensors import SafetensorsSource
 from quire.load.source import Source
 from quire.ops.blocks import Stored
+from quire.prepare.quantize import find_scheme, quantize
 from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
@@ -26,17 +27,10 @@ class Finishing(Protocol):
 
 
 @runtime_checkable
-class Adapting(Protocol):
+class Arranging(Protocol):
     """A layer whose tensors checkpoints cut in different ways. shapes: what the checkpoint has, by names after renames."""
 
-    def adapt(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> None: ...
-
-
-@runtime_checkable
-class Keeping(Protocol):
-    """A layer that can use matrices as a GGUF file has them. stored: by claimed name; returns the names it takes so."""
-
-    def keep(self, path: str, stored: Mapping[str, Stored]) -> frozenset[str]: ...
+    def arrange(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> None: ...
 
 
 @runtime_checkable
@@ -93,7 +87,7 @@ def _load(
         keep(model, source, renames)
     materialize(model, device, kind)
     if source is not None:
-        adapt(model, source, renames)
+        arrange(model, source, renames)
     table = claims_of(model)
     if source is None:
         assign(table, DummySource(table, seed), (), "the set of dummy weights")
@@ -104,22 +98,22 @@ def _load(
             module.finish(device)
 
 
-def adapt(model: nn.Module, source: Source, renames: Renames) -> None:
+def arrange(model: nn.Module, source: Source, renames: Renames) -> None:
     """Tells every layer that wants to know how the source has its tensors."""
-    layers = [(path, module) for path, module in model.named_modules() if isinstance(module, Adapting)]
+    layers = [(path, module) for path, module in model.named_modules() if isinstance(module, Arranging)]
     if layers:
         shapes = {ours: shape for name, shape in source.shapes.items() if (ours := rename(name, renames)) is not None}
         for path, module in layers:
-            module.adapt(path, shapes)
+            module.arrange(path, shapes)
 
 
 def keep(model: nn.Module, source: Blocks, renames: Renames) -> None:
-    """Lets every layer of the model that can keep what the source has in blocks do so."""
+    """What the source has in blocks stays in them, wherever a layer can use it so."""
     stored = source.stored
     claimed = {ours: name for name in stored if (ours := rename(name, renames)) is not None}
-    offered = {ours: stored[name] for ours, name in claimed.items()}
-    kept = [module.keep(path, offered) for path, module in model.named_modules() if isinstance(module, Keeping)]
-    source.keep(frozenset(claimed[name] for names in kept for name in names))
+    scheme = find_scheme("gguf")({ours: stored[name] for ours, name in claimed.items()})
+    quantize(model, scheme)
+    source.keep(frozenset(claimed[name] for name in scheme.kept))
 
 
 def find_rows(model: nn.Module, part: nn.Module, facts: "ModelFacts", load_format: str) -> Stored | None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from quire.attn.batch import Batch
 from quire.layers.linear import Linear
-from quire.layers.quant.gguf import GGUFMethod
+from quire.layers.packed import PackedHead
+from quire.layers.quant.gguf import GGUFHead, GGUFMethod, GGUFRows
 from quire.load.load import Filling, find_rows, load_weights
 from quire.models.compiled import compile_body
 from quire.models.decoder import Decoder
@@ -116,9 +117,11 @@ class Runner:
                 model.run_blocks, self._facts.hidden_size, whole=not in_blocks, paged=self._suits_networks()
             )
             if in_blocks:
-                model.lm_head.pack_blocks(Runtime.OPENVINO if isinstance(model.compiled, DecoderNetwork) else in_pieces())
+                head, runtime = model.lm_head, Runtime.OPENVINO if isinstance(model.compiled, DecoderNetwork) else in_pieces()
+                if isinstance(head.method, GGUFHead):
+                    head.method.pack(head, runtime)
             elif floats is not None:
-                model.lm_head.pack(floats)
+                model.lm_head.use(PackedHead(model.lm_head, floats))
                 self._hold_once(model)
             give_back_memory()
         if self._device.type == "cpu":
@@ -136,7 +139,7 @@ class Runner:
         embedding = model.lm_head.tied
         stored = None if embedding is None else find_rows(model, embedding, self._facts, self._load_format)
         if embedding is not None and stored is not None:
-            embedding.leave(stored)
+            embedding.use(GGUFRows(stored))
 
     def _float_runtime(self, model: Decoder) -> Runtime | None:
         """By whom a model of floats is better run than by torch."""

@@ -5,27 +5,23 @@ Few rows are multiplied by a copy in whole numbers (`ops/product.py`). Many are 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from quire.files.gguf import GGML_TYPES
+from quire.layers.embedding import Embedding, Head
+from quire.layers.linear import Linear
+from quire.layers.moe import Experts
+from quire.ops.activation import gated
 from quire.ops.blocks import GROUP, Stored, dequantize
-from quire.ops.choice import by_layer, folds, unfold_from
+from quire.ops.choice import by_layer, folds, in_pieces, unfold_from
 from quire.ops.onnx import Runtime
 from quire.ops.product import Product, Repacked, repack
+from quire.ops.session import KEPT_OF_PRODUCT
 from quire.ops.unfold import unfolded_linear, unfolds_quickly
 
-if TYPE_CHECKING:
-    from quire.layers.linear import Linear
-
 MANY_IDS = 64
-
-
-def suits(stored: Stored) -> bool:
-    """Are its rows whole blocks, and whole groups of what they are repacked to?"""
-    return stored.columns % GROUP == 0 and stored.columns % GGML_TYPES[stored.type][1] == 0
 
 
 class GGUFMethod:
@@ -48,10 +44,10 @@ class GGUFMethod:
     def load(self, name: str, stored: nn.Parameter, start: int, size: int, inputs: int) -> Tensor:  # noqa: ARG002
         raise AssertionError(f"nothing is copied into {name}")
 
-    def finish(self, layer: "Linear") -> None:
+    def finish(self, layer: Linear) -> None:
         pass
 
-    def apply(self, layer: "Linear", x: Tensor) -> Tensor:
+    def apply(self, layer: Linear, x: Tensor) -> Tensor:
         """It can be overridden."""
         if has_torch_function_unary(x):
             return handle_torch_function(GGUFMethod.apply, (x,), self, layer, x)
@@ -61,18 +57,95 @@ class GGUFMethod:
             self._product = Product(self._repack(layer, by_layer()), by_layer())
         return self._product(x)
 
-    def take(self, layer: "Linear", runtime: Runtime) -> Repacked:
+    def apply_gated(self, layer: Linear, x: Tensor, activation: str) -> Tensor:
+        return gated(self.apply(layer, x), activation)
+
+    def take(self, layer: Linear, runtime: Runtime) -> Repacked:
         """The matrix repacked, for whoever multiplies few rows by it from now on."""
         self._taken = True
         return self._repack(layer, runtime)
 
-    def _repack(self, layer: "Linear", runtime: Runtime) -> Repacked:
+    def _repack(self, layer: Linear, runtime: Runtime) -> Repacked:
         return repack(self.parts, layer.bias, runtime, folds(runtime))
 
 
-def look_up(stored: Stored, ids: Tensor) -> Tensor:
-    """The rows `ids` [T] unfolded: [T, columns] float32."""
-    rows = stored.rows.index_select(0, ids if stored.order is None else stored.order[ids])
-    if len(ids) > MANY_IDS:
-        stored.forget()
-    return dequantize(rows.flatten(), stored.type, (len(ids), stored.columns)).float()
+class GGUFRows:
+    """An embedding whose rows are looked up where a file has them, in blocks or in floats, and not held."""
+
+    def __init__(self, rows: Stored) -> None:
+        self.rows = rows
+
+    def shapes(self, count: int, size: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
+        return {}
+
+    def look_up(self, layer: Embedding, ids: Tensor) -> Tensor:  # noqa: ARG002
+        """-> [T, size] float32."""
+        stored = self.rows
+        rows = stored.rows.index_select(0, ids if stored.order is None else stored.order[ids])
+        if len(ids) > MANY_IDS:
+            stored.forget()
+        return dequantize(rows.flatten(), stored.type, (len(ids), stored.columns)).float()
+
+
+class GGUFHead:
+    """A head whose matrix is multiplied by as a copy in whole numbers."""
+
+    def __init__(self, matrix: Stored) -> None:
+        self.matrix = matrix
+        self._product: Product | None = None
+
+    def shapes(self, vocab_size: int, hidden_size: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
+        return {}
+
+    def pack(self, layer: Head, runtime: Runtime) -> Product:
+        self._product = Product(repack([self.matrix], layer.bias, runtime, folds(runtime)), runtime, KEPT_OF_PRODUCT)
+        return self._product
+
+    def apply(self, layer: Head, hidden: Tensor) -> Tensor:
+        product = self._product or self.pack(layer, in_pieces())
+        return product(hidden)
+
+
+class GGUFScheme:
+    """A matrix stays in the file's blocks where a layer can use it so. `stored`: what there is, by the model's names."""
+
+    def __init__(self, stored: Mapping[str, Stored]) -> None:
+        self._stored = {name: matrix for name, matrix in stored.items() if _suits(matrix)}
+        self.kept: set[str] = set()  # names of those that stay
+
+    def linear(self, path: str, layer: Linear) -> GGUFMethod | None:
+        sizes = {f"{part}.weight": size for part, size in layer.parts(path).items()}
+        found = [self._find(name, size, layer.inputs) for name, size in sizes.items()]
+        matrices = [matrix for matrix in found if matrix is not None]
+        if layer.transposed or len(matrices) < len(sizes):
+            return None
+        self.kept |= sizes.keys()
+        return GGUFMethod(matrices)
+
+    def embedding(self, path: str, layer: Embedding) -> GGUFRows | None:
+        found = self._find(f"{path}.weight", layer.count, layer.size)
+        if found is None:
+            return None
+        self.kept.add(f"{path}.weight")
+        return GGUFRows(found)
+
+    def head(self, path: str, layer: Head) -> GGUFHead | None:
+        if layer.tied is not None:
+            return GGUFHead(layer.tied.method.rows) if isinstance(layer.tied.method, GGUFRows) else None
+        found = self._find(f"{path}.weight", layer.vocab_size, layer.hidden_size)
+        if found is None:
+            return None
+        self.kept.add(f"{path}.weight")
+        return GGUFHead(found)
+
+    def experts(self, path: str, layer: Experts) -> None:  # noqa: ARG002
+        return None
+
+    def _find(self, name: str, count: int, columns: int) -> Stored | None:
+        found = self._stored.get(name)
+        return found if found is not None and (len(found), found.columns) == (count, columns) else None
+
+
+def _suits(stored: Stored) -> bool:
+    """Are its rows whole blocks, and whole groups of what they are repacked to?"""
+    return stored.columns % GROUP == 0 and stored.columns % GGML_TYPES[stored.type][1] == 0

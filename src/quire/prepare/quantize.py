@@ -1,0 +1,51 @@
+"""Layers that keep their numbers as a checkpoint has them, in few bits."""
+
+import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from torch import nn
+
+from quire.layers.embedding import Embedding, EmbeddingMethod, Head, HeadMethod
+from quire.layers.linear import Linear, LinearMethod
+from quire.layers.moe import Experts, ExpertsMethod
+
+# how checkpoints are quantized -> who knows the methods; imported when one is
+SCHEMES: Mapping[str, str] = MappingProxyType({"gguf": "quire.layers.quant.gguf:GGUFScheme"})
+
+
+class Scheme(Protocol):
+    """The method for a layer at `path`; None = it keeps the one it has, and what the checkpoint has of it becomes floats."""
+
+    def linear(self, path: str, layer: Linear) -> LinearMethod | None: ...
+
+    def embedding(self, path: str, layer: Embedding) -> EmbeddingMethod | None: ...
+
+    def head(self, path: str, layer: Head) -> HeadMethod | None: ...
+
+    def experts(self, path: str, layer: Experts) -> ExpertsMethod | None: ...
+
+
+def find_scheme(name: str) -> Any:
+    """The scheme's class: what it is made of differs from one to the other."""
+    module, attribute = SCHEMES[name].split(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def quantize(model: nn.Module, scheme: Scheme) -> None:
+    for path, layer in model.named_modules():
+        match layer:
+            case Linear():
+                _use(layer, scheme.linear(path, layer))
+            case Embedding():
+                _use(layer, scheme.embedding(path, layer))
+            case Head():
+                _use(layer, scheme.head(path, layer))
+            case Experts():
+                _use(layer, scheme.experts(path, layer))
+
+
+def _use(layer: Any, method: Any) -> None:
+    if method is not None:
+        layer.use(method)
