@@ -1,10 +1,16 @@
-"""Processes that we start: how they find our code, and how long they have worked."""
+"""Processes that we start: how they find our code, how they end with us, and how long they have worked."""
 
+import ctypes
 import os
+import signal
 import site
+import sys
+import threading
 from pathlib import Path
 
 ROOT = str(Path(__file__).absolute().parent.parent)
+WITH_US = "with-us"  # the argument of a process that is to end when the thread that starts it does
+_PR_SET_PDEATHSIG = 1
 
 
 def environment() -> dict[str, str] | None:
@@ -12,6 +18,18 @@ def environment() -> dict[str, str] | None:
     if ROOT in (*site.getsitepackages(), site.getusersitepackages()):
         return None
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))}
+
+
+def with_us(lasting: bool = False) -> list[str]:
+    """The argument, if this thread is `lasting` or the main one: Linux tells a process of the end of a thread, not of its
+    parent. Others hear of it by their socket, unless they are stopped."""
+    return [WITH_US] if lasting or threading.current_thread() is threading.main_thread() else []
+
+
+def end_with_parent() -> None:
+    """This process is killed when the thread that started it ends, however that comes about, and even while it is stopped."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def processor_time(pid: int) -> float | None:

@@ -3,8 +3,9 @@
 import os
 import signal
 import threading
+from pathlib import Path
 
-from server_process import serving, wait_for
+from server_process import children, serving, wait_for
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
@@ -33,12 +34,28 @@ def test_two_looping_templates_end_neither_other_chats_nor_the_server(serve_mode
         assert statuses == [503, 503]
 
 
-def test_a_killed_text_process_costs_nobody_anything(serve_model):
+def test_a_killed_text_process_costs_nobody_anything_and_none_is_left_over(serve_model):
     with serving(serve_model) as server, server.client() as http:
         for _ in range(3):
             for pid in server.text_pids():
                 os.kill(pid, signal.SIGKILL)
             assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+        assert http.post("/v1/completions", json={"prompt": "a", "structured_outputs": {"regex": "a{3}"}}).is_success
+        engine, grammar = server.engine_pid(), server.grammar_pid()
+        started = [*server.text_pids(), grammar, *children(grammar, "")]
+        assert len(started) >= 3  # the vetting process is one
+        for pid in started:
+            os.kill(pid, signal.SIGSTOP)
+        os.kill(engine, signal.SIGKILL)
+        server.signal(signal.SIGKILL)
+        wait_for(lambda: not any(map(lives, started)))
+
+
+def lives(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
 
 
 def test_a_template_beyond_its_bounds_is_its_clients_mistake(serve_model):

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from quire.frames import Mailbox
 from quire.grammar import wire
-from quire.subprocesses import environment
+from quire.subprocesses import environment, with_us
 
 COMMAND = (sys.executable, "-P", "-m", "quire.grammar.worker")
 Words = npt.NDArray[np.uint32]
@@ -29,7 +29,11 @@ class Process:
             cleaning.callback(os.close, memory)
             handed = (theirs.fileno(), memory)
             self._child = subprocess.Popen(
-                [*COMMAND, *map(str, handed)], pass_fds=handed, stdin=subprocess.DEVNULL, env=_environment(), process_group=0
+                [*COMMAND, *map(str, handed), *with_us()],
+                pass_fds=handed,
+                stdin=subprocess.DEVNULL,
+                env=_environment(),
+                process_group=0,
             )
             self.masks: Words = np.frombuffer(mmap.mmap(memory, 0), np.uint32).reshape(start.rows, words)
         self.pid = self._child.pid

@@ -22,7 +22,7 @@ import numpy as np
 from quire.frames import Frames
 from quire.grammar.backend import Backend, GrammarError
 from quire.grammar.schema import Place, pointer, subschemas
-from quire.subprocesses import processor_time
+from quire.subprocesses import end_with_parent, processor_time
 from quire.types.errors import InvalidParameter
 from quire.types.structured import StructuredOutputsParams, read_object
 
@@ -65,6 +65,7 @@ def start_vetting(backend: Backend, private: socket.socket) -> Frames:
         theirs.close()
         return Frames(ours)
     try:
+        end_with_parent()
         ours.close()
         private.close()
         os.nice(NICENESS)
@@ -123,6 +124,7 @@ class _Vetting:
         pid = os.fork()
         if not pid:
             try:
+                end_with_parent()
                 os.close(reading)
                 _limit_memory()
                 with os.fdopen(writing, "wb") as pipe:

@@ -1,4 +1,4 @@
-"""The grammar process: `python -m quire.grammar.worker SOCKET MEMORY`, two inherited file descriptors.
+"""The grammar process: `python -m quire.grammar.worker SOCKET MEMORY [with-us]`, two inherited file descriptors.
 
 It holds a matcher for every open request, takes in the tokens they sampled and writes the masks for their next ones into the
 shared memory. New grammars are vetted, then compiled by a thread: neither keeps the loop from answering. It ends when the
@@ -27,6 +27,7 @@ from quire.frames import Frames
 from quire.grammar import wire
 from quire.grammar.backend import Backend, GrammarError, Matcher
 from quire.grammar.vetting import Job, decode_verdict, encode, start_vetting
+from quire.subprocesses import WITH_US, end_with_parent
 from quire.text.tokenizer_files import read_tokenizer
 
 MOST_KEPT = 256  # compiled grammars
@@ -294,6 +295,8 @@ def open_backend(start: wire.Start) -> Backend:
 
 def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    if WITH_US in argv:
+        end_with_parent()
     frames = Frames(socket.socket(fileno=int(argv[0])))
     while (frame := frames.next()) is None:
         if not frames.receive():

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from quire.paced import Pace
-from quire.subprocesses import environment, processor_time
+from quire.subprocesses import environment, processor_time, with_us
 from quire.text.helper import wire
 from quire.types.errors import EngineDead, EngineError, InvalidParameter
 
@@ -45,16 +45,16 @@ class Lost(Exception):
 
 
 class Helper:
-    """One process."""
+    """One process. `lasting`: the thread that starts it is there as long as it is needed."""
 
-    def __init__(self, where: str, command: Sequence[str] = COMMAND) -> None:
+    def __init__(self, where: str, lasting: bool = False) -> None:
         ours, theirs = socket.socketpair()
         with contextlib.ExitStack() as cleaning:
             cleaning.callback(theirs.close)
             unused = cleaning.enter_context(contextlib.ExitStack())
             unused.callback(ours.close)
             self._child = subprocess.Popen(
-                [*command, str(theirs.fileno()), where],
+                [*COMMAND, str(theirs.fileno()), where, *with_us(lasting)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**(environment() or os.environ), "TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"},
@@ -227,7 +227,7 @@ class Pool:
     async def _start_one(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            helper = await loop.run_in_executor(self._threads, Helper, self._where)
+            helper = await loop.run_in_executor(self._threads, Helper, self._where, True)
             self._helpers.add(helper)
             if self._is_closed():
                 self._drop(helper)

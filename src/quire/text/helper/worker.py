@@ -1,4 +1,5 @@
-"""A text process: `python -m quire.text.helper.worker SOCKET WHERE`, an inherited file descriptor and where the tokenizer is.
+"""A text process: `python -m quire.text.helper.worker SOCKET WHERE [with-us]`: an inherited file descriptor, and where the
+tokenizer is.
 
 It does one job at a time, within bounds of processor time and memory, and ends when the other side closes the socket. The
 tokenizer is read when a job first needs it.
@@ -19,6 +20,7 @@ from typing import Any
 import msgspec
 
 from quire.frames import Frames
+from quire.subprocesses import WITH_US, end_with_parent
 from quire.text.chat import ChatTemplates
 from quire.text.helper import wire
 from quire.text.tool_prompt import render_told
@@ -217,6 +219,8 @@ def _space() -> int | None:
 
 def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    if WITH_US in argv:
+        end_with_parent()
     frames = Frames(socket.socket(fileno=int(argv[0])))
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the other side is gone
         Worker(frames, msgspec.json.decode(argv[1], type=wire.Where)).run()
