@@ -1,6 +1,6 @@
 import pytest
-from serving import Running
 
+from serving import Running
 from tiny_model import make_model
 
 

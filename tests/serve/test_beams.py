@@ -1,9 +1,9 @@
 """use_beam_search: the same beams as the offline search finds."""
 
 import pytest
-from serving import error_of
 
 from quire import LLM, BeamSearchParams
+from serving import error_of
 
 PROMPT = [5, 9, 30, 7]
 

@@ -1,9 +1,9 @@
 """/v1/chat/completions on the wire."""
 
 import pytest
-from serving import NAME, error_of, events_of
 
 from quire.config.server_args import ServerArgs
+from serving import NAME, error_of, events_of
 
 HELLO = [{"role": "user", "content": "héllo"}]
 

@@ -8,9 +8,9 @@ import time
 
 import httpx
 import pytest
-from serving import Running
 
 from patience import PATIENCE
+from serving import Running
 
 LONG = {"prompt": "the quick", "max_tokens": 250, "ignore_eos": True, "temperature": 0}
 PATHS = {

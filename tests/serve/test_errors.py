@@ -4,11 +4,11 @@ import asyncio
 import logging
 
 import pytest
-from serving import error_of, events_of
 
 from quire.config.server_args import ServerArgs
 from quire.serve.errors import error_body
 from quire.types.errors import EngineDead, NotSupported, RequestError
+from serving import error_of, events_of
 
 JSON = {"content-type": "application/json"}
 SECRET = "/srv/secret/models/weights.bin line 7"

@@ -4,7 +4,6 @@ import json
 
 import pytest
 from scripted import Scripted, byte_tokenizer
-from serving import error_of
 
 from quire.serve import field_table
 from quire.serve.field_table import HINTS, PATHS, all_names, handling
@@ -13,6 +12,7 @@ from quire.serve.protocol.completions import CompletionRequest
 from quire.serve.protocol.messages import CountTokensRequest, MessagesRequest
 from quire.serve.protocol.responses import ResponsesRequest
 from quire.serve.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
+from serving import error_of
 
 HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}

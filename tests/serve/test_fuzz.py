@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving import NAME, error_of, events_of
 
 from patience import PATIENCE
+from serving import NAME, error_of, events_of
 
 AT_ONCE = 8
 BODIES = int(os.environ.get("QUIRE_FUZZ", "400"))

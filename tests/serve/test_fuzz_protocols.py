@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted import Scripted, byte_tokenizer
-from serving import error_of, events_of
 from test_fuzz import CHATS, FLAGS, INTEGERS, JUNK, REALS, TEXTS, body_of, mostly
 from test_protocols import named_events
 
 from parse_samples import hermes
 from patience import PATIENCE
+from serving import error_of, events_of
 
 BODIES = int(os.environ.get("QUIRE_FUZZ", "300"))
 AT_ONCE = 8

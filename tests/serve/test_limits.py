@@ -4,7 +4,6 @@ import json
 
 import httpx
 import pytest
-from serving import NAME, error_of
 
 from patience import PATIENCE
 from quire.config.server_args import ServerArgs
@@ -12,6 +11,7 @@ from quire.serve.app import build_app
 from quire.serve.body import parse_json
 from quire.serve.errors import HttpError
 from quire.serve.limits import LIMITS, Limits
+from serving import NAME, error_of
 
 JSON = {"content-type": "application/json"}
 USER = {"role": "user", "content": "a"}

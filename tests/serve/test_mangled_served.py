@@ -4,10 +4,10 @@ import json
 
 import pytest
 from scripted import Scripted, byte_tokenizer
-from serving import events_of
 
 from parse_mangled import answers
 from parse_samples import FAMILIES
+from serving import events_of
 
 SCHEMA = {
     "type": "object",

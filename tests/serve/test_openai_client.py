@@ -2,6 +2,7 @@
 
 import openai
 import pytest
+
 from serving import NAME
 
 ASK = [{"role": "user", "content": "Grüße, 漢字 ☃"}]

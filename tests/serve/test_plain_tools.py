@@ -4,9 +4,9 @@ import json
 
 import pytest
 from scripted import TEMPLATE, Scripted, byte_tokenizer
-from serving import error_of, events_of
 
 from parse_samples import FAMILIES, hermes, llama3_json
+from serving import error_of, events_of
 
 SCHEMA = {"type": "object", "properties": {"s": {"type": "string"}, "n": {"type": "integer"}}}
 NAMES = ("get_weather", "add")

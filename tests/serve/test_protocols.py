@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Scripted, byte_tokenizer
-from serving import error_of
 from test_tool_calls import CALLS, PARAMETERS, TEXT
 
 from parse_samples import FAMILIES, hermes
 from patience import PATIENCE
 from quire.serve.response_store import ResponseStore, Stored
+from serving import error_of
 
 RESPONSE_TOOLS = [{"type": "function", "name": name, "parameters": PARAMETERS} for name in ("get_weather", "add")]
 MESSAGE_TOOLS = [{"name": name, "input_schema": PARAMETERS} for name in ("get_weather", "add")]

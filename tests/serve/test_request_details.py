@@ -1,7 +1,6 @@
 """Details between the wire and the engine: defaults, headers, priorities, templates, tenants."""
 
 import pytest
-from serving import Running, error_of
 from starlette.requests import Request
 
 from quire.config.server_args import ServerArgs
@@ -10,6 +9,7 @@ from quire.serve.server import priority_of
 from quire.serve.usage import timing_of
 from quire.types.errors import InvalidParameter
 from quire.types.outputs import RequestMetrics
+from serving import Running, error_of
 
 
 class Like:

@@ -6,9 +6,9 @@ import jsonschema
 import pytest
 import torch
 from scripted import byte_tokenizer
-from serving import Running, events_of
 
 from quire.config.server_args import ServerArgs
+from serving import Running, events_of
 
 SCHEMA = {
     "type": "object",

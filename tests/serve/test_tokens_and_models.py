@@ -1,6 +1,7 @@
 """/tokenize, /detokenize and /v1/models."""
 
 import pytest
+
 from serving import NAME, error_of
 
 

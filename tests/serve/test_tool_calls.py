@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Scripted, byte_tokenizer
-from serving import error_of, events_of
 
 from parse_samples import FAMILIES, hermes
+from serving import error_of, events_of
 
 PARAMETERS = {
     "type": "object",

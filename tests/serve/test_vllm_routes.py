@@ -1,9 +1,9 @@
 """Routes that vLLM has beside OpenAI's."""
 
 import pytest
-from serving import error_of
 
 from quire.config.server_args import ServerArgs
+from serving import error_of
 
 PROMPT = {"prompt": "a", "max_tokens": 3, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "temperature": 0}

@@ -1,9 +1,11 @@
-"""Every family, and a sample of the decoders that transformers runs: a served model's tokens are transformers' greedy ones.
+"""Every family, and a sample of the decoders that transformers runs: a served model's tokens are transformers' greedy ones,
+in every protocol.
 
 One server per family, whose engine is a process of its own, as in `quire serve`. Prompts are cut in steps of 16 tokens.
 """
 
 import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,11 +14,11 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from forked_engines import nursery
-from serving import NAME, Running, events_of
 
+from forked_engines import nursery
 from oracle import COMPOSITES, FALLBACK, FAMILIES, make_checkpoint
 from quire.models import registry
+from serving import NAME, Running, events_of
 from tiny_model import VOCABULARY, make_tokenizer
 
 # one checkpoint of each architecture: the first of the table
@@ -59,7 +61,10 @@ class Case:
 
     def ask(self, **more: Any) -> dict[str, Any]:
         body = {"model": NAME, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        response = self.http.post("/v1/completions", json=body | more)
+        return self.post("/v1/completions", body | more)
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        response = self.http.post(path, json=body)
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
         return answer
@@ -96,6 +101,7 @@ def test_served(tmp_path, engines, name):
         check_prefix_hit_and_logprobs(case, first, logprobs)
         check_several_of_one(case, second)
         check_stream(case, second)
+        check_protocols(case)
         if name in STRUCTURED:
             check_structured(case)
 
@@ -128,6 +134,34 @@ def check_stream(case: Case, expected: list[int]) -> None:
     *events, last = events_of(text)
     assert last == "[DONE]"
     assert [token for event in events for token in event["choices"][0]["token_ids"]] == expected
+
+
+def check_protocols(case: Case) -> None:
+    """One conversation in every protocol, whole and as a stream."""
+    model, messages = {"model": NAME}, [{"role": "user", "content": "the quick brown fox"}]
+    prompt = case.post("/tokenize", model | {"messages": messages})["tokens"]
+    expected, _ = case.expected(prompt)
+    text = case.post("/detokenize", model | {"tokens": [token for token in expected if token > 1]})["prompt"]
+    greedy = model | {"temperature": 0, "ignore_eos": True}
+    chat = greedy | {"messages": messages, "max_tokens": NEW_TOKENS}
+    answer = case.post("/v1/chat/completions", chat | {"return_token_ids": True})
+    assert answer["prompt_token_ids"] == prompt
+    assert answer["choices"][0]["token_ids"] == expected
+    assert answer["choices"][0]["message"]["content"] == text
+    events = events_of(case.http.post("/v1/chat/completions", json=chat | {"stream": True}).text)
+    assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events[:-1]) == text
+    response = greedy | {"input": messages, "max_output_tokens": NEW_TOKENS}
+    assert case.post("/v1/responses", response)["output"][0]["content"][0]["text"] == text
+    deltas = named_events(case.http.post("/v1/responses", json=response | {"stream": True}).text, "response.output_text.delta")
+    assert "".join(event["delta"] for event in deltas) == text
+    assert case.post("/v1/messages", chat)["content"][0]["text"] == text
+    deltas = named_events(case.http.post("/v1/messages", json=chat | {"stream": True}).text, "content_block_delta")
+    assert "".join(event["delta"]["text"] for event in deltas) == text
+
+
+def named_events(text: str, name: str) -> list[Any]:
+    blocks = [block.split("\n", 1) for block in text.split("\n\n") if block.startswith(f"event: {name}\n")]
+    return [json.loads(data.removeprefix("data: ")) for _, data in blocks]
 
 
 def check_structured(case: Case) -> None:
