@@ -208,6 +208,35 @@ def test_a_burst_of_short_jobs_starts_no_more_processes(model, monkeypatch):
     with_aside(model, work)
 
 
+def test_tenants_take_turns_and_nobody_overtakes(model, monkeypatch):
+    monkeypatch.setattr(aside_module, "MOST_QUICK", 1)
+
+    async def work(aside: Aside) -> None:
+        done: list[str] = []
+
+        async def job(name: str) -> None:
+            pool.whose.set(name[0])
+            await rendered(aside)
+            done.append(name)
+            if name == "a1":
+                await job("a5")  # the process has just been given back, and others wait for it
+
+        names = ["a1", "a2", "a3", "a4", "b1", "b2", "c1"]
+        await asyncio.gather(*[asyncio.create_task(job(name)) for name in names])
+        assert done == ["a1", "b1", "c1", "a2", "b2", "a3", "a4", "a5"] or done == [
+            "a1",
+            "a2",
+            "b1",
+            "c1",
+            "a3",
+            "b2",
+            "a4",
+            "a5",
+        ]
+
+    with_aside(model, work)
+
+
 def test_a_killed_process_is_replaced_and_its_job_is_done(model):
     async def work(aside: Aside) -> None:
         assert await rendered(aside) == "<user>hello"
@@ -226,7 +255,7 @@ def test_a_killed_process_is_replaced_and_its_job_is_done(model):
 
 
 def run_instead(monkeypatch: pytest.MonkeyPatch, *command: str) -> None:
-    monkeypatch.setattr(pool.Helper.__init__, "__defaults__", (command,))
+    monkeypatch.setattr(pool, "COMMAND", command)
 
 
 @pytest.mark.skipif(processor_time(os.getpid()) is None, reason="what a process did is not known here")
@@ -316,11 +345,11 @@ def test_a_start_that_fails_or_is_given_up_makes_room_for_those_who_wait(model, 
     may_start, real = threading.Event(), pool.Helper.__init__
     failing = True
 
-    def start(self: pool.Helper, where: str) -> None:
+    def start(self: pool.Helper, where: str, lasting: bool = False) -> None:
         assert may_start.wait(60)
         if failing:
             raise OSError(errno.EMFILE, "too many open files")
-        real(self, where)
+        real(self, where, lasting)
 
     monkeypatch.setattr(pool.Helper, "__init__", start)
 

@@ -1,5 +1,5 @@
 """Text processes as an event loop uses them: a job goes to one that is free, and if none becomes free soon there will be one
-more. No job holds up the loop.
+more. No job holds up the loop. Whoever waits is handed a process in turn, tenant by tenant.
 
 A process that is lost, or that stands still, is replaced, and its job is done once more by another one; a job that loses two is
 refused. A job that is given up by whoever asked for it may end by itself for a moment; then its process is killed.
@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any
 
 import msgspec
@@ -38,6 +39,8 @@ _PIECE = 1 << 17
 _NOTHING = [msgspec.json.encode(wire.Parse(1, 1, 1, 1))], [b"0"]  # a job that shows that a process is ready
 
 logger = logging.getLogger(__name__)
+
+whose: ContextVar[str | None] = ContextVar("whose", default=None)  # the tenant that the work of this task is for
 
 
 class Lost(Exception):
@@ -139,7 +142,7 @@ class Pool:
         self._helpers: set[Helper] = set()
         self._free: list[Helper] = []
         self._starting = False  # a process is, and is not ready
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: dict[str | None, deque[asyncio.Future[Helper]]] = {}  # by tenant, the next one first
         self._closed = False
 
     def start(self) -> None:
@@ -155,7 +158,8 @@ class Pool:
             helper.end()
         self._helpers.clear()
         self._free.clear()
-        self._wake()
+        while (turn := self._next()) is not None:
+            turn.set_exception(EngineDead("the engine was shut down"))
 
     def _is_closed(self) -> bool:
         return self._closed
@@ -193,30 +197,27 @@ class Pool:
         raise InvalidParameter(f"{what} cannot be done: two processes were lost over it", parameter)
 
     async def _take(self) -> Helper:
-        while True:
-            if self._closed:
-                raise EngineDead("the engine was shut down")
-            while self._free:
-                helper = self._free.pop()
-                if helper.runs:
-                    return helper
-                self._drop(helper)
-            loop = asyncio.get_running_loop()
-            turn: asyncio.Future[None] = loop.create_future()
-            self._waiting.append(turn)
-            if not self._helpers:
-                self._grow()
-            growing = loop.call_later(BUSY, self._grow)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self._wake()  # it was our turn: the next one takes it
-                raise
-            finally:
-                growing.cancel()
-                with contextlib.suppress(ValueError):
-                    self._waiting.remove(turn)
+        if self._closed:
+            raise EngineDead("the engine was shut down")
+        while self._free:
+            helper = self._free.pop()
+            if helper.runs:
+                return helper
+            self._drop(helper)
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[Helper] = loop.create_future()
+        self._waiting.setdefault(whose.get(), deque()).append(turn)
+        if not self._helpers:
+            self._grow()
+        growing = loop.call_later(BUSY, self._grow)
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self._give_back(turn.result())  # to the next one
+            raise
+        finally:
+            growing.cancel()
 
     def _grow(self) -> None:
         """Starts one more process for those who wait, if there may be more: one at a time. They need not wait for that one."""
@@ -257,12 +258,12 @@ class Pool:
         return helper
 
     def _give_back(self, helper: Helper) -> None:
-        if helper.ends:
+        if helper.ends or helper not in self._helpers or not helper.runs:
             self._drop(helper)
-            return
-        if helper in self._helpers:
+        elif (turn := self._next()) is not None:
+            turn.set_result(helper)
+        else:
             self._free.append(helper)
-        self._wake()
 
     def _drop(self, helper: Helper) -> None:
         self._helpers.discard(helper)
@@ -291,16 +292,14 @@ class Pool:
 
         _keep(finish())
 
-    def _wake(self) -> None:
-        while (turn := self._next()) is not None:
-            turn.set_result(None)
-            if not self._closed:
-                return
-
-    def _next(self) -> "asyncio.Future[None] | None":
-        """Whose turn it is."""
+    def _next(self) -> "asyncio.Future[Helper] | None":
+        """Whose turn it is. A tenant that has more to do waits for all others before its next turn."""
         while self._waiting:
-            turn = self._waiting.popleft()
+            tenant, turns = next(iter(self._waiting.items()))
+            del self._waiting[tenant]
+            turn = turns.popleft()
+            if turns:
+                self._waiting[tenant] = turns
             if not turn.done() and not turn.get_loop().is_closed():
                 return turn
         return None
