@@ -2,12 +2,14 @@
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from tqdm import tqdm
 
 from quire.beam import search_beams
 from quire.config.args import EngineArgs
+from quire.config.model_config import ModelConfig
 from quire.garbage import little_garbage_collection
 from quire.interrupt import interrupts_between_steps
 from quire.llm_engine import LLMEngine
@@ -17,6 +19,7 @@ from quire.progress import shown
 from quire.text.inputs import Prepared
 from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
+from quire.text.tool_prompt import render_told, wants_words
 from quire.types.errors import InvalidParameter, NotSupported
 from quire.types.outputs import BeamSearchOutput, RequestOutput
 from quire.types.prompts import PromptType
@@ -112,23 +115,25 @@ class LLM(NotBuilt):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PromptType]:
-        """The prompts that `chat` makes of conversations."""
+        """The prompts that `chat` makes of conversations. Where the template has no place for tools, they are described in
+        words, as the server does."""
         single = bool(messages) and isinstance(messages[0], dict)
         conversations = [cast(Messages, messages)] if single else cast(Sequence[Messages], messages)
         tokenizer = self.get_tokenizer()
         how = Tokenization.of(tokenization_kwargs, add_special_tokens=False)
+        told = chat_template is None and wants_words(tokenizer.chat_template)
+        render = partial(
+            tokenizer.apply_chat_template,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
+            **(chat_template_kwargs or {}),
+        )
         prompts: list[PromptType] = []
         for conversation in conversations:
-            text = tokenizer.apply_chat_template(
-                conversation,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                chat_template=chat_template,
-                chat_template_content_format=chat_template_content_format,
-                **(chat_template_kwargs or {}),
-            )
+            text = render_told(render, conversation, tools) if told else render(conversation, tools=tools)
             prompts.append({"prompt": text, "prompt_token_ids": how.apply(tokenizer, text, self._longest)})
         return prompts
 
@@ -183,6 +188,10 @@ class LLM(NotBuilt):
 
     def get_tokenizer(self) -> Tokenizer:
         return self.llm_engine.get_tokenizer()
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.llm_engine.model_config
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's own defaults (generation_config.json), or neutral ones."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from quire.config.args import EngineArgs
+from quire.config.model_config import ModelConfig
 from quire.config.resolve import Config
 from quire.engine.assemble import resolve_here, start_core
 from quire.engine.core import EngineCore
@@ -103,6 +104,10 @@ class LLMEngine:
         """Ends requests at once; they give no further output. Unknown ids are ignored."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         self.core.abort([inner for request_id in ids for inner in self.outputs.forget(request_id)])
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return ModelConfig(self.config, self.max_model_len)
 
     def has_unfinished_requests(self) -> bool:
         return len(self.outputs) > 0

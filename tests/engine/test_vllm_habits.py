@@ -17,6 +17,35 @@ def ids(llm, prompt, params=GREEDY, **options):
     return llm.generate(prompt, params, use_tqdm=False, **options)[0].outputs[0].token_ids
 
 
+def test_what_programs_read_of_the_model(llm, tiny_model):
+    import torch
+    from transformers import AutoConfig
+
+    config, theirs = llm.model_config, AutoConfig.from_pretrained(tiny_model)
+    assert llm.llm_engine.model_config == config and (config.model, config.tokenizer) == (str(tiny_model), str(tiny_model))
+    assert (config.dtype, config.max_model_len) == (torch.float32, llm.llm_engine.max_model_len)
+    assert (config.get_vocab_size(), config.get_hidden_size()) == (theirs.vocab_size, theirs.hidden_size)
+    assert config.hf_config.num_hidden_layers == config.get_total_num_hidden_layers() == theirs.num_hidden_layers
+    assert config.get_head_size() == theirs.hidden_size // theirs.num_attention_heads
+    assert config.get_total_num_kv_heads() == theirs.num_key_value_heads and config.get_sliding_window() is None
+    assert config.hf_config.to_dict()["model_type"] == "llama" and config.runner_type == "generate"
+
+
+def test_tools_are_described_to_a_template_without_a_place_for_them(llm):
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+    told, plain = (
+        llm.preprocess_chat([{"role": "user", "content": "rain?"}], tools=tools)[0]["prompt"] for tools in ([tool], None)
+    )
+    assert '"name": "weather"' in told and "<tool_call>" in told and "rain?" in told
+    assert plain == "<user>rain?</s><assistant>"
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "user", "content": None}])
+def test_a_message_without_content_is_empty(llm, message):
+    [output] = llm.chat([message], GREEDY, chat_template="{{ 'a' + messages[0].content + 'b' }}", use_tqdm=False)
+    assert output.prompt == "ab"
+
+
 # ---- hints
 
 

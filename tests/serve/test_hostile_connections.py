@@ -66,6 +66,13 @@ def test_endless_heads_are_bounded_while_they_are_read(patient: Hosted, begin: b
     assert status(patient.ask(begin + unit * (2 * LIMITS.header_bytes // len(unit)))) == code
 
 
+def test_refusals_have_an_id_where_answers_have_one(patient: Hosted) -> None:
+    with hosted(enable_request_id_headers=False) as silent:
+        told, untold = (server.ask(b"NO\r\n\r\n") for server in (patient, silent))
+    assert status(told) == status(untold) == 400
+    assert b"x-request-id: " in told and b"x-request-id" not in untold
+
+
 @pytest.mark.parametrize(
     ("unit", "most"),
     [

@@ -25,6 +25,14 @@ def test_invocations_that_are_nothing(http, body):
     assert error_of(http.post("/invocations", json=body))["code"] == 400
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/score", "/pooling", "/v1/audio/transcriptions"])
+def test_endpoints_of_other_models_say_what_this_one_does(http, path):
+    error = error_of(http.post(path, json={"input": "a"}))
+    assert (error["code"], error["type"]) == (404, "NotFoundError")
+    for said in (path, "`tiny` generates text", "/v1/chat/completions"):
+        assert said in error["message"]
+
+
 def test_tokenizer_info(server, http):
     assert http.get("/tokenizer_info").status_code == 404
     with server.serve(ServerArgs(enable_tokenizer_info_endpoint=True)) as telling:

@@ -113,3 +113,11 @@ def test_beam_parameters_are_checked():
         BeamSearchParams(beam_width=0, max_tokens=3)
     with pytest.raises(InvalidParameter, match="max_tokens"):
         BeamSearchParams(beam_width=1, max_tokens=0)
+
+
+def test_an_unknown_argument_is_named_with_the_nearest():
+    with pytest.raises(TypeError, match="SamplingParams has no argument 'temprature'; did you mean 'temperature'") as caught:
+        SamplingParams(temprature=1.0)
+    assert isinstance(caught.value, InvalidParameter) and caught.value.parameter == "temprature"
+    with pytest.raises(TypeError, match="no argument 'best_of'; it has n, "):
+        SamplingParams(0, best_of=2)

@@ -12,7 +12,7 @@ import quire
 from quire.async_llm import AsyncLLM
 from quire.config.server_args import ServerArgs
 from quire.obs.metrics import Metrics
-from quire.serve import chat, completions, invocations, messages, models, responses, tokenize
+from quire.serve import absent, chat, completions, invocations, messages, models, responses, tokenize
 from quire.serve.body import JSONRoute
 from quire.serve.disconnect import ClientGone
 from quire.serve.errors import CLIENT_GONE, HttpError, error_response, install_error_handlers
@@ -42,6 +42,7 @@ def build_app(llm: AsyncLLM, settings: ServerArgs, limits: Limits = LIMITS, metr
             if isinstance(route, JSONRoute):
                 app.shortcuts[route.path] = (route, bounded(route.answer))
     app.include_router(responses.stored_router)
+    app.include_router(absent.router)
     if settings.enable_tokenizer_info_endpoint:
         app.include_router(tokenize.info_router)
     install_error_handlers(app)

@@ -80,11 +80,13 @@ class Connection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         crowd: Crowd,
+        tells_ids: bool = True,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.access_log = False  # the front's business
         self.body_size = self.body_age = 0
         self._crowd, self._limits = crowd, crowd.limits
+        self._tells_ids = tells_ids  # refusals have one, as all answers then
         self._flow: _Flow | None = None
         self._rest = b""  # read, and not parsed yet
         self._over = False  # what comes is thrown away
@@ -105,7 +107,7 @@ class Connection(HttpToolsProtocol):
         self.flow = self._flow = _Flow(transport)
         if not self._crowd.enter(self):
             self._over = True
-            transport.write(_refusal(503, "there are too many connections", RETRY_AFTER))
+            transport.write(self._refusal(503, "there are too many connections", RETRY_AFTER))
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -331,7 +333,7 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if not was_answered:
-            self.transport.write(_refusal(status, message, retry_after))
+            self.transport.write(self._refusal(status, message, retry_after))
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._crowd.idle(self)
@@ -341,14 +343,13 @@ class Connection(HttpToolsProtocol):
         if self._thrown > most:
             self.transport.abort()
 
-
-def _refusal(status: int, message: str, retry_after: int | None) -> bytes:
-    body = msgspec.json.encode(error_body(status, message))
-    head = [
-        "content-type: application/json",
-        f"content-length: {len(body)}",
-        f"x-request-id: {secrets.token_hex(16)}",
-        *([] if retry_after is None else [f"retry-after: {retry_after}"]),
-        "connection: close",
-    ]
-    return STATUS_LINE[status] + "\r\n".join([*head, "", ""]).encode() + body
+    def _refusal(self, status: int, message: str, retry_after: int | None) -> bytes:
+        body = msgspec.json.encode(error_body(status, message))
+        head = [
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            *([f"x-request-id: {secrets.token_hex(16)}"] if self._tells_ids else []),
+            *([] if retry_after is None else [f"retry-after: {retry_after}"]),
+            "connection: close",
+        ]
+        return STATUS_LINE[status] + "\r\n".join([*head, "", ""]).encode() + body

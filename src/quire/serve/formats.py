@@ -1,20 +1,18 @@
 """How the served model writes tool calls and reasoning: chosen once, by the settings or by its chat template."""
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from quire.config.server_args import ServerArgs
-from quire.text.chat import compile_template
 from quire.text.parse.format import Format, Thinking
 from quire.text.parse.registry import Use, detect, find_format, load_plugins
 from quire.text.tokenizer import Tokenizer
-from quire.types.errors import RequestError
+from quire.text.tool_prompt import GENERIC, ignores_tools
 
 logger = logging.getLogger(__name__)
 
-AUTO, GENERIC = "auto", "generic"
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ def choose_formats(settings: ServerArgs, tokenizer: Tokenizer | None) -> ModelFo
         found = detect(template, use) if name == AUTO else name
         if use == "tool calls" and found in (None, GENERIC):
             found = GENERIC
-            tell_tools = tokenizer is not None and _ignores_tools(tokenizer)
+            tell_tools = ignores_tools(template)
         if found is None:
             logger.warning("the chat template shows no known way to write %s: nothing of it is parsed", use)
             continue
@@ -76,17 +74,6 @@ def _asked(settings: ServerArgs) -> list[tuple[str, Use]]:
         (settings.reasoning_parser, "reasoning"),
     ]
     return [(name, use) for name, use in wanted if name]
-
-
-def _ignores_tools(tokenizer: Tokenizer) -> bool:
-    """Read off the template's syntax: it does not run here."""
-    template = tokenizer.chat_template
-    if isinstance(template, Mapping):
-        template = template.get("tool_use", template.get("default"))
-    try:
-        return template is not None and not compile_template(template).reads_tools
-    except RequestError:  # requests will say what is wrong with it
-        return False
 
 
 @lru_cache(maxsize=256)

@@ -38,7 +38,7 @@ def _config(settings: ServerArgs, app: ASGIApp, crowd: Crowd) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
         log_config=None,
-        http=partial(Connection, crowd=crowd),  # type: ignore[arg-type]
+        http=partial(Connection, crowd=crowd, tells_ids=settings.enable_request_id_headers),  # type: ignore[arg-type]
         lifespan="off",
         ws="none",
         server_header=False,

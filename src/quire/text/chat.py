@@ -19,7 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from quire.text.messages import as_parts, flatten_parts, mark_final, parse_tool_arguments, validate
+from quire.text.messages import as_parts, flatten_parts, mark_final, parse_tool_arguments, validate, with_content
 from quire.text.template_syntax import reads_parts, reads_tools
 from quire.types.errors import ConfigError, InvalidParameter, RequestError
 
@@ -98,7 +98,7 @@ class ChatTemplates:
         prompt = template.render(
             {
                 **(variables or {}),
-                "messages": messages,
+                "messages": with_content(messages),
                 "tools": tools,
                 "documents": documents,
                 "add_generation_prompt": add_generation_prompt,

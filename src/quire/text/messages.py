@@ -111,6 +111,11 @@ def _parsed_call(call: Any, where: str) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
+def with_content(messages: Messages) -> list[dict[str, Any]]:
+    """Most templates cannot do without, but where there are calls."""
+    return [dict(m) if m.get("tool_calls") or m.get("content") is not None else {**m, "content": ""} for m in messages]
+
+
 def mark_final(messages: Messages) -> tuple[list[dict[str, Any]], str, str]:
     """The messages with a marker behind the last one's content, that content, and the marker."""
     *before, last = messages

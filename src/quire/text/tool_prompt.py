@@ -7,9 +7,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from quire.text.chat import compile_template
 from quire.text.messages import Messages, parse_tool_arguments, validate
+from quire.text.parse.registry import detect
 from quire.types.errors import RequestError
 
+GENERIC = "generic"
 Place = Literal["system", "user"]  # the message that describes the tools: one of its own, or the first question
 
 _INSTRUCTIONS = """You can call tools. These are they, one JSON object per line:
@@ -20,6 +23,21 @@ To call one, write its name and its arguments like this, once for every call, an
 {{"name": "name of the tool", "arguments": {{"parameter": "value"}}}}
 </tool_call>
 What it returns will be given to you between <tool_response> and </tool_response>. If no tool is of use, just answer."""
+
+
+def ignores_tools(template: str | Mapping[str, str] | None) -> bool:
+    """Read off the template's syntax: it does not run here."""
+    if isinstance(template, Mapping):
+        template = template.get("tool_use", template.get("default"))
+    try:
+        return template is not None and not compile_template(template).reads_tools
+    except RequestError:  # requests will say what is wrong with it
+        return False
+
+
+def wants_words(template: str | Mapping[str, str] | None) -> bool:
+    """Does it neither read tools nor show another way to call them?"""
+    return detect(template, "tool calls") in (None, GENERIC) and ignores_tools(template)
 
 
 def tell_tools(messages: Messages, tools: Sequence[Mapping[str, Any]] | None, place: Place) -> list[dict[str, Any]]:

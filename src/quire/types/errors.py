@@ -3,6 +3,7 @@
 QuireError
 ├── RequestError(ValueError)        the client's request is wrong; nobody else notices            (HTTP 400)
 │   ├── InvalidParameter            one parameter has a bad value; `.parameter` names it
+│   │   └── UnknownParameter        (TypeError) there is none of that name
 │   ├── PromptTooLong               the prompt cannot fit the context or the cache
 │   └── NotSupported                understood, but not done here     (HTTP 400 if it names a field, else 501)
 ├── ConfigError(ValueError)         the engine was asked to start with impossible settings
@@ -28,6 +29,10 @@ class RequestError(QuireError, ValueError):
 
 
 class InvalidParameter(RequestError):
+    pass
+
+
+class UnknownParameter(InvalidParameter, TypeError):
     pass
 
 

@@ -4,6 +4,7 @@ Checks that need the model (vocabulary, context length) are in `text/inputs.py`;
 """
 
 import copy
+import difflib
 import enum
 import math
 import warnings
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire.types.errors import InvalidParameter, NotSupported
+from quire.types.errors import InvalidParameter, NotSupported, UnknownParameter
 from quire.types.structured import StructuredOutputsParams, as_structured_outputs
 
 GREEDY_BELOW = 1e-5
@@ -58,7 +59,19 @@ class RepetitionDetectionParams(msgspec.Struct, forbid_unknown_fields=True):
 _IMMUTABLE = frozenset({int, float, bool, str, type(None), RequestOutputKind})
 
 
-class SamplingParams(msgspec.Struct, omit_defaults=True):
+class _Named(msgspec.StructMeta):
+    """Its classes say which argument they do not have, and which they have instead."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:  # noqa: N805
+        unknown = [name for name in values if name not in cls.__struct_fields__]
+        if not unknown:
+            return super().__call__(*args, **values)
+        near = difflib.get_close_matches(unknown[0], cls.__struct_fields__, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(cls.__struct_fields__)}"
+        raise UnknownParameter(f"{cls.__name__} has no argument {unknown[0]!r}{hint}", unknown[0])
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True, metaclass=_Named):
     """vLLM's fields, defaults and rules. A value out of range raises InvalidParameter (a ValueError) at once."""
 
     n: int = 1

@@ -1,0 +1,87 @@
+"""What programs written for vLLM read of `llm.model_config`: the model as it is served, by vLLM's names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+from quire.config.resolve import Config
+
+
+class HFConfig(SimpleNamespace):
+    """config.json, as attributes. That of a GGUF file is made from its metadata."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    _config: Config
+    max_model_len: int  # as fits the cache
+
+    runner_type = task = "generate"
+    is_multimodal_model = is_encoder_decoder = use_mla = False
+
+    @property
+    def model(self) -> str:
+        return self._config.args.model
+
+    @property
+    def tokenizer(self) -> str:
+        return self._config.args.tokenizer or self.model
+
+    @property
+    def served_model_name(self) -> str:
+        return self._config.served_names[0]
+
+    @property
+    def dtype(self) -> Any:
+        """Of torch."""
+        return getattr(import_module("torch"), self._config.dtype)
+
+    @property
+    def seed(self) -> int:
+        return self._config.seed
+
+    @property
+    def max_logprobs(self) -> int:
+        return self._config.max_logprobs
+
+    @property
+    def architecture(self) -> str:
+        return self._config.facts.architecture
+
+    @property
+    def hf_config(self) -> HFConfig:
+        return HFConfig(self._config.facts.hf)
+
+    @property
+    def hf_text_config(self) -> HFConfig:
+        return self.hf_config
+
+    def get_vocab_size(self) -> int:
+        return self._config.facts.vocab_size
+
+    def get_hidden_size(self) -> int:
+        return self._config.facts.hidden_size
+
+    def get_head_size(self) -> int:
+        return self._config.facts.layers[0].head_dim
+
+    def get_total_num_kv_heads(self) -> int:
+        return self._config.facts.layers[0].kv_heads
+
+    def get_total_num_hidden_layers(self) -> int:
+        return len(self._config.facts.layers)
+
+    def get_sliding_window(self) -> int | None:
+        return next((layer.window for layer in self._config.facts.layers if layer.window is not None), None)
+
+    def get_diff_sampling_param(self) -> dict[str, Any]:
+        """Where the model's own defaults differ from neutral ones."""
+        return dict(self._config.default_sampling)
