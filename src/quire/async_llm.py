@@ -29,7 +29,7 @@ from quire.text.outputs import Answer, OutputProcessor
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import EngineError, QuireError, RequestError
 from quire.types.outputs import RequestOutput, TokenDelta
-from quire.types.prompts import PromptType
+from quire.types.prompts import Prompt, PromptType
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 from quire.types.stats import Observer, Stats
@@ -84,12 +84,13 @@ class AsyncLLM:
         except BaseException:
             self._client.stop(0.0)
             raise
-        self._inputs = InputProcessor.of(config, self.tokenizer, config.max_model_len)
+        self.aside = Aside(config, self.tokenizer)
+        self._inputs = InputProcessor.of(config, self.tokenizer, config.max_model_len, self.aside)
+        self.prompts = self._inputs.prompts
         self._outputs = OutputProcessor(self.tokenizer, self.observers)
         self._streams: dict[str, Stream] = {}  # by the user's request id
         self._fresh: list[EngineRequest] = []  # to be sent when all that happen now have been opened
         self._serials = itertools.count()
-        self.aside = Aside(config, self.tokenizer)
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -136,7 +137,7 @@ class AsyncLLM:
 
     @property
     def max_model_len(self) -> int:
-        return self._inputs.max_model_len
+        return self.prompts.max_model_len
 
     @property
     def default_sampling(self) -> dict[str, Any]:
@@ -157,7 +158,7 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: PromptType,
+        prompt: PromptType | Prompt,
         sampling_params: SamplingParams,
         request_id: str,
         *,
@@ -272,7 +273,7 @@ class AsyncLLM:
             page_size=ready.page_size,
         )
         self._outputs.page_size = ready.page_size if self.config.prefix_caching else 0
-        self._inputs.max_model_len = ready.max_model_len
+        self.prompts.max_model_len = ready.max_model_len
         self.pages = ready.pages
         self.timeline = ready.timeline
 
@@ -301,7 +302,7 @@ class AsyncLLM:
     # ---- inside ---------------------------------------------------------------------------------------------------------
 
     async def _prepare(
-        self, prompt: PromptType, params: SamplingParams, request_id: str, priority: int, tenant: str | None
+        self, prompt: PromptType | Prompt, params: SamplingParams, request_id: str, priority: int, tenant: str | None
     ) -> Prepared:
         """The engine gets numbers for ids: a user may use an id again while the engine still talks of its last bearer."""
         arrival, serial = time.time(), f"{next(self._serials):x}"
@@ -360,9 +361,9 @@ async def _catch_up(answer: Answer) -> None:
         answer.catch_up()
 
 
-def _is_quick(prompt: PromptType, params: SamplingParams) -> bool:
+def _is_quick(prompt: PromptType | Prompt, params: SamplingParams) -> bool:
     """Is there nothing to tokenize, and little to check?"""
-    ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+    ids = prompt.ids if isinstance(prompt, Prompt) else prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
     return isinstance(ids, list) and len(ids) <= SHORT and not getattr(params, "bad_words", None)
 
 

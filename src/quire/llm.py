@@ -134,7 +134,7 @@ class LLM(NotBuilt):
         prompts: list[PromptType] = []
         for conversation in conversations:
             text = render_told(render, conversation, tools) if told else render(conversation, tools=tools)
-            prompts.append({"prompt": text, "prompt_token_ids": how.apply(tokenizer, text, self._longest)})
+            prompts.append({"prompt": text, "prompt_token_ids": self.llm_engine.inputs.prompts.read(text, how).ids})
         return prompts
 
     def enqueue(
@@ -210,10 +210,6 @@ class LLM(NotBuilt):
     def reset_prefix_cache(self) -> bool:
         return self.llm_engine.reset_prefix_cache()
 
-    @property
-    def _longest(self) -> int:
-        return self.llm_engine.max_model_len - 1  # a prompt leaves room for a token
-
     def _prepare(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -222,29 +218,17 @@ class LLM(NotBuilt):
         tokenization_kwargs: Mapping[str, Any] | None,
     ) -> list[Prepared]:
         batch = _as_batch(prompts)
-        if tokenization_kwargs:
-            how = Tokenization.of(tokenization_kwargs)
-            batch = [self._tokenized(prompt, how) for prompt in batch]
+        how = Tokenization.of(tokenization_kwargs) if tokenization_kwargs else None
         params = self._params_for(sampling_params, len(batch))
         priorities = list(priority) if priority is not None else [0] * len(batch)
         if len(priorities) != len(batch):
             raise InvalidParameter(f"priority has {len(priorities)} entries for {len(batch)} prompts", "priority")
         prepared = []
         for prompt, one, rank in zip(batch, params, priorities, strict=True):
-            ready = self.llm_engine.prepare(str(next(self._ids)), prompt, one, priority=rank)
+            ready = self.llm_engine.prepare(str(next(self._ids)), prompt, one, priority=rank, how=how)
             ready.params.output_kind = RequestOutputKind.FINAL_ONLY
             prepared.append(ready)
         return prepared
-
-    def _tokenized(self, prompt: PromptType, how: Tokenization) -> PromptType:
-        """What is no prompt stays as it is: it is refused later."""
-        given: dict[str, Any] = dict(prompt) if isinstance(prompt, dict) else {}
-        content: Any = given.get("prompt_token_ids", given.get("prompt")) if given else prompt
-        if not isinstance(content, str | list | tuple):
-            return prompt
-        ids = how.apply(self.get_tokenizer(), content, self._longest)
-        text = {"prompt": content} if isinstance(content, str) else {}
-        return cast(PromptType, {**given, **text, "prompt_token_ids": ids})
 
     def _params_for(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None:

@@ -20,6 +20,7 @@ from quire.progress import doing
 from quire.text.inputs import InputProcessor, Prepared
 from quire.text.open import open_tokenizer
 from quire.text.outputs import OutputProcessor
+from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import NotSupported, RequestError
 from quire.types.outputs import RequestOutput
@@ -70,9 +71,10 @@ class LLMEngine:
         params: SamplingParams,
         arrival_time: float | None = None,
         priority: int = 0,
+        how: Tokenization | None = None,
     ) -> Prepared:
         arrival = time.time() if arrival_time is None else arrival_time
-        prepared = self.inputs.prepare(request_id, prompt, params, arrival=arrival, priority=priority)
+        prepared = self.inputs.prepare(request_id, prompt, params, arrival=arrival, priority=priority, how=how)
         if prepared.params.structured_outputs is not None:
             self.core.constraints.check(prepared.params.structured_outputs)
             if keywords := unenforced(prepared.params.structured_outputs):

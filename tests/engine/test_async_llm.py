@@ -141,7 +141,7 @@ def test_what_only_the_engine_can_refuse(tiny_model):
 
     async def scene():
         await llm.wait_ready()
-        llm._inputs.max_model_len = 5000
+        llm.prompts.max_model_len = 5000
         for n in (1, 3):
             with pytest.raises(PromptTooLong, match="context holds 100") as caught:
                 await collect(llm, [1] * 120, SamplingParams(n=n), "long")

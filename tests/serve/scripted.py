@@ -92,7 +92,11 @@ class ScriptedLLM:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.aside = ScriptedAside(tokenizer)
-        self.max_model_len = 1 << 20
+        self.inputs = InputProcessor(
+            tokenizer, vocab_size=len(tokenizer), max_model_len=1 << 20, max_logprobs=20,
+            eos_ids=[tokenizer.eos_token_id], seed=0, aside=self.aside,
+        )  # fmt: skip
+        self.prompts = self.inputs.prompts
         self.default_sampling: dict[str, Any] = {}
         facts = SimpleNamespace(eos_ids=(), parameters=1)
         args = SimpleNamespace(model="scripted", revision=None, structured_outputs_config={})
@@ -106,6 +110,10 @@ class ScriptedLLM:
         self.pause = 0.0
         self.ended = 0
 
+    @property
+    def max_model_len(self) -> int:
+        return self.prompts.max_model_len
+
     def get_tokenizer(self) -> Tokenizer:
         return self.tokenizer
 
@@ -115,12 +123,8 @@ class ScriptedLLM:
     async def generate(
         self, prompt: Any, params: SamplingParams, request_id: str, **_: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        self.seen.append((prompt.get("prompt"), params))
-        inputs = InputProcessor(
-            self.tokenizer, vocab_size=len(self.tokenizer), max_model_len=self.max_model_len, max_logprobs=20,
-            eos_ids=[self.tokenizer.eos_token_id], seed=0,
-        )  # fmt: skip
-        prepared = inputs.prepare(request_id, prompt, params.__class__(**_plain(params)), arrival=0.0)
+        self.seen.append((prompt.text, params))
+        prepared = self.inputs.prepare(request_id, prompt, params.__class__(**_plain(params)), arrival=0.0)
         outputs = OutputProcessor(self.tokenizer)
         answer = outputs.add(prepared)
         try:

@@ -112,7 +112,17 @@ def test_too_long(http):
         "This model's maximum context length is 256 tokens. However, you requested 57 output tokens"
     )
     assert "200 tokens (257 together)" in error["message"]
-    assert refuse(http, prompt=[5] * 256)["message"].startswith("This model's maximum context length is 256 tokens.")
+    assert error["param"] == "max_tokens"
+    error = refuse(http, prompt=[5] * 256)
+    assert error["message"].startswith("This model's maximum context length is 256 tokens.") and error["param"] == "prompt"
+    said = [{"role": "user", "content": "a"}]
+    for path, body, param in (
+        ("chat/completions", {"messages": said, "max_tokens": 256}, "max_tokens"),
+        ("chat/completions", {"messages": said, "max_completion_tokens": 256}, "max_completion_tokens"),
+        ("chat/completions", {"messages": said * 100}, "messages"),
+        ("responses", {"input": "a", "max_output_tokens": 256}, "max_output_tokens"),
+    ):
+        assert error_of(http.post(f"/v1/{path}", json=body))["param"] == param
     assert http.post("/v1/completions", json={"prompt": [5] * 200, "max_tokens": 56}).status_code == 200
     hopeless = refuse(http, prompt="x" * 100_000)
     assert "cannot be fewer than" in hopeless["message"]
@@ -202,7 +212,7 @@ def test_one_prompt_of_a_batch_fails(server):
 
     class Picky(Broken):
         async def generate(self, prompt, *args, **kwargs):
-            if prompt["prompt_token_ids"] == [9]:
+            if prompt.ids == [9]:
                 raise self._error
             async for output in self._llm.generate(prompt, *args, **kwargs):
                 yield output

@@ -147,7 +147,7 @@ SCRIPT = "<think>hm</think>Hi." + hermes([("f", {"a": 1})])
 def server(tmp_path_factory):
     tokenizer = byte_tokenizer(tmp_path_factory.mktemp("bytes"))
     server = Scripted(tokenizer, enable_auto_tool_choice=True, tool_call_parser="hermes", reasoning_parser="qwen3")
-    server.llm.max_model_len = 100_000
+    server.llm.prompts.max_model_len = 100_000
     return server.say(SCRIPT, cuts=range(0, 100, 7))
 
 

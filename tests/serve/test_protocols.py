@@ -442,7 +442,7 @@ def test_what_is_wrong_is_told_in_anthropics_words(server):
 
 
 def test_too_much_is_told_in_the_words_that_clients_look_for(server):
-    server.llm.max_model_len = 100
+    server.llm.prompts.max_model_len = 100
     assert refused_message(server, max_tokens=90)[::2] == (
         400, "input length and `max_tokens` exceed context limit: 20 + 90 > 100, decrease one of them",
     )  # fmt: skip

@@ -78,8 +78,7 @@ def test_what_goes_along_with_a_prompt(server: Running):
         for _ in range(2):
             http.post("/v1/completions", json={"prompt": ["a", "b"], "cache_salt": "s", "max_tokens": 1}, headers=headers)
     assert all(
-        prompt["cache_salt"] == "s" and options["trace_headers"] == {"traceparent": "00-abc-def-01"}
-        for prompt, _, options in seen
+        prompt.cache_salt == "s" and options["trace_headers"] == {"traceparent": "00-abc-def-01"} for prompt, _, options in seen
     )
     assert all(options["cache_tenant"] is None and options["priority"] == 0 for _, _, options in seen)
     ids = [request_id for _, request_id, _ in seen]

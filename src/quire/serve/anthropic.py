@@ -13,7 +13,6 @@ from quire.serve.protocol.messages import CountTokensRequest, InputMessage, Mess
 from quire.serve.wording import Terms
 from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong
 
-_PROMPT_ALONE = re.compile(r"maximum context length is (\d+) tokens\. However, your prompt has ()(\d+) tokens")
 _TOO_LONG = re.compile(r"maximum context length is (\d+) tokens.*? requested (?:at least )?(\d+) .*?prompt has (\d+) tokens")
 
 TERMS: Terms = (
@@ -62,11 +61,11 @@ def to_chat(request: CountTokensRequest, thinks: bool) -> ChatRequest:
 
 def in_anthropics_words(error: PromptTooLong) -> PromptTooLong:
     """Clients look for these words, and shorten the conversation when they find them."""
-    found = _TOO_LONG.search(str(error)) or _PROMPT_ALONE.search(str(error))
+    found = _TOO_LONG.search(str(error))
     if found is None:
         return PromptTooLong(f"prompt is too long: {error}", error.parameter)
-    longest, asked, prompt = (int(number or 0) for number in found.groups())
-    if asked and prompt < longest:
+    longest, asked, prompt = map(int, found.groups())
+    if prompt < longest:
         told = f"input length and `max_tokens` exceed context limit: {prompt} + {asked} > {longest}, decrease one of them"
     else:
         told = f"prompt is too long: {prompt} tokens > {longest} maximum"

@@ -9,7 +9,6 @@ from typing import Any
 
 from quire.serve.errors import GenerationFailed
 from quire.serve.generation import Job, collect
-from quire.serve.prompts import Prompt
 from quire.serve.protocol.fields import GenerationFields
 from quire.serve.sampling import beam_params, wanted_logprobs
 from quire.serve.server import Server
@@ -17,6 +16,7 @@ from quire.text.beam_search import Beam, BeamSearch
 from quire.text.detokenizer import Detokenizer
 from quire.types.errors import InvalidParameter
 from quire.types.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from quire.types.prompts import Prompt
 from quire.types.sampling import SamplingParams
 
 # fields that say how to sample or when to stop, and their values when nothing is asked for
@@ -52,7 +52,9 @@ async def search_beams(server: Server, job: Job, request: GenerationFields) -> l
     step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2 * width)
     cached: list[int] = []
     while running := [search for search in searches if search.open]:
-        prompts = [Prompt(None, [*search.prompt, *beam.tokens]) for search in running for beam in search.beams]
+        prompts = [
+            Prompt(None, [*one.prompt, *beam.tokens], job.prompts[0].cache_salt) for one in running for beam in one.beams
+        ]
         outputs = await collect(server, replace(job, prompts=prompts, params=[step] * len(prompts)))
         cached = cached or [output.num_cached_tokens for output in outputs]  # the first round is of the prompts
         told = iter(outputs)

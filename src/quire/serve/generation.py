@@ -11,14 +11,13 @@ from fastapi import Request
 
 from quire.serve.disconnect import stop
 from quire.serve.errors import GenerationFailed
-from quire.serve.prompts import Prompt
 from quire.serve.protocol.fields import GenerationFields
 from quire.serve.sampling import max_tokens_for, sampling_params
 from quire.serve.server import Server, answer_id, priority_of
 from quire.serve.wording import Wording, wording_of
 from quire.types.errors import RequestError
 from quire.types.outputs import RequestOutput
-from quire.types.prompts import TokensPrompt
+from quire.types.prompts import Prompt
 from quire.types.sampling import SamplingParams
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
@@ -36,7 +35,6 @@ class Job:
     prompts: list[Prompt]
     params: list[SamplingParams]  # one per prompt
     priority: int
-    cache_salt: str | None
     cache_tenant: str | None  # whose cached prompts may be shared
     trace_headers: dict[str, str] | None
     timed: bool  # the answer carries its times
@@ -55,11 +53,8 @@ class Job:
 def make_job(
     server: Server, raw: Request, request: GenerationFields, prefix: str, model: str, prompts: Sequence[Prompt]
 ) -> Job:
-    llm = server.llm
-    params = []
-    for prompt in prompts:
-        max_tokens = max_tokens_for(request, len(prompt.ids), llm.max_model_len, llm.default_sampling)
-        params.append(sampling_params(request, max_tokens, llm.default_sampling))
+    llm, defaults = server.llm, server.llm.default_sampling
+    params = [sampling_params(request, max_tokens_for(request, llm.prompts, prompt, defaults), defaults) for prompt in prompts]
     traced = {name: raw.headers[name] for name in _TRACE_HEADERS if name in raw.headers}
     return Job(
         id=answer_id(prefix, raw, request),
@@ -67,7 +62,6 @@ def make_job(
         prompts=list(prompts),
         params=params,
         priority=priority_of(raw, request, llm.config.policy),
-        cache_salt=request.cache_salt,
         cache_tenant=getattr(raw.state, "tenant", None),
         trace_headers=traced or None,
         timed=server.wants_timing(raw),
@@ -98,15 +92,10 @@ def raise_failure(output: RequestOutput) -> None:
 
 
 def _start(server: Server, job: Job, i: int) -> AsyncGenerator[RequestOutput, None]:
-    prompt: TokensPrompt = {"prompt_token_ids": job.prompts[i].ids}
-    if (text := job.prompts[i].text) is not None:
-        prompt["prompt"] = text
-    if job.cache_salt is not None:
-        prompt["cache_salt"] = job.cache_salt
     # clients may use an id twice, the engine may not
     engine_id = f"{job.id}-{i}-{next(_serials):x}"
     return server.llm.generate(
-        prompt,
+        job.prompts[i],
         job.params[i],
         engine_id,
         priority=job.priority,

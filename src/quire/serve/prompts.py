@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from quire.serve.limits import check_work, refuse_more
@@ -10,9 +10,9 @@ from quire.serve.protocol.completions import CompletionRequest
 from quire.serve.protocol.fields import GenerationFields, TemplateFields
 from quire.serve.sampling import asked_tokens
 from quire.serve.server import Server
-from quire.text.aside import MOST_RENDERED
 from quire.text.helper.wire import Cut
-from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong
+from quire.types.errors import InvalidParameter, NotSupported
+from quire.types.prompts import Prompt
 
 AT_ONCE = 8  # texts that are tokenized together
 TEXT_KEYS = ("text", "refusal", "thinking")
@@ -24,51 +24,30 @@ _TOGETHER = "tokens in all prompts together"
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 
 
-@dataclass(frozen=True)
-class Prompt:
-    text: str | None  # as the client or the template wrote it; None: it came as token ids, or was cut
-    ids: list[int]
-
-
 async def read_prompts(server: Server, request: CompletionRequest) -> list[Prompt]:
     given = _split(request.prompt)
     check_work(len(given), request.n or 1, server.limits)
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     refuse_more("prompt", sum(map(len, texts)), server.limits.prompt_characters, "characters in all prompts together")
+    prompts = server.llm.prompts
     cut = _cut(server, request)
     if cut.keep is None:
         for text in texts:
-            refuse_hopeless(server, len(text), "prompt")
+            prompts.refuse_hopeless(len(text), "prompt")
     refuse_more("prompt", sum(map(len, given)) - sum(map(len, texts)), server.limits.prompt_tokens, _TOGETHER)
     encoded: list[Prompt] = []
     for i in range(0, len(texts), AT_ONCE):
-        jobs = [encode_text(server, text, request.add_special_tokens, cut, "prompt") for text in texts[i : i + AT_ONCE]]
+        jobs = [prompts.encode(text, request.add_special_tokens, cut, "prompt") for text in texts[i : i + AT_ONCE]]
         encoded += await asyncio.gather(*jobs)
     read = iter(encoded)
-    prompts = [next(read) if isinstance(prompt, str) else cut_ids(cut, prompt) for prompt in given]
-    refuse_more("prompt", sum(len(prompt.ids) for prompt in prompts), server.limits.prompt_tokens, _TOGETHER)
-    return prompts
+    tokenized = [next(read) if isinstance(prompt, str) else _cut_ids(cut, prompt) for prompt in given]
+    refuse_more("prompt", sum(len(prompt.ids) for prompt in tokenized), server.limits.prompt_tokens, _TOGETHER)
+    return [replace(prompt, cache_salt=request.cache_salt) for prompt in tokenized]
 
 
-async def encode_text(server: Server, text: str, add_special_tokens: bool, cut: Cut, parameter: str) -> Prompt:
-    count, ids = await server.llm.aside.encode(text, add_special_tokens, cut)
-    return _prompt(server, text, count, ids, parameter)
-
-
-def cut_ids(cut: Cut, ids: list[int]) -> Prompt:
+def _cut_ids(cut: Cut, ids: list[int]) -> Prompt:
     count, kept = cut.of(ids)
     return Prompt(None, ids if kept is None or count == len(kept) else kept)
-
-
-def _prompt(server: Server, text: str, count: int, ids: list[int] | None, parameter: str) -> Prompt:
-    """Of a text that was tokenized. `ids` are None if they are far too many."""
-    if ids is None:
-        longest = server.llm.max_model_len
-        raise PromptTooLong(
-            f"This model's maximum context length is {longest} tokens. However, your prompt has {count} tokens. Shorten it.",
-            parameter,
-        )
-    return Prompt(text if len(ids) == count else None, ids)
 
 
 def _split(prompt: Any) -> list[str | list[int]]:
@@ -107,14 +86,13 @@ async def render_messages(
         raise InvalidParameter(
             f"chat_template_kwargs must not have {name!r}: it has its own place in a request", "chat_template_kwargs"
         )
-    cut = cut or _cut(server, request if isinstance(request, GenerationFields) else None)
+    cut = cut or _cut(server, request)
     _check_messages(server, messages, may_be_cut=cut.keep is not None)
-    text, count, ids = await server.llm.aside.render(
+    prompt = await server.llm.prompts.render(
         [_completed(message) for message in messages],
         tell_tools=server.formats.tell_tools and request.chat_template is None,
         tools=tools,
         cut=cut,
-        most=MOST_RENDERED if cut.keep is not None else _most_characters(server),
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         add_special_tokens=request.add_special_tokens,
@@ -123,7 +101,7 @@ async def render_messages(
         documents=documents,
         variables=variables,
     )
-    return _prompt(server, text, count, ids, "messages")
+    return replace(prompt, cache_salt=request.cache_salt) if isinstance(request, GenerationFields) else prompt
 
 
 def _completed(message: dict[str, Any]) -> dict[str, Any]:
@@ -168,36 +146,10 @@ def _check_messages(server: Server, messages: Sequence[dict[str, Any]], may_be_c
     refuse_more("messages", parts, server.limits.message_parts, "content parts together")
     refuse_more("messages", characters, server.limits.prompt_characters, "characters together")
     if not may_be_cut:
-        refuse_hopeless(server, characters, "messages")
+        server.llm.prompts.refuse_hopeless(characters, "messages")
 
 
-def _cut(server: Server, request: GenerationFields | None) -> Cut:
-    """Which of a prompt's tokens are wanted: as many as truncate_prompt_tokens says, or all if they fit."""
-    longest = server.llm.max_model_len
-    keep = None if request is None else request.truncate_prompt_tokens
-    if request is None or keep is None:
-        return Cut(longest)
-    if keep > longest:
-        raise InvalidParameter(
-            f"truncate_prompt_tokens={keep} is more than the model's context of {longest} tokens", "truncate_prompt_tokens"
-        )
-    if keep == -1:
-        keep = max(1, longest - max(1, asked_tokens(request) or 0))
-    return Cut(longest, keep, request.truncation_side == "right")
-
-
-def refuse_hopeless(server: Server, characters: int, parameter: str) -> None:
-    """A text that is too long even if all its tokens were the vocabulary's longest need not be tokenized."""
-    if characters > _most_characters(server):
-        longest = server.longest_token or 1
-        raise PromptTooLong(
-            f"This model's maximum context length is {server.llm.max_model_len} tokens. However, your prompt has {characters} "
-            f"characters, which cannot be fewer than {-(-characters // longest)} tokens. Shorten the prompt.",
-            parameter,
-        )
-
-
-def _most_characters(server: Server) -> int:
-    """Of a prompt that fits."""
-    longest = server.longest_token
-    return MOST_RENDERED if longest is None else server.llm.max_model_len * longest
+def _cut(server: Server, request: CompletionRequest | TemplateFields) -> Cut:
+    if not isinstance(request, GenerationFields):
+        return server.llm.prompts.cut(None)
+    return server.llm.prompts.cut(request.truncate_prompt_tokens, request.truncation_side == "right", asked_tokens(request))

@@ -7,7 +7,9 @@ from quire.serve.protocol.chat import ChatRequest
 from quire.serve.protocol.completions import CompletionRequest
 from quire.serve.protocol.fields import GenerationFields
 from quire.serve.structured import structured_outputs
-from quire.types.errors import InvalidParameter, PromptTooLong
+from quire.text.prompts import PromptReader
+from quire.types.errors import InvalidParameter
+from quire.types.prompts import Prompt
 from quire.types.sampling import (
     GREEDY_BELOW,
     LOWEST_TEMPERATURE,
@@ -39,20 +41,12 @@ def only_echoes(request: GenerationFields) -> bool:
     return isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
 
 
-def max_tokens_for(request: GenerationFields, prompt_tokens: int, max_model_len: int, defaults: Mapping[str, Any]) -> int:
+def max_tokens_for(request: GenerationFields, prompts: PromptReader, prompt: Prompt, defaults: Mapping[str, Any]) -> int:
     """What fits, at most what was asked for, at most the model's own limit."""
-    asked = asked_tokens(request)
-    if only_echoes(request):
-        asked = 1
-    room = max_model_len - prompt_tokens
-    if room < 1 or (asked is not None and asked > room):
-        wanted = "at least 1 output token" if asked is None else f"{asked} output tokens"
-        raise PromptTooLong(
-            f"This model's maximum context length is {max_model_len} tokens. However, you requested {wanted} and your prompt "
-            f"has {prompt_tokens} tokens ({prompt_tokens + (1 if asked is None else asked)} together). Shorten the prompt or "
-            "ask for fewer output tokens.",
-            "prompt" if isinstance(request, CompletionRequest) else "messages",
-        )
+    asked = 1 if only_echoes(request) else asked_tokens(request)
+    field = "prompt" if isinstance(request, CompletionRequest) else "messages"
+    completion = isinstance(request, ChatRequest) and request.max_completion_tokens is not None
+    room = prompts.room(len(prompt.ids), asked, field, "max_completion_tokens" if completion else "max_tokens")
     if asked is None and isinstance(request, CompletionRequest):
         asked = request.max_tokens
     return min(value for value in (room, asked, defaults.get("max_tokens")) if value is not None)

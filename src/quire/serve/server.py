@@ -55,12 +55,6 @@ class Server:
     def formats(self) -> ModelFormats:
         return choose_formats(self.settings, self.llm.tokenizer)
 
-    @property
-    def longest_token(self) -> int | None:
-        """Characters that a token stands for at most; None: it cannot be said."""
-        tokenizer = self.llm.tokenizer
-        return None if tokenizer is None else tokenizer.characters_per_token
-
     @cached_property
     def eos_ids(self) -> frozenset[int]:
         """End-of-text ids: the checkpoint's own, and the tokenizer's."""

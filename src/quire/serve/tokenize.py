@@ -9,7 +9,7 @@ from quire.paced import Lazily
 from quire.serve.body import JSONRoute
 from quire.serve.errors import HttpError, json_response
 from quire.serve.limits import refuse_more
-from quire.serve.prompts import encode_text, refuse_hopeless, render_messages
+from quire.serve.prompts import render_messages
 from quire.serve.protocol.errors import ErrorBody
 from quire.serve.protocol.tokenize import (
     DetokenizeAnswer,
@@ -60,9 +60,9 @@ async def _encode(server: Server, request: TokenizeTextRequest | TokenizeChatReq
         cut = Cut(server.limits.prompt_tokens)
         return (await render_messages(server, request, request.messages, request.documents, request.tools, cut=cut)).ids
     refuse_more("prompt", len(request.prompt), server.limits.prompt_characters, "characters")
-    refuse_hopeless(server, len(request.prompt), "prompt")
+    server.llm.prompts.refuse_hopeless(len(request.prompt), "prompt")
     cut = Cut(server.limits.prompt_tokens)
-    return (await encode_text(server, request.prompt, request.add_special_tokens, cut, "prompt")).ids
+    return (await server.llm.prompts.encode(request.prompt, request.add_special_tokens, cut, "prompt")).ids
 
 
 @router.post("/detokenize", responses={200: {"model": DetokenizeAnswer}, 400: {"model": ErrorBody}})

@@ -16,7 +16,7 @@ from quire.serve.events import Reader, Reading
 from quire.serve.formats import ModelFormats, special_marks
 from quire.serve.generation import Job, collect, make_job, raise_failure, run
 from quire.serve.limits import check_work
-from quire.serve.prompts import Prompt, render_messages
+from quire.serve.prompts import render_messages
 from quire.serve.protocol.chat import ChatRequest
 from quire.serve.sampling import check_request
 from quire.serve.server import Server
@@ -29,6 +29,7 @@ from quire.text.parse.formats import REQUIRED, named
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter, RequestError
 from quire.types.outputs import CompletionOutput, RequestOutput
+from quire.types.prompts import Prompt
 from quire.types.structured import StructuredOutputsParams
 
 LAST_TOKENS = 32  # of a prompt: enough to see how it ends
@@ -284,7 +285,7 @@ def _settled(server: Server, prompt: Prompt, inside: bool | None, wanted: bool) 
             return prompt, False
         text = thinking.begin[0] + "\n"
         ids = _ids(server.llm.get_tokenizer(), text)
-        prompt = Prompt(None if prompt.text is None else prompt.text + text, prompt.ids + ids)
+        prompt = replace(prompt, text=None if prompt.text is None else prompt.text + text, ids=prompt.ids + ids)
     return prompt, True
 
 

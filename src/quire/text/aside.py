@@ -25,7 +25,6 @@ MOST_THREADS = 4
 MOST_QUICK = 4  # processes for a model's own chat template
 MOST_LONG = 4  # processes for everything else; not more than there are processors
 SHORT_IDS = 4096  # token ids that are decoded by a thread
-MOST_RENDERED = 64 << 20  # characters
 ALL = wire.Cut(1 << 40)
 T = TypeVar("T")
 
@@ -90,7 +89,7 @@ class Aside:
         *,
         add_special_tokens: bool,
         cut: wire.Cut = ALL,
-        most: int = MOST_RENDERED,
+        most: int = wire.MOST_RENDERED,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,

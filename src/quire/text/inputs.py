@@ -1,20 +1,26 @@
-"""Prompt in, engine requests out: tokenization, and every check that needs the model's numbers.
+"""Prompt in, engine requests out: every check that needs the model's numbers.
 
 Knows nothing of scheduling: what leaves this file is tokens, resolved parameters and a seed.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.config.resolve import Config
+from quire.text.prompts import PromptReader
+from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
-from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong, RequestError
+from quire.types.errors import InvalidParameter, NotSupported
+from quire.types.prompts import Prompt, PromptType
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams, shown
 from quire.types.structured import FIELD, MOST_GRAMMAR_BYTES, StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from quire.text.aside import Aside
 
 _MASK64 = 2**64 - 1
 
@@ -42,11 +48,12 @@ class InputProcessor:
         seed: int,
         structured_outputs: Mapping[str, Any] | None = None,
         stream_interval: int = 1,
+        aside: "Aside | None" = None,
     ) -> None:
         """`structured_outputs` are defaults of structured_outputs_config for answers in JSON."""
+        self.prompts = PromptReader(tokenizer, vocab_size, max_model_len, aside)
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
         self.max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
         self.eos_ids = frozenset(i for i in eos_ids if 0 <= i < vocab_size)
         self.seed = seed
@@ -56,7 +63,9 @@ class InputProcessor:
         self._unseeded = itertools.count()
 
     @classmethod
-    def of(cls, config: Config, tokenizer: Tokenizer | None, max_model_len: int) -> "InputProcessor":
+    def of(
+        cls, config: Config, tokenizer: Tokenizer | None, max_model_len: int, aside: "Aside | None" = None
+    ) -> "InputProcessor":
         """For an engine whose cache serves `max_model_len` tokens. A text ends with the checkpoint's ids or the tokenizer's."""
         ends = list(config.facts.eos_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -70,15 +79,17 @@ class InputProcessor:
             seed=config.seed,
             structured_outputs=config.args.structured_outputs_config,
             stream_interval=config.args.stream_interval,
+            aside=aside,
         )
 
     def prepare(
         self,
         request_id: str,
-        prompt: Any,
+        prompt: PromptType | Prompt,
         params: SamplingParams,
         *,
         arrival: float,
+        how: Tokenization | None = None,
         priority: int = 0,
         tenant: str | None = None,
         engine_id: str | None = None,
@@ -94,12 +105,13 @@ class InputProcessor:
             raise InvalidParameter(f"priority must have at most 64 bits, got {priority!r:.40}", "priority")
         if not isinstance(params, SamplingParams):
             raise InvalidParameter(f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params")
-        text, ids, salt = self._read_prompt(prompt)
-        self._check_prompt(ids)
+        read = self.prompts.read(prompt, how)
+        ids = self.prompts.check(read)
+        salt = () if read.cache_salt is None else (f"tenant={read.cache_salt}",)
         params = params.clone()
         self._check_params(params)
         if params.max_tokens is None:
-            params.max_tokens = self.max_model_len - len(ids)
+            params.max_tokens = self.prompts.room(len(ids))
         if params.stream_interval is None:
             params.stream_interval = self._stream_interval
         # with a grammar, ignore_eos is the grammar's matter: where nothing else may follow, the text ends
@@ -117,55 +129,7 @@ class InputProcessor:
             tenant=tenant or "",
             salt=salt if tenant is None else (*salt, f"owner={tenant}"),
         )
-        return Prepared(request_id, text, ids, params, fan_out(base, params.n))
-
-    def _read_prompt(self, prompt: Any) -> tuple[str | None, tuple[int, ...], tuple[str, ...]]:
-        """Text (if there was any), token ids, and the cache salt."""
-        salt: tuple[str, ...] = ()
-        if isinstance(prompt, Mapping):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-            if unknown:
-                raise InvalidParameter(
-                    f"a prompt dict takes prompt, prompt_token_ids and cache_salt, not {sorted(unknown)}", "prompt"
-                )
-            if "cache_salt" in prompt:
-                if not isinstance(prompt["cache_salt"], str) or not prompt["cache_salt"]:
-                    raise InvalidParameter("cache_salt must be a non-empty string", "cache_salt")
-                salt = (f"tenant={prompt['cache_salt']}",)
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), _as_ids(prompt["prompt_token_ids"]), salt
-            prompt = prompt.get("prompt")
-        if isinstance(prompt, str):
-            return prompt, self._encode(prompt), salt
-        if isinstance(prompt, Sequence):
-            return None, _as_ids(prompt), salt
-        raise InvalidParameter(
-            "a prompt is a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids', "
-            f"not {type(prompt).__name__}",
-            "prompt",
-        )
-
-    def _encode(self, text: str) -> tuple[int, ...]:
-        if self.tokenizer is None:
-            raise RequestError("there is no tokenizer (skip_tokenizer_init): give token ids as the prompt", "prompt")
-        return tuple(self.tokenizer.encode(text))
-
-    def _check_prompt(self, ids: tuple[int, ...]) -> None:
-        if not ids:
-            raise InvalidParameter("the prompt is empty: give at least one token", "prompt")
-        if min(ids) < 0 or max(ids) >= self.vocab_size:
-            bad = next(i for i in ids if not 0 <= i < self.vocab_size)
-            raise InvalidParameter(
-                f"token id {shown(bad)} is out of vocabulary: ids go from 0 to {self.vocab_size - 1}", "prompt"
-            )
-        if len(ids) >= self.max_model_len:
-            excess = len(ids) - self.max_model_len + 1
-            raise PromptTooLong(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt has "
-                f"{len(ids)} tokens, which leaves no room to generate: shorten it by at least {excess}, "
-                "or raise max_model_len",
-                "prompt",
-            )
+        return Prepared(request_id, read.text, ids, params, fan_out(base, params.n))
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.structured_outputs is not None:
@@ -232,13 +196,3 @@ def fan_out(base: EngineRequest, n: int) -> tuple[EngineRequest, ...]:
     return tuple(
         replace(base, id=f"{base.id}#{i}", seed=(base.seed + i) & _MASK64, fork_of=first if i else None) for i in range(n)
     )
-
-
-def _as_ids(ids: Any) -> tuple[int, ...]:
-    if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
-        raise InvalidParameter(f"prompt_token_ids must be a list of integers, got {type(ids).__name__}", "prompt")
-    if set(map(type, ids)) != {int}:  # slower, and says which
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise InvalidParameter(f"prompt_token_ids must be integers, got {token!r}", "prompt")
-    return tuple(ids)

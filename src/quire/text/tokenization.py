@@ -60,19 +60,18 @@ class Tokenization:
     def _truncates(self) -> bool:
         return self.truncation not in (None, False, "do_not_truncate")
 
-    def apply(self, tokenizer: Tokenizer, prompt: str | Sequence[int], longest: int) -> list[int]:
-        """The tokens of a text, or of tokens. `longest`: as many as the model can take."""
-        if not isinstance(prompt, str):
-            return self._cut(list(prompt), (), (), longest)
-        text = prompt.lower() if self.do_lower_case else prompt
+    def apply(self, tokenizer: Tokenizer, text: str, longest: int) -> list[int]:
+        """The tokens of a text. `longest`: as many as the model can take."""
+        text = text.lower() if self.do_lower_case else text
         whole = tokenizer.encode(text, self.add_special_tokens)
         bare = tokenizer.encode(text, add_special_tokens=False) if self.add_special_tokens else whole
         for i in range(len(whole) - len(bare) + 1):
             if whole[i : i + len(bare)] == bare:
-                return self._cut(bare, whole[:i], whole[i + len(bare) :], longest)
-        return self._cut(whole, (), (), longest)
+                return self.cut(bare, whole[:i], whole[i + len(bare) :], longest=longest)
+        return self.cut(whole, longest=longest)
 
-    def _cut(self, ids: list[int], before: Sequence[int], after: Sequence[int], longest: int) -> list[int]:
+    def cut(self, ids: list[int], before: Sequence[int] = (), after: Sequence[int] = (), *, longest: int) -> list[int]:
+        """What is left of the tokens between those before and after."""
         keep, side = self._bound(longest)
         if keep is not None:
             room = max(0, keep - len(before) - len(after))

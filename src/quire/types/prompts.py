@@ -1,5 +1,6 @@
-"""The forms in which a prompt may be given."""
+"""The forms in which a prompt may be given, and the one that it has from there on."""
 
+from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
 
@@ -15,3 +16,10 @@ class TokensPrompt(TypedDict):
 
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt
+
+
+@dataclass(frozen=True)
+class Prompt:
+    text: str | None  # as the user or the template wrote it; None: it came as token ids, or was cut
+    ids: list[int]
+    cache_salt: str | None = None  # cached pages are shared only among prompts with the same one

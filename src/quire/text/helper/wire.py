@@ -26,6 +26,7 @@ _PLACE, _BIG = 1, 2  # kinds of msgpack extensions: a string or list that was to
 LONGEST_REFUSAL = 4096  # characters
 RENDER_SECONDS = float(os.environ.get("QUIRE_TEMPLATE_SECONDS", "5"))  # of processor time
 TEMPLATE = "the chat template"
+MOST_RENDERED = 64 << 20  # characters
 
 
 class Where(msgspec.Struct, array_like=True):

@@ -1,0 +1,156 @@
+"""Prompts in all their forms become tokens here, offline and served, and here alone is said how long they may be.
+
+Knows nothing of requests: what leaves this file is a `Prompt`. Beside an event loop, texts are worked on in `text/aside.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quire.text.helper.wire import MOST_RENDERED, Cut
+from quire.text.tokenization import Tokenization
+from quire.text.tokenizer import Tokenizer
+from quire.types.errors import InvalidParameter, PromptTooLong, RequestError
+from quire.types.prompts import Prompt
+from quire.types.sampling import shown
+
+if TYPE_CHECKING:
+    from quire.text.aside import Aside
+
+_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+
+
+class PromptReader:
+    """`max_model_len` may change when an engine has found out what its cache can serve."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int, aside: "Aside | None" = None) -> None:
+        self.tokenizer, self.vocab_size, self.max_model_len = tokenizer, vocab_size, max_model_len
+        self._aside = aside
+
+    # ---- reading
+
+    def read(self, prompt: Any, how: Tokenization | None = None) -> Prompt:
+        """A user's prompt in any form (`PromptType`). `how` is asked for by tokenization_kwargs."""
+        if isinstance(prompt, Prompt):
+            return prompt
+        given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
+        if unknown := set(given) - _KEYS:
+            raise InvalidParameter(
+                f"a prompt dict takes prompt, prompt_token_ids and cache_salt, not {sorted(unknown)}", "prompt"
+            )
+        salt = given.get("cache_salt")
+        if "prompt_token_ids" in given:
+            return Prompt(given.get("prompt"), self._cut_ids(_checked_ids(given["prompt_token_ids"]), how), salt)
+        content = given.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if isinstance(content, str):
+            return Prompt(content, self._encode(content, how), salt)
+        if isinstance(content, Sequence):
+            return Prompt(None, self._cut_ids(_checked_ids(content), how), salt)
+        raise InvalidParameter(
+            "a prompt is a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids', "
+            f"not {type(content).__name__}",
+            "prompt",
+        )
+
+    async def encode(self, text: str, add_special_tokens: bool, cut: Cut, parameter: str) -> Prompt:
+        """A text, beside an event loop."""
+        assert self._aside is not None
+        count, ids = await self._aside.encode(text, add_special_tokens, cut)
+        return self._read_aside(text, count, ids, cut, parameter)
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], cut: Cut, **options: Any) -> Prompt:
+        """A conversation, beside an event loop; the options are those of `Aside.render`."""
+        assert self._aside is not None
+        most = MOST_RENDERED if cut.keep is not None else self.most_characters
+        text, count, ids = await self._aside.render(messages, cut=cut, most=most, **options)
+        return self._read_aside(text, count, ids, cut, "messages")
+
+    def _read_aside(self, text: str, count: int, ids: list[int] | None, cut: Cut, parameter: str) -> Prompt:
+        if ids is None:
+            if cut.most > self.max_model_len:
+                raise PromptTooLong(f"{parameter} may have at most {cut.most} tokens, got {count}", parameter)
+            raise self._too_long(count, None, parameter)
+        return Prompt(text if len(ids) == count else None, ids)
+
+    def _encode(self, text: str, how: Tokenization | None) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError("there is no tokenizer (skip_tokenizer_init): give token ids as the prompt", "prompt")
+        return self.tokenizer.encode(text) if how is None else how.apply(self.tokenizer, text, self.max_model_len - 1)
+
+    def _cut_ids(self, ids: list[int], how: Tokenization | None) -> list[int]:
+        return ids if how is None else how.cut(ids, longest=self.max_model_len - 1)
+
+    # ---- how long
+
+    def check(self, prompt: Prompt) -> tuple[int, ...]:
+        """Its tokens, if the model can be given them."""
+        ids, salt = prompt.ids, prompt.cache_salt
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise InvalidParameter("cache_salt must be a non-empty string", "cache_salt")
+        if not ids:
+            raise InvalidParameter("the prompt is empty: give at least one token", "prompt")
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            bad = next(i for i in ids if not 0 <= i < self.vocab_size)
+            raise InvalidParameter(
+                f"token id {shown(bad)} is out of vocabulary: ids go from 0 to {self.vocab_size - 1}", "prompt"
+            )
+        self.room(len(ids))
+        return tuple(ids)
+
+    def room(self, tokens: int, asked: int | None = None, parameter: str = "prompt", asked_by: str = "max_tokens") -> int:
+        """How many tokens an answer to a prompt of so many can have; at least one, and as many as are `asked` for.
+
+        The parameters are those that errors name: of the prompt, and of the length of the answer.
+        """
+        room = self.max_model_len - tokens
+        if room < 1 or room < (asked or 1):
+            raise self._too_long(tokens, asked, parameter if room < 1 else asked_by)
+        return room
+
+    def cut(self, keep: int | None, right: bool = False, asked: int | None = None) -> Cut:
+        """Which of a prompt's tokens are wanted: truncate_prompt_tokens, or all if they fit. -1: as many as fit, with an answer
+        as long as is asked for."""
+        if keep is None:
+            return Cut(self.max_model_len)
+        if keep > self.max_model_len:
+            raise InvalidParameter(
+                f"truncate_prompt_tokens={keep} is more than the model's context of {self.max_model_len} tokens",
+                "truncate_prompt_tokens",
+            )
+        return Cut(self.max_model_len, max(1, self.max_model_len - max(1, asked or 0)) if keep == -1 else keep, right)
+
+    @property
+    def most_characters(self) -> int:
+        """Of a prompt that fits."""
+        longest = None if self.tokenizer is None else self.tokenizer.characters_per_token
+        return MOST_RENDERED if longest is None else self.max_model_len * longest
+
+    def refuse_hopeless(self, characters: int, parameter: str) -> None:
+        """A text that is too long even if all its tokens were the vocabulary's longest need not be tokenized."""
+        if characters > self.most_characters:
+            least = -(-characters * self.max_model_len // self.most_characters)
+            raise PromptTooLong(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt has {characters} "
+                f"characters, which cannot be fewer than {least} tokens. Shorten the prompt.",
+                parameter,
+            )
+
+    def _too_long(self, tokens: int, asked: int | None, parameter: str) -> PromptTooLong:
+        wanted = "at least 1 output token" if asked is None else f"{asked} output tokens"
+        together = tokens + (1 if asked is None else asked)
+        fewer = "" if tokens >= self.max_model_len else ", ask for fewer output tokens"
+        return PromptTooLong(
+            f"This model's maximum context length is {self.max_model_len} tokens. However, you requested {wanted} and your "
+            f"prompt has {tokens} tokens ({together} together): shorten it by at least {together - self.max_model_len}{fewer}, "
+            "or raise max_model_len",
+            parameter,
+        )
+
+
+def _checked_ids(ids: Any) -> list[int]:
+    if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
+        raise InvalidParameter(f"prompt_token_ids must be a list of integers, got {type(ids).__name__}", "prompt")
+    if set(map(type, ids)) != {int}:  # slower, and says which
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise InvalidParameter(f"prompt_token_ids must be integers, got {token!r}", "prompt")
+    return list(ids)
