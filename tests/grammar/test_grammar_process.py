@@ -240,3 +240,11 @@ def test_whoever_is_slow_goes_on_in_a_lane_of_its_own_and_is_given_up_there(mode
     lanes.open(spec("again", constraint={"regex": "slow[a]{90}"}))
     assert "again" in lanes.second, "what it did is remembered"
     lanes.stop()
+
+
+@pytest.mark.parametrize(("worked", "goes_on"), [(0.9, True), (1.1, False), (None, False)])
+def test_a_trial_has_its_processor_time_on_a_busy_machine(monkeypatch, worked, goes_on):
+    monkeypatch.setattr(vetting, "processor_time", lambda _: worked)
+    trial = vetting._Trial(1, 1, time.monotonic() - 2.0)
+    assert trial.goes_on() is goes_on
+    assert not vetting._Trial(1, 1, time.monotonic() - 11.0).goes_on()

@@ -155,6 +155,10 @@ def test_sets_of_anything_are_told_of(kind):
 
 UUID = "123e4567-e89b-42d3-a456-426614174000"
 A_OR_B = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+KINDS = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["a", "b", "c"]}, "x": {"type": "integer"}, "y": {"type": "integer"}},
+}
 HELD = [
     ({"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True}, [[], ["a"], ["c", "a"]], [["a", "a"]]),
     ({"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "minItems": 2}, [[1, 2], [2, 1]], [[], [1], [1, 1]]),
@@ -186,6 +190,15 @@ HELD = [
     ({"type": "string", "format": "of my own"}, ["anything"], [1]),
     ({"$schema": "mine", "type": "integer"}, [1], ["a"]),
     ({"type": "integer", "if": {"minimum": 3}}, [1], ["a"]),
+    ({**KINDS, "if": {"properties": {"kind": {"const": "a"}}}, "then": {"required": ["x"]}, "else": {"required": ["y"]}},
+     [{"x": 1}, {"kind": "a", "x": 1}, {"kind": "b", "y": 1}, {"kind": "c", "y": 1}, {"kind": "b", "x": 1, "y": 2}],
+     [{}, {"y": 1}, {"kind": "a"}, {"kind": "a", "y": 1}, {"kind": "b"}, {"kind": "b", "x": 1}, {"kind": "a", "x": 1, "z": 1}]),
+    ({**KINDS, "if": {"properties": {"kind": {"enum": ["a", "b"]}}, "required": ["kind"]},
+      "then": {"properties": {"x": {"const": 5}}}},
+     [{}, {"x": 1}, {"kind": "a"}, {"kind": "a", "x": 5}, {"kind": "c", "x": 1}],
+     [{"kind": "a", "x": 1}, {"kind": "b", "x": 4}]),
+    ({**KINDS, "if": {"required": ["x"]}, "then": {"required": ["y"]}, "else": {"properties": {"y": False}}},
+     [{}, {"kind": "a"}, {"x": 1, "y": 1}], [{"x": 1}, {"y": 1}]),
 ]  # fmt: skip
 
 
@@ -205,6 +218,8 @@ NOT_HELD = [
     ("propertyNames", {"type": "object", "propertyNames": {"minLength": 3}}),
     ("not", {"type": "string", "not": {"pattern": "a"}}),
     ("if", {"if": {"type": "string"}, "then": {"minLength": 2}}),
+    ("if", {**KINDS, "if": {"properties": {"x": {"const": 1}}}, "then": {"required": ["y"]}}),
+    ("if", {**KINDS, "if": {"properties": {"kind": {"pattern": "a"}}}, "then": {"required": ["y"]}}),
     ("minProperties", {**A_OR_B, "additionalProperties": True, "minProperties": 1}),
     ("dependentRequired", {**A_OR_B, "dependentRequired": {str(i): ["a"] for i in range(9)}}),
     ("oneOf", {"oneOf": [{"type": "string"}, {"minLength": 2}]}),

@@ -254,3 +254,16 @@ def test_what_one_text_uses_up_is_not_missing_for_another(backend, monkeypatch):
 
 def spelled_alone(tokenizer):
     return [tokenizer.pieces.join([i], started=True)[0].decode(errors="replace") for i in range(len(tokenizer))]
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"type": "number", "maximum": 10**30}, "maximum 1e30 of a number is more than a grammar takes"),
+        ({"type": "integer", "minimum": -(10**30)}, r"minimum -\d+ of a number is more than a grammar takes"),
+        ({"type": "array", "maxItems": 10**30}, "maxItems is too large: 1e30"),
+    ],
+)
+def test_numbers_that_are_too_large_are_told_as_such(backend, schema, why):
+    with pytest.raises(GrammarError, match=why):
+        backend[1].load(backend[1].translate(StructuredOutputsParams(json=schema)))

@@ -17,6 +17,7 @@ MOST_PLACES = 16  # of an array in which something must be contained
 MOST_DEPENDENT = 4
 MOST_ALTERNATIVES = 64  # of oneOf that are compared, and keys of each
 MOST_COMPARED = 1  # objects in each other
+_NOTES = ("title", "description")
 _DIALECT = re.compile(r"https?://json-schema\.org/")
 
 
@@ -196,9 +197,37 @@ class Rewriting:
         return True
 
     def condition(self, value: Any) -> bool:
-        """Without branches it says nothing."""
-        branches = [self.node.pop(word) for word in ("then", "else") if word in self.node]
-        return not branches or value is None
+        """One of two: it holds, and what follows; or it does not, and the other. Without branches it says nothing."""
+        holds, fails = (self.node.pop(word, True) for word in ("then", "else"))
+        if value is None or (holds in (True, {}) and fails in (True, {})):
+            return True
+        others = self._negations(value)
+        if others is None:
+            return False
+        self._also({"anyOf": [{"allOf": [value, holds]}, *({"allOf": [other, fails]} for other in others)]})
+        return True
+
+    def _negations(self, value: Any) -> list[Schema] | None:
+        """The ways in which an object is something else, where they can be told: a property has another of its values."""
+        if types(self.node) != {"object"} or not isinstance(value, dict) or types(value) - {"object"}:
+            return None
+        tested, needed = _dict(value.get("properties")), _names(value.get("required"))
+        if not value.keys() <= {"type", "properties", "required", *_NOTES} or len(tested) > MOST_DEPENDENT:
+            return None
+        ways: list[Schema] = [{"properties": {name: False}} for name in needed if name not in tested]
+        for name, test in tested.items():
+            mine, wanted = finite(self._properties.get(name), self.root), finite(test, self.root)
+            if mine is None or wanted is None or not test.keys() <= {"const", "enum", *_NOTES}:
+                return None
+            if any(isinstance(item, float | list | dict) for item in (*mine, *wanted)):
+                return None  # 1.0 is 1
+            written = {json.dumps(item) for item in wanted}
+            rest = [item for item in mine if json.dumps(item) not in written]
+            if name in needed:
+                ways.append({"properties": {name: {"enum": rest} if rest else False}})
+            elif rest:
+                ways.append({"properties": {name: {"enum": rest}}, "required": [name]})
+        return ways
 
     # ---- what it says so far
 

@@ -27,6 +27,8 @@ LIMITS = LLParserLimits(
 MOST_THREADS = 8
 MOST_ENCODINGS = 1 << 14
 SILENT = 0
+_RANGE = re.compile(r"Failed to generate regex for \w+ range: min=(?:None|Some\(([^)]*)\)), max=(?:None|Some\(([^)]*)\))")
+_COUNT = re.compile(r"Expected positive integer for '(\w+)', got (\d[\d.]*e\d+)$")
 
 
 class _Spelling:
@@ -144,7 +146,7 @@ class LLGuidance:
         compiled = _Compiled(lambda: self._make(source))
         matcher = compiled.begin()
         if matcher.is_error():
-            raise GrammarError(matcher.get_error().strip())
+            raise GrammarError(plain(matcher.get_error().strip()))
         matcher.compute_bitmask()
         if matcher.is_error():
             raise GrammarError(f"the grammar leads nowhere or is too complex: {first_line(matcher.get_error())}")
@@ -172,6 +174,18 @@ class LLGuidance:
 
     def _fill_one(self, matcher: LLGuidanceMatcher, row: int, address: int) -> None:
         matcher.matcher.unsafe_compute_mask_ptr(address + 4 * self.words * row, 4 * self.words)
+
+
+def plain(error: str) -> str:
+    """Numbers that are too large for the library are told as such."""
+    if (found := _RANGE.search(error)) is not None:
+        bounds = " and ".join(
+            f"{word} {value}" for word, value in zip(("minimum", "maximum"), found.groups(), strict=True) if value
+        )
+        return f"{bounds or 'a bound'} of a number is more than a grammar takes, which is from -2**63 to 2**63: leave it out"
+    if (found := _COUNT.search(error)) is not None:
+        return f"{found[1]} is too large: {found[2]}"
+    return error
 
 
 def first_line(text: str) -> str:

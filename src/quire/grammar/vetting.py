@@ -27,7 +27,8 @@ from quire.types.errors import InvalidParameter
 from quire.types.structured import StructuredOutputsParams, read_object
 
 MOST_SECONDS = 1.5  # of a trial, unless others keep it from running:
-LEAST_WORK = 0.3  # seconds of processor time that it gets in any case
+LEAST_WORK = 1.0  # seconds of processor time that it gets in any case, looked at that often:
+LOOK = 0.3
 LONGEST_TRIAL = 10.0  # seconds, however little it ran
 MOST_STEP_SECONDS = 0.1  # of processor time, for one mask
 MOST_BYTES = 512 << 20  # that a trial may take beyond what there is
@@ -87,7 +88,7 @@ class _Trial:
     def goes_on(self) -> bool:
         """Beyond its deadline, because it could hardly run: the machine is busy."""
         now = time.monotonic()
-        self.deadline = min(now + LEAST_WORK, self.begun + LONGEST_TRIAL)
+        self.deadline = min(now + LOOK, self.begun + LONGEST_TRIAL)
         worked = processor_time(self.pid)
         return now < self.begun + LONGEST_TRIAL and worked is not None and worked < LEAST_WORK
 
