@@ -17,6 +17,7 @@ from quire.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
 from quire.config.resolve import resolve
 from quire.config.server_args import ServerArgs
+from quire.device.registry import describe
 from quire.engine.child import COMMAND
 from quire.serve.app import build_app
 from quire.serve.ids import RequestIds
@@ -41,7 +42,7 @@ class Running:
         self._thread.start()
         self._stack = contextlib.ExitStack()
         settings = EngineArgs.from_kwargs(model=str(directory), **(defaults | args))
-        self.llm = AsyncLLM(resolve(settings, find_device=lambda: "cpu"), command)
+        self.llm = AsyncLLM(resolve(settings, lambda: "cpu", describe), command)
         self.call(self.llm.wait_ready())
         self.http = self._stack.enter_context(self.serve(ServerArgs()))
 

@@ -12,10 +12,11 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from quire.config.args import EngineArgs
-from quire.config.resolve import Config, Device, resolve
+from quire.config.resolve import Config, resolve
+from quire.device.registry import describe_unseen
 from quire.engine import ipc
 from quire.engine.child import COMMAND, Child
 from quire.engine.client import EngineClient
@@ -99,7 +100,7 @@ class AsyncLLM:
 
         `spare` is an engine process that was started ahead.
         """
-        return cls(resolve(args, find_device=lambda: "cpu"), spare=spare)
+        return cls(resolve(args, lambda: "cpu", describe_unseen), spare=spare)
 
     # ---- how it is ------------------------------------------------------------------------------------------------------
 
@@ -265,7 +266,7 @@ class AsyncLLM:
     def on_ready(self, ready: ipc.Ready) -> None:
         self.config = replace(
             self.config,
-            device=cast(Device, ready.device),
+            device=ready.device,
             dtype=ready.dtype,
             max_batched_tokens=ready.max_batched_tokens,
             max_seqs=ready.max_seqs,

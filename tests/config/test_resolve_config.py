@@ -6,9 +6,9 @@ import pytest
 
 from quire.config.args import EngineArgs
 from quire.config.conflicts import CONFLICTS
-from quire.config.facts import DeviceFacts
 from quire.config.memory import activation_bytes, estimate_parameters, host_cache_bytes
 from quire.config.resolve import Config, resolve
+from quire.device.registry import describe, open_device
 from quire.types.errors import ConfigError
 
 CONFIG: dict[str, Any] = {
@@ -25,9 +25,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def config_of(model: Path, device: str = "cpu", gib: int | None = None, serving: bool = False, **values: Any) -> Config:
-    facts = None if gib is None else lambda kind: DeviceFacts(kind, "test", gib * 2**30, gib * 2**30)
     args = EngineArgs.from_kwargs(model=str(model), load_format="dummy", **values)
-    return resolve(args, lambda: device, facts, serving=serving)
+    return resolve(args, lambda: device, lambda name: open_device(name).facts(memory=(gib or 0) * 2**30), serving=serving)
 
 
 def test_on_a_cpu(model: Path) -> None:
@@ -76,7 +75,7 @@ def test_whoever_serves_takes_steps_by_the_load(model: Path) -> None:
 
 def test_an_explicit_device_is_not_looked_for(model: Path) -> None:
     args = EngineArgs(model=str(model), load_format="dummy", device="cpu")
-    assert resolve(args, lambda: pytest.fail("asked for the device")).device == "cpu"
+    assert resolve(args, lambda: pytest.fail("asked for the device"), describe).device == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +150,7 @@ def test_conflicts_are_told_together(model: Path) -> None:
 def test_the_wrong_format(model: Path) -> None:
     (model / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
     with pytest.raises(ConfigError, match="is not a GGUF file"):
-        resolve(EngineArgs(model=str(model), load_format="gguf"), lambda: "cpu")
+        resolve(EngineArgs(model=str(model), load_format="gguf"), lambda: "cpu", describe)
 
 
 def test_default_sampling(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

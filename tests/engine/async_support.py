@@ -13,6 +13,7 @@ from pathlib import Path
 from patience import PATIENCE
 from quire import AsyncLLM, EngineArgs, RequestOutput, SamplingParams
 from quire.config.resolve import resolve
+from quire.device.registry import describe
 from quire.engine.child import COMMAND
 
 SMALL = {"device": "cpu", "block_size": 4, "max_num_seqs": 64, "max_num_batched_tokens": 256}
@@ -21,7 +22,7 @@ FAULTY = (sys.executable, str(Path(__file__).parent / "faulty_engine.py"))
 
 def open_async(model: Path, *fault: object, backend: str = "fake", **args) -> AsyncLLM:
     """An engine on the fake executor; `fault` is on order (faulty_engine.py)."""
-    config = resolve(EngineArgs(str(model), distributed_executor_backend=backend, **(SMALL | args)), lambda: "cpu")
+    config = resolve(EngineArgs(str(model), distributed_executor_backend=backend, **(SMALL | args)), lambda: "cpu", describe)
     return AsyncLLM(config, (*FAULTY, *map(str, fault)) if fault else COMMAND)
 
 

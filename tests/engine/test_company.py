@@ -5,7 +5,7 @@ import pytest
 from tiny import make_model, open_model
 
 from quire import SamplingParams
-from quire.attn import singly
+from quire.attn import cpu
 from quire.ops.native import kernels, run_decoders
 
 PARAMS = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True, logprobs=3)
@@ -45,5 +45,5 @@ def test_numbers_are_the_same_in_any_company(model, settings):
 def test_tokens_by_themselves_are_attended_to_as_others_are(model, monkeypatch):
     """On every CPU: the same tokens as by the usual way."""
     usual = ask(open_model(model), PROMPTS)
-    monkeypatch.setattr(singly, "run_decoders", lambda: True)
+    monkeypatch.setattr(cpu, "run_decoders", lambda: True)
     assert [tokens for tokens, _ in ask(open_model(model), PROMPTS)] == [tokens for tokens, _ in usual]

@@ -14,6 +14,7 @@ from async_support import run
 
 from quire import AsyncLLM, EngineArgs
 from quire.config.resolve import resolve
+from quire.device.registry import describe
 from quire.engine import timeline as module
 from quire.engine.child import Child
 from quire.engine.timeline import Stopwatch, Timeline, process_start
@@ -96,7 +97,7 @@ def test_a_server_tells_where_its_start_went(caplog):
 
 
 def test_a_process_started_ahead_imports_what_it_needs_and_then_waits(tiny_model, traces):
-    config = resolve(EngineArgs(str(tiny_model), device="cpu", max_model_len=64), lambda: "cpu")
+    config = resolve(EngineArgs(str(tiny_model), device="cpu", max_model_len=64), lambda: "cpu", describe)
     llm = AsyncLLM(config, spare=Child(None))
 
     async def scene():
@@ -114,7 +115,7 @@ def test_the_process_tells_what_it_is_at(tiny_model, traces, caplog, capsys):
         "import quire.progress, runpy; quire.progress.LINE_EVERY = 0.001; "
         "runpy.run_module('quire.engine.process', run_name='__main__')"
     )
-    config = resolve(EngineArgs(str(tiny_model), device="cpu", max_model_len=64), lambda: "cpu")
+    config = resolve(EngineArgs(str(tiny_model), device="cpu", max_model_len=64), lambda: "cpu", describe)
     with caplog.at_level(logging.INFO, "quire"):
         llm = AsyncLLM(config, spare=Child(None, (sys.executable, "-c", hurried)))
         run(llm.wait_ready(), llm)

@@ -10,6 +10,7 @@ import torch
 from runner_support import admission, entries, ints, plan
 
 from quire.config.facts import ModelFacts
+from quire.device.registry import open_device
 from quire.engine.executor.local import LocalExecutor
 from quire.files.resolve import ModelFiles
 from quire.load.load import load_weights
@@ -40,8 +41,10 @@ def facts() -> ModelFacts:
 
 
 def make_runner(device: str = "cpu") -> Runner:
+    opened = open_device(device)
+    opened.start()
     runner = Runner(
-        facts(), device=device, dtype="float32", layout=LAYOUT, max_seqs=6, max_batched_tokens=64, load_format="dummy"
+        facts(), device=opened, dtype="float32", layout=LAYOUT, max_seqs=6, max_batched_tokens=64, load_format="dummy"
     )
     with patch("quire.runner.step.load_weights", load_weights_that_matter):
         runner.load()
@@ -283,7 +286,7 @@ def test_the_rehearsal_runs_and_leaves_room(runner):
 
 
 def test_every_layer_and_step_of_the_warm_up_can_be_run(caplog, monkeypatch):
-    monkeypatch.setattr("quire.runner.step.of_floats", lambda: None)  # as on a GPU, layer by layer
+    monkeypatch.setattr("quire.device.cpu.prepare.of_floats", lambda: None)  # as on a GPU, layer by layer
     runner = make_runner()
     runner.allocate(0, LENGTH)
     with caplog.at_level(logging.DEBUG):

@@ -17,7 +17,7 @@ import pytest
 from server_process import body, read_stream, serving, wait_for
 
 from patience import PATIENCE
-from quire.engine.assemble import device_facts
+from quire.device.registry import describe
 from quire.types.errors import ConfigError
 
 
@@ -66,7 +66,7 @@ def test_start_up_errors_are_one_line(serve_model: Path, flags: list[str], code:
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"device=cuda was asked for, but torch .* sees no CUDA device"):
-        device_facts("cuda")
+        describe("cuda")
 
 
 def test_vllms_module_is_the_same_command(serve_model: Path) -> None:

@@ -8,13 +8,14 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from quire.attn.alike import FindAlike, Ints
 from quire.attn.batch import Batch
+from quire.ops.qkv import HeadNorms, Rotation, place_heads
 from quire.types.errors import ConfigError
 
 
@@ -61,25 +62,46 @@ class FixedPlans(Protocol):
         ...
 
 
-class AttentionBackend(Protocol):
+@dataclass(frozen=True)
+class Heads:
+    """What is done to a layer's projected heads before and while it attends."""
+
+    rotation: Rotation | None = None
+    norms: HeadNorms | None = None
+    sinks: Tensor | None = None  # [heads]
+
+
+class AttentionBackend:
+    """One for each layer, so that it may keep views of the layer's cache."""
+
     def refuse(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> list[str]:
         """Why this backend cannot serve such a layer; empty = it can."""
-        ...
+        raise NotImplementedError
 
     def plan(self, batch: Batch, group: int, spec: AttentionSpec, kv: Tensor) -> None:
         """Prepares `run` for the layers of one cache group, into batch.plans. Run does it itself if nobody did before.
 
         `kv` is the cache of any of these layers.
         """
-        ...
+        raise NotImplementedError
 
     def run(self, spec: AttentionSpec, query: Tensor, kv: Tensor, batch: Batch, group: int, sinks: Tensor | None) -> Tensor:
         """query [T, heads, head_dim], kv [pages, 2, kv_heads, page_size, head_dim] (this batch's keys are in) -> like query."""
-        ...
+        raise NotImplementedError
 
-    def fixed(self, spec: AttentionSpec, dtype: torch.dtype) -> FixedPlans | None:
+    def run_heads(
+        self, spec: AttentionSpec, heads: Heads, qkv: Tensor, kv: Tensor, batch: Batch, group: int, final: bool
+    ) -> Tensor:
+        """qkv [T, (heads + 2 * kv_heads) * head_dim], which it may overwrite: keys and values go to their pages, and queries
+        attend -> [T, heads * head_dim], or those of the final tokens alone."""
+        query = place_heads(qkv, kv, batch.groups[group].write, batch.positions, heads.rotation, heads.norms)
+        if final:
+            query, batch = batch.keep(query), batch.final
+        return self.run(spec, query, kv, batch, group, heads.sinks).flatten(1)
+
+    def fixed(self, spec: AttentionSpec, dtype: torch.dtype) -> FixedPlans | None:  # noqa: ARG002
         """None = the launches of this backend depend on the rows."""
-        ...
+        return None
 
 
 # in order of preference; the targets are imported when first tried
@@ -99,7 +121,7 @@ def choose_backend(spec: AttentionSpec, device: torch.device, dtype: torch.dtype
     reasons = []
     for candidate in BACKENDS if name == "auto" else (name,):
         module, attribute = BACKENDS[candidate].split(":")
-        backend = cast(AttentionBackend, getattr(importlib.import_module(module), attribute)())
+        backend: AttentionBackend = getattr(importlib.import_module(module), attribute)()
         refusals = backend.refuse(spec, device, dtype)
         if not refusals:
             return backend

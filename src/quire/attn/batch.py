@@ -40,6 +40,10 @@ class Batch:
         """The tokens whose hidden states come out at the end."""
         return self if self.kept is None else self.kept.batch
 
+    def keep(self, x: Tensor) -> Tensor:
+        """x [T, ...] of all tokens -> of the final ones."""
+        return x if self.kept is None else x[self.kept.index]
+
 
 @dataclass(frozen=True)
 class Kept:

@@ -17,13 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.attn.backend import AttentionSpec
+from quire.attn.backend import AttentionBackend, AttentionSpec, Heads
 from quire.attn.batch import Batch
 from quire.ops import one_query
 from quire.ops.attention import attend
 from quire.ops.kv import kv_gather, kv_lines
+from quire.ops.native import run_decoders
+from quire.ops.qkv import Lanes
 
 QUERIES_PER_PIECE = 256  # behind a mask
+KEPT_ELEMENTS = 1 << 16  # of a projection whose views are kept for the next step
 SHORT = 256  # keys of a row, up to which several queries are quicker one by one, by the kernel
 
 
@@ -67,14 +70,37 @@ def token_rows(batch: Batch, group: int) -> one_query.Rows:
     return found
 
 
-class CPUAttention:
-    """One per layer: it keeps views of the layer's cache."""
+def heads_alone(spec: AttentionSpec, kv: Tensor) -> bool:
+    """Does every token go to the kernel by itself? Then what it gets depends neither on how its prompt was cut nor on who is
+    beside it; it is worth it where products have that property too, for then a whole decoder does."""
+    return spec.soft_cap is None and not spec.sinks and one_query.suits(kv) and run_decoders()
 
+
+def attend_alone(spec: AttentionSpec, heads: Heads, qkv: Tensor, kv: Tensor, batch: Batch, group: int, final: bool) -> Tensor:
+    """Keys and values of all tokens go to their pages, then every query, which the kernel norms and turns, attends."""
+
+    def bind(columns: Tensor, out: Tensor | None) -> one_query.OneQuery:
+        return one_query.OneQuery(
+            kv, columns, out,
+            scale=spec.scale, window=spec.window, rotation=heads.rotation, norms=heads.norms, placed=out is not None,
+        )  # fmt: skip
+
+    bind(qkv, None).run(token_rows(batch, group))
+    query = qkv[:, : spec.heads * spec.head_dim]
+    if final:
+        query, batch = batch.keep(query), batch.final
+    out = torch.zeros(query.shape)
+    bind(query, out).run(token_rows(batch, group))
+    return out
+
+
+class CPUAttention(AttentionBackend):
     def __init__(self) -> None:
         self._kv: Tensor | None = None
         self._lines: Tensor | None = None  # [2, kv_heads, tokens, head_dim]
         self._turned_keys = self._values = torch.empty(0)  # [kv_heads, head_dim, tokens], [kv_heads, tokens, head_dim]
         self._nothing = torch.zeros(1, 1, 1)
+        self._lanes: Lanes | None = None  # of the latest step
 
     def refuse(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> list[str]:  # noqa: ARG002
         return [] if device.type == "cpu" else [f"it runs on CPUs, not on {device.type}"]
@@ -120,8 +146,19 @@ class CPUAttention:
         out[at:] = 0
         return out
 
-    def fixed(self) -> None:
-        return None
+    def run_heads(
+        self, spec: AttentionSpec, heads: Heads, qkv: Tensor, kv: Tensor, batch: Batch, group: int, final: bool
+    ) -> Tensor:
+        if heads_alone(spec, kv):
+            return attend_alone(spec, heads, qkv, kv, batch, group, final)
+        lanes = self._lanes
+        if lanes is None or lanes.qkv is not qkv or lanes.kv is not kv:
+            lanes = Lanes(qkv, kv)
+            self._lanes = lanes if qkv.numel() <= KEPT_ELEMENTS else None  # larger ones are not the same memory again
+        query = lanes.place(batch.groups[group].write, batch.positions, heads.rotation, heads.norms)
+        if final:
+            query, batch = batch.keep(query), batch.final
+        return self.run(spec, query, kv, batch, group, heads.sinks).flatten(1)
 
     def _look_at(self, kv: Tensor) -> None:
         self._kv, self._lines = kv, kv_lines(kv)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.attn.backend import AttentionSpec
+from quire.attn.backend import AttentionBackend, AttentionSpec
 from quire.attn.batch import Batch
 from quire.ops.attention import attend
 from quire.ops.kv import kv_gather
@@ -43,7 +43,7 @@ class Span:
     pages: int
 
 
-class ReferenceAttention:
+class ReferenceAttention(AttentionBackend):
     def refuse(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> list[str]:  # noqa: ARG002
         return []
 
@@ -63,9 +63,6 @@ class ReferenceAttention:
                 query[tile.tokens], keys, values, tile.visible, scale=spec.scale, soft_cap=spec.soft_cap, sinks=sinks
             )
         return out
-
-    def fixed(self, spec: AttentionSpec, dtype: torch.dtype) -> None:  # noqa: ARG002
-        return None
 
 
 def make_tiles(batch: Batch, group: int, window: int | None, page_size: int) -> list[Tile]:

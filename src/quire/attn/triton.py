@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quire.attn import cuts
 from quire.attn.alike import FEWEST, NOTHING_ALIKE, Alike, FindAlike, Ints
-from quire.attn.backend import AttentionSpec, Room
+from quire.attn.backend import AttentionBackend, AttentionSpec, Room
 from quire.attn.batch import Batch
 from quire.attn.cuts import Cuts, cut_copies, cut_rows, cut_tiles
 from quire.attn.launch import Geometry, Launch, Plan, geometry, reads_in_blocks
@@ -35,7 +35,7 @@ DEEP = 4096  # keys of a row of several tokens that are as well, where tiles ove
 FEW_TILES = 32  # ... leave most of the device idle: beside the tiles of long rows they do not
 
 
-class TritonAttention:
+class TritonAttention(AttentionBackend):
     def refuse(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> list[str]:
         reasons = []
         if device.type != "cuda":

@@ -4,8 +4,8 @@
     cached   refs == 0, has content       can be found again; evicted oldest first, and only when no blank page is left
     blank    refs == 0, no content        given away first
 
-A sequence that grows gets the page after its last one where that is blank, so that its keys lie in one piece; a sequence that
-begins gets a page with much room behind it: the first, then the middle, then the quarters, and so on.
+A sequence that grows gets the page after its last one where that is blank. Where keys had better lie in one piece, a sequence
+that begins gets a page with much room behind it: the first, then the middle, then the quarters, and so on.
 
     beginnings   [ 1st ....... | 3rd ....... | 2nd ....... | 4th ....... ]
 
@@ -24,12 +24,13 @@ Key = tuple[int, bytes]  # cache group, content key
 
 
 class Pool:
-    def __init__(self, pages: int) -> None:
+    def __init__(self, pages: int, in_one_piece: bool = True) -> None:
+        """`in_one_piece`: that is how the keys of a sequence had better lie."""
         self.pages = pages
         self.refs = [0] * (pages + 1)
         self.returned = 0  # how often a page became free, ever: tells whether trying again can make sense
         self._blank = set(range(1, pages + 1))
-        self._order = _spread(pages)
+        self._order: Sequence[int] = _spread(pages) if in_one_piece else range(pages + 1)
         self._beginnings = sorted((self._order[page], page) for page in self._blank)  # a heap; some were taken meanwhile
         self._queued = [True] * (pages + 1)  # is in _beginnings
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first

@@ -18,10 +18,10 @@ Entries = tuple[int, int, list[int]]  # new page-table entries: table[group][fir
 
 
 class Tables:
-    def __init__(self, layout: CacheLayout, pages: int, chunk: int, prefix_caching: bool) -> None:
+    def __init__(self, layout: CacheLayout, pages: int, chunk: int, prefix_caching: bool, in_one_piece: bool = True) -> None:
         self.page_size = layout.page_size
         self.prefix_caching = prefix_caching
-        self.pool = Pool(pages)
+        self.pool = Pool(pages, in_one_piece)
         self.groups = make_groups(layout, self.pool, chunk)
         self._forgetful = [group for group, spec in zip(self.groups, layout.groups, strict=True) if spec.window is not None]
 

@@ -9,17 +9,17 @@ import dataclasses
 import json
 import re
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from quire.cache.capacity import fit, pages_for
 from quire.cache.layout import make_layout
 from quire.cli.plan_text import render
 from quire.config.args import EngineArgs, add_cli_arguments
-from quire.config.facts import DTYPE_BYTES, DeviceFacts, ModelFacts, read_facts
+from quire.config.facts import DTYPE_BYTES, ModelFacts, read_facts
 from quire.config.host import available_host_bytes
 from quire.config.memory import CUDA_CONTEXT_BYTES, activation_bytes, host_cache_bytes, kept_weight_bytes
 from quire.config.resolve import Config, resolve
+from quire.device.registry import open_device
 from quire.files.gguf import read_gguf_shards
 from quire.files.resolve import resolve_model, with_weights_on_disk
 from quire.models.registry import find_family
@@ -97,11 +97,10 @@ def make_plan(args: EngineArgs, memory: int | None) -> Plan:
     if kind == "cuda" and memory is None:
         raise ConfigError("a plan for a GPU needs its memory; add --memory, such as --memory 80GiB")
     total = memory if memory is not None else available_host_bytes()
-    device = DeviceFacts("cuda" if kind == "cuda" else "cpu", kind, total, total)
-    config = resolve(args, lambda: kind, lambda _: device, facts, serving=True)
+    config = resolve(args, lambda: kind, lambda name: open_device(name).facts(memory=total), facts, serving=True)
     element = DTYPE_BYTES[config.dtype]
     layout = make_layout(facts.layers, config.page_size, element)
-    kept = bool(config.keep_blocks and facts.files.weights and find_spec("onnxruntime"))
+    kept = bool(config.keep_blocks and facts.files.weights)
     weights = _kept_bytes(facts) if kept else facts.parameters * element
     steps = activation_bytes(facts.hf, element_bytes=element, tokens=config.max_batched_tokens, rows=config.max_seqs)
     usable = int(total * args.gpu_memory_utilization) if kind == "cuda" else total

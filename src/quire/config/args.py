@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from quire.config.devices import check_device
 from quire.config.fields import FLAG, NAMES, NUMBER, OBJECT, REAL, TEXT, TOKEN, setting, spec_of
 from quire.config.flags import add_flags, add_hidden_flags, kind_of
 from quire.config.hints import HINT_SHORT_FLAGS, HINTS, take_hint, taken_for
@@ -72,7 +73,7 @@ class EngineArgs:
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
     )  # fmt: skip
     device: str = setting(
-        "auto", TEXT, _MODEL, "what to run on; auto takes CUDA when there is one", choices=("auto", "cpu", "cuda")
+        "auto", TEXT, _MODEL, "what to run on: cpu, cuda, or what a plug-in brings; auto takes CUDA when there is one"
     )
     enforce_eager: bool = setting(False, FLAG, _MODEL, "launch every kernel one by one instead of replaying CUDA graphs")
     skip_tokenizer_init: bool = setting(False, FLAG, _MODEL, "no tokenizer: prompts and outputs are token ids")
@@ -154,6 +155,7 @@ class EngineArgs:
             value = taken_for(field.name, getattr(self, field.name))
             setattr(self, field.name, spec_of(field).check(field.name, value, optional))
         self.structured_outputs_config = checked_structured_outputs(self.structured_outputs_config)
+        check_device(self.device)
 
     @classmethod
     def from_kwargs(cls, **values: Any) -> "EngineArgs":

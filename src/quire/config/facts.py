@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from quire.config.gguf import translate
 from quire.config.hf import explicit_config, read_json
@@ -51,12 +51,23 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What the engine runs on. Whoever knows the device fills it in; this room cannot ask torch."""
+    """What the engine runs on, and what suits it. A device tells it (`device/base.py`); this room cannot ask torch."""
 
-    kind: Literal["cpu", "cuda"]
-    name: str
-    total_bytes: int
-    free_bytes: int
+    kind: str  # as users say it
+    name: str = ""
+    total_bytes: int = 0
+    free_bytes: int = 0
+    batch: tuple[int, int] = (1024 + 64, 64)  # tokens and requests per step: 1,024 of prompts beside a token of everybody
+    served_tokens: int | None = None  # of a step, at most, while people wait for their next token; None = as many
+    times_steps: bool = True  # how long steps take while people wait is measured; otherwise it is known from sizes
+    dtype: str | None = "float32"  # where nobody asks for one; None = the checkpoint's, if it has 16 bits
+    page_size: int = 16  # tokens
+    keeps_quantized: bool = False  # weights of few bits stay so, and are multiplied by as they are
+    quantized_page_size: int = 16  # where they do
+    advice: str = ""  # to users whose quantized weights it does not keep, if something can be done about it
+    overlaps: bool = False  # a step runs while the host plans the next one
+    single_rows_share: bool = False  # within a step other rows may read what a row of one token writes
+    reads_in_place: bool = False  # keys of one sequence had better lie in one piece of memory
 
 
 def read_facts(files: ModelFiles, hf_overrides: Mapping[str, Any] | None = None) -> ModelFacts:

@@ -16,16 +16,9 @@ from quire.files.resolve import check_on_disk, resolve_model
 from quire.types.errors import ConfigError, RequestError
 from quire.types.sampling import LogprobsMode, SamplingParams
 
-Device = Literal["cpu", "cuda"]
 Policy = Literal["fcfs", "priority"]
 
-CPU_BATCH = (1024 + 64, 64)  # tokens and requests per step: 1,024 of prompts beside a token of everybody
-CUDA_BATCH = (8192, 256)
-LARGE_CUDA_BATCH = (16384, 1024)
-LARGE_CUDA_BYTES = 70 * 2**30
-SERVED_TOKENS = 8192  # of a step on a GPU, at most, while people wait for their next token
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-PAGE, PAGE_IN_BLOCKS = 16, 32  # tokens; the second where weights stay in blocks on a CPU: what OpenVINO attends over
 # sampling defaults a checkpoint may bring: generation_config.json's name -> SamplingParams' name
 SAMPLING_DEFAULTS = {
     "temperature": "temperature",
@@ -43,7 +36,8 @@ _DTYPES = {"half": "float16", "float": "float32"}
 class Config:
     args: EngineArgs  # as given
     facts: ModelFacts
-    device: Device
+    device: str
+    device_facts: DeviceFacts
     dtype: str
     keep_blocks: bool  # what a GGUF file stores in blocks of few bits stays so in memory
     page_size: int
@@ -67,11 +61,11 @@ class Config:
 def resolve(
     args: EngineArgs,
     find_device: Callable[[], str],
-    device_facts: Callable[[str], DeviceFacts] | None = None,
+    describe: Callable[[str], DeviceFacts],
     facts: ModelFacts | None = None,
     serving: bool = False,
 ) -> Config:
-    """`find_device` says which device `auto` is; `device_facts` describes it, for batch sizes that suit it.
+    """`find_device` says which device `auto` is; `describe` says what suits a device.
 
     Both may need torch, so they are asked after everything that can fail without it. `facts`: the model's, if known already.
     `serving`: requests come and go while others wait for their next token; otherwise what counts is when all are done.
@@ -79,17 +73,17 @@ def resolve(
     facts = facts or find_facts(args)
     sampling = choose_sampling(args, facts)
     length, explicit = choose_length(args, facts)
-    device = choose_device(args, find_device)
-    batch = default_batch(device_facts(device) if device_facts and device == "cuda" else None, device, serving)
-    max_batched_tokens, max_seqs = choose_batch(args, batch, length)
+    device = describe(choose_device(args, find_device))
+    max_batched_tokens, max_seqs = choose_batch(args, default_batch(device, serving), length)
     keep_blocks = choose_keep_blocks(args, facts, device)
     config = Config(
         args=args,
         facts=facts,
-        device=device,
+        device=device.kind,
+        device_facts=device,
         dtype=choose_dtype(args, facts, device),
         keep_blocks=keep_blocks,
-        page_size=args.block_size or (PAGE_IN_BLOCKS if keep_blocks else PAGE),
+        page_size=args.block_size or (device.quantized_page_size if keep_blocks else device.page_size),
         max_model_len=length,
         max_model_len_explicit=explicit,
         max_batched_tokens=max_batched_tokens,
@@ -159,32 +153,28 @@ def choose_length(args: EngineArgs, facts: ModelFacts) -> tuple[int, bool]:
     return args.max_model_len, True
 
 
-def choose_device(args: EngineArgs, find_device: Callable[[], str]) -> Device:
+def choose_device(args: EngineArgs, find_device: Callable[[], str]) -> str:
     if args.distributed_executor_backend == "fake":
         return "cpu"
-    return cast(Device, find_device() if args.device == "auto" else args.device)
+    return find_device() if args.device == "auto" else args.device
 
 
-def choose_dtype(args: EngineArgs, facts: ModelFacts, device: Device) -> str:
+def choose_dtype(args: EngineArgs, facts: ModelFacts, device: DeviceFacts) -> str:
     if args.dtype != "auto":
         return _DTYPES.get(args.dtype, args.dtype)
-    if device == "cpu":
-        return "float32"
     stable = facts.hf.get("model_type") not in UNSTABLE_IN_FLOAT16
-    return "float16" if facts.dtype == "float16" and stable else "bfloat16"
+    return device.dtype or ("float16" if facts.dtype == "float16" and stable else "bfloat16")
 
 
-def choose_keep_blocks(args: EngineArgs, facts: ModelFacts, device: Device) -> bool:
-    """On a CPU, unless a type was asked for: then the weights are unfolded to it."""
-    return device == "cpu" and args.dtype == "auto" and facts.files.format == "gguf"
+def choose_keep_blocks(args: EngineArgs, facts: ModelFacts, device: DeviceFacts) -> bool:
+    """Unless a type was asked for: then the weights are unfolded to it."""
+    return device.keeps_quantized and args.dtype == "auto" and facts.files.format == "gguf"
 
 
-def default_batch(device: DeviceFacts | None, kind: Device, serving: bool) -> tuple[int, int]:
+def default_batch(device: DeviceFacts, serving: bool) -> tuple[int, int]:
     """Tokens and requests per step that suit the device."""
-    if kind == "cpu":
-        return CPU_BATCH
-    tokens, seqs = LARGE_CUDA_BATCH if device and device.total_bytes >= LARGE_CUDA_BYTES else CUDA_BATCH
-    return min(tokens, SERVED_TOKENS) if serving else tokens, seqs
+    tokens, seqs = device.batch
+    return min(tokens, device.served_tokens or tokens) if serving else tokens, seqs
 
 
 def choose_batch(args: EngineArgs, default: tuple[int, int], max_model_len: int) -> tuple[int, int]:
@@ -199,15 +189,15 @@ def choose_batch(args: EngineArgs, default: tuple[int, int], max_model_len: int)
     return tokens, seqs
 
 
-def choose_following(args: EngineArgs, facts: ModelFacts, device: Device) -> bool:
-    """Not where each token is for a few of the matrices: short steps would read all of them for few tokens. A CPU's steps are
-    measured, and that with them."""
-    experts = device == "cuda" and any(facts.hf.get(name) for name in EXPERT_COUNTS)
+def choose_following(args: EngineArgs, facts: ModelFacts, device: DeviceFacts) -> bool:
+    """Not where each token is for a few of the matrices: short steps would read all of them for few tokens. Where steps are
+    timed, that is measured with them."""
+    experts = not device.times_steps and any(facts.hf.get(name) for name in EXPERT_COUNTS)
     return args.max_num_batched_tokens is None and args.enable_chunked_prefill and not experts
 
 
-def choose_depth(args: EngineArgs, device: Device) -> int:
-    overlap = device == "cuda" if args.async_scheduling is None else args.async_scheduling
+def choose_depth(args: EngineArgs, device: DeviceFacts) -> int:
+    overlap = device.overlaps if args.async_scheduling is None else args.async_scheduling
     return int(overlap)
 
 

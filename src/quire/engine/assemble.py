@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from quire.cache.capacity import Capacity, fit, pages_for
 from quire.cache.layout import make_layout
 from quire.config.args import EngineArgs
-from quire.config.cores import threads_wanted, wait_politely
+from quire.config.cores import wait_politely
 from quire.config.facts import DeviceFacts, ModelFacts
 from quire.config.resolve import Config, resolve
+from quire.device.registry import describe, find_device, open_device
 from quire.engine.core import EngineCore
 from quire.engine.executor.base import Executor
 from quire.engine.executor.fake import FakeExecutor
@@ -47,22 +48,6 @@ def import_torch() -> None:
         import torch  # noqa: F401
 
 
-def find_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def device_facts(device: str) -> DeviceFacts:
-    """Of the CUDA device this process would use."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ConfigError(f"device={device} was asked for, but torch {torch.__version__} sees no CUDA device; use device=cpu")
-    free, total = torch.cuda.mem_get_info(device)
-    return DeviceFacts("cuda", torch.cuda.get_device_name(device), total_bytes=total, free_bytes=free)
-
-
 def resolve_here(args: EngineArgs, watch: Stopwatch, serving: bool = False) -> Config:
     """The configuration of an engine in this process. Whatever can be wrong without torch is found before it is imported."""
 
@@ -74,13 +59,13 @@ def resolve_here(args: EngineArgs, watch: Stopwatch, serving: bool = False) -> C
         watch.lap("device")
         return found
 
-    def describe(device: str) -> DeviceFacts:
-        facts = device_facts(device)
+    def ask(name: str) -> DeviceFacts:
+        facts = describe(name)
         watch.lap("device")
         return facts
 
     with doing(f"reading the configuration of {args.model}"):
-        config = resolve(args, find, describe, serving=serving)
+        config = resolve(args, find, ask, serving=serving)
     watch.lap("configuration")
     return config
 
@@ -94,7 +79,7 @@ def start_core(config: Config, watch: Stopwatch | None = None) -> Started:
     start = start_fake if config.args.distributed_executor_backend == "fake" else start_local
     executor, capacity = start(config, facts, layout, watch)
     budget: Budget | None = None
-    if config.steps_follow_load and config.device == "cpu":
+    if config.steps_follow_load and config.device_facts.times_steps:
         budget = TimedBudget(config.max_batched_tokens)
     elif config.steps_follow_load:
         budget = StepBudget.following(config.max_batched_tokens, layout.bytes_per_page, facts.parameters)
@@ -109,6 +94,8 @@ def start_core(config: Config, watch: Stopwatch | None = None) -> Started:
         prefix_caching=config.prefix_caching,
         policy=config.policy,
         budget=budget,
+        single_rows_share=config.device_facts.single_rows_share,
+        in_one_piece=config.device_facts.reads_in_place,
     )
     core = EngineCore(scheduler, executor, config.depth, _grammars(config))
     watch.lap("scheduler")
@@ -126,18 +113,17 @@ def start_local(config: Config, facts: ModelFacts, layout: CacheLayout, watch: S
     """The model in this process."""
     import_torch()
     with doing("importing the model's code"):
-        import torch
-
         from quire.engine.executor.local import LocalExecutor
         from quire.runner.step import Runner
 
     watch.lap("imports")
-    args = config.args
-    if config.device == "cpu":
-        torch.set_num_threads(threads_wanted())
+    args, device = config.args, open_device(config.device)
+    device.start()
+    if config.device_facts.advice and facts.files.format == "gguf" and args.dtype == "auto":
+        logger.warning("%s, or say dtype='float32' to have it this way", config.device_facts.advice)
     runner = Runner(
         facts,
-        device=config.device,
+        device=device,
         dtype=config.dtype,
         layout=layout,
         max_seqs=config.max_seqs,
@@ -147,7 +133,7 @@ def start_local(config: Config, facts: ModelFacts, layout: CacheLayout, watch: S
         logprobs_mode=config.logprobs_mode,
         model_impl=args.model_impl,
         enforce_eager=args.enforce_eager,
-        keep_blocks=config.keep_blocks and _can_keep_blocks(),
+        keep_blocks=config.keep_blocks,
     )
     executor = LocalExecutor(runner)
     with doing("loading weights"):
@@ -164,18 +150,6 @@ def start_local(config: Config, facts: ModelFacts, layout: CacheLayout, watch: S
         executor.call("allocate", capacity.pages, capacity.max_model_len)
     watch.lap("allocate cache")
     return executor, capacity
-
-
-def _can_keep_blocks() -> bool:
-    from quire.ops import native, ort
-
-    able = ort.available() or native.multiplies()
-    if not able:
-        logger.warning(
-            "onnxruntime is not installed, so quantized weights are unfolded to float32: they take more memory and time; "
-            "pip install 'quire[cpu]' for the fast path, or say dtype='float32' to have it this way"
-        )
-    return able
 
 
 def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch) -> tuple[Executor, Capacity]:

@@ -4,16 +4,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from quire.attn.backend import AttentionBackend, AttentionSpec, choose_backend
+from quire.attn.backend import AttentionBackend, AttentionSpec, Heads, choose_backend
 from quire.attn.batch import Batch
-from quire.attn.singly import Singly, wanted
 from quire.layers.linear import Linear, MergedLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter import parameter
 from quire.layers.rope import Rope
 from quire.ops.kv import kv_write
-from quire.ops.qkv import HeadNorms, Lanes, place_heads
-from quire.ops.session import KEPT_ELEMENTS
+from quire.ops.qkv import HeadNorms
 from quire.types.cache import LayerCache
 from quire.types.errors import EngineError
 
@@ -88,7 +86,6 @@ class SelfAttention(nn.Module):
         assert (q_norm is None) == (k_norm is None)
         self.q_norm, self.k_norm = q_norm, k_norm
         self.norms: HeadNorms | None = None
-        self.lanes: Lanes | None = None  # of the latest step
         self.rope = rope
         self.last = last
         self.sinks = parameter(heads) if sinks else None
@@ -98,6 +95,10 @@ class SelfAttention(nn.Module):
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
         if self.q_norm is not None and self.k_norm is not None:
             self.norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
+
+    @property
+    def heads(self) -> Heads:
+        return Heads(None if self.rope is None else self.rope.table, self.norms, self.sinks)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H] -> [T, H], or less if it is the last."""
@@ -114,28 +115,13 @@ def attend_heads(attention: SelfAttention, qkv: Tensor, batch: Batch) -> Tensor:
     the last attention. It can be overridden."""
     if has_torch_function_unary(qkv):
         return handle_torch_function(attend_heads, (qkv,), attention, qkv, batch)
-    core = attention.core
-    rotation = None if attention.rope is None else attention.rope.table
-    write = batch.groups[core.group].write
-    if wanted(core.spec, core.bound()):
-        singly = Singly(core.spec, core.bound(), core.group, rotation, attention.norms)
-        query = singly.place(qkv, batch)
-        return singly.attend(keep(query, batch), batch.final) if attention.last else singly.attend(query, batch)
-    if qkv.is_cuda:
-        query = place_heads(qkv, core.bound(), write, batch.positions, rotation, attention.norms)
-    else:
-        lanes = attention.lanes
-        if lanes is None or lanes.qkv is not qkv or lanes.kv is not core.kv:
-            lanes = Lanes(qkv, core.bound())
-            attention.lanes = lanes if qkv.numel() <= KEPT_ELEMENTS else None  # larger ones are not the same memory again
-        query = lanes.place(write, batch.positions, rotation, attention.norms)
-    if attention.last:
-        query, batch = keep(query, batch), batch.final
-    return core.attend(query, batch, attention.sinks)
+    core, backend = attention.core, attention.core.backend
+    assert backend is not None
+    return backend.run_heads(core.spec, attention.heads, qkv, core.bound(), batch, core.group, attention.last)
 
 
 def keep(x: Tensor, batch: Batch) -> Tensor:
     """x [T, ...] of all tokens -> of those that are kept. It can be overridden."""
     if has_torch_function_unary(x):
         return handle_torch_function(keep, (x,), x, batch)
-    return x if batch.kept is None else x[batch.kept.index]
+    return batch.keep(x)

@@ -4,20 +4,22 @@ A family subclasses `Decoder` and overrides the makers whose product differs. It
 checkpoints use, so that the loader needs only a few `renames`.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from quire.attn.batch import Batch, take_rows
+from quire.attn.batch import Batch
 from quire.layers.attention import Attention, SelfAttention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import Norm, RMSNorm
 from quire.layers.rope import Rope, rope_parameters
-from quire.models.compiled import Compiled
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
+
+Body = Callable[[Tensor, Batch], Tensor]  # embedded tokens [T, H] -> hidden states [K, H] of the final ones
 
 
 class Block(nn.Module):
@@ -44,7 +46,6 @@ class Decoder(nn.Module):
     # (pattern, replacement) applied in order to each checkpoint name with re.sub; a replacement of None = do not read it
     renames: tuple[tuple[str, str | None], ...] = ((r"^model\.", ""), (r"rotary_emb\.inv_freq$", None))
     tied: ClassVar[bool] = False  # when the configuration does not say
-    compiled: Compiled | None = None  # the body, where `models/compiled.py` could
     recordable: ClassVar[bool] = True  # on a GPU its launches depend on the batch's shape alone, and the host waits for none
 
     def __init__(self, facts: "ModelFacts") -> None:
@@ -55,26 +56,11 @@ class Decoder(nn.Module):
         self.norm: Norm = self.make_norm(facts)
         self.lm_head = self.make_head(facts)
         self.attentions: list[Attention] = [module for module in self.modules() if isinstance(module, Attention)]
+        self.body: Body = self.run_blocks  # a device may have a better one
 
     def forward(self, batch: Batch) -> Tensor:
         """-> hidden states [K, H] of the final tokens."""
-        return self._run(self.embed(batch), batch)
-
-    def _run(self, x: Tensor, batch: Batch) -> Tensor:
-        """Where rows of one token are for the compiled body whatever is beside them, they are run apart, and last: they may
-        read keys that the others write, but not the other way round (`sched/scheduler.py`)."""
-        if self.compiled is None:
-            return self.run_blocks(x, batch)
-        if self.compiled.suit(batch):
-            return self.compiled(x, batch)
-        some = self.compiled.find_rows(batch)
-        if not some:
-            return self.run_blocks(x, batch)
-        out = x.new_empty(len(batch.final.ids), x.shape[1])
-        for rows in (sorted({*range(len(batch.rows))} - {*some}), some):
-            part = take_rows(batch, rows)
-            out[part.final] = self._run(x[part.tokens], part.batch)[: len(part.final)]
-        return out
+        return self.body(self.embed(batch), batch)
 
     def run_blocks(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H]: the embedded tokens."""

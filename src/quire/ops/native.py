@@ -6,8 +6,6 @@ import logging
 from functools import cache
 from typing import Any
 
-import torch
-
 logger = logging.getLogger(__name__)
 
 MOST_WORKERS = 16
@@ -38,4 +36,6 @@ def run_decoders() -> bool:
 
 
 def workers() -> int:
+    import torch
+
     return min(torch.get_num_threads(), MOST_WORKERS)

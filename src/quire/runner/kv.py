@@ -1,21 +1,12 @@
-"""The cache's memory: raw pages, and the typed view of them that each attention layer gets.
+"""The cache's memory: raw pages, and the typed view of them that each attention layer gets. `KVLayout` draws how they lie."""
 
-    page by page   [ page 0: keys of head 0, head 1 ..., values of head 0 ... | page 1 ... ]
-    line by line   [ keys of head 0: page 0, page 1, ... | keys of head 1: ... | values of head 0: ... ]
-    apart          [ keys of all heads: page 0, page 1, ... | values of all heads: page 0, page 1, ... ]
-
-A CPU keeps lines where all layers are alike: pages that follow each other are then one piece per head, and need no copy. Keys
-apart from values is what networks want (`models/network.py`).
-"""
-
-import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from quire.runner.transfer import upload_together
-from quire.types.cache import CacheLayout, LayerCache
+from quire.types.cache import CacheLayout, KVLayout, LayerCache, can_divide
 from quire.types.plan import Ints
 
 
@@ -28,18 +19,17 @@ class KVBuffers:
         layers: Sequence[LayerCache],
         pages: int,
         dtype: torch.dtype,
-        device: torch.device,
-        *,
-        apart: bool = False,
+        allocate: Callable[[int, int], Tensor],
+        kv_layout: KVLayout = KVLayout.PAGES,
     ) -> None:
+        """`allocate`: pages, and bytes of each -> raw memory [pages, bytes] uint8, all zero."""
         self._layout = layout
         self._layers = layers
         self._dtype = dtype
-        self._device = device
         self._lines = 1  # equal parts of a buffer, in each of which it lies page by page
-        if device.type == "cpu" and can_divide(layout, layers, dtype):
-            self._lines = 2 if apart else 2 * layers[0].kv_heads
-        self.raw = [_zeros(pages + 1, layout.page_bytes, device) for _ in range(layout.buffers)]  # each [pages + 1, page_bytes]
+        if kv_layout is not KVLayout.PAGES and can_divide(layout, layers, dtype.itemsize):
+            self._lines = 2 if kv_layout is KVLayout.SPLIT else 2 * layers[0].kv_heads
+        self.raw = [allocate(pages + 1, layout.page_bytes) for _ in range(layout.buffers)]  # each [pages + 1, page_bytes]
 
     def views(self) -> list[tuple[int, Tensor, int]]:
         """(layer, its cache [pages + 1, 2, kv_heads, page_size, head_dim], its group) for every layer of the layout."""
@@ -53,7 +43,7 @@ class KVBuffers:
         """Duplicates whole pages, in every buffer."""
         if not len(source):
             return
-        read, write = upload_together([source, target], self._device)
+        read, write = upload_together([source, target], self.raw[0].device)
         for buffer in self.raw:
             lines = buffer.view(self._lines, len(buffer), -1)
             lines[:, write] = lines[:, read]
@@ -67,20 +57,3 @@ class KVBuffers:
             return parts.permute(2, 0, 1, 3, 4, 5).view(len(raw), 2, layer.kv_heads, size, layer.head_dim)
         elements = 2 * layer.kv_heads * size * layer.head_dim
         return typed[:, :elements].view(len(raw), 2, layer.kv_heads, size, layer.head_dim)
-
-
-def can_divide(layout: CacheLayout, layers: Sequence[LayerCache], dtype: torch.dtype) -> bool:
-    """Otherwise a buffer has to be kept page by page."""
-    alike = len({(layer.kv_heads, layer.head_dim) for layer in layers}) == 1
-    return alike and layout.page_bytes == layout.page_size * layers[0].bytes_per_token(dtype.itemsize)
-
-
-def _zeros(pages: int, page_bytes: int, device: torch.device) -> Tensor:
-    """On a CPU the system gives memory that becomes real, and zero, when it is first touched: in small pieces, for a huge one
-    would be taken whole for the few tokens of one head."""
-    if device.type != "cpu":
-        return torch.zeros(pages, page_bytes, dtype=torch.uint8, device=device)
-    memory = mmap.mmap(-1, pages * page_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(pages, page_bytes)

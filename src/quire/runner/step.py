@@ -12,34 +12,24 @@ import torch
 from torch import Tensor
 
 from quire.attn.batch import Batch
-from quire.layers.linear import Linear
-from quire.layers.packed import PackedHead
-from quire.layers.quant.gguf import GGUFHead, GGUFMethod, GGUFRows
-from quire.load.load import Filling, find_rows, load_weights
-from quire.models.compiled import compile_body
+from quire.device.base import Device, Setting
+from quire.load.load import load_weights
 from quire.models.decoder import Decoder
-from quire.models.network import DecoderNetwork
 from quire.models.registry import build_model
-from quire.ops.choice import in_pieces, of_floats
-from quire.ops.onnx import Runtime
-from quire.ops.openvino import PAGE
 from quire.runner.batch import build_batch
 from quire.runner.buckets import MOST_TOKENS
 from quire.runner.flight import StepFlight
 from quire.runner.graphs import Graphs, allowance, fixed_plans
-from quire.runner.huge_pages import gather_in_background
-from quire.runner.kv import KVBuffers, can_divide
-from quire.runner.memory import device_budget, host_budget
+from quire.runner.kv import KVBuffers
 from quire.runner.rehearsal import rehearsal_plan
-from quire.runner.resident import Tide, give_back_memory
 from quire.runner.sampler.grammar import Masks
 from quire.runner.sampler.logprobs import Report
 from quire.runner.sampler.pipeline import Drawn, Sampler
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.runner.transfer import Longs
-from quire.runner.warmup import LONG, warm_up_parts, warm_up_products, warm_up_steps, watch_kernels
-from quire.types.cache import CacheLayout
+from quire.runner.warmup import LONG, warm_up_parts, warm_up_products, warm_up_steps
+from quire.types.cache import CacheLayout, KVLayout
 from quire.types.errors import ConfigError, EngineError
 from quire.types.plan import StepPlan
 from quire.types.sampling import LogprobsMode
@@ -63,7 +53,7 @@ class Runner:
         self,
         facts: "ModelFacts",
         *,
-        device: str,
+        device: Device,
         dtype: str,
         layout: CacheLayout,
         max_seqs: int,
@@ -76,7 +66,7 @@ class Runner:
         keep_blocks: bool = False,
     ) -> None:
         self._facts = facts
-        self._device = torch.device(device)
+        self._device = device
         self._dtype = DTYPES[dtype]
         self._layout = layout
         self._max_seqs = max_seqs
@@ -86,19 +76,18 @@ class Runner:
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self._model_impl = model_impl
         self._keep_blocks = keep_blocks
-        self._recording = self._device.type == "cuda" and not enforce_eager
+        self._recording = device.records and not enforce_eager
         self.graphs: Graphs | None = None  # it counts what it recorded and replayed
-        self._kernels = watch_kernels() if self._device.type == "cuda" else None
-        self._tide = Tide() if self._device.type == "cpu" else None
+        self._kv_layout = KVLayout.PAGES
         self._model: Decoder | None = None
         self._tenants: tuple[Slots, KVBuffers, Sampler] | None = None
 
     @property
     def counts(self) -> DeviceCounts:
-        graphs, kernels = self.graphs, self._kernels
+        graphs, counts = self.graphs, self._device.counts()
         return DeviceCounts(
-            compilations=0 if kernels is None else kernels.compilations,
-            loads=0 if kernels is None else kernels.loads,
+            compilations=counts.compilations,
+            loads=counts.loads,
             captures=0 if graphs is None else graphs.captures,
             replays=0 if graphs is None else graphs.replays,
             misses=0 if graphs is None else graphs.eager,
@@ -107,48 +96,17 @@ class Runner:
     def load(self) -> None:
         model = build_model(self._facts, self._model_impl)
         load_weights(
-            model, self._facts, device=self._device, dtype=self._dtype, load_format=self._load_format, seed=self._seed,
-            keep_blocks=self._keep_blocks,
+            model, self._facts, device=self._device.torch_device, dtype=self._dtype, load_format=self._load_format,
+            seed=self._seed, keep_blocks=self._keep_blocks,
         )  # fmt: skip
-        in_blocks = any(isinstance(module, Linear) and isinstance(module.method, GGUFMethod) for module in model.modules())
-        floats = self._float_runtime(model)
-        if in_blocks or floats is not None:
-            model.compiled = compile_body(
-                model.run_blocks, self._facts.hidden_size, whole=not in_blocks, paged=self._suits_networks()
-            )
-            if in_blocks:
-                head, runtime = model.lm_head, Runtime.OPENVINO if isinstance(model.compiled, DecoderNetwork) else in_pieces()
-                if isinstance(head.method, GGUFHead):
-                    head.method.pack(head, runtime)
-            elif floats is not None:
-                model.lm_head.use(PackedHead(model.lm_head, floats))
-                self._hold_once(model)
-            give_back_memory()
-        if self._device.type == "cpu":
-            gather_in_background(self._facts.weight_bytes)
+        setting = Setting(self._facts, self._dtype, self._layout, self._max_seqs, self._load_format)
+        prepared = self._device.prepare(model, setting)
+        model.body, self._kv_layout = prepared.body, prepared.kv_layout
         self._model = model
 
-    def _suits_networks(self) -> bool:
-        """Can the cache be as they want it, and are there rows to run together? One alone is faster in pieces."""
-        layout = self._layout
-        paged = len(layout.groups) == 1 and layout.page_size == PAGE
-        return self._max_seqs > 1 and paged and can_divide(layout, self._facts.layers, self._dtype)
-
-    def _hold_once(self, model: Decoder) -> None:
-        """A matrix that embeds tokens as well is held by its packed head; its rows are looked up in the file."""
-        embedding = model.lm_head.tied
-        stored = None if embedding is None else find_rows(model, embedding, self._facts, self._load_format)
-        if embedding is not None and stored is not None:
-            embedding.use(GGUFRows(stored))
-
-    def _float_runtime(self, model: Decoder) -> Runtime | None:
-        """By whom a model of floats is better run than by torch."""
-        ours = self._device.type == "cpu" and self._dtype == torch.float32 and not isinstance(model, Filling)
-        return of_floats() if ours else None
-
     def warm_up(self) -> None:
-        """Runs the steps that traffic is made of, so that no request has to wait for a kernel. On a CPU there are none."""
-        if self._device.type == "cpu":
+        """Runs the steps that traffic is made of, so that no request has to wait for a kernel, where kernels are compiled."""
+        if not self._device.compiles:
             return
         self.allocate(0, self._facts.max_position)
         assert self._tenants is not None
@@ -157,10 +115,10 @@ class Runner:
         warm_up_parts(self._loaded(), slots, sampler, self._facts.vocab_size, longest)
         for plan in warm_up_steps(self._max_seqs, self._max_batched_tokens, longest):
             self.launch(plan)
-        hidden = torch.zeros(self._max_batched_tokens, self._facts.hidden_size, dtype=self._dtype, device=self._device)
+        hidden = torch.zeros(self._max_batched_tokens, self._facts.hidden_size, dtype=self._dtype, device=slots.device)
         warm_up_products(self._loaded(), hidden, MOST_TOKENS)
         del hidden
-        torch.cuda.synchronize(self._device)
+        self._device.synchronize()
         self._tenants = self.graphs = None
 
     def profile(self, gpu_memory_utilization: float, kv_cache_memory_bytes: int | None) -> int:
@@ -169,20 +127,18 @@ class Runner:
             if kv_cache_memory_bytes <= 0:
                 raise ConfigError(f"kv_cache_memory_bytes must be positive, got {kv_cache_memory_bytes}")
             return kv_cache_memory_bytes
-        if self._device.type == "cpu":
-            return host_budget()
         reserve = allowance(self._max_seqs, self._facts.vocab_size) if self._recording else 0
-        return device_budget(self._device, gpu_memory_utilization, self._rehearse, reserve)
+        return self._device.budget(gpu_memory_utilization, self._rehearse, reserve)
 
     def allocate(self, pages: int, max_model_len: int) -> None:
         """The cache of `pages` usable pages (the null page comes on top), and slots for contexts of max_model_len."""
         model = self._loaded()
-        apart = isinstance(model.compiled, DecoderNetwork)
-        kv = KVBuffers(self._layout, self._facts.layers, pages, self._dtype, self._device, apart=apart)
+        device = self._device.torch_device
+        kv = KVBuffers(self._layout, self._facts.layers, pages, self._dtype, self._device.allocate, self._kv_layout)
         for layer, view, group in kv.views():
             model.attentions[layer].bind(view, group)
-        slots = Slots(self._max_seqs, max_model_len, len(self._layout.groups), self._layout.page_size, self._device)
-        sampler = Sampler(self._max_seqs, self._facts.vocab_size, self._device, self._logprobs_mode)
+        slots = Slots(self._max_seqs, max_model_len, len(self._layout.groups), self._layout.page_size, device)
+        sampler = Sampler(self._max_seqs, self._facts.vocab_size, device, self._logprobs_mode)
         self._tenants = slots, kv, sampler
         planners = fixed_plans(model, len(self._layout.groups)) if self._recording else None
         self.graphs = (
@@ -194,8 +150,7 @@ class Runner:
     def close(self) -> None:
         self._model = self._tenants = self.graphs = None
         gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._device.close()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepFlight:
@@ -215,8 +170,7 @@ class Runner:
             slots.mail.deliver()
             return StepFlight(plan, [], None)
         slots.check(plan)
-        if self._tide is not None:
-            self._tide.note(int(plan.count.sum()))
+        self._device.note(plan.tokens)
         prompts: list[tuple[int, Report]] = []
         reporting = _reporting(plan, slots, sampler)
         plain = not len(plan.masked) and sampler.plain(plan.slot)

@@ -6,12 +6,10 @@ prompts of several lengths; both together; each with the kinds of sampling there
 it computes is thrown away. Which kernels there are is not known here: layers and steps are run as any are.
 """
 
-import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,9 +26,6 @@ from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.types.plan import StepPlan
 from quire.types.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from quire.ops.kernels.variants import Variants
 
 logger = logging.getLogger(__name__)
 
@@ -49,15 +44,6 @@ THREADS = 8
 # rows of products that no graph is recorded for: in the last layer those that are drawn from, in the others all of a large
 # step; the distances are odd, for which kernel suits a number of rows depends on its last bits too
 FEW_ROWS, FEW_APART, MANY_APART = 512, 7, 97
-
-
-def watch_kernels() -> "Variants | None":
-    """What counts compiled kernels; None where there is no compiler."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from quire.ops.kernels.variants import VARIANTS
-
-    return VARIANTS
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------------

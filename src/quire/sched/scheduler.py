@@ -11,7 +11,7 @@ that fills it is planned, and reused as soon as its last reader is planned. Only
 
 Even in the same step a page may be filled by one row and read by another, so that requests which arrive together share a prefix
 at once: where there are rows of several tokens, a device writes all keys of a layer before it reads any, or runs rows of one
-token last. But nothing that a row of one token writes is read in its own step: on a CPU such rows are run each for itself.
+token last. What a row of one token writes is read in its own step only on devices that say so (`single_rows_share`).
 """
 
 from array import array
@@ -53,12 +53,15 @@ class Scheduler:
         prefix_caching: bool = True,
         policy: Policy = "fcfs",
         budget: Budget | None = None,
+        single_rows_share: bool = False,
+        in_one_piece: bool = True,
     ) -> None:
-        """`budget`: how many tokens a step has, where that is not always `max_batched_tokens`."""
+        """`budget`: how many tokens a step has, where that is not always `max_batched_tokens`. `single_rows_share`: within a
+        step, the device lets other rows read what a row of one token writes. `in_one_piece`: see `Pool`."""
         if max_seqs < 1:
             raise ConfigError(f"max_seqs must be at least 1, got {max_seqs}")
         self._limits = Limits(layout, pages, max_model_len, max_batched_tokens, chunk_cap, chunked)
-        self._tables = Tables(layout, pages, self._limits.chunk, prefix_caching)
+        self._tables = Tables(layout, pages, self._limits.chunk, prefix_caching, in_one_piece)
         self._pool = self._tables.pool
         self._budget: Budget = budget or StepBudget.constant(max_batched_tokens)
         self._room = max_batched_tokens  # of the step that is being planned
@@ -79,6 +82,7 @@ class Scheduler:
         self._last: Scheduled | None = None  # the latest step
         self._blocked: tuple[Request, int] | None = None  # who did not fit, and pool.returned at that time
         self._max_seqs = max_seqs
+        self._single_rows_share = single_rows_share
         self._ahead = AHEAD * layout.page_size if self._tables.keeps_all and pages >= 4 * AHEAD * max_seqs else 0
         self._owed = 0  # by the latest plan
         self._arrivals = self._step = self._queries = self._hits = self._preemptions = 0
@@ -328,7 +332,7 @@ class Scheduler:
         else:
             request.chunks += 1
             plan.owed += self._tables.demand(request, len(request.tokens))
-        (self._filling if count > 1 else self._filling_later).append(request)
+        (self._filling if count > 1 or self._single_rows_share else self._filling_later).append(request)
         plan.row(request, count, request.computed, sample, masked)
 
     # ---- pages -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """What a model needs of the cache, and how that was laid out in pages."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Literal
 
 GroupKind = Literal["full", "window"]
@@ -47,3 +49,24 @@ class CacheLayout:
     @property
     def bytes_per_page(self) -> int:
         return self.page_bytes * self.buffers
+
+
+def can_divide(layout: CacheLayout, layers: Sequence[LayerCache], element_bytes: int) -> bool:
+    """Otherwise a buffer has to lie page by page."""
+    alike = len({(layer.kv_heads, layer.head_dim) for layer in layers}) == 1
+    return alike and layout.page_bytes == layout.page_size * layers[0].bytes_per_token(element_bytes)
+
+
+class KVLayout(Enum):
+    """How a buffer lies in memory.
+
+    PAGES   [ page 0: keys of head 0, head 1 ..., values of head 0 ... | page 1 ... ]
+    LINES   [ keys of head 0: page 0, page 1, ... | keys of head 1: ... | values of head 0: ... ]
+    SPLIT   [ keys of all heads: page 0, page 1, ... | values of all heads: page 0, page 1, ... ]
+
+    Buffers that cannot be divided lie page by page nevertheless.
+    """
+
+    PAGES = "page by page"
+    LINES = "line by line"  # pages that follow each other are one piece per head, and need no copy
+    SPLIT = "keys apart from values"

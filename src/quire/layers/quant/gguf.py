@@ -1,10 +1,10 @@
 """Matrices that stay in a GGUF file's blocks: mapped, not loaded. For CPUs, in float32.
 
-Few rows are multiplied by a copy in whole numbers (`ops/product.py`). Many are worth unfolding the blocks for
-(`ops/unfold.py`), each time anew. The formats are known to `ops/blocks.py`.
+A device may multiply few rows by a copy of its own. Many are worth unfolding the blocks for (`ops/unfold.py`), each time anew.
+The formats are known to `ops/blocks.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -15,10 +15,6 @@ from quire.layers.linear import Linear
 from quire.layers.moe import Experts
 from quire.ops.activation import gated
 from quire.ops.blocks import GROUP, Stored, dequantize
-from quire.ops.choice import by_layer, folds, in_pieces, unfold_from
-from quire.ops.onnx import Runtime
-from quire.ops.product import Product, Repacked, repack
-from quire.ops.session import KEPT_OF_PRODUCT
 from quire.ops.unfold import unfolded_linear, unfolds_quickly
 
 MANY_IDS = 64
@@ -31,8 +27,7 @@ class GGUFMethod:
 
     def __init__(self, parts: Sequence[Stored]) -> None:
         self.parts = tuple(parts)
-        self._taken = False  # whoever took the repacked matrix multiplies few rows; none is made here
-        self._product: Product | None = None
+        self.few: Callable[[Tensor], Tensor | None] | None = None  # a device's way to multiply few rows; None = they are many
 
     @property
     def unfolds_quickly(self) -> bool:
@@ -51,22 +46,11 @@ class GGUFMethod:
         """It can be overridden."""
         if has_torch_function_unary(x):
             return handle_torch_function(GGUFMethod.apply, (x,), self, layer, x)
-        if self._taken or len(x) >= unfold_from(self.unfolds_quickly, by_layer()):
-            return unfolded_linear(x, self.parts, layer.bias)
-        if self._product is None:
-            self._product = Product(self._repack(layer, by_layer()), by_layer())
-        return self._product(x)
+        out = None if self.few is None else self.few(x)
+        return unfolded_linear(x, self.parts, layer.bias) if out is None else out
 
     def apply_gated(self, layer: Linear, x: Tensor, activation: str) -> Tensor:
         return gated(self.apply(layer, x), activation)
-
-    def take(self, layer: Linear, runtime: Runtime) -> Repacked:
-        """The matrix repacked, for whoever multiplies few rows by it from now on."""
-        self._taken = True
-        return self._repack(layer, runtime)
-
-    def _repack(self, layer: Linear, runtime: Runtime) -> Repacked:
-        return repack(self.parts, layer.bias, runtime, folds(runtime))
 
 
 class GGUFRows:
@@ -88,22 +72,17 @@ class GGUFRows:
 
 
 class GGUFHead:
-    """A head whose matrix is multiplied by as a copy in whole numbers."""
+    """A head whose matrix stays in blocks. A device may multiply by a copy of its own."""
 
     def __init__(self, matrix: Stored) -> None:
         self.matrix = matrix
-        self._product: Product | None = None
+        self.product: Callable[[Tensor], Tensor] | None = None
 
     def shapes(self, vocab_size: int, hidden_size: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
         return {}
 
-    def pack(self, layer: Head, runtime: Runtime) -> Product:
-        self._product = Product(repack([self.matrix], layer.bias, runtime, folds(runtime)), runtime, KEPT_OF_PRODUCT)
-        return self._product
-
     def apply(self, layer: Head, hidden: Tensor) -> Tensor:
-        product = self._product or self.pack(layer, in_pieces())
-        return product(hidden)
+        return unfolded_linear(hidden, [self.matrix], layer.bias) if self.product is None else self.product(hidden)
 
 
 class GGUFScheme:

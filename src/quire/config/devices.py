@@ -1,0 +1,18 @@
+"""The names of devices: our own, and those that other packages bring under an entry point group (`device/registry.py`)."""
+
+from importlib.metadata import EntryPoint, entry_points
+
+from quire.types.errors import ConfigError
+
+AUTO, OURS = "auto", ("cpu", "cuda")
+GROUP = "quire.devices"
+
+
+def brought_devices() -> dict[str, EntryPoint]:
+    """By name. Nothing is imported."""
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+def check_device(name: str) -> None:
+    if name not in (AUTO, *OURS) and name not in (brought := brought_devices()):
+        raise ConfigError(f"device must be one of {', '.join([AUTO, *OURS, *sorted(brought)])}; got {name!r}")

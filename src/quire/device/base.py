@@ -1,0 +1,109 @@
+"""The seam between the engine and what it runs on. A device is a subclass of `Device`; `docs/devices.md` says how another
+package brings one.
+
+Importing this file, or a device's own, imports no torch: facts are asked for by processes that never run a step.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from quire.types.cache import CacheLayout, KVLayout
+from quire.types.errors import ConfigError
+from quire.types.stats import DeviceCounts
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from quire.attn.batch import Batch
+    from quire.config.facts import DeviceFacts, ModelFacts
+    from quire.models.decoder import Decoder
+
+GIB = 2**30
+
+
+class Body(Protocol):
+    """A decoder's way from embedded tokens to the hidden states of the final ones."""
+
+    def __call__(self, x: "Tensor", batch: "Batch") -> "Tensor":
+        """x [T, H] -> [K, H] of the tokens that the batch keeps; it may be overwritten by the next call."""
+        ...
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a device made of a model."""
+
+    body: Body
+    kv_layout: KVLayout = KVLayout.PAGES  # how the body wants the cache to lie
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is settled when a model is prepared."""
+
+    facts: "ModelFacts"
+    dtype: "torch.dtype"
+    layout: CacheLayout
+    max_seqs: int
+    load_format: str
+
+
+class Device:
+    """Life: `facts` decide the configuration, `start` comes before the model is built, `prepare` after its weights are there,
+    `budget` before the cache is allocated, `note` before every step, `close` at the end.
+
+    What is here suits any device that torch can name: the model runs layer by layer, as torch has it.
+    """
+
+    name = ""  # as users say it; torch's name, too, unless `torch_device` says otherwise
+    records = False  # can it record a step and replay it? (CUDA graphs)
+    compiles = False  # are kernels compiled when they are first run? Then steps are run before the first request comes
+
+    def facts(self, memory: int | None = None) -> "DeviceFacts":
+        """What suits it. Raises ConfigError where it is not there. `memory`: bytes, where somebody only supposes that it is
+        there: nothing is asked then, and torch not imported."""
+        raise NotImplementedError
+
+    @property
+    def torch_device(self) -> "torch.device":
+        """Where tensors live."""
+        import torch
+
+        return torch.device(self.name)
+
+    def start(self) -> None:
+        """In the process that will run steps, after torch was imported."""
+
+    def prepare(self, model: "Decoder", setting: Setting) -> Prepared:  # noqa: ARG002
+        """A model whose weights are loaded -> what runs it from now on. It may repack weights and give memory back."""
+        return Prepared(model.run_blocks)
+
+    def allocate(self, pages: int, page_bytes: int) -> "Tensor":
+        """Raw memory of a cache [pages, page_bytes] uint8, all zero."""
+        import torch
+
+        return torch.zeros(pages, page_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def budget(self, utilization: float, rehearse: Callable[[], None], reserve: int) -> int:
+        """Bytes for the cache; ConfigError = there are none. `utilization`: the share of its memory that the engine may have;
+        `rehearse`: runs the largest step; `reserve`: bytes that are taken later, for recorded steps."""
+        raise NotImplementedError
+
+    def note(self, tokens: int) -> None:
+        """A step of so many tokens is next."""
+
+    def counts(self) -> DeviceCounts:
+        """Of what was prepared since the process began."""
+        return DeviceCounts()
+
+    def synchronize(self) -> None:
+        """Waits until whatever was launched is done."""
+
+    def close(self) -> None:
+        """The model is gone: memory may go back."""
+
+
+def no_memory(reason: str) -> ConfigError:
+    return ConfigError(f"no memory is left for the KV cache: {reason}")

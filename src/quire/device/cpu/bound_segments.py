@@ -1,0 +1,97 @@
+"""A compiled decoder bound to memory that stays, for steps of rows of one token: nothing is allocated, looked up or copied
+between calls. Attention is a call, too, where `ops/one_query.py` can serve a layer; otherwise it goes to the layer.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.attn.batch import Batch
+from quire.attn.cpu import one_query_rows
+from quire.device.cpu.session import Call
+from quire.layers.attention import SelfAttention, attend_heads
+from quire.ops import one_query
+
+ROOM = 16  # rows by which tracks grow
+
+Bind = Callable[[int], Call]  # a number of rows -> a call that works on so many
+
+
+class BoundAttention:
+    """One layer's attention in a track, from `qkv` to `out`, each [C, columns]."""
+
+    def __init__(self, attention: SelfAttention, qkv: Tensor, out: Tensor) -> None:
+        core = attention.core
+        self._attention, self._qkv, self._out, self._kv, self._group = attention, qkv, out, core.bound(), core.group
+        self._call: one_query.OneQuery | None = None
+        if core.spec.soft_cap is None and attention.sinks is None and one_query.suits(self._kv):
+            rotation = None if attention.rope is None else attention.rope.table
+            self._call = one_query.OneQuery(
+                self._kv, qkv, out,
+                scale=core.spec.scale, window=core.spec.window, rotation=rotation, norms=attention.norms,
+            )  # fmt: skip
+
+    @property
+    def stale(self) -> bool:
+        return self._attention.core.kv is not self._kv
+
+    def run(self, batch: Batch) -> None:
+        if self._call is not None:
+            self._call.run(one_query_rows(batch, self._group))
+        else:
+            rows = len(batch.rows)
+            self._out[:rows] = attend_heads(self._attention, self._qkv[:rows], batch)
+
+
+class Memory:
+    """Matrices with C rows, which can be used again when they are given back. It has to outlive the calls bound to it."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._all: list[Tensor] = []
+        self._free: dict[int, list[Tensor]] = {}
+
+    def take(self, columns: int) -> Tensor:
+        free = self._free.setdefault(columns, [])
+        if not free:
+            free.append(torch.empty(self.rows, columns))
+            self._all += free
+        return free.pop()
+
+    def give(self, matrix: Tensor) -> None:
+        self._free[matrix.shape[1]].append(matrix)
+
+
+class Track:
+    """Stages in order, each with the attention behind it, for up to C rows."""
+
+    def __init__(
+        self, source: Tensor, result: Tensor, stages: Sequence[tuple[Bind, BoundAttention | None]], memory: Memory
+    ) -> None:
+        self._source, self._result, self._memory = source, result, memory  # [C, columns]
+        self._binds = [bind for bind, _ in stages]
+        self._attending = [attending for _, attending in stages]
+        self._calls: list[Call] = []
+        self._rows = 0  # that the calls are for
+
+    def suits(self, rows: int) -> bool:
+        first = self._attending[0]
+        return rows <= self._memory.rows and (first is None or not first.stale)
+
+    def run(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [T, columns] -> hidden states of the same rows; they are overwritten by the next run."""
+        rows = len(x)
+        if self._rows != rows:
+            self._calls, self._rows = [bind(rows) for bind in self._binds], rows
+        self._source[:rows] = x
+        for call, attending in zip(self._calls, self._attending, strict=True):
+            call.run()
+            if attending is not None:
+                attending.run(batch)
+        return self._result[:rows]
+
+
+def room_for(rows: int) -> int:
+    """How many rows a track is made for that has to take so many."""
+    return -(-rows // ROOM) * ROOM

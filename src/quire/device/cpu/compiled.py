@@ -1,0 +1,45 @@
+"""A decoder's body compiled for a CPU: as one network where OpenVINO is faster and can take all of it, else in pieces."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from quire.device.cpu import ort
+from quire.device.cpu.autotune import choose, in_pieces, of_floats
+from quire.device.cpu.graph import Runtime
+from quire.device.cpu.network import DecoderNetwork, find_forms
+from quire.device.cpu.segments import Pieces
+from quire.device.cpu.trace import Untraceable, write_down
+
+logger = logging.getLogger(__name__)
+
+Compiled = DecoderNetwork | Pieces
+
+
+def compile_body(body: Callable[[Any, Any], Any], columns: int, *, whole: bool, paged: bool) -> Compiled | None:
+    """`body` is a decoder's way from embedded tokens [T, columns] to its last hidden states.
+
+    `whole`: it will not be run itself any more, and what it holds in matrices of floats is given back. `paged`: its cache can
+    be as a network wants it.
+    """
+    try:
+        trace = write_down(body, columns)
+    except Untraceable as reason:
+        logger.info("the model runs layer by layer: %s cannot be compiled", reason)
+        return None
+    attending = find_forms(trace) if paged and not whole and choose().openvino else None
+    if attending:
+        try:
+            return DecoderNetwork(trace, attending)
+        except RuntimeError as reason:  # OpenVINO's errors
+            logger.warning("OpenVINO cannot run the model, so it is compiled in pieces: %s", reason)
+    runtime = _runtime(blocks=not whole, floats=trace.has_floats)
+    return None if runtime is None else Pieces(trace, runtime, whole=whole)
+
+
+def _runtime(*, blocks: bool, floats: bool) -> Runtime | None:
+    """Who is best at both kinds of matrices, where there are both; else ONNX Runtime, which knows both."""
+    best = {*([in_pieces()] if blocks else []), *([of_floats()] if floats else [])}
+    if len(best) == 1:
+        return best.pop()
+    return Runtime.ONNX if ort.available() else None

@@ -1,0 +1,87 @@
+"""The CPU this process runs on."""
+
+import mmap
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from quire.config.cores import threads_wanted
+from quire.config.facts import DeviceFacts
+from quire.config.host import available_host_bytes
+from quire.config.memory import host_cache_bytes
+from quire.device.base import GIB, Device, Prepared, Setting, no_memory
+from quire.device.cpu import libraries
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from quire.device.cpu.resident import Tide
+    from quire.models.decoder import Decoder
+
+PAGE, NETWORK_PAGE = 16, 32  # tokens; the second is what OpenVINO attends over
+
+
+class CPUDevice(Device):
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self._tide: Tide | None = None
+
+    def facts(self, memory: int | None = None) -> DeviceFacts:
+        available = available_host_bytes() if memory is None else memory
+        able = libraries.multiply_quantized()
+        return DeviceFacts(
+            self.name,
+            self.name,
+            total_bytes=available,
+            free_bytes=available,
+            page_size=PAGE,
+            keeps_quantized=able,
+            quantized_page_size=NETWORK_PAGE,
+            advice="" if able else libraries.ADVICE,
+            reads_in_place=True,
+        )
+
+    @property
+    def torch_device(self) -> "torch.device":
+        import torch
+
+        return torch.device("cpu")
+
+    def start(self) -> None:
+        import torch
+
+        from quire.device.cpu.resident import Tide
+
+        torch.set_num_threads(threads_wanted())
+        self._tide = Tide()
+
+    def prepare(self, model: "Decoder", setting: Setting) -> Prepared:
+        from quire.device.cpu.prepare import prepare
+
+        return prepare(model, setting)
+
+    def allocate(self, pages: int, page_bytes: int) -> "Tensor":
+        """The system gives memory that becomes real, and zero, when it is first touched: in small pieces, for a huge one would
+        be taken whole for the few tokens of one head."""
+        import torch
+
+        memory = mmap.mmap(-1, pages * page_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+        return torch.frombuffer(memory, dtype=torch.uint8).view(pages, page_bytes)
+
+    def budget(self, utilization: float, rehearse: Callable[[], None], reserve: int) -> int:  # noqa: ARG002
+        """A cautious share of what is free after the model was loaded."""
+        available = available_host_bytes()
+        budget = host_cache_bytes(available)
+        if budget <= 0:
+            raise no_memory(
+                f"{available / GIB:.2f} GiB are free after loading the model; "
+                "use a smaller model or dtype, free some memory, or set kv_cache_memory_bytes"
+            )
+        return budget
+
+    def note(self, tokens: int) -> None:
+        if self._tide is not None:
+            self._tide.note(tokens)

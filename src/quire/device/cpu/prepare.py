@@ -1,0 +1,136 @@
+"""What a CPU makes of a model: a compiled body where it can be had, packed matrices, and memory that goes back."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from quire.attn.batch import Batch, take_rows
+from quire.device.base import Body, Prepared, Setting
+from quire.device.cpu import gemm
+from quire.device.cpu.autotune import by_layer, folds, in_pieces, of_floats, unfold_from
+from quire.device.cpu.compiled import Compiled, compile_body
+from quire.device.cpu.graph import Runtime
+from quire.device.cpu.huge_pages import gather_in_background
+from quire.device.cpu.network import DecoderNetwork
+from quire.device.cpu.openvino import PAGE
+from quire.device.cpu.product import Product, repack
+from quire.device.cpu.resident import give_back_memory
+from quire.device.cpu.session import KEPT_OF_PRODUCT
+from quire.layers.embedding import Head
+from quire.layers.linear import Linear
+from quire.layers.quant.gguf import GGUFHead, GGUFMethod, GGUFRows
+from quire.load.load import Filling, find_rows
+from quire.models.decoder import Decoder
+from quire.types.cache import KVLayout, can_divide
+
+
+def prepare(model: Decoder, setting: Setting) -> Prepared:
+    body: Body = model.run_blocks
+    layout, whole = KVLayout.LINES, setting.dtype == torch.float32 and not isinstance(model, Filling)
+    layers = kept_in_blocks(model)
+    floats = of_floats() if whole else None
+    if layers or floats is not None:
+        compiled = compile_body(
+            model.run_blocks, setting.facts.hidden_size, whole=not layers, paged=suits_networks(setting)
+        )  # fmt: skip
+        if compiled is not None:
+            body = CompiledBody(model.run_blocks, compiled)
+        if isinstance(compiled, DecoderNetwork):
+            layout = KVLayout.SPLIT
+        if compiled is None and layers:
+            multiply_by_layer(model)
+        elif layers:
+            pack_blocks(model.lm_head, Runtime.OPENVINO if layout is KVLayout.SPLIT else in_pieces())
+        elif floats is not None:
+            model.lm_head.use(PackedHead(model.lm_head, floats))
+            hold_once(model, setting)
+        give_back_memory()
+    gather_in_background(setting.facts.weight_bytes)
+    return Prepared(body, layout)
+
+
+@dataclass(frozen=True)
+class CompiledBody:
+    """The compiled decoder, and the decoder itself for batches that it is faster with."""
+
+    blocks: Body
+    compiled: Compiled
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """Where rows of one token are for the compiled body whatever is beside them, they are run apart, and last: they may
+        read keys that the others write, but not the other way round (`DeviceFacts.single_rows_share`)."""
+        if self.compiled.suit(batch):
+            return self.compiled(x, batch)
+        some = self.compiled.find_rows(batch)
+        if not some:
+            return self.blocks(x, batch)
+        out = x.new_empty(len(batch.final.ids), x.shape[1])
+        for rows in (sorted({*range(len(batch.rows))} - {*some}), some):
+            part = take_rows(batch, rows)
+            out[part.final] = self(x[part.tokens], part.batch)[: len(part.final)]
+        return out
+
+
+def suits_networks(setting: Setting) -> bool:
+    """Can the cache be as they want it, and are there rows to run together? One alone is faster in pieces."""
+    layout = setting.layout
+    paged = len(layout.groups) == 1 and layout.page_size == PAGE
+    return setting.max_seqs > 1 and paged and can_divide(layout, setting.facts.layers, setting.dtype.itemsize)
+
+
+def pack_blocks(head: Head, runtime: Runtime) -> None:
+    """A matrix in blocks is multiplied by as a copy in whole numbers."""
+    if isinstance(head.method, GGUFHead):
+        matrix = repack([head.method.matrix], head.bias, runtime, folds(runtime))
+        head.method.product = Product(matrix, runtime, KEPT_OF_PRODUCT)
+
+
+class PackedHead:
+    """A float32 matrix is multiplied by as a copy in an order of its own, and the head holds none."""
+
+    def __init__(self, head: Head, runtime: Runtime) -> None:
+        self._product = gemm.Gemm(head.matrix(), head.bias, runtime)
+
+    def shapes(self, vocab_size: int, hidden_size: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
+        return {}
+
+    def apply(self, layer: Head, hidden: Tensor) -> Tensor:  # noqa: ARG002
+        return self._product(hidden)
+
+
+def hold_once(model: Decoder, setting: Setting) -> None:
+    """A matrix that embeds tokens as well is held by its packed head; its rows are looked up in the file."""
+    embedding = model.lm_head.tied
+    stored = None if embedding is None else find_rows(model, embedding, setting.facts, setting.load_format)
+    if embedding is not None and stored is not None:
+        embedding.use(GGUFRows(stored))
+
+
+def kept_in_blocks(model: Decoder) -> list[tuple[Linear, GGUFMethod]]:
+    linear = [module for module in model.modules() if isinstance(module, Linear)]
+    return [(layer, layer.method) for layer in linear if isinstance(layer.method, GGUFMethod)]
+
+
+def multiply_by_layer(model: Decoder) -> None:
+    """Layers that are run by themselves multiply few rows by copies of their blocks in whole numbers."""
+    pack_blocks(model.lm_head, in_pieces())
+    for layer, method in kept_in_blocks(model):
+        method.few = FewRows(layer, method)
+
+
+@dataclass
+class FewRows:
+    layer: Linear
+    method: GGUFMethod
+
+    @cached_property
+    def product(self) -> Product:
+        """It is made when it is first wanted."""
+        runtime = by_layer()
+        return Product(repack(self.method.parts, self.layer.bias, runtime, folds(runtime)), runtime)
+
+    def __call__(self, x: Tensor) -> Tensor | None:
+        return None if len(x) >= unfold_from(self.method.unfolds_quickly, by_layer()) else self.product(x)

@@ -1,0 +1,124 @@
+"""A decoder of float32 numbers on a CPU, compiled in pieces: what is between two attentions (`trace.py`) is one call, of
+Quire's own kernels or of ONNX Runtime. Steps in which every row is one token run on memory that stays (`track.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from quire.attn.batch import Batch
+from quire.device.cpu import gemm
+from quire.device.cpu.autotune import NEVER, choose, unfold_from
+from quire.device.cpu.bound_segments import BoundAttention, Memory, Track, room_for
+from quire.device.cpu.graph import Graph, Runtime
+from quire.device.cpu.program import Scratch
+from quire.device.cpu.session import Call, Session
+from quire.device.cpu.trace import Between, Piece, Symbol, Trace
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A compiled piece, and what comes behind it."""
+
+    session: Session
+    read: tuple[Symbol, ...]
+    made: tuple[Symbol, ...]
+    behind: tuple[Between, ...]
+    dead: tuple[Symbol, ...]  # nobody reads them any more
+
+
+class Pieces:
+    def __init__(self, trace: Trace, runtime: Runtime, *, whole: bool) -> None:
+        """`whole`: the decoder will not be run itself any more, and what it holds in matrices of floats is given back."""
+        pieces, self._first, self._last = trace.pieces, trace.first, trace.last
+        # tokens: from there on the decoder itself is faster
+        self.too_many = NEVER if whole else unfold_from(trace.quickly, runtime)
+        scratch = Scratch()
+        sources = [{between.source for between in piece.behind} for piece in pieces]
+        wanted = [{*piece.read} | behind for piece, behind in zip(pieces, sources, strict=True)] + [{self._last}]
+        self._stages = []
+        for i, piece in enumerate(pieces):
+            later = set().union(*wanted[i + 1 :])
+            made = [symbol for step in piece.steps for symbol in step.outputs]
+            kept = [symbol for symbol in made if symbol in later or symbol in sources[i]]
+            session = _compile(piece, kept, runtime, scratch)
+            if whole and gemm.forgets(runtime):
+                _give_back(piece)
+            dead = {*wanted[i], *kept} - later
+            self._stages.append(Stage(session, tuple(piece.read), tuple(kept), tuple(piece.behind), tuple(dead)))
+        self._track: Track | None = None  # for steps of rows of one token
+
+    def suit(self, batch: Batch) -> bool:
+        """Are they faster than the body? With many rows of one token the body loses in attention what it gains in products."""
+        return len(batch.ids) < self.too_many or _are_single(batch)
+
+    def find_rows(self, batch: Batch) -> list[int]:  # noqa: ARG002
+        """Of a batch that does not suit, none are worth a run of their own."""
+        return []
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [T, columns] -> hidden states; they are overwritten by the next call."""
+        if _are_single(batch):
+            if self._track is None or not self._track.suits(len(x)):
+                self._track = self._lay(len(x))
+            return self._track.run(x, batch)
+        values = {self._first: x}
+        for stage in self._stages:
+            results = stage.session.run(*[values[symbol] for symbol in stage.read])
+            values.update(zip(stage.made, results, strict=True))
+            for between in stage.behind:
+                values[between.target] = between.do(values[between.source], batch)
+            for symbol in stage.dead:
+                del values[symbol]
+        return values[self._last]
+
+    def _lay(self, rows: int) -> Track:
+        memory = Memory(room_for(rows))
+        values = {self._first: memory.take(self._first.columns)}
+        source, stages = values[self._first], []
+        for stage in self._stages:
+            values.update((symbol, memory.take(symbol.columns)) for symbol in stage.made)
+            bind = partial(_bind, stage.session, [values[s] for s in stage.read], [values[s] for s in stage.made])
+            attending = None
+            for between in stage.behind:
+                if between.attention is None:  # all tokens are kept
+                    values[between.target] = values[between.source]
+                else:
+                    values[between.target] = memory.take(between.target.columns)
+                    attending = BoundAttention(between.attention, values[between.source], values[between.target])
+            stages.append((bind, attending))
+            for symbol in stage.dead:
+                matrix = values.pop(symbol)
+                if all(matrix is not other for other in values.values()):
+                    memory.give(matrix)
+        return Track(source, values[self._last], stages, memory)
+
+
+def _are_single(batch: Batch) -> bool:
+    """Are its rows of one token, and do all go on to the end?"""
+    return len(batch.ids) == len(batch.rows) and batch.kept is None
+
+
+def _bind(session: Session, inputs: Sequence[Tensor], outputs: Sequence[Tensor], rows: int) -> Call:
+    """The session at work on the first rows of these matrices."""
+    return session.bind([matrix[:rows] for matrix in inputs], [matrix[:rows] for matrix in outputs])
+
+
+def _give_back(piece: Piece) -> None:
+    for step in piece.steps:
+        if step.matrix is not None:
+            step.matrix.give_back()
+
+
+def _compile(piece: Piece, outputs: Sequence[Symbol], runtime: Runtime, scratch: Scratch) -> Session:
+    graph = Graph(runtime)
+    names = {symbol: graph.name() for symbol in piece.read}
+    inputs = [(names[symbol], symbol.columns) for symbol in piece.read]
+    for step in piece.steps:
+        names.update(zip(step.outputs, step.emit(graph, [names[symbol] for symbol in step.inputs]), strict=True))
+    results = [(names[symbol], symbol.columns) for symbol in outputs]
+    if runtime is Runtime.OWN:
+        return Session(graph, inputs, results, scratch=scratch)
+    return Session(graph, inputs, results, hold=not gemm.forgets(runtime), spin=choose().spin)

@@ -1,0 +1,1 @@
+"""A CUDA GPU, by torch and Triton."""

@@ -1,0 +1,78 @@
+"""One CUDA GPU."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from quire.config.facts import DeviceFacts
+from quire.device.base import Device
+from quire.types.errors import ConfigError
+from quire.types.stats import DeviceCounts
+
+if TYPE_CHECKING:
+    from quire.ops.kernels.variants import Variants
+
+BATCH, LARGE_BATCH = (8192, 256), (16384, 1024)  # tokens and requests per step
+LARGE_BYTES = 70 * 2**30
+SERVED_TOKENS = 8192
+
+
+class CUDADevice(Device):
+    name = "cuda"
+    records = compiles = True
+
+    def __init__(self) -> None:
+        self._kernels: Variants | None = None
+
+    def facts(self, memory: int | None = None) -> DeviceFacts:
+        name, free, total = self.name, memory or 0, memory or 0
+        if memory is None:
+            import torch
+
+            if not torch.cuda.is_available():
+                raise ConfigError(
+                    f"device={self.name} was asked for, but torch {torch.__version__} sees no CUDA device; use device=cpu"
+                )
+            (free, total), name = torch.cuda.mem_get_info(self.name), torch.cuda.get_device_name(self.name)
+        return DeviceFacts(
+            self.name,
+            name,
+            total_bytes=total,
+            free_bytes=free,
+            batch=LARGE_BATCH if total >= LARGE_BYTES else BATCH,
+            served_tokens=SERVED_TOKENS,
+            times_steps=False,
+            dtype=None,
+            overlaps=True,
+        )
+
+    def start(self) -> None:
+        self._kernels = watch_kernels()
+
+    def budget(self, utilization: float, rehearse: Callable[[], None], reserve: int) -> int:
+        from quire.device.cuda.memory import device_budget
+
+        return device_budget(self.torch_device, utilization, rehearse, reserve)
+
+    def counts(self) -> DeviceCounts:
+        kernels = self._kernels
+        return DeviceCounts() if kernels is None else DeviceCounts(compilations=kernels.compilations, loads=kernels.loads)
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.cuda.synchronize(self.torch_device)
+
+    def close(self) -> None:
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+def watch_kernels() -> "Variants | None":
+    """What counts compiled kernels; None where there is no compiler."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from quire.ops.kernels.variants import VARIANTS
+
+    return VARIANTS

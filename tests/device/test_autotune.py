@@ -1,0 +1,203 @@
+"""What a CPU does well is tried once and then remembered, for the same CPU and the same libraries."""
+
+import json
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+import torch
+
+pytest.importorskip("onnxruntime")
+from quire.device.cpu import autotune as choice
+from quire.device.cpu import openvino
+from quire.device.cpu.autotune import INPUTS, NEVER, OUTPUTS, Choice
+from quire.device.cpu.graph import Runtime
+
+
+def make(**different) -> Choice:
+    """What somebody might find."""
+    usual = {"unfold_from": 64, "unfold_others_from": 256, "unfold_network_from": 96, "unfold_others_of_network_from": NEVER}
+    return Choice(**{**{field.name: True for field in fields(Choice)}, **usual, **different})
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
+    monkeypatch.setattr(choice, "multiplies", lambda: False)  # as on a CPU for which we have no kernels
+    choice.choose.cache_clear()
+    yield
+    choice.choose.cache_clear()
+
+
+def test_tried_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "measure", lambda: make())
+    assert choice.choose() == make()
+    choice.choose.cache_clear()
+    monkeypatch.setattr(choice, "measure", lambda: pytest.fail("it is known already"))
+    assert choice.choose() == make()
+    assert len(json.loads((tmp_path / "cpu.json").read_text())) == 1
+
+
+def test_what_was_found_is_kept_whatever_the_load_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "measure", lambda: make())
+    monkeypatch.setattr("os.getloadavg", lambda: (99.0, 99.0, 99.0))
+    assert choice.choose() == make()
+    assert json.loads((tmp_path / "cpu.json").read_text())
+
+
+def test_nothing_is_tried_where_our_kernels_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "multiplies", lambda: True)
+    monkeypatch.setattr(choice, "multiplies_floats", lambda: True)
+    monkeypatch.setattr(choice, "measure", lambda: pytest.fail("they are always best"))
+    assert choice.in_pieces() == choice.by_layer() == choice.of_floats() == Runtime.OWN
+    assert choice.unfold_from(True, Runtime.OWN) == NEVER, "a row's numbers would depend on how many rows there are"
+    assert not (tmp_path / "cpu.json").exists()
+
+
+def test_what_was_found_is_a_debug_line(monkeypatch, caplog):
+    monkeypatch.setattr(choice, "measure", lambda: make())
+    with caplog.at_level("DEBUG", logger="quire.device.cpu.autotune"):
+        choice.choose()
+    assert [record.levelname for record in caplog.records] == ["DEBUG"]
+
+
+def burn(seconds: float) -> None:
+    begun = time.thread_time()
+    while time.thread_time() - begun < seconds:
+        pass
+
+
+def test_whoever_is_kept_waiting_is_not_slower():
+    """Sleeping stands for a core that others have: it takes time, and no processor time."""
+
+    def kept_waiting(x):
+        time.sleep(0.02)
+
+    waited, worked = choice._time((kept_waiting, lambda x: burn(0.005)), rows=1, tries=3)
+    assert waited < worked
+
+
+@pytest.fixture
+def busy_neighbours():
+    neighbours = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    yield
+    for process in neighbours:
+        process.kill()
+        process.wait()
+
+
+def test_the_faster_way_is_found_beside_busy_neighbours(busy_neighbours):
+    """Twice the work takes twice the processor time, beside whom ever."""
+    small, large = torch.randn(OUTPUTS, INPUTS), torch.randn(2 * OUTPUTS, INPUTS)
+    with choice._one_thread():
+        for _ in range(5):
+            few, many = choice._time_few((lambda x: x @ small.t(), lambda x: x @ large.t()))
+            assert few < many
+
+
+def test_threads_are_as_many_after_the_trial():
+    before = torch.get_num_threads()
+    with suppress(ZeroDivisionError), choice._one_thread():
+        assert torch.get_num_threads() == 1
+        raise ZeroDivisionError
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("found", ["", "[]", "null", '{"another CPU": {}}'])
+def test_what_cannot_be_used_is_tried_again(found, tmp_path, monkeypatch):
+    (tmp_path / "cpu.json").write_text(found)
+    monkeypatch.setattr(choice, "measure", lambda: make(unfold_from=128))
+    assert choice.choose() == make(unfold_from=128)
+    assert '"unfold_from": 128' in (tmp_path / "cpu.json").read_text()
+
+
+def test_slow_bfloat16_is_never_used(monkeypatch):
+    monkeypatch.setattr(choice, "_time", lambda ways, rows, tries=1: (float(rows), 1e6))
+    assert choice._measure_unfolding("Q4_0", Runtime.ONNX) == NEVER
+
+
+def test_unfolding_pays_from_the_rows_on_where_it_is_faster(monkeypatch):
+    monkeypatch.setattr(choice, "_time", lambda ways, rows, tries=1: (float(rows), 100.0))
+    assert choice._measure_unfolding("Q5_0", Runtime.ONNX) == 128
+
+
+def test_the_way_of_openvino_has_rows_of_its_own(monkeypatch):
+    monkeypatch.setattr(
+        choice,
+        "measure",
+        lambda: make(unfold_from=1, unfold_others_from=2, unfold_network_from=3, unfold_others_of_network_from=4),
+    )
+    found = [choice.unfold_from(quickly, by) for by in (Runtime.ONNX, Runtime.OPENVINO) for quickly in (True, False)]
+    assert found == [1, 2, 3, 4] and choice.unfold_from(True, Runtime.OWN) == 1
+
+
+@pytest.mark.skipif(not openvino.available(), reason="OpenVINO is for x86 CPUs, and is not installed here")
+@pytest.mark.parametrize("seconds, used", [((1.0, 2.0), True), ((2.0, 1.0), False)])
+def test_openvino_is_used_where_it_is_faster(monkeypatch, seconds, used):
+    """And keeps 4-bit numbers, which it does on every CPU that this test has met."""
+    monkeypatch.setattr(choice, "_time_few", lambda ways: seconds)
+    assert choice._measure_openvino() is used
+
+
+@pytest.mark.skipif(not openvino.available(), reason="OpenVINO is for x86 CPUs, and is not installed here")
+def test_openvino_is_not_used_where_it_reads_what_it_gave_up(monkeypatch):
+    """As it would on a machine where it has no copy of its own: here it is made to forget before its first run."""
+    run = openvino.Network.run
+    monkeypatch.setattr(openvino.Network, "run", lambda self: (self.settle(), run(self)))
+    monkeypatch.setattr(choice, "_time_few", lambda ways: (1.0, 2.0))
+    assert not choice._measure_openvino()
+
+
+@pytest.mark.skipif(not openvino.available(), reason="OpenVINO is for x86 CPUs, and is not installed here")
+def test_another_release_of_openvino_is_no_error(monkeypatch):
+    monkeypatch.setattr(openvino, "_openvino", lambda: object())
+    openvino._core.cache_clear()
+    try:
+        assert not choice._measure_openvino()
+    finally:
+        openvino._core.cache_clear()
+
+
+def test_a_package_of_another_name_is_not_taken_for_openvino(monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(openvino, "version", missing)
+    assert not openvino.available.__wrapped__()
+
+
+def test_openvino_always_folds(monkeypatch):
+    monkeypatch.setattr(choice, "measure", lambda: make(fold=False))
+    assert choice.folds(Runtime.OPENVINO) and not choice.folds(Runtime.ONNX)
+
+
+def test_what_is_slower_is_not_used(monkeypatch):
+    monkeypatch.setattr(choice, "_time", lambda ways, rows, tries=1: (1.0, 1.2))
+    assert not choice._measure_folding()
+
+
+@pytest.mark.parametrize("own, runtime", [(True, Runtime.OWN), (False, Runtime.ONNX)])
+def test_who_multiplies(monkeypatch, own, runtime):
+    monkeypatch.setattr(choice, "measure", lambda: make(own=own, own_floats=own, openvino=False))
+    assert choice.in_pieces() == choice.by_layer() == choice.of_floats() == runtime
+
+
+def test_torch_multiplies_floats_where_nobody_is_faster(monkeypatch):
+    monkeypatch.setattr(choice, "measure", lambda: make(own_floats=False, runtime_floats=False))
+    assert choice.of_floats() is None and choice.by_layer() == Runtime.OPENVINO
+
+
+def test_without_libraries_torch_multiplies(monkeypatch):
+    monkeypatch.setattr(choice.ort, "available", lambda: False)
+    found = choice.measure()
+    assert not (found.runtime_floats or found.fold or found.spin or found.openvino)
+    assert "onnxruntime" not in choice._key()
+
+
+def test_a_measurement_is_short_and_possible():
+    found = choice.measure()
+    assert {found.unfold_from, found.unfold_others_from} <= {*choice.ROWS, NEVER}
