@@ -19,13 +19,14 @@ from quire.runner.sampler.logprobs import Logprobs, Report
 from quire.runner.sampler.min_p import MinP
 from quire.runner.sampler.min_tokens import MinTokens
 from quire.runner.sampler.penalties import Penalties
-from quire.runner.sampler.stage import Columns, Edit, Rows, Stage, Tenancy
+from quire.runner.sampler.stage import Columns, Edit, Filter, Rows, Stage, Tenancy
 from quire.runner.sampler.temperature import Temperature
 from quire.runner.sampler.truncation import Truncation
 from quire.runner.transfer import Longs, upload
 from quire.types.plan import Admission, Ints
 from quire.types.sampling import LogprobsMode
 
+FILTERS: tuple[type[Filter], ...] = ()  # a new one is a file and its class here; those that the fused draw knows are not listed
 CACHED_LOGITS = 2**18  # as many stay in a processor's cache while a CPU filters them
 FAULTS = {
     BROKEN: "the model's logits are broken: they contain NaN or +inf, or no finite value at all",
@@ -57,11 +58,16 @@ class Sampler:
     """Edits change what may be said and how much, for every row; filters and the draw are for rows that draw at random.
 
     A greedy row takes the largest logit after the edits. Rows do not see each other: each follows its own parameters.
-    On a GPU filters and draw are two launches (`ops/sample.py`), which may be recorded; on a CPU they are stages.
+    On a GPU filters and draw are two launches (`ops/sample.py`), which may be recorded; on a CPU they are stages. A filter that
+    those launches do not know (FILTERS) edits its own rows before them; other rows are drawn as if there were none.
     """
 
-    def __init__(self, slots: int, vocabulary: int, device: torch.device, logprobs_mode: LogprobsMode) -> None:
+    def __init__(
+        self, slots: int, vocabulary: int, device: torch.device, logprobs_mode: LogprobsMode, fused: bool | None = None
+    ) -> None:
+        """`fused`: None says as on this device."""
         self._device = device
+        fused = device.type != "cpu" if fused is None else fused
         self._together = max(1, CACHED_LOGITS // vocabulary) if device.type == "cpu" else slots
         self._columns = columns = Columns(slots, device)
         self.logprobs = Logprobs(slots, vocabulary, logprobs_mode, device)
@@ -71,26 +77,31 @@ class Sampler:
             Allowed(device), BadWords(device), MinTokens(slots, device), Bias(device), Penalties(columns, vocabulary),
         )  # fmt: skip
         min_p, truncation = MinP(columns), Truncation(columns, vocabulary)
-        self._filters: tuple[Stage, ...] = (self._temperature, min_p, truncation)
+        self._unfused: tuple[Filter, ...] = tuple(make(columns, vocabulary) for make in FILTERS)
+        self._filters: tuple[Stage, ...] = (self._temperature, *self._unfused, min_p, truncation)
         self._parts: tuple[Tenancy, ...] = (self.logprobs, self._draw, *self._edits, *self._filters)
         self._tenants: set[int] = set()  # slots that have one
         self._special: set[int] = set()  # slots for which a draw is not all there is to do
+        self._filtered: set[int] = set()  # slots with a filter that a fused draw does not know
         parameters = (self._temperature.column, truncation.top_k, truncation.top_p, min_p.column, self._draw.seed)
         self._parameters = DrawColumns(*(column.there for column in parameters))
-        self._scratch = None if device.type == "cpu" else DrawScratch(slots, vocabulary, device)
+        self._scratch = DrawScratch(slots, vocabulary, device) if fused else None
 
     def admit(self, slot: int, admission: Admission) -> None:
         self.retire(slot)
         self._tenants.add(slot)
         for part in self._parts:
             part.admit(slot, admission)
-        if self.logprobs.wants(admission) or any(stage.wants(admission) for stage in self._edits):
+        if self._scratch is not None and any(stage.wants(admission) for stage in self._unfused):
+            self._filtered.add(slot)
+        if slot in self._filtered or self.logprobs.wants(admission) or any(stage.wants(admission) for stage in self._edits):
             self._special.add(slot)
 
     def retire(self, slot: int) -> None:
         if slot in self._tenants:
             self._tenants.remove(slot)
             self._special.discard(slot)
+            self._filtered.discard(slot)
             for part in self._parts:
                 part.retire(slot)
 
@@ -117,7 +128,7 @@ class Sampler:
         """logits [N, V] float32, which this may overwrite; the tokens drawn are also written to their slots."""
         plain = masks is None and self.plain(rows.slots)
         edited, fault, raw = (logits, None, None) if plain else self.edit(logits, rows, masks)
-        if self._scratch is not None and not (self.logprobs.processed and len(self.logprobs.wanted(rows))):
+        if self._draws_fused(rows):
             result = self.draw(edited, rows.slot, rows.end, rows.tokens, fault)
         else:
             result = self._draw_in_stages(edited, rows, fault)
@@ -127,15 +138,18 @@ class Sampler:
         """What the draw is from; then, where something was edited: what was wrong before, and the raw logits of rows that ask
         for logprobs of those."""
         edits = [stage for stage in self._edits if stage.active(rows)]
+        filtered = self._filtered_rows(rows)
         fault, raw = None, None
-        if edits or masks is not None:
+        if edits or masks is not None or len(filtered):
             fault = _find_broken(largest(logits)[0])
             wanted = self.logprobs.wanted(rows)
             if len(wanted) and not self.logprobs.processed:
                 raw = logits[upload(wanted, self._device)]
         for stage in edits:
             logits = stage.apply(logits, rows)
-        return (logits if masks is None else forbid(logits, masks)), fault, raw
+        if masks is not None:
+            logits = forbid(logits, masks)
+        return (self._drop(logits, rows, filtered) if len(filtered) else logits), fault, raw
 
     def report(self, result: Tensor, logits: Tensor, raw: Tensor | None, rows: Rows) -> Drawn:
         """What was drawn, with the logprobs that were asked for."""
@@ -146,6 +160,30 @@ class Sampler:
         asking = rows.take(wanted)
         report = self.logprobs.of_draws(logits[chosen] if raw is None else raw, result[0].long()[chosen], asking)
         return Drawn(result, wanted, self.logprobs.widths(asking), report)
+
+    def _draws_fused(self, rows: Rows) -> bool:
+        """Logprobs of what the filters left are known to stages only."""
+        return self._scratch is not None and not (self.logprobs.processed and len(self.logprobs.wanted(rows)))
+
+    def _filtered_rows(self, rows: Rows) -> Longs:
+        """Which rows have filters that have to come before their fused draw."""
+        if not self._filtered or not self._draws_fused(rows):
+            return np.empty(0, np.int64)
+        random = self._temperature.random(rows.slots)
+        return np.array(
+            [row for row, slot in enumerate(rows.slots.tolist()) if random[row] and slot in self._filtered], np.int64
+        )
+
+    def _drop(self, logits: Tensor, rows: Rows, index: Longs) -> Tensor:
+        """The draw applies the temperature itself: it gets the logits as they were, without what the filters drop."""
+        chosen, filtering = upload(index, self._device), rows.take(index)
+        kept = logits[chosen]
+        scaled = self._temperature.apply(kept.clone(), filtering)
+        for stage in self._unfused:
+            if stage.active(filtering):
+                scaled = stage.apply(scaled, filtering)
+        logits[chosen] = kept.masked_fill_(scaled == -torch.inf, -torch.inf)
+        return logits
 
     def _draw_in_stages(self, logits: Tensor, rows: Rows, fault: Tensor | None) -> Tensor:
         """[2, N] int32 ids and faults; `fault` is what was wrong before the edits, if there were any."""

@@ -68,6 +68,13 @@ class Edit(Stage, Protocol):
         ...
 
 
+class Filter(Edit, Protocol):
+    """An edit for rows that draw at random: it sees what the temperature made of the logits, puts -inf where a token is dropped
+    and leaves at least one."""
+
+    def __init__(self, columns: "Columns", vocabulary: int) -> None: ...
+
+
 class Columns:
     """Numbers of every slot, in one piece of memory: one delivery brings the device up to date, and what is on the device stays
     where it is, so that recorded launches may read it. On a CPU both sides are the same memory."""
