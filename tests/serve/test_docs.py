@@ -1,7 +1,6 @@
 """What README and the docs show runs as it stands: Python, curl and JSON beside one server; of `quire ...` flags are read."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -12,16 +11,19 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server_process import serving
-from test_default_model_served import LOCAL
+from serving import Running
 
+import quire
 from patience import PATIENCE
+from quire import LLM, EngineArgs
 from quire.cli.main import make_parser
+from tiny_model import make_model
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`(quire [^`]+)`")
+REGISTERS = "register_format"  # in a table of the process
 ADDRESS = "http://127.0.0.1:8000"
 PLACEHOLDERS = {"MODEL": "smollm2", "DIR": "smollm2", "NAME": "mixed", "N": "1", "COMMAND": "serve"}
 
@@ -65,32 +67,50 @@ CURL = [(where, line) for where, line in commands() if line.startswith("curl ")]
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with serving(Path("smollm2"), *LOCAL, "--served-model-name", "smollm2") as server:
-        yield server.url()
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stands in for the default model, which test_default_model.py and test_default_model_served.py run."""
+    return make_model(tmp_path_factory.mktemp("small"), max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module")
+def url(small: Path) -> Iterator[str]:
+    brief = {"max_new_tokens": 64}  # it has no end of its own
+    running = Running(small, served_model_name="smollm2", max_num_batched_tokens=1024, override_generation_config=brief)
+    yield str(running.http.base_url)
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def shared_llm(small: Path) -> LLM:
+    return LLM(str(small), max_model_len=4096)
 
 
 def test_there_is_something_to_run() -> None:
     assert len(PYTHON) >= 4 and len(CURL) >= 2 and len(QUIRE) >= 8 and JSON
 
 
-@pytest.mark.model
-@pytest.mark.parametrize("snippet", PYTHON, ids=str)
-def test_python(snippet: Snippet, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+@pytest.mark.parametrize("snippet", [one for one in PYTHON if REGISTERS not in one.text], ids=str)
+def test_python(snippet: Snippet, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, where much of what it imports is there already."""
     code = snippet.text
     if ADDRESS in code:
         code = code.replace(ADDRESS, request.getfixturevalue("url"))
-    file = tmp_path / "snippet.py"
-    file.write_text(code)
-    environment = {**os.environ, "QUIRE_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run(
-        [sys.executable, file], capture_output=True, text=True, timeout=PATIENCE, env=environment, cwd=tmp_path, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "print(" not in code or done.stdout.strip()
+    if " LLM(" in code:
+        llm = request.getfixturevalue("shared_llm")
+        monkeypatch.setattr(quire, "LLM", lambda model: llm if model == "smollm2" else LLM(model), raising=False)
+    if "EngineArgs(" in code:
+        small = request.getfixturevalue("small")
+        monkeypatch.setattr(quire, "EngineArgs", lambda model: EngineArgs(model={"smollm2": str(small)}[model]), raising=False)
+    capsys = request.getfixturevalue("capsys")
+    exec(compile(code, str(snippet), "exec"), {"__name__": "__main__"})
+    assert "print(" not in code or capsys.readouterr().out.strip()
 
 
-@pytest.mark.model
+@pytest.mark.parametrize("snippet", [one for one in PYTHON if REGISTERS in one.text], ids=str)
+def test_python_that_others_should_not_see(snippet: Snippet) -> None:
+    subprocess.run([sys.executable, "-c", snippet.text], timeout=PATIENCE, check=True)
+
+
 @pytest.mark.parametrize(("where", "line"), CURL)
 def test_curl(where: str, line: str, url: str) -> None:
     done = subprocess.run(line.replace(ADDRESS, url), shell=True, capture_output=True, text=True, timeout=PATIENCE, check=False)
@@ -98,7 +118,6 @@ def test_curl(where: str, line: str, url: str) -> None:
     assert "error" not in json.loads(done.stdout), done.stdout
 
 
-@pytest.mark.model
 @pytest.mark.parametrize("snippet", JSON, ids=str)
 def test_fields_of_requests(snippet: Snippet, url: str) -> None:
     for line in snippet.text.splitlines():
