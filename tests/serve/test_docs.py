@@ -11,12 +11,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import Running
 
 import quire
 from patience import PATIENCE
 from quire import LLM, EngineArgs
 from quire.cli.main import make_parser
+from serving import Running
 from tiny_model import make_model
 
 ROOT = Path(__file__).parents[2]
