@@ -1,13 +1,18 @@
 """What crosses between the processes arrives as it was sent, and nothing else is let in."""
 
+import gc
+import os
 import pickle
+import signal
+import socket
+import tempfile
 
 import msgspec
 import numpy as np
 import pytest
 
 from quire import EngineArgs, SamplingParams
-from quire.engine import ipc
+from quire.engine import ipc, process
 from quire.engine.child import Child
 from quire.engine.timeline import Timeline
 from quire.types import errors
@@ -139,3 +144,16 @@ def test_a_process_leaves_nothing_behind_whoever_kills_it(tmp_path, monkeypatch)
     finally:
         child.close()
     assert child.ending() is not None
+
+
+def test_an_engine_process_ends_with_nothing_hidden_from_the_collector(monkeypatch):
+    """Libraries count what is left of theirs when the interpreter ends, and print it."""
+    monkeypatch.setattr(process, "_serve", lambda *_: gc.freeze() or 0)
+    before, (ours, theirs) = signal.getsignal(signal.SIGINT), socket.socketpair()
+    try:
+        with tempfile.TemporaryFile() as journal, ours:
+            arguments = [str(journal.fileno()), str(os.getppid()), str(theirs.detach())]
+            assert process.main(arguments) == 0 and gc.get_freeze_count() == 0
+    finally:
+        gc.unfreeze()
+        signal.signal(signal.SIGINT, before)

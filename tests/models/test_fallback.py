@@ -47,6 +47,16 @@ def test_attention_is_as_the_model_describes_it(tmp_path):
     assert (spec.heads, spec.kv_heads, spec.soft_cap, spec.scale) == (6, 2, 1.5, 5**-0.5)
 
 
+def test_transformers_shows_no_progress(tmp_path, capfd):
+    from transformers.utils import logging
+
+    make_checkpoint(next(iter(FALLBACK.values())), tmp_path)
+    facts = read_facts(resolve_model(tmp_path))
+    capfd.readouterr()
+    load_weights(build_model(facts, "transformers"), facts, device="cpu", dtype="float32")
+    assert capfd.readouterr().err == "" and logging.is_progress_bar_enabled()
+
+
 def test_an_old_configuration(tmp_path):
     make_checkpoint(FALLBACK["gpt-neox"], tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -109,8 +119,11 @@ def test_positions_that_begin_elsewhere(tmp_path, kind):
 
 
 PLAIN = {"num_key_value_heads": None, "intermediate_size": None}
+BARE = dict.fromkeys(TINY)  # its class's own sizes
 REFUSED = {
-    "ALiBi": (Family("BloomConfig", "BloomForCausalLM", PLAIN), "takes no position_ids.*ALiBi"),
+    "ALiBi": (Family("BloomConfig", "BloomForCausalLM", PLAIN), "bloom models are not supported.*ALiBi"),
+    "a state, and a silent config": (Family("NemotronHConfig", "NemotronHForCausalLM", BARE), "nemotron_h .*recurrent state"),
+    "a kind of its own, and a silent config": (Family("XLMConfig", "XLMWithLMHeadModel", BARE), "xlm .*attention is of a kind"),
     "attention of its own": (
         Family("GPTJConfig", "GPTJForCausalLM", PLAIN),
         "not go through transformers' attention interface",
@@ -119,7 +132,10 @@ REFUSED = {
     "computes with its mask": (Family("DogeConfig", "DogeForCausalLM"), "computes with its attention mask"),
     "both directions": (Family("BertConfig", "BertLMHeadModel"), "layer 0: its mask is not simply causal"),
     "recurrent": (Family("RecurrentGemmaConfig", "RecurrentGemmaForCausalLM", {"head_dim": 8}), "recurrent state"),
-    "no attention": (Family("MambaConfig", "MambaForCausalLM", {"num_attention_heads": None}), "only models with attention"),
+    "no attention": (
+        Family("MambaConfig", "MambaForCausalLM", {"num_attention_heads": None}),
+        "mamba models are not supported.*recurrent state",
+    ),
     "convolutions": (
         Family("Lfm2Config", "Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention", "conv"]}),
         "layers of type 'conv' are not supported",

@@ -24,6 +24,14 @@ _NAMES = {  # the same thing is called differently in older families
     "max_position": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length"),
     "vocab_size": ("vocab_size",),
 }
+# whose configs are silent about more than that: the reason is told, not the first name that is missing
+_ALIBI = "they know positions by a bias on attention (ALiBi)"
+_OWN_ATTENTION = "their attention is of a kind of its own, which the paged cache does not serve"
+_STATE = "they keep a recurrent state, and only attention is served"
+_NOT_SERVED = {
+    "bloom": _ALIBI, "mpt": _ALIBI, "nemotron_h": _STATE, "rwkv": _STATE, "mamba": _STATE, "mamba2": _STATE,
+    "falcon_mamba": _STATE, "xlm": _OWN_ATTENTION, "flaubert": _OWN_ATTENTION, "xlnet": _OWN_ATTENTION,
+}  # fmt: skip
 _FIRST_ARE_FULL = ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3")  # layers, of windowed ones
 # nothing comes near these; larger numbers would only be noticed when memory is gone
 _MOST = {"layers": 1 << 12, "heads": 1 << 16, "kv_heads": 1 << 16, "head_dim": 1 << 16, "hidden_size": 1 << 24,
@@ -136,6 +144,8 @@ class _Reader:
             )
         if self.config.get("is_encoder_decoder"):
             raise ModelError(f"{self.name}: encoder-decoder models are not supported; only decoders are")
+        if (why := _NOT_SERVED.get(str(self.config.get("model_type")))) is not None:
+            raise ModelError(f"{self.name}: {self.config['model_type']} models are not supported: {why}")
         if not any(name in self.config for name in _NAMES["heads"]):
             raise ModelError(
                 f"{self.name}: the model's config has none of {', '.join(_NAMES['heads'])}; only models with attention are "

@@ -225,6 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _serve(Link(mailbox), pulse, Journal(int(file)), watch)
     finally:
         pulse.end()
+        gc.unfreeze()  # libraries count what is left at the end, and complain
         mailbox.drain(FAREWELL)
         mailbox.close()
 

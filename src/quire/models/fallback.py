@@ -17,7 +17,7 @@ from quire.layers.attention import Attention, keep
 from quire.load.source import Source
 from quire.models.decoder import Decoder
 from quire.models.fallback_checks import check_tokens_meet_in_attention_only, trace
-from quire.models.fallback_interface import SERVED, WATCHED, install, transformers
+from quire.models.fallback_interface import SERVED, WATCHED, install, transformers, without_bars
 from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
@@ -157,15 +157,16 @@ class Fallback(Decoder):
         tensors = dict(source.read(frozenset(source.shapes)))
         placement = {} if device.type == "cpu" else {"device_map": {"": device}}
         try:
-            model, report = self.kind.from_pretrained(
-                None,
-                config=self.config,
-                state_dict=tensors,
-                dtype=dtype,
-                attn_implementation=SERVED,
-                output_loading_info=True,
-                **placement,
-            )
+            with without_bars():
+                model, report = self.kind.from_pretrained(
+                    None,
+                    config=self.config,
+                    state_dict=tensors,
+                    dtype=dtype,
+                    attn_implementation=SERVED,
+                    output_loading_info=True,
+                    **placement,
+                )
         except (RuntimeError, ValueError) as error:
             raise ModelError(f"{self.facts.files.path} does not fit the model: {error}") from error
         wrong = {what: report[f"{what}_keys"] for what in ("missing", "unexpected", "mismatched") if report[f"{what}_keys"]}

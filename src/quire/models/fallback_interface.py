@@ -7,8 +7,9 @@ can hold many models, each traced or run in its own way.
     SERVED    no mask is made at all
 """
 
+import contextlib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +21,19 @@ from quire.types.errors import ModelError
 transformers: Any = importlib.import_module("transformers")
 
 WATCHED, SERVED = "quire-watched", "quire"
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """transformers shows no progress: we do."""
+    log = transformers.utils.logging
+    shown = log.is_progress_bar_enabled()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            log.enable_progress_bar()
 
 
 class Handler(Protocol):

@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.paced import is_light, json_pieces
 from quire.serve.protocol.errors import AnthropicErrorBody, ErrorBody
-from quire.types.errors import EngineError, NotSupported, RequestError
+from quire.types.errors import EngineDead, EngineError, NotSupported, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,8 @@ def describe(error: BaseException, request_id: str) -> ErrorBody:
     if isinstance(error, GenerationFailed):
         logger.error("request %s failed in the engine: %s", request_id, error)
         return error_body(500, f"the engine could not finish this request: {error} (request id {request_id})")
-    logger.error("request %s failed: %s", request_id, error, exc_info=error)
+    trace = None if isinstance(error, EngineDead) else error  # the end of an engine was told before, or was asked for
+    logger.error("request %s failed: %s", request_id, error, exc_info=trace)
     what = "the engine is not available" if isinstance(error, EngineError) else "internal error"
     return error_body(500, f"{what} (request id {request_id}; the server's log has the reason)")
 
