@@ -57,7 +57,8 @@ class Diary:
         class Landing:
             def result(self) -> StepResult:
                 diary.lines.append(f"result {plan.step}")
-                return StepResult(plan.step, np.where(plan.sample, 9, -1).astype(np.int32))
+                lengths = plan.sample.astype(np.int32)
+                return StepResult(plan.step, lengths, np.full(lengths.sum(), 9, np.int32))
 
         return Landing()
 

@@ -11,7 +11,7 @@ from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel, mix, mix_one
 from quire.types.cache import LayerCache
 from quire.types.errors import EngineError
-from quire.types.plan import Admission, StepPlan
+from quire.types.plan import Admission, Outputs, StepPlan
 from quire.types.sampling import SamplingParams
 
 LAYOUT = make_layout([LayerCache(1, 8), LayerCache(1, 8, 3)], 2, 2)
@@ -32,8 +32,8 @@ def plan(step: int, *, admit=(), retired=(), entries=(), copies=(), rows=()) -> 
     entries, copies, rows = ints(entries).reshape(-1, 4), ints(copies).reshape(-1, 2), list(rows)
     return StepPlan(
         step, ints(retired), tuple(admit), *entries.T, *copies.T,
-        ints([row[0] for row in rows]), ints([row[1] for row in rows]), ints([row[2] for row in rows]),
-        np.array([row[3] for row in rows], np.bool_),
+        ints([row[0] for row in rows]), count := ints([row[1] for row in rows]), ints([0] * len(rows)),
+        ints([row[2] for row in rows]), Outputs.last(count, ints([row[3] for row in rows])),
     )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ SECOND = plan(1, rows=[(0, 1, 6, True)])
 
 
 def run(device: FakeExecutor, *plans: StepPlan) -> list[list[int]]:
-    return [device.submit(p).result().sampled.tolist() for p in plans]
+    return [device.submit(p).result().ids.tolist() for p in plans]
 
 
 def test_it_says_what_the_definition_says():
@@ -59,7 +59,7 @@ def test_it_says_what_the_definition_says():
         plan(2, rows=[(0, 1, 5, True)]),
         plan(3, rows=[(0, 1, 6, True)]),
     )
-    assert run(executor(), *chunks) == [[-1], [-1], [expected[0]], [expected[1]]]
+    assert run(executor(), *chunks) == [[], [], [expected[0]], [expected[1]]]
 
 
 def test_both_hash_functions_are_one():

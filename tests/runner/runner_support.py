@@ -1,5 +1,6 @@
 """Admissions, rows and plans in one line each."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ import torch
 
 from quire.runner.sampler.pipeline import Drawn, Sampler
 from quire.runner.sampler.stage import Rows
-from quire.types.plan import Admission, StepPlan
+from quire.types.plan import Admission, Outputs, StepPlan
 from quire.types.sampling import SamplingParams
 
 CPU = torch.device("cpu")
@@ -58,20 +59,16 @@ def draw(logits: torch.Tensor, *admissions: Admission, mode: Any = "raw_logprobs
     return sampler_of(logits.shape[1], *admissions, mode=mode).sample(logits.clone(), rows_of(*admissions))
 
 
-def plan(step: int = 0, rows: Any = (), **parts: Any) -> StepPlan:
-    """rows: (slot, count, end, sample)."""
+def plan(step: int = 0, rows: Any = (), *, scored: Any = (), pool: Any = (), **parts: Any) -> StepPlan:
+    """rows: (slot, count, end, sample) or (slot, count, end, sample, drafts); scored and pool: indices of tokens."""
     nothing = ints()
-    columns = list(zip(*rows, strict=True)) or [(), (), (), ()]
+    slot, count, end, sample, drafts = (ints(*(row[i] if i < len(row) else 0 for row in rows)) for i in range(5))
     fields: dict[str, Any] = dict.fromkeys(
         ("retired", "entry_group", "entry_slot", "entry_index", "entry_page", "copy_from", "copy_to"), nothing
     )
+    outputs = replace(Outputs.last(count, sample * (1 + drafts)), prompt_logprobs=ints(*scored), pool=ints(*pool))
     return StepPlan(
-        step=step,
-        **(fields | {"admitted": ()} | parts),
-        slot=ints(*columns[0]),
-        count=ints(*columns[1]),
-        end=ints(*columns[2]),
-        sample=np.array(columns[3], np.bool_),
+        step=step, **(fields | {"admitted": ()} | parts), slot=slot, count=count, drafts=drafts, end=end, outputs=outputs
     )
 
 

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from runner_support import CPU, admission, entries, ints, plan
 
 from quire.runner.batch import build_batch
-from quire.runner.slots import Slots, ragged_arange
+from quire.runner.slots import Slots
 from quire.types.errors import EngineError
+from quire.types.plan import spans
 
 SLOTS, LENGTH, PAGE, GROUPS = 5, 40, 4, 2
 PAGES = LENGTH // PAGE
@@ -37,11 +38,13 @@ def test_a_batch_is_what_walking_the_plan_gives(tenants, seed, reporters):
     admitted = tuple(admission(s, tokens, prompt=prompt, start=start) for s, tokens, prompt, start, _ in tenants)
     written = [(g, s, i, int(pages[g, s, i])) for g in range(GROUPS) for s, *_ in tenants for i in range(PAGES)]
     rows = [(s, count, start + count, start + count == len(tokens)) for s, tokens, _, start, count in tenants]
-    step = plan(rows=rows, admitted=admitted, **entries(*written))
+    begins = np.cumsum([0, *(row[1] for row in rows)]).tolist()
+    scored = [token for row, at in zip(rows, begins, strict=False) if row[0] in reporters for token in range(at, at + row[1])]
+    step = plan(rows=rows, scored=scored, admitted=admitted, **entries(*written))
     slots.take_in(step)
     slots.check(step)
-    reporting = np.flatnonzero([row[0] in reporters for row in rows])
-    batch, drawing = build_batch(step, slots, reporting)
+    built = build_batch(step, slots)
+    batch, drawing = built.batch, built.rows
 
     ids, positions, places, starts, kept, final = [], [], [[], []], [0], [], []
     for slot, tokens, _, start, count in tenants:
@@ -69,6 +72,7 @@ def test_a_batch_is_what_walking_the_plan_gives(tenants, seed, reporters):
     assert batch.final.row_starts.tolist() == [*(row[0] for row in final), len(kept)]
     assert batch.final.positions.tolist() == [positions[token] for token in kept]
     assert batch.final.ids.tolist() == [ids[token] for token in kept]
+    assert all(kept[token + built.shift[row]] == token for token, row in zip(scored, step.rows_of(ints(*scored)), strict=True))
     assert batch.final.groups[1].write.tolist() == [places[1][token] for token in kept]
     width = -(-max(row[2] for row in rows) // PAGE)
     for g, view in enumerate(batch.groups):
@@ -86,12 +90,12 @@ def test_a_row_may_follow_a_draw_the_host_has_not_seen():
     first = plan(rows=[(1, 2, 2, True)], admitted=(admission(1, [4, 5]),))
     slots.take_in(first)
     slots.check(first)
-    _, drawing = build_batch(first, slots)
+    drawing = build_batch(first, slots).rows
     slots.tokens[drawing.slot, drawing.end] = torch.tensor([77], dtype=torch.int32)
     slots.advance(first)
     second = plan(rows=[(1, 1, 3, True)])
     slots.check(second)
-    batch, _ = build_batch(second, slots)
+    batch = build_batch(second, slots).batch
     assert batch.ids.tolist() == [77] and batch.positions.tolist() == [2]
 
 
@@ -122,5 +126,30 @@ def test_too_many_tokens_are_refused():
         Slots(1, LENGTH, 1, PAGE, CPU).take_in(plan(admitted=(admission(0, [0] * 41),)))
 
 
-def test_ragged_arange():
-    assert ragged_arange(np.array([3, 1, 2])).tolist() == [0, 1, 2, 0, 0, 1]
+def test_drafts_stand_behind_the_last_token_and_are_all_drawn_from():
+    slots = Slots(2, LENGTH, 1, PAGE, CPU, drafts=3)
+    first = plan(rows=[(1, 2, 2, True)], admitted=(admission(1, [4, 5]),))
+    slots.take_in(first)
+    slots.advance(first)
+    slots.tokens[1, 2:6] = torch.tensor([77, 8, 9, 10])  # drawn, and drafts
+    second = plan(rows=[(1, 3, 5, True, 2)])
+    slots.check(second)
+    built = build_batch(second, slots)
+    assert (built.batch.ids.tolist(), built.batch.positions.tolist()) == ([77, 8, 9], [2, 3, 4])
+    assert (built.rows.slots.tolist(), built.rows.end.tolist()) == ([1, 1, 1], [3, 4, 5])
+    assert built.batch.logit_index.tolist() == [0, 1, 2]
+    slots.advance(second)
+    slots.position[1] = 3  # the first draft was wrong
+    third = plan(rows=[(1, 1, 6, True)])  # the host knows no more than that there are 6 at most
+    slots.check(third)
+    built = build_batch(third, slots)
+    assert (built.batch.positions.tolist(), built.batch.rows, built.rows.ends.tolist()) == ([3], ((0, 1, 4),), [4])
+    for row in ((1, 1, 7, True), (1, 5, 9, True, 4), (1, 1, 6, True, 1)):
+        with pytest.raises(EngineError, match="slot 1"):
+            slots.check(plan(rows=[row]))
+    with pytest.raises(EngineError, match="2 drafts"):
+        Slots(1, LENGTH, 1, PAGE, CPU).check(plan(rows=[(0, 3, 3, True, 2)]))
+
+
+def test_spans():
+    assert spans(np.array([7, 2, 9, 4]), np.array([1, 3, 0, 2])).tolist() == [7, 2, 3, 4, 4, 5]

@@ -77,21 +77,26 @@ class Driver:
         self.free = list(np.random.default_rng(seed).permutation(np.arange(1, PAGES + 1)))
         self.done: dict[int, int] = {}
         self.known: dict[int, int] = {}
+        self.scored: dict[int, int] = {}  # the prompt length of those who want logprobs of it
 
     def admit(self, a, length: int, **parts):
         """A plan's parts for a tenant that will have at most `length` tokens."""
         self.done[a.slot], self.known[a.slot] = a.start, len(a.tokens)
+        self.scored[a.slot] = 0 if a.params.prompt_logprobs is None else a.prompt_length
         pages = [(g, a.slot, i, int(self.free.pop())) for g in range(2) for i in range(-(-length // PAGE))]
         return {"admitted": (a,), **entries(*pages), **parts}
 
     def launch(self, *rows: tuple[int, int], **parts):
-        full = []
+        full, scored, token = [], [], 0
         for slot, count in rows:
+            wanted = min(count, self.scored.get(slot, 0) - 1 - self.done[slot])
+            scored += range(token, token + wanted)
+            token += count
             self.done[slot] += count
             full.append((slot, count, self.done[slot], self.done[slot] == self.known[slot]))
             self.known[slot] += full[-1][3]
         self.step += 1
-        return self.runner.launch(plan(self.step, full, **parts))
+        return self.runner.launch(plan(self.step, full, scored=scored, **parts))
 
     def run(self, a, chunks, outputs: int):
         """Tokens and results of one tenant alone."""
@@ -100,7 +105,7 @@ class Driver:
         for count in [*chunks, *[1] * (outputs - 1)]:
             results.append(self.launch((a.slot, count), **parts).result())
             parts = {}
-        return [int(r.sampled[0]) for r in results if r.sampled[0] >= 0], results
+        return [token for r in results for token in r.ids.tolist()], results
 
 
 PROMPT = np.random.default_rng(1).integers(0, VOCABULARY, 23).tolist()
@@ -166,9 +171,9 @@ def test_company_does_not_matter(runner):
     for rows, new in steps:
         parts = driver.admit(new, len(new.tokens) + 4) if new else {}
         result = driver.launch(*rows, **parts).result()
-        for (slot, _), token in zip(rows, result.sampled.tolist(), strict=True):
-            if token >= 0:
-                got[names[slot]].append(token)
+        drawing = [slot for (slot, _), length in zip(rows, result.lengths.tolist(), strict=True) if length]
+        for slot, token in zip(drawing, result.ids.tolist(), strict=True):
+            got[names[slot]].append(token)
     assert got == alone
 
 
@@ -177,7 +182,7 @@ def test_steps_may_be_launched_before_results_are_read(runner):
     expected, _ = Driver(runner).run(a, [23], 5)
     driver = Driver(runner)
     flights = [driver.launch((2, 23), **driver.admit(a, 28))] + [driver.launch((2, 1)) for _ in range(4)]
-    assert [int(f.result().sampled[0]) for f in reversed(flights)][::-1] == expected
+    assert [int(f.result().ids[0]) for f in reversed(flights)][::-1] == expected
 
 
 def test_a_replayed_tenant_goes_on_where_it_was(runner):
@@ -203,7 +208,7 @@ def test_copied_pages_serve_a_fork(runner):
     copies = {"copy_from": ints(table[0, 3], table[1, 3]), "copy_to": ints(new[0], new[1])}
     tokens = [driver.launch((1, 1), admitted=(fork,), **entries(*shared), **copies)]
     tokens += [driver.launch((1, 1)) for _ in range(2)]
-    assert [int(f.result().sampled[0]) for f in tokens] == expected
+    assert [int(f.result().ids[0]) for f in tokens] == expected
 
 
 def test_a_slot_is_reused_without_traces(runner):
@@ -213,7 +218,7 @@ def test_a_slot_is_reused_without_traces(runner):
     driver.run(admission(0, PROMPT, temperature=0, logit_bias={3: 90.0}, logprobs=1), [23], 3)
     flights = [driver.launch((0, 9), retired=ints(0), **driver.admit(a, 12)), driver.launch((0, 1)), driver.launch((0, 1))]
     results = [f.result() for f in flights]
-    assert [int(r.sampled[0]) for r in results] == expected and not results[0].logprobs
+    assert [int(r.ids[0]) for r in results] == expected and not results[0].logprobs
 
 
 def test_a_broken_row_fails_alone(runner):
@@ -226,7 +231,7 @@ def test_a_broken_row_fails_alone(runner):
     one, two = driver.admit(good, 6), driver.admit(broken, 3)
     parts = {k: np.concatenate([one[k], two[k]]) for k in one if k.startswith("entry")}
     result = driver.launch((0, 5), (1, 2), admitted=(good, broken), **parts).result()
-    assert result.sampled.tolist() == [expected[0], -1]
+    assert (result.ids.tolist(), result.lengths.tolist()) == (expected[:1], [1, 0])
     assert list(result.failed) == [1] and "NaN" in result.failed[1] and not result.logprobs
     chunk = admission(2, [bad, bad, 1], temperature=0, prompt_logprobs=0)
     result = driver.launch((2, 2), **driver.admit(chunk, 3)).result()
@@ -247,12 +252,12 @@ def test_an_exception_in_a_step_leaves_the_runner_usable(runner, monkeypatch):
         with pytest.raises(RuntimeError, match="out of memory"):
             driver.launch((0, 9), **parts)
     driver.done[0], driver.known[0] = 0, 9
-    assert [int(driver.launch((0, n)).result().sampled[0]) for n in (9, 1)] == expected
+    assert [int(driver.launch((0, n)).result().ids[0]) for n in (9, 1)] == expected
 
 
 def test_a_plan_without_rows_changes_hands_only(runner):
     result = runner.launch(plan(7, retired=ints(0, 1))).result()
-    assert result.step == 7 and len(result.sampled) == 0
+    assert result.step == 7 and len(result.ids) == 0
 
 
 def test_layers_share_buffers_but_not_groups(runner):

@@ -71,7 +71,7 @@ def test_the_runner_computes_the_same():
         flights += [driver.launch((2, 1)) for _ in range(7)]
         answers.append([flight.result() for flight in flights])
     cpu, cuda = answers
-    assert [r.sampled.tolist() for r in cuda] == [r.sampled.tolist() for r in cpu]
+    assert [r.ids.tolist() for r in cuda] == [r.ids.tolist() for r in cpu]
     for ours, theirs in zip(cuda, cpu, strict=True):
         for name in ("logprobs", "prompt_logprobs"):
             assert getattr(ours, name).keys() == getattr(theirs, name).keys()

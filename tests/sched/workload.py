@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from quire.cache.capacity import pages_for
 from quire.cache.layout import make_layout
 from quire.engine.core import EngineCore
-from quire.engine.executor.fake import FakeExecutor, Faults
+from quire.engine.executor.fake import FakeExecutor, Faults, Guess
 from quire.engine.executor.fake_model import FakeModel
 from quire.sched.budget import StepBudget
 from quire.sched.scheduler import Scheduler
 from quire.types.cache import CacheLayout, LayerCache
 from quire.types.errors import EngineError
 from quire.types.outputs import TokenDelta
+from quire.types.plan import Admission
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 
@@ -69,9 +70,25 @@ class Workload:
     model: FakeModel
     visits: tuple[Visit, ...]
     faults: Faults
+    drafts: int
+    wrong: int  # every so manyth draft is; 1 = all
 
     def answer(self, spec: EngineRequest) -> list[int]:
         return whole_answer(self.model, spec)
+
+    def guesser(self) -> Guess:
+        """Knows the answers, and is wrong now and then."""
+        answers = {
+            (spec.prompt, spec.seed, spec.params.min_tokens): self.answer(spec) for spec in (v.spec for v in self.visits)
+        }
+
+        def guess(tenant: Admission, position: int) -> list[int]:
+            prompt = tuple(tenant.tokens[: tenant.prompt_length].tolist())
+            answer = [*prompt, *answers[prompt, tenant.seed, tenant.params.min_tokens], 0, 1, 2, 3]
+            right = enumerate(answer[position : position + self.drafts], position)
+            return [(token + (place % self.wrong == 0)) % VOCABULARY for place, token in right]
+
+        return guess
 
 
 def whole_answer(model: FakeModel, spec: EngineRequest) -> list[int]:
@@ -183,6 +200,8 @@ def workloads(draw, faulty: bool = False) -> Workload:
         model=model,
         visits=tuple(visits),
         faults=faults,
+        drafts=draw(st.sampled_from((0, 0, 1, 2, 3))),
+        wrong=draw(st.sampled_from((1, 2, 3, 5, 100))),
     )
 
 
@@ -191,11 +210,12 @@ def run(work: Workload) -> dict[str, Heard]:
     scheduler = Scheduler(
         work.layout, pages=work.pages, max_model_len=MAX_MODEL_LEN, max_batched_tokens=work.budget, max_seqs=work.max_seqs,
         chunk_cap=work.chunk_cap, chunked=work.chunked, prefix_caching=work.prefix_caching, policy=work.policy,
-        budget=work.follows,
+        budget=work.follows, drafts=work.drafts,
     )  # fmt: skip
     executor = StrictExecutor(
-        work.layout, work.model, pages=work.pages, max_seqs=work.max_seqs, max_model_len=MAX_MODEL_LEN, faults=work.faults
-    )
+        work.layout, work.model, pages=work.pages, max_seqs=work.max_seqs, max_model_len=MAX_MODEL_LEN, faults=work.faults,
+        guess=work.guesser() if work.drafts else None,
+    )  # fmt: skip
     core = EngineCore(scheduler, executor, work.depth, clock=lambda: 1.0)
     heard: dict[str, Heard] = defaultdict(Heard)
     patience = 60 + 4 * sum(len(v.spec.prompt) + v.spec.params.max_tokens for v in work.visits) * len(work.visits)

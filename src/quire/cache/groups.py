@@ -110,10 +110,11 @@ class Window(Full):
     """The same table, but a query sees only the last `window` positions: earlier pages are given back and left NULL."""
 
     def demand(self, request: Request, end: int) -> int:
-        """Own pages come back on the way as the window moves on; shared ones do not, but cost nothing either."""
+        """Own pages come back on the way as the window moves on; shared ones do not, but cost nothing either. There may be more
+        than that already, where drafts were given room."""
         refs = self.pool.refs
         own = sum(1 for page in request.pages[self.number] if page != NULL and refs[page] == 1)
-        return min(self.need(request, end), group_pages(self.spec, end, self.page_size, self.chunk) - own)
+        return max(0, min(self.need(request, end), group_pages(self.spec, end, self.page_size, self.chunk) - own))
 
     def trim(self, request: Request, position: int) -> None:
         table = request.pages[self.number]

@@ -62,7 +62,7 @@ class Tables:
     def trim(self, request: Request) -> None:
         """Keeps what a query one position back would need, so that a fork can still repeat the last token."""
         for group in self._forgetful:
-            group.trim(request, request.computed - 1)
+            group.trim(request, request.settled - 1)
 
     def demand(self, request: Request, end: int) -> int:
         return sum(group.demand(request, end) for group in self.groups)

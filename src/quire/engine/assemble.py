@@ -6,6 +6,8 @@ Importing this file does not import torch: only the local executor needs it.
 import logging
 import os
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 from quire.cache.capacity import Capacity, fit, pages_for
 from quire.cache.layout import make_layout
@@ -25,6 +27,9 @@ from quire.sched.budget import Budget, StepBudget, TimedBudget
 from quire.sched.scheduler import Scheduler
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.runner.draft.base import Drafter
 
 logger = logging.getLogger(__name__)
 
@@ -70,13 +75,13 @@ def resolve_here(args: EngineArgs, watch: Stopwatch, serving: bool = False) -> C
     return config
 
 
-def start_core(config: Config, watch: Stopwatch | None = None) -> Started:
-    """`watch` runs since whatever belongs to the start began; it is stopped here."""
+def start_core(config: Config, watch: Stopwatch | None = None, drafter: "Drafter | None" = None) -> Started:
+    """`watch` runs since whatever belongs to the start began; it is stopped here. `drafter` guesses tokens ahead."""
     watch = watch or Stopwatch()
     # rope tables are made for the longest context that can come, so a shorter one may choose finer factors
     facts = replace(config.facts, max_position=config.max_model_len)
     layout = make_layout(facts.layers, config.page_size, ELEMENT_BYTES[config.dtype])
-    start = start_fake if config.args.distributed_executor_backend == "fake" else start_local
+    start = start_fake if config.args.distributed_executor_backend == "fake" else partial(start_local, drafter=drafter)
     executor, capacity = start(config, facts, layout, watch)
     budget: Budget | None = None
     if config.steps_follow_load and config.device_facts.times_steps:
@@ -96,6 +101,7 @@ def start_core(config: Config, watch: Stopwatch | None = None) -> Started:
         budget=budget,
         single_rows_share=config.device_facts.single_rows_share,
         in_one_piece=config.device_facts.reads_in_place,
+        drafts=0 if drafter is None else drafter.most,
     )
     core = EngineCore(scheduler, executor, config.depth, _grammars(config))
     watch.lap("scheduler")
@@ -109,7 +115,9 @@ def _grammars(config: Config) -> Lanes:
     return Lanes(path, args.tokenizer, args.tokenizer_revision, facts.vocab_size, facts.eos_ids)
 
 
-def start_local(config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch) -> tuple[Executor, Capacity]:
+def start_local(
+    config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch, drafter: "Drafter | None" = None
+) -> tuple[Executor, Capacity]:
     """The model in this process."""
     import_torch()
     with doing("importing the model's code"):
@@ -134,6 +142,7 @@ def start_local(config: Config, facts: ModelFacts, layout: CacheLayout, watch: S
         model_impl=args.model_impl,
         enforce_eager=args.enforce_eager,
         keep_blocks=config.keep_blocks,
+        drafter=drafter,
     )
     executor = LocalExecutor(runner)
     with doing("loading weights"):

@@ -72,9 +72,9 @@ class Constraints:
             self._jump(self.grammars, depth, ahead)
 
     def masks(self, scheduled: Scheduled) -> Words:
-        """Of the masked rows. Those whose masks are late sit the step out: what they draw does not count."""
-        grammars = self.supported()
-        requests = [scheduled.requests[row] for row in scheduled.plan.masked.tolist()]
+        """Of the masked draws. Rows whose masks are late sit the step out: what they draw does not count."""
+        grammars, plan = self.supported(), scheduled.plan
+        requests = [scheduled.requests[row] for row in plan.draw_row[plan.masked].tolist()]
         names = [request.spec.id for request in requests]
         for name in grammars.late(names, MASK_WAIT):
             self._scheduler.suspend(name)

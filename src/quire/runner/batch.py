@@ -5,41 +5,57 @@
     row_starts  [ 0          3    4       6 ]
     kept                2    3                 (r2 is a chunk: it ends before its last known token)
 
-A row keeps its last token if it draws, all tokens if their logprobs are reported, none otherwise; but some token is kept.
+A row keeps its tokens from the first on that something is wanted of: the last one if it draws, one more for each draft, more
+where prompt logprobs are reported. But some token is kept.
 
-The token ids are read from the slots on the device, so a row can follow a draw whose value has not reached the host.
+Token ids are read from the slots on the device, and so are positions behind drafts: a row can follow a draw whose value has not
+reached the host.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from quire.attn.batch import Batch, GroupView, keep_last
 from quire.ops.rows import RowInputs, fill_rows
-from quire.runner.sampler.logprobs import NO_ROWS
 from quire.runner.sampler.stage import Rows
-from quire.runner.slots import Slots, ragged_arange
+from quire.runner.slots import Slots
 from quire.runner.transfer import Longs, upload_together
-from quire.types.plan import StepPlan
+from quire.types.plan import Bools, StepPlan, spans
+
+NO_TOKENS: Longs = np.empty(0, np.int64)
+THE_SLOTS_OWN = 0  # instead of an end: the slot knows
 
 
-def build_batch(plan: StepPlan, slots: Slots, reporting: Longs = NO_ROWS) -> tuple[Batch, Rows]:
-    """`reporting` [n]: the rows whose every hidden state is wanted."""
-    slot, count, end = (array.astype(np.int64) for array in (plan.slot, plan.count, plan.end))
+@dataclass(frozen=True)
+class Built:
+    batch: Batch
+    rows: Rows  # the draws
+    shift: Longs  # [R] + index of a token among all = among those that are kept
+
+
+def build_batch(plan: StepPlan, slots: Slots) -> Built:
+    slot, count = plan.slot.astype(np.int64), plan.count.astype(np.int64)
+    end, loose = _ends(plan, slots)
     row_starts = _starts(count)
-    drawing = np.flatnonzero(plan.sample)
-    kept = _count_kept(plan, count, reporting)
+    kept = _count_kept(plan, row_starts)
     kept_starts = _starts(kept)
     all_kept = kept_starts[-1] == row_starts[-1]
-    kept_index = NO_ROWS if all_kept else ragged_arange(kept) + np.repeat(row_starts[1:] - kept, kept)
-    drawing_slot, drawing_end, prompt = slot[drawing], end[drawing], slots.prompt_length[slot[drawing]]
+    kept_index = NO_TOKENS if all_kept else spans(row_starts[1:] - kept, kept)
+    draw, row = plan.outputs.draw, plan.draw_row
+    shift = kept_starts[1:] - row_starts[1:]
+    draw_slot, draw_end = slot[row], end[row] - (row_starts[1:][row] - 1 - draw)
+    prompt = slots.prompt_length[draw_slot]
+    sent = end if loose is None else np.where(loose, THE_SLOTS_OWN, end)
     starts_there, slot_there, end_there, kept_starts_there, kept_there, logit_index, *rest = upload_together(
-        [row_starts, slot, end, kept_starts, kept_index, kept_starts[1:][drawing] - 1, drawing_slot, drawing_end, prompt],
+        [row_starts, slot, sent, kept_starts, kept_index, draw + shift[row], draw_slot, draw_end, prompt, draw],
         slots.device,
     )
     starts_there = starts_there.int()
     inputs = _blank(len(slot), int(row_starts[-1]), -(-int(end.max()) // slots.page_size), slots)
     slots.mail.deliver()
-    fill_rows(slot_there, end_there, starts_there, slots.tokens, slots.tables, slots.page_size, inputs)
+    fill_rows(slot_there, end_there, starts_there, slots.position, slots.tokens, slots.tables, slots.page_size, inputs)
     batch = Batch(
         ids=inputs.ids,
         positions=inputs.positions,
@@ -54,8 +70,19 @@ def build_batch(plan: StepPlan, slots: Slots, reporting: Longs = NO_ROWS) -> tup
     )
     if not all_kept:
         batch = keep_last(batch, kept, kept_starts_there.int(), kept_there)
-    rows = Rows(drawing_slot, drawing_end, prompt, slot=rest[0], end=rest[1], prompt=rest[2], tokens=slots.tokens)
-    return batch, rows
+    end_of_draw = rest[1] if loose is None else batch.positions[rest[3]] + 1
+    rows = Rows(draw_slot, draw_end, prompt, rest[0], end_of_draw, rest[2], slots.tokens, exact=loose is None)
+    return Built(batch, rows, shift)
+
+
+def _ends(plan: StepPlan, slots: Slots) -> tuple[Longs, Bools | None]:
+    """[R] where the rows end, at most; and [R] which of them end where only the device knows, if any do. A CPU is asked."""
+    end, loose = plan.end.astype(np.int64), slots.loose[plan.slot]
+    if not loose.any():
+        return end, None
+    if slots.device.type == "cpu":
+        return np.where(loose, slots.position.numpy()[plan.slot] + plan.count, end), None
+    return end, loose
 
 
 def _starts(counts: Longs) -> Longs:
@@ -65,10 +92,13 @@ def _starts(counts: Longs) -> Longs:
     return starts
 
 
-def _count_kept(plan: StepPlan, count: Longs, reporting: Longs) -> Longs:
+def _count_kept(plan: StepPlan, row_starts: Longs) -> Longs:
     """[R] how many of its last tokens each row keeps."""
-    kept = plan.sample.astype(np.int64)
-    kept[reporting] = count[reporting]
+    outputs, kept = plan.outputs, np.zeros(len(plan.slot), np.int64)
+    for wanted in (outputs.draw, outputs.prompt_logprobs, outputs.pool):
+        if len(wanted):
+            row = plan.rows_of(wanted)
+            np.maximum.at(kept, row, row_starts[row + 1] - wanted)
     if not kept.any():
         kept[-1] = 1  # layers need not know what it is to have no token at all
     return kept

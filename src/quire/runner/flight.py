@@ -9,11 +9,10 @@ from quire.ops.sample import GOOD
 from quire.runner.sampler.grammar import Masks
 from quire.runner.sampler.logprobs import Report, to_top_logprobs
 from quire.runner.sampler.pipeline import FAULTS, Drawn
-from quire.runner.transfer import Download, Longs
+from quire.runner.transfer import Download
 from quire.types.errors import EngineError
-from quire.types.plan import StepPlan, StepResult, TopLogprobs, Words
+from quire.types.plan import Bools, Ints, StepPlan, StepResult, TopLogprobs, Words, spans
 
-NO_TOKEN = -1
 BROKEN_PROMPT = "the model's logits are broken at a prompt position: they contain NaN or +inf"
 
 
@@ -24,12 +23,17 @@ class StepFlight:
     """
 
     def __init__(
-        self, plan: StepPlan, prompts: list[tuple[int, Report]], draw: Drawn | Callable[[Masks | None], Drawn] | None
+        self,
+        plan: StepPlan,
+        prompts: list[tuple[int, Report]],
+        draw: Drawn | Callable[[Masks | None], Drawn] | None,
+        pooled: Tensor | None = None,
     ) -> None:
-        """`draw` is for the rows that sample, in order, or what they drew; `prompts` are (row, report) pieces in the order of
-        positions."""
+        """`draw` makes the step's draws, in order, or is what was drawn; `prompts` are (row, report) pieces in the order of
+        positions; pooled [pool, H]."""
         self._plan = plan
         self._prompts = prompts
+        self._pooled = pooled
         self._draw = draw
         self._drawn: Drawn | None = None
         self._download: Download | None = None
@@ -38,14 +42,14 @@ class StepFlight:
             self._complete(None)
 
     def draw(self, masks: Words) -> None:
-        """masks [masked, W], of the plan's masked rows in order."""
-        drawing = np.cumsum(self._plan.sample) - 1  # index among the rows that draw
-        self._complete(Masks(drawing[self._plan.masked], masks))
+        """masks [masked, W], of the plan's masked draws in order."""
+        self._complete(Masks(self._plan.masked.astype(np.int64), masks))
 
     def _complete(self, masks: Masks | None) -> None:
         drawn = self._drawn = self._draw(masks) if callable(self._draw) else self._draw
         self._draw = None
         tensors: list[Tensor] = [] if drawn is None else [drawn.result]
+        tensors += [tensor for tensor in (self._pooled, None if drawn is None else drawn.lengths) if tensor is not None]
         for report in [*([drawn.report] if drawn and drawn.report else []), *(report for _, report in self._prompts)]:
             tensors += report.tensors
         self._download = Download(tensors)
@@ -59,44 +63,52 @@ class StepFlight:
         if self._download is None:
             raise EngineError(f"step {self._plan.step} was awaited before it got its masks")
         arrays = iter(self._download.wait())
-        sampled = np.full(len(self._plan.slot), NO_TOKEN, np.int32)
+        plan, drawn = self._plan, self._drawn
+        lengths, ids, fault = plan.sample.astype(np.int32), np.empty(0, np.int32), np.empty(0, np.int32)
+        if drawn is not None:
+            ids, fault = next(arrays)[:, plan.draw_row if drawn.of_all else slice(len(plan.draw_row))]
+        pooled = None if self._pooled is None else next(arrays).astype(np.float32)
+        kept: Ints | slice = slice(None)  # the draws that count
+        if drawn is not None and drawn.lengths is not None:
+            lengths[plan.sample] = next(arrays)
+            kept = spans(np.searchsorted(plan.draw_row, np.arange(len(lengths))), lengths)
+        row = plan.draw_row[kept]
         failed: dict[int, str] = {}
+        if fault[kept].any():
+            good = fault[kept] == GOOD
+            failed = {int(row[i]): FAULTS[int(fault[kept][i])] for i in np.flatnonzero(~good)}
+            kept = np.arange(len(fault), dtype=np.int32)[kept][good]
+            row = plan.draw_row[kept]
+            lengths = np.bincount(row, minlength=len(lengths)).astype(np.int32)
         logprobs: dict[int, TopLogprobs] = {}
-        if self._drawn is not None:
-            rows = np.flatnonzero(self._plan.sample)
-            column = rows if self._drawn.of_all else slice(len(rows))
-            ids, fault = next(arrays)[:, column]
-            good = fault == GOOD
-            sampled[rows[good]] = ids[good]
-            failed = {int(rows[i]): FAULTS[int(fault[i])] for i in np.flatnonzero(~good)}
-            if self._drawn.report is not None:
-                top = to_top_logprobs(next(arrays), next(arrays), next(arrays))
-                logprobs = _split_rows(top, rows[self._drawn.reported], self._drawn.widths)
+        if drawn is not None and drawn.report is not None:
+            top = to_top_logprobs(next(arrays), next(arrays), next(arrays))
+            counts = np.isin(drawn.reported, np.arange(len(fault))[kept])
+            logprobs = _split_rows(top, plan.draw_row[drawn.reported], drawn.widths, counts)
         pieces: dict[int, list[TopLogprobs]] = {}
-        for row, _ in self._prompts:
-            pieces.setdefault(row, []).append(to_top_logprobs(next(arrays), next(arrays), next(arrays)))
-        prompt_logprobs = {row: _join(parts) for row, parts in pieces.items()}
-        for row, top in prompt_logprobs.items():
+        for each, _ in self._prompts:
+            pieces.setdefault(each, []).append(to_top_logprobs(next(arrays), next(arrays), next(arrays)))
+        prompt_logprobs = {each: _join(parts) for each, parts in pieces.items()}
+        for each, top in list(prompt_logprobs.items()):
             if (np.isnan(top.values) | np.isposinf(top.values)).any():
-                failed.setdefault(row, BROKEN_PROMPT)
-        return StepResult(
-            step=self._plan.step,
-            sampled=sampled,
-            logprobs={row: top for row, top in logprobs.items() if row not in failed},
-            prompt_logprobs={row: top for row, top in prompt_logprobs.items() if row not in failed},
-            failed=failed,
-        )
+                failed.setdefault(each, BROKEN_PROMPT)
+                del prompt_logprobs[each]
+        return StepResult(plan.step, lengths, ids[kept].astype(np.int32), logprobs, prompt_logprobs, pooled, failed)
 
 
-def _split_rows(top: TopLogprobs, rows: Longs, widths: Sequence[int]) -> dict[int, TopLogprobs]:
-    """One entry per row, each cut to its own width."""
-    return {
-        int(row): TopLogprobs(top.ids[i : i + 1, : width + 1], top.values[i : i + 1, : width + 1], top.rank[i : i + 1])
-        for i, (row, width) in enumerate(zip(rows, widths, strict=True))
-    }
+def _split_rows(top: TopLogprobs, rows: Ints, widths: Sequence[int], counts: Bools) -> dict[int, TopLogprobs]:
+    """Those that count, one entry per row, each cut to its own width."""
+    parts: dict[int, list[TopLogprobs]] = {}
+    for i, (row, width) in enumerate(zip(rows.tolist(), widths, strict=True)):
+        if counts[i]:
+            cut = TopLogprobs(top.ids[i : i + 1, : width + 1], top.values[i : i + 1, : width + 1], top.rank[i : i + 1])
+            parts.setdefault(row, []).append(cut)
+    return {row: _join(cuts) for row, cuts in parts.items()}
 
 
 def _join(parts: list[TopLogprobs]) -> TopLogprobs:
+    if len(parts) == 1:
+        return parts[0]
     return TopLogprobs(
         np.concatenate([part.ids for part in parts]),
         np.concatenate([part.values for part in parts]),

@@ -236,7 +236,8 @@ class Graphs:
         """-> logits [rows, V]; what was drawn is in the slots and in the sampler's result."""
         slots, inputs = self._slots, self._inputs
         slot, end, _, drawer = inputs.row_numbers(bucket)
-        fill_rows(slot, end, batch.row_starts, slots.tokens, slots.tables, slots.page_size, inputs.rows(bucket))
+        filled = inputs.rows(bucket)
+        fill_rows(slot, end, batch.row_starts, slots.position, slots.tokens, slots.tables, slots.page_size, filled)
         logits = self._model.logits(self._model(inputs.keep_final(bucket, batch) if bucket.tokens else batch))
         self._sampler.draw(logits, drawer, end, slots.tokens)
         return logits

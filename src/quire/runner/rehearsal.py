@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.types.plan import Admission, StepPlan
+from quire.types.plan import Admission, Outputs, StepPlan
 from quire.types.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -39,6 +39,7 @@ def make_step(tenants: Sequence[Tenant], retired: int = 0) -> StepPlan:
     """
     nothing = np.empty(0, np.int32)
     rows = len(tenants)
+    count = np.array([tenant.count for tenant in tenants], np.int32)
     return StepPlan(
         step=0,
         retired=np.arange(retired, dtype=np.int32),
@@ -46,9 +47,10 @@ def make_step(tenants: Sequence[Tenant], retired: int = 0) -> StepPlan:
         entry_group=nothing, entry_slot=nothing, entry_index=nothing, entry_page=nothing,
         copy_from=nothing, copy_to=nothing,
         slot=np.arange(rows, dtype=np.int32),
-        count=np.array([tenant.count for tenant in tenants], np.int32),
+        count=count,
+        drafts=np.zeros_like(count),
         end=np.array([tenant.length for tenant in tenants], np.int32),
-        sample=np.ones(rows, np.bool_),
+        outputs=Outputs.last(count, np.ones_like(count)),
     )  # fmt: skip
 
 

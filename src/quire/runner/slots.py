@@ -3,8 +3,10 @@
     tokens[slot]    [ prompt ........ | drawn ...... | stale ]     a drawn token is written here by the step that drew it
     cursor[slot]    [ run so far ............. )
     known[slot]     [ there to be run ......... )                  = cursor + 1 after a draw
+                                             [ drafts ..... )      what the device expects to come stands behind it
 
-Token values live on the device only: the host knows how many there are, never which.
+Token values live on the device only: the host knows how many there are, never which. Once a slot has run drafts it knows only
+how many there are at most, and `position` on the device says where the slot stands.
 """
 
 import numpy as np
@@ -12,24 +14,26 @@ import torch
 
 from quire.runner.mail import Mail
 from quire.runner.prefixes import Prefixes
-from quire.runner.transfer import Longs
 from quire.types.errors import EngineError
 from quire.types.plan import Admission, Ints, StepPlan
 
 
 class Slots:
-    def __init__(self, slots: int, length: int, groups: int, page_size: int, device: torch.device) -> None:
-        """`length` is the most tokens a tenant may run; the one drawn last has a place after them."""
+    def __init__(self, slots: int, length: int, groups: int, page_size: int, device: torch.device, drafts: int = 0) -> None:
+        """`length` is the most tokens a tenant may run; the one drawn last has a place after them, and so many drafts."""
         self.device = device
         self.mail = Mail(device)
         self.length = length
         self.page_size = page_size
-        self.tokens = torch.zeros(slots, length + 1, dtype=torch.int32, device=device)  # [S, L]
+        self.drafts = drafts
+        self.tokens = torch.zeros(slots, length + 1 + drafts, dtype=torch.int32, device=device)  # [S, L]
+        self.position = torch.zeros(slots, dtype=torch.int64, device=device)  # [S] run so far, where the slot is `loose`
         width = -(-length // page_size)
         self.tables = torch.zeros(groups, slots, width, dtype=torch.int32, device=device)  # [G, S, P]
         self.prefixes = Prefixes(groups, slots, width, page_size)
         self.cursor = np.zeros(slots, np.int64)  # [S]
         self.known = np.zeros(slots, np.int64)  # [S]
+        self.loose = np.zeros(slots, np.bool_)  # [S] drafts were run: cursor and known are bounds
         self.prompt_length = np.zeros(slots, np.int64)  # [S]
 
     def take_in(self, plan: StepPlan) -> None:
@@ -42,6 +46,7 @@ class Slots:
     def retire(self, slots: Ints) -> None:
         if len(slots):
             self.cursor[slots] = self.known[slots] = self.prompt_length[slots] = 0
+            self.loose[slots] = False
 
     def _admit(self, admissions: tuple[Admission, ...]) -> None:
         for admission in admissions:
@@ -49,13 +54,14 @@ class Slots:
             if length > self.length:
                 raise EngineError(f"a request of {length} tokens was admitted to slots of {self.length}")
             self.cursor[slot], self.known[slot], self.prompt_length[slot] = admission.start, length, admission.prompt_length
-            self.mail.write(self.tokens, slot * (self.length + 1), admission.tokens)
+            self.loose[slot] = False
+            self.mail.write(self.tokens, slot * self.tokens.shape[1], admission.tokens)
 
     def _give(self, plan: StepPlan) -> None:
         """Tokens that follow a tenant's last without having been drawn."""
         if len(plan.given_slot):
             self.known += np.bincount(plan.given_slot, minlength=len(self.known))
-            index = plan.given_slot.astype(np.int64) * (self.length + 1) + plan.given_position
+            index = plan.given_slot.astype(np.int64) * self.tokens.shape[1] + plan.given_position
             self.mail.scatter(self.tokens, index, plan.given_token)
 
     def _write_tables(self, plan: StepPlan) -> None:
@@ -82,25 +88,23 @@ class Slots:
 
     def check(self, plan: StepPlan) -> None:
         """A row goes on exactly where its slot stands, and draws exactly when it reaches the last token: anything else would
-        read or write the wrong cache entries in silence."""
-        start, end, known = plan.end - plan.count, plan.end, self.known[plan.slot]
-        wrong = (start != self.cursor[plan.slot]) | (plan.count < 1) | (end > known) | (plan.sample != (end == known))
-        wrong |= plan.slot < 0
+        read or write the wrong cache entries in silence. Of a loose slot only bounds are known."""
+        start, end, known = plan.end - plan.count, plan.end, self.known[plan.slot] + plan.drafts
+        exact, cursor = ~self.loose[plan.slot], self.cursor[plan.slot]
+        wrong = (start > cursor) | (plan.count < 1) | (end > known) | (plan.slot < 0)
+        wrong |= exact & ((start != cursor) | (plan.sample != (end == known)))
+        wrong |= (plan.drafts > self.drafts) | (plan.drafts >= plan.count)
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])
             slot = int(plan.slot[row])
             raise EngineError(
-                f"step {plan.step} asks slot {slot} for positions {start[row]} to {end[row]} with sample={plan.sample[row]}, "
-                f"but {self.cursor[slot]} of its {self.known[slot]} tokens have been run"
+                f"step {plan.step} asks slot {slot} for positions {start[row]} to {end[row]} with sample={plan.sample[row]} "
+                f"and {plan.drafts[row]} drafts, but {self.cursor[slot]} of its {self.known[slot]} tokens have been run"
             )
 
     def advance(self, plan: StepPlan) -> None:
-        """The rows have been launched; those that draw have one more token to run."""
+        """The rows have been launched; those that draw have one more token to run, and some of their drafts may be right."""
         self.cursor[plan.slot] = plan.end
-        self.known[plan.slot] += plan.sample
-
-
-def ragged_arange(lengths: Longs) -> Longs:
-    """[3, 2] -> [0, 1, 2, 0, 1]."""
-    starts = np.cumsum(lengths) - lengths
-    return np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(starts, lengths)
+        self.known[plan.slot] = np.where(plan.sample, plan.end + 1, self.known[plan.slot])
+        if plan.drafts.any():
+            self.loose[plan.slot[plan.drafts > 0]] = True

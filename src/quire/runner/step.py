@@ -8,16 +8,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attn.batch import Batch
 from quire.device.base import Device, Setting
 from quire.load.load import load_weights
 from quire.models.decoder import Decoder
 from quire.models.registry import build_model
-from quire.runner.batch import build_batch
+from quire.runner.batch import Built, build_batch
 from quire.runner.buckets import MOST_TOKENS
+from quire.runner.draft.base import Drafter
+from quire.runner.draft.verify import Verification, prepare
 from quire.runner.flight import StepFlight
 from quire.runner.graphs import Graphs, allowance, fixed_plans
 from quire.runner.kv import KVBuffers
@@ -27,11 +29,11 @@ from quire.runner.sampler.logprobs import Report
 from quire.runner.sampler.pipeline import Drawn, Sampler
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
-from quire.runner.transfer import Longs
+from quire.runner.transfer import Longs, upload, upload_together
 from quire.runner.warmup import LONG, warm_up_parts, warm_up_products, warm_up_steps
 from quire.types.cache import CacheLayout, KVLayout
 from quire.types.errors import ConfigError, EngineError
-from quire.types.plan import StepPlan
+from quire.types.plan import Ints, StepPlan
 from quire.types.sampling import LogprobsMode
 from quire.types.stats import DeviceCounts
 
@@ -64,8 +66,10 @@ class Runner:
         model_impl: str = "auto",
         enforce_eager: bool = False,
         keep_blocks: bool = False,
+        drafter: Drafter | None = None,
     ) -> None:
         self._facts = facts
+        self._drafter, self._drafts = drafter, 0 if drafter is None else drafter.most
         self._device = device
         self._dtype = DTYPES[dtype]
         self._layout = layout
@@ -76,7 +80,7 @@ class Runner:
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self._model_impl = model_impl
         self._keep_blocks = keep_blocks
-        self._recording = device.records and not enforce_eager
+        self._recording = device.records and not enforce_eager and drafter is None  # no graph verifies drafts
         self.graphs: Graphs | None = None  # it counts what it recorded and replayed
         self._kv_layout = KVLayout.PAGES
         self._model: Decoder | None = None
@@ -137,8 +141,9 @@ class Runner:
         kv = KVBuffers(self._layout, self._facts.layers, pages, self._dtype, self._device.allocate, self._kv_layout)
         for layer, view, group in kv.views():
             model.attentions[layer].bind(view, group)
-        slots = Slots(self._max_seqs, max_model_len, len(self._layout.groups), self._layout.page_size, device)
-        sampler = Sampler(self._max_seqs, self._facts.vocab_size, device, self._logprobs_mode)
+        groups, page_size = len(self._layout.groups), self._layout.page_size
+        slots = Slots(self._max_seqs, max_model_len, groups, page_size, device, self._drafts)
+        sampler = Sampler(self._max_seqs, self._facts.vocab_size, device, self._logprobs_mode, self._drafts)
         self._tenants = slots, kv, sampler
         planners = fixed_plans(model, len(self._layout.groups)) if self._recording else None
         self.graphs = (
@@ -172,28 +177,35 @@ class Runner:
         slots.check(plan)
         self._device.note(plan.tokens)
         prompts: list[tuple[int, Report]] = []
-        reporting = _reporting(plan, slots, sampler)
+        pooled: Tensor | None = None
         plain = not len(plan.masked) and sampler.plain(plan.slot)
-        replayed = None if self.graphs is None or len(reporting) else self.graphs.run(plan, plain)
+        told = len(plan.outputs.prompt_logprobs) or len(plan.outputs.pool)  # graphs draw, and nothing else
+        replayed = None if self.graphs is None or told else self.graphs.run(plan, plain)
         draw: Drawn | Callable[[Masks | None], Drawn] | None = None
         if replayed is None:
-            batch, rows = build_batch(plan, slots, reporting)
-            hidden: Tensor = model(batch)
-            prompts = _report_prompts(reporting, plan, batch, hidden, model, slots, sampler)
-            if len(rows.slots):
-                draw = partial(self._draw, model.logits(hidden[batch.logit_index]), rows)
+            built = build_batch(plan, slots)
+            batch, hidden = built.batch, model(built.batch)
+            prompts = _report_prompts(plan, built, hidden, model, slots, sampler)
+            if len(plan.outputs.pool):
+                pooled = hidden[upload(_final(plan.outputs.pool, plan, built), hidden.device)].float()
+            drawn_from = hidden[batch.logit_index] if len(plan.outputs.draw) else hidden[:0]
+            follow = None if self._drafter is None else prepare(plan, slots, batch, built.rows, drawn_from)
+            if len(drawn_from):
+                draw = partial(self._draw, model.logits(drawn_from), built.rows, follow)
         elif isinstance(replayed, Tensor):
             draw = Drawn(replayed, of_all=True)
         elif len(replayed.rows.slots):
-            draw = partial(self._draw, replayed.logits, replayed.rows)
+            draw = partial(self._draw, replayed.logits, replayed.rows, None)
         slots.advance(plan)
-        return StepFlight(plan, prompts, draw)
+        return StepFlight(plan, prompts, draw, pooled)
 
     @torch.inference_mode()
-    def _draw(self, logits: Tensor, rows: Rows, masks: Masks | None) -> Drawn:
-        """logits [N, V] of the rows that draw. It comes before the next launch."""
+    def _draw(self, logits: Tensor, rows: Rows, follow: Verification | None, masks: Masks | None) -> Drawn:
+        """logits [N, V] of the draws. It comes before the next launch."""
         assert self._tenants is not None
-        return self._tenants[2].sample(logits, rows, masks)
+        slots, _, sampler = self._tenants
+        drawn = sampler.sample(logits, rows, masks)
+        return drawn if follow is None or self._drafter is None else follow.follow(drawn, slots, self._drafter)
 
     @torch.inference_mode()
     def idle(self) -> bool:
@@ -213,31 +225,22 @@ class Runner:
         self._tenants = self.graphs = None
 
 
-def _reporting(plan: StepPlan, slots: Slots, sampler: Sampler) -> Longs:
-    """The rows that want logprobs of prompt tokens, and run over positions that are followed by one."""
-    wanted = sampler.logprobs.prompt_wanted(plan.slot)
-    if not len(wanted):
-        return wanted
-    return wanted[(plan.end - plan.count)[wanted] < slots.prompt_length[plan.slot[wanted]] - 1]
+def _final(tokens: Ints, plan: StepPlan, built: Built) -> Longs:
+    """Where the hidden states of these of the step's tokens are."""
+    return tokens + built.shift[plan.rows_of(tokens)]
 
 
 def _report_prompts(
-    reporting: Longs, plan: StepPlan, batch: Batch, hidden: Tensor, model: Decoder, slots: Slots, sampler: Sampler
+    plan: StepPlan, built: Built, hidden: Tensor, model: Decoder, slots: Slots, sampler: Sampler
 ) -> list[tuple[int, Report]]:
-    """Logprobs of the prompt tokens that follow the positions of this step, for the rows `reporting`.
-
-    row         [ start ........................ end )
-    reported      start+1 ....................... end        as far as they are in the prompt
-    """
-    reports = []
-    for row in reporting.tolist():
-        slot, end = int(plan.slot[row]), int(plan.end[row])
-        start = end - int(plan.count[row])
-        stop = min(end, int(slots.prompt_length[slot]) - 1)  # the last prompt token has no successor in the prompt
-        token = batch.final.rows[row][0] - start  # + position = index into the hidden states
-        for first in range(start, stop, PROMPT_PIECE):
-            last = min(first + PROMPT_PIECE, stop)
-            targets = slots.tokens[slot, first + 1 : last + 1].long()
-            logits = model.logits(hidden[token + first : token + last])
-            reports.append((row, sampler.logprobs.of_prompt(logits, targets, slot)))
+    """Logprobs of the prompt tokens that follow, a piece at a time."""
+    tokens, reports = plan.outputs.prompt_logprobs, []
+    rows, final = plan.rows_of(tokens), _final(tokens, plan, built)
+    for row in np.unique(rows).tolist():
+        index, slot = np.flatnonzero(rows == row), int(plan.slot[row])
+        for first in range(0, len(index), PROMPT_PIECE):
+            piece = index[first : first + PROMPT_PIECE]
+            states, at = upload_together([final[piece], tokens[piece]], slots.device)
+            targets = slots.tokens[slot, built.batch.positions[at] + 1].long()
+            reports.append((row, sampler.logprobs.of_prompt(model.logits(hidden[states]), targets, slot)))
     return reports

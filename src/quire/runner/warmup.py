@@ -123,7 +123,7 @@ def kinds_of_layers(model: Decoder) -> tuple[list[nn.Module], list[nn.Module], l
 def _batch(tenants: Sequence[Tenant], slots: Slots) -> Batch:
     plan = make_step(tenants)
     slots.take_in(plan)
-    batch, _ = build_batch(plan, slots)
+    batch = build_batch(plan, slots).batch
     slots.retire(plan.slot)
     return batch
 
@@ -136,7 +136,7 @@ def _draws(slots: Slots, sampler: Sampler, vocabulary: int) -> list[Callable[[],
     for admission in plan.admitted:
         sampler.admit(admission.slot, admission)
     sampler.refresh(slots.mail)
-    _, rows = build_batch(plan, slots)
+    rows = build_batch(plan, slots).rows
     single = [rows.take(np.array([row])) for row in range(len(plan.slot))]
     return [partial(job, sampler, torch.zeros(1, vocabulary, device=slots.device), single) for job in (_draw, _edit)]
 

@@ -20,13 +20,9 @@ def delta(
     )  # fmt: skip
 
 
-def unscored(request: Request, scores: TopLogprobs, start: int) -> tuple[TopLogprobs, ...]:
-    """The prompt scores not handed out yet: a preempted request runs its prompt again.
-
-    Score j of a row that began at `start` is of position start + 1 + j.
-    """
-    skip = max(0, request.scored - start)
-    if skip >= len(scores.rank):
+def each_token(scores: TopLogprobs | None, count: int) -> tuple[TopLogprobs, ...]:
+    """Those of the first `count` positions, one by one."""
+    if scores is None:
         return ()
-    request.scored = start + len(scores.rank)
-    return (TopLogprobs(scores.ids[skip:], scores.values[skip:], scores.rank[skip:]),)
+    ids, values, rank = scores.ids, scores.values, scores.rank
+    return tuple(TopLogprobs(ids[i : i + 1], values[i : i + 1], rank[i : i + 1]) for i in range(count))

@@ -1,6 +1,6 @@
 """Collects one step in lists and turns them into a StepPlan. It decides nothing.
 
-Nearly every row is one token that is sampled after: of those only request and end are noted. The other rows are `odd`.
+Nearly every row is one token that is drawn after: of those only request and end are noted. The other rows are `odd`.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from itertools import repeat
 import numpy as np
 
 from quire.cache.tables import Entries
-from quire.types.plan import Admission, Ints, StepPlan
+from quire.types.plan import Admission, Ints, Outputs, StepPlan, spans
 from quire.types.request import Request
 
 
@@ -19,7 +19,14 @@ class Scheduled:
 
     plan: StepPlan
     requests: tuple[Request, ...]  # [rows]
-    silent: tuple[int, ...]  # the rows that bring no token
+    odd: tuple[int, ...]  # the rows that may bring something else than one token
+
+
+@dataclass(frozen=True)
+class Odd:
+    count: int
+    draws: int
+    scores: range  # the prompt positions of the row that logprobs are wanted behind
 
 
 class PlanBuilder:
@@ -29,7 +36,7 @@ class PlanBuilder:
         self.sources: list[int] = []  # pages with a reference until the plan is complete: they will be copied from
         self.requests: list[Request] = []  # [rows]
         self.ends: list[int] = []  # [rows]
-        self._odd: dict[int, tuple[int, bool]] = {}  # row → count, sample
+        self._odd: dict[int, Odd] = {}
         self._masked: list[int] = []
         self._admitted: list[Admission] = []
         self._group: list[int] = []
@@ -77,11 +84,14 @@ class PlanBuilder:
         self.sources.append(source)
         self._targets.append(target)
 
-    def row(self, request: Request, count: int, end: int, sample: bool, masked: bool) -> None:
+    def row(self, request: Request, count: int, end: int, draws: int, masked: bool) -> None:
+        scores, spec = range(0), request.spec
+        if spec.params.prompt_logprobs is not None:
+            scores = range(max(end - count, request.scored), min(end, len(spec.prompt) - 1))
         if masked:
             self._masked.append(len(self.requests))
-        if count != 1 or not sample:
-            self._odd[len(self.requests)] = (count, sample)
+        if count != 1 or draws != 1 or scores:
+            self._odd[len(self.requests)] = Odd(count, draws, scores)
         self.requests.append(request)
         self.ends.append(end)
 
@@ -91,7 +101,8 @@ class PlanBuilder:
             return 0
         if request not in self.requests:
             return request.computed
-        return request.computed - self._odd.get(self.requests.index(request), (1, True))[0]
+        odd = self._odd.get(self.requests.index(request))
+        return request.computed - (1 if odd is None else odd.count)
 
     def build(self, retired: list[int], last: Scheduled | None) -> Scheduled | None:
         """None if nothing is to be run. What has not changed since the `last` step is taken from there."""
@@ -100,9 +111,9 @@ class PlanBuilder:
         requests, slots = tuple(self.requests), None
         if last is not None and not self._admitted and last.requests == requests:
             requests, slots = last.requests, last.plan.slot
-        count, sample = np.ones(len(requests), np.int32), np.ones(len(requests), np.bool_)
-        for i, (tokens, sampled) in self._odd.items():
-            count[i], sample[i] = tokens, sampled
+        count, draws = np.ones((2, len(requests)), np.int32)
+        for i, odd in self._odd.items():
+            count[i], draws[i] = odd.count, odd.draws
         given = np.array(self._given, np.int32).reshape(-1, 3)
         plan = StepPlan(
             step=self.step,
@@ -116,14 +127,31 @@ class PlanBuilder:
             copy_to=_ints(self._targets),
             slot=_ints([request.slot for request in requests]) if slots is None else slots,
             count=count,
+            drafts=np.maximum(draws - 1, 0),
             end=_ints(self.ends),
-            sample=sample,
-            masked=_ints(self._masked),
+            outputs=self._outputs(count, draws),
+            masked=self._masks(draws),
             given_slot=given[:, 0],
             given_position=given[:, 1],
             given_token=given[:, 2],
         )
-        return Scheduled(plan, requests, tuple(i for i, (_, sampled) in self._odd.items() if not sampled))
+        return Scheduled(plan, requests, tuple(i for i, odd in self._odd.items() if odd.draws != 1))
+
+    def _outputs(self, count: Ints, draws: Ints) -> Outputs:
+        if not self._odd:
+            return Outputs(np.arange(len(count), dtype=np.int32))
+        drawn = Outputs.last(count, draws)
+        scoring = [i for i, odd in self._odd.items() if odd.scores]
+        if not scoring:
+            return drawn
+        after = np.cumsum(count)[scoring] - _ints(self.ends)[scoring]  # + position = index among the tokens
+        scores = [self._odd[i].scores for i in scoring]
+        first = after + _ints([positions.start for positions in scores])
+        return Outputs(drawn.draw, spans(first, _ints([len(positions) for positions in scores])))
+
+    def _masks(self, draws: Ints) -> Ints:
+        rows = _ints(self._masked)
+        return spans((np.cumsum(draws) - draws)[rows], draws[rows]) if len(rows) else rows
 
 
 def _ints(values: list[int]) -> Ints:

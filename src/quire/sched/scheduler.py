@@ -21,7 +21,7 @@ from itertools import islice
 
 from quire.cache.tables import Tables
 from quire.sched.budget import Budget, StepBudget
-from quire.sched.deltas import delta, unscored
+from quire.sched.deltas import delta, each_token
 from quire.sched.forks import Forks, common_prefix
 from quire.sched.limits import Limits
 from quire.sched.plan_builder import PlanBuilder, Scheduled
@@ -55,9 +55,11 @@ class Scheduler:
         budget: Budget | None = None,
         single_rows_share: bool = False,
         in_one_piece: bool = True,
+        drafts: int = 0,
     ) -> None:
         """`budget`: how many tokens a step has, where that is not always `max_batched_tokens`. `single_rows_share`: within a
-        step, the device lets other rows read what a row of one token writes. `in_one_piece`: see `Pool`."""
+        step, the device lets other rows read what a row of one token writes. `in_one_piece`: see `Pool`. `drafts`: how many
+        tokens the device guesses ahead, to be verified by the next row."""
         if max_seqs < 1:
             raise ConfigError(f"max_seqs must be at least 1, got {max_seqs}")
         self._limits = Limits(layout, pages, max_model_len, max_batched_tokens, chunk_cap, chunked)
@@ -83,6 +85,7 @@ class Scheduler:
         self._blocked: tuple[Request, int] | None = None  # who did not fit, and pool.returned at that time
         self._max_seqs = max_seqs
         self._single_rows_share = single_rows_share
+        self._drafts = drafts
         self._ahead = AHEAD * layout.page_size if self._tables.keeps_all and pages >= 4 * AHEAD * max_seqs else 0
         self._owed = 0  # by the latest plan
         self._arrivals = self._step = self._queries = self._hits = self._preemptions = 0
@@ -280,8 +283,9 @@ class Scheduler:
                 continue
             count = 0 if request in self._paused else self._limits.row_length(request, left)
             if count and self._cover(request, request.computed + count, plan):
-                self._place(request, count, plan)
-                left -= count
+                drafts = self._guesses(request, left, plan) if self._drafts and request.known == 1 else 0
+                self._place(request, count + drafts, plan, drafts)
+                left -= count + drafts
         return left
 
     def _admit(self, plan: PlanBuilder, left: int, now: float) -> None:
@@ -320,20 +324,35 @@ class Scheduler:
                 self._hits += request.cached
         request.admitted = plan.step
 
-    def _place(self, request: Request, count: int, plan: PlanBuilder) -> None:
+    def _place(self, request: Request, count: int, plan: PlanBuilder, drafts: int = 0) -> None:
+        """A row of `count` tokens, the last of them drafts."""
         request.computed += count
-        request.known -= count
+        request.known -= count - drafts
         sample = not request.known
         masked = sample and (request.constrained or may_be_cut(request))
         if sample:
             request.known = 1
-            if not request.spec.params.needs_masks:
+            request.loose += drafts
+            if not request.spec.params.needs_masks and not self._drafts:
                 request.easy = min(request.covered, request.limit - 1)
         else:
             request.chunks += 1
             plan.owed += self._tables.demand(request, len(request.tokens))
         (self._filling if count > 1 or self._single_rows_share else self._filling_later).append(request)
-        plan.row(request, count, request.computed, sample, masked)
+        plan.row(request, count, request.computed, 1 + drafts if sample else 0, masked)
+
+    def _guesses(self, request: Request, left: int, plan: PlanBuilder) -> int:
+        """How many drafts follow its one known token: what there is room for, at nobody's cost."""
+        if request.spec.params.needs_masks:
+            return 0
+        end = request.computed + 1
+        drafts = min(self._drafts, left - 1, self._limits.chunk - 1, request.limit - 1 - end)
+        if drafts > 0 and end + drafts > request.covered:
+            grown = self._tables.grow(request, end + drafts)
+            if grown is None:
+                return max(0, min(drafts, request.covered - end))
+            plan.enter(request.slot, grown)
+        return max(0, drafts)
 
     # ---- pages -----------------------------------------------------------------------------------------------------------
 
@@ -376,7 +395,8 @@ class Scheduler:
         return True
 
     def _cover(self, request: Request, end: int, plan: PlanBuilder) -> bool:
-        """Pages up to `end`, taken from others if need be. False if the request itself had to give way."""
+        """Pages up to `end`, taken from others if need be. False if the request itself had to give way, or may not need them:
+        how many of its drafts were right is not known yet."""
         if end <= request.covered:
             return True
         self._tables.trim(request)
@@ -386,6 +406,8 @@ class Scheduler:
         if grown is None:
             grown = self._tables.grow(request, end)
         while grown is None:
+            if request.loose:
+                return False
             if not self._drop_oldest_hold():
                 victim = self._running.worst(request)
                 self._preempt(victim)
@@ -474,61 +496,71 @@ class Scheduler:
     def commit(self, scheduled: Scheduled, result: StepResult) -> list[TokenDelta]:
         """What a step brought. Rows of requests that have left since are dropped here, and nowhere else."""
         deltas: list[TokenDelta] = []
-        rows: Iterable[tuple[Request, int]] = zip(scheduled.requests, result.sampled.tolist(), strict=True)
-        special = {*scheduled.silent, *result.logprobs, *result.prompt_logprobs, *result.failed}
+        requests, ids = scheduled.requests, result.ids.tolist()
+        special = {*scheduled.odd, *result.logprobs, *result.prompt_logprobs, *result.failed}
         if self._void:
-            special.update(range(len(scheduled.requests)))
+            special.update(range(len(requests)))
+        rows: Iterable[tuple[Request, int]] = zip(requests, ids, strict=not special)
         if special:
-            rows = [row for i, row in enumerate(rows) if i not in special]
+            first = (result.lengths.cumsum() - result.lengths).tolist()
+            rows = [(request, ids[first[i]]) for i, request in enumerate(requests) if i not in special]
             for i in sorted(special):
-                deltas += self._commit_row(i, scheduled, result)
+                deltas += self._commit_row(i, scheduled, result, ids[first[i] : first[i] + int(result.lengths[i])])
         for request, token in rows:
             if request.finished is None:
                 tokens = request.tokens
                 tokens.append(token)
                 if token in request.spec.stop_ids or len(tokens) >= request.look:
-                    deltas.append(self._consider(request, token))
+                    deltas.append(self._consider(request, [token], finish(request, token)))
                 else:
                     deltas.append(TokenDelta(request.spec.id, [token]))
         return deltas
 
-    def _commit_row(self, i: int, scheduled: Scheduled, result: StepResult) -> list[TokenDelta]:
+    def _commit_row(self, i: int, scheduled: Scheduled, result: StepResult, ids: list[int]) -> list[TokenDelta]:
         """A row that brought more than a token, or none."""
         request, plan = scheduled.requests[i], scheduled.plan
-        sample = bool(plan.sample[i])
-        useful = self._returned(request, sample)
+        sample, drafts = bool(plan.sample[i]), int(plan.drafts[i])
+        useful = self._returned(request, sample, drafts)
         if i in result.failed:
             self._tables.forget(request)
         if not useful:
             return []
         scores: tuple[TopLogprobs, ...] = ()
         if i in result.prompt_logprobs:
-            scores = unscored(request, result.prompt_logprobs[i], int(plan.end[i] - plan.count[i]))
-        if i in result.failed:
+            scores = (result.prompt_logprobs[i],)
+            request.scored = max(request.scored, int(plan.end[i] - plan.count[i])) + len(scores[0].rank)
+        ending, taken = None, list[int]()
+        for token in ids:
+            request.tokens.append(token)
+            taken.append(token)
+            ending = finish(request, token)
+            if ending is not None:
+                break
+        if sample:
+            request.land(drafts, len(taken))
+        logprobs = each_token(result.logprobs.get(i), len(taken))
+        if i in result.failed and ending is None:
             self._leave(request, "error")
-            return [delta(request, [], error=result.failed[i], prompt_logprobs=scores)]
+            return [delta(request, taken, error=result.failed[i], logprobs=logprobs, prompt_logprobs=scores)]
         if not sample:
             return [delta(request, [], prompt_logprobs=scores)] if scores else []
-        token = int(result.sampled[i])
-        request.tokens.append(token)
-        logprobs = (result.logprobs[i],) if i in result.logprobs else ()
-        return [self._consider(request, token, logprobs, scores)]
+        return [self._consider(request, taken, ending, logprobs, scores)]
 
     def _consider(
         self,
         request: Request,
-        token: int,
+        tokens: list[int],
+        ending: tuple[FinishReason, int | None] | None,
         logprobs: tuple[TopLogprobs, ...] = (),
         scores: tuple[TopLogprobs, ...] = (),
     ) -> TokenDelta:
-        """The newest token in full: does it fill a page, does it end the request?"""
+        """The newest tokens in full: do they fill a page, do they end the request?"""
         self._tables.publish(request)
-        ending = finish(request, token)
         if ending is None:
             request.look = min(attention(request), self._tables.next_publication(request))
-            return delta(request, [token], logprobs=logprobs, prompt_logprobs=scores)
+            return delta(request, tokens, logprobs=logprobs, prompt_logprobs=scores)
         self._leave(request, ending[0])
-        return delta(request, [token], stop=ending[1], logprobs=logprobs, prompt_logprobs=scores)
+        return delta(request, tokens, stop=ending[1], logprobs=logprobs, prompt_logprobs=scores)
 
     def fail(self, scheduled: Scheduled, reason: str) -> list[TokenDelta]:
         """The whole step was lost: the requests with rows in it end, and nothing is known of what the cache holds.
@@ -537,8 +569,8 @@ class Scheduler:
         """
         plan = scheduled.plan
         deltas = []
-        for request, sample in zip(scheduled.requests, plan.sample.tolist(), strict=True):
-            self._returned(request, sample)
+        for request, sample, drafts in zip(scheduled.requests, plan.sample.tolist(), plan.drafts.tolist(), strict=True):
+            self._returned(request, sample, drafts)
             if request.finished is None:
                 self._leave(request, "error")
                 deltas.append(delta(request, [], error=reason))
@@ -555,12 +587,12 @@ class Scheduler:
         self._retired += [slot for slot in plan.retired.tolist() if slot in self._slots and slot not in self._retired]
         return deltas
 
-    def _returned(self, request: Request, sample: bool) -> bool:
+    def _returned(self, request: Request, sample: bool, drafts: int) -> bool:
         """Counts one row back in. False if its result is of no use, and then no token of it is to come any more."""
         request.chunks -= not sample
         useful = request.finished is None and request not in self._void
         if sample and not useful:
-            request.known -= 1
+            request.land(drafts, 0)
         if not request.rows:
             self._void.discard(request)
         return useful
@@ -595,7 +627,7 @@ class Scheduler:
         if sorted(request.order for request in places) != sorted(request.order for request in self._live.values()):
             raise EngineError("a request is in no place or in two")
         for request in places:
-            if request.rows < 0 or request.pending < 0 or request.known < 0:
+            if min(request.rows, request.pending, request.known, request.loose, request.settled) < 0:
                 raise EngineError(f"the cursors of {request.spec.id!r} are out of bounds")
             if request.slot < 0 and (request.pages or request.computed or request.easy):
                 raise EngineError(f"{request.spec.id!r} waits but has pages")

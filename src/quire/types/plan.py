@@ -4,6 +4,7 @@ Request ids stay on the deciding side; the device knows slots. Arrays are numpy 
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,13 @@ Words = npt.NDArray[np.uint32]
 
 def _none() -> Ints:
     return np.empty(0, np.int32)
+
+
+def spans(first: npt.NDArray[np.integer], lengths: npt.NDArray[np.integer]) -> Ints:
+    """lengths[i] integers from first[i] on, end to end: [7, 2], [1, 3] -> [7, 2, 3, 4]."""
+    begins = np.cumsum(lengths) - lengths
+    values: Ints = (np.arange(int(lengths.sum())) + np.repeat(first - begins, lengths)).astype(np.int32)
+    return values
 
 
 @dataclass(frozen=True)
@@ -35,13 +43,32 @@ class Admission:
 
 
 @dataclass(frozen=True)
+class Outputs:
+    """Those of a step's tokens that something is wanted of, by what it is: indices among all tokens of the step, rising."""
+
+    draw: Ints  # [draws] the next token is drawn; of a row with drafts, behind its last known token and behind each draft
+    prompt_logprobs: Ints = field(default_factory=_none)  # logprobs of the prompt token that follows
+    pool: Ints = field(default_factory=_none)  # the hidden state itself
+
+    @classmethod
+    def last(cls, count: npt.NDArray[np.integer], draws: npt.NDArray[np.integer]) -> "Outputs":
+        """Draws behind the last draws[r] tokens of each row, and nothing else."""
+        return cls(spans(np.cumsum(count) - draws, draws))
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """One step: who came and went, which pages changed hands, and the ragged batch of rows to run.
 
     Order of effects on the device: retire, admit, given tokens, tables, copies, then the rows.
-    A row is "`count` more tokens of `slot`"; `sample` says that it reaches the last known token, so its logits are wanted.
-    The rows `masked` may draw only what a mask allows. Masks depend on tokens of the step before, so they are not part of the
-    plan: the step is started without them, and draws when it gets them.
+
+    A row is "`count` more tokens of `slot`", of which the last `drafts` are what the device itself expects to come. A row that
+    reaches the last known token draws: there, and behind every draft. The drafts that were drawn are accepted, up to the first
+    that was not; so a row brings 1 to 1 + drafts tokens, and where the next row begins is known to the device first. `end` is
+    what it is at most.
+
+    Of the draws, those `masked` are restricted to what a mask allows. Masks depend on tokens of the step before, so they are
+    not part of the plan: the step is started without them, and draws when it gets them.
     """
 
     step: int
@@ -58,17 +85,36 @@ class StepPlan:
     # the rows
     slot: Ints  # [rows]
     count: Ints  # [rows]
-    end: Ints  # [rows] position after the row's last token: its key length
-    sample: Bools  # [rows]
-    masked: Ints = field(default_factory=_none)  # [masked] indices of rows, rising; all of them sample
+    drafts: Ints  # [rows]
+    end: Ints  # [rows] position after the row's last token, at most: its key length
+    outputs: Outputs
+    masked: Ints = field(default_factory=_none)  # [masked] indices among the draws, rising
     # tokens that were not drawn: tokens[slot, position] = token, in order, each after the slot's last
     given_slot: Ints = field(default_factory=_none)  # [given]
     given_position: Ints = field(default_factory=_none)  # [given]
     given_token: Ints = field(default_factory=_none)  # [given]
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         return int(self.count.sum())
+
+    def rows_of(self, tokens: Ints) -> Ints:
+        """The rows to which these of the step's tokens belong."""
+        if self.tokens == len(self.count):  # most steps: the rows have one token each
+            return tokens
+        return np.searchsorted(np.cumsum(self.count), tokens, side="right").astype(np.int32)
+
+    @cached_property
+    def draw_row(self) -> Ints:
+        """[draws] the row of each draw."""
+        return self.rows_of(self.outputs.draw)
+
+    @cached_property
+    def sample(self) -> Bools:
+        """[rows] which of them draw."""
+        sample = np.zeros(len(self.slot), np.bool_)
+        sample[self.draw_row] = True
+        return sample
 
 
 @dataclass(frozen=True)
@@ -82,10 +128,12 @@ class TopLogprobs:
 
 @dataclass(frozen=True)
 class StepResult:
-    """`sampled[i]` belongs to row i; -1 where the row was a chunk."""
+    """`lengths[i]` tokens came of row i: none of a chunk, one of most rows, up to 1 + drafts of a row with drafts."""
 
     step: int
-    sampled: Ints  # [rows]
-    logprobs: dict[int, TopLogprobs] = field(default_factory=dict)  # row -> its one sampled position
-    prompt_logprobs: dict[int, TopLogprobs] = field(default_factory=dict)  # row -> prompt positions start+1 ... of this chunk
-    failed: dict[int, str] = field(default_factory=dict)  # row -> why; the other rows are good
+    lengths: Ints  # [rows]
+    ids: Ints  # [sum of lengths] row by row
+    logprobs: dict[int, TopLogprobs] = field(default_factory=dict)  # row -> of its tokens
+    prompt_logprobs: dict[int, TopLogprobs] = field(default_factory=dict)  # row -> of the prompt tokens that were asked for
+    pooled: Floats | None = None  # [pool, H] what was asked for
+    failed: dict[int, str] = field(default_factory=dict)  # row -> why, behind the tokens it brought; the other rows are good

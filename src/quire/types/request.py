@@ -5,7 +5,8 @@
     known     = len(tokens) + pending - computed             what the device has not been asked to run yet
 
 `computed` and `known` are kept, `pending` follows from them: a row of one token that is sampled after moves `computed` alone,
-and a token that returns is only appended.
+and a token that returns is only appended. Rows with drafts are counted as if all of these were right, until it is known how
+many were: pages are allocated for that, and trimmed by what is `settled`.
 
 There is no phase: a fresh prompt, a chunk of a long one, a resumed request and a decoding one differ only in `known`.
 """
@@ -55,6 +56,7 @@ class Request:
     tokens: "array[int]"
     computed: int = 0
     known: int = field(init=False)
+    loose: int = 0  # drafts in flight: of `computed`, so much may turn out to be less
     chunks: int = 0  # rows in flight that bring no token
     easy: int = 0  # rows of one token up to here need no page and no thought; 0 while more than one token is known
     look: int = 0  # a new token that makes it this long may end it, fill a page, or is news beyond itself
@@ -87,10 +89,24 @@ class Request:
 
     @property
     def rows(self) -> int:
-        """Rows in flight."""
+        """Rows in flight, those with drafts counted with each of these."""
         return self.pending + self.chunks
+
+    @property
+    def settled(self) -> int:
+        """The least that `computed` can turn out to be."""
+        return self.computed - self.loose
 
     def rewind(self, computed: int) -> None:
         """Of what it has, only so much is in the cache."""
         self.known += self.computed - computed
-        self.computed = computed
+        self.computed, self.loose = computed, 0
+
+    def land(self, drafts: int, brought: int) -> None:
+        """A row that could bring 1 + drafts tokens has brought so many. Whoever lost its slot since has been rewound."""
+        missing = 1 + drafts - brought
+        if self.slot < 0:
+            self.known -= missing
+        else:
+            self.computed -= missing
+            self.loose -= drafts

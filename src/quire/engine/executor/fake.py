@@ -1,11 +1,12 @@
 """An executor without a model: the engine and server can run on it, and no slip in pages, tables, copies or cursors hides.
 
 It believes only the plan: page tables are built from its entries, tokens come from admissions and its own samples, and what a
-row reads is whatever lies in the pages its table names. What it computes is in `fake_model`. It knows no requests and no text.
+row reads is whatever lies in the pages its table names. Where a slot stands it knows by itself, as drafts may have been wrong.
+What it computes is in `fake_model`. It knows no requests and no text.
 """
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,12 +17,13 @@ import numpy.typing as npt
 from quire.engine.executor.fake_model import FakeModel, Words
 from quire.types.cache import CacheLayout
 from quire.types.errors import EngineDead, EngineError
-from quire.types.plan import Admission, Ints, StepPlan, StepResult, TopLogprobs
+from quire.types.plan import Admission, Ints, StepPlan, StepResult, TopLogprobs, spans
 from quire.types.plan import Words as Masks
 from quire.types.stats import NO_COUNTS, DeviceCounts
 
 POISON = np.uint64(0xDEADDEADDEADDEAD)
 Longs = npt.NDArray[np.int64]
+Guess = Callable[[Admission, int], Sequence[int]]  # tenant, position -> the tokens that are expected there and behind
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class FakeFlight:
 
 
 class FakeExecutor:
-    """`latency` is how long a step keeps the device busy, in seconds."""
+    """`latency` is how long a step keeps the device busy, in seconds; `guess` makes drafts, where a plan has any."""
 
     def __init__(
         self,
@@ -67,7 +69,9 @@ class FakeExecutor:
         max_model_len: int,
         latency: float = 0.0,
         faults: Faults | None = None,
+        guess: Guess | None = None,
     ) -> None:
+        self._guess = guess
         self.model, self.size, self.latency, self.faults = model, layout.page_size, latency, faults or Faults()
         width = -(-max_model_len // layout.page_size)
         self.cells: Words = np.full((pages + 1, layout.page_size), POISON)  # [pages, page_size]
@@ -75,7 +79,8 @@ class FakeExecutor:
         self.tables: Ints = np.zeros((len(layout.groups), max_seqs, width), np.int32)  # [groups, slots, page index]
         self.tokens: Ints = np.zeros((max_seqs, max_model_len + 1), np.int32)  # [slots, positions]
         self.known: Longs = np.zeros(max_seqs, np.int64)  # [slots] tokens, 0 = no tenant
-        self.cursor: Longs = np.zeros(max_seqs, np.int64)  # [slots] positions run so far
+        self.cursor: Longs = np.zeros(max_seqs, np.int64)  # [slots] positions run so far, without drafts that were wrong
+        self.bound: Longs = np.zeros(max_seqs, np.int64)  # [slots] the same, had all drafts been right
         self.seeds: Words = np.zeros(max_seqs, np.uint64)  # [slots]
         self.tenants: dict[int, Admission] = {}
         self._special: set[int] = set()  # slots whose params ask for more than a token
@@ -114,7 +119,7 @@ class FakeExecutor:
     def _seat(self, plan: StepPlan) -> None:
         for slot in plan.retired.tolist():
             self.tables[:, slot] = 0
-            self.known[slot] = self.cursor[slot] = 0
+            self.known[slot] = self.cursor[slot] = self.bound[slot] = 0
             self.tenants.pop(slot, None)
             self._special.discard(slot)
         for tenant in plan.admitted:
@@ -124,9 +129,9 @@ class FakeExecutor:
             self.tenants[slot] = tenant
             self.tokens[slot, : len(tenant.tokens)] = tenant.tokens
             params = tenant.params
-            self.known[slot], self.cursor[slot] = len(tenant.tokens), tenant.start
+            self.known[slot], self.cursor[slot], self.bound[slot] = len(tenant.tokens), tenant.start, tenant.start
             self.seeds[slot] = 0 if params.greedy else tenant.seed & 2**64 - 1
-            if params.logprobs is not None or params.prompt_logprobs is not None or params.min_tokens:
+            if params.logprobs is not None or params.min_tokens:
                 self._special.add(slot)
         if (plan.given_position != self.known[plan.given_slot] + _counts_before(plan.given_slot)).any():
             raise EngineError("a token was given that does not follow its slot's last one")
@@ -142,7 +147,8 @@ class FakeExecutor:
     # ---- the rows --------------------------------------------------------------------------------------------------------
 
     def _run(self, plan: StepPlan, lost: bool, masks: Masks | None) -> StepResult:
-        slots, end, count = plan.slot.astype(np.int64), plan.end.astype(np.int64), plan.count.astype(np.int64)
+        slots, count = plan.slot.astype(np.int64), plan.count.astype(np.int64)
+        end = self.cursor[slots] + count
         self._check_rows(plan, slots, end, count)
         fresh = np.isin(slots, [tenant.slot for tenant in plan.admitted])
         single = (count == 1) & ~fresh  # these read only what earlier steps wrote; the others may read each other, in order
@@ -150,31 +156,69 @@ class FakeExecutor:
         for i in np.flatnonzero(~single):
             positions = np.arange(end[i] - count[i], end[i])
             self._write_span(int(slots[i]), positions, lost)
-        self.cursor[slots] = end
-        sampled = np.full(len(slots), -1, np.int32)
-        last = np.flatnonzero(plan.sample)
-        if len(last):
-            digests = [self._digest(group, slots[last], end[last]) for group in range(len(self.tables))]
-            sampled[last] = self.model.draw(digests, self.seeds[slots[last]], end[last])
-        if masks is not None:
-            for row, mask in zip(plan.masked.tolist(), masks, strict=True):
-                sampled[row] = self.model.within(int(sampled[row]), mask)
-        logprobs, prompt_logprobs = self._finish_special(plan, sampled) if self._special else ({}, {})
-        self.tokens[slots[last], end[last]] = sampled[last]
-        self.known[slots[last]] += 1
+        places = spans(end - count, count)  # [tokens] the position of each
+        drawn = self._draw(plan, slots[plan.draw_row], places[plan.outputs.draw] + 1, masks)
+        lengths = self._accept(plan, drawn, places)
+        kept = spans(np.searchsorted(plan.draw_row, np.arange(len(slots))), lengths)  # the draws that count
+        ids, row = drawn[kept], plan.draw_row[kept]
+        self.cursor[slots] = end - np.where(plan.sample, 1 + plan.drafts - lengths, 0)
+        self.bound[slots] = plan.end
+        self.tokens[slots[row], places[plan.outputs.draw[kept]] + 1] = ids
+        self.known[slots] = np.where(plan.sample, self.cursor[slots] + 1, self.known[slots])
+        self._propose(slots[plan.sample])
+        logprobs, scores = self._score(plan, slots, ids, row, places)
         bad = {slot for step, slot in self.faults.rows if step == plan.step}
         failed = {int(i): "failed on order" for i in np.flatnonzero(np.isin(slots, list(bad)))} if bad else {}
-        return StepResult(plan.step, sampled, logprobs, prompt_logprobs, failed)
+        if failed:
+            ids, lengths = ids[~np.isin(row, list(failed))], np.where(np.isin(np.arange(len(slots)), list(failed)), 0, lengths)
+        return StepResult(plan.step, lengths, ids, logprobs, scores, failed=failed)
 
     def _check_rows(self, plan: StepPlan, slots: Longs, end: Longs, count: Longs) -> None:
+        """`end` is where the rows really end."""
         if (slots < 0).any():
             raise EngineError("a row has no slot")
         if len(set(slots.tolist())) < len(slots):
             raise EngineError("a slot has two rows in one step")
-        if (count < 1).any() or (end - count != self.cursor[slots]).any():
+        begin = plan.end - count
+        if (count < 1).any() or (begin < self.cursor[slots]).any() or (begin > self.bound[slots]).any():
             raise EngineError("a row does not begin where its slot's last one ended")
-        if (end > self.known[slots]).any() or (plan.sample != (end == self.known[slots])).any():
+        known = self.known[slots] + plan.drafts
+        if (end > known).any() or (plan.sample != (end == known)).any():
             raise EngineError("a row ends after its last token, or samples before it")
+
+    def _draw(self, plan: StepPlan, slots: Longs, positions: Ints, masks: Masks | None) -> Ints:
+        """slots and positions [draws] of the new tokens -> them."""
+        if not len(slots):
+            return np.empty(0, np.int32)
+        drawn = self.model.draw(
+            [self._digest(g, slots, positions) for g in range(len(self.tables))], self.seeds[slots], positions
+        )
+        if masks is not None:
+            for i, mask in zip(plan.masked.tolist(), masks, strict=True):
+                drawn[i] = self.model.within(int(drawn[i]), mask)
+        for i, slot in enumerate(slots.tolist()) if self._special else ():
+            tenant = self.tenants[slot]
+            if positions[i] - tenant.prompt_length < tenant.params.min_tokens:
+                drawn[i] = self.model.without(int(drawn[i]), tenant.stop_ids)
+        return drawn
+
+    def _accept(self, plan: StepPlan, drawn: Ints, places: Ints) -> Ints:
+        """[rows] how many of the tokens drawn [draws] go into each row's text: those before the first wrong draft, and one."""
+        lengths = plan.sample.astype(np.int32)
+        for row in np.flatnonzero(plan.drafts).tolist():
+            index = np.flatnonzero(plan.draw_row == row)
+            drafts = self.tokens[plan.slot[row], places[plan.outputs.draw[index[1:]]]]
+            wrong = np.flatnonzero(drawn[index[:-1]] != drafts)
+            lengths[row] += wrong[0] if len(wrong) else len(drafts)
+        return lengths
+
+    def _propose(self, slots: Longs) -> None:
+        if self._guess is None:
+            return
+        for slot in slots.tolist():
+            known = int(self.known[slot])
+            drafts = self._guess(self.tenants[slot], known)[: self.tokens.shape[1] - known]
+            self.tokens[slot, known : known + len(drafts)] = drafts
 
     def _write(self, slots: Longs, positions: Longs, lost: bool) -> None:
         """One token of each slot."""
@@ -217,7 +261,7 @@ class FakeExecutor:
         self.cells[pages] = POISON
         self.sums[pages] = self.cells[:1].sum(dtype=np.uint64)
 
-    def _digest(self, group: int, slots: Longs, end: Longs) -> Words:
+    def _digest(self, group: int, slots: Longs, end: npt.NDArray[np.integer]) -> Words:
         """Sum of the visible cells of each row: whole pages, less what lies before the window and after the end. → [rows]"""
         window = self.model.windows[group]
         start = np.zeros_like(end) if window is None else np.maximum(end - window, 0)
@@ -234,22 +278,20 @@ class FakeExecutor:
         digest -= (tail * (offsets > ((end - 1) % self.size)[:, None])).sum(axis=1, dtype=np.uint64)
         return digest
 
-    def _finish_special(self, plan: StepPlan, sampled: Ints) -> tuple[dict[int, TopLogprobs], dict[int, TopLogprobs]]:
-        """What single slots asked for: no stop ids yet, logprobs of the sample, logprobs of the prompt."""
+    def _score(
+        self, plan: StepPlan, slots: Longs, ids: Ints, row: Ints, places: Ints
+    ) -> tuple[dict[int, TopLogprobs], dict[int, TopLogprobs]]:
+        """Logprobs of the tokens drawn, and of the prompt's."""
         logprobs, prompt_logprobs = {}, {}
-        for i, slot in enumerate(plan.slot.tolist()):
-            if slot not in self._special:
-                continue
-            tenant, end = self.tenants[slot], int(plan.end[i])
-            params = tenant.params
-            if plan.sample[i]:
-                if end - tenant.prompt_length < params.min_tokens:
-                    sampled[i] = self.model.without(int(sampled[i]), tenant.stop_ids)
-                if params.logprobs is not None:
-                    logprobs[i] = self._top(sampled[i : i + 1], params.logprobs)
-            chosen = self.tokens[slot, end - plan.count[i] + 1 : min(end + 1, tenant.prompt_length)]
-            if params.prompt_logprobs is not None and len(chosen):
-                prompt_logprobs[i] = self._top(chosen, params.prompt_logprobs)
+        for i in np.unique(row).tolist() if self._special else ():
+            wanted = self.tenants[int(slots[i])].params.logprobs
+            if wanted is not None:
+                logprobs[i] = self._top(ids[row == i], wanted)
+        scored = plan.outputs.prompt_logprobs
+        rows = plan.rows_of(scored)
+        for i in np.unique(rows).tolist():
+            chosen = self.tokens[slots[i], places[scored[rows == i]] + 1]
+            prompt_logprobs[i] = self._top(chosen, self.tenants[int(slots[i])].params.prompt_logprobs or 0)
         return logprobs, prompt_logprobs
 
     def _top(self, chosen: Ints, k: int) -> TopLogprobs:

@@ -14,7 +14,6 @@ from quire.types.plan import Admission, TopLogprobs
 from quire.types.sampling import LogprobsMode
 
 NOT_WANTED = -1
-NO_ROWS: Longs = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,6 @@ class Logprobs:
         self._width = np.full(slots, NOT_WANTED, np.int64)  # [S] tokens beside the chosen one
         self._prompt_width = np.full(slots, NOT_WANTED, np.int64)  # [S] the same for prompt positions
         self._ids: dict[int, Longs] = {}  # slots that name their tokens
-        self._prompts: set[int] = set()  # slots with a prompt width
 
     def wants(self, admission: Admission) -> bool:
         return admission.params.logprobs is not None or admission.params.logprob_token_ids is not None
@@ -63,21 +61,14 @@ class Logprobs:
         else:
             self._width[slot] = self._count(params.logprobs)
         self._prompt_width[slot] = self._count(params.prompt_logprobs)
-        if params.prompt_logprobs is not None:
-            self._prompts.add(slot)
 
     def retire(self, slot: int) -> None:
         self._width[slot] = self._prompt_width[slot] = NOT_WANTED
         self._ids.pop(slot, None)
-        self._prompts.discard(slot)
 
     def wanted(self, rows: Rows) -> Longs:
         """The rows that want logprobs of the token they draw."""
         return np.flatnonzero(self._width[rows.slots] != NOT_WANTED)
-
-    def prompt_wanted(self, slots: npt.NDArray[np.integer]) -> Longs:
-        """The rows that want logprobs of the prompt tokens they run over."""
-        return np.flatnonzero(self._prompt_width[slots] != NOT_WANTED) if self._prompts else NO_ROWS
 
     def of_draws(self, logits: Tensor, chosen: Tensor, rows: Rows) -> Report:
         """logits [n, V] of `rows`, which all want logprobs; their widths differ, and the report is as wide as the widest."""

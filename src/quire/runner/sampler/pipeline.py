@@ -44,6 +44,7 @@ class Drawn:
     widths: Sequence[int] = ()  # [n] tokens beside the chosen one
     report: Report | None = None  # of those rows
     of_all: bool = False  # N are all rows of the step, whether they draw or not
+    lengths: Tensor | None = None  # [n] how many of its draws each row takes that has any; None = all, and that is one
 
     @property
     def ids(self) -> Tensor:
@@ -63,9 +64,15 @@ class Sampler:
     """
 
     def __init__(
-        self, slots: int, vocabulary: int, device: torch.device, logprobs_mode: LogprobsMode, fused: bool | None = None
+        self,
+        slots: int,
+        vocabulary: int,
+        device: torch.device,
+        logprobs_mode: LogprobsMode,
+        drafts: int = 0,
+        fused: bool | None = None,
     ) -> None:
-        """`fused`: None says as on this device."""
+        """`drafts`: a slot may draw so many times more in a step. `fused`: None says as on this device."""
         self._device = device
         fused = device.type != "cpu" if fused is None else fused
         self._together = max(1, CACHED_LOGITS // vocabulary) if device.type == "cpu" else slots
@@ -85,7 +92,7 @@ class Sampler:
         self._filtered: set[int] = set()  # slots with a filter that a fused draw does not know
         parameters = (self._temperature.column, truncation.top_k, truncation.top_p, min_p.column, self._draw.seed)
         self._parameters = DrawColumns(*(column.there for column in parameters))
-        self._scratch = DrawScratch(slots, vocabulary, device) if fused else None
+        self._scratch = DrawScratch(slots * (1 + drafts), vocabulary, device) if fused else None
 
     def admit(self, slot: int, admission: Admission) -> None:
         self.retire(slot)

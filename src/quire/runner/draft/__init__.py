@@ -1,0 +1,1 @@
+"""Speculation: whoever guesses the next tokens (`base`), and what becomes of the guesses (`verify`)."""

@@ -1,0 +1,67 @@
+"""Behind a draw: which drafts were right, where the slots stand, and the next drafts.
+
+    row       [ newest  draft 1  draft 2  draft 3 ]          what was run
+    drawn        t1       t2       t3       t4               behind each of them
+    accepted     t1       t2       t3                        where draft 1 = t1, draft 2 = t2, draft 3 is not t3
+
+Every draw is what it would be without drafts: with the same logits, parameters and random numbers, and the drafts before it as
+its history. A draft that is not drawn only ends the row's tokens.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.attn.batch import Batch
+from quire.ops.sample import GOOD
+from quire.runner.draft.base import Drafter
+from quire.runner.sampler.pipeline import Drawn
+from quire.runner.sampler.stage import Rows
+from quire.runner.slots import Slots
+from quire.runner.transfer import upload_together
+from quire.types.plan import StepPlan
+
+NO_DRAFT = -1
+
+
+@dataclass(frozen=True)
+class Verification:
+    rows: Rows  # the draws
+    first: Tensor  # [R] int64 of each row that draws, its first draw
+    drafts: Tensor  # [N] int64 the draft behind each draw, or NO_DRAFT
+    hidden: Tensor  # [N, H] what the draws are from
+
+    def follow(self, drawn: Drawn, slots: Slots, drafter: Drafter) -> Drawn:
+        """Moves the slots on, and has their next tokens guessed."""
+        lengths = accept(drawn.result[:, : len(self.drafts)], self.first, self.drafts)
+        slot, newest = self.rows.slot[self.first], self.rows.end[self.first] + lengths - 1
+        slots.position[slot] = newest
+        guesses = drafter.propose(slot, newest + 1, slots.tokens, self.hidden[self.first + lengths - 1])
+        places = newest[:, None] + 1 + torch.arange(drafter.most, device=newest.device)
+        slots.tokens[slot[:, None], places] = guesses.int()
+        return replace(drawn, lengths=lengths)
+
+
+def prepare(plan: StepPlan, slots: Slots, batch: Batch, rows: Rows, hidden: Tensor) -> Verification:
+    """hidden [N, H] of the draws. To be called when the step's inputs are in place; slots that do not draw move on."""
+    draw, row = plan.outputs.draw, plan.draw_row
+    first = np.flatnonzero(np.diff(row, prepend=-1))
+    behind = np.append(np.diff(row) == 0, False)[: len(row)]
+    chunks = np.flatnonzero(~plan.sample & slots.loose[plan.slot])
+    first_there, draft_there, passing, by = upload_together(
+        [first, np.where(behind, draw + 1, NO_DRAFT), plan.slot[chunks], plan.count[chunks]], slots.device
+    )
+    slots.position[passing] += by
+    drafts = torch.where(draft_there == NO_DRAFT, NO_DRAFT, batch.ids[draft_there])
+    return Verification(rows, first_there, drafts, hidden)
+
+
+def accept(result: Tensor, first: Tensor, drafts: Tensor) -> Tensor:
+    """result [2, N] ids and faults of the draws, first [R] of each row, drafts [N] -> [R] int64 how many of its draws a row
+    takes: those up to the first whose draft is another, or that went wrong."""
+    ending = (result[0] != drafts) | (result[1] != GOOD)
+    place = torch.arange(len(drafts), device=drafts.device)
+    nearest = torch.where(ending, place, len(drafts)).flip(0).cummin(0).values.flip(0)  # [N] at or behind each draw
+    return nearest[first] - first + 1

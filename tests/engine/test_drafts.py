@@ -1,0 +1,98 @@
+"""With drafts, some of them wrong, every request gets the answer that it gets without: through LLM, for every depth."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from tiny import make_model, open_model
+
+from quire import SamplingParams, llm_engine
+from quire.engine.assemble import start_core
+
+PROMPTS = [[5 + i * 7 % 300 for i in range(length)] for length in (1, 9, 17, 40)]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0.9, top_p=0.9, top_k=50, min_p=0.01, seed=5, max_tokens=17, logprobs=2, prompt_logprobs=1),
+    SamplingParams(
+        temperature=0, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.3, max_tokens=14, logprobs=0
+    ),
+    SamplingParams(temperature=0.8, seed=2, n=3, max_tokens=11, ignore_eos=True, logit_bias={7: 2.0, 8: -3.0}),
+]
+
+
+class Oracle:
+    """Knows the answers, and is wrong about every `wrong`th token."""
+
+    most = 3
+
+    def __init__(self, answers: list[list[int]], wrong: int) -> None:
+        self.answers, self.wrong, self.calls = answers, wrong, 0
+
+    def propose(self, slot, length, tokens, hidden):
+        assert len(hidden) == len(slot)
+        self.calls += 1
+        guesses = torch.zeros(len(slot), self.most, dtype=torch.int64)
+        for i, (text, known) in enumerate(zip(tokens[slot].tolist(), length.tolist(), strict=True)):
+            answer = next((a for a in self.answers if a[:known] == text[:known]), [])
+            for j, token in enumerate(answer[known : known + self.most]):
+                guesses[i, j] = token + ((known + j) % self.wrong == 0)
+        return guesses
+
+
+def told(outputs):
+    """All that users see, logprobs to four digits."""
+    return [
+        (
+            [(tuple(c.token_ids), c.text, c.finish_reason, c.stop_reason, scores(c.logprobs)) for c in output.outputs],
+            scores(output.prompt_logprobs),
+        )
+        for output in outputs
+    ]
+
+
+def scores(positions):
+    return positions and [p and [(t, one.rank, round(one.logprob, 4)) for t, one in sorted(p.items())] for p in positions]
+
+
+@pytest.fixture(scope="module", params=["full", "window"])
+def expected(request, tmp_path_factory):
+    """A model, the requests, and what it answers without drafts."""
+    directory = make_model(tmp_path_factory.mktemp("drafts"))
+    if request.param == "window":
+        config = json.loads((directory / "config.json").read_text())
+        window = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 6}
+        (directory / "config.json").write_text(json.dumps(config | window))
+    llm = open_model(directory)
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    first = llm.generate(prompts, PARAMS, use_tqdm=False)
+    words = [output.outputs[0] for output in first]
+    middle = words[0].token_ids[7]  # ends in the middle of what is accepted together
+    prompts += [prompts[0], prompts[0], prompts[2], prompts[3]]
+    params = [
+        *PARAMS,
+        SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[middle], ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[middle], min_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=14, stop=[words[2].text[5:7]], include_stop_str_in_output=True, logprobs=1),
+        SamplingParams(temperature=0, max_tokens=9, bad_words=[words[3].text[3:6]], ignore_eos=True),
+    ]
+    answers = llm.generate(prompts, params, use_tqdm=False)
+    texts = [[*output.prompt_token_ids, *c.token_ids] for output in answers for c in output.outputs]
+    return directory, prompts, params, told(answers), texts
+
+
+@pytest.mark.parametrize(("depth", "wrong"), [(0, 5), (1, 2), (1, 1000), (2, 5)])
+def test_answers_are_the_same_with_drafts(expected, depth, wrong, monkeypatch):
+    directory, prompts, params, answers, texts = expected
+    oracle = Oracle(texts, wrong)
+    monkeypatch.setattr(llm_engine, "start_core", partial(start_core, drafter=oracle))
+    llm = open_model(directory, max_num_seqs=6, num_gpu_blocks_override=60)
+    core = llm.llm_engine.core
+    core.depth = depth
+    assert told(llm.generate(prompts, params, use_tqdm=False)) == answers
+    steps = oracle.calls
+    assert steps < 45 if wrong == 1000 else steps > 10
+    assert told(llm.generate(prompts[::-1], params[::-1], use_tqdm=False)) == answers[::-1]
+    core.step()
+    core.scheduler.check()
+    assert core.stats.free_pages == core.stats.pages
