@@ -21,7 +21,8 @@ from quire.runner.buckets import (
     usual_room,
     worth_having,
 )
-from quire.runner.graphs import allowance, fixed_plans, pack, row_starts
+from quire.runner.graph_inputs import pack, row_starts
+from quire.runner.graphs import allowance, fixed_plans
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,182 @@
+"""The memory that CUDA graphs read: one step's numbers after the other, at places that stay.
+
+numbers   [ slot, end, prompt, drawer of each row (int64) | starts | attention plan of group 0 | ... ]
+          ragged: ... | plan of group 0 for the rows' last tokens, which alone go on behind the last attention | ... ]
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.attn.alike import nothing_alike
+from quire.attn.backend import FixedPlans, Room
+from quire.attn.batch import Batch, GroupView, Kept
+from quire.ops.rows import RowInputs
+from quire.runner.buckets import MOST_ROOM, MOST_TOKENS, Bucket, final_room
+from quire.runner.sampler.stage import Rows
+from quire.runner.slots import Slots
+from quire.types.plan import Ints, StepPlan
+
+NUMBERS = 4  # int64 of each row
+NOBODY = -1
+PADDING = np.array([[NOBODY], [1], [0], [NOBODY]])  # slot, end, prompt and drawer of rows beyond the step's own
+NOTHING: Ints = np.empty(0, np.int32)
+Integers = npt.NDArray[np.integer]
+Planners = list[tuple[FixedPlans, int | None]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Attention work, cut by each group's planner."""
+
+    pieces: list[Any]
+    final: list[Any]  # of the last token of each row, where rows have several
+
+
+class Inputs:
+    """The memory that graphs read, shared by all of them: steps run one after the other."""
+
+    def __init__(self, slots: Slots, planners: Planners, max_rows: int) -> None:
+        device, groups = slots.device, len(planners)
+        self._slots, self._planners = slots, planners
+        most = max_rows + 1  # rows of prompts have one more, for what is left
+        rooms = (MOST_ROOM, final_room(MOST_ROOM))
+        size = number_size(most) + start_size(most) + sum(planner.size(most, room) for planner, _ in planners for room in rooms)
+        tokens = max(most, MOST_TOKENS)
+        width = -(-slots.tables.shape[2] // 4) * 4  # rows of tables begin at multiples of 16 bytes
+        self._numbers = torch.zeros(size, dtype=torch.int32, device=device)
+        self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self._index = torch.arange(most, device=device)
+        self._rows = RowInputs(
+            ids=torch.zeros(tokens, dtype=torch.int64, device=device),
+            positions=torch.zeros(tokens, dtype=torch.int64, device=device),
+            kv_lengths=torch.zeros(most, dtype=torch.int32, device=device),
+            tables=torch.zeros(groups, most, width, dtype=torch.int32, device=device),
+            write=torch.zeros(groups, tokens, dtype=torch.int64, device=device),
+        )
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def write(self, plan: StepPlan, bucket: Bucket, plain: bool, work: Work) -> None:
+        """Sends a step's numbers to the device, with what else is on its way."""
+        drawer = np.where(plan.sample, plan.slot, NOBODY) if plain else np.full(len(plan.slot), NOBODY)
+        self._send((plan.slot, plan.end, self._slots.prompt_length[plan.slot], drawer), plan.count, bucket, work)
+
+    def sampler_rows(self, plan: StepPlan, bucket: Bucket) -> Rows:
+        """All rows of the step that was written, as the sampler sees them."""
+        slot, end = plan.slot.astype(np.int64), plan.end.astype(np.int64)
+        slot_there, end_there, prompt_there, _ = (numbers[: len(slot)] for numbers in self.row_numbers(bucket))
+        return Rows(slot, end, self._slots.prompt_length[slot], slot_there, end_there, prompt_there, self._slots.tokens)
+
+    def write_nothing(self, bucket: Bucket) -> None:
+        """A step without rows: all of the bucket's are padding."""
+        pieces = []
+        for planner, window in self._planners:
+            cut = planner.cut(NOTHING, NOTHING, window, nothing_alike)
+            assert cut is not None
+            pieces.append(cut[0])
+        self._send([NOTHING] * NUMBERS, NOTHING, bucket, Work(pieces, pieces))
+
+    def _send(self, numbers: Sequence[Integers], counts: Ints, bucket: Bucket, work: Work) -> None:
+        planners = [planner for planner, _ in self._planners]
+        plans = [planner.numbers(cut, bucket.rows, bucket.room) for planner, cut in zip(planners, work.pieces, strict=True)]
+        if bucket.tokens:
+            last, room = zip(planners, work.final, strict=True), final_room(bucket.room)
+            plans = [row_starts(counts, bucket), *plans, *(planner.numbers(cut, bucket.rows, room) for planner, cut in last)]
+        packed = np.empty(number_size(bucket.rows) + sum(len(plan) for plan in plans), np.int32)
+        pack(numbers, bucket, plans, packed)
+        self._slots.mail.write(self._numbers, 0, packed)
+        self._slots.mail.deliver()
+
+    def row_numbers(self, bucket: Bucket) -> tuple[Tensor, ...]:
+        """slot, end, prompt and drawer, each [rows] int64."""
+        numbers = self._numbers[: number_size(bucket.rows)].view(torch.int64).view(NUMBERS, -1)
+        return numbers[:, : bucket.rows].unbind()
+
+    def rows(self, bucket: Bucket) -> RowInputs:
+        n, t, rows = bucket.rows, bucket.width, self._rows
+        return RowInputs(rows.ids[:t], rows.positions[:t], rows.kv_lengths[:n], rows.tables[:, :n], rows.write[:, :t])
+
+    def batch(self, bucket: Bucket) -> Batch:
+        """The batch of a bucket: its tensors are the persistent ones. The rows the host knows are not those of any step."""
+        rows, n, at = self.rows(bucket), bucket.rows, number_size(bucket.rows)
+        starts = self._starts[: n + 1]
+        if bucket.tokens:
+            starts = self._numbers[at : at + n + 1]
+            at += start_size(n)
+        batch = Batch(
+            ids=rows.ids,
+            positions=rows.positions,
+            row_starts=starts,
+            kv_lengths=rows.kv_lengths,
+            rows=() if bucket.tokens else _of_one_token(n),
+            logit_index=self._index[:n],
+            groups=tuple(GroupView(tables, write) for tables, write in zip(rows.tables, rows.write, strict=True)),
+        )
+        self._attach(batch, at, n, bucket.room)
+        return batch
+
+    def keep_final(self, bucket: Bucket, batch: Batch) -> Batch:
+        """The batch of a bucket, of which the last token of each row is kept. Where those are changes from step to step, so
+        this is recorded; a row without any keeps the last of all."""
+        n = bucket.rows
+        index = batch.row_starts[1:].long() - 1
+        part = replace(
+            batch,
+            ids=batch.ids[index],
+            positions=batch.positions[index],
+            row_starts=self._starts[: n + 1],
+            rows=_of_one_token(n),
+            groups=tuple(GroupView(view.tables, view.write[index]) for view in batch.groups),
+            plans={},
+        )
+        before = sum(planner.size(n, bucket.room) for planner, _ in self._planners)
+        self._attach(part, number_size(n) + start_size(n) + before, n, final_room(bucket.room))
+        return replace(batch, kept=Kept(index, part))
+
+    def _attach(self, batch: Batch, at: int, rows: int, room: Room) -> None:
+        """The groups' plans stand one after the other among the numbers."""
+        for group, (planner, _) in enumerate(self._planners):
+            size = planner.size(rows, room)
+            planner.attach(batch, group, self._numbers[at : at + size], rows, room)
+            at += size
+
+
+def _of_one_token(rows: int) -> tuple[tuple[int, int, int], ...]:
+    return tuple((row, 1, 1) for row in range(rows))
+
+
+def number_size(rows: int) -> int:
+    """In int32. Each of the numbers begins at a multiple of 16 bytes: kernels are compiled anew for pointers that do not."""
+    return 2 * NUMBERS * (rows + rows % 2)
+
+
+def start_size(rows: int) -> int:
+    """In int32, up to a multiple of 16 bytes."""
+    return -(-(rows + 1) // 4) * 4
+
+
+def row_starts(counts: Ints, bucket: Bucket) -> Ints:
+    """[start_size(rows)] where each row begins among the bucket's tokens, and all end: what is left belongs to the row after
+    the step's own."""
+    out = np.full(start_size(bucket.rows), bucket.tokens, np.int32)
+    out[0] = 0
+    out[1 : len(counts) + 1] = np.cumsum(counts)
+    return out
+
+
+def pack(numbers: Sequence[Integers], bucket: Bucket, plans: list[Ints], out: Ints) -> None:
+    """slot, end, prompt, drawer [n] of a step's rows -> its numbers, with rows of no slot up to the bucket's size."""
+    at = number_size(bucket.rows)
+    rows = out[:at].view(np.int64).reshape(NUMBERS, -1)[:, : bucket.rows]
+    rows[:] = PADDING
+    for part, given in zip(rows, numbers, strict=True):
+        part[: len(given)] = given
+    for plan in plans:
+        out[at : at + len(plan)] = plan
+        at += len(plan)
