@@ -12,13 +12,14 @@ from quire.files.gguf import GGML_TYPES, READABLE_TYPES
 from quire.files.resolve import resolve_model
 from quire.load.gguf import GGUFSource
 from quire.load.gguf_names import FAMILIES, split_pairs
+from quire.load.source import TensorSlice, cut, read_whole
 from quire.ops.blocks import UNFOLD, dequantize
 from quire.types.errors import ModelError
 
 
 def read_all(path: Path) -> dict[str, torch.Tensor]:
     source = GGUFSource(read_facts(resolve_model(str(path))))
-    found = dict(source.read(frozenset(source.shapes)))
+    found = read_whole(source)
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == source.shapes
     return found
 
@@ -160,7 +161,29 @@ def test_unknown_tensors_are_an_error(tmp_path: Path) -> None:
 
 def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
     source = GGUFSource(read_facts(resolve_model(str(tiny_llama(tmp_path / "m.gguf")))))
-    assert [name for name, _ in source.read(frozenset({"model.norm.weight"}))] == ["model.norm.weight"]
+    assert [part.name for part, _ in source.read([TensorSlice("model.norm.weight")])] == ["model.norm.weight"]
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16"])
+def test_of_a_slice_only_its_blocks_are_unfolded(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    type_ = gguf.GGMLQuantizationType[kind]
+    tensors: dict[str, Any] = dict(llama_tensors({**LLAMA, "embedding_length": 128}))
+    for name in ("blk.0.attn_q.weight", "blk.0.ffn_down.weight"):
+        tensors[name] = (gguf.quants.quantize(tensors[name], type_), type_)
+    path = tiny_llama(tmp_path / "m.gguf", fields={"embedding_length": 128, "rope.dimension_count": 32}, tensors=tensors)
+    source = GGUFSource(read_facts(resolve_model(str(path))))
+    whole, seen = read_whole(source), []
+
+    def watched(raw: torch.Tensor, type_: int, shape: tuple[int, ...]) -> torch.Tensor:
+        seen.append(shape)
+        return dequantize(raw, type_, shape)
+
+    monkeypatch.setattr("quire.load.gguf.dequantize", watched)
+    heads = TensorSlice("model.layers.0.self_attn.q_proj.weight", ((32, 96), (0, 128)))  # rows in another order in the file
+    columns = TensorSlice("model.layers.0.mlp.down_proj.weight", ((5, 20), (33, 60)))
+    for part, tensor in source.read([heads, columns]):
+        assert torch.equal(tensor, cut(whole[part.name], part.ranges))
+    assert sorted(seen) == [(15, 27 if kind == "F16" else 32), (64, 128)]
 
 
 def test_shards_are_one_model(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from quire.load import place as module
 from quire.load import safetensors as files
 from quire.load.place import Mover, cut
 from quire.load.safetensors import SafetensorsSource
+from quire.load.source import TensorSlice, read_whole
 from quire.progress import doing
 from quire.types.errors import ModelError
 
@@ -68,16 +69,32 @@ def test_tensors_that_lie_askew_are_read(tmp_path):
     }
     write_by_hand(tmp_path / "m.safetensors", entries, b"\x07" + values.numpy().tobytes())
     source = SafetensorsSource(tmp_path, (tmp_path / "m.safetensors",))
-    read = dict(source.read(frozenset(source.shapes)))
+    read = read_whole(source)
     assert torch.equal(read["floats"], values)
     assert (read["byte"].item(), read["none"].shape) == (7, (0, 4))
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_slices_are_read_wherever_they_lie(tmp_path, before):
+    values = torch.arange(4 * 6 * 5, dtype=torch.float32).view(4, 6, 5)
+    entries = {
+        "bytes": {"dtype": "U8", "shape": [before], "data_offsets": [0, before]},
+        "floats": {"dtype": "F32", "shape": [4, 6, 5], "data_offsets": [before, before + values.nbytes]},
+    }
+    size = len(json.dumps(entries).encode())
+    write_by_hand(tmp_path / "m.safetensors", entries, b"\x07" * before + values.numpy().tobytes(), " " * (-size % 8))
+    source = SafetensorsSource(tmp_path, (tmp_path / "m.safetensors",))
+    some = [TensorSlice("floats", ranges) for ranges in (((1, 3), (0, 6), (0, 5)), ((0, 4), (2, 5), (1, 2)))]
+    read = dict(source.read(some))
+    assert torch.equal(read[some[0]], values[1:3])
+    assert torch.equal(read[some[1]], values[:, 2:5, 1:2])
 
 
 def test_a_type_nobody_can_read_is_named(tmp_path):
     write_by_hand(tmp_path / "m.safetensors", {"odd": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"\x00")
     source = SafetensorsSource(tmp_path, (tmp_path / "m.safetensors",))
     with pytest.raises(ModelError, match=r"m\.safetensors: tensor 'odd' is stored as F4"):
-        dict(source.read(frozenset({"odd"})))
+        read_whole(source)
 
 
 def test_tensors_are_the_same_after_they_were_let_go_of(tmp_path, monkeypatch):
@@ -89,5 +106,5 @@ def test_tensors_are_the_same_after_they_were_let_go_of(tmp_path, monkeypatch):
     values = torch.arange(20 * size, dtype=torch.float32).view(20, size)
     write_by_hand(tmp_path / "m.safetensors", entries, values.numpy().tobytes())
     source = SafetensorsSource(tmp_path, (tmp_path / "m.safetensors",))
-    read = dict(source.read(frozenset(source.shapes)))
+    read = read_whole(source)
     assert all(torch.equal(read[f"t{i}"], values[i]) for i in range(20))

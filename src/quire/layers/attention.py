@@ -1,14 +1,19 @@
 """Self-attention: projections, optional norms and rotation around a core that owns the way to the cache."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from quire.attn.backend import AttentionBackend, AttentionSpec, Heads, choose_backend
 from quire.attn.batch import Batch
+from quire.dist.mesh import HeadDivision
+from quire.layers.claims import Claims, rows_of
 from quire.layers.linear import Linear, MergedLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter import parameter
+from quire.layers.role import Role
 from quire.layers.rope import Rope
 from quire.ops.kv import kv_write
 from quire.ops.qkv import HeadNorms
@@ -78,19 +83,35 @@ class SelfAttention(nn.Module):
         super().__init__()
         head_dim, kv_heads = cache.head_dim, cache.kv_heads
         sizes = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
+        self.division = HeadDivision(heads, kv_heads, head_dim)
+        cuts = self.division.cut_queries, self.division.cut_keys, self.division.cut_keys
         if fused:
-            self.qkv: Linear = Linear(hidden_size, sum(sizes.values()), bias=bias, transposed=transposed)
+            three = tuple(sizes.values())
+            self.qkv: Linear = Linear(
+                hidden_size, sum(three), bias=bias, transposed=transposed, role=Role.COLUMN, sections=three, cuts=cuts
+            )
         else:
-            self.qkv = MergedLinear(hidden_size, sizes, bias=bias)
-        self.o_proj = Linear(heads * head_dim, hidden_size, bias=out_bias, transposed=transposed)
+            self.qkv = MergedLinear(hidden_size, sizes, bias=bias, role=Role.COLUMN, cuts=cuts)
+        self.o_proj = Linear(heads * head_dim, hidden_size, bias=out_bias, transposed=transposed, role=Role.ROW, cuts=cuts[:1])
         assert (q_norm is None) == (k_norm is None)
         self.q_norm, self.k_norm = q_norm, k_norm
         self.norms: HeadNorms | None = None
         self.rope = rope
         self.last = last
-        self.sinks = parameter(heads) if sinks else None
         scale = head_dim**-0.5 if scale is None else scale
         self.core = Attention(AttentionSpec(heads, kv_heads, head_dim, scale, cache.window, soft_cap, sinks))
+        self.keep_heads(range(heads), range(kv_heads))
+
+    def keep_heads(self, queries: range, keys: range) -> None:
+        """Before anything is loaded: attends with these; what makes them is its linear layers' business."""
+        self.kept_heads = queries
+        self.core.spec = replace(self.core.spec, heads=len(queries), kv_heads=len(keys))
+        self.sinks = parameter(len(queries)) if self.core.spec.sinks else None
+
+    def claims(self, path: str) -> Claims:
+        if self.sinks is None:
+            return {}
+        return {f"{path}.sinks": rows_of((self.division.queries,), [(self.sinks.data, self.kept_heads)])}
 
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
         if self.q_norm is not None and self.k_norm is not None:

@@ -7,7 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.dist.collectives import Group
+from quire.layers.claims import Claims, rows_of
 from quire.layers.parameter import MethodLayer, parameter
+from quire.layers.role import Role
 from quire.ops.linear import linear_float
 
 
@@ -33,17 +36,28 @@ class PlainEmbedding:
 class Embedding(MethodLayer):
     """`scale` multiplies the looked-up vectors, rounded to the weights' type first (as such models were trained)."""
 
+    role = Role.VOCABULARY
     weight: nn.Parameter | None
+    group: Group | None = None  # of the ranks that have the other rows
 
     def __init__(self, count: int, size: int, scale: float = 1.0) -> None:
         super().__init__()
         self.scale = scale
-        self.count, self.size = count, size
-        self.use(PlainEmbedding())
+        self.total, self.size = count, size
+        self.method: EmbeddingMethod = PlainEmbedding()
+        self.keep(range(count))
+
+    def keep(self, rows: range) -> None:
+        """Before anything is loaded: these rows."""
+        self.kept = rows
+        self.use(self.method)
 
     def use(self, method: EmbeddingMethod) -> None:
         self.method = method
-        self.declare(method.shapes(self.count, self.size))
+        self.declare(method.shapes(len(self.kept), self.size))
+
+    def claims(self, path: str) -> Claims:
+        return claim_rows(self, path, self.method.shapes(self.total, self.size))
 
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
         kind = torch.float32 if self.weight is None else self.weight.dtype
@@ -51,8 +65,20 @@ class Embedding(MethodLayer):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [T] -> [T, size]."""
-        x = self.method.look_up(self, ids)
+        if self.group is None:
+            x = self.method.look_up(self, ids)
+        else:
+            own = ids - self.kept.start
+            theirs = (own < 0) | (own >= len(self.kept))
+            x = self.method.look_up(self, own.masked_fill(theirs, 0)).masked_fill(theirs.unsqueeze(1), 0.0)
+            x = self.group.add(x)
         return x if self.scale == 1.0 else x * self.scale
+
+
+class PositionEmbedding(Embedding):
+    """Of few rows, which every rank has."""
+
+    role = Role.REPLICATED
 
 
 class HeadMethod(Protocol):
@@ -76,7 +102,9 @@ class PlainHead:
 class Head(MethodLayer):
     """Hidden states to float32 logits, with a matrix of its own or the embedding's (`tied`)."""
 
+    role = Role.VOCABULARY
     weight: nn.Parameter | None
+    group: Group | None = None  # of the ranks that have the other tokens
 
     def __init__(
         self,
@@ -91,18 +119,24 @@ class Head(MethodLayer):
         super().__init__()
         self.tied = tied
         self.scale, self.soft_cap = scale, soft_cap
-        self.vocab_size, self.hidden_size = vocab_size, hidden_size
-        self.use(PlainHead())
-        self.bias = parameter(vocab_size) if bias else None
+        self.total, self.hidden_size, self.biased = vocab_size, hidden_size, bias
+        self.method: HeadMethod = PlainHead()
+        self.keep(range(vocab_size))
+
+    def keep(self, tokens: range) -> None:
+        """Before anything is loaded: the logits of these tokens."""
+        self.kept = tokens
+        self.bias = parameter(len(tokens)) if self.biased else None
+        self.use(self.method)
 
     def use(self, method: HeadMethod) -> None:
         self.method = method
-        self.declare({} if self.tied is not None else method.shapes(self.vocab_size, self.hidden_size))
+        self.declare({} if self.tied is not None else method.shapes(len(self.kept), self.hidden_size))
 
-    def claims(self, path: str) -> dict[str, Tensor | None]:
+    def claims(self, path: str) -> Claims:
         """A checkpoint may store a tied matrix a second time."""
-        taken: dict[str, Tensor | None] = {} if self.tied is None else {f"{path}.weight": None}
-        return taken | {f"{path}.{name}": own.data for name, own in self.named_parameters(recurse=False)}
+        taken = claim_rows(self, path, {**self.method.shapes(self.total, self.hidden_size), "bias": (self.total,)})
+        return taken if self.tied is None else {f"{path}.weight": None, **taken}
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [P, H] -> [P, V] float32."""
@@ -111,9 +145,15 @@ class Head(MethodLayer):
             logits = logits * self.scale
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
-        return logits
+        return logits if self.group is None else self.group.join(logits, self.total)
 
     def matrix(self) -> Tensor:
         weight = self.weight if self.tied is None else self.tied.weight
         assert weight is not None
         return weight
+
+
+def claim_rows(layer: Embedding | Head, path: str, shapes: Mapping[str, tuple[int, ...]]) -> Claims:
+    """Of tensors of these shapes in the checkpoint, a layer's rows."""
+    own = layer.named_parameters(recurse=False)
+    return {f"{path}.{name}": rows_of(shapes[name], [(value.data, layer.kept)]) for name, value in own}

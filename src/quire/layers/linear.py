@@ -4,13 +4,18 @@ How the numbers are stored and multiplied is a *method*: it names the parameters
 them, may repack them when all are loaded, and multiplies.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from quire.dist.collectives import Group, add_parts
+from quire.dist.mesh import Cut, evenly
+from quire.layers.claims import Claim, Claims, Take, rows_of
 from quire.layers.parameter import MethodLayer, parameter
+from quire.layers.role import Role
 from quire.ops.linear import gated_linear, linear
 
 
@@ -24,8 +29,9 @@ class LinearMethod(Protocol):
         """The parameters by the name the checkpoint gives them after the layer's path."""
         ...
 
-    def load(self, name: str, stored: nn.Parameter, start: int, size: int, inputs: int) -> Tensor:
-        """The view of parameter `name` that takes the checkpoint tensor of outputs start ... start + size."""
+    def load(self, name: str, stored: nn.Parameter, start: int, outputs: range, inputs: range) -> Take:
+        """Of a tensor `name` in the checkpoint, the slice of these outputs and inputs, and the view of the parameter that takes
+        it: there the outputs are from `start` on, and the inputs are all there are."""
         ...
 
     def finish(self, layer: "Linear") -> None: ...
@@ -45,8 +51,9 @@ class Plain:
     def shapes(self, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:
         return {"weight": (outputs, inputs)}
 
-    def load(self, name: str, stored: nn.Parameter, start: int, size: int, inputs: int) -> Tensor:  # noqa: ARG002
-        return stored.data[start : start + size]
+    def load(self, name: str, stored: nn.Parameter, start: int, outputs: range, inputs: range) -> Take:  # noqa: ARG002
+        view = stored.data[start : start + len(outputs)]
+        return Take(view, ((outputs.start, outputs.stop), (inputs.start, inputs.stop)))
 
     def finish(self, layer: "Linear") -> None:
         pass
@@ -58,38 +65,87 @@ class Plain:
         return gated_linear(x, layer.weight, layer.bias, activation)
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a layer has of one matrix in the checkpoint."""
+
+    outputs: int  # of the whole
+    kept: tuple[tuple[int, range], ...]  # where in the layer they begin, and outputs of the whole
+
+
 class Linear(MethodLayer):
-    """`transposed`: the checkpoint stores [inputs, outputs], as GPT-2's does."""
+    """`transposed`: the checkpoint stores [inputs, outputs], as GPT-2's does.
+
+    `role`: how ranks share it, each of the `sections` of its outputs, or its inputs, as the `cuts` say.
+    """
 
     weight: nn.Parameter
+    group: Group | None = None  # of the ranks whose outputs are to be added
 
     def __init__(
-        self, inputs: int, outputs: int, *, bias: bool = False, transposed: bool = False, method: LinearMethod | None = None
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool = False,
+        transposed: bool = False,
+        role: Role = Role.REPLICATED,
+        sections: Sequence[int] | None = None,
+        cuts: Sequence[Cut] | None = None,
+        method: LinearMethod | None = None,
     ) -> None:
         super().__init__()
-        self.inputs, self.outputs = inputs, outputs
-        self.transposed = transposed
-        self.use(method or Plain())
-        self.bias = parameter(outputs) if bias else None
+        self.transposed, self.role = transposed, role
+        self.sections = tuple(sections or (outputs,))
+        self.cuts = tuple(cuts or map(evenly, (inputs,) if role is Role.ROW else self.sections))
+        self.all_inputs, self.biased = inputs, bias
+        self.method = method or Plain()
+        self.keep(range(inputs), [range(size) for size in self.sections], bias=bias)
+
+    def keep(self, inputs: range, outputs: Sequence[range], *, bias: bool) -> None:
+        """Before anything is loaded: these of its inputs, these of each section's outputs, and with its bias or without."""
+        self.kept_inputs, self.kept_outputs = inputs, tuple(outputs)
+        self.inputs, self.outputs = len(inputs), sum(map(len, outputs))
+        self.bias = parameter(self.outputs) if bias else None
+        self.use(self.method)
 
     def use(self, method: LinearMethod) -> None:
         self.method = method
         self.declare(method.shapes(self.inputs, self.outputs), method.dtype)
 
-    def parts(self, path: str) -> Mapping[str, int]:
-        """Path in the checkpoint -> number of outputs, from the top of the matrix down."""
-        return {path: self.outputs}
+    def tensors(self, path: str) -> Mapping[str, slice]:
+        """Path in the checkpoint -> its sections, from the top of the matrix down."""
+        return {path: slice(None)}
 
-    def claims(self, path: str) -> dict[str, Tensor | None]:
-        taken: dict[str, Tensor | None] = {}
-        start = 0
-        for part, size in self.parts(path).items():
+    def parts(self, path: str) -> Mapping[str, Part]:
+        """By the path in the checkpoint, from the top of the matrix down."""
+        found, at = {}, 0
+        for name, which in self.tensors(path).items():
+            first, kept = 0, list[tuple[int, range]]()
+            for size, some in zip(self.sections[which], self.kept_outputs[which], strict=True):
+                start, rows = at, range(first + some.start, first + some.stop)
+                if kept and kept[-1][1].stop == rows.start:  # as they are in the checkpoint
+                    start, before = kept.pop()
+                    rows = range(before.start, rows.stop)
+                kept.append((start, rows))
+                first, at = first + size, at + len(some)
+            found[name] = Part(first, tuple(kept))
+        return found
+
+    def claims(self, path: str) -> Claims:
+        taken: Claims = {}
+        for part, matrix in self.parts(path).items():
+            whole = self.method.shapes(self.all_inputs, matrix.outputs)
             for name in self.stored:
-                view = self.method.load(name, self.get_parameter(name), start, size, self.inputs)
-                taken[f"{part}.{name}"] = view.t() if self.transposed else view
+                stored = self.get_parameter(name)
+                takes = [self.method.load(name, stored, start, rows, self.kept_inputs) for start, rows in matrix.kept]
+                claim = Claim(whole[name], tuple(takes)).simple
+                taken[f"{part}.{name}"] = claim.transposed if self.transposed else claim
             if self.bias is not None:
-                taken[f"{part}.bias"] = self.bias.data[start : start + size]
-            start += size
+                views = [(self.bias.data[start : start + len(rows)], rows) for start, rows in matrix.kept]
+                taken[f"{part}.bias"] = rows_of((matrix.outputs,), views)
+            elif self.biased:
+                taken[f"{part}.bias"] = None  # another rank adds it
         return taken
 
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
@@ -97,7 +153,8 @@ class Linear(MethodLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., inputs] -> [..., outputs]."""
-        return self.method.apply(self, x)
+        out = self.method.apply(self, x)
+        return out if self.group is None else add_parts(out, self.group)
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
         """As `LinearMethod.apply_gated`: in one launch where the method can."""
@@ -108,11 +165,19 @@ class MergedLinear(Linear):
     """Siblings in the checkpoint, one matrix here: at `a.qkv` with parts q_proj, ... it takes `a.q_proj.weight`, ..."""
 
     def __init__(
-        self, inputs: int, parts: Mapping[str, int], *, bias: bool = False, method: LinearMethod | None = None
+        self,
+        inputs: int,
+        parts: Mapping[str, int],
+        *,
+        bias: bool = False,
+        role: Role = Role.REPLICATED,
+        cuts: Sequence[Cut] | None = None,
+        method: LinearMethod | None = None,
     ) -> None:
-        super().__init__(inputs, sum(parts.values()), bias=bias, method=method)
-        self.sizes = dict(parts)
+        sizes = tuple(parts.values())
+        super().__init__(inputs, sum(sizes), bias=bias, role=role, sections=sizes, cuts=cuts, method=method)
+        self.names = tuple(parts)
 
-    def parts(self, path: str) -> Mapping[str, int]:
+    def tensors(self, path: str) -> Mapping[str, slice]:
         above = path.rpartition(".")[0]
-        return {f"{above}.{name}" if above else name: size for name, size in self.sizes.items()}
+        return {f"{above}.{name}" if above else name: slice(i, i + 1) for i, name in enumerate(self.names)}

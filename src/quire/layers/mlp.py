@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from quire.layers.linear import Linear, MergedLinear
+from quire.layers.role import Role
 from quire.ops.activation import activate, check_activation
 
 
@@ -13,10 +14,12 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.activation = check_activation(activation)
         if fused:
-            self.gate_up: Linear = Linear(hidden_size, 2 * inner_size, bias=bias)
+            both = (inner_size, inner_size)
+            self.gate_up: Linear = Linear(hidden_size, sum(both), bias=bias, role=Role.COLUMN, sections=both)
         else:
-            self.gate_up = MergedLinear(hidden_size, {"gate_proj": inner_size, "up_proj": inner_size}, bias=bias)
-        self.down_proj = Linear(inner_size, hidden_size, bias=bias)
+            parts = {"gate_proj": inner_size, "up_proj": inner_size}
+            self.gate_up = MergedLinear(hidden_size, parts, bias=bias, role=Role.COLUMN)
+        self.down_proj = Linear(inner_size, hidden_size, bias=bias, role=Role.ROW)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self.gate_up.gated(x, self.activation))
@@ -31,8 +34,8 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = check_activation(activation)
-        self.up_proj = Linear(hidden_size, inner_size, bias=bias, transposed=transposed)
-        self.down_proj = Linear(inner_size, hidden_size, bias=bias, transposed=transposed)
+        self.up_proj = Linear(hidden_size, inner_size, bias=bias, transposed=transposed, role=Role.COLUMN)
+        self.down_proj = Linear(inner_size, hidden_size, bias=bias, transposed=transposed, role=Role.ROW)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(activate(self.up_proj(x), self.activation))

@@ -5,8 +5,11 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from quire.dist.collectives import Group, add_parts
+from quire.layers.claims import Claim, Claims, Take
 from quire.layers.linear import Linear
 from quire.layers.parameter import MethodLayer
+from quire.layers.role import Role
 from quire.ops.activation import check_activation
 from quire.ops.moe import experts_forward, route
 
@@ -16,7 +19,7 @@ class ExpertsMethod(Protocol):
         """The parameters by names of the method's own."""
         ...
 
-    def claims(self, layer: "Experts", path: str) -> dict[str, Tensor | None]: ...
+    def claims(self, layer: "Experts", path: str) -> Claims: ...
 
     def apply(self, layer: "Experts", x: Tensor, weights: Tensor, experts: Tensor) -> Tensor: ...
 
@@ -27,16 +30,32 @@ class PlainExperts:
     def shapes(self, count: int, hidden_size: int, inner_size: int) -> Mapping[str, tuple[int, ...]]:
         return {"up": (count, 2 * inner_size, hidden_size), "down": (count, hidden_size, inner_size)}  # gate above up
 
-    def claims(self, layer: "Experts", path: str) -> dict[str, Tensor | None]:
+    def claims(self, layer: "Experts", path: str) -> Claims:
+        kept, rows, inner, width = layer.kept, layer.kept_inner, layer.total_inner, layer.hidden_size
         up, down = layer.up.data, layer.down.data
+        gates, ups = up.chunk(2, dim=1)
+        across, some = (0, width), (rows.start, rows.stop)
+        taken: Claims = {}
         if layer.fused:
-            whole = {f"{path}.gate_up_proj": up, f"{path}.down_proj": down}
-            return {name: data.transpose(1, 2) if layer.transposed else data for name, data in whole.items()}
-        taken: dict[str, Tensor | None] = {}
-        for expert in range(layer.count):
-            taken[f"{path}.{expert}.gate_proj.weight"] = up[expert, : layer.inner_size]
-            taken[f"{path}.{expert}.up_proj.weight"] = up[expert, layer.inner_size :]
-            taken[f"{path}.{expert}.down_proj.weight"] = down[expert]
+            few, below = (kept.start, kept.stop), (inner + rows.start, inner + rows.stop)
+            both = [Take(gates, (few, some, across)), Take(ups, (few, below, across))]
+            if len(rows) == inner:
+                both = [Take(up, (few, (0, 2 * inner), across))]
+            gate_up = Claim((layer.total, 2 * inner, width), tuple(both)).simple
+            back = Claim((layer.total, width, inner), (Take(down, (few, across, some)),)).simple
+            for name, claim in (("gate_up_proj", gate_up), ("down_proj", back)):
+                taken[f"{path}.{name}"] = claim.transposed if layer.transposed else claim
+            return taken
+        for name, stack, shape, ranges in (
+            ("gate_proj", gates, (inner, width), (some, across)),
+            ("up_proj", ups, (inner, width), (some, across)),
+            ("down_proj", down, (width, inner), (across, some)),
+        ):
+            for expert in range(layer.total):
+                place = f"{path}.{expert}.{name}.weight"
+                taken[place] = None
+                if expert in kept:
+                    taken[place] = Claim(shape, (Take(stack[expert - kept.start], ranges),)).simple
         return taken
 
     def apply(self, layer: "Experts", x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
@@ -50,28 +69,43 @@ class Experts(MethodLayer):
     up: nn.Parameter
     down: nn.Parameter
 
+    role = Role.EXPERT
+    group: Group | None = None  # of the ranks whose outputs are to be added
+
     def __init__(self, count: int, hidden_size: int, inner_size: int, activation: str) -> None:
         super().__init__()
         self.activation = check_activation(activation)
-        self.count, self.hidden_size, self.inner_size = count, hidden_size, inner_size
+        self.total, self.hidden_size, self.total_inner = count, hidden_size, inner_size
         self.fused = self.transposed = False  # how the checkpoint has them
-        self.use(PlainExperts())
+        self.method: ExpertsMethod = PlainExperts()
+        self.keep(range(count), range(inner_size))
+
+    def keep(self, experts: range, inner: range) -> None:
+        """Before anything is loaded: these experts, and these of what is between their matrices."""
+        self.kept, self.kept_inner = experts, inner
+        self.use(self.method)
 
     def use(self, method: ExpertsMethod) -> None:
         self.method = method
-        self.declare(method.shapes(self.count, self.hidden_size, self.inner_size))
+        self.declare(method.shapes(len(self.kept), self.hidden_size, len(self.kept_inner)))
 
     def arrange(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.fused = f"{path}.gate_up_proj" in shapes
-        other = (self.count, self.inner_size, self.hidden_size)
+        other = (self.total, self.total_inner, self.hidden_size)
         self.transposed = self.fused and shapes.get(f"{path}.down_proj") == other
 
-    def claims(self, path: str) -> dict[str, Tensor | None]:
+    def claims(self, path: str) -> Claims:
         return self.method.claims(self, path)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [T, H], weights and experts [T, top_k] -> [T, H]."""
-        return self.method.apply(self, x, weights, experts)
+        if self.group is None:
+            return self.method.apply(self, x, weights, experts)
+        if len(self.kept) < self.total:  # an expert of another rank counts for nothing
+            experts = experts - self.kept.start
+            theirs = (experts < 0) | (experts >= len(self.kept))
+            weights, experts = weights.masked_fill(theirs, 0.0), experts.masked_fill(theirs, 0)
+        return add_parts(self.method.apply(self, x, weights, experts), self.group)
 
 
 class MoE(nn.Module):

@@ -5,10 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from quire.layers.claims import Claim, Claims, whole
 from quire.load.place import Mover
-from quire.load.source import Source
+from quire.load.source import Source, TensorSlice
 from quire.progress import doing
 from quire.types.errors import ModelError
 
@@ -18,18 +19,18 @@ SHOWN = 10
 
 @runtime_checkable
 class Claiming(Protocol):
-    def claims(self, path: str) -> dict[str, Tensor | None]: ...
+    def claims(self, path: str) -> Claims: ...
 
 
-def claims_of(model: nn.Module) -> dict[str, Tensor | None]:
-    """Checkpoint name (after renames) -> the view that takes it; None = may be there and is not read."""
-    table: dict[str, Tensor | None] = {}
+def claims_of(model: nn.Module) -> Claims:
+    """By checkpoint names after renames."""
+    table: Claims = {}
     for path, module in model.named_modules():
         if isinstance(module, Claiming):
             table |= module.claims(path)
         else:
             own = module.named_parameters(recurse=False)
-            table |= {f"{path}.{name}" if path else name: value.data for name, value in own}
+            table |= {f"{path}.{name}" if path else name: whole(value.data) for name, value in own}
     return table
 
 
@@ -43,25 +44,26 @@ def rename(name: str, renames: Renames) -> str | None:
     return name
 
 
-def assign(table: Mapping[str, Tensor | None], source: Source, renames: Renames, where: str) -> None:
-    """Copies every tensor of the source to its place. Nothing is read if any name or shape does not fit."""
-    places, problems = _match(table, source.shapes, renames)
+def assign(table: Mapping[str, Claim | None], source: Source, renames: Renames, where: str) -> None:
+    """Copies what is claimed of the source's tensors to its places. Nothing is read if any name or shape does not fit."""
+    claims, problems = _match(table, source.shapes, renames)
     if problems:
         raise ModelError(f"{where} does not fit the model:\n" + "\n".join(problems))
+    places = {TensorSlice(name, take.ranges): take.view for name, claim in claims.items() for take in claim.takes}
     total = sum(place.nbytes for place in places.values())
     with torch.no_grad(), doing("loading weights", total) as progress, Mover(progress) as mover:
-        for name, tensor in source.read(frozenset(places)):
-            if places[name].is_floating_point() and not tensor.is_floating_point():
-                raise ModelError(f"{where}: tensor {name!r} is stored as {tensor.dtype}, where the model has floats")
-            mover.put(name, tensor, places[name])
+        for part, tensor in source.read(places):
+            if places[part].is_floating_point() and not tensor.is_floating_point():
+                raise ModelError(f"{where}: tensor {part.name!r} is stored as {tensor.dtype}, where the model has floats")
+            mover.put(part.name, tensor, places[part])
 
 
 def _match(
-    table: Mapping[str, Tensor | None], shapes: Mapping[str, tuple[int, ...]], renames: Renames
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Checkpoint name -> destination, and what is wrong in words."""
-    places: dict[str, Tensor] = {}
-    missing = {name for name, view in table.items() if view is not None}
+    table: Mapping[str, Claim | None], shapes: Mapping[str, tuple[int, ...]], renames: Renames
+) -> tuple[dict[str, Claim], list[str]]:
+    """Claims by the source's names, and what is wrong in words."""
+    claims: dict[str, Claim] = {}
+    missing = {name for name, claim in table.items() if claim is not None}
     unknown, misshaped, twice = [], [], []
     for name, shape in shapes.items():
         ours = rename(name, renames)
@@ -70,17 +72,17 @@ def _match(
         if ours not in table:
             unknown.append(name)
             continue
-        view = table[ours]
-        if view is None:
+        claim = table[ours]
+        if claim is None:
             continue
         if ours not in missing:
             twice.append(name)
-        elif tuple(view.shape) != tuple(shape):
-            misshaped.append(f"{name} is {list(shape)}, the model needs {list(view.shape)}")
+        elif claim.shape != tuple(shape):
+            misshaped.append(f"{name} is {list(shape)}, the model needs {list(claim.shape)}")
         missing.discard(ours)
-        places[name] = view
+        claims[name] = claim
     findings = {"missing": missing, "unknown": unknown, "misshaped": misshaped, "given twice": twice}
-    return places, [_list(what, names) for what, names in findings.items() if names]
+    return claims, [_list(what, names) for what, names in findings.items() if names]
 
 
 def _list(what: str, names: Iterable[str]) -> str:

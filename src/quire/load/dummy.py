@@ -1,34 +1,37 @@
 """Random weights, for measuring without a checkpoint. A tensor's values depend on the seed and its name alone."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
+
+from quire.layers.claims import Claim
+from quire.load.source import TensorSlice, cut
 
 SPREAD = 0.02
 
 
 class DummySource:
-    """Fills the places it is given, on their own device."""
+    """Makes what is claimed, on the device where it is wanted; a slice has the values it has in the whole."""
 
-    def __init__(self, table: Mapping[str, Tensor | None], seed: int) -> None:
-        self.places = {name: view for name, view in table.items() if view is not None}
+    def __init__(self, table: Mapping[str, Claim | None], seed: int) -> None:
+        self.claims = {name: claim for name, claim in table.items() if claim is not None}
         self.seed = seed
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(view.shape) for name, view in self.places.items()}
+        return {name: claim.shape for name, claim in self.claims.items()}
 
-    def read(self, names: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
+    def read(self, slices: Collection[TensorSlice]) -> Iterator[tuple[TensorSlice, Tensor]]:
         generators: dict[torch.device, torch.Generator] = {}
-        for name, view in self.places.items():
-            if name not in names:
-                continue
+        for part in slices:
+            claim = self.claims[part.name]
+            view = claim.takes[0].view
             generator = generators.setdefault(view.device, torch.Generator(view.device))
-            generator.manual_seed(int.from_bytes(hashlib.sha256(f"{self.seed}/{name}".encode()).digest()[:7], "little"))
-            values = torch.empty(view.shape, dtype=view.dtype, device=view.device)
-            yield name, values.normal_(0.0, SPREAD, generator=generator)
+            generator.manual_seed(int.from_bytes(hashlib.sha256(f"{self.seed}/{part.name}".encode()).digest()[:7], "little"))
+            values = torch.empty(claim.shape, dtype=view.dtype, device=view.device)
+            yield part, cut(values.normal_(0.0, SPREAD, generator=generator), part.ranges)
 
     def find_rows(self, name: str) -> None:  # noqa: ARG002
         return None

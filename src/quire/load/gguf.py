@@ -3,7 +3,7 @@
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from quire.files.gguf import GGML_TYPES, GGUFTensor, read_gguf_shards
+from quire.layers.claims import Ranges
 from quire.load.gguf_names import Name, hf_names
-from quire.load.source import map_file
+from quire.load.source import TensorSlice, cut, map_file
 from quire.ops.blocks import Stored, dequantize
 from quire.types.errors import ModelError
 
@@ -70,28 +71,41 @@ class GGUFSource:
         """Somebody has those as they are stored; they are not offered any more."""
         self._kept = names
 
-    def read(self, names: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
+    def read(self, slices: Collection[TensorSlice]) -> Iterator[tuple[TensorSlice, Tensor]]:
         """In file order. A few tensors are unfolded ahead, so that memory stays low and cores stay busy."""
-        pieces = sorted((self.pieces[name] for name in names), key=lambda piece: (piece.path, piece.offset))
-        ahead: deque[tuple[str, Future[Tensor]]] = deque()
+        found = [(self.pieces[part.name], part) for part in slices]
+        found.sort(key=lambda entry: (entry[0].path, entry[0].offset, entry[1].ranges))
+        ahead: deque[tuple[TensorSlice, Future[Tensor]]] = deque()
         with ThreadPoolExecutor(WORKERS, "unfold") as pool:
-            for piece in pieces:
-                ahead.append((piece.name.hf, pool.submit(self._take, self._file(piece.path), piece)))
+            for piece, part in found:
+                ahead.append((part, pool.submit(self._take, self._file(piece.path), piece, part.ranges)))
                 if len(ahead) > WORKERS:
-                    name, future = ahead.popleft()
-                    yield name, future.result()
-            for name, future in ahead:
-                yield name, future.result()
+                    first, future = ahead.popleft()
+                    yield first, future.result()
+            for first, future in ahead:
+                yield first, future.result()
 
     def find_rows(self, name: str) -> Stored | None:
         piece = self.pieces[name]
         return self._stored(piece) if len(piece.stored) == 2 and not piece.name.transposed else None
 
-    def _take(self, data: mmap.mmap, piece: Piece) -> Tensor:
+    def _take(self, data: mmap.mmap, piece: Piece, ranges: Ranges) -> Tensor:
+        if ranges and len(piece.stored) == 2:
+            return self._take_blocks(piece, ranges)
         raw = torch.frombuffer(data, dtype=torch.uint8, count=piece.nbytes, offset=piece.offset)
         tensor = dequantize(raw, piece.type, piece.stored)
         if piece.name.undo is not None:
             tensor = piece.name.undo(tensor)
+        return cut(tensor.t() if piece.name.transposed else tensor, ranges)
+
+    def _take_blocks(self, piece: Piece, ranges: Ranges) -> Tensor:
+        """Of a matrix, the blocks that the slice is in."""
+        (start, stop), (left, right) = ranges[::-1] if piece.name.transposed else ranges
+        _, elements, nbytes = GGML_TYPES[piece.type]
+        first, last = left // elements, -(-right // elements)
+        blocks = self._stored(piece).read(start, stop)[:, first * nbytes : last * nbytes]
+        values = dequantize(blocks.flatten(), piece.type, (stop - start, (last - first) * elements))
+        tensor = values[:, left - first * elements : right - first * elements]
         return tensor.t() if piece.name.transposed else tensor
 
     def _stored(self, piece: Piece) -> Stored:

@@ -2,7 +2,8 @@
 
 import mmap
 import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from quire.files.gguf import GGML_TYPES
 from quire.files.safetensors import TensorInfo, read_header, read_index
-from quire.load.source import map_file
+from quire.layers.claims import Ranges
+from quire.load.source import TensorSlice, cut, map_file
 from quire.ops.blocks import Stored
 from quire.types.errors import ModelError
 
@@ -63,20 +65,25 @@ class SafetensorsSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: info.shape for name, (_, info) in self._found.items()}
 
-    def read(self, names: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
+    def read(self, slices: Collection[TensorSlice]) -> Iterator[tuple[TensorSlice, Tensor]]:
         """In file order, so that the disk is read from front to back. What was read is let go of; it can be read again."""
+        wanted: dict[Path, list[tuple[int, TensorSlice]]] = defaultdict(list)
+        for part in slices:
+            path, info = self._found[part.name]
+            if info.dtype not in DTYPES:
+                raise ModelError(f"{path}: tensor {part.name!r} is stored as {info.dtype}, which cannot be read")
+            wanted[path].append((info.offset, part))
         for path in self.files:
-            here = [(name, info) for name, (file, info) in self._found.items() if file == path and name in names]
-            for name, info in here:
-                if info.dtype not in DTYPES:
-                    raise ModelError(f"{path}: tensor {name!r} is stored as {info.dtype}, which cannot be read")
-            data, let_go = map_file(path), 0
-            for name, info in sorted(here, key=lambda entry: entry[1].offset):
-                if info.offset - let_go > BEHIND:
-                    behind = (info.offset - let_go) // mmap.PAGESIZE * mmap.PAGESIZE
+            here = sorted(wanted[path], key=lambda entry: (entry[0], entry[1].ranges))
+            if not here:
+                continue
+            data, let_go = map_file(path, ahead=not any(part.ranges for _, part in here)), 0
+            for offset, part in here:
+                if offset - let_go > BEHIND:
+                    behind = (offset - let_go) // mmap.PAGESIZE * mmap.PAGESIZE
                     data.madvise(mmap.MADV_DONTNEED, let_go, behind)
                     let_go += behind
-                yield name, _view(data, info)
+                yield part, _view(data, self._found[part.name][1], part.ranges)
 
     def find_rows(self, name: str) -> Stored | None:
         path, info = self._found[name]
@@ -87,14 +94,16 @@ class SafetensorsSource:
         return Stored(GGML_NUMBERS[info.dtype], info.shape[1], raw.view(info.shape[0], -1), None, data, info.offset)
 
 
-def _view(data: mmap.mmap, info: TensorInfo) -> Tensor:
-    """The tensor where it lies in the file. The mapping lives as long as a tensor does."""
+def _view(data: mmap.mmap, info: TensorInfo, ranges: Ranges = ()) -> Tensor:
+    """The tensor, or a slice of it, where it lies in the file. The mapping lives as long as a tensor does."""
     dtype = DTYPES[info.dtype]
     if not info.nbytes:
-        return torch.empty(info.shape, dtype=dtype)
+        return cut(torch.empty(info.shape, dtype=dtype), ranges)
     raw = torch.frombuffer(data, dtype=torch.uint8, count=info.nbytes, offset=info.offset)
-    aligned = raw if info.offset % dtype.itemsize == 0 else raw.clone()
-    return aligned.view(dtype).view(info.shape)
+    if info.offset % dtype.itemsize == 0:
+        return cut(raw.view(dtype).view(info.shape), ranges)
+    askew = cut(raw.view(*info.shape, dtype.itemsize), ranges)
+    return askew.clone(memory_format=torch.contiguous_format).view(dtype).squeeze(-1)
 
 
 def _indexed(directory: Path, wanted: set[str]) -> list[Path]:

@@ -1,14 +1,22 @@
 """What every source of weights offers, and how files are mapped."""
 
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
+from quire.layers.claims import Ranges
 from quire.ops.blocks import Stored
 from quire.types.errors import ModelError
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    name: str
+    ranges: Ranges = ()
 
 
 class Source(Protocol):
@@ -19,8 +27,9 @@ class Source(Protocol):
         """Every tensor there is, known before any is read."""
         ...
 
-    def read(self, names: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
-        """Those tensors, one at a time, in whatever order is fastest; on any device, of any dtype."""
+    def read(self, slices: Collection[TensorSlice]) -> Iterator[tuple[TensorSlice, Tensor]]:
+        """Those, one at a time, in whatever order is fastest; on any device, of any dtype. What lies beside them in a file is
+        not read, as far as its format allows."""
         ...
 
     def find_rows(self, name: str) -> Stored | None:
@@ -28,12 +37,22 @@ class Source(Protocol):
         ...
 
 
-def map_file(path: Path) -> mmap.mmap:
-    """Copy-on-write, because torch wants memory it could write to; nothing is ever written."""
+def cut(tensor: Tensor, ranges: Ranges) -> Tensor:
+    return tensor[tuple(slice(*edges) for edges in ranges)] if ranges else tensor
+
+
+def read_whole(source: Source) -> dict[str, Tensor]:
+    """Every tensor there is."""
+    return {part.name: tensor for part, tensor in source.read([TensorSlice(name) for name in source.shapes])}
+
+
+def map_file(path: Path, *, ahead: bool = True) -> mmap.mmap:
+    """Copy-on-write, because torch wants memory it could write to; nothing is ever written. `ahead`: all of it will be read."""
     try:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error
-    data.madvise(mmap.MADV_WILLNEED)
+    if ahead:
+        data.madvise(mmap.MADV_WILLNEED)
     return data

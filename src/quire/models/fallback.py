@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quire.attn.batch import Batch
 from quire.files.reading import told
 from quire.layers.attention import Attention, keep
-from quire.load.source import Source
+from quire.load.source import Source, read_whole
 from quire.models.decoder import Decoder
 from quire.models.fallback_checks import check_tokens_meet_in_attention_only, trace
 from quire.models.fallback_interface import SERVED, WATCHED, install, transformers, without_bars
@@ -154,7 +154,7 @@ class Fallback(Decoder):
             raise ModelError(f"transformers cannot build it ({told(error)})") from error
 
     def _load(self, source: Source, device: torch.device, dtype: torch.dtype) -> Any:
-        tensors = dict(source.read(frozenset(source.shapes)))
+        tensors = read_whole(source)
         placement = {} if device.type == "cpu" else {"device_map": {"": device}}
         try:
             with without_bars():

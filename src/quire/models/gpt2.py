@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from quire.attn.batch import Batch
 from quire.layers.attention import SelfAttention
-from quire.layers.embedding import Embedding
+from quire.layers.embedding import PositionEmbedding
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm, Norm
 from quire.models.decoder import Decoder
@@ -34,7 +34,7 @@ class GPT2(Decoder):
 
     def __init__(self, facts: "ModelFacts") -> None:
         super().__init__(facts)
-        self.embed_positions = Embedding(facts.hf["n_positions"], facts.hidden_size)
+        self.embed_positions = PositionEmbedding(facts.hf["n_positions"], facts.hidden_size)
 
     def embed(self, batch: Batch) -> Tensor:
         x: Tensor = self.embed_tokens(batch.ids) + self.embed_positions(batch.positions)

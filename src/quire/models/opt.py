@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from quire.attn.batch import Batch
 from quire.layers.attention import SelfAttention
-from quire.layers.embedding import Embedding, Head
+from quire.layers.embedding import Embedding, Head, PositionEmbedding
 from quire.layers.linear import Linear
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm, NoNorm, Norm
@@ -43,7 +43,7 @@ class OPT(Decoder):
     def __init__(self, facts: "ModelFacts") -> None:
         super().__init__(facts)
         hf, width, narrow = facts.hf, facts.hidden_size, embedding_size(facts)
-        self.embed_positions = Embedding(hf["max_position_embeddings"] + FIRST_POSITION, width)
+        self.embed_positions = PositionEmbedding(hf["max_position_embeddings"] + FIRST_POSITION, width)
         if not hf.get("do_layer_norm_before", True) or hf.get("_remove_final_layer_norm"):
             self.norm = NoNorm()
         self.project_in = Linear(narrow, width) if narrow != width else None

@@ -45,6 +45,20 @@ class Stored:
         """Rows of the matrix, [stop - start, row bytes]."""
         return self.rows[start:stop] if self.order is None else self.rows.index_select(0, self.order[start:stop])
 
+    def cut(self, rows: range, columns: range) -> "Stored | None":
+        """Some rows where they lie; of some columns, which are whole blocks, a copy. None = the rows lie among others."""
+        if len(rows) == len(self) and len(columns) == self.columns:
+            return self
+        order = None if self.order is None else self.order[rows.start : rows.stop] - rows.start
+        if order is not None and (order.min() < 0 or order.max() >= len(rows)):
+            return None
+        _, elements, nbytes = GGML_TYPES[self.type]
+        offset, some = self.offset + rows.start * self.rows.shape[1], self.rows[rows.start : rows.stop]
+        if len(columns) == self.columns:
+            return Stored(self.type, self.columns, some, order, self.file, offset)
+        blocks = some[:, columns.start // elements * nbytes : columns.stop // elements * nbytes].contiguous()
+        return Stored(self.type, len(columns), blocks, order)
+
     def forget(self) -> None:
         """Lets go of the pages that were read. The system still has them, and gives them back for little."""
         if self.file is not None and hasattr(mmap, "MADV_DONTNEED"):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from quire.layers.embedding import Embedding, EmbeddingMethod, Head, HeadMethod
@@ -34,16 +35,17 @@ def find_scheme(name: str) -> Any:
 
 
 def quantize(model: nn.Module, scheme: Scheme) -> None:
-    for path, layer in model.named_modules():
-        match layer:
-            case Linear():
-                _use(layer, scheme.linear(path, layer))
-            case Embedding():
-                _use(layer, scheme.embedding(path, layer))
-            case Head():
-                _use(layer, scheme.head(path, layer))
-            case Experts():
-                _use(layer, scheme.experts(path, layer))
+    with torch.device("meta"):
+        for path, layer in model.named_modules():
+            match layer:
+                case Linear():
+                    _use(layer, scheme.linear(path, layer))
+                case Embedding():
+                    _use(layer, scheme.embedding(path, layer))
+                case Head():
+                    _use(layer, scheme.head(path, layer))
+                case Experts():
+                    _use(layer, scheme.experts(path, layer))
 
 
 def _use(layer: Any, method: Any) -> None:

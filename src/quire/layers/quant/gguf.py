@@ -5,11 +5,13 @@ The formats are known to `ops/blocks.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from math import lcm
 
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from quire.files.gguf import GGML_TYPES
+from quire.layers.claims import Take
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts
@@ -36,7 +38,7 @@ class GGUFMethod:
     def shapes(self, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
         return {}
 
-    def load(self, name: str, stored: nn.Parameter, start: int, size: int, inputs: int) -> Tensor:  # noqa: ARG002
+    def load(self, name: str, stored: nn.Parameter, start: int, outputs: range, inputs: range) -> Take:  # noqa: ARG002
         raise AssertionError(f"nothing is copied into {name}")
 
     def finish(self, layer: Linear) -> None:
@@ -89,20 +91,24 @@ class GGUFScheme:
     """A matrix stays in the file's blocks where a layer can use it so. `stored`: what there is, by the model's names."""
 
     def __init__(self, stored: Mapping[str, Stored]) -> None:
-        self._stored = {name: matrix for name, matrix in stored.items() if _suits(matrix)}
+        self._stored = stored
         self.kept: set[str] = set()  # names of those that stay
 
     def linear(self, path: str, layer: Linear) -> GGUFMethod | None:
-        sizes = {f"{part}.weight": size for part, size in layer.parts(path).items()}
-        found = [self._find(name, size, layer.inputs) for name, size in sizes.items()]
+        parts = {f"{name}.weight": part for name, part in layer.parts(path).items()}
+        found = [
+            self._find(name, (part.outputs, layer.all_inputs), rows, layer.kept_inputs)
+            for name, part in parts.items()
+            for _, rows in part.kept
+        ]
         matrices = [matrix for matrix in found if matrix is not None]
-        if layer.transposed or len(matrices) < len(sizes):
+        if layer.transposed or len(matrices) < len(found):
             return None
-        self.kept |= sizes.keys()
+        self.kept |= parts.keys()
         return GGUFMethod(matrices)
 
     def embedding(self, path: str, layer: Embedding) -> GGUFRows | None:
-        found = self._find(f"{path}.weight", layer.count, layer.size)
+        found = self._find(f"{path}.weight", (layer.total, layer.size), layer.kept, range(layer.size))
         if found is None:
             return None
         self.kept.add(f"{path}.weight")
@@ -111,7 +117,7 @@ class GGUFScheme:
     def head(self, path: str, layer: Head) -> GGUFHead | None:
         if layer.tied is not None:
             return GGUFHead(layer.tied.method.rows) if isinstance(layer.tied.method, GGUFRows) else None
-        found = self._find(f"{path}.weight", layer.vocab_size, layer.hidden_size)
+        found = self._find(f"{path}.weight", (layer.total, layer.hidden_size), layer.kept, range(layer.hidden_size))
         if found is None:
             return None
         self.kept.add(f"{path}.weight")
@@ -120,11 +126,12 @@ class GGUFScheme:
     def experts(self, path: str, layer: Experts) -> None:  # noqa: ARG002
         return None
 
-    def _find(self, name: str, count: int, columns: int) -> Stored | None:
+    def _find(self, name: str, shape: tuple[int, int], rows: range, columns: range) -> Stored | None:
+        """These rows and columns, which must be whole blocks, and whole groups of what they are repacked to."""
         found = self._stored.get(name)
-        return found if found is not None and (len(found), found.columns) == (count, columns) else None
-
-
-def _suits(stored: Stored) -> bool:
-    """Are its rows whole blocks, and whole groups of what they are repacked to?"""
-    return stored.columns % GROUP == 0 and stored.columns % GGML_TYPES[stored.type][1] == 0
+        if found is None or (len(found), found.columns) != shape:
+            return None
+        grain = lcm(GROUP, GGML_TYPES[found.type][1])
+        if columns.start % grain or columns.stop % grain:
+            return None
+        return found.cut(rows, columns)

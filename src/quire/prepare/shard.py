@@ -1,0 +1,46 @@
+"""A rank's share of a model: of every layer what its role says."""
+
+import torch
+from torch import nn
+
+from quire.dist.collectives import Group
+from quire.dist.mesh import Position, divide, evenly
+from quire.layers.attention import SelfAttention
+from quire.layers.embedding import Embedding, Head
+from quire.layers.linear import Linear
+from quire.layers.moe import Experts
+from quire.layers.role import Role
+from quire.types.errors import ConfigError
+
+
+def shard(model: nn.Module, position: Position, group: Group) -> None:
+    """Before anything is loaded. What the ranks' layers say to each other goes through `group`."""
+    if position.size == 1:
+        return
+    if not any(isinstance(layer, SelfAttention) for layer in model.modules()):
+        raise ConfigError("only models of a family of our own can be divided among several devices")
+    with torch.device("meta"):
+        for layer in model.modules():
+            _keep_share(layer, position, group)
+
+
+def _keep_share(layer: nn.Module, position: Position, group: Group) -> None:
+    match layer:
+        case Linear(role=Role.COLUMN):
+            layer.keep(layer.kept_inputs, [cut(position) for cut in layer.cuts], bias=layer.biased)
+        case Linear(role=Role.ROW):
+            [cut] = layer.cuts
+            layer.keep(cut(position), layer.kept_outputs, bias=layer.biased and position.rank == 0)
+            layer.group = group
+        case Embedding(role=Role.VOCABULARY) | Head():
+            layer.keep(evenly(layer.total)(position))
+            layer.group = group
+        case Experts():
+            experts, inner = range(layer.total), range(layer.total_inner)
+            if position.expert_parallel:
+                layer.keep(divide(layer.total, position), inner)
+            else:
+                layer.keep(experts, evenly(layer.total_inner)(position))
+            layer.group = group
+        case SelfAttention():
+            layer.keep_heads(*layer.division.share(position))

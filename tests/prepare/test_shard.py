@@ -1,0 +1,240 @@
+"""The ranks of a divided model, in step with each other in threads of one process, give the whole model's logits."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gguf_files import LLAMA, llama_tensors, tiny_llama
+from oracle import FAMILIES, Family, Sequences, in_pieces, make_checkpoint, open_checkpoint
+from quire.config.facts import read_facts
+from quire.device.cpu.compiled import compile_body
+from quire.dist.mesh import HeadDivision, Position, evenly
+from quire.files.resolve import resolve_model
+from quire.layers.linear import Linear
+from quire.layers.quant.gguf import GGUFHead, GGUFMethod, GGUFRows
+from quire.load.load import load_weights
+from quire.models.registry import build_model
+from quire.ops.blocks import dequantize
+from quire.prepare.shard import shard
+from quire.types.errors import ConfigError
+
+FEW = [3, 17, 42, 8, 30, 11, 25]
+IDS = torch.randint(3, 199, (2, 40), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+class Lockstep:
+    """What ranks in threads of one process say to each other: each waits until all have laid down their parts."""
+
+    def __init__(self, size):
+        self.size, self.parts, self.barrier = size, [None] * size, threading.Barrier(size, timeout=60)
+        self.sums = 0
+
+    def of(self, rank):
+        return Member(self, rank)
+
+
+class Member:
+    def __init__(self, all_ranks, rank):
+        self.all, self.rank = all_ranks, rank
+
+    def exchange(self, part):
+        self.all.parts[self.rank] = part
+        self.all.barrier.wait()
+        parts = list(self.all.parts)
+        self.all.barrier.wait()
+        return parts
+
+    def add(self, part):
+        first, *others = self.exchange(part)
+        self.all.sums += self.rank == 0
+        total = first.clone()
+        for other in others:
+            assert other.shape == total.shape
+            total += other
+        return total
+
+    def join(self, part, total):
+        out = torch.cat(self.exchange(part), dim=-1)
+        assert out.shape[-1] == total
+        return out
+
+
+def divided(facts, size, expert_parallel=False, **options):
+    """The models of all ranks, and the group they are in."""
+    group, models = Lockstep(size), []
+    for rank in range(size):
+        model = build_model(facts)
+        shard(model, Position(rank, size, expert_parallel), group.of(rank))
+        load_weights(model, facts, **{"device": "cpu", "dtype": "float32"} | options)
+        models.append(model)
+    return models, group
+
+
+def together(models, run):
+    """run(model) of every rank; they all get the same bits, and those are returned."""
+    with ThreadPoolExecutor(len(models)) as pool:
+        first, *others = pool.map(run, models)
+    for other in others:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, other, strict=True))
+    return first
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_halves_are_the_whole(checkpoint, family):
+    case = checkpoint(family)
+    models, group = divided(case.facts, 2)
+    for logits, ids in zip(together(models, lambda model: in_pieces(model, *IDS)), IDS, strict=True):
+        close(logits, case.expected(ids))
+    assert group.sums == 6 * (1 + 2 * len(case.facts.layers))  # of each step's embedding, and of each half of a block
+    held = [sum(weight.numel() for weight in model.parameters()) for model in (*models, case.model)]
+    assert max(held[:2]) < 0.75 * held[2]
+
+
+MANY_HEADS = {"num_attention_heads": 8, "head_dim": 8, "intermediate_size": 72, "attention_bias": True, "mlp_bias": True}
+
+
+@pytest.mark.parametrize("keys", [2, 8])
+@pytest.mark.parametrize("size", [3, 5, 7])
+def test_shares_that_are_not_alike(tmp_path, size, keys):
+    """Key heads fewer than ranks, and more."""
+    make_checkpoint(Family("LlamaConfig", "LlamaForCausalLM", MANY_HEADS | {"num_key_value_heads": keys}), tmp_path)
+    case = open_checkpoint(tmp_path)
+    models, _ = divided(case.facts, size)
+    assert len({attention.spec.heads for model in models for attention in model.attentions}) == 2
+    [logits] = together(models, lambda model: Sequences(model, 1, 40).step([(0, IDS[0])]))
+    close(logits, case.expected(IDS[0]))
+
+
+@pytest.mark.parametrize(("family", "size"), [("mixtral", 2), ("mixtral", 5), ("qwen3-moe", 4)])
+def test_whole_experts(checkpoint, family, size):
+    case = checkpoint(family)
+    models, _ = divided(case.facts, size, expert_parallel=True)
+    [logits] = together(models, lambda model: Sequences(model, 1, 40).step([(0, IDS[0])]))
+    close(logits, case.expected(IDS[0]))
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_in_one_tensor(checkpoint, tmp_path, transposed, expert_parallel):
+    plain = checkpoint("qwen3-moe")
+    tensors = {name: t for name, t in load_file(plain.directory / "model.safetensors").items() if ".experts." not in name}
+    stacks = {name: stack for name, stack in plain.reference.state_dict().items() if ".experts." in name}
+    stacks = {name: stack.transpose(1, 2).contiguous() if transposed else stack.clone() for name, stack in stacks.items()}
+    save_file(tensors | stacks, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((plain.directory / "config.json").read_text())
+    models, _ = divided(read_facts(resolve_model(tmp_path)), 3, expert_parallel)
+    [logits] = together(models, lambda model: Sequences(model, 1, 40).step([(0, IDS[0])]))
+    close(logits, plain.expected(IDS[0]))
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory):
+    """Of 4 heads with 16 components, in Q4_1 and, in one merged matrix, Q8_0 beside it."""
+    fields = {**LLAMA, "embedding_length": 64, "rope.dimension_count": 16}
+    tensors = {}
+    for name, values in llama_tensors(fields).items():
+        kind = gguf.GGMLQuantizationType["Q8_0" if "attn_v" in name else "Q4_1"]
+        tensors[name] = (gguf.quants.quantize(values * np.float32(0.2), kind), kind) if values.ndim == 2 else values
+    path = tiny_llama(tmp_path_factory.mktemp("blocks") / "tiny.gguf", fields=fields, tensors=tensors)
+    return read_facts(resolve_model(str(path)))
+
+
+def whole_logits(facts, ids, **options):
+    model = build_model(facts)
+    load_weights(model, facts, device="cpu", dtype="float32", **options)
+    return Sequences(model, 1, len(ids)).step([(0, ids)])[0]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_slices_of_blocks_become_floats(blocks, size):
+    models, _ = divided(blocks, size)
+    [logits] = together(models, lambda model: Sequences(model, 1, len(FEW)).step([(0, FEW)]))
+    torch.testing.assert_close(logits, whole_logits(blocks, FEW), atol=1e-4, rtol=1e-4)
+
+
+def unfolded(method):
+    return torch.cat([dequantize(part.read(0, len(part)).flatten(), part.type, (-1, part.columns)) for part in method.parts])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_blocks_stay_in_blocks_where_shares_are_whole_ones(blocks, size):
+    """Of three ranks, which have 2, 1 and 1 heads of 16, two cannot keep their columns of the attention's output matrix."""
+    kept, floats = divided(blocks, size, keep_blocks=True)[0], divided(blocks, size)[0]
+    for model, exact in zip(kept, floats, strict=True):
+        assert isinstance(model.lm_head.method, GGUFHead) and isinstance(model.embed_tokens.method, GGUFRows)
+        assert torch.equal(
+            model.embed_tokens.method.look_up(model.embed_tokens, torch.arange(16)), exact.embed_tokens.weight[:16]
+        )
+        for path, layer in model.named_modules():
+            if isinstance(layer, Linear):
+                whole = all(edge % 32 == 0 for edge in (layer.kept_inputs.start, layer.kept_inputs.stop))
+                assert isinstance(layer.method, GGUFMethod) == whole
+                values = unfolded(layer.method) if whole else layer.weight
+                assert torch.equal(values, exact.get_submodule(path).weight)
+    [logits] = together(kept, lambda model: Sequences(model, 1, len(FEW)).step([(0, FEW)]))
+    expected = whole_logits(blocks, FEW)
+    assert (logits - expected).norm() < 0.05 * expected.norm()  # each product is off by about 0.6 %
+
+
+def test_random_weights_of_ranks_are_slices_of_the_whole_models(checkpoint):
+    facts = checkpoint("phi3").facts
+    models, _ = divided(facts, 3, load_format="dummy", seed=5)
+    [logits] = together(models, lambda model: Sequences(model, 1, 40).step([(0, IDS[0])]))
+    close(logits, whole_logits(facts, IDS[0], load_format="dummy", seed=5))
+
+
+def test_a_share_runs_layer_by_layer(checkpoint):
+    """What is compiled for a CPU has no place where ranks could meet."""
+    [model, _], _ = divided(checkpoint("llama").facts, 2)
+    assert compile_body(model.run_blocks, 48, whole=True, paged=False) is None
+
+
+def test_one_rank_has_all_of_it(checkpoint):
+    case = checkpoint("gpt2")
+    model = build_model(case.facts)
+    shard(model, Position(0, 1), None)
+    load_weights(model, case.facts, device="cpu", dtype="float32")
+    assert torch.equal(*(Sequences(m, 1, 40).step([(0, IDS[0])])[0] for m in (model, case.model)))
+
+
+def test_more_ranks_than_heads(checkpoint):
+    with pytest.raises(ConfigError, match="6 attention heads cannot be divided among 7 ranks"):
+        shard(build_model(checkpoint("llama").facts), Position(0, 7), Lockstep(7).of(0))
+
+
+def test_models_of_transformers_are_not_divided(checkpoint):
+    with pytest.raises(ConfigError, match="of a family of our own"):
+        shard(build_model(checkpoint("llama").facts, "transformers"), Position(0, 2), Lockstep(2).of(0))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(6, 2), (8, 8), (8, 1), (9, 3), (32, 8), (14, 2), (64, 4)])
+def test_every_head_is_somewhere_with_its_key_head(queries, keys):
+    for size in range(1, min(queries, 8) + 1):
+        shares = [HeadDivision(queries, keys, 16).share(Position(rank, size)) for rank in range(size)]
+        assert [head for own, _ in shares for head in own] == list(range(queries))
+        for own, its_keys in shares:
+            assert len(own) % len(its_keys) == 0
+            group = len(own) // len(its_keys)
+            for i, head in enumerate(own):
+                assert its_keys[i // group] == head // (queries // keys)
+        if size <= keys:
+            assert sum(len(its_keys) for _, its_keys in shares) == keys  # none is held twice
+
+
+@pytest.mark.parametrize("count", [72, 199, 11008, 14336, 151936, 768])
+def test_shares_follow_each_other_and_are_nearly_alike(count):
+    for size in range(1, 9):
+        shares = [evenly(count)(Position(rank, size)) for rank in range(size)]
+        assert [edge for share in shares for edge in (share.start, share.stop)][1:-1:2] == [share.start for share in shares][1:]
+        assert (shares[0].start, shares[-1].stop) == (0, count)
+        assert max(map(len, shares)) - min(map(len, shares)) <= max(1, count / size / 8)
+    assert evenly(14336)(Position(1, 3)).start % 256 == 0
