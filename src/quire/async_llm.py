@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from quire.config.args import EngineArgs
-from quire.config.resolve import Config, resolve
+from quire.config.config import Config
+from quire.config.resolve import resolve
 from quire.device.registry import describe_unseen
 from quire.engine import ipc
 from quire.engine.child import COMMAND, Child

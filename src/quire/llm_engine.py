@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from quire.config.args import EngineArgs
+from quire.config.config import Config
 from quire.config.model_config import ModelConfig
-from quire.config.resolve import Config
 from quire.engine.assemble import resolve_here, start_core
 from quire.engine.core import EngineCore
 from quire.engine.timeline import Stopwatch

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from quire.config.args import EngineArgs
+from quire.config.config import Config
 from quire.config.conflicts import CONFLICTS
 from quire.config.memory import activation_bytes, estimate_parameters, host_cache_bytes
-from quire.config.resolve import Config, resolve
+from quire.config.resolve import resolve
 from quire.device.registry import describe, open_device
 from quire.types.errors import ConfigError
 

@@ -16,7 +16,7 @@ from tiny import open_model
 from gguf_files import tiny_llama
 from quire.config.facts import read_facts
 from quire.files.resolve import resolve_model
-from quire.text.tokenizer import load_tokenizer
+from quire.text.tokenizer_files import load_tokenizer
 from quire.types.errors import ModelError, QuireError
 
 DEEP = "[" * 200_000

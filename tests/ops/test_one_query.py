@@ -10,10 +10,11 @@ from test_paged_attention import make_batch
 from quire.attn.backend import AttentionSpec
 from quire.attn.cpu import CPUAttention
 from quire.ops import one_query
+from quire.ops.arguments import HeadNorms, Rotation
 from quire.ops.attention import attend
 from quire.ops.native import kernels
 from quire.ops.one_query import OneQuery, Rows, suits
-from quire.ops.qkv import HeadNorms, Rotation, reference_place_heads
+from quire.ops.qkv import reference_place_heads
 
 by_kernel = pytest.mark.skipif(kernels() is None, reason="no C compiler was there when Quire was installed")
 

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from quire.ops.rows import RowInputs, reference_fill_rows
+from quire.ops.arguments import RowInputs
+from quire.ops.rows import reference_fill_rows
 
 pytest.importorskip("triton")
 from quire.ops.kernels import rows as kernels

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from quire.ops.activation import activate, check_activation, gated
+from quire.ops.arguments import Rotation
 from quire.ops.moe import experts_forward, route
 from quire.ops.norm import add_rms_norm, rms_norm
-from quire.ops.qkv import Rotation
 from quire.ops.rotary import turn
 from quire.types.errors import ModelError
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.ops.sample import BROKEN, GOOD, NOTHING_ALLOWED, DrawColumns, DrawScratch
-from quire.ops.sample_penalties import Factors, reference_penalize
+from quire.ops.arguments import BROKEN, GOOD, NOTHING_ALLOWED, DrawColumns, DrawScratch, Factors
+from quire.ops.sample_penalties import reference_penalize
 from quire.ops.sample_scores import reference_score
 from quire.runner.sampler.pipeline import Sampler
 from quire.runner.sampler.stage import Rows

@@ -5,8 +5,9 @@ import torch
 from kernel_support import DTYPES, close, numbers
 
 from quire.ops.activation import ACTIVATIONS, reference_gated
+from quire.ops.arguments import HeadNorms, Rotation
 from quire.ops.norm import reference_rms_norm
-from quire.ops.qkv import HeadNorms, Rotation, reference_place_heads
+from quire.ops.qkv import reference_place_heads
 
 pytest.importorskip("triton")
 from quire.ops.kernels import activation, norm, qkv

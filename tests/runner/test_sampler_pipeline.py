@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runner_support import admission, draw, rows_of, sampler_of
 
-from quire.ops.sample import BROKEN, GOOD, NOTHING_ALLOWED
+from quire.ops.arguments import BROKEN, GOOD, NOTHING_ALLOWED
 
 INF = float("inf")
 

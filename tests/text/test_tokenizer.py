@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from quire.files.resolve import ModelFiles
 from quire.text.backends import TransformersBackend
-from quire.text.tokenizer import Tokenizer, load_tokenizer
-from quire.text.tokenizer_files import read_tokenizer
+from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_files import load_tokenizer, read_tokenizer
 from quire.types.errors import ModelError, NotSupported, RequestError
 from text.tiny_tokenizers import byte_level, save, sentencepiece, sentencepiece_parts
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from quire.attn.alike import FindAlike, Ints
 from quire.attn.batch import Batch
-from quire.ops.qkv import HeadNorms, Rotation, place_heads
+from quire.ops.arguments import HeadNorms, Rotation
+from quire.ops.qkv import place_heads
 from quire.types.errors import ConfigError
 
 

@@ -8,17 +8,17 @@ import argparse
 import dataclasses
 import json
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from quire.cache.capacity import fit, pages_for
 from quire.cache.layout import make_layout
-from quire.cli.plan_text import render
+from quire.cli.plan_text import Plan, render
 from quire.config.args import EngineArgs, add_cli_arguments
+from quire.config.config import Config
 from quire.config.facts import DTYPE_BYTES, ModelFacts, read_facts
 from quire.config.host import available_host_bytes
 from quire.config.memory import CUDA_CONTEXT_BYTES, activation_bytes, host_cache_bytes, kept_weight_bytes
-from quire.config.resolve import Config, resolve
+from quire.config.resolve import resolve
 from quire.device.registry import open_device
 from quire.files.gguf import read_gguf_shards
 from quire.files.resolve import resolve_model, with_weights_on_disk
@@ -56,39 +56,6 @@ def run(namespace: argparse.Namespace) -> int:
     plan = make_plan(args, namespace.memory)
     print(json.dumps(dataclasses.asdict(plan), indent=2) if namespace.json else render(plan))
     return 0 if plan.fits else 1
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All sizes in bytes."""
-
-    model: str
-    architecture: str
-    served_by: str  # "quire" or "transformers"
-    parameters: int
-    parameters_counted: bool  # from weight files, or estimated from the shapes
-    weights_stored: int
-    weights_loaded: int
-    weights_as: str  # a type, or the file's blocks
-    dtype: str
-    device: str
-    memory: int
-    memory_usable: int
-    activations: int
-    reserved: int  # held by others on the device
-    max_batched_tokens: int
-    max_seqs: int
-    layers: dict[str, int]  # "full attention" or "a window of N" -> layers
-    bytes_per_token: dict[str, int]  # by the same kinds
-    page_size: int
-    bytes_per_page: int
-    cache: int
-    pages: int
-    positions: int  # max_position of the model
-    max_model_len: int
-    concurrency: dict[int, float]  # length -> requests of that length at once
-    fits: bool
-    advice: tuple[str, ...]
 
 
 def make_plan(args: EngineArgs, memory: int | None) -> Plan:

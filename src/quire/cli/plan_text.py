@@ -1,12 +1,42 @@
-"""A plan as text for the terminal."""
+"""A plan, and as text for the terminal."""
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from quire.cli.plan import Plan
+from dataclasses import dataclass
 
 
-def render(plan: "Plan") -> str:
+@dataclass(frozen=True)
+class Plan:
+    """All sizes in bytes."""
+
+    model: str
+    architecture: str
+    served_by: str  # "quire" or "transformers"
+    parameters: int
+    parameters_counted: bool  # from weight files, or estimated from the shapes
+    weights_stored: int
+    weights_loaded: int
+    weights_as: str  # a type, or the file's blocks
+    dtype: str
+    device: str
+    memory: int
+    memory_usable: int
+    activations: int
+    reserved: int  # held by others on the device
+    max_batched_tokens: int
+    max_seqs: int
+    layers: dict[str, int]  # "full attention" or "a window of N" -> layers
+    bytes_per_token: dict[str, int]  # by the same kinds
+    page_size: int
+    bytes_per_page: int
+    cache: int
+    pages: int
+    positions: int  # max_position of the model
+    max_model_len: int
+    concurrency: dict[int, float]  # length -> requests of that length at once
+    fits: bool
+    advice: tuple[str, ...]
+
+
+def render(plan: Plan) -> str:
     counted = "" if plan.parameters_counted else ", estimated from the shapes"
     code = "" if plan.served_by == "quire" else ", through transformers"
     lines = [
@@ -34,7 +64,7 @@ def render(plan: "Plan") -> str:
     return "\n".join(out)
 
 
-def _device(plan: "Plan") -> str:
+def _device(plan: Plan) -> str:
     if plan.device == "cpu":
         return f"cpu, {size(plan.memory)} available"
     usable, reserved = size(plan.memory_usable), size(plan.reserved)

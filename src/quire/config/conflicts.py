@@ -2,19 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from quire.config.config import Config
 from quire.types.errors import ConfigError
-
-if TYPE_CHECKING:
-    from quire.config.resolve import Config
 
 
 @dataclass(frozen=True)
 class Conflict:
     name: str
-    applies: Callable[["Config"], bool]
-    message: Callable[["Config"], str]
+    applies: Callable[[Config], bool]
+    message: Callable[[Config], str]
 
 
 CONFLICTS: tuple[Conflict, ...] = (
@@ -90,7 +87,7 @@ CONFLICTS: tuple[Conflict, ...] = (
 )  # fmt: skip
 
 
-def refuse_conflicts(config: "Config") -> None:
+def refuse_conflicts(config: Config) -> None:
     found = [conflict.message(config) for conflict in CONFLICTS if conflict.applies(config)]
     if found:
         raise ConfigError(

@@ -6,7 +6,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from quire.config.resolve import Config
+from quire.config.config import Config
 
 
 class HFConfig(SimpleNamespace):

@@ -4,19 +4,17 @@ A rule only decides what the user left open. What was asked for and cannot be ha
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from quire.config.args import EngineArgs
+from quire.config.config import Config, Policy
 from quire.config.conflicts import refuse_conflicts
 from quire.config.facts import DeviceFacts, ModelFacts, read_facts
 from quire.config.hf import read_json
 from quire.files.resolve import check_on_disk, resolve_model
 from quire.types.errors import ConfigError, RequestError
 from quire.types.sampling import LogprobsMode, SamplingParams
-
-Policy = Literal["fcfs", "priority"]
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # sampling defaults a checkpoint may bring: generation_config.json's name -> SamplingParams' name
@@ -30,32 +28,6 @@ SAMPLING_DEFAULTS = {
 }
 UNSTABLE_IN_FLOAT16 = ("gemma2", "gemma3_text")
 _DTYPES = {"half": "float16", "float": "float32"}
-
-
-@dataclass(frozen=True)
-class Config:
-    args: EngineArgs  # as given
-    facts: ModelFacts
-    device: str
-    device_facts: DeviceFacts
-    dtype: str
-    keep_blocks: bool  # what a GGUF file stores in blocks of few bits stays so in memory
-    page_size: int
-    max_model_len: int
-    max_model_len_explicit: bool  # asked for, so it must fit; otherwise it may shrink to what does
-    max_batched_tokens: int
-    steps_follow_load: bool  # that is a limit, and the usual step has less
-    max_seqs: int
-    chunk_cap: int | None
-    chunked: bool
-    prefix_caching: bool
-    policy: Policy
-    depth: int  # steps planned ahead of the one whose results are awaited
-    seed: int
-    max_logprobs: int
-    logprobs_mode: LogprobsMode
-    default_sampling: dict[str, Any]  # SamplingParams fields
-    served_names: tuple[str, ...]
 
 
 def resolve(

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from quire.cache.capacity import Capacity, fit, pages_for
 from quire.cache.layout import make_layout
 from quire.config.args import EngineArgs
+from quire.config.config import Config
 from quire.config.cores import wait_politely
 from quire.config.facts import DeviceFacts, ModelFacts
-from quire.config.resolve import Config, resolve
+from quire.config.resolve import resolve
 from quire.device.registry import describe, find_device, open_device
 from quire.engine.core import EngineCore
 from quire.engine.executor.base import Executor

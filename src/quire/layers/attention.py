@@ -15,8 +15,8 @@ from quire.layers.norm import RMSNorm
 from quire.layers.parameter import parameter
 from quire.layers.role import Role
 from quire.layers.rope import Rope
+from quire.ops.arguments import HeadNorms
 from quire.ops.kv import kv_write
-from quire.ops.qkv import HeadNorms
 from quire.types.cache import LayerCache
 from quire.types.errors import EngineError
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.ops.qkv import Rotation
+from quire.ops.arguments import Rotation
 from quire.types.errors import ModelError
 
 

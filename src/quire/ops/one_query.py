@@ -9,8 +9,8 @@ import struct
 import torch
 from torch import Tensor
 
+from quire.ops.arguments import HeadNorms, Rotation
 from quire.ops.native import kernels, workers
-from quire.ops.qkv import HeadNorms, Rotation
 
 LAYER = struct.Struct("10q 10q 2d")  # as in C
 ROWS = struct.Struct("4q")

@@ -1,38 +1,11 @@
 """Between the projection and attention: head norms, rotation, and the way of keys and values to their pages."""
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
+from quire.ops.arguments import HeadNorms, Rotation
 from quire.ops.kv import KVTarget
 from quire.ops.norm import reference_rms_norm
 from quire.ops.rotary import turn
-
-
-@dataclass(frozen=True)
-class HeadNorms:
-    """Root-mean-square norms of every query head and of every key head."""
-
-    query: Tensor  # [head_dim]
-    key: Tensor  # [head_dim]
-    eps: float
-    offset: float  # added to both weights
-
-
-@dataclass
-class Rotation:
-    cos: Tensor  # [max_position, rotary_dim / 2] float32
-    sin: Tensor  # [max_position, rotary_dim / 2] float32
-    _latest: tuple[Tensor, Tensor, Tensor] | None = None  # positions, and `rows` of them: the layers of a step ask for the same
-
-    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> two of [T, 1, rotary_dim] float32: cosines, and sines with the sign each component takes."""
-        latest = self._latest
-        if latest is None or latest[0] is not positions:
-            cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-            self._latest = latest = positions, torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-        return latest[1:]
 
 
 def place_heads(

@@ -1,20 +1,9 @@
 """The inputs of rows, from the arrays that are kept by slot."""
 
-from dataclasses import dataclass
-
 import numpy as np
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class RowInputs:
-    """What a model reads of R rows with T tokens."""
-
-    ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
-    kv_lengths: Tensor  # [R] int32
-    tables: Tensor  # [G, R, P] int32; entries beyond a row's own pages are left as they are
-    write: Tensor  # [G, T] int64
+from quire.ops.arguments import RowInputs
 
 
 def fill_rows(

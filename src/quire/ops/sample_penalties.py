@@ -1,19 +1,9 @@
 """Penalties on the logits of tokens that were already said: counted from the rows' own tokens, each time anew."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-FARTHEST = 1e36  # where a penalty takes a logit at most: it can still be divided by a temperature
-
-
-class Factors(NamedTuple):
-    """How much is taken from each slot's logits."""
-
-    repetition: Tensor  # [S] float32, of whatever is in the prompt or the output
-    frequency: Tensor  # [S] float32, of the output, for each time
-    presence: Tensor  # [S] float32, of the output
+from quire.ops.arguments import FARTHEST, Factors
 
 
 def penalize(

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from quire.attn.batch import Batch, GroupView, keep_last
-from quire.ops.rows import RowInputs, fill_rows
+from quire.ops.arguments import RowInputs
+from quire.ops.rows import fill_rows
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.runner.transfer import Longs, upload_together

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor
 
-from quire.ops.sample import GOOD
+from quire.ops.arguments import GOOD
 from quire.runner.sampler.grammar import Masks
 from quire.runner.sampler.logprobs import Report, to_top_logprobs
 from quire.runner.sampler.pipeline import FAULTS, Drawn

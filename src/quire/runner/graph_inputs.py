@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.attn.alike import nothing_alike
 from quire.attn.backend import FixedPlans, Room
 from quire.attn.batch import Batch, GroupView, Kept
-from quire.ops.rows import RowInputs
+from quire.ops.arguments import RowInputs
 from quire.runner.buckets import MOST_ROOM, MOST_TOKENS, Bucket, final_room
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots

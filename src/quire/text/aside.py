@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from quire.config.resolve import Config
+from quire.config.config import Config
 from quire.paced import PIECE, Pace, json_pieces
 from quire.text.backends import unencodable
 from quire.text.helper import wire

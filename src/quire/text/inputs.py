@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from quire.config.resolve import Config
+from quire.config.config import Config
 from quire.text.prompts import PromptReader
 from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer

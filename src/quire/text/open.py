@@ -1,8 +1,9 @@
 """The tokenizer an engine was asked for."""
 
-from quire.config.resolve import Config
+from quire.config.config import Config
 from quire.text.chat import read_template
-from quire.text.tokenizer import Tokenizer, load_tokenizer
+from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_files import load_tokenizer
 
 
 def open_tokenizer(config: Config) -> Tokenizer | None:

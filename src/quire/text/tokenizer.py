@@ -9,7 +9,6 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, overload
 
-from quire.files.resolve import ModelFiles, resolve_model
 from quire.text.backends import Backend, unencodable
 from quire.text.chat import ChatTemplates
 from quire.text.clean_up import clean_up
@@ -22,15 +21,6 @@ MOST_IDS = 2**31
 _ELSEWHERE = frozenset(
     {"return_tensors", "padding", "truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask"}
 )
-
-
-def load_tokenizer(files: ModelFiles, *, tokenizer: str | None = None, revision: str | None = None) -> "Tokenizer":
-    """The tokenizer of a model, or of another directory, GGUF file or hub id given as `tokenizer`."""
-    from quire.text.tokenizer_files import read_tokenizer  # it builds on this file
-
-    if tokenizer is not None:
-        files = resolve_model(tokenizer, revision=revision, weights=False)
-    return read_tokenizer(files.path)
 
 
 class Encoded(dict[str, Any]):

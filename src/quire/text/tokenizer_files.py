@@ -12,12 +12,20 @@ from tokenizers import AddedToken
 
 from quire.files.gguf import read_gguf
 from quire.files.reading import read_object, reading, told
+from quire.files.resolve import ModelFiles, resolve_model
 from quire.text.backends import LibraryBackend, TransformersBackend, set_ends
 from quire.text.gguf_tokenizer import tokenizer_from_gguf
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import ModelError
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def load_tokenizer(files: ModelFiles, *, tokenizer: str | None = None, revision: str | None = None) -> Tokenizer:
+    """The tokenizer of a model, or of another directory, GGUF file or hub id given as `tokenizer`."""
+    if tokenizer is not None:
+        files = resolve_model(tokenizer, revision=revision, weights=False)
+    return read_tokenizer(files.path)
 
 
 def read_tokenizer(path: Path) -> Tokenizer:

@@ -19,8 +19,9 @@ from quire.attn.backend import AttentionSpec
 from quire.attn.batch import Batch, GroupView
 from quire.device.cpu.graph import OWN, Graph, Runtime, Value
 from quire.device.cpu.openvino import PAGE, PAGED, Network
+from quire.ops.arguments import HeadNorms, Rotation
 from quire.ops.attention import attend
-from quire.ops.qkv import HeadNorms, Rotation, reference_place_heads
+from quire.ops.qkv import reference_place_heads
 
 logger = logging.getLogger(__name__)
 

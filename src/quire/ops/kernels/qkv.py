@@ -6,19 +6,15 @@ page's lanes: head - HEADS is the lane.
     a head   [ first half of the pairs | second half | rest: does not turn ]
 """
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.arguments import HeadNorms, Rotation
 from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.math import cdiv, power_of_two
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 from quire.ops.kv import lies_by_page
-
-if TYPE_CHECKING:
-    from quire.ops.qkv import HeadNorms, Rotation
 
 HEADS_PER_PROGRAM = 8
 
@@ -118,7 +114,7 @@ def _place_heads(
 
 
 def place_heads(
-    qkv: Tensor, kv: Tensor, write: Tensor, positions: Tensor, rotation: "Rotation | None", norms: "HeadNorms | None"
+    qkv: Tensor, kv: Tensor, write: Tensor, positions: Tensor, rotation: Rotation | None, norms: HeadNorms | None
 ) -> Tensor:
     _, _, kv_heads, page_size, head_dim = kv.shape
     assert lies_by_page(kv) and qkv.stride(1) == 1

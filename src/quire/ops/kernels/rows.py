@@ -1,15 +1,11 @@
 """The inputs of rows in one launch: a program takes one row of one cache group."""
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.arguments import RowInputs
 from quire.ops.kernels.launcher import launched
-
-if TYPE_CHECKING:
-    from quire.ops.rows import RowInputs
 
 BLOCK = 512
 STRIDES = ["token_stride", "group_stride", "slot_stride", "row_group_stride", "row_stride", "write_stride"]
@@ -79,7 +75,7 @@ def fill_rows(
     tokens: Tensor,
     tables: Tensor,
     page_size: int,
-    out: "RowInputs",
+    out: RowInputs,
 ) -> None:
     _fill_rows[(len(slot), len(tables))](
         slot, end, starts, position, tokens, tables, out.ids, out.positions, out.kv_lengths, out.tables, out.write,

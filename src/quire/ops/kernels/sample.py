@@ -8,18 +8,13 @@ where the head ends: the noisiest token is the draw if it is kept; if it is not,
 for those before it. Only groups whose maximum reaches a bound are read again, which is few groups for the usual filters.
 """
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.arguments import BROKEN, CHUNK, GROUP, NOTHING_ALLOWED, DrawColumns, DrawScratch
 from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.math import power_of_two
-from quire.ops.sample import BROKEN, CHUNK, GROUP, NOTHING_ALLOWED
-
-if TYPE_CHECKING:
-    from quire.ops.sample import DrawColumns, DrawScratch
 
 TILE = 4096  # tokens that _pick looks at together
 WARPS = 16
@@ -322,7 +317,7 @@ def _pick(
 
 
 def draw(
-    logits: Tensor, drawer: Tensor, end: Tensor, columns: "DrawColumns", tokens: Tensor, scratch: "DrawScratch",
+    logits: Tensor, drawer: Tensor, end: Tensor, columns: DrawColumns, tokens: Tensor, scratch: DrawScratch,
     fault: Tensor | None,
 ) -> None:  # fmt: skip
     vocabulary = logits.shape[1]

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.arguments import FARTHEST, Factors
 from quire.ops.kernels.launcher import launched
-from quire.ops.sample_penalties import FARTHEST, Factors
 
 BLOCK = 1024
 SAID: tl.constexpr = tl.constexpr(1 << 30)  # a bit for the prompt's tokens; those of the output are counted below it

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.attn.batch import Batch
-from quire.ops.sample import GOOD
+from quire.ops.arguments import GOOD
 from quire.runner.draft.base import Drafter
 from quire.runner.sampler.pipeline import Drawn
 from quire.runner.sampler.stage import Rows

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.ops.sample_penalties import Factors, penalize
+from quire.ops.arguments import Factors
+from quire.ops.sample_penalties import penalize
 from quire.runner.sampler.stage import LEAST, MOST, Columns, Rows
 from quire.runner.transfer import Longs, upload
 from quire.types.plan import Admission

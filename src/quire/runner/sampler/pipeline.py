@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.ops.sample import BROKEN, GOOD, NOTHING_ALLOWED, DrawColumns, DrawScratch, draw
+from quire.ops.arguments import BROKEN, GOOD, NOTHING_ALLOWED, DrawColumns, DrawScratch
+from quire.ops.sample import draw
 from quire.runner.mail import Mail
 from quire.runner.sampler.allowed import Allowed
 from quire.runner.sampler.bad_words import BadWords

@@ -1,0 +1,36 @@
+"""The configuration of an engine, resolved: what `resolve.py` makes and `conflicts.py` checks."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quire.config.args import EngineArgs
+from quire.config.facts import DeviceFacts, ModelFacts
+from quire.types.sampling import LogprobsMode
+
+Policy = Literal["fcfs", "priority"]
+
+
+@dataclass(frozen=True)
+class Config:
+    args: EngineArgs  # as given
+    facts: ModelFacts
+    device: str
+    device_facts: DeviceFacts
+    dtype: str
+    keep_blocks: bool  # what a GGUF file stores in blocks of few bits stays so in memory
+    page_size: int
+    max_model_len: int
+    max_model_len_explicit: bool  # asked for, so it must fit; otherwise it may shrink to what does
+    max_batched_tokens: int
+    steps_follow_load: bool  # that is a limit, and the usual step has less
+    max_seqs: int
+    chunk_cap: int | None
+    chunked: bool
+    prefix_caching: bool
+    policy: Policy
+    depth: int  # steps planned ahead of the one whose results are awaited
+    seed: int
+    max_logprobs: int
+    logprobs_mode: LogprobsMode
+    default_sampling: dict[str, Any]  # SamplingParams fields
+    served_names: tuple[str, ...]

@@ -1,0 +1,81 @@
+"""What operators are given beside tensors: known to those who call them, to the references and to the kernels."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+GROUP, CHUNK = 128, 2048  # tokens that share a maximum, and tokens that one program scans
+
+GOOD, BROKEN, NOTHING_ALLOWED = 0, 1, 2  # what a row's logits can be
+
+FARTHEST = 1e36  # where a penalty takes a logit at most: it can still be divided by a temperature
+
+
+@dataclass(frozen=True)
+class RowInputs:
+    """What a model reads of R rows with T tokens."""
+
+    ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    kv_lengths: Tensor  # [R] int32
+    tables: Tensor  # [G, R, P] int32; entries beyond a row's own pages are left as they are
+    write: Tensor  # [G, T] int64
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """Root-mean-square norms of every query head and of every key head."""
+
+    query: Tensor  # [head_dim]
+    key: Tensor  # [head_dim]
+    eps: float
+    offset: float  # added to both weights
+
+
+@dataclass
+class Rotation:
+    cos: Tensor  # [max_position, rotary_dim / 2] float32
+    sin: Tensor  # [max_position, rotary_dim / 2] float32
+    _latest: tuple[Tensor, Tensor, Tensor] | None = None  # positions, and `rows` of them: the layers of a step ask for the same
+
+    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [T] -> two of [T, 1, rotary_dim] float32: cosines, and sines with the sign each component takes."""
+        latest = self._latest
+        if latest is None or latest[0] is not positions:
+            cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+            self._latest = latest = positions, torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return latest[1:]
+
+
+@dataclass(frozen=True)
+class DrawColumns:
+    """How each slot draws. These stay where they are: recorded launches read them."""
+
+    temperature: Tensor  # [S] float32; 0 = greedy
+    top_k: Tensor  # [S] int64; the vocabulary's size = all
+    top_p: Tensor  # [S] float32; 1 = all
+    min_p: Tensor  # [S] float32; 0 = all
+    seed: Tensor  # [S] int64
+
+
+class DrawScratch:
+    """Memory for one draw after the other, of at most `rows` rows."""
+
+    def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
+        chunks, groups = -(-vocabulary // CHUNK), -(-vocabulary // GROUP)
+        self.peaks, self.noisy_peaks, self.masses = torch.zeros(3, rows, chunks, dtype=torch.float32, device=device).unbind()
+        self.places, self.noisy_places = torch.zeros(2, rows, chunks, dtype=torch.int32, device=device).unbind()
+        self.groups = torch.zeros(rows, groups, dtype=torch.float32, device=device)
+        self.members = torch.zeros(rows, groups, dtype=torch.int32, device=device)
+        self.unedited = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        self.out = torch.zeros(2, rows, dtype=torch.int32, device=device)  # ids and faults of the latest draw
+
+
+class Factors(NamedTuple):
+    """How much is taken from each slot's logits."""
+
+    repetition: Tensor  # [S] float32, of whatever is in the prompt or the output
+    frequency: Tensor  # [S] float32, of the output, for each time
+    presence: Tensor  # [S] float32, of the output
