@@ -1,0 +1,76 @@
+"""Where a rank stands among those that share a model's matrices."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.types.errors import ConfigError
+
+GRAINS = (256, 32, 8)  # numbers that had better stay together: blocks of quantized matrices, and what processors load at once
+UNEVEN = 8  # so many grains for each rank, and it does not matter that some ranks have one more
+
+
+@dataclass(frozen=True)
+class Position:
+    rank: int
+    size: int  # ranks that there are
+    expert_parallel: bool = False  # each rank has whole experts; otherwise each has a part of every expert
+
+
+Cut = Callable[[Position], range]  # which numbers along a dimension are a rank's
+
+
+def divide(count: int, position: Position) -> range:
+    """As evenly as can be."""
+    if count < position.size:
+        raise ConfigError(f"{count} cannot be divided among {position.size} ranks")
+    return range(count * position.rank // position.size, count * (position.rank + 1) // position.size)
+
+
+def evenly(count: int) -> Cut:
+    """Between grains, where they are many or go up."""
+
+    def cut(position: Position) -> range:
+        for grain in GRAINS:
+            grains, rest = divmod(count, grain)
+            if not rest and (grains % position.size == 0 or grains >= UNEVEN * position.size):
+                return _times(divide(grains, position), grain)
+        return divide(count, position)
+
+    return cut
+
+
+@dataclass(frozen=True)
+class HeadDivision:
+    """Of an attention: each key head serves equally many query heads, on every rank.
+
+    Ranks that are no more than key heads have some of these with all their query heads. If there are more, several ranks have
+    the same key head, and each some of its query heads.
+    """
+
+    queries: int
+    keys: int
+    size: int  # numbers of a head
+
+    def share(self, position: Position) -> tuple[range, range]:
+        """Query heads and key heads."""
+        if self.queries < position.size:
+            raise ConfigError(f"{self.queries} attention heads cannot be divided among {position.size} ranks")
+        group = self.queries // self.keys
+        if position.size <= self.keys:
+            keys = divide(self.keys, position)
+            return _times(keys, group), keys
+        ranks = [rank * self.keys // position.size for rank in range(position.size)]  # the key head of each
+        key = ranks[position.rank]
+        first = ranks.index(key)
+        own = divide(group, Position(position.rank - first, ranks.count(key)))
+        return range(key * group + own.start, key * group + own.stop), range(key, key + 1)
+
+    def cut_queries(self, position: Position) -> range:
+        return _times(self.share(position)[0], self.size)
+
+    def cut_keys(self, position: Position) -> range:
+        return _times(self.share(position)[1], self.size)
+
+
+def _times(some: range, factor: int) -> range:
+    return range(some.start * factor, some.stop * factor)
