@@ -217,30 +217,10 @@ class AsyncLLM:
         return await self.aside.decode(ids, skip_special_tokens)
 
     async def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_special_tokens: bool = False,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
-        chat_template_content_format: str = "auto",
-        **variables: Any,
+        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
     ) -> tuple[str, list[int]]:
-        """The prompt of a conversation and its tokens, as Tokenizer.apply_chat_template makes them."""
-        text, _, ids = await self.aside.render(
-            messages,
-            add_special_tokens=add_special_tokens,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            documents=documents,
-            chat_template=chat_template,
-            chat_template_content_format=chat_template_content_format,
-            variables=variables,
-        )
+        """The prompt of a conversation and its tokens; the options are those of `Aside.render`."""
+        text, _, ids = await self.aside.render(messages, add_special_tokens=add_special_tokens, **options)
         assert ids is not None
         return text, ids
 

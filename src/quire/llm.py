@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from tqdm import tqdm
@@ -17,9 +16,9 @@ from quire.llm_not_built import NotBuilt
 from quire.obs.offline import OfflineMetrics
 from quire.progress import shown
 from quire.text.inputs import Prepared
+from quire.text.prompts import ChatOptions
 from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
-from quire.text.tool_prompt import render_told, wants_words
 from quire.types.errors import InvalidParameter, NotSupported
 from quire.types.outputs import BeamSearchOutput, RequestOutput
 from quire.types.prompts import PromptType
@@ -91,51 +90,22 @@ class LLM(NotBuilt):
         parts; "auto": what it reads.
         """
         _refuse(lora_request, mm_processor_kwargs)
-        prompts = self.preprocess_chat(
-            messages,
-            chat_template=chat_template,
-            chat_template_content_format=chat_template_content_format,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-            tokenization_kwargs=tokenization_kwargs,
-        )
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        options = ChatOptions(
+            chat_template, chat_template_content_format, add_generation_prompt, continue_final_message, tools,
+            chat_template_kwargs, tokenization_kwargs,
+        )  # fmt: skip
+        return self.generate(self._render(messages, options), sampling_params, use_tqdm=use_tqdm)
 
-    def preprocess_chat(
-        self,
-        messages: Messages | Sequence[Messages],
-        *,
-        chat_template: str | None = None,
-        chat_template_content_format: str = "auto",
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[PromptType]:
-        """The prompts that `chat` makes of conversations. Where the template has no place for tools, they are described in
-        words, as the server does."""
+    def preprocess_chat(self, messages: Messages | Sequence[Messages], **options: Any) -> list[PromptType]:
+        """The prompts that `chat` makes of conversations; the options are those of `chat` from chat_template on."""
+        return self._render(messages, ChatOptions(**options))
+
+    def _render(self, messages: Messages | Sequence[Messages], options: ChatOptions) -> list[PromptType]:
         single = bool(messages) and isinstance(messages[0], dict)
         conversations = [cast(Messages, messages)] if single else cast(Sequence[Messages], messages)
-        tokenizer = self.get_tokenizer()
-        how = Tokenization.of(tokenization_kwargs, add_special_tokens=False)
-        told = chat_template is None and wants_words(tokenizer.chat_template)
-        render = partial(
-            tokenizer.apply_chat_template,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            chat_template_content_format=chat_template_content_format,
-            **(chat_template_kwargs or {}),
-        )
-        prompts: list[PromptType] = []
-        for conversation in conversations:
-            text = render_told(render, conversation, tools) if told else render(conversation, tools=tools)
-            prompts.append({"prompt": text, "prompt_token_ids": self.llm_engine.inputs.prompts.read(text, how).ids})
-        return prompts
+        self.get_tokenizer()  # or there are no templates either
+        prompts = self.llm_engine.inputs.prompts.read_chats(conversations, options)
+        return [{"prompt": prompt.text or "", "prompt_token_ids": prompt.ids} for prompt in prompts]
 
     def enqueue(
         self,

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 
 from quire.grammar.forms import Alt, Chars, Form, Ranges, Rep, Seq
 
@@ -25,7 +27,7 @@ class Alphabet:
 
 def first_bytes(ranges: Ranges) -> int:
     """The first bytes of these characters in UTF-8, as bits."""
-    return _or((2 << _first_byte(high)) - (1 << _first_byte(low)) for low, high in ranges)
+    return reduce(or_, ((2 << _first_byte(high)) - (1 << _first_byte(low)) for low, high in ranges), 0)
 
 
 @dataclass
@@ -105,7 +107,7 @@ def meet(one: Automaton, other: Automaton) -> Meeting:
         i, j = todo.pop()
         if i in one.last:
             equal = equal or j in other.last
-            more |= _or(other.bytes[k] for k in other.after[j])
+            more |= reduce(or_, (other.bytes[k] for k in other.after[j]), 0)
         for a in one.after[i]:
             for b in other.after[j]:
                 work += 1
@@ -117,10 +119,3 @@ def meet(one: Automaton, other: Automaton) -> Meeting:
 
 def _first_byte(code: int) -> int:
     return chr(code).encode()[0]
-
-
-def _or(numbers: Iterable[int]) -> int:
-    out = 0
-    for number in numbers:
-        out |= number
-    return out

@@ -11,6 +11,8 @@ follow the same terminal, or two that share a text.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 
 from quire.grammar.automata import Alphabet, Automaton, Meeting, automaton, meet
 from quire.grammar.backend import GrammarError
@@ -346,7 +348,8 @@ def _edges(form: Form, edges: dict[str, _Edges], follow: list[int]) -> _Edges:
             return edges[form.name]
         case Alt():
             found = [_edges(part, edges, follow) for part in form.parts]
-            return _Edges(any(e.empty for e in found), _or(e.first for e in found), _or(e.last for e in found))
+            first, last = reduce(or_, (e.first for e in found), 0), reduce(or_, (e.last for e in found), 0)
+            return _Edges(any(e.empty for e in found), first, last)
         case Seq():
             whole = _Edges(True)
             for part in form.parts:
@@ -402,10 +405,3 @@ def _each(bits: int) -> Iterator[int]:
         low = bits & -bits
         yield low.bit_length() - 1
         bits ^= low
-
-
-def _or(numbers: Iterable[int]) -> int:
-    out = 0
-    for number in numbers:
-        out |= number
-    return out

@@ -3,12 +3,15 @@
 Knows nothing of requests: what leaves this file is a `Prompt`. Beside an event loop, texts are worked on in `text/aside.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quire.text.helper.wire import MOST_RENDERED, Cut
 from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
+from quire.text.tool_prompt import render_told, wants_words
 from quire.types.errors import InvalidParameter, PromptTooLong, RequestError
 from quire.types.prompts import Prompt
 from quire.types.sampling import shown
@@ -17,6 +20,19 @@ if TYPE_CHECKING:
     from quire.text.aside import Aside
 
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How a conversation becomes a prompt offline: LLM.chat's own names."""
+
+    chat_template: str | None = None
+    chat_template_content_format: str = "auto"
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    tokenization_kwargs: Mapping[str, Any] | None = None
 
 
 class PromptReader:
@@ -50,6 +66,23 @@ class PromptReader:
             f"not {type(content).__name__}",
             "prompt",
         )
+
+    def read_chats(self, conversations: Iterable[Sequence[Mapping[str, Any]]], options: ChatOptions) -> list[Prompt]:
+        """Where the template has no place for tools, they are described in words, as the server does."""
+        assert self.tokenizer is not None
+        how = Tokenization.of(options.tokenization_kwargs, add_special_tokens=False)
+        render = partial(
+            self.tokenizer.apply_chat_template,
+            tokenize=False,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            chat_template=options.chat_template,
+            chat_template_content_format=options.chat_template_content_format,
+            **(options.chat_template_kwargs or {}),
+        )
+        told = options.chat_template is None and wants_words(self.tokenizer.chat_template)
+        texts = (render_told(render, one, options.tools) if told else render(one, tools=options.tools) for one in conversations)
+        return [self.read(text, how) for text in texts]
 
     async def encode(self, text: str, add_special_tokens: bool, cut: Cut, parameter: str) -> Prompt:
         """A text, beside an event loop."""
