@@ -37,8 +37,9 @@ never run. Encoders, encoder-decoders, recurrent models and pooling are not serv
 | safetensors with a `quantization_config` (AWQ, GPTQ, FP8, ...) | refused | refused |
 | `load_format="dummy"` | random | random |
 
-Quantized weights stay quantized on a CPU where Quire's kernels are compiled for ARM, or with the extra `cpu`; without
-either they are dequantized when loaded, and the log says so. The cache is always in the model's own type.
+Quantized weights stay quantized on a CPU where Quire's kernels are compiled for ARM, or with the extra `cpu`; without either
+they are dequantized when loaded, and the log says so. Experts of mixtures are dequantized in any case. The cache is always in
+the model's own type.
 
 ## GGUF types
 
