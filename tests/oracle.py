@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attn.batch import Batch, GroupView, keep_last
+from quire.attn.batch import AdapterRows, Batch, GroupView, keep_last
 from quire.config.facts import ModelFacts, read_facts
 from quire.files.resolve import resolve_model
 from quire.load.load import load_weights
@@ -345,6 +345,7 @@ class Sequences:
             kv = torch.full((pages, 2, spec.kv_heads, page_size, spec.head_dim), float("nan"), dtype=dtype, device=device)
             attention.bind(kv, self.windows.index(window))
         self.lengths = [0] * count
+        self.adapters = [0] * count  # that each sequence asks for
 
     def step(self, rows: list[tuple[int, list[int]]], kept: list[int] | None = None) -> list[Tensor]:
         """rows of (sequence, next token ids) -> logits [n, V] of each row's every token, or of its last kept[r] ones."""
@@ -371,6 +372,9 @@ class Sequences:
             rows=tuple(shapes),
             logit_index=torch.arange(len(ids) if kept is None else sum(kept), device=self.device),
             groups=tuple(groups),
+            adapters=AdapterRows(torch.tensor(self.adapters, device=self.device)[slots], tuple({*self.adapters} - {0}))
+            if any(self.adapters)
+            else None,
         )
         counts = [len(tokens) for _, tokens in rows]
         if kept is not None:

@@ -1,12 +1,10 @@
 """The ranks of a divided model, in step with each other in threads of one process, give the whole model's logits."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import gguf
 import numpy as np
 import pytest
 import torch
+from lockstep import Lockstep, divided, together
 from safetensors.torch import load_file, save_file
 
 from gguf_files import LLAMA, llama_tensors, tiny_llama
@@ -25,63 +23,6 @@ from quire.types.errors import ConfigError
 
 FEW = [3, 17, 42, 8, 30, 11, 25]
 IDS = torch.randint(3, 199, (2, 40), generator=torch.Generator().manual_seed(0)).tolist()
-
-
-class Lockstep:
-    """What ranks in threads of one process say to each other: each waits until all have laid down their parts."""
-
-    def __init__(self, size):
-        self.size, self.parts, self.barrier = size, [None] * size, threading.Barrier(size, timeout=60)
-        self.sums = 0
-
-    def of(self, rank):
-        return Member(self, rank)
-
-
-class Member:
-    def __init__(self, all_ranks, rank):
-        self.all, self.rank = all_ranks, rank
-
-    def exchange(self, part):
-        self.all.parts[self.rank] = part
-        self.all.barrier.wait()
-        parts = list(self.all.parts)
-        self.all.barrier.wait()
-        return parts
-
-    def add(self, part):
-        first, *others = self.exchange(part)
-        self.all.sums += self.rank == 0
-        total = first.clone()
-        for other in others:
-            assert other.shape == total.shape
-            total += other
-        return total
-
-    def join(self, part, total):
-        out = torch.cat(self.exchange(part), dim=-1)
-        assert out.shape[-1] == total
-        return out
-
-
-def divided(facts, size, expert_parallel=False, **options):
-    """The models of all ranks, and the group they are in."""
-    group, models = Lockstep(size), []
-    for rank in range(size):
-        model = build_model(facts)
-        shard(model, Position(rank, size, expert_parallel), group.of(rank))
-        load_weights(model, facts, **{"device": "cpu", "dtype": "float32"} | options)
-        models.append(model)
-    return models, group
-
-
-def together(models, run):
-    """run(model) of every rank; they all get the same bits, and those are returned."""
-    with ThreadPoolExecutor(len(models)) as pool:
-        first, *others = pool.map(run, models)
-    for other in others:
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, other, strict=True))
-    return first
 
 
 def close(ours, theirs):

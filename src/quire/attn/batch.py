@@ -22,6 +22,17 @@ class GroupView:
 
 
 @dataclass(frozen=True)
+class AdapterRows:
+    """Which adapter each token's row has asked for; 0 = none."""
+
+    index: Tensor  # [T] int64
+    present: tuple[int, ...]  # host copy: those of them that are not 0
+
+    def take(self, tokens: Tensor) -> "AdapterRows":
+        return AdapterRows(self.index[tokens], self.present)
+
+
+@dataclass(frozen=True)
 class Batch:
     """R rows of tokens, one after the other; a row's last token is at position kv_length - 1. It may have none here."""
 
@@ -34,6 +45,7 @@ class Batch:
     groups: tuple[GroupView, ...]
     plans: dict[Any, Any] = field(default_factory=dict)  # what attention backends prepared for this batch, under their own keys
     kept: "Kept | None" = None  # None = all tokens are
+    adapters: AdapterRows | None = None  # None = no row has asked for one
 
     @property
     def final(self) -> "Batch":
@@ -67,6 +79,7 @@ def keep_last(batch: Batch, counts: npt.NDArray[np.int64], starts: Tensor, index
         rows=tuple(zip(first.tolist(), counts.tolist(), (length for _, _, length in batch.rows), strict=True)),
         groups=tuple(GroupView(view.tables, view.write[index], _among(view.alike, counts == 1)) for view in batch.groups),
         plans={},
+        adapters=None if batch.adapters is None else batch.adapters.take(index),
     )
     return replace(batch, kept=Kept(index, part))
 
@@ -96,6 +109,7 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Part:
         groups=tuple(GroupView(view.tables[index], view.write[tokens]) for view in batch.groups),
         plans={},
         kept=None,
+        adapters=None if batch.adapters is None else batch.adapters.take(tokens),
     )
     if len(final) < len(tokens):
         counts = np.array([batch.final.rows[row][1] for row in rows], np.int64)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from quire.attn.backend import AttentionBackend, AttentionSpec, Heads, choose_backend
-from quire.attn.batch import Batch
+from quire.attn.batch import AdapterRows, Batch
 from quire.dist.mesh import HeadDivision
 from quire.layers.claims import Claims, rows_of
 from quire.layers.linear import Linear, MergedLinear
@@ -123,8 +123,12 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H] -> [T, H], or less if it is the last."""
-        out: Tensor = self.o_proj(attend_heads(self, self.qkv(x), batch))
+        out: Tensor = self.o_proj(attend_heads(self, self.qkv(x, batch.adapters), batch), self.adapters_behind(batch))
         return out
+
+    def adapters_behind(self, batch: Batch) -> AdapterRows | None:
+        """Of the tokens that come out of it."""
+        return batch.final.adapters if self.last else batch.adapters
 
     def passed(self, residual: Tensor, batch: Batch) -> Tensor:
         """What goes past it [T, H] -> the part that belongs to what comes out of it."""

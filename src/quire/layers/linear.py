@@ -11,11 +11,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from quire.attn.batch import AdapterRows
 from quire.dist.collectives import Group, add_parts
 from quire.dist.mesh import Cut, evenly
+from quire.layers.adapter import LinearBank
 from quire.layers.claims import Claim, Claims, Take, rows_of
 from quire.layers.parameter import MethodLayer, parameter
 from quire.layers.role import Role
+from quire.ops.activation import gated
 from quire.ops.linear import gated_linear, linear
 
 
@@ -81,6 +84,7 @@ class Linear(MethodLayer):
 
     weight: nn.Parameter
     group: Group | None = None  # of the ranks whose outputs are to be added
+    bank: LinearBank | None = None  # of the adapters that rows may ask for
 
     def __init__(
         self,
@@ -151,14 +155,18 @@ class Linear(MethodLayer):
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
         self.method.finish(self)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """x [..., inputs] -> [..., outputs]."""
         out = self.method.apply(self, x)
+        if self.bank is not None:
+            out = self.bank.add(out, x, adapters)
         return out if self.group is None else add_parts(out, self.group)
 
-    def gated(self, x: Tensor, activation: str) -> Tensor:
-        """As `LinearMethod.apply_gated`: in one launch where the method can."""
-        return self.method.apply_gated(self, x, activation)
+    def gated(self, x: Tensor, activation: str, adapters: AdapterRows | None = None) -> Tensor:
+        """As `LinearMethod.apply_gated`: in one launch where the method can, and nobody asks for an adapter."""
+        if self.bank is None or adapters is None:
+            return self.method.apply_gated(self, x, activation)
+        return gated(self(x, adapters), activation)
 
 
 class MergedLinear(Linear):

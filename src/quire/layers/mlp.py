@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from quire.attn.batch import AdapterRows
 from quire.layers.linear import Linear, MergedLinear
 from quire.layers.role import Role
 from quire.ops.activation import activate, check_activation
@@ -21,8 +22,8 @@ class GatedMLP(nn.Module):
             self.gate_up = MergedLinear(hidden_size, parts, bias=bias, role=Role.COLUMN)
         self.down_proj = Linear(inner_size, hidden_size, bias=bias, role=Role.ROW)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self.gate_up.gated(x, self.activation))
+    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        out: Tensor = self.down_proj(self.gate_up.gated(x, self.activation, adapters), adapters)
         return out
 
 
@@ -37,6 +38,6 @@ class MLP(nn.Module):
         self.up_proj = Linear(hidden_size, inner_size, bias=bias, transposed=transposed, role=Role.COLUMN)
         self.down_proj = Linear(inner_size, hidden_size, bias=bias, transposed=transposed, role=Role.ROW)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(activate(self.up_proj(x), self.activation))
+    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        out: Tensor = self.down_proj(activate(self.up_proj(x, adapters), self.activation), adapters)
         return out

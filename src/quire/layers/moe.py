@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from quire.attn.batch import AdapterRows
 from quire.dist.collectives import Group, add_parts
 from quire.layers.claims import Claim, Claims, Take
 from quire.layers.linear import Linear
@@ -119,7 +120,7 @@ class MoE(nn.Module):
         self.gate = Linear(hidden_size, experts)
         self.experts = Experts(experts, hidden_size, inner_size, activation)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:  # noqa: ARG002 (its matrices have none)
         weights, chosen = route(self.gate(x), self.top_k, self.renormalize)
         out: Tensor = self.experts(x, weights, chosen)
         return out

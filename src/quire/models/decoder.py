@@ -37,7 +37,7 @@ class Block(nn.Module):
         x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, batch)
         x, residual = self.post_attention_layernorm.add(x, self.self_attn.passed(residual, batch))
-        return self.mlp(x), residual
+        return self.mlp(x, self.self_attn.adapters_behind(batch)), residual
 
 
 class Decoder(nn.Module):

@@ -70,7 +70,8 @@ class SandwichBlock(nn.Module):
         x, residual = self.input_layernorm.add(x, residual)
         x = self.post_attention_layernorm(self.self_attn(x, batch))
         x, residual = self.pre_feedforward_layernorm.add(x, self.self_attn.passed(residual, batch))
-        return self.post_feedforward_layernorm(self.mlp(x)), residual
+        x = self.mlp(x, self.self_attn.adapters_behind(batch))
+        return self.post_feedforward_layernorm(x), residual
 
 
 class Gemma2(Gemma):

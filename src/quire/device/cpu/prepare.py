@@ -105,8 +105,9 @@ def hold_once(model: Decoder, setting: Setting) -> None:
     """A matrix that embeds tokens as well is held by its packed head; its rows are looked up in the file."""
     embedding = model.lm_head.tied
     stored = None if embedding is None else find_rows(model, embedding, setting.facts, setting.load_format)
-    if embedding is not None and stored is not None:
-        embedding.use(GGUFRows(stored))
+    rows = None if embedding is None or stored is None else stored.cut(embedding.kept, range(embedding.size))
+    if embedding is not None and rows is not None:
+        embedding.use(GGUFRows(rows))
 
 
 def kept_in_blocks(model: Decoder) -> list[tuple[Linear, GGUFMethod]]:

@@ -1,0 +1,82 @@
+"""All ranks of a divided model in one process."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from quire.dist.mesh import Position
+from quire.load.load import load_weights
+from quire.models.registry import build_model
+from quire.prepare.shard import shard
+
+TURN = threading.Lock()  # one rank runs at a time: what it shares with others of its process is not meant for threads
+
+
+class Lockstep:
+    """What ranks in threads of one process say to each other: each waits until all have laid down their parts."""
+
+    def __init__(self, size):
+        self.size, self.parts, self.barrier = size, [None] * size, threading.Barrier(size, timeout=60)
+        self.sums = 0
+
+    def of(self, rank):
+        return Member(self, rank)
+
+
+class Member:
+    def __init__(self, all_ranks, rank):
+        self.all, self.rank = all_ranks, rank
+
+    def exchange(self, part):
+        self.all.parts[self.rank] = part
+        self.wait()
+        parts = list(self.all.parts)
+        self.wait()
+        return parts
+
+    def wait(self):
+        TURN.release()
+        try:
+            self.all.barrier.wait()
+        finally:
+            TURN.acquire()
+
+    def add(self, part):
+        first, *others = self.exchange(part)
+        self.all.sums += self.rank == 0
+        total = first.clone()
+        for other in others:
+            assert other.shape == total.shape
+            total += other
+        return total
+
+    def join(self, part, total):
+        out = torch.cat(self.exchange(part), dim=-1)
+        assert out.shape[-1] == total
+        return out
+
+
+def divided(facts, size, expert_parallel=False, **options):
+    """The models of all ranks, and the group they are in."""
+    group, models = Lockstep(size), []
+    for rank in range(size):
+        model = build_model(facts)
+        shard(model, Position(rank, size, expert_parallel), group.of(rank))
+        load_weights(model, facts, **{"device": "cpu", "dtype": "float32"} | options)
+        models.append(model)
+    return models, group
+
+
+def together(models, run):
+    """run(model) of every rank; they all get the same bits, and those are returned."""
+
+    def in_turn(model):
+        with TURN:
+            return run(model)
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        first, *others = pool.map(in_turn, models)
+    for other in others:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, other, strict=True))
+    return first
