@@ -1,0 +1,67 @@
+"""A device that another package brings, through the front door."""
+
+import sys
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.config.args import EngineArgs
+from quire.types.errors import ConfigError
+from tiny_model import make_model
+
+TOY = '''
+from quire.device.cpu.device import CPUDevice
+
+class Toy(CPUDevice):
+    """A CPU that counts the tokens of its steps, and runs a model layer by layer."""
+
+    steps = []
+
+    def prepare(self, model, setting):
+        from quire.device.base import Device
+
+        return Device.prepare(self, model, setting)
+
+    def note(self, tokens):
+        self.steps.append(tokens)
+
+not_a_device = dict
+'''
+POINTS = "[quire.devices]\ntoy = toy_device:Toy\nwrong = toy_device:not_a_device\n"
+PROMPT = {"prompt_token_ids": [5, 12, 19, 26, 33]}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """As pip would have installed it."""
+    about = tmp_path / "toy_device-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-device\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(POINTS)
+    (tmp_path / "toy_device.py").write_text(TOY)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("toy_device", None)
+
+
+def generate(model, device):
+    llm = LLM(str(model), device=device, max_num_seqs=2, kv_cache_memory_bytes=4 << 20)
+    [output] = llm.generate([PROMPT], GREEDY, use_tqdm=False)
+    return output.outputs[0].token_ids
+
+
+def test_a_device_of_another_package(toy, tmp_path):
+    model = make_model(tmp_path)
+    assert generate(model, "toy") == generate(model, "cpu")
+    assert sys.modules["toy_device"].Toy.steps == [5, 1, 1, 1, 1, 1]
+
+
+def test_what_is_no_device(toy, tmp_path):
+    with pytest.raises(ConfigError, match="'wrong', toy_device:not_a_device, is not a subclass of quire"):
+        generate(make_model(tmp_path), "wrong")
+
+
+def test_names_are_checked_before_anything_else(toy):
+    with pytest.raises(ConfigError, match="device must be one of auto, cpu, cuda, toy, wrong; got 'tpu'"):
+        EngineArgs(model="nowhere", device="tpu")
