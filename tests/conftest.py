@@ -3,7 +3,6 @@ import os
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny: threads would only wait for each other
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # tests import ONNX Runtime before Quire can tell it so
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,16 +11,17 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 import torch
 
-pytest.importorskip("onnxruntime")
 from quire.device.cpu import autotune as choice
-from quire.device.cpu import openvino
+from quire.device.cpu import libraries, openvino
 from quire.device.cpu.autotune import INPUTS, NEVER, OUTPUTS, Choice
 from quire.device.cpu.graph import Runtime
+
+with_openvino = pytest.mark.skipif(not libraries.has_openvino(), reason="OpenVINO is for x86 CPUs, and is not installed here")
 
 
 def make(**different) -> Choice:
     """What somebody might find."""
-    usual = {"unfold_from": 64, "unfold_others_from": 256, "unfold_network_from": 96, "unfold_others_of_network_from": NEVER}
+    usual = {"unfold_from": 64, "unfold_others_from": 256}
     return Choice(**{**{field.name: True for field in fields(Choice)}, **usual, **different})
 
 
@@ -53,8 +54,8 @@ def test_nothing_is_tried_where_our_kernels_are(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "multiplies", lambda: True)
     monkeypatch.setattr(choice, "multiplies_floats", lambda: True)
     monkeypatch.setattr(choice, "measure", lambda: pytest.fail("they are always best"))
-    assert choice.in_pieces() == choice.by_layer() == choice.of_floats() == Runtime.OWN
-    assert choice.unfold_from(True, Runtime.OWN) == NEVER, "a row's numbers would depend on how many rows there are"
+    assert choice.runtime_for_blocks() == choice.runtime_for_floats() == Runtime.OWN
+    assert choice.unfold_from(True) == NEVER, "a row's numbers would depend on how many rows there are"
     assert not (tmp_path / "cpu.json").exists()
 
 
@@ -95,7 +96,7 @@ def test_the_faster_way_is_found_beside_busy_neighbours(busy_neighbours):
     small, large = torch.randn(OUTPUTS, INPUTS), torch.randn(2 * OUTPUTS, INPUTS)
     with choice._one_thread():
         for _ in range(5):
-            few, many = choice._time_few((lambda x: x @ small.t(), lambda x: x @ large.t()))
+            few, many = choice._time((lambda x: x @ small.t(), lambda x: x @ large.t()), rows=16)
             assert few < many
 
 
@@ -115,49 +116,40 @@ def test_what_cannot_be_used_is_tried_again(found, tmp_path, monkeypatch):
     assert '"unfold_from": 128' in (tmp_path / "cpu.json").read_text()
 
 
+@with_openvino
 def test_slow_bfloat16_is_never_used(monkeypatch):
     monkeypatch.setattr(choice, "_time", lambda ways, rows, tries=1: (float(rows), 1e6))
-    assert choice._measure_unfolding("Q4_0", Runtime.ONNX) == NEVER
+    assert choice._measure_unfolding("Q4_0", Runtime.OPENVINO) == NEVER
 
 
+@with_openvino
 def test_unfolding_pays_from_the_rows_on_where_it_is_faster(monkeypatch):
     monkeypatch.setattr(choice, "_time", lambda ways, rows, tries=1: (float(rows), 100.0))
-    assert choice._measure_unfolding("Q5_0", Runtime.ONNX) == 128
+    assert choice._measure_unfolding("Q5_0", Runtime.OPENVINO) == 128
 
 
-def test_the_way_of_openvino_has_rows_of_its_own(monkeypatch):
-    monkeypatch.setattr(
-        choice,
-        "measure",
-        lambda: make(unfold_from=1, unfold_others_from=2, unfold_network_from=3, unfold_others_of_network_from=4),
-    )
-    found = [choice.unfold_from(quickly, by) for by in (Runtime.ONNX, Runtime.OPENVINO) for quickly in (True, False)]
-    assert found == [1, 2, 3, 4] and choice.unfold_from(True, Runtime.OWN) == 1
-
-
-@pytest.mark.skipif(not openvino.available(), reason="OpenVINO is for x86 CPUs, and is not installed here")
-@pytest.mark.parametrize("seconds, used", [((1.0, 2.0), True), ((2.0, 1.0), False)])
-def test_openvino_is_used_where_it_is_faster(monkeypatch, seconds, used):
+@with_openvino
+def test_openvino_is_used_where_it_agrees(monkeypatch):
     """And keeps 4-bit numbers, which it does on every CPU that this test has met."""
-    monkeypatch.setattr(choice, "_time_few", lambda ways: seconds)
-    assert choice._measure_openvino() is used
+    assert choice.agrees()
+    monkeypatch.setattr(openvino.Network, "keeps_numbers", lambda self: False)
+    assert not choice.agrees()
 
 
-@pytest.mark.skipif(not openvino.available(), reason="OpenVINO is for x86 CPUs, and is not installed here")
+@with_openvino
 def test_openvino_is_not_used_where_it_reads_what_it_gave_up(monkeypatch):
     """As it would on a machine where it has no copy of its own: here it is made to forget before its first run."""
     run = openvino.Network.run
     monkeypatch.setattr(openvino.Network, "run", lambda self: (self.settle(), run(self)))
-    monkeypatch.setattr(choice, "_time_few", lambda ways: (1.0, 2.0))
-    assert not choice._measure_openvino()
+    assert not choice.agrees()
 
 
-@pytest.mark.skipif(not openvino.available(), reason="OpenVINO is for x86 CPUs, and is not installed here")
+@with_openvino
 def test_another_release_of_openvino_is_no_error(monkeypatch):
     monkeypatch.setattr(openvino, "_openvino", lambda: object())
     openvino._core.cache_clear()
     try:
-        assert not choice._measure_openvino()
+        assert not choice.agrees()
     finally:
         openvino._core.cache_clear()
 
@@ -166,36 +158,28 @@ def test_a_package_of_another_name_is_not_taken_for_openvino(monkeypatch):
     def missing(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(openvino, "version", missing)
-    assert not openvino.available.__wrapped__()
+    monkeypatch.setattr(libraries, "version", missing)
+    assert not libraries.has_openvino.__wrapped__()
 
 
-def test_openvino_always_folds(monkeypatch):
-    monkeypatch.setattr(choice, "measure", lambda: make(fold=False))
-    assert choice.folds(Runtime.OPENVINO) and not choice.folds(Runtime.ONNX)
-
-
-def test_what_is_slower_is_not_used(monkeypatch):
-    monkeypatch.setattr(choice, "_time", lambda ways, rows, tries=1: (1.0, 1.2))
-    assert not choice._measure_folding()
-
-
-@pytest.mark.parametrize("own, runtime", [(True, Runtime.OWN), (False, Runtime.ONNX)])
-def test_who_multiplies(monkeypatch, own, runtime):
-    monkeypatch.setattr(choice, "measure", lambda: make(own=own, own_floats=own, openvino=False))
-    assert choice.in_pieces() == choice.by_layer() == choice.of_floats() == runtime
-
-
-def test_torch_multiplies_floats_where_nobody_is_faster(monkeypatch):
-    monkeypatch.setattr(choice, "measure", lambda: make(own_floats=False, runtime_floats=False))
-    assert choice.of_floats() is None and choice.by_layer() == Runtime.OPENVINO
+@pytest.mark.parametrize(
+    "found, blocks, floats",
+    [
+        ({}, Runtime.OWN, Runtime.OWN),
+        ({"own": False}, Runtime.OPENVINO, Runtime.OWN),
+        ({"own": False, "own_floats": False, "openvino": False}, None, None),
+    ],
+)
+def test_who_multiplies(monkeypatch, found, blocks, floats):
+    monkeypatch.setattr(choice, "measure", lambda: make(**found))
+    assert (choice.runtime_for_blocks(), choice.runtime_for_floats()) == (blocks, floats)
 
 
 def test_without_libraries_torch_multiplies(monkeypatch):
-    monkeypatch.setattr(choice.ort, "available", lambda: False)
+    monkeypatch.setattr(choice, "has_openvino", lambda: False)
     found = choice.measure()
-    assert not (found.runtime_floats or found.fold or found.spin or found.openvino)
-    assert "onnxruntime" not in choice._key()
+    assert not found.openvino
+    assert "openvino" not in choice._key()
 
 
 def test_a_measurement_is_short_and_possible():

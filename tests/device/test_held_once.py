@@ -12,6 +12,7 @@ from oracle import Sequences, open_checkpoint
 from quire.config.facts import read_facts
 from quire.device.cpu.device import CPUDevice
 from quire.device.cpu.graph import Runtime
+from quire.device.cpu.libraries import has_openvino
 from quire.files.resolve import resolve_model
 from quire.load.load import load_weights
 from quire.models.registry import build_model
@@ -19,14 +20,14 @@ from quire.ops.native import multiplies_floats
 from quire.runner.step import Runner
 from quire.types.cache import CacheLayout
 
-pytest.importorskip("onnxruntime")
+RUNTIMES = [*([Runtime.OPENVINO] if has_openvino() else []), *([Runtime.OWN] if multiplies_floats() else [])]
 IDS = [3, 17, 42, 8, 30, 11, 25]
 
 
-@pytest.fixture(params=[Runtime.ONNX, *([Runtime.OWN] if multiplies_floats() else [])], autouse=True)
+@pytest.fixture(params=RUNTIMES, autouse=True)
 def runtime(request, monkeypatch):
     for module in ("prepare", "compiled"):
-        monkeypatch.setattr(f"quire.device.cpu.{module}.of_floats", lambda: request.param)
+        monkeypatch.setattr(f"quire.device.cpu.{module}.runtime_for_floats", lambda: request.param)
 
 
 def run_by_runtime(facts):

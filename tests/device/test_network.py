@@ -15,16 +15,15 @@ from oracle import Sequences
 from patience import PATIENCE
 from quire import LLM, SamplingParams
 from quire.config.facts import read_facts
-from quire.device.cpu import openvino
+from quire.device.cpu.libraries import has_openvino
 from quire.files.resolve import resolve_model
 from quire.load.load import load_weights
 from quire.models.registry import build_model
 
-pytest.importorskip("onnxruntime")
-if not openvino.available():
+if not has_openvino():
     pytest.skip("OpenVINO is for x86 CPUs, and is not installed here", allow_module_level=True)
 
-from quire.device.cpu import compiled, prepare
+from quire.device.cpu import compiled, openvino
 from quire.device.cpu import openvino_attention as paged
 from quire.device.cpu.autotune import Choice
 from quire.device.cpu.compiled import compile_body
@@ -68,7 +67,7 @@ def facts(tmp_path_factory):
 def loaded(facts, keep_blocks=True):
     model = build_model(facts)
     load_weights(model, facts, device="cpu", dtype="float32", keep_blocks=keep_blocks)
-    pack_blocks(model.lm_head, prepare.in_pieces())
+    pack_blocks(model.lm_head)
     return model
 
 
@@ -200,8 +199,8 @@ assert (out == 2).all()
 
 
 def choice(openvino):
-    rows = [64] * 4
-    return lambda: Choice(False, *rows, own_floats=False, runtime_floats=True, fold=True, spin=False, openvino=openvino)
+    rows = [64] * 2
+    return lambda: Choice(False, openvino, *rows, own_floats=False)
 
 
 @pytest.mark.parametrize(
@@ -215,11 +214,10 @@ def test_a_network_only_where_it_is_faster_and_can_be(facts, monkeypatch, paged_
 
 @pytest.mark.parametrize(
     "most, block_size, kind",
-    [(4, None, DecoderNetwork), (4, 16, Pieces), (1, None, Pieces)],
+    [(4, None, DecoderNetwork), (4, 16, Pieces), (1, None, DecoderNetwork)],
     ids=["many", "other pages", "one"],
 )
 def test_which_engines_get_a_network(facts, monkeypatch, most, block_size, kind):
-    """Not those that have one request at a time, which is faster in pieces. The tokens are the same."""
     monkeypatch.setattr(compiled, "choose", choice(True))
     llm = LLM(
         str(facts.files.path), device="cpu", max_num_seqs=most, block_size=block_size, kv_cache_memory_bytes=1 << 20,
@@ -238,8 +236,6 @@ def test_a_network_that_cannot_be_made_is_pieces_instead(facts, monkeypatch, cap
 
     monkeypatch.setattr(compiled, "choose", choice(True))
     monkeypatch.setattr(compiled, "DecoderNetwork", refuse)
-    for who in ("compiled.in_pieces", "prepare.in_pieces", "prepare.by_layer"):
-        monkeypatch.setattr(f"quire.device.cpu.{who}", lambda: Runtime.ONNX)
     model = loaded(facts)
     model.body = CompiledBody(model.run_blocks, compile_body(model.run_blocks, facts.hidden_size, whole=False, paged=True))
     assert type(model.body.compiled) is Pieces and "no such operator" in caplog.text

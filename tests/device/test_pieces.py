@@ -10,33 +10,31 @@ import torch
 from gguf_files import LLAMA, llama_tensors, tiny_llama
 from oracle import Sequences
 from quire.config.facts import read_facts
+from quire.device.cpu import bound_segments as track
+from quire.device.cpu import compiled, prepare
+from quire.device.cpu.compiled import compile_body
+from quire.device.cpu.graph import Graph, Runtime
+from quire.device.cpu.libraries import has_openvino
+from quire.device.cpu.prepare import CompiledBody, PackedHead, multiply_by_layer, pack_blocks
+from quire.device.cpu.segments import Pieces
+from quire.device.cpu.trace import write_down
 from quire.files.resolve import resolve_model
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
 from quire.load.load import load_weights
 from quire.models.registry import build_model
-
-pytest.importorskip("onnxruntime")
-from quire.device.cpu import bound_segments as track
-from quire.device.cpu import compiled, prepare
-from quire.device.cpu.compiled import compile_body
-from quire.device.cpu.graph import Graph, Runtime
-from quire.device.cpu.prepare import CompiledBody, PackedHead, multiply_by_layer, pack_blocks
-from quire.device.cpu.segments import Pieces
-from quire.device.cpu.trace import write_down
 from quire.ops import one_query
 from quire.ops.native import kernels, multiplies, multiplies_floats
 from quire.ops.one_query import OneQuery
 
 IDS = [3, 17, 42, 8, 30, 11, 25]
-RUNTIMES = [Runtime.ONNX, *([Runtime.OWN] if multiplies() and multiplies_floats() else [])]
+RUNTIMES = [*([Runtime.OPENVINO] if has_openvino() else []), *([Runtime.OWN] if multiplies() and multiplies_floats() else [])]
 
 
 @pytest.fixture(params=RUNTIMES)
 def runtime(request, monkeypatch):
     """Who runs the pieces, and what they are compared with."""
-    monkeypatch.setattr("quire.device.cpu.prepare.by_layer", lambda: request.param)
-    monkeypatch.setattr("quire.device.cpu.prepare.in_pieces", lambda: request.param)
+    monkeypatch.setattr("quire.device.cpu.prepare.runtime_for_blocks", lambda: request.param)
     return request.param
 
 
@@ -84,7 +82,7 @@ class Lined(Sequences):
 def loaded(facts, keep_blocks):
     model = build_model(facts)
     load_weights(model, facts, device="cpu", dtype="float32", keep_blocks=keep_blocks)
-    pack_blocks(model.lm_head, prepare.in_pieces())
+    pack_blocks(model.lm_head)
     return model
 
 
@@ -124,7 +122,7 @@ def test_floats_are_the_same_floats_in_pieces(facts, runtime, monkeypatch):
     compiled.body = CompiledBody(
         compiled.run_blocks, Pieces(write_down(compiled.run_blocks, facts.hidden_size), runtime, whole=True)
     )
-    if runtime is Runtime.ONNX:
+    if runtime is Runtime.OPENVINO:
         assert operators.count("Gemm") == 5 * len(facts.layers) and "Split" not in operators  # gate and up are made apart
     else:
         assert operators.count("Tiles") == 4 * len(facts.layers) == 4 * operators.count("Split")  # which costs nothing
@@ -243,13 +241,14 @@ def test_scattered_rows_get_the_same_bits(wider, keep_blocks, scattered, runtime
 
 @pytest.mark.skipif(Runtime.OWN not in RUNTIMES, reason="there are no kernels of our own for this CPU")
 @pytest.mark.parametrize("keep_blocks", [True, False])
-def test_by_kernels_of_our_own_a_row_gets_the_same_bits_in_any_company(wider, keep_blocks):
+def test_by_kernels_of_our_own_a_row_gets_the_same_bits_in_any_company(wider, keep_blocks, monkeypatch):
+    monkeypatch.setattr(prepare, "runtime_for_blocks", lambda: Runtime.OWN)
     model = loaded(wider, keep_blocks)
     model.body = CompiledBody(
         model.run_blocks, Pieces(write_down(model.run_blocks, wider.hidden_size), Runtime.OWN, whole=not keep_blocks)
     )
     head = model.lm_head
-    pack_blocks(head, Runtime.OWN) if keep_blocks else head.use(PackedHead(head, Runtime.OWN))
+    pack_blocks(head) if keep_blocks else head.use(PackedHead(head, Runtime.OWN))
     alone = [Lined(model, 4, 48) for _ in range(4)]
     together = Lined(model, 4, 48)
     for step in range(12):
@@ -262,15 +261,17 @@ def test_by_kernels_of_our_own_a_row_gets_the_same_bits_in_any_company(wider, ke
 @pytest.mark.parametrize(
     "blocks, floats, best, expected",
     [
-        (True, False, (Runtime.OWN, Runtime.ONNX), Runtime.OWN),
-        (False, True, (Runtime.ONNX, Runtime.OWN), Runtime.OWN),
+        (True, False, (Runtime.OWN, Runtime.OPENVINO), Runtime.OWN),
+        (True, False, (None, Runtime.OWN), None),
+        (False, True, (Runtime.OPENVINO, Runtime.OWN), Runtime.OWN),
         (False, True, (Runtime.OWN, None), None),
         (True, True, (Runtime.OWN, Runtime.OWN), Runtime.OWN),
-        (True, True, (Runtime.OWN, Runtime.ONNX), Runtime.ONNX),  # which knows both kinds
-        (True, True, (Runtime.OWN, None), Runtime.ONNX),
+        (True, True, (Runtime.OPENVINO, Runtime.OWN), Runtime.OPENVINO),  # which knows both kinds
+        (True, True, (Runtime.OPENVINO, None), Runtime.OPENVINO),
+        (True, True, (Runtime.OWN, None), None),
     ],
 )
 def test_who_runs_the_pieces(blocks, floats, best, expected, monkeypatch):
-    monkeypatch.setattr(compiled, "in_pieces", lambda: best[0])
-    monkeypatch.setattr(compiled, "of_floats", lambda: best[1])
+    monkeypatch.setattr(compiled, "runtime_for_blocks", lambda: best[0])
+    monkeypatch.setattr(compiled, "runtime_for_floats", lambda: best[1])
     assert compiled._runtime(blocks=blocks, floats=floats) == expected

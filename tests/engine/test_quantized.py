@@ -5,8 +5,6 @@ import math
 import pytest
 
 from quire import LLM, SamplingParams
-
-pytest.importorskip("onnxruntime")
 from quire.device.cpu.autotune import NEVER
 
 pytestmark = pytest.mark.model
@@ -37,7 +35,7 @@ def engines() -> dict[str, LLM]:
     shared = {"device": "cpu", "max_model_len": 512, "kv_cache_memory_bytes": 64 << 20, "enable_prefix_caching": False}
     with pytest.MonkeyPatch.context() as patch:
         for module in ("segments", "network"):
-            patch.setattr(f"quire.device.cpu.{module}.unfold_from", lambda quickly, runtime: NEVER)
+            patch.setattr(f"quire.device.cpu.{module}.unfold_from", lambda quickly: NEVER)
         few_rows = LLM("smollm2", **shared)  # never enough to unfold for
     return {
         "auto": LLM("smollm2", **shared),
@@ -77,7 +75,7 @@ def test_company_does_not_change_the_tokens(engines):
 def test_equal_prompts_that_come_together(engines, monkeypatch):
     """All but the first adopt pages that are filled in their own first step, and have one token left: which goes through the
     network, where the prompt is too long for that."""
-    monkeypatch.setattr("quire.device.cpu.network.unfold_from", lambda quickly, runtime: 64)
+    monkeypatch.setattr("quire.device.cpu.network.unfold_from", lambda quickly: 64)
     llm = LLM("smollm2", device="cpu", max_model_len=512, kv_cache_memory_bytes=64 << 20)
     prompt = {"prompt_token_ids": llm.get_tokenizer().encode(TEXT)[:161]}
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)

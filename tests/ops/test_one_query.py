@@ -28,6 +28,7 @@ class Shape:
     turned: int = 0
     normed: bool = False
     window: int | None = None
+    soft_cap: float | None = None
     layout: str = "pages"
 
 
@@ -39,6 +40,8 @@ SHAPES = [
     Shape(8, 1, 64, 7, normed=True, layout="lines"),
     Shape(4, 2, 512, 48, turned=512, window=1, layout="apart"),
     Shape(7, 1, 32, 256, turned=16, layout="lines"),
+    Shape(6, 2, 64, 16, turned=64, soft_cap=0.7),
+    Shape(4, 2, 48, 8, turned=48, window=21, soft_cap=50.0, layout="lines"),
 ]
 LENGTHS = [1, 2, 33, 64, 100, 31, 5]
 
@@ -76,7 +79,7 @@ def run_kernel(shape: Shape, kv: torch.Tensor, qkv: torch.Tensor, rows: Rows) ->
     rotation, norms = make_extras(shape)
     out = torch.full((len(qkv), shape.heads * shape.head_dim), float("nan"))
     scale = shape.head_dim**-0.5
-    OneQuery(kv, qkv, out, scale=scale, window=shape.window, rotation=rotation, norms=norms).run(rows)
+    OneQuery(kv, qkv, out, scale=scale, window=shape.window, soft_cap=shape.soft_cap, rotation=rotation, norms=norms).run(rows)
     return out
 
 
@@ -88,7 +91,7 @@ def run_torch(shape: Shape, kv: torch.Tensor, qkv: torch.Tensor, tables: torch.T
         pages = table[: -(-length // shape.page_size)].long()
         lowest = max(0, length - (shape.window or length))
         keys, values = kv[pages].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, None, :, lowest:length]
-        out.append(attend(one[None, None], keys, values, None, scale=shape.head_dim**-0.5).flatten())
+        out.append(attend(one[None, None], keys, values, None, scale=shape.head_dim**-0.5, soft_cap=shape.soft_cap).flatten())
     return torch.stack(out)
 
 
@@ -131,7 +134,13 @@ def test_placing_first_and_attending_then_gives_the_same_bits(shape):
     other = kv.clone().as_strided(kv.shape, kv.stride())
     expected = run_kernel(shape, kv, qkv, rows)
     rotation, norms = make_extras(shape)
-    terms = {"scale": shape.head_dim**-0.5, "window": shape.window, "rotation": rotation, "norms": norms}
+    terms = {
+        "scale": shape.head_dim**-0.5,
+        "window": shape.window,
+        "soft_cap": shape.soft_cap,
+        "rotation": rotation,
+        "norms": norms,
+    }
     OneQuery(other, qkv, None, **terms).run(rows)
     assert torch.equal(kv, other)
     out = torch.full_like(expected, float("nan"))
@@ -163,8 +172,9 @@ def test_scores_of_any_size(size):
 
 
 @by_kernel
-def test_what_is_not_a_number_stays_with_its_row():
-    shape = Shape(4, 2, 16, 4)
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+def test_what_is_not_a_number_stays_with_its_row(soft_cap):
+    shape = Shape(4, 2, 16, 4, soft_cap=soft_cap)
     rows, _, pages = make_rows(shape, [9, 9, 9])
     qkv = make_qkv(shape, 3)
     healthy = run_kernel(shape, make_cache(shape, pages), qkv, rows)
@@ -177,11 +187,12 @@ MIXED = [(0, 7), (1, 1), (5, 5), (3, 22), (1, 40), (1, 9), (30, 41), (600, 700),
 
 
 @by_kernel
+@pytest.mark.parametrize("soft_cap", [None, 0.5])
 @pytest.mark.parametrize("window", [None, 11])
 @pytest.mark.parametrize("rows", [MIXED, [(0, 7), (300, 400), (0, 21)]])
-def test_prompts_and_single_tokens_through_the_backend(rows, window, monkeypatch):
+def test_prompts_and_single_tokens_through_the_backend(rows, window, soft_cap, monkeypatch):
     """Whatever goes to the kernel, the answer is torch's. What nobody has written is not read: it is not a number."""
-    spec = AttentionSpec(4, 2, 32, 0.2, window, None)
+    spec = AttentionSpec(4, 2, 32, 0.2, window, soft_cap)
     batch, pages = make_batch(rows, page_size=16)
     dice = torch.Generator().manual_seed(5)
     kv = torch.full((pages, 2, 2, 16, 32), float("nan"))

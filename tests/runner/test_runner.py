@@ -291,7 +291,7 @@ def test_the_rehearsal_runs_and_leaves_room(runner):
 
 
 def test_every_layer_and_step_of_the_warm_up_can_be_run(caplog, monkeypatch):
-    monkeypatch.setattr("quire.device.cpu.prepare.of_floats", lambda: None)  # as on a GPU, layer by layer
+    monkeypatch.setattr("quire.device.cpu.prepare.runtime_for_floats", lambda: None)  # as on a GPU, layer by layer
     runner = make_runner()
     runner.allocate(0, LENGTH)
     with caplog.at_level(logging.DEBUG):

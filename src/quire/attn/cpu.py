@@ -73,7 +73,7 @@ def token_rows(batch: Batch, group: int) -> one_query.Rows:
 def heads_alone(spec: AttentionSpec, kv: Tensor) -> bool:
     """Does every token go to the kernel by itself? Then what it gets depends neither on how its prompt was cut nor on who is
     beside it; it is worth it where products have that property too, for then a whole decoder does."""
-    return spec.soft_cap is None and not spec.sinks and one_query.suits(kv) and run_decoders()
+    return not spec.sinks and one_query.suits(kv) and run_decoders()
 
 
 def attend_alone(spec: AttentionSpec, heads: Heads, qkv: Tensor, kv: Tensor, batch: Batch, group: int, final: bool) -> Tensor:
@@ -82,7 +82,8 @@ def attend_alone(spec: AttentionSpec, heads: Heads, qkv: Tensor, kv: Tensor, bat
     def bind(columns: Tensor, out: Tensor | None) -> one_query.OneQuery:
         return one_query.OneQuery(
             kv, columns, out,
-            scale=spec.scale, window=spec.window, rotation=heads.rotation, norms=heads.norms, placed=out is not None,
+            scale=spec.scale, window=spec.window, soft_cap=spec.soft_cap, rotation=heads.rotation, norms=heads.norms,
+            placed=out is not None,
         )  # fmt: skip
 
     bind(qkv, None).run(token_rows(batch, group))
@@ -107,7 +108,7 @@ class CPUAttention(AttentionBackend):
 
     def plan(self, batch: Batch, group: int, spec: AttentionSpec, kv: Tensor) -> None:
         tables, plain = batch.groups[group].tables, spec.soft_cap is None and not spec.sinks
-        by_kernel, in_place = plain and one_query.suits(kv), kv_lines(kv) is not None
+        by_kernel, in_place = not spec.sinks and one_query.suits(kv), kv_lines(kv) is not None
         plan: list[Piece | Singles] = []
         for single, some in groupby(enumerate(batch.rows), lambda item: by_kernel and _singly(*item[1][1:])):
             if single:
@@ -135,7 +136,9 @@ class CPUAttention(AttentionBackend):
             part = slice(at, at + item.count)
             if isinstance(item, Singles):
                 taken, result = query[part].to(kv.dtype).flatten(1), torch.empty(item.count, query.shape[1:].numel())
-                call = one_query.OneQuery(kv, taken, result, scale=spec.scale, window=spec.window, placed=True)
+                call = one_query.OneQuery(
+                    kv, taken, result, scale=spec.scale, window=spec.window, soft_cap=spec.soft_cap, placed=True
+                )
                 call.run(item.rows)
                 out[part] = result.view(-1, *query.shape[1:])
             elif plain and item.count == 1 and item.pages is None:

@@ -9,16 +9,21 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 MOST_WORKERS = 16
+VERSION = 2  # of the structures that are handed over, as in `native/module.c`
 
 
 @cache
 def kernels() -> Any:
-    """None = they were not built."""
+    """None = they were not built, or from other sources than ours."""
     try:
-        return importlib.import_module("quire.ops._native")
+        module = importlib.import_module("quire.ops._native")
     except ImportError:
         logger.info("Quire was installed without its C kernels, which take a C compiler: on this CPU it is slower")
         return None
+    if getattr(module, "VERSION", 0) != VERSION:
+        logger.warning("Quire's C kernels are of another release, and not used: on this CPU it is slower. Install Quire again")
+        return None
+    return module
 
 
 def multiplies() -> bool:
@@ -28,6 +33,11 @@ def multiplies() -> bool:
 
 def multiplies_floats() -> bool:
     return kernels() is not None and bool(kernels().multiplies_floats())
+
+
+def float_tile() -> int:
+    """Outputs that lie together in a matrix of float32."""
+    return int(kernels().FLOAT_TILE)
 
 
 def run_decoders() -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.ops.arguments import HeadNorms, Rotation
 from quire.ops.native import kernels, workers
 
-LAYER = struct.Struct("10q 10q 2d")  # as in C
+LAYER = struct.Struct("10q 10q 3d")  # as in C
 ROWS = struct.Struct("4q")
 STEP, MOST_COMPONENTS = 16, 512  # of a head
 
@@ -49,6 +49,7 @@ class OneQuery:
         *,
         scale: float,
         window: int | None,
+        soft_cap: float | None = None,
         rotation: Rotation | None = None,
         norms: HeadNorms | None = None,
         placed: bool = False,
@@ -66,7 +67,7 @@ class OneQuery:
             *(address for some, count in zip(addresses, (3, 1, 2, 2, 2), strict=True) for address in (*some, 0, 0, 0)[:count]),
             *(qkv.stride(0), 0 if out is None else out.stride(0), kv.stride(0), kv.stride(2)),
             *(queries // head_dim // kv_heads, kv_heads, head_dim, angles[0].shape[1] if angles else 0, page_size, window or 0),
-            *(scale, 0.0 if norms is None else norms.eps),
+            *(scale, 0.0 if norms is None else norms.eps, soft_cap or 0.0),
         )
 
     def run(self, rows: Rows) -> None:

@@ -25,11 +25,12 @@ class BoundAttention:
         core = attention.core
         self._attention, self._qkv, self._out, self._kv, self._group = attention, qkv, out, core.bound(), core.group
         self._call: one_query.OneQuery | None = None
-        if core.spec.soft_cap is None and attention.sinks is None and one_query.suits(self._kv):
+        if attention.sinks is None and one_query.suits(self._kv):
             rotation = None if attention.rope is None else attention.rope.table
             self._call = one_query.OneQuery(
                 self._kv, qkv, out,
-                scale=core.spec.scale, window=core.spec.window, rotation=rotation, norms=attention.norms,
+                scale=core.spec.scale, window=core.spec.window, soft_cap=core.spec.soft_cap, rotation=rotation,
+                norms=attention.norms,
             )  # fmt: skip
 
     @property

@@ -4,8 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from quire.device.cpu import ort
-from quire.device.cpu.autotune import choose, in_pieces, of_floats
+from quire.device.cpu.autotune import choose, runtime_for_blocks, runtime_for_floats
 from quire.device.cpu.graph import Runtime
 from quire.device.cpu.network import DecoderNetwork, find_forms
 from quire.device.cpu.segments import Pieces
@@ -38,8 +37,9 @@ def compile_body(body: Callable[[Any, Any], Any], columns: int, *, whole: bool, 
 
 
 def _runtime(*, blocks: bool, floats: bool) -> Runtime | None:
-    """Who is best at both kinds of matrices, where there are both; else ONNX Runtime, which knows both."""
-    best = {*([in_pieces()] if blocks else []), *([of_floats()] if floats else [])}
-    if len(best) == 1:
-        return best.pop()
-    return Runtime.ONNX if ort.available() else None
+    """Who is best at both kinds of matrices, where there are both; else OpenVINO, which knows both."""
+    of_blocks = runtime_for_blocks() if blocks else None
+    of_floats = runtime_for_floats() if floats else None
+    if of_blocks == of_floats or not (blocks and floats):
+        return of_blocks or of_floats
+    return Runtime.OPENVINO if Runtime.OPENVINO in (of_blocks, of_floats) else None

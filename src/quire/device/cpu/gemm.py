@@ -1,9 +1,5 @@
-"""Products with float32 matrices, repacked once instead of at every product: by ONNX Runtime, or for kernels of our own."""
+"""Products with float32 matrices, repacked once instead of at every product: by OpenVINO, or for kernels of our own."""
 
-from functools import cache
-
-import numpy as np
-import torch
 from torch import Tensor
 
 from quire.device.cpu import tiles
@@ -29,23 +25,10 @@ def emit(graph: Graph, x: str, weight: Tensor, bias: Tensor | None, parts: int =
 class Gemm:
     """x [T, K] -> [T, N]."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, runtime: Runtime, hold: bool | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, runtime: Runtime) -> None:
         graph, x = Graph(runtime), "x"
         [y] = emit(graph, x, weight, bias)
-        hold = not forgets(runtime) if hold is None else hold
-        self._session = Session(graph, [(x, weight.shape[1])], [(y, weight.shape[0])], hold=hold, kept=KEPT_OF_PRODUCT)
+        self._session = Session(graph, [(x, weight.shape[1])], [(y, weight.shape[0])], kept=KEPT_OF_PRODUCT)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._session.run(x)[0]
-
-
-@cache
-def forgets(runtime: Runtime = Runtime.ONNX) -> bool:
-    """Does the runtime, on this machine, never look again at a matrix it was lent? Tried on a small one, by changing it."""
-    if runtime is Runtime.OWN:
-        return True
-    weight = torch.from_numpy(np.random.default_rng(0).random((96, 128), np.float32))
-    product, some = Gemm(weight, None, runtime, hold=True), [torch.ones(rows, 128) for rows in (1, 40)]
-    before = [product(x).clone() for x in some]
-    weight.zero_()
-    return all(torch.equal(product(x), was) for x, was in zip(some, before, strict=True))

@@ -29,9 +29,8 @@ Array = npt.NDArray[Any]
 class Runtime(StrEnum):
     """Who runs a graph."""
 
-    ONNX = "ONNX Runtime"
     OPENVINO = "OpenVINO"
-    OWN = "Quire"  # `ops/program.py`
+    OWN = "Quire"  # `program.py`
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,11 @@ def give_back(array: Array) -> None:
 
 
 class Graph:
-    def __init__(self, runtime: Runtime = Runtime.ONNX) -> None:
-        """`runtime`: they know different operators for numbers of few bits."""
+    def __init__(self, runtime: Runtime) -> None:
+        """`runtime`: they know different operators for products."""
         self.runtime = runtime
         self.lent: dict[str, Array] = {}
         self.given: list[str] = []  # of what is lent, that nobody else reads
-        self.lasting: list[str] = []  # of what is lent, that the runtime reads again
         self.nibbles: dict[str, tuple[int, ...]] = {}  # of what is lent, the shapes of 4-bit numbers
         self.constants: dict[str, Array] = {}
         self.nodes: list[Node] = []
@@ -94,10 +92,6 @@ class Graph:
         self.lent[name] = matrix
         return name
 
-    def lend_for_good(self, matrix: Array) -> str:
-        self.lasting.append(self.lend(matrix))
-        return self.lasting[-1]
-
     def give(self, matrix: Array, nibbles: tuple[int, ...] = ()) -> str:
         """Lends what nobody else reads. `nibbles`: the shape of 4-bit numbers, two to a byte, the first in the low half."""
         name = self.lend(matrix)
@@ -117,16 +111,12 @@ class Graph:
         self.nodes.append(Node(operator, tuple(inputs), tuple(outputs), domain, attributes))
 
     def encode(self, inputs: Sequence[Value], outputs: Sequence[Value]) -> bytes:
-        """The graph as an ONNX file's bytes; what is lent stands elsewhere."""
-        nodes, by_openvino = self.nodes, self.runtime is Runtime.OPENVINO
-        if by_openvino:
-            nodes = [Node(LENT, (), (name,), OWN, {"name": name}) for name in self.lent] + nodes
+        """The graph as an ONNX file's bytes; what is lent is given by an operator of our own."""
+        nodes = [Node(LENT, (), (name,), OWN, {"name": name}) for name in self.lent] + self.nodes
         parts = [*map(_node, nodes), _text(2, "graph")]
         parts += [_bytes(5, _tensor(*item) + _bytes(9, item[1].tobytes())) for item in self.constants.items()]
-        if not by_openvino:
-            parts += [_bytes(5, _tensor(name, array) + _elsewhere(array)) for name, array in self.lent.items()]
         parts += [_bytes(11, _described(value)) for value in inputs] + [_bytes(12, _described(value)) for value in outputs]
-        domains = {"": OPSET, CONTRIB: CONTRIB_OPSET, **({OWN: 1} if by_openvino else {})}
+        domains = {"": OPSET, CONTRIB: CONTRIB_OPSET, OWN: 1}
         versions = [_bytes(8, _text(1, domain) + _number(2, at)) for domain, at in domains.items()]
         return b"".join([_number(1, IR_VERSION), _bytes(7, b"".join(parts)), *versions])
 
@@ -175,12 +165,6 @@ def _attribute(name: str, value: float | int | str) -> bytes:
 
 def _tensor(name: str, array: Array) -> bytes:
     return b"".join(_number(1, size) for size in array.shape) + _number(2, ELEMENTS[array.dtype]) + _text(8, name)
-
-
-def _elsewhere(array: Array) -> bytes:
-    """Where a tensor's values are, in the form of a file; the session is given them by name."""
-    place = {"location": "lent", "offset": "0", "length": str(array.nbytes)}
-    return b"".join(_bytes(13, _text(1, key) + _text(2, value)) for key, value in place.items()) + _number(14, 1)
 
 
 def _described(value: Value) -> bytes:

@@ -1,19 +1,29 @@
-"""Which libraries are there, and what they can do. Imports none of them, nor torch."""
+"""Which libraries are there. Imports none of them, nor torch."""
 
-from importlib.util import find_spec
+import platform
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 
 from quire.ops.native import multiplies
 
 ADVICE = (
-    "onnxruntime is not installed, so quantized weights are unfolded to float32: they take more memory and time; "
-    "pip install 'quire[cpu]' for the fast path"
+    "nothing here multiplies by quantized weights as they are, so they are unfolded to float32: they take more memory and "
+    "time; pip install 'quire[cpu]' on x86 Linux, or install Quire where a C compiler is on ARM"
 )
 
 
-def has_onnxruntime() -> bool:
-    return find_spec("onnxruntime") is not None
+@cache
+def has_openvino() -> bool:
+    """On other machines it would unfold the numbers for good."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    try:
+        version("openvino")
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def multiply_quantized() -> bool:
     """Does anybody multiply by numbers of few bits as they are?"""
-    return has_onnxruntime() or multiplies()
+    return has_openvino() or multiplies()

@@ -1,33 +1,26 @@
-"""Products with matrices of 4- or 8-bit numbers, through OpenVINO or ONNX Runtime's MatMulNBits: activations are rounded to
-8 bits by groups of 32 as well, and the sums are integers, so a row's result does not depend on the rows beside it. (On ARM the
-runtime does so only if it is told which 4-bit number stands for 0. Else it rounds by rows, of which some have a component that
-leaves nothing of the others: perplexities 2 to 3 % worse.)
+"""Products with matrices of 4- or 8-bit numbers, through OpenVINO: activations are rounded to 8 bits by groups of 32 as well,
+and the sums are integers, so a row's result does not depend on the rows beside it.
 
-They know scales but only whole offsets. Offsets of any value are a small product of their own:
-
-    x @ (scale * numbers + offset)  =  x @ (scale * numbers)  +  (sums of x by group) @ offset
-
-or, where that is faster (`ops/choice.py`), they are rounded, and the rests, which are a fraction of a scale, become numbers of
-few bits themselves, behind the others. Then it is one product again:
+It knows scales but only whole offsets. Offsets of any value are rounded, and the rests, which are a fraction of a scale, become
+numbers of few bits themselves, behind the others. Then it is one product again:
 
     x @ (scale * (numbers + whole) + rest)  =  (x, sums of x by group) @ (scale * (numbers + whole), unit * rests)
+
+or, where the rests would be too coarse for that, the offsets are a small product of their own:
+
+    x @ (scale * numbers + offset)  =  x @ (scale * numbers)  +  (sums of x by group) @ offset
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.device.cpu import gemm
-from quire.device.cpu.graph import CONTRIB, ELEMENTS, Array, Graph, Runtime
-from quire.device.cpu.session import Session
+from quire.device.cpu.graph import ELEMENTS, Array, Graph
 from quire.ops.blocks import GROUP, Integers, Stored, take_apart
 
-BY_INTEGERS = 4  # the operator's accuracy_level
-MIDDLES = 0x88  # two 4-bit numbers that stand for 0
 FLOAT = ELEMENTS[np.dtype(np.float32)]
 FINE = 4  # rests are in units of at most 1 / FINE of a scale, on average
 
@@ -62,9 +55,8 @@ class Packed:
         return np.stack((self.zeros & 15, self.zeros >> 4), axis=-1).reshape(shape[0], -1)[:, : shape[1]].copy()
 
 
-def pack(stored: Sequence[Stored], bias: Tensor | None, fold: bool) -> Packed:
-    """One matrix of matrices above each other; numbers of different width take the larger one. `fold`: the offsets, if it can
-    be done well."""
+def pack(stored: Sequence[Stored], bias: Tensor | None) -> Packed:
+    """One matrix of matrices above each other; numbers of different width take the larger one."""
     parts = [take_apart(part) for part in stored]
     for part in stored:
         part.forget()
@@ -74,7 +66,7 @@ def pack(stored: Sequence[Stored], bias: Tensor | None, fold: bool) -> Packed:
     offset = zeros = None
     if any(part.offset is not None for part in parts):
         offset = torch.cat([torch.zeros_like(part.scale) if part.offset is None else part.offset for part in parts])
-        folded = _fold(Integers(bits, numbers, scale, offset)) if fold else None
+        folded = _fold(Integers(bits, numbers, scale, offset))
         if folded is not None:
             offset, (numbers, scale, zeros) = None, folded
     return Packed(
@@ -113,27 +105,15 @@ def _in_bytes(numbers: Tensor, bits: int) -> Tensor:
 
 def emit(graph: Graph, x: str, packed: Packed) -> str:
     """Adds the product to a graph, which takes the matrix over; x is [T, K], the result [T, N]."""
-    by_openvino = graph.runtime is Runtime.OPENVINO
-    if not by_openvino and packed.bits == 4 and packed.zeros is None and finer_by_zeros():
-        packed = replace(packed, zeros=np.full((packed.outputs, -(-packed.scale.shape[1] // 2)), MIDDLES, np.uint8))
-    sums = ""
-    if packed.offset is not None or packed.folded:
-        sums = (_emit_sums_by_product if by_openvino else _emit_sums)(graph, x, packed)
-    y = (_emit_unfolded if by_openvino else _emit_folded)(graph, x, sums, packed)
+    sums = _emit_sums(graph, x, packed) if packed.offset is not None or packed.folded else ""
+    y = _emit_product(graph, x, sums, packed)
     if packed.offset is not None:
-        take = graph.give if by_openvino or gemm.forgets() else graph.lend_for_good
-        [y] = graph.add("Gemm", [sums, take(packed.offset), y])
+        [y] = graph.add("Gemm", [sums, graph.give(packed.offset), y])
     return y
 
 
 def _emit_sums(graph: Graph, x: str, packed: Packed) -> str:
-    """[T, K / 32]."""
-    [by_group] = graph.add("Reshape", [x, graph.constant(np.array([0, packed.inputs // GROUP, GROUP], np.int64))])
-    return graph.add("ReduceSum", [by_group, graph.constant(np.array([2], np.int64))], keepdims=0)[0]
-
-
-def _emit_sums_by_product(graph: Graph, x: str, packed: Packed) -> str:
-    """The same, or if they are folded, with zeros behind that make whole groups. It is one small product by ones and zeros
+    """[T, K / 32], or if they are folded, with zeros behind that make whole groups. It is one small product by ones and zeros
     where a sum would be several operators."""
     count = packed.inputs // GROUP
     width = packed.scale.shape[1] * GROUP - packed.inputs if packed.folded else count
@@ -142,24 +122,7 @@ def _emit_sums_by_product(graph: Graph, x: str, packed: Packed) -> str:
     return graph.add("Gemm", [x, graph.shared(ones)], transB=1)[0]
 
 
-def _emit_folded(graph: Graph, x: str, sums: str, packed: Packed) -> str:
-    take = graph.give if forgets(packed.bits, packed.zeros is not None, packed.folded) else graph.lend_for_good
-    inputs, columns = [x, take(packed.numbers), take(packed.scale)], packed.inputs
-    if packed.folded:
-        [inputs[0]], columns = graph.add("Concat", [x, sums], axis=1), packed.inputs + packed.inputs // GROUP
-    if packed.zeros is not None or packed.bias is not None:
-        inputs.append("" if packed.zeros is None else take(packed.zeros))
-    if packed.bias is not None:
-        inputs += ["", graph.constant(packed.bias)]
-    return _multiply(graph, inputs, packed, columns)
-
-
-def _multiply(graph: Graph, inputs: Sequence[str], packed: Packed, columns: int) -> str:
-    shape = {"K": columns, "N": packed.outputs, "bits": packed.bits, "block_size": GROUP, "accuracy_level": BY_INTEGERS}
-    return graph.add("MatMulNBits", inputs, domain=CONTRIB, **shape)[0]
-
-
-def _emit_unfolded(graph: Graph, x: str, sums: str, packed: Packed) -> str:
+def _emit_product(graph: Graph, x: str, sums: str, packed: Packed) -> str:
     """As a matrix that is unfolded and then multiplied by. It has whole groups only."""
     outputs, groups = packed.scale.shape
     if packed.folded:
@@ -171,53 +134,3 @@ def _emit_unfolded(graph: Graph, x: str, sums: str, packed: Packed) -> str:
     [matrix] = graph.add("Reshape", [scaled, graph.constant(np.array([outputs, groups * GROUP], np.int64))])
     bias = [] if packed.bias is None else [graph.constant(packed.bias)]
     return graph.add("Gemm", [x, matrix, *bias], transB=1)[0]
-
-
-# What differs between machines and releases of the runtime, tried on small matrices.
-
-
-@cache
-def finer_by_zeros() -> bool:
-    """Are activations rounded by rows, unless numbers that stand for 0 are given? Tried with a large activation in the first
-    group, which is multiplied by zeros: rounding by rows leaves nothing of the second."""
-    rows = {}
-    for zeros in (False, True):
-        packed = _small(4, 2, zeros)
-        packed.numbers[:, 0] = MIDDLES
-        if packed.zeros is not None:
-            packed.zeros[:] = MIDDLES
-        x = torch.cat((torch.full((2, GROUP), 4096.0), torch.linspace(-1, 1, GROUP).expand(2, GROUP)), dim=1)
-        expected = (packed.numbers[:, 1] & 15, packed.numbers[:, 1] >> 4)
-        weights = (np.stack(expected, axis=-1).reshape(-1, GROUP) - 8.0) * packed.scale[:, 1:]
-        wanted = x[:, GROUP:] @ torch.from_numpy(weights.astype(np.float32)).t()
-        rows[zeros] = bool((_session(packed, packed.inputs).run(x)[0] - wanted).norm() > wanted.norm() / 8)
-    return rows[False] and not rows[True]
-
-
-@cache
-def forgets(bits: int, zeros: bool, folded: bool) -> bool:
-    """Does the runtime never look again at a matrix it was lent? Tried by changing it."""
-    packed = _small(bits, 5, zeros)
-    columns = 4 * (GROUP + 1) if folded else packed.inputs
-    session, rng = _session(packed, columns), np.random.default_rng(0)
-    some = [torch.from_numpy(rng.random((rows, columns), np.float32)) for rows in (1, 40)]
-    before = [session.run(x)[0].clone() for x in some]
-    for array in (packed.numbers, packed.scale, packed.zeros):
-        if array is not None:
-            array[:] = 1
-    return all(torch.equal(session.run(x)[0], was) for x, was in zip(some, before, strict=True))
-
-
-def _small(bits: int, groups: int, zeros: bool) -> Packed:
-    rng, outputs = np.random.default_rng(0), 96
-    numbers = rng.integers(0, 256, (outputs, groups, 4 * bits), np.uint8)
-    whole = rng.integers(0, 256, (outputs, (groups * bits + 7) // 8), np.uint8) if zeros else None
-    return Packed(bits, groups * GROUP, numbers, rng.random((outputs, groups), np.float32), whole, None, None)
-
-
-def _session(packed: Packed, columns: int) -> Session:
-    """Of the product by so many of its columns, on the matrix's own memory."""
-    graph = Graph()
-    arrays = [packed.numbers, packed.scale, *([] if packed.zeros is None else [packed.zeros])]
-    y = _multiply(graph, ["x", *(graph.give(array) for array in arrays)], packed, columns)
-    return Session(graph, [("x", columns)], [(y, packed.outputs)], hold=True)

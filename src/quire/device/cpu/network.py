@@ -47,7 +47,7 @@ class DecoderNetwork:
 
     def __init__(self, trace: Trace, attending: list[Attending]) -> None:
         self._attending = attending
-        self.too_many = unfold_from(trace.quickly, Runtime.OPENVINO)  # tokens: from there on the decoder itself is faster
+        self.too_many = unfold_from(trace.quickly)  # tokens: from there on the decoder itself is faster
         graph = Graph(Runtime.OPENVINO)
         emitter = Emitter(graph)
         self._first = graph.name()

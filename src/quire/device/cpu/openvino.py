@@ -1,5 +1,5 @@
 """ONNX graphs run by OpenVINO on torch's memory. It keeps matrices of 4-bit numbers as they are where the CPU has the
-instructions for them, multiplies some rows by them several times as fast as ONNX Runtime, and attends over pages.
+instructions for them, and attends over pages.
 
 What a product is multiplied by is written as the unfolding of numbers, which it never does; activations are rounded to 8 bits
 by groups of 32. Large matrices are lent by an operator of our own name (`LENT`). Attention is another (`PAGED`), for ONNX has
@@ -7,11 +7,9 @@ none.
 """
 
 import importlib
-import platform
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from threading import Lock
 from typing import Any
 
@@ -26,18 +24,6 @@ MOST_THREADS = 16
 KEPT_SHAPES = 128  # what a network keeps for operators in shapes it has met: some ten for each number of rows
 PAGED = "PagedAttention"
 PAGE = 32  # tokens; the plugin knows no other
-
-
-@cache
-def available() -> bool:
-    """On other machines it would unfold the numbers for good."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return False
-    try:
-        version("openvino")
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 class Network:
@@ -85,7 +71,8 @@ class Network:
         self._request.infer(share_outputs=True)  # else it copies them
 
     def settle(self) -> None:
-        """After a first run: it has copies of what it was given, in an order of its own, and reads no others."""
+        """After a first run: it has copies of what it was given, in an order of its own, and reads no others. (Float matrices
+        that it was lent, it may read again for a number of rows that it has not met.)"""
         for name in self._graph.given:
             give_back(self._graph.lent[name])
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.attn.batch import Batch, take_rows
 from quire.device.base import Body, Prepared, Setting
 from quire.device.cpu import gemm
-from quire.device.cpu.autotune import by_layer, folds, in_pieces, of_floats, unfold_from
+from quire.device.cpu.autotune import runtime_for_blocks, runtime_for_floats, unfold_from
 from quire.device.cpu.compiled import Compiled, compile_body
 from quire.device.cpu.graph import Runtime
 from quire.device.cpu.huge_pages import gather_in_background
@@ -31,7 +31,7 @@ def prepare(model: Decoder, setting: Setting) -> Prepared:
     body: Body = model.run_blocks
     layout, whole = KVLayout.LINES, setting.dtype == torch.float32 and not isinstance(model, Filling)
     layers = kept_in_blocks(model)
-    floats = of_floats() if whole else None
+    floats = runtime_for_floats() if whole else None
     if layers or floats is not None:
         compiled = compile_body(
             model.run_blocks, setting.facts.hidden_size, whole=not layers, paged=suits_networks(setting)
@@ -43,7 +43,7 @@ def prepare(model: Decoder, setting: Setting) -> Prepared:
         if compiled is None and layers:
             multiply_by_layer(model)
         elif layers:
-            pack_blocks(model.lm_head, Runtime.OPENVINO if layout is KVLayout.SPLIT else in_pieces())
+            pack_blocks(model.lm_head)
         elif floats is not None:
             model.lm_head.use(PackedHead(model.lm_head, floats))
             hold_once(model, setting)
@@ -75,17 +75,17 @@ class CompiledBody:
 
 
 def suits_networks(setting: Setting) -> bool:
-    """Can the cache be as they want it, and are there rows to run together? One alone is faster in pieces."""
+    """Can the cache be as they want it?"""
     layout = setting.layout
     paged = len(layout.groups) == 1 and layout.page_size == PAGE
-    return setting.max_seqs > 1 and paged and can_divide(layout, setting.facts.layers, setting.dtype.itemsize)
+    return paged and can_divide(layout, setting.facts.layers, setting.dtype.itemsize)
 
 
-def pack_blocks(head: Head, runtime: Runtime) -> None:
+def pack_blocks(head: Head) -> None:
     """A matrix in blocks is multiplied by as a copy in whole numbers."""
-    if isinstance(head.method, GGUFHead):
-        matrix = repack([head.method.matrix], head.bias, runtime, folds(runtime))
-        head.method.product = Product(matrix, runtime, KEPT_OF_PRODUCT)
+    runtime = runtime_for_blocks()
+    if isinstance(head.method, GGUFHead) and runtime is not None:
+        head.method.product = Product(repack([head.method.matrix], head.bias, runtime), runtime, KEPT_OF_PRODUCT)
 
 
 class PackedHead:
@@ -117,21 +117,22 @@ def kept_in_blocks(model: Decoder) -> list[tuple[Linear, GGUFMethod]]:
 
 def multiply_by_layer(model: Decoder) -> None:
     """Layers that are run by themselves multiply few rows by copies of their blocks in whole numbers."""
-    pack_blocks(model.lm_head, in_pieces())
+    pack_blocks(model.lm_head)
+    runtime = runtime_for_blocks()
     for layer, method in kept_in_blocks(model):
-        method.few = FewRows(layer, method)
+        method.few = None if runtime is None else FewRows(layer, method, runtime)
 
 
 @dataclass
 class FewRows:
     layer: Linear
     method: GGUFMethod
+    runtime: Runtime
 
     @cached_property
     def product(self) -> Product:
         """It is made when it is first wanted."""
-        runtime = by_layer()
-        return Product(repack(self.method.parts, self.layer.bias, runtime, folds(runtime)), runtime)
+        return Product(repack(self.method.parts, self.layer.bias, self.runtime), self.runtime)
 
     def __call__(self, x: Tensor) -> Tensor | None:
-        return None if len(x) >= unfold_from(self.method.unfolds_quickly, by_layer()) else self.product(x)
+        return None if len(x) >= unfold_from(self.method.unfolds_quickly) else self.product(x)

@@ -14,9 +14,9 @@ from quire.ops.blocks import Stored
 Repacked = Packed | Tiles
 
 
-def repack(stored: Sequence[Stored], bias: Tensor | None, runtime: Runtime, fold: bool) -> Repacked:
-    """One matrix of matrices above each other. `fold`: see `nbits.pack`."""
-    return lay_out(stored, bias) if runtime is Runtime.OWN else pack(stored, bias, fold)
+def repack(stored: Sequence[Stored], bias: Tensor | None, runtime: Runtime) -> Repacked:
+    """One matrix of matrices above each other."""
+    return lay_out(stored, bias) if runtime is Runtime.OWN else pack(stored, bias)
 
 
 def emit(graph: Graph, x: str, matrix: Repacked) -> str:
@@ -31,7 +31,7 @@ class Product:
         """`kept`: see `Session`."""
         graph, x = Graph(runtime), "x"
         y = emit(graph, x, matrix)
-        self._session = Session(graph, [(x, matrix.inputs)], [(y, matrix.outputs)], hold=False, kept=kept)
+        self._session = Session(graph, [(x, matrix.inputs)], [(y, matrix.outputs)], kept=kept)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._session.run(x)[0]

@@ -1,5 +1,5 @@
 """A decoder of float32 numbers on a CPU, compiled in pieces: what is between two attentions (`trace.py`) is one call, of
-Quire's own kernels or of ONNX Runtime. Steps in which every row is one token run on memory that stays (`track.py`).
+Quire's own kernels or of OpenVINO. Steps in which every row is one token run on memory that stays (`track.py`).
 """
 
 from collections.abc import Sequence
@@ -9,8 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from quire.attn.batch import Batch
-from quire.device.cpu import gemm
-from quire.device.cpu.autotune import NEVER, choose, unfold_from
+from quire.device.cpu.autotune import NEVER, unfold_from
 from quire.device.cpu.bound_segments import BoundAttention, Memory, Track, room_for
 from quire.device.cpu.graph import Graph, Runtime
 from quire.device.cpu.program import Scratch
@@ -34,7 +33,7 @@ class Pieces:
         """`whole`: the decoder will not be run itself any more, and what it holds in matrices of floats is given back."""
         pieces, self._first, self._last = trace.pieces, trace.first, trace.last
         # tokens: from there on the decoder itself is faster
-        self.too_many = NEVER if whole else unfold_from(trace.quickly, runtime)
+        self.too_many = NEVER if whole else unfold_from(trace.quickly)
         scratch = Scratch()
         sources = [{between.source for between in piece.behind} for piece in pieces]
         wanted = [{*piece.read} | behind for piece, behind in zip(pieces, sources, strict=True)] + [{self._last}]
@@ -44,7 +43,7 @@ class Pieces:
             made = [symbol for step in piece.steps for symbol in step.outputs]
             kept = [symbol for symbol in made if symbol in later or symbol in sources[i]]
             session = _compile(piece, kept, runtime, scratch)
-            if whole and gemm.forgets(runtime):
+            if whole:
                 _give_back(piece)
             dead = {*wanted[i], *kept} - later
             self._stages.append(Stage(session, tuple(piece.read), tuple(kept), tuple(piece.behind), tuple(dead)))
@@ -119,6 +118,4 @@ def _compile(piece: Piece, outputs: Sequence[Symbol], runtime: Runtime, scratch:
     for step in piece.steps:
         names.update(zip(step.outputs, step.emit(graph, [names[symbol] for symbol in step.inputs]), strict=True))
     results = [(names[symbol], symbol.columns) for symbol in outputs]
-    if runtime is Runtime.OWN:
-        return Session(graph, inputs, results, scratch=scratch)
-    return Session(graph, inputs, results, hold=not gemm.forgets(runtime), spin=choose().spin)
+    return Session(graph, inputs, results, scratch=scratch)

@@ -6,13 +6,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.device.cpu import openvino, ort, program
+from quire.device.cpu import openvino, program
 from quire.device.cpu.graph import Graph, Runtime, Value
 
 # inputs and outputs of at most as many numbers are kept for the next run; more of a single product, such as a model's last
 KEPT_ELEMENTS, KEPT_OF_PRODUCT = 1 << 16, 1 << 22
 # what takes more is cut by rows: there is several times as much between operators, and a network of OpenVINO keeps that
-ELEMENTS_AT_ONCE, ROWS_AT_LEAST, ROWS_OF_NETWORK, ROWS_OF_PROGRAM = 1 << 22, 256, 64, 128
+ROWS_OF_NETWORK, ROWS_OF_PROGRAM = 64, 128
 
 Columns = tuple[str, int]  # a value's name, and how many it has
 
@@ -42,27 +42,22 @@ class Session:
         graph: Graph,
         inputs: Sequence[Columns],
         outputs: Sequence[Columns],
-        hold: bool = True,
-        spin: bool = False,
         scratch: program.Scratch | None = None,
         kept: int = KEPT_ELEMENTS,
     ) -> None:
-        """`hold`, `spin`: see `ort.Program`; `scratch`: `program.Program`; `kept`: see above."""
+        """`scratch`: see `program.Program`; `kept`: see above."""
         self._inputs, self._outputs, self._kept = tuple(inputs), tuple(outputs), kept
         values = [_matrix(*item) for item in inputs], [_matrix(*item) for item in outputs]
-        self._compiled: openvino.Network | ort.Program | program.Program
+        self._compiled: openvino.Network | program.Program
         if graph.runtime is Runtime.OWN:
             self._compiled = program.Program(graph, values[0], scratch or program.Scratch())
             self._rows_at_once = ROWS_OF_PROGRAM
-        elif graph.runtime is Runtime.OPENVINO:
+        else:
             self._compiled, self._rows_at_once = openvino.Network(graph, *values), ROWS_OF_NETWORK
             for name, columns in (*inputs, *outputs):
                 self._compiled.bind(name, torch.zeros(2, columns))
             self._compiled.run()
             self._compiled.settle()
-        else:
-            self._compiled = ort.Program(graph, *values, hold, spin=spin)
-            self._rows_at_once = max(ROWS_AT_LEAST, ELEMENTS_AT_ONCE // sum(columns for _, columns in (*inputs, *outputs)))
         self._latest: tuple[int, Call, list[Tensor], list[Tensor]] | None = None
 
     def run(self, *inputs: Tensor) -> list[Tensor]:
@@ -101,14 +96,7 @@ class Session:
         bound = list(zip(names, (*inputs, *outputs), strict=True))
         if isinstance(self._compiled, program.Program):
             return program.Binding(self._compiled, dict(bound))
-        if isinstance(self._compiled, openvino.Network):
-            return openvino.Binding(self._compiled, bound)
-        binding = ort.Binding(self._compiled)
-        for (name, _), tensor in zip(self._inputs, inputs, strict=True):
-            binding.read(name, tensor.shape, tensor.data_ptr())
-        for (name, _), tensor in zip(self._outputs, outputs, strict=True):
-            binding.write(name, tensor.shape, tensor.data_ptr())
-        return binding
+        return openvino.Binding(self._compiled, bound)
 
 
 def _matrix(name: str, columns: int) -> Value:

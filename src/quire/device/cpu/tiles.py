@@ -7,7 +7,7 @@ Of numbers of 4 or 8 bits (`native/product.c`) four outputs are a tile. A tile i
 4-bit numbers of the first 4 inputs are in the lower halves of the bytes whose upper halves have the next 4. Without offsets
 numbers are signed. Scales and offsets are in half precision where the file has them so.
 
-Of float32 numbers (`native/floats.c`) twelve outputs are a tile, input by input.
+Of float32 numbers (`native/floats.c`) twelve or sixteen outputs are a tile, input by input.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,9 @@ from torch import Tensor
 from quire.device.cpu.graph import OWN, Array, Graph
 from quire.files.gguf import GGML_TYPES
 from quire.ops.blocks import GROUP, Integers, Stored, cut, take_apart
+from quire.ops.native import float_tile
 
-TILE, FLOAT_TILE = 4, 12  # outputs
+TILE = 4  # outputs
 FLOATS = 8  # the kind
 HALVES = {"Q4_0", "Q4_1", "Q5_0", "Q8_0"}  # types whose scales and offsets are in half precision, one to a group
 AT_ONCE = 1 << 20  # numbers that are laid out at once: what it takes in between goes back to torch, not to the system
@@ -63,11 +64,12 @@ def lay_out(stored: Sequence[Stored], bias: Tensor | None) -> Tiles:
 def lay_out_floats(weight: Tensor, bias: Tensor | None) -> Tiles:
     """weight [N, K]."""
     outputs, inputs = weight.shape
-    memory = np.zeros((-(-outputs // FLOAT_TILE), inputs, FLOAT_TILE), np.float32)
+    tile = float_tile()
+    memory = np.zeros((-(-outputs // tile), inputs, tile), np.float32)
     for number, place in enumerate(torch.from_numpy(memory)):
-        some = weight[number * FLOAT_TILE : (number + 1) * FLOAT_TILE]
+        some = weight[number * tile : (number + 1) * tile]
         place[:, : len(some)] = some.detach().t()
-    return Tiles(FLOATS, inputs, outputs, memory, _padded(bias, FLOAT_TILE))
+    return Tiles(FLOATS, inputs, outputs, memory, _padded(bias, tile))
 
 
 def _padded(bias: Tensor | None, tile: int) -> Array | None:

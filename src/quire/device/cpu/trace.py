@@ -16,7 +16,6 @@ from torch import Tensor
 
 from quire.attn.batch import Batch
 from quire.device.cpu import gemm
-from quire.device.cpu.autotune import folds
 from quire.device.cpu.graph import CONTRIB, Graph
 from quire.device.cpu.product import emit, repack
 from quire.layers.attention import SelfAttention, attend_heads, keep
@@ -142,7 +141,7 @@ def _symbol(value: Any) -> Symbol:
 
 def _linear(method: GGUFMethod, layer: Linear, x: Symbol) -> Symbol:
     def make(graph: Graph, names: Sequence[str]) -> Sequence[str]:
-        return [emit(graph, names[0], repack(method.parts, layer.bias, graph.runtime, folds(graph.runtime)))]
+        return [emit(graph, names[0], repack(method.parts, layer.bias, graph.runtime))]
 
     return x.then(make, columns=[layer.outputs], quickly=method.unfolds_quickly)[0]
 

@@ -1,7 +1,12 @@
-/* Products of float32 rows by a float32 matrix, which lies in tiles of 12 outputs: [inputs][12]. Four rows lie together, too:
-   [inputs][4]. An output is a sum in the order of the inputs, whatever the rows beside it. */
+/* Products of float32 rows by a float32 matrix, which lies in tiles of FLOAT_TILE outputs: [inputs][FLOAT_TILE]. Four rows lie
+   together, too: [inputs][4]. An output is a sum in the order of the inputs, whatever the rows beside it. */
 
 #include "product.h"
+
+#include <stddef.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define AHEAD 1024 /* bytes of a matrix that are fetched before they are wanted */
 
 #if defined(__aarch64__)
 #include <arm_neon.h>
@@ -10,9 +15,6 @@
 #pragma GCC push_options
 #pragma GCC optimize("no-schedule-insns") /* it would line up what can run side by side */
 #endif
-
-#define INLINE static inline __attribute__((always_inline))
-#define AHEAD 1024 /* bytes of a matrix that are fetched before they are wanted */
 
 int can_multiply_floats(void) { return 1; }
 
@@ -100,6 +102,41 @@ void multiply_float_tiles(const Matrix *m, const float *x, int64_t rows, float *
 #if !defined(__clang__)
 #pragma GCC pop_options
 #endif
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define JOINED(a, b) a##_##b
+#define SUFFIXED(a, b) JOINED(a, b)
+#define NAMED(name) SUFFIXED(name, LANES)
+#define TILES NAMED(multiply_tiles_of_floats)
+
+#pragma GCC push_options
+#pragma GCC target("arch=haswell")
+#define LANES 8
+#include "floats_lanes.h"
+#undef LANES
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("arch=skylake-avx512,prefer-vector-width=512")
+#define LANES 16
+#include "floats_lanes.h"
+#undef LANES
+#pragma GCC pop_options
+
+int can_multiply_floats(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+void gather_rows(const float *x, int64_t stride, int64_t first, int64_t end, int64_t inputs, float *out) {
+    for (int64_t row = first; row < end; row += 4)
+        for (int64_t r = 0; r < 4; r++) {
+            const float *from = x + (row + r < end ? row + r : row) * stride; /* nobody reads those that are not there */
+            for (int64_t k = 0; k < inputs; k++) out[row * inputs + 4 * k + r] = from[k];
+        }
+}
+
+void multiply_float_tiles(const Matrix *m, const float *x, int64_t rows, float *y, int64_t first, int64_t end) {
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl"))
+        multiply_tiles_of_floats_16(m, x, rows, y, first, end);
+    else
+        multiply_tiles_of_floats_8(m, x, rows, y, first, end);
+}
 #else
 int can_multiply_floats(void) { return 0; }
 void gather_rows(const float *x, int64_t stride, int64_t first, int64_t end, int64_t inputs, float *out) {

@@ -7,6 +7,8 @@
 #include "one_query.h"
 #include "program.h"
 
+#define VERSION 2 /* of the structures, as in `native.py` */
+
 static PyObject *refuse(void) {
     PyErr_SetString(PyExc_ValueError, "a structure of another release");
     return NULL;
@@ -64,4 +66,11 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, methods, NULL, NULL, NULL, NULL};
-PyMODINIT_FUNC PyInit__native(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__native(void) {
+    PyObject *made = PyModule_Create(&module);
+    if (made && (PyModule_AddIntConstant(made, "FLOAT_TILE", FLOAT_TILE) != 0 || PyModule_AddIntConstant(made, "VERSION", VERSION) != 0)) {
+        Py_DECREF(made);
+        return NULL;
+    }
+    return made;
+}

@@ -9,7 +9,7 @@ typedef struct {                                    /* a layer; strides are in n
     const float *cosines, *sines, *query_norm, *key_norm; /* any may be missing */
     int64_t query_stride, out_stride, page_stride, head_stride;
     int64_t group, kv_heads, head_dim, half_turned, page_size, window;
-    double scale, eps;
+    double scale, eps, soft_cap;                    /* soft_cap: 0 = none */
 } Layer;
 
 typedef struct {

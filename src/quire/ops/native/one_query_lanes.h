@@ -15,6 +15,7 @@
 #define sum NAMED(sum)
 #define raise NAMED(raise)
 #define power NAMED(power)
+#define cap_scores NAMED(cap_scores)
 #define prepare NAMED(prepare)
 #define score NAMED(score)
 #define weigh NAMED(weigh)
@@ -56,6 +57,15 @@ INLINE float sum(vec v) {
 }
 
 #include "power.h"
+
+/* scores, which are divided by the cap already, within the cap: cap * tanh(score). What is not a number stays so. */
+INLINE void cap_scores(float *scores, int64_t count, float cap) {
+    for (int64_t t = 0; t < count; t += LANES) {
+        vec x = load(scores + t), size = (vec)((ivec)x & 0x7FFFFFFF), e = power(-2.f * size);
+        ivec within = (ivec)(cap * (1.f - e) / (1.f + e)) | ((ivec)x & (int32_t)0x80000000);
+        store(scores + t, where(x == x, (vec)within) + where(x != x, x));
+    }
+}
 
 /* a head of a token, normed, scaled and turned */
 INLINE void prepare(const Layer *l, const float *from, float *to, const float *norm, int64_t position, float scale) {
@@ -163,6 +173,10 @@ INLINE void attend(const Layer *l, const Rows *r, int queries, const float *q, f
         score(queries, q, l->cached_keys + at, l->cached_values + at, count, dim, scores);
         for (int g = 0; g < queries; g++) {
             int64_t whole = (count + LANES - 1) / LANES * LANES;
+            if (l->soft_cap != 0) {
+                cap_scores(scores + g * BLOCK, whole, (float)l->soft_cap);
+                for (int64_t i = count; i < whole; i++) scores[g * BLOCK + i] = -INFINITY;
+            }
             float correction = weigh(scores + g * BLOCK, whole, &greatest[g], &total[g]);
             for (int64_t d = 0; correction != 1.f && d < dim; d++) out[g * dim + d] *= correction;
         }
@@ -182,7 +196,7 @@ INLINE void place(const Layer *l, const Rows *r, int64_t row, int64_t head, int6
 }
 
 static void UNITS(const Layer *l, const Rows *r, int64_t first, int64_t last) {
-    float q[TILE * MOST_COMPONENTS];
+    float q[TILE * MOST_COMPONENTS], scale = (float)(l->soft_cap != 0 ? l->scale / l->soft_cap : l->scale);
     for (int64_t unit = first; unit < last; unit++) {
         int64_t row = unit / l->kv_heads, head = unit % l->kv_heads, dim = l->head_dim, position = r->lengths[row] - 1;
         if (l->keys) place(l, r, row, head, position);
@@ -191,7 +205,7 @@ static void UNITS(const Layer *l, const Rows *r, int64_t first, int64_t last) {
             int64_t column = (head * l->group + g) * dim, count = least(l->group - g, TILE);
             const float *from = l->queries + row * l->query_stride + column;
             float *out = l->out + row * l->out_stride + column;
-            for (int64_t i = 0; i < count; i++) prepare(l, from + i * dim, q + i * dim, l->query_norm, position, (float)l->scale);
+            for (int64_t i = 0; i < count; i++) prepare(l, from + i * dim, q + i * dim, l->query_norm, position, scale);
             switch (count) { /* a number that is known is worth a copy of the code */
                 case 1: attend(l, r, 1, q, out, row, head); break;
                 case 2: attend(l, r, 2, q, out, row, head); break;
@@ -216,6 +230,7 @@ static void UNITS(const Layer *l, const Rows *r, int64_t first, int64_t last) {
 #undef sum
 #undef raise
 #undef power
+#undef cap_scores
 #undef prepare
 #undef score
 #undef weigh

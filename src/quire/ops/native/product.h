@@ -3,7 +3,11 @@
 
 #define GROUP 32
 #define TILE 4        /* outputs that lie together */
+#if defined(__x86_64__)
+#define FLOAT_TILE 16
+#else
 #define FLOAT_TILE 12
+#endif
 
 enum { NIBBLES, NIBBLES_OFFSET, NIBBLES_WIDE, NIBBLES_OFFSET_WIDE, BYTES, BYTES_OFFSET, BYTES_WIDE, BYTES_OFFSET_WIDE, FLOATS };
 
