@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from quire.config.server_args import ServerArgs
 from quire.serve.http import HttpServer
-from quire.serve.limits import LIMITS, Limits
+from quire.serve.limits import LIMITS, ServerLimits
 
 
 class Raw:
@@ -57,7 +57,7 @@ class Raw:
 class Hosted:
     """Seconds pass as fast as `tempo` says: patience is counted in them."""
 
-    def __init__(self, limits: Limits = LIMITS, app: Any = None, tempo: float = 1.0, **settings: Any) -> None:
+    def __init__(self, limits: ServerLimits = LIMITS, app: Any = None, tempo: float = 1.0, **settings: Any) -> None:
         self.seen: list[str] = []  # what became of requests
         self.turn = 0.0  # seconds of processor time in the longest turn of the loop
         self.loop = uvloop.new_event_loop()
@@ -154,7 +154,7 @@ class Hosted:
 
 
 @contextlib.contextmanager
-def hosted(limits: Limits = LIMITS, **options: Any) -> Iterator[Hosted]:
+def hosted(limits: ServerLimits = LIMITS, **options: Any) -> Iterator[Hosted]:
     server = Hosted(limits, **options)
     try:
         yield server

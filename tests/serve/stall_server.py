@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from quire.cli.main import main
-from quire.serve.launch import Launch
+from quire.serve.launch import ServerLaunch
 
 EVERY = 0.002
 longest = 0.0
@@ -36,10 +36,10 @@ def answer() -> None:
         os.write(1, f"{told:.6f}\n".encode())
 
 
-run = Launch.run
+run = ServerLaunch.run
 
 
-async def run_with_pulse(self: Launch, started: float) -> Any:
+async def run_with_pulse(self: ServerLaunch, started: float) -> Any:
     task = asyncio.create_task(pulse())
     try:
         return await run(self, started)
@@ -48,6 +48,6 @@ async def run_with_pulse(self: Launch, started: float) -> Any:
 
 
 if __name__ == "__main__":
-    Launch.run = run_with_pulse  # type: ignore[method-assign]
+    ServerLaunch.run = run_with_pulse  # type: ignore[method-assign]
     threading.Thread(target=answer, daemon=True).start()
     sys.exit(main(sys.argv[1:]))

@@ -10,7 +10,7 @@ from quire.config.server_args import ServerArgs
 from quire.serve.app import build_app
 from quire.serve.body import parse_json
 from quire.serve.errors import HttpError
-from quire.serve.limits import LIMITS, Limits
+from quire.serve.limits import LIMITS, ServerLimits
 from serving import NAME, error_of
 
 JSON = {"content-type": "application/json"}
@@ -81,13 +81,13 @@ def test_detokenize_tokens(http):
 
 
 def test_depth():
-    small = Limits(json_depth=4)
+    small = ServerLimits(json_depth=4)
     assert parse_json(b'{"a": [[["[[[[[[{{{{{{"]]]}', small) == {"a": [[["[[[[[[{{{{{{"]]]}
     for deep in (b"[[[[[]]]]]", b'{"a": {"b": {"c": {"d": {}}}}}', b"[" * 100_000 + b"]" * 100_000):
         with pytest.raises(HttpError, match="deep"):
             parse_json(deep, small)
     with pytest.raises(HttpError, match="at most 10 arrays"):
-        parse_json(json.dumps([[]] * 10).encode(), Limits(json_containers=10))
+        parse_json(json.dumps([[]] * 10).encode(), ServerLimits(json_containers=10))
 
 
 def test_depth_over_http(http):
@@ -99,7 +99,7 @@ def test_depth_over_http(http):
 def test_large_bodies_that_wait_to_be_read_are_bounded_together(server):
     body = json.dumps({"model": NAME, "prompt": "a", "max_tokens": 1, "nobody_reads_this": "y" * 150_000})
 
-    async def ask(limits: Limits, times: int) -> list[int]:
+    async def ask(limits: ServerLimits, times: int) -> list[int]:
         app = build_app(server.llm, ServerArgs(), limits)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=PATIENCE) as client:
@@ -107,5 +107,5 @@ def test_large_bodies_that_wait_to_be_read_are_bounded_together(server):
         assert app.state.server.unparsed.bytes == 0
         return [answer.status_code for answer in answers]
 
-    assert server.call(ask(Limits(unparsed_bytes=100_000), 1)) == [503]
-    assert server.call(ask(Limits(unparsed_bytes=200_000), 3)) == [200, 200, 200]  # each makes room when it was read
+    assert server.call(ask(ServerLimits(unparsed_bytes=100_000), 1)) == [503]
+    assert server.call(ask(ServerLimits(unparsed_bytes=200_000), 3)) == [200, 200, 200]  # each makes room when it was read

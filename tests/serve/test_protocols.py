@@ -11,7 +11,7 @@ from test_tool_calls import CALLS, PARAMETERS, TEXT
 
 from parse_samples import FAMILIES, hermes
 from patience import PATIENCE
-from quire.serve.response_store import ResponseStore, Stored
+from quire.serve.response_store import ResponseStore, StoredResponse
 from serving import error_of
 
 RESPONSE_TOOLS = [{"type": "function", "name": name, "parameters": PARAMETERS} for name in ("get_weather", "add")]
@@ -295,13 +295,13 @@ def test_the_background(server):
 def test_the_store_has_bounds():
     store = ResponseStore(3, 10_000)
     for i in range(5):
-        store.put(Stored({"id": f"r{i}"}, [], None))
+        store.put(StoredResponse({"id": f"r{i}"}, [], None))
     assert len(store) == 3 and store.get("r1", None) is None and store.get("r2", None) is not None
-    store.put(Stored({"id": "r5"}, [], None))  # r2 was used just now, so r3 goes
+    store.put(StoredResponse({"id": "r5"}, [], None))  # r2 was used just now, so r3 goes
     assert store.get("r3", None) is None and store.get("r2", None) is not None
-    store.put(Stored({"id": "big"}, [{"content": "x" * 9_970}], None))
+    store.put(StoredResponse({"id": "big"}, [{"content": "x" * 9_970}], None))
     assert len(store) == 1 and store.bytes <= 10_000
-    store.put(Stored({"id": "huge"}, [{"content": "x" * 11_000}], None))
+    store.put(StoredResponse({"id": "huge"}, [{"content": "x" * 11_000}], None))
     assert store.get("huge", None) is None and len(store) == 1
     assert store.get("big", "somebody else") is None
     store.drop("big")

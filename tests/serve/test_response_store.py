@@ -2,11 +2,11 @@
 
 import asyncio
 
-from quire.serve.response_store import ResponseStore, Stored
+from quire.serve.response_store import ResponseStore, StoredResponse
 
 
-def stored(name: str, tenant: str | None, size: int = 10) -> Stored:
-    return Stored({"id": name, "text": "x" * size, "status": "completed"}, [], tenant)
+def stored(name: str, tenant: str | None, size: int = 10) -> StoredResponse:
+    return StoredResponse({"id": name, "text": "x" * size, "status": "completed"}, [], tenant)
 
 
 def kept(store: ResponseStore, tenant: str | None, names: list[str]) -> list[str]:

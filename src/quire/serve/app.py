@@ -17,13 +17,13 @@ from quire.serve.body import JSONRoute
 from quire.serve.disconnect import ClientGone
 from quire.serve.errors import CLIENT_GONE, HttpError, error_response, install_error_handlers
 from quire.serve.ids import choose_id
-from quire.serve.limits import LIMITS, Limits
+from quire.serve.limits import LIMITS, ServerLimits
 from quire.serve.server import Server
 
 logger = logging.getLogger(__name__)
 
 
-def build_app(llm: AsyncLLM, settings: ServerArgs, limits: Limits = LIMITS, metrics: Metrics | None = None) -> FastAPI:
+def build_app(llm: AsyncLLM, settings: ServerArgs, limits: ServerLimits = LIMITS, metrics: Metrics | None = None) -> FastAPI:
     shown = not settings.disable_fastapi_docs
     app = Api(
         title="Quire",
@@ -69,7 +69,7 @@ class Api(FastAPI):
 class Boundary:
     """The outermost layer: every request has an id and small headers, and every failure an answer without a trace."""
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, limits: ServerLimits) -> None:
         self._app, self._limits = app, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

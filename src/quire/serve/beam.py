@@ -8,7 +8,7 @@ from itertools import islice, repeat
 from typing import Any
 
 from quire.serve.errors import GenerationFailed
-from quire.serve.generation import Job, collect
+from quire.serve.generation import GenerationJob, collect
 from quire.serve.protocol.fields import GenerationFields
 from quire.serve.sampling import beam_params, wanted_logprobs
 from quire.serve.server import Server
@@ -41,7 +41,7 @@ _NOT_FOR_BEAMS: dict[str, tuple[Any, ...]] = {
 }
 
 
-async def search_beams(server: Server, job: Job, request: GenerationFields) -> list[RequestOutput]:
+async def search_beams(server: Server, job: GenerationJob, request: GenerationFields) -> list[RequestOutput]:
     """Like `collect`: one output per prompt, with the n best texts as its choices, best first."""
     width = request.n or 1
     _check(server, request, width)
@@ -83,7 +83,7 @@ def _chances(output: RequestOutput) -> TokenLogprobs:
 
 
 def _output(
-    server: Server, job: Job, request: GenerationFields, prompt: int, search: BeamSearch, cached_tokens: int
+    server: Server, job: GenerationJob, request: GenerationFields, prompt: int, search: BeamSearch, cached_tokens: int
 ) -> RequestOutput:
     top = wanted_logprobs(request)[0]
     choices = [

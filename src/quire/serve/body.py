@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.serve.disconnect import ClientGone, UnlessGone
 from quire.serve.errors import HttpError
-from quire.serve.limits import LIMITS, Limits
+from quire.serve.limits import LIMITS, ServerLimits
 from quire.text.helper.wire import Parse, not_json, too_deep, too_many
 
 SHORT = 1 << 16  # bytes that are read in a moment, whatever they are
@@ -48,7 +48,7 @@ class JSONRoute(APIRoute):
         if len(raw) <= SHORT:
             return parse_json(raw)
         server = request.app.state.server
-        limits: Limits = server.limits
+        limits: ServerLimits = server.limits
         bounds = Parse(limits.json_depth, limits.json_containers, limits.json_values, limits.json_integers)
         unparsed: Unparsed = server.unparsed
         if unparsed.bytes + len(raw) > limits.unparsed_bytes:
@@ -67,7 +67,7 @@ class JSONRoute(APIRoute):
         return value
 
 
-async def _read(request: Request, limits: Limits = LIMITS) -> bytes:
+async def _read(request: Request, limits: ServerLimits = LIMITS) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limits.body_bytes:
         raise _too_large(limits)
@@ -85,7 +85,7 @@ async def _read(request: Request, limits: Limits = LIMITS) -> bytes:
     return b"".join(chunks)
 
 
-def parse_json(raw: bytes, limits: Limits = LIMITS) -> Any:
+def parse_json(raw: bytes, limits: ServerLimits = LIMITS) -> Any:
     """A short body."""
     try:
         value = msgspec.json.decode(raw)
@@ -99,7 +99,7 @@ def parse_json(raw: bytes, limits: Limits = LIMITS) -> Any:
     return value
 
 
-def _check_shape(value: Any, limits: Limits) -> None:
+def _check_shape(value: Any, limits: ServerLimits) -> None:
     """Level by level, so that depth costs no stack."""
     level, containers = [value], 1
     for _ in range(limits.json_depth):
@@ -116,7 +116,7 @@ def _check_shape(value: Any, limits: Limits) -> None:
     raise HttpError(400, too_deep(limits.json_depth), "body")
 
 
-def _too_large(limits: Limits) -> HttpError:
+def _too_large(limits: ServerLimits) -> HttpError:
     return HttpError(413, f"the request body may have at most {limits.body_bytes} bytes")
 
 

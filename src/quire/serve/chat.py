@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from quire.serve.body import JSONRoute
 from quire.serve.errors import json_response
-from quire.serve.events import Said
+from quire.serve.events import Message
 from quire.serve.logprobs import FEW, TokenNames, chat_logprobs, few, prompt_logprobs
 from quire.serve.prompts import text_of
 from quire.serve.protocol.chat import ChatChunkChoice, ChatCompletion, ChatLogprobs, ChatMessage, ChatRequest, Delta
@@ -16,7 +16,7 @@ from quire.serve.protocol.errors import ErrorBody
 from quire.serve.server import Server, server_of
 from quire.serve.sse import Events, EventStream, Large
 from quire.serve.stream import StreamUsage
-from quire.serve.turn import Heard, Turn, play, play_at_once, prepare_turn, reasoning_tokens
+from quire.serve.turn import ChoiceDelta, Turn, prepare_turn, reasoning_tokens, run_turn, stream_turn
 from quire.serve.usage import timing_of, usage_of
 from quire.text.parse.events import Event, Reasoning, Text, ToolArguments, ToolStart
 from quire.types.outputs import CompletionOutput
@@ -30,13 +30,13 @@ router = APIRouter(route_class=JSONRoute, tags=["OpenAI"])
 async def create_chat_completion(request: ChatRequest, raw: Request) -> Response:
     server = server_of(raw)
     turn = await prepare_turn(server, raw, request, "chatcmpl")
-    reply = _Reply(server, turn, request)
+    reply = _ChatReply(server, turn, request)
     if request.stream:
         return EventStream(reply.stream())
     return json_response(await reply.answer())
 
 
-class _Reply:
+class _ChatReply:
     """One answer, whole or in chunks."""
 
     def __init__(self, server: Server, turn: Turn, request: ChatRequest) -> None:
@@ -52,16 +52,18 @@ class _Reply:
         self._echo = text_of(last) if request.echo and last["role"] == self._role else ""
 
     async def answer(self) -> dict[str, Any]:
-        step = await play_at_once(self._server, self._turn, self._request)
-        said = [Said().add(heard.events) for heard in step.heard]
+        step = await run_turn(self._server, self._turn, self._request)
+        said = [Message().add(choice.events) for choice in step.choices]
         job, output = self._job, step.output
         generated = sum(len(choice.token_ids) for choice in output.outputs)
-        reasoned = await self._reasoning_tokens(said, [heard.thought for heard in step.heard])
+        reasoned = await self._reasoning_tokens(said, [choice.thought for choice in step.choices])
         asked = self._request.prompt_logprobs is not None
         cached = self._server.told_cached(output.num_cached_tokens)
         return {
             **self._head("chat.completion"),
-            "choices": few((self._choice(heard, one) for heard, one in zip(step.heard, said, strict=True)), generated + job.n),
+            "choices": few(
+                (self._choice(choice, one) for choice, one in zip(step.choices, said, strict=True)), generated + job.n
+            ),
             "service_tier": None,
             "system_fingerprint": self._server.fingerprint,
             "usage": usage_of(job.prompt_tokens, generated, cached, reasoned),
@@ -71,13 +73,13 @@ class _Reply:
             "metrics": timing_of(output.metrics) if job.timed and job.n == 1 else None,
         }
 
-    def _choice(self, heard: Heard, said: Said) -> dict[str, Any]:
-        part = heard.part
+    def _choice(self, choice: ChoiceDelta, said: Message) -> dict[str, Any]:
+        part = choice.part
         return {
             "index": part.index,
             "message": self._message(said),
             "logprobs": self._logprobs(part),
-            "finish_reason": heard.finish_reason,
+            "finish_reason": choice.finish_reason,
             "stop_reason": part.stop_reason,
             "token_ids": list(part.token_ids) if self._request.return_token_ids else None,
         }
@@ -86,25 +88,25 @@ class _Reply:
         job = self._job
         usage = StreamUsage(self._server, job, self._request.stream_options)
         tokens = [0] * job.n
-        said = [Said() for _ in range(job.n)]
+        said = [Message() for _ in range(job.n)]
         thought: list[int | None] = [None] * job.n
         head = self._head("chat.completion.chunk")
         begun = False
-        async with aclosing(play(self._server, self._turn)) as steps:
+        async with aclosing(stream_turn(self._server, self._turn)) as steps:
             async for step in steps:
                 usage.note(0, step.output)
                 if not begun:
                     begun = True
                     for opening in self._openings():
                         yield usage.mark({**head, "choices": [opening], **self._prompt()}, 0, 0, finished=False)
-                for heard in step.heard:
-                    index = heard.part.index
-                    said[index].add(event for event in heard.events if isinstance(event, Reasoning))
-                    thought[index] = heard.thought
-                    tokens[index] += len(heard.part.token_ids)
-                    for chunk in self._chunks(heard):
+                for choice in step.choices:
+                    index = choice.part.index
+                    said[index].add(event for event in choice.events if isinstance(event, Reasoning))
+                    thought[index] = choice.thought
+                    tokens[index] += len(choice.part.token_ids)
+                    for chunk in self._chunks(choice):
                         told: dict[str, Any] = {**head, "choices": [chunk]}
-                        if len(heard.part.token_ids) > FEW:  # its logprobs are made when they are written
+                        if len(choice.part.token_ids) > FEW:  # its logprobs are made when they are written
                             told = Large(told)
                         yield usage.mark(told, 0, tokens[index], chunk["finish_reason"] is not None)
         if usage.wanted:
@@ -121,14 +123,14 @@ class _Reply:
             for i in range(self._job.n)
         ]
 
-    def _chunks(self, heard: Heard) -> list[ChatChunkChoice]:
+    def _chunks(self, choice: ChoiceDelta) -> list[ChatChunkChoice]:
         """One chunk per event. The last one carries what belongs to the tokens, even if there is nothing else to tell yet."""
-        part = heard.part
-        deltas = [delta for event in heard.events if (delta := _delta(event)) is not None]
+        part = choice.part
+        deltas = [delta for event in choice.events if (delta := _delta(event)) is not None]
         if not deltas and self._turn.reading.form is None:
             deltas = [{"content": ""}]
         elif not deltas:
-            if heard.finish_reason is None and not self._request.logprobs and not self._request.return_token_ids:
+            if choice.finish_reason is None and not self._request.logprobs and not self._request.return_token_ids:
                 return []
             deltas = [{}]
         chunks: list[ChatChunkChoice] = [
@@ -136,14 +138,14 @@ class _Reply:
         ]
         last = chunks[-1]
         last["logprobs"] = self._logprobs(part)
-        last["finish_reason"] = heard.finish_reason
-        if heard.finish_reason is not None:
+        last["finish_reason"] = choice.finish_reason
+        if choice.finish_reason is not None:
             last["stop_reason"] = part.stop_reason
         if self._request.return_token_ids:
             last["token_ids"] = list(part.token_ids)
         return chunks
 
-    def _message(self, said: Said) -> ChatMessage:
+    def _message(self, said: Message) -> ChatMessage:
         content: str | None = self._echo + said.text
         message: ChatMessage = {
             "role": self._role,
@@ -161,7 +163,7 @@ class _Reply:
             ]
         return message
 
-    async def _reasoning_tokens(self, said: Sequence[Said], thought: Sequence[int | None]) -> int | None:
+    async def _reasoning_tokens(self, said: Sequence[Message], thought: Sequence[int | None]) -> int | None:
         """Not told where no reasoning is parsed."""
         if self._server.formats.reasoning is None:
             return None

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from quire.serve.beam import search_beams
 from quire.serve.body import JSONRoute
 from quire.serve.errors import json_response
-from quire.serve.generation import Job, collect, make_job, raise_failure, run
+from quire.serve.generation import GenerationJob, collect, make_job, raise_failure, run
 from quire.serve.logprobs import FEW, Joined, TextOffsets, TokenNames, completion_logprobs, few, prompt_logprobs
 from quire.serve.prompts import read_prompts
 from quire.serve.protocol.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
@@ -36,7 +36,7 @@ async def create_completion(request: CompletionRequest, raw: Request) -> Respons
     return json_response(_answer(server, job, request, outputs, await _echoes(server, job, request)))
 
 
-async def _prepare(server: Server, raw: Request, request: CompletionRequest) -> Job:
+async def _prepare(server: Server, raw: Request, request: CompletionRequest) -> GenerationJob:
     model = server.check(request)
     check_request(request)
     job = make_job(server, raw, request, "cmpl", model, await read_prompts(server, request))
@@ -44,10 +44,10 @@ async def _prepare(server: Server, raw: Request, request: CompletionRequest) -> 
     return job
 
 
-class _Choice:
+class _CompletionChoice:
     """One choice on its way to the client: what of it was shown, and where its text is."""
 
-    def __init__(self, server: Server, job: Job, request: CompletionRequest, prompt: int, echoed: str) -> None:
+    def __init__(self, server: Server, job: GenerationJob, request: CompletionRequest, prompt: int, echoed: str) -> None:
         """`echoed`: the prompt's text, if that is to be told."""
         self._request = request
         self._echoed = echoed
@@ -100,7 +100,7 @@ class _Choice:
         return completion_logprobs(tokens, positions, self._names, self._offsets)
 
 
-async def _echoes(server: Server, job: Job, request: CompletionRequest) -> list[str]:
+async def _echoes(server: Server, job: GenerationJob, request: CompletionRequest) -> list[str]:
     """The texts of the prompts, if they are to be told."""
     out: list[str] = []
     for prompt in job.prompts if request.echo else ():
@@ -112,14 +112,14 @@ async def _echoes(server: Server, job: Job, request: CompletionRequest) -> list[
 
 
 def _answer(
-    server: Server, job: Job, request: CompletionRequest, outputs: Sequence[RequestOutput], echoes: Sequence[str]
+    server: Server, job: GenerationJob, request: CompletionRequest, outputs: Sequence[RequestOutput], echoes: Sequence[str]
 ) -> dict[str, Any]:
     parts = [(i, part) for i, output in enumerate(outputs) for part in output.outputs]
     scored = request.prompt_logprobs is not None
 
     def show(index: int) -> CompletionChoice:
         i, part = parts[index]
-        told = _Choice(server, job, request, i, echoes[i]).show(index, part, outputs[i])
+        told = _CompletionChoice(server, job, request, i, echoes[i]).show(index, part, outputs[i])
         told.setdefault("token_ids", None)
         told.setdefault("prompt_token_ids", None)
         told["prompt_logprobs"] = prompt_logprobs(outputs[i].prompt_logprobs) if scored else None
@@ -138,10 +138,10 @@ def _answer(
     }
 
 
-async def _stream(server: Server, job: Job, request: CompletionRequest) -> Events:
+async def _stream(server: Server, job: GenerationJob, request: CompletionRequest) -> Events:
     usage = StreamUsage(server, job, request.stream_options)
     echoes = await _echoes(server, job, request)
-    choices = [_Choice(server, job, request, i // job.n, echoes[i // job.n]) for i in range(len(job.prompts) * job.n)]
+    choices = [_CompletionChoice(server, job, request, i // job.n, echoes[i // job.n]) for i in range(len(job.prompts) * job.n)]
     head = _head(job)
     async with aclosing(run(server, job)) as outputs:
         async for prompt, output in outputs:
@@ -159,5 +159,5 @@ async def _stream(server: Server, job: Job, request: CompletionRequest) -> Event
         yield {**head, "choices": [], **usage.final(sum(choice.tokens for choice in choices))}
 
 
-def _head(job: Job) -> dict[str, Any]:
+def _head(job: GenerationJob) -> dict[str, Any]:
     return {"id": job.id, "object": "text_completion", "created": job.created, "model": job.model}

@@ -71,7 +71,7 @@ class _Flow(FlowControl):
             self._transport.resume_reading()
 
 
-class Connection(HttpToolsProtocol):
+class ClientConnection(HttpToolsProtocol):
     def __init__(
         self,
         config: Config,

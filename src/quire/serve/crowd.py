@@ -8,7 +8,7 @@ open, because an engine that cannot be restarted for want of them is lost to eve
 import resource
 from typing import Protocol
 
-from quire.serve.limits import Limits
+from quire.serve.limits import ServerLimits
 
 MOST_DESCRIPTORS = 2**16  # more are not asked for, whatever the system would give
 ROOM = 7 / 8  # how full unfinished bodies may leave their share, once it was too full
@@ -31,7 +31,7 @@ class Member(Protocol):
 
 
 class Crowd:
-    def __init__(self, limits: Limits, descriptors: int) -> None:
+    def __init__(self, limits: ServerLimits, descriptors: int) -> None:
         self.limits = limits
         self.most = min(limits.connections, descriptors - min(limits.spare_descriptors, descriptors // 2))
         self._members: set[Member] = set()

@@ -1,6 +1,6 @@
 """The engine's outputs as events, for every protocol alike: text, reasoning and tool calls, as they come or put together.
 
-A streamed answer is its events written one by one; one that is not streamed is the same events folded (`Said`).
+A streamed answer is its events written one by one; one that is not streamed is the same events folded (`Message`).
 """
 
 import secrets
@@ -44,11 +44,11 @@ class Reading:
     end_id: int | None = None  # the token that ends it, where it is one
     on_call: Callable[[Outcome], None] | None = None  # told of every call, and of what was none
 
-    def reader(self) -> "Reader":
-        return Reader(self)
+    def reader(self) -> "AnswerReader":
+        return AnswerReader(self)
 
 
-class Reader:
+class AnswerReader:
     """One answer."""
 
     def __init__(self, reading: Reading) -> None:
@@ -125,7 +125,7 @@ class Reader:
 
 
 @dataclass
-class SaidCall:
+class MessageCall:
     id: str
     name: str
     arguments: str = ""
@@ -133,14 +133,14 @@ class SaidCall:
 
 
 @dataclass
-class Said:
+class Message:
     """Events put together."""
 
     text: str = ""
     reasoning: str = ""
-    calls: list[SaidCall] = field(default_factory=list)
+    calls: list[MessageCall] = field(default_factory=list)
 
-    def add(self, events: Iterable[Event]) -> "Said":
+    def add(self, events: Iterable[Event]) -> "Message":
         for event in events:
             match event:
                 case Text(text):
@@ -148,7 +148,7 @@ class Said:
                 case Reasoning(text):
                     self.reasoning += text
                 case ToolStart(_, name, own_id):
-                    self.calls.append(SaidCall(own_id or "", name))
+                    self.calls.append(MessageCall(own_id or "", name))
                 case ToolArguments(index, piece):
                     self.calls[index].arguments += piece
                 case ToolEnd(index, complete):

@@ -12,13 +12,13 @@ from typing import Any
 
 from quire.serve.protocol.chat import ChatRequest
 from quire.serve.protocol.completions import CompletionRequest
-from quire.serve.protocol.fields import Body
+from quire.serve.protocol.fields import RequestBody
 from quire.serve.protocol.messages import CountTokensRequest, MessagesRequest
 from quire.serve.protocol.responses import ResponsesRequest
 from quire.serve.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from quire.types.errors import InvalidParameter, NotSupported
 
-PATHS: dict[type[Body], str] = {
+PATHS: dict[type[RequestBody], str] = {
     CompletionRequest: "/v1/completions",
     ChatRequest: "/v1/chat/completions",
     ResponsesRequest: "/v1/responses",
@@ -31,7 +31,7 @@ PATHS: dict[type[Body], str] = {
 GENERATING = (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest)
 # fields of those that generate which would change the answer of those that do not
 _CUT = ("truncate_prompt_tokens", "truncation_side")
-_MATTERS: dict[type[Body], tuple[str, ...]] = {
+_MATTERS: dict[type[RequestBody], tuple[str, ...]] = {
     CountTokensRequest: (*_CUT, "reasoning_effort", "instructions"),
     TokenizeTextRequest: _CUT,
     TokenizeChatRequest: (*_CUT, "reasoning_effort", "echo", "system", "instructions"),
@@ -59,8 +59,8 @@ HINTS = {
     "include": "there are no such items, and reasoning is told in plain text; logprobs are refused",
 }
 # answers repeat them, or they do more
-WORK_SOMEWHERE: dict[type[Body], tuple[str, ...]] = {ResponsesRequest: ("metadata", "store", "user")}
-HINTS_OF: dict[type[Body], dict[str, str]] = {ResponsesRequest: {"stream_options": "events are never padded"}}
+WORK_SOMEWHERE: dict[type[RequestBody], tuple[str, ...]] = {ResponsesRequest: ("metadata", "store", "user")}
+HINTS_OF: dict[type[RequestBody], dict[str, str]] = {ResponsesRequest: {"stream_options": "events are never padded"}}
 
 _TEXT_ONLY = "this server takes text only"
 _NO_TRANSFER = "this engine transfers no cache to others"
@@ -98,7 +98,7 @@ REFUSED = {
 # values that ask for nothing, besides None, the default where the field works, and what is false, 0 or empty there
 NEUTRAL: dict[str, tuple[Any, ...]] = {"modalities": (["text"],), "best_of": (1,)}
 # what a field of another protocol is here
-INSTEAD: dict[type[Body], dict[str, str]] = {
+INSTEAD: dict[type[RequestBody], dict[str, str]] = {
     CompletionRequest: {
         "messages": "they are for /v1/chat/completions",
         "thinking_token_budget": "a bare prompt has no reasoning: it is for /v1/chat/completions",
@@ -160,7 +160,7 @@ INSTEAD: dict[type[Body], dict[str, str]] = {
 }
 
 
-def check_fields(request: Body) -> list[str]:
+def check_fields(request: RequestBody) -> list[str]:
     """Refuses what cannot be had. Returns what nobody knows."""
     if not request.model_extra:
         return []
@@ -174,7 +174,7 @@ def check_fields(request: Body) -> list[str]:
     return unknown
 
 
-def refusal(model: type[Body], name: str) -> str | None:
+def refusal(model: type[RequestBody], name: str) -> str | None:
     """Why the field cannot be used in this protocol; None if it works, is a hint, or is unknown."""
     if name in model.model_fields or name in HINTS:
         return None
@@ -188,7 +188,7 @@ def refusal(model: type[Body], name: str) -> str | None:
     return f"it belongs to {' and '.join(homes)}"
 
 
-def handling(model: type[Body], name: str) -> str:
+def handling(model: type[RequestBody], name: str) -> str:
     """works, hint, refused, or nothing where it would mean nothing."""
     if (name in HINTS and name not in WORK_SOMEWHERE.get(model, ())) or name in HINTS_OF.get(model, {}):
         return "hint"

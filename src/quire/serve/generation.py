@@ -27,7 +27,7 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerationJob:
     """One HTTP request's work."""
 
     id: str  # of the answer, as the client sees it
@@ -52,11 +52,11 @@ class Job:
 
 def make_job(
     server: Server, raw: Request, request: GenerationFields, prefix: str, model: str, prompts: Sequence[Prompt]
-) -> Job:
+) -> GenerationJob:
     llm, defaults = server.llm, server.llm.default_sampling
     params = [sampling_params(request, max_tokens_for(request, llm.prompts, prompt, defaults), defaults) for prompt in prompts]
     traced = {name: raw.headers[name] for name in _TRACE_HEADERS if name in raw.headers}
-    return Job(
+    return GenerationJob(
         id=answer_id(prefix, raw, request),
         model=model,
         prompts=list(prompts),
@@ -69,13 +69,13 @@ def make_job(
     )
 
 
-def run(server: Server, job: Job) -> Outputs:
+def run(server: Server, job: GenerationJob) -> Outputs:
     """Outputs of all prompts as they come, each with its prompt's number. Closing it ends everything in the engine."""
     streams = [_start(server, job, i) for i in range(len(job.prompts))]
     return _number(streams[0], job.wording) if len(streams) == 1 else _merge(streams, job.wording)
 
 
-async def collect(server: Server, job: Job) -> list[RequestOutput]:
+async def collect(server: Server, job: GenerationJob) -> list[RequestOutput]:
     """The final output of every prompt, in order."""
     final: dict[int, RequestOutput] = {}
     async with aclosing(run(server, job)) as outputs:
@@ -91,7 +91,7 @@ def raise_failure(output: RequestOutput) -> None:
             raise GenerationFailed((choice.error or "no reason given").splitlines()[0])
 
 
-def _start(server: Server, job: Job, i: int) -> AsyncGenerator[RequestOutput, None]:
+def _start(server: Server, job: GenerationJob, i: int) -> AsyncGenerator[RequestOutput, None]:
     # clients may use an id twice, the engine may not
     engine_id = f"{job.id}-{i}-{next(_serials):x}"
     return server.llm.generate(

@@ -9,9 +9,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from quire.config.server_args import ServerArgs
-from quire.serve.connection import Connection
+from quire.serve.connection import ClientConnection
 from quire.serve.crowd import Crowd, raise_descriptor_limit
-from quire.serve.limits import LIMITS, Limits
+from quire.serve.limits import LIMITS, ServerLimits
 from quire.serve.sockets import BACKLOG
 from quire.types.errors import ConfigError
 
@@ -20,7 +20,7 @@ TICKS = 10  # of uvicorn in a second
 
 
 class HttpServer(uvicorn.Server):
-    def __init__(self, settings: ServerArgs, app: ASGIApp, limits: Limits = LIMITS) -> None:
+    def __init__(self, settings: ServerArgs, app: ASGIApp, limits: ServerLimits = LIMITS) -> None:
         self.crowd = Crowd(limits, raise_descriptor_limit())
         super().__init__(_config(settings, app, self.crowd))
 
@@ -38,7 +38,7 @@ def _config(settings: ServerArgs, app: ASGIApp, crowd: Crowd) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
         log_config=None,
-        http=partial(Connection, crowd=crowd, tells_ids=settings.enable_request_id_headers),  # type: ignore[arg-type]
+        http=partial(ClientConnection, crowd=crowd, tells_ids=settings.enable_request_id_headers),  # type: ignore[arg-type]
         lifespan="off",
         ws="none",
         server_header=False,

@@ -22,25 +22,25 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Opened:
+class ItemOpened:
     index: int
     item: Item
 
 
 @dataclass(frozen=True)
-class Grown:
+class ItemGrown:
     index: int
     item: Item
     piece: str
 
 
 @dataclass(frozen=True)
-class Closed:
+class ItemClosed:
     index: int
     item: Item
 
 
-Change = Opened | Grown | Closed
+Change = ItemOpened | ItemGrown | ItemClosed
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Items:
         if not self._open:
             return []
         self._open = False
-        return [Closed(len(self.items) - 1, self.items[-1])]
+        return [ItemClosed(len(self.items) - 1, self.items[-1])]
 
     @property
     def calls(self) -> bool:
@@ -93,10 +93,10 @@ class Items:
         changes += self.close()
         self.items.append(item)
         self._open = True
-        changes.append(Opened(len(self.items) - 1, item))
+        changes.append(ItemOpened(len(self.items) - 1, item))
 
     def _grow(self, piece: str, changes: list[Change]) -> None:
         item = self.items[-1]
         item.text += piece
         if piece:
-            changes.append(Grown(len(self.items) - 1, item, piece))
+            changes.append(ItemGrown(len(self.items) - 1, item, piece))

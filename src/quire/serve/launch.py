@@ -65,7 +65,7 @@ def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float, sp
     exporter = None if settings.otlp_traces_endpoint is None else make_exporter(settings.otlp_traces_endpoint)
     tracing = None if exporter is None else Tracing(exporter)
     with _listening(settings, addresses) as sockets, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Launch(engine_args, settings, Keys(keys), sockets, tracing, interval, spare).run(started))
+        return runner.run(ServerLaunch(engine_args, settings, Keys(keys), sockets, tracing, interval, spare).run(started))
 
 
 @contextlib.contextmanager
@@ -80,7 +80,7 @@ def _listening(settings: ServerArgs, addresses: list[tuple[socket.AddressFamily,
             Path(settings.uds).unlink(missing_ok=True)
 
 
-class Launch:
+class ServerLaunch:
     def __init__(
         self,
         engine_args: EngineArgs,

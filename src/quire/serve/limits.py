@@ -11,7 +11,7 @@ from quire.types.sampling import MOST_BAD_WORDS, MOST_LOGPROB_TOKEN_IDS, MOST_ST
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     # of a connection
     url_bytes: int = 16 * 2**10  # 414
     header_bytes: int = 64 * 2**10  # 431; of the whole head of a request, and of what stands around the pieces of a body
@@ -68,7 +68,7 @@ class Limits:
     identifier_characters: int = 256
 
 
-LIMITS = Limits()
+LIMITS = ServerLimits()
 
 # parameters that are lists or objects: the limit of the same name bounds their entries
 _COUNTED = (
@@ -85,7 +85,7 @@ _MEASURED = {
 }
 
 
-def check_limits(request: Any, limits: Limits = LIMITS) -> None:
+def check_limits(request: Any, limits: ServerLimits = LIMITS) -> None:
     """Every parameter whose size is bounded by itself."""
     given = request.model_fields_set  # what was left out is small
     for name in _COUNTED:
@@ -100,7 +100,7 @@ def check_limits(request: Any, limits: Limits = LIMITS) -> None:
                 refuse_more(name, len(text), getattr(limits, limit), "characters")
 
 
-def check_work(prompts: int, n: int, limits: Limits = LIMITS) -> None:
+def check_work(prompts: int, n: int, limits: ServerLimits = LIMITS) -> None:
     refuse_more("prompt", prompts, limits.prompts, "prompts")
     refuse_more("n", n, limits.n, "completions")
     refuse_more("n", prompts * n, limits.sequences, "completions of all prompts together")

@@ -8,13 +8,13 @@ from fastapi import APIRouter, Request, Response
 from quire.serve.anthropic import TERMS, block_of, delta_of, empty_block_of, in_anthropics_words, stop_reason, to_chat
 from quire.serve.body import JSONRoute
 from quire.serve.errors import json_response
-from quire.serve.items import Change, Closed, Grown, Items, Opened
+from quire.serve.items import Change, ItemClosed, ItemGrown, ItemOpened, Items
 from quire.serve.protocol.chat import ChatRequest
 from quire.serve.protocol.errors import AnthropicErrorBody
 from quire.serve.protocol.messages import CountTokensRequest, MessagesRequest
 from quire.serve.server import Server, server_of
 from quire.serve.sse import ANTHROPIC, Events, EventStream
-from quire.serve.turn import Step, Turn, play, play_at_once, prepare_turn, render_turn
+from quire.serve.turn import Turn, TurnDelta, prepare_turn, render_turn, run_turn, stream_turn
 from quire.types.errors import PromptTooLong
 
 router = APIRouter(route_class=JSONRoute, tags=["Anthropic"])
@@ -31,7 +31,7 @@ async def create_message(request: MessagesRequest, raw: Request) -> Response:
         turn = await prepare_turn(server, raw, chat, "msg", "toolu_", TERMS)
     except PromptTooLong as error:
         raise in_anthropics_words(error) from None
-    reply = _Reply(server, turn, chat)
+    reply = _MessageReply(server, turn, chat)
     if request.stream:
         return EventStream(reply.stream(), ANTHROPIC)
     return json_response(await reply.answer())
@@ -45,18 +45,18 @@ async def count_tokens(request: CountTokensRequest, raw: Request) -> Response:
     return json_response({"input_tokens": len(rendered.prompt.ids)})
 
 
-class _Reply:
+class _MessageReply:
     def __init__(self, server: Server, turn: Turn, request: ChatRequest) -> None:
         self._server, self._turn, self._request = server, turn, request
         self._items = Items()
 
     async def answer(self) -> dict[str, Any]:
-        step = await play_at_once(self._server, self._turn, self._request)
-        [heard] = step.heard
-        self._items.add(heard.events)
-        reason, sequence = stop_reason(heard.finish_reason, heard.part.stop_reason, self._items.calls)
+        step = await run_turn(self._server, self._turn, self._request)
+        [choice] = step.choices
+        self._items.add(choice.events)
+        reason, sequence = stop_reason(choice.finish_reason, choice.part.stop_reason, self._items.calls)
         return {
-            **self._head(step, len(heard.part.token_ids)),
+            **self._head(step, len(choice.part.token_ids)),
             "content": [block_of(item) for item in self._items.items],
             "stop_reason": reason,
             "stop_sequence": sequence,
@@ -64,28 +64,28 @@ class _Reply:
 
     async def stream(self) -> Events:
         tokens, begun = 0, False
-        async with aclosing(play(self._server, self._turn)) as steps:
+        async with aclosing(stream_turn(self._server, self._turn)) as steps:
             async for step in steps:
                 if not begun:
                     begun = True
                     message = {**self._head(step, 0), "content": [], "stop_reason": None, "stop_sequence": None}
                     yield {"type": "message_start", "message": message}
-                for heard in step.heard:
-                    tokens += len(heard.part.token_ids)
-                    for change in self._items.add(heard.events):
+                for choice in step.choices:
+                    tokens += len(choice.part.token_ids)
+                    for change in self._items.add(choice.events):
                         yield _event(change)
-                    if heard.finish_reason is not None:
+                    if choice.finish_reason is not None:
                         for change in self._items.close():
                             yield _event(change)
-                        yield self._last_delta(step, heard.finish_reason, heard.part.stop_reason, tokens)
+                        yield self._last_delta(step, choice.finish_reason, choice.part.stop_reason, tokens)
         yield {"type": "message_stop"}
 
-    def _last_delta(self, step: Step, finish: str, stopped_by: int | str | None, tokens: int) -> dict[str, Any]:
+    def _last_delta(self, step: TurnDelta, finish: str, stopped_by: int | str | None, tokens: int) -> dict[str, Any]:
         reason, sequence = stop_reason(finish, stopped_by, self._items.calls)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         return {"type": "message_delta", "delta": delta, "usage": self._usage(step, tokens)}
 
-    def _head(self, step: Step, tokens: int) -> dict[str, Any]:
+    def _head(self, step: TurnDelta, tokens: int) -> dict[str, Any]:
         return {
             "id": self._turn.job.id,
             "type": "message",
@@ -94,7 +94,7 @@ class _Reply:
             "usage": self._usage(step, tokens),
         }
 
-    def _usage(self, step: Step, tokens: int) -> dict[str, int]:
+    def _usage(self, step: TurnDelta, tokens: int) -> dict[str, int]:
         """Prompt tokens from the cache, and those that it has now, are counted apart from the others."""
         cached = self._server.told_cached(step.output.num_cached_tokens) or 0
         created = self._server.told_cached(step.output.num_cache_creation_tokens) or 0
@@ -108,9 +108,9 @@ class _Reply:
 
 def _event(change: Change) -> dict[str, Any]:
     match change:
-        case Opened(index, item):
+        case ItemOpened(index, item):
             return {"type": "content_block_start", "index": index, "content_block": empty_block_of(item)}
-        case Grown(index, item, piece):
+        case ItemGrown(index, item, piece):
             return {"type": "content_block_delta", "index": index, "delta": delta_of(item, piece)}
-        case Closed(index, _):
+        case ItemClosed(index, _):
             return {"type": "content_block_stop", "index": index}

@@ -11,7 +11,7 @@ from quire.serve.wording import Terms
 from quire.types.errors import InvalidParameter, NotSupported
 
 Status = Literal["completed", "incomplete", "in_progress"]
-Message = dict[str, Any]
+MessageDict = dict[str, Any]
 StoredItem = dict[str, Any]  # of an input or an output
 
 TERMS: Terms = (
@@ -30,7 +30,7 @@ _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 _INPUT_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 
 
-def to_chat(request: ResponsesRequest, messages: list[Message]) -> ChatRequest:
+def to_chat(request: ResponsesRequest, messages: list[MessageDict]) -> ChatRequest:
     """`messages`: the conversation, without the instructions."""
     if "message.output_text.logprobs" in (request.include or ()):
         raise NotSupported("include: logprobs are in /v1/chat/completions", "include")
@@ -52,7 +52,7 @@ def to_chat(request: ResponsesRequest, messages: list[Message]) -> ChatRequest:
     return chat_request(body)
 
 
-def messages_of(request: ResponsesRequest) -> list[Message]:
+def messages_of(request: ResponsesRequest) -> list[MessageDict]:
     """The request's own input as messages."""
     if isinstance(request.input, str):
         return [{"role": "user", "content": request.input}]
@@ -61,9 +61,9 @@ def messages_of(request: ResponsesRequest) -> list[Message]:
     return join_turns([_message(item, f"input[{i}]") for i, item in enumerate(request.input)])
 
 
-def join_turns(messages: list[Message]) -> list[Message]:
+def join_turns(messages: list[MessageDict]) -> list[MessageDict]:
     """Reasoning, text and calls of one turn are several items here, and one message of the assistant in a chat."""
-    out: list[Message] = []
+    out: list[MessageDict] = []
     for message in messages:
         last = out[-1] if out else None
         if last is None or message["role"] != "assistant" or last["role"] != "assistant":
@@ -77,7 +77,7 @@ def join_turns(messages: list[Message]) -> list[Message]:
     return out
 
 
-def said_before(items: list[StoredItem]) -> list[Message]:
+def said_before(items: list[StoredItem]) -> list[MessageDict]:
     """An earlier conversation as messages. Calls that broke off are left out: they have no answer."""
     kept = [item for item in items if item["type"] != "function_call" or item["status"] == "completed"]
     return join_turns([_message(item, "previous_response_id") for item in kept])
@@ -157,7 +157,7 @@ def settings_of(request: ResponsesRequest) -> dict[str, Any]:
 # ---- items of the input
 
 
-def _message(item: dict[str, Any], where: str) -> Message:
+def _message(item: dict[str, Any], where: str) -> MessageDict:
     match item.get("type", "message"):
         case "message":
             role = item.get("role")
@@ -184,7 +184,7 @@ def _message(item: dict[str, Any], where: str) -> Message:
             )
 
 
-def _called(call_id: str, name: str, arguments: str) -> Message:
+def _called(call_id: str, name: str, arguments: str) -> MessageDict:
     call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 

@@ -15,7 +15,7 @@ from quire.serve.response_objects import StoredItem, size_of
 
 
 @dataclass
-class Stored:
+class StoredResponse:
     response: dict[str, Any]
     items: list[StoredItem]  # the conversation up to this response, without instructions
     tenant: str | None
@@ -34,7 +34,7 @@ class Stored:
 class ResponseStore:
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most, self._most_bytes = most, most_bytes
-        self._kept: OrderedDict[str, Stored] = OrderedDict()
+        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class ResponseStore:
         left = most - running.total()
         return left > 0 and (tenant is None or running[tenant] < left)
 
-    def put(self, stored: Stored) -> None:
+    def put(self, stored: StoredResponse) -> None:
         """Keeps it, or what has become of it. One that is too large for the store is not kept."""
         name = stored.response["id"]
         self.drop(name)
@@ -60,7 +60,7 @@ class ResponseStore:
 
     def _make_room(self) -> None:
         count, size = Counter[str | None](), Counter[str | None]()  # by tenant
-        idle: dict[str | None, deque[Stored]] = {}  # oldest first
+        idle: dict[str | None, deque[StoredResponse]] = {}  # oldest first
         for one in self._kept.values():
             count[one.tenant] += 1
             size[one.tenant] += one.bytes
@@ -76,7 +76,7 @@ class ResponseStore:
             if not idle[tenant]:
                 del idle[tenant]
 
-    def get(self, name: str, tenant: str | None) -> Stored | None:
+    def get(self, name: str, tenant: str | None) -> StoredResponse | None:
         stored = self._kept.get(name)
         if stored is None or stored.tenant != tenant:
             return None

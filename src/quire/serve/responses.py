@@ -15,7 +15,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from quire.serve.body import JSONRoute
 from quire.serve.errors import HttpError, describe, json_response, request_id_of
-from quire.serve.items import Change, Closed, Grown, Item, Items, Opened
+from quire.serve.items import Change, Item, ItemClosed, ItemGrown, ItemOpened, Items
 from quire.serve.protocol.chat import ChatRequest
 from quire.serve.protocol.errors import ErrorBody
 from quire.serve.protocol.responses import ResponsesRequest
@@ -32,10 +32,10 @@ from quire.serve.response_objects import (
     settings_of,
     to_chat,
 )
-from quire.serve.response_store import Stored
+from quire.serve.response_store import StoredResponse
 from quire.serve.server import Server, server_of
 from quire.serve.sse import NAMED, Events, EventStream
-from quire.serve.turn import Heard, Step, Turn, play, play_at_once, prepare_turn, reasoning_tokens
+from quire.serve.turn import ChoiceDelta, Turn, TurnDelta, prepare_turn, reasoning_tokens, run_turn, stream_turn
 from quire.types.errors import InvalidParameter, NotSupported
 
 router = APIRouter(route_class=JSONRoute, tags=["OpenAI"])
@@ -64,7 +64,7 @@ async def create_response(request: ResponsesRequest, raw: Request) -> Response:
     turn = await prepare_turn(server, raw, chat, "resp", "call_", TERMS)
     # ids are the store's keys: clients cannot choose them
     turn = replace(turn, job=replace(turn.job, id=f"resp_{uuid.uuid4().hex}"))
-    reply = _Reply(server, turn, request, chat, [*history, *input_items(request)], _tenant(raw))
+    reply = _ResponseReply(server, turn, request, chat, [*history, *input_items(request)], _tenant(raw))
     if request.stream:
         return EventStream(reply.stream(), NAMED)
     if request.background:
@@ -125,7 +125,7 @@ def _tenant(raw: Request) -> str | None:
     return getattr(raw.state, "tenant", None)
 
 
-def _find(server: Server, raw: Request, name: str) -> Stored:
+def _find(server: Server, raw: Request, name: str) -> StoredResponse:
     stored = server.responses.get(name, _tenant(raw))
     if stored is None:
         raise HttpError(404, f"there is no response {name[:100]!r}: it was not stored, or is no longer", "response_id")
@@ -144,7 +144,7 @@ def _history(server: Server, raw: Request, request: ResponsesRequest) -> list[St
     return [*stored.items, *stored.response["output"]]
 
 
-class _Reply:
+class _ResponseReply:
     """One response, whole, streamed or in the background."""
 
     def __init__(
@@ -161,7 +161,7 @@ class _Reply:
         self._ids: list[str] = []
         self._tokens = 0
         self._number = 0
-        self._kept = Stored({}, items, tenant)
+        self._kept = StoredResponse({}, items, tenant)
         self._store = request.store is not False
         self._response: dict[str, Any] = {
             "id": turn.job.id,
@@ -180,27 +180,27 @@ class _Reply:
     # ---- three ways to answer
 
     async def answer(self) -> dict[str, Any]:
-        step = await play_at_once(self._server, self._turn, self._chat)
-        [heard] = step.heard
-        self._note(heard)
-        await self._complete(step, heard)
+        step = await run_turn(self._server, self._turn, self._chat)
+        [choice] = step.choices
+        self._note(choice)
+        await self._complete(step, choice)
         return self._response
 
     async def stream(self) -> Events:
         """Begins with the first output: what is refused before that is an HTTP error."""
         begun = False
-        async with aclosing(play(self._server, self._turn)) as steps:
+        async with aclosing(stream_turn(self._server, self._turn)) as steps:
             async for step in steps:
                 if not begun:
                     begun = True
                     for kind in ("response.created", "response.in_progress"):
                         yield self._event(kind, response=dict(self._response))
-                for heard in step.heard:
-                    for change in self._note(heard):
+                for choice in step.choices:
+                    for change in self._note(choice):
                         for event in self._tell(change):
                             yield event
-                    if heard.finish_reason is not None:
-                        await self._complete(step, heard)
+                    if choice.finish_reason is not None:
+                        await self._complete(step, choice)
         yield self._event(f"response.{self._response['status']}", response=self._response)
 
     def start(self, request_id: str) -> dict[str, Any]:
@@ -223,17 +223,17 @@ class _Reply:
 
     # ---- what has become of it
 
-    def _note(self, heard: Heard) -> list[Change]:
-        self._tokens += len(heard.part.token_ids)
-        changes = self._items.add(heard.events)
-        if heard.finish_reason is not None:
+    def _note(self, choice: ChoiceDelta) -> list[Change]:
+        self._tokens += len(choice.part.token_ids)
+        changes = self._items.add(choice.events)
+        if choice.finish_reason is not None:
             changes += self._items.close()
         self._ids += [new_id(item) for item in self._items.items[len(self._ids) :]]
         return changes
 
-    async def _complete(self, step: Step, heard: Heard) -> None:
-        cut = heard.finish_reason == "length"
-        reasoned = await reasoning_tokens(self._server, self._items.reasoning, heard.thought)
+    async def _complete(self, step: TurnDelta, choice: ChoiceDelta) -> None:
+        cut = choice.finish_reason == "length"
+        reasoned = await reasoning_tokens(self._server, self._items.reasoning, choice.thought)
         cached = self._server.told_cached(step.output.num_cached_tokens) or 0
         created = self._server.told_cached(step.output.num_cache_creation_tokens) or 0
         self._response |= {
@@ -270,14 +270,14 @@ class _Reply:
             place["content_index"] = 0
         extra: dict[str, Any] = {"logprobs": []} if item.kind == "text" else {}
         match change:
-            case Opened(index):
+            case ItemOpened(index):
                 opened = self._output_item(index, item, "in_progress")
                 yield self._event("response.output_item.added", output_index=index, item=opened)
                 if not call:
                     yield self._event("response.content_part.added", **place, part=part_of(item, ""))
-            case Grown(_, _, piece):
+            case ItemGrown(_, _, piece):
                 yield self._event(f"{_DELTAS[item.kind]}.delta", **place, delta=piece, **extra)
-            case Closed(index):
+            case ItemClosed(index):
                 whole = {"arguments": item.text, "name": item.name} if call else {"text": item.text}
                 yield self._event(f"{_DELTAS[item.kind]}.done", **place, **whole, **extra)
                 if not call:

@@ -17,8 +17,8 @@ from quire.serve.body import Unparsed
 from quire.serve.errors import HttpError, request_id_of
 from quire.serve.field_table import check_fields
 from quire.serve.formats import ModelFormats, choose_formats
-from quire.serve.limits import LIMITS, Limits, check_limits
-from quire.serve.protocol.fields import Body, GenerationFields
+from quire.serve.limits import LIMITS, ServerLimits, check_limits
+from quire.serve.protocol.fields import GenerationFields, RequestBody
 from quire.serve.response_store import ResponseStore
 from quire.types.errors import InvalidParameter
 
@@ -31,7 +31,7 @@ _PRINTABLE = re.compile(r"[\x21-\x7e]+")  # ids go into headers and logs
 class Server:
     llm: AsyncLLM
     settings: ServerArgs
-    limits: Limits = LIMITS
+    limits: ServerLimits = LIMITS
     metrics: Metrics | None = None
     started: int = field(default_factory=lambda: int(time.time()))
     unparsed: Unparsed = field(default_factory=Unparsed)
@@ -76,7 +76,7 @@ class Server:
     def no_such_model(self, name: str) -> HttpError:
         return HttpError(404, f"The model `{name}` does not exist. This server has `{'`, `'.join(self.names)}`.", "model")
 
-    def check(self, body: Body) -> str:
+    def check(self, body: RequestBody) -> str:
         """Refuses what can be refused without looking at the prompt; returns the model's name for the answer."""
         check_limits(body, self.limits)
         if body.model is not None and body.model not in self.names:

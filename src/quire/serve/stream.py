@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from quire.serve.generation import Job
+from quire.serve.generation import GenerationJob
 from quire.serve.protocol.fields import StreamOptions
 from quire.serve.server import Server
 from quire.serve.usage import timing_of, usage_of
@@ -12,7 +12,7 @@ from quire.types.outputs import RequestOutput
 class StreamUsage:
     """A stream ends with a usage chunk if that is `wanted`; otherwise its last choice carries what concerns all of it."""
 
-    def __init__(self, server: Server, job: Job, options: StreamOptions | None) -> None:
+    def __init__(self, server: Server, job: GenerationJob, options: StreamOptions | None) -> None:
         forced = server.settings.enable_force_include_usage
         self.wanted = forced or (options is not None and bool(options.include_usage))
         self._in_every_chunk = self.wanted and options is not None and bool(options.continuous_usage_stats)

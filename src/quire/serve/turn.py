@@ -12,9 +12,9 @@ from fastapi import Request
 
 from quire.paced import Pace
 from quire.serve.beam import search_beams
-from quire.serve.events import Reader, Reading
+from quire.serve.events import AnswerReader, Reading
 from quire.serve.formats import ModelFormats, special_marks
-from quire.serve.generation import Job, collect, make_job, raise_failure, run
+from quire.serve.generation import GenerationJob, collect, make_job, raise_failure, run
 from quire.serve.limits import check_work
 from quire.serve.prompts import render_messages
 from quire.serve.protocol.chat import ChatRequest
@@ -34,17 +34,17 @@ from quire.types.structured import StructuredOutputsParams
 
 LAST_TOKENS = 32  # of a prompt: enough to see how it ends
 
-Steps = AsyncGenerator["Step", None]
+TurnDeltas = AsyncGenerator["TurnDelta", None]
 
 
 @dataclass(frozen=True)
 class Turn:
-    job: Job
+    job: GenerationJob
     reading: Reading
 
 
 @dataclass(frozen=True)
-class Heard:
+class ChoiceDelta:
     """News of one choice."""
 
     part: CompletionOutput
@@ -54,9 +54,9 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Step:
+class TurnDelta:
     output: RequestOutput
-    heard: list[Heard]
+    choices: list[ChoiceDelta]
 
 
 @dataclass(frozen=True)
@@ -114,39 +114,39 @@ async def prepare_turn(
     return Turn(replace(job, wording=rendered.wording), replace(reading, id_prefix=call_prefix, on_call=server.count_call))
 
 
-async def play(server: Server, turn: Turn) -> Steps:
+async def stream_turn(server: Server, turn: Turn) -> TurnDeltas:
     """The answers as they come. Leaving ends everything in the engine."""
-    readers: dict[int, Reader] = {}
+    readers: dict[int, AnswerReader] = {}
     pace = Pace()
     async with aclosing(run(server, turn.job)) as outputs:
         async for _, output in outputs:
             raise_failure(output)
             pace.begin()
-            yield await _step(turn, output, readers, pace)
+            yield await _delta(turn, output, readers, pace)
 
 
-async def play_at_once(server: Server, turn: Turn, request: ChatRequest) -> Step:
+async def run_turn(server: Server, turn: Turn, request: ChatRequest) -> TurnDelta:
     """The whole answers."""
     gather = search_beams(server, turn.job, request) if request.use_beam_search else collect(server, turn.job)
     [output] = await gather
-    heard, pace = [], Pace()
+    choices, pace = [], Pace()
     for part in output.outputs:
         await pace()
-        heard.append(await _hear(part, turn.reading.reader(), pace))
-    return Step(output, heard)
+        choices.append(await _read_choice(part, turn.reading.reader(), pace))
+    return TurnDelta(output, choices)
 
 
-async def _step(turn: Turn, output: RequestOutput, readers: dict[int, Reader], pace: Pace) -> Step:
-    heard = []
+async def _delta(turn: Turn, output: RequestOutput, readers: dict[int, AnswerReader], pace: Pace) -> TurnDelta:
+    choices = []
     for part in output.outputs:
         reader = readers.get(part.index) or readers.setdefault(part.index, turn.reading.reader())
-        heard.append(await _hear(part, reader, pace))
-    return Step(output, heard)
+        choices.append(await _read_choice(part, reader, pace))
+    return TurnDelta(output, choices)
 
 
-async def _hear(part: CompletionOutput, reader: Reader, pace: Pace) -> Heard:
+async def _read_choice(part: CompletionOutput, reader: AnswerReader, pace: Pace) -> ChoiceDelta:
     events = await reader.read(part, pace)
-    return Heard(part, events, reader.finish_reason(part), reader.thought)
+    return ChoiceDelta(part, events, reader.finish_reason(part), reader.thought)
 
 
 async def reasoning_tokens(server: Server, reasoning: str, thought: int | None) -> int:
@@ -182,7 +182,7 @@ def _reading(formats: ModelFormats, request: ChatRequest, use: ToolUse, inside: 
     )
 
 
-def _set_up(server: Server, job: Job, rendered: Rendered, reading: Reading) -> None:
+def _set_up(server: Server, job: GenerationJob, rendered: Rendered, reading: Reading) -> None:
     """What the reading asks of the engine."""
     params, form, use = job.params[0], reading.form, rendered.use
     if form is not None and special_marks(form, server.formats.specials)[0]:

@@ -36,7 +36,7 @@ def one_error(message: LiteralString) -> WrapValidator:
     return WrapValidator(validate)
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = Field(None, description="a name this server answers to (see /v1/models); default: its model")
@@ -57,7 +57,7 @@ class Repetition(BaseModel):
     min_count: int = Field(0, ge=0, le=2**31)
 
 
-class TemplateFields(Body):
+class TemplateFields(RequestBody):
     """How messages become a prompt."""
 
     add_generation_prompt: bool = Field(True, description="end the prompt with the start of the assistant's turn")
@@ -68,7 +68,7 @@ class TemplateFields(Body):
     tools: Objects | None = Field(None, description="functions the model may call: name, description, parameters")
 
 
-class SamplingFields(Body):
+class SamplingFields(RequestBody):
     """vLLM's own: they mean the same in every protocol that generates."""
 
     frequency_penalty: float | None = 0.0
@@ -127,6 +127,6 @@ class GenerationFields(SamplingFields):
     response_format: dict[str, Any] | None = Field(None, description="type: text, json_object, json_schema or structural_tag")
 
 
-def given(request: Body, owner: type[Body]) -> dict[str, Any]:
+def given(request: RequestBody, owner: type[RequestBody]) -> dict[str, Any]:
     """The request's own values of another model's fields."""
     return {name: getattr(request, name) for name in owner.model_fields if name in request.model_fields_set}

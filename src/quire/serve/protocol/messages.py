@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.serve.protocol.fields import Body, Objects, SamplingFields, Strings, one_error
+from quire.serve.protocol.fields import Objects, RequestBody, SamplingFields, Strings, one_error
 
 Content = Annotated[str | Objects, one_error("should be a string or a list of content blocks")]
 
@@ -39,7 +39,7 @@ class OutputConfig(BaseModel):
     format: dict[str, Any] | None = Field(None, description='{"type": "json_schema", "schema": {...}}')
 
 
-class CountTokensRequest(Body):
+class CountTokensRequest(RequestBody):
     messages: Annotated[list[InputMessage], Field(fail_fast=True)]
     system: Content | None = None
     tools: Objects | None = None

@@ -5,11 +5,11 @@ from typing import Annotated, Any
 from pydantic import Field, WrapValidator
 from typing_extensions import TypedDict
 
-from quire.serve.protocol.fields import Body, Objects, TemplateFields
+from quire.serve.protocol.fields import Objects, RequestBody, TemplateFields
 from quire.text.helper.wire import Ids
 
 
-class TokenizeTextRequest(Body):
+class TokenizeTextRequest(RequestBody):
     prompt: str
     add_special_tokens: bool = True
     return_token_strs: bool | None = False
@@ -32,7 +32,7 @@ def _are_ids(value: Any) -> bool:
     return type(value) is Ids and value.least >= 0 and value.greatest < 2**31
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(RequestBody):
     tokens: Annotated[
         list[Annotated[int, Field(ge=0, lt=2**31)]],
         Field(fail_fast=True, description="token ids"),
