@@ -248,3 +248,40 @@ def test_a_trial_has_its_processor_time_on_a_busy_machine(monkeypatch, worked, g
     trial = vetting._Trial(1, 1, time.monotonic() - 2.0)
     assert trial.goes_on() is goes_on
     assert not vetting._Trial(1, 1, time.monotonic() - 11.0).goes_on()
+
+
+def test_masks_along_drafts_are_those_of_one_who_went_there(model, tokenizer):
+    """And whoever did not go there is where it was: drafts may be wrong, forbidden, or begin the grammar."""
+    a, b, c = (tokenizer.encode(letter)[0] for letter in "abc")
+    made = Grammars(wire.Start(str(model), None, None, 330, [1], 4, 3))
+    later = {"regex": "ab*c", "starts_after": [c, c]}
+
+    def along(name: str) -> list[set[int]]:
+        assert not made.late([name], GENEROUS)
+        bits = np.unpackbits(made.masks([name] * 4, range(4)).view(np.uint8), axis=1, bitorder="little")
+        return [set(np.flatnonzero(row).tolist()) for row in bits]
+
+    try:
+        for name, constraint in (("draft", None), ("later", later), ("other", None)):
+            made.open(spec(name, constraint=constraint, min_tokens=4))
+        wait_ready(made, 3)
+        everything = set(range(32 * made.words))
+        for name in ("draft", "later", "other"):
+            made.guess(name, [a])  # nothing was told yet
+        made.tell("draft", [a])
+        made.guess("draft", [b, c, 1])
+        made.tell("later", [b])
+        made.guess("later", [c, c, a])
+        made.send()
+        assert along("draft") == [{b, c}, {b, c}, {1}, everything], "min_tokens give way where nothing else may follow"
+        assert along("later") == [everything - {1}, everything - {1}, {a}, {b, c}]
+        made.tell("draft", [b])
+        made.guess("draft", [a, b, c])
+        made.send()
+        assert along("draft") == [{b, c}, everything, everything, everything], "nobody gets behind a forbidden draft"
+        made.tell("draft", [b, c])
+        made.tell("other", [a])
+        made.send()
+        assert (along("draft")[0], along("other")[0]) == ({1}, {b, c})
+    finally:
+        made.stop()

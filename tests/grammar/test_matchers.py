@@ -267,3 +267,42 @@ def spelled_alone(tokenizer):
 def test_numbers_that_are_too_large_are_told_as_such(backend, schema, why):
     with pytest.raises(GrammarError, match=why):
         backend[1].load(backend[1].translate(StructuredOutputsParams(json=schema)))
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [{"json": SCHEMA}, {"regex": "(ab|a)*c{2,4}"}, {"choice": ["one", "only", "two"]}, {"json_object": True}],
+    ids=lambda constraint: next(iter(constraint)),
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_rolled_back_leaves_no_trace(backend, constraint, seed):
+    """Drafts, allowed or not, are followed and taken back; masks are those of a matcher fed from the start."""
+    _, grammar = backend
+    params, choose = StructuredOutputsParams(**constraint), np.random.default_rng(seed)
+    matcher, tokens = load(grammar, params), []
+    while not matcher.done and len(tokens) < 24:
+        drafts, follower = [], load(grammar, params)
+        follower.accept(tokens)
+        assert allowed(grammar, matcher) == allowed(grammar, follower)
+        for _ in range(choose.integers(0, 4)):
+            options = sorted(allowed(grammar, follower))
+            drafts.append(int(choose.choice(options)))
+            assert matcher.valid(drafts) == len(drafts)
+            follower.accept(drafts[-1:])
+            if follower.done:
+                break
+        matcher.accept(drafts)
+        assert allowed(grammar, matcher) == allowed(grammar, follower) and matcher.done == follower.done
+        if not matcher.done and choose.random() < 0.5:
+            wrong = next(i for i in range(grammar.words * 32) if i not in allowed(grammar, matcher))
+            assert matcher.valid([wrong]) == 0
+            matcher.accept([wrong])
+            assert matcher.error is not None
+            drafts.append(wrong)
+        kept = int(choose.integers(0, len(drafts) + 1)) if matcher.error is None else 0
+        matcher.rollback(len(drafts) - kept)
+        tokens += drafts[:kept]
+        if not kept and not matcher.done:
+            tokens.append(int(choose.choice(sorted(allowed(grammar, matcher)))))
+            matcher.accept(tokens[-1:])
+        assert matcher.error is None

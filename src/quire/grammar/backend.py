@@ -19,6 +19,12 @@ class Matcher(Protocol):
     def accept(self, tokens: Sequence[int]) -> None:
         """The text goes on with these. If it may not, there is an `error`."""
 
+    def valid(self, tokens: Sequence[int]) -> int:
+        """With how many of these the text may go on."""
+
+    def rollback(self, count: int) -> None:
+        """The last so many tokens did not come. An `error` that they led to is gone with them."""
+
     def forced(self) -> list[int]:
         """The tokens that must come next; empty where there is a choice."""
 

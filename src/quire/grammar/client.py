@@ -89,7 +89,8 @@ class Grammars:
         self._starts = 0  # in vain
         self._heard = 0.0  # when it last said something
         self._deadly: set[bytes] = set()  # grammars
-        self._rows = list(range(start.rows - 1, -1, -1))
+        each = 1 + start.drafts
+        self._rows = list(range((start.rows - 1) * each, -1, -each))
         self._open: dict[str, _Open] = {}
         self._by_number: dict[int, _Open] = {}
         self._queue: list[_Open] = []  # the process does not know of them yet
@@ -99,6 +100,7 @@ class Grammars:
         self._unanswered: deque[tuple[int, float]] = deque()  # messages with tokens whose masks are to come, and when they left
         self._late: list[_Open] = []  # awaited
         self._tokens: dict[int, list[int]] = {}  # to be told
+        self._drafts: dict[int, list[int]] = {}  # behind them
         self._news = News()
         self._forced: dict[int, list[int]] = {}
 
@@ -166,12 +168,18 @@ class Grammars:
                 entry.told = self._sent + 1
                 self._tokens.setdefault(entry.number, []).extend(tokens)
 
+    def guess(self, name: str, drafts: Sequence[int]) -> None:
+        """Behind the tokens that it was just told of, the request may go on with these: their masks are wanted, too."""
+        entry = self._open.get(name)
+        if entry is not None and entry.number in self._tokens:
+            self._drafts[entry.number] = list(drafts)[: self._start.drafts]
+
     def send(self) -> None:
         if self._tokens:
-            tokens, self._tokens = self._tokens, {}
+            tokens, self._tokens, drafts, self._drafts = self._tokens, {}, self._drafts, {}
             self._sent += 1
             self._unanswered.append((self._sent, time.monotonic()))
-            self._send(wire.Accept(self._sent, list(tokens.items())))
+            self._send(wire.Accept(self._sent, list(tokens.items()), list(drafts.items())))
 
     def wait(self, seconds: float) -> None:
         """Until there is something to hear, or for so long."""
@@ -208,13 +216,14 @@ class Grammars:
         self._late += late
         return [entry.name or "" for entry in late]
 
-    def masks(self, names: Sequence[str]) -> Words:
-        """[names, words] the tokens that may come next. All may where a request has no grammar any more, or is lost."""
+    def masks(self, names: Sequence[str], behind: Sequence[int] | None = None) -> Words:
+        """[names, words] the tokens that may come next, or behind so many drafts. All may where a request has no grammar any
+        more, or is lost."""
         out: Words = np.full((len(names), self.words), ALL, np.uint32)
         for i, name in enumerate(names):
             entry = self._open.get(name)
             if entry is not None and entry.ready and self._process is not None:
-                out[i] = self._process.masks[entry.row]
+                out[i] = self._process.masks[entry.row + (behind[i] if behind else 0)]
         return out
 
     # ---- telling the process of matchers
@@ -249,6 +258,7 @@ class Grammars:
         del self._by_number[entry.number]
         self._forced.pop(entry.number, None)
         self._tokens.pop(entry.number, None)
+        self._drafts.pop(entry.number, None)
         self._opening.pop(entry, None)
         for line in (self._queue, self._lost, self._late):
             if entry in line:
@@ -397,7 +407,7 @@ class Grammars:
             self._rows += [] if entry.row < 0 else [entry.row]
             entry.row, entry.ready, entry.awaited, entry.told = -1, False, False, 0
         self._lost += known
-        self._tokens, self._forced, self._opening, self._late = {}, {}, {}, []
+        self._tokens, self._drafts, self._forced, self._opening, self._late = {}, {}, {}, {}, []
         self._unanswered.clear()
         self._accepted = self._masked = self._sent
 

@@ -18,8 +18,17 @@ MOST_REMEMBERED = 1024
 
 
 class Lanes:
-    def __init__(self, path: str, tokenizer: str | None, revision: str | None, vocab_size: int, eos_ids: Iterable[int]) -> None:
-        start = wire.Start(path, tokenizer, revision, vocab_size, sorted(eos_ids), ROWS)
+    def __init__(
+        self,
+        path: str,
+        tokenizer: str | None,
+        revision: str | None,
+        vocab_size: int,
+        eos_ids: Iterable[int],
+        drafts: int = 0,
+    ) -> None:
+        """`drafts`: a row may have so many."""
+        start = wire.Start(path, tokenizer, revision, vocab_size, sorted(eos_ids), ROWS, drafts)
         self.first, self.second = Grammars(start), Grammars(start)
         self._slow: OrderedDict[bytes, None] = OrderedDict()  # grammars
 
@@ -56,6 +65,9 @@ class Lanes:
     def tell(self, name: str, tokens: Sequence[int]) -> None:
         (self.second if name in self.second else self.first).tell(name, tokens)
 
+    def guess(self, name: str, drafts: Sequence[int]) -> None:
+        (self.second if name in self.second else self.first).guess(name, drafts)
+
     def send(self) -> None:
         self.first.send()
         self.second.send()
@@ -85,11 +97,11 @@ class Lanes:
         late = self.first.late(names, seconds)
         return late + self.second.late(names, 0.0) if len(self.second) else late
 
-    def masks(self, names: Sequence[str]) -> Words:
-        masks = self.first.masks(names)
+    def masks(self, names: Sequence[str], behind: Sequence[int] | None = None) -> Words:
+        masks = self.first.masks(names, behind)
         for i, name in enumerate(names) if len(self.second) else ():
             if name in self.second:
-                masks[i] = self.second.masks([name])[0]
+                masks[i] = self.second.masks([name], [behind[i] if behind else 0])[0]
         return masks
 
     def _remember(self, params: StructuredOutputsParams) -> None:

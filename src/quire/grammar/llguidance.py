@@ -92,29 +92,42 @@ class _Compiled:
 class LLGuidanceMatcher:
     """One that fails is tried once more, with a lexer for itself: the limit may have been reached by others."""
 
-    def __init__(self, matcher: LLMatcher, compiled: _Compiled | None, tokens: Sequence[int] = ()) -> None:
+    def __init__(self, matcher: LLMatcher, compiled: _Compiled, tokens: Sequence[int] = (), again: bool = False) -> None:
         self.matcher = matcher
-        self._compiled = compiled  # None: it was tried once more
+        self._compiled = compiled
         self._tokens = list(tokens)
+        self._again = again  # it was tried once more
 
     def copy(self) -> "LLGuidanceMatcher":
-        begins = self._compiled is not None and not self._tokens
-        matcher = self._compiled.begin() if self._compiled is not None and begins else self.matcher.deep_copy()
-        return LLGuidanceMatcher(matcher, self._compiled, self._tokens)
+        begins = not self._again and not self._tokens
+        matcher = self._compiled.begin() if begins else self.matcher.deep_copy()
+        return LLGuidanceMatcher(matcher, self._compiled, self._tokens, self._again)
 
     def accept(self, tokens: Sequence[int]) -> None:
         self._tokens += tokens
         self.matcher.consume_tokens(list(tokens))
         self.recovers()
 
+    def valid(self, tokens: Sequence[int]) -> int:
+        return self.matcher.validate_tokens(list(tokens))
+
+    def rollback(self, count: int) -> None:
+        if count:
+            del self._tokens[-count:]
+            if self.matcher.is_error() or not self.matcher.rollback(count):
+                self._start_over()
+
     def recovers(self) -> bool:
         """Was it tried once more? It may have failed again."""
-        if self._compiled is None or not self.matcher.is_error():
+        if self._again or not self.matcher.is_error():
             return False
-        self._compiled.spent = True
-        self.matcher, self._compiled = self._compiled.make(), None
-        self.matcher.consume_tokens(self._tokens)
+        self._compiled.spent = self._again = True
+        self._start_over()
         return True
+
+    def _start_over(self) -> None:
+        self.matcher = self._compiled.make()
+        self.matcher.consume_tokens(self._tokens)
 
     def forced(self) -> list[int]:
         forced = self.matcher.compute_ff_tokens()

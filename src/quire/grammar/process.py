@@ -25,7 +25,8 @@ class Process:
         ours, theirs = socket.socketpair()
         with contextlib.ExitStack() as cleaning:
             cleaning.callback(theirs.close)
-            memory = _shared_memory(4 * start.rows * words)
+            rows = start.rows * (1 + start.drafts)
+            memory = _shared_memory(4 * rows * words)
             cleaning.callback(os.close, memory)
             handed = (theirs.fileno(), memory)
             self._child = subprocess.Popen(
@@ -35,7 +36,7 @@ class Process:
                 env=_environment(),
                 process_group=0,
             )
-            self.masks: Words = np.frombuffer(mmap.mmap(memory, 0), np.uint32).reshape(start.rows, words)
+            self.masks: Words = np.frombuffer(mmap.mmap(memory, 0), np.uint32).reshape(rows, words)
         self.pid = self._child.pid
         self.started = False  # it has said so
         self.mailbox = Mailbox(ours)  # never waits: a process that is stopped does not read

@@ -22,7 +22,8 @@ class Start(_Frame):
     revision: str | None
     vocab_size: int
     eos_ids: list[int]
-    rows: int  # of masks in the shared memory
+    rows: int  # requests that have masks in the shared memory
+    drafts: int = 0  # each has so many more masks, behind tokens that may come
 
 
 class Rules(msgspec.Struct, array_like=True, frozen=True):
@@ -34,7 +35,8 @@ class Rules(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Open(_Frame):
-    """A request's matcher. Its masks go to `row`; `tokens` were sampled by an engine before."""
+    """A request's matcher. Its mask goes to `row`, and those behind drafts to the rows after it; `tokens` were sampled by an
+    engine before."""
 
     id: int
     row: int
@@ -50,10 +52,12 @@ class Check(_Frame):
 
 
 class Accept(_Frame):
-    """Sampled tokens, by matcher. The answer is Accepted, and Masked when the masks after them are written."""
+    """Sampled tokens, by matcher, and drafts of what may come behind them. The answer is Accepted, and Masked when the masks
+    after the tokens, and after each draft, are written."""
 
     number: int
     tokens: list[tuple[int, list[int]]]
+    drafts: list[tuple[int, list[int]]] = []
 
 
 class Close(_Frame):

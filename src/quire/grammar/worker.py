@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +76,7 @@ class Live:
     row: int
     rules: wire.Rules
     sampled: int = 0
+    matched: int = 0  # those of them that the matcher has seen
     tail: list[int] | None = field(init=False)  # None: the grammar holds
 
     def __post_init__(self) -> None:
@@ -85,12 +86,24 @@ class Live:
         self.sampled += len(tokens)
         for i, token in enumerate(tokens):
             if self.tail is None:
+                self.matched += len(tokens) - i
                 self.matcher.accept(tokens[i:])
                 return
             starts = self.rules.params.starts_after or []
             self.tail = [*self.tail, token][-len(starts) :]
             if self.tail == starts:
                 self.tail = None
+
+    def along(self, drafts: Sequence[int]) -> Iterator[None]:
+        """Goes on with one draft after the other, as far as they are allowed, and back to where it was."""
+        sampled, matched, tail = self.sampled, self.matched, self.tail
+        for draft in drafts:
+            if self.tail is None and not self.matcher.valid([draft]):
+                break
+            self.accept([draft])
+            yield
+        self.matcher.rollback(self.matched - matched)
+        self.sampled, self.matched, self.tail = sampled, matched, tail
 
     def forced(self, eos_ids: Sequence[int]) -> list[int]:
         if self.tail is not None:
@@ -179,6 +192,11 @@ class Worker:
                 self._measure(number, began)
         self._send(wire.Accepted(command.number, forced, failed))
         self._fill_all(good)
+        for number, drafts in command.drafts:
+            if (live := self._live.get(number)) is not None and live.matcher.error is None:
+                began = time.thread_time()
+                self._fill_along(live, drafts)
+                self._measure(number, began)
         lost = [(number, error) for number, live in good if (error := live.matcher.error) is not None]
         self._send(wire.Masked(command.number, lost))
 
@@ -194,20 +212,26 @@ class Worker:
             self._watched = max(0, self._watched - 1)
             for number, live in good:
                 began = time.thread_time()
-                self._fill([live])
+                self._fill([(live, live.row)])
                 self._measure(number, began)
         else:
             began = time.monotonic()
-            self._fill([live for _, live in good])
+            self._fill([(live, live.row) for _, live in good])
             if time.monotonic() - began > SLOW_TOGETHER:
                 self._watched = WATCHED_TURNS
 
-    def _fill(self, lives: Sequence[Live]) -> None:
-        bound = [(live.matcher, live.row) for live in lives if live.tail is None]
+    def _fill_along(self, live: Live, drafts: Sequence[int]) -> None:
+        """Behind a draft that is not allowed any mask will do: nobody gets there."""
+        self._masks[live.row + 1 : live.row + 1 + len(drafts)] = ALL
+        for behind, _ in enumerate(live.along(drafts), live.row + 1):
+            self._fill([(live, behind)])
+
+    def _fill(self, places: Sequence[tuple[Live, int]]) -> None:
+        bound = [(live.matcher, row) for live, row in places if live.tail is None]
         if bound:
             self._backend.fill(bound, self._masks.ctypes.data, len(self._masks))
-        for live in lives:
-            row = self._masks[live.row]
+        for live, place in places:
+            row = self._masks[place]
             if live.tail is not None:
                 row[:] = ALL
             if live.may_not_end:
@@ -272,7 +296,7 @@ class Worker:
         signal.alarm(LONGEST_WORK)
         began = time.thread_time()
         live.accept(command.tokens)
-        self._fill([live])
+        self._fill([(live, live.row)])
         self._measure(command.id, began)
         error = live.matcher.error
         self._send(wire.Opened(command.id, error, [] if error else live.forced(self._backend.eos_ids)))
@@ -308,9 +332,10 @@ def main(argv: Sequence[str]) -> int:
     except GrammarError as error:
         frames.send(wire.encode(wire.Started(str(error))))
         return 0
-    memory = mmap.mmap(int(argv[1]), 4 * start.rows * backend.words)
+    rows = start.rows * (1 + start.drafts)
+    memory = mmap.mmap(int(argv[1]), 4 * rows * backend.words)
     os.close(int(argv[1]))
-    masks: Words = np.frombuffer(memory, np.uint32).reshape(start.rows, backend.words)
+    masks: Words = np.frombuffer(memory, np.uint32).reshape(rows, backend.words)
     try:
         worker = Worker(frames, masks, backend)
         frames.send(wire.encode(wire.Started(None)))
