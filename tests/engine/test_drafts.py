@@ -10,6 +10,7 @@ from tiny import make_model, open_model
 from quire import SamplingParams, llm_engine
 from quire.engine.assemble import start_core
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 PROMPTS = [[5 + i * 7 % 300 for i in range(length)] for length in (1, 9, 17, 40)]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
@@ -68,12 +69,14 @@ def expected(request, tmp_path_factory):
     first = llm.generate(prompts, PARAMS, use_tqdm=False)
     words = [output.outputs[0] for output in first]
     middle = words[0].token_ids[7]  # ends in the middle of what is accepted together
-    prompts += [prompts[0], prompts[0], prompts[2], prompts[3]]
+    prompts += [prompts[0], prompts[0], prompts[2], prompts[1], prompts[2], prompts[3]]
     params = [
         *PARAMS,
         SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[middle], ignore_eos=True),
         SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[middle], min_tokens=12, ignore_eos=True),
         SamplingParams(temperature=0, max_tokens=14, stop=[words[2].text[5:7]], include_stop_str_in_output=True, logprobs=1),
+        SamplingParams(temperature=0.9, seed=9, max_tokens=16, structured_outputs={"regex": "[a-f ]{3,9}(one|two)[0-9]+x"}),
+        SamplingParams(temperature=0, max_tokens=16, structured_outputs={"json": SCHEMA}, logprobs=0),
         SamplingParams(temperature=0, max_tokens=9, bad_words=[words[3].text[3:6]], ignore_eos=True),
     ]
     answers = llm.generate(prompts, params, use_tqdm=False)

@@ -25,17 +25,17 @@ def faulty_accept(self, tokens):
         time.sleep(600)
 
 
-def faulty_fill(self, lives):
-    if len(lives) > 1 and any((live.rules.params.regex or "").startswith("frail") for live in lives):
+def faulty_fill(self, places):
+    patterns = [live.rules.params.regex or "" for live, _ in places]
+    if len(places) > 1 and any(pattern.startswith("frail") for pattern in patterns):
         os._exit(12)
-    patterns = [live.rules.params.regex or "" for live in lives]
     if any(pattern.startswith("sleepy") for pattern in patterns):
         time.sleep(random.random() * 0.04)
     for pattern in patterns:
         until = time.thread_time() + 0.1 * pattern.startswith("slow")
         while time.thread_time() < until:
             pass
-    fill(self, lives)
+    fill(self, places)
 
 
 worker.Live.accept, worker.Worker._fill = faulty_accept, faulty_fill

@@ -317,3 +317,11 @@ def test_traffic_finds_its_kernels_compiled():
     assert (after.compilations, after.loads) == (before.compilations, before.loads)
     assert after.captures == 1
     assert after.replays > 0
+
+
+def test_hidden_states_are_handed_out(runner):
+    a = admission(1, PROMPT, temperature=0)
+    driver = Driver(runner)
+    result = driver.launch((1, 23), pool=[20, 22], **driver.admit(a, 24)).result()
+    assert result.pooled.shape == (2, 32)
+    assert int(runner._model.logits(torch.from_numpy(result.pooled))[1].argmax()) == result.ids[0]

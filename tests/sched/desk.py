@@ -9,7 +9,7 @@ from quire.engine.executor.fake import Faults
 from quire.engine.executor.fake_model import FakeModel
 from quire.sched.scheduler import Scheduler
 from quire.types.outputs import TokenDelta
-from quire.types.plan import StepPlan
+from quire.types.plan import Admission, StepPlan
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 
@@ -30,13 +30,23 @@ class Desk:
         faults=None,
         max_model_len=60,
         budget_rule=None,
+        drafts=0,
+        wrong=3,
         **more,
     ):
+        """Every `wrong`th draft is."""
         layout = layout_of(windows, SIZE)
         self.model = FakeModel.of(layout, vocab_size=50)
         numbers = {"pages": pages, "max_seqs": max_seqs, "max_model_len": max_model_len}
-        self.scheduler = Scheduler(layout, max_batched_tokens=budget, budget=budget_rule, **numbers, **more)
-        self.executor = StrictExecutor(layout, self.model, faults=faults or Faults(), **numbers)
+        self.scheduler = Scheduler(layout, max_batched_tokens=budget, budget=budget_rule, drafts=drafts, **numbers, **more)
+
+        def guess(tenant: Admission, position: int) -> list[int]:
+            text = self.executor.tokens[tenant.slot, :position].tolist()
+            right = self.model.generate(text, seed=tenant.seed, max_tokens=drafts)
+            return [(token + ((position + i) % wrong == 0)) % 50 for i, token in enumerate(right)]
+
+        faults = faults or Faults()
+        self.executor = StrictExecutor(layout, self.model, faults=faults, guess=guess if drafts else None, **numbers)
         self.core = EngineCore(self.scheduler, self.executor, depth, clock=lambda: 7.0)
         self.plans: list[StepPlan] = []
         self.heard: dict[str, list[TokenDelta]] = defaultdict(list)

@@ -26,6 +26,7 @@ class Script:
         self._due: dict[str, int] = {}  # turns until a late mask is there
         self._asked: dict[str, int] = {}  # after how many tokens the latest mask was asked for: late is it only once
         self.tokens: dict[str, list[int]] = {}
+        self.drafts: dict[str, list[int]] = {}
         self.to_tell = News()
         self.away: set[str] = set()  # their grammars are lost
 
@@ -55,12 +56,16 @@ class Script:
         found = [(name, self._forced.get(len(told), [])) for name, told in self.tokens.items() if name not in self.away]
         return [(name, tokens) for name, tokens in found if tokens]
 
-    def masks(self, names):
+    def masks(self, names, behind):
         masks = np.full((len(names), self.words), 0xFFFFFFFF, np.uint32)
-        for mask, name in zip(masks, names, strict=True):
-            if self._strict and (forced := self._forced.get(len(self.tokens.get(name, [])))):
+        for mask, name, drafts in zip(masks, names, behind, strict=True):
+            assert drafts == 0 or len(self.drafts[name]) >= drafts
+            if self._strict and (forced := self._forced.get(len(self.tokens.get(name, [])) + drafts)):
                 mask[:] = [1 << forced[0], 0]
         return masks
+
+    def guess(self, name, drafts) -> None:
+        self.drafts[name] = drafts
 
     def send(self) -> None: ...
 

@@ -89,6 +89,7 @@ def start_core(config: Config, watch: Stopwatch | None = None, drafter: "Drafter
         budget = TimedBudget(config.max_batched_tokens)
     elif config.steps_follow_load:
         budget = StepBudget.following(config.max_batched_tokens, layout.bytes_per_page, facts.parameters)
+    drafts = 0 if drafter is None else drafter.most
     scheduler = Scheduler(
         layout,
         pages=capacity.pages,
@@ -102,18 +103,18 @@ def start_core(config: Config, watch: Stopwatch | None = None, drafter: "Drafter
         budget=budget,
         single_rows_share=config.device_facts.single_rows_share,
         in_one_piece=config.device_facts.reads_in_place,
-        drafts=0 if drafter is None else drafter.most,
+        drafts=drafts,
     )
-    core = EngineCore(scheduler, executor, config.depth, _grammars(config))
+    core = EngineCore(scheduler, executor, config.depth, _grammars(config, drafts))
     watch.lap("scheduler")
     return Started(core, capacity.max_model_len, capacity.pages, watch.read())
 
 
-def _grammars(config: Config) -> Lanes:
+def _grammars(config: Config, drafts: int) -> Lanes:
     """Nothing is started before the first request with a grammar."""
     args, facts = config.args, config.facts
     path = str(facts.files.path.absolute())
-    return Lanes(path, args.tokenizer, args.tokenizer_revision, facts.vocab_size, facts.eos_ids)
+    return Lanes(path, args.tokenizer, args.tokenizer_revision, facts.vocab_size, facts.eos_ids, drafts)
 
 
 def start_local(

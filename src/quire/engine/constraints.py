@@ -5,6 +5,8 @@ Grammars live in processes of their own (`grammar/`) and hear of tokens here; th
 
 from collections.abc import Callable
 
+import numpy as np
+
 from quire.grammar.client import refusal
 from quire.grammar.lanes import Lanes
 from quire.sched.plan_builder import Scheduled
@@ -12,7 +14,7 @@ from quire.sched.scheduler import Scheduler
 from quire.sched.thinking import forced_end
 from quire.types.errors import NotSupported, RequestError
 from quire.types.outputs import TokenDelta
-from quire.types.plan import Words
+from quire.types.plan import StepResult, Words
 from quire.types.request import EngineRequest
 from quire.types.structured import StructuredOutputsParams
 
@@ -53,6 +55,11 @@ class Constraints:
             else:
                 self.supported().tell(delta.request_id, delta.token_ids)
 
+    def expect(self, scheduled: Scheduled, result: StepResult) -> None:
+        """What the device drafts behind the tokens that were noted."""
+        for row, drafts in result.drafts.items() if self.grammars else ():
+            self.supported().guess(scheduled.requests[row].spec.id, drafts.tolist())
+
     def send(self) -> None:
         if self.grammars:
             self.grammars.send()
@@ -74,12 +81,14 @@ class Constraints:
     def masks(self, scheduled: Scheduled) -> Words:
         """Of the masked draws. Rows whose masks are late sit the step out: what they draw does not count."""
         grammars, plan = self.supported(), scheduled.plan
-        requests = [scheduled.requests[row] for row in plan.draw_row[plan.masked].tolist()]
+        rows = plan.draw_row[plan.masked]
+        requests = [scheduled.requests[row] for row in rows.tolist()]
         names = [request.spec.id for request in requests]
-        for name in grammars.late(names, MASK_WAIT):
+        for name in grammars.late(list(dict.fromkeys(names)), MASK_WAIT):
             self._scheduler.suspend(name)
         self._hear(grammars)
-        masks = grammars.masks(names)
+        behind = plan.masked - np.searchsorted(plan.draw_row, rows)  # so many drafts
+        masks = grammars.masks(names, behind.tolist())
         for request, mask in zip(requests, masks, strict=True):
             token = forced_end(request)
             if token is not None:

@@ -138,6 +138,7 @@ class EngineCore:
             self.scheduler.took(scheduled, ended - self._busy_since)
             self._busy_since = ended
             self._tell(self.scheduler.commit(scheduled, result))
+            self.constraints.expect(scheduled, result)
             self.constraints.send()
 
     def _fail(self, scheduled: Scheduled, error: Exception) -> None:

@@ -49,7 +49,9 @@ class StepFlight:
         drawn = self._drawn = self._draw(masks) if callable(self._draw) else self._draw
         self._draw = None
         tensors: list[Tensor] = [] if drawn is None else [drawn.result]
-        tensors += [tensor for tensor in (self._pooled, None if drawn is None else drawn.lengths) if tensor is not None]
+        guesses = None if drawn is None or not len(self._plan.masked) else drawn.guesses
+        lengths = None if drawn is None else drawn.lengths
+        tensors += [tensor for tensor in (self._pooled, lengths, guesses) if tensor is not None]
         for report in [*([drawn.report] if drawn and drawn.report else []), *(report for _, report in self._prompts)]:
             tensors += report.tensors
         self._download = Download(tensors)
@@ -72,6 +74,13 @@ class StepFlight:
         if drawn is not None and drawn.lengths is not None:
             lengths[plan.sample] = next(arrays)
             kept = spans(np.searchsorted(plan.draw_row, np.arange(len(lengths))), lengths)
+        drafts: dict[int, Ints] = {}
+        if drawn is not None and drawn.guesses is not None and len(plan.masked):
+            expected, masked = (
+                dict(zip(np.flatnonzero(plan.sample).tolist(), next(arrays), strict=True)),
+                plan.draw_row[plan.masked],
+            )
+            drafts = {each: expected[each].astype(np.int32) for each in masked.tolist()}
         row = plan.draw_row[kept]
         failed: dict[int, str] = {}
         if fault[kept].any():
@@ -93,7 +102,7 @@ class StepFlight:
             if (np.isnan(top.values) | np.isposinf(top.values)).any():
                 failed.setdefault(each, BROKEN_PROMPT)
                 del prompt_logprobs[each]
-        return StepResult(plan.step, lengths, ids[kept].astype(np.int32), logprobs, prompt_logprobs, pooled, failed)
+        return StepResult(plan.step, lengths, ids[kept].astype(np.int32), logprobs, prompt_logprobs, pooled, drafts, failed)
 
 
 def _split_rows(top: TopLogprobs, rows: Ints, widths: Sequence[int], counts: Bools) -> dict[int, TopLogprobs]:

@@ -330,6 +330,7 @@ class Scheduler:
         request.known -= count - drafts
         sample = not request.known
         masked = sample and (request.constrained or may_be_cut(request))
+        request.drew = sample
         if sample:
             request.known = 1
             request.loose += drafts
@@ -343,7 +344,7 @@ class Scheduler:
 
     def _guesses(self, request: Request, left: int, plan: PlanBuilder) -> int:
         """How many drafts follow its one known token: what there is room for, at nobody's cost."""
-        if request.spec.params.needs_masks:
+        if request.spec.params.thinking_token_budget is not None or not request.drew:
             return 0
         end = request.computed + 1
         drafts = min(self._drafts, left - 1, self._limits.chunk - 1, request.limit - 1 - end)

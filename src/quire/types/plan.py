@@ -136,4 +136,5 @@ class StepResult:
     logprobs: dict[int, TopLogprobs] = field(default_factory=dict)  # row -> of its tokens
     prompt_logprobs: dict[int, TopLogprobs] = field(default_factory=dict)  # row -> of the prompt tokens that were asked for
     pooled: Floats | None = None  # [pool, H] what was asked for
+    drafts: dict[int, Ints] = field(default_factory=dict)  # row with masked draws -> what the device expects behind its tokens
     failed: dict[int, str] = field(default_factory=dict)  # row -> why, behind the tokens it brought; the other rows are good

@@ -57,6 +57,7 @@ class Request:
     computed: int = 0
     known: int = field(init=False)
     loose: int = 0  # drafts in flight: of `computed`, so much may turn out to be less
+    drew: bool = False  # its latest row ends in a draw, so that drafts follow
     chunks: int = 0  # rows in flight that bring no token
     easy: int = 0  # rows of one token up to here need no page and no thought; 0 while more than one token is known
     look: int = 0  # a new token that makes it this long may end it, fill a page, or is news beyond itself

@@ -21,6 +21,7 @@ from quire.types.plan import Admission, Ints, StepPlan, StepResult, TopLogprobs,
 from quire.types.plan import Words as Masks
 from quire.types.stats import NO_COUNTS, DeviceCounts
 
+MOST_DRAFTS = 8
 POISON = np.uint64(0xDEADDEADDEADDEAD)
 Longs = npt.NDArray[np.int64]
 Guess = Callable[[Admission, int], Sequence[int]]  # tenant, position -> the tokens that are expected there and behind
@@ -171,7 +172,9 @@ class FakeExecutor:
         failed = {int(i): "failed on order" for i in np.flatnonzero(np.isin(slots, list(bad)))} if bad else {}
         if failed:
             ids, lengths = ids[~np.isin(row, list(failed))], np.where(np.isin(np.arange(len(slots)), list(failed)), 0, lengths)
-        return StepResult(plan.step, lengths, ids, logprobs, scores, failed=failed)
+        masked = np.unique(plan.draw_row[plan.masked]).tolist()
+        drafts = {row: self._drafts(int(slots[row])) for row in masked if self._guess is not None}
+        return StepResult(plan.step, lengths, ids, logprobs, scores, drafts=drafts, failed=failed)
 
     def _check_rows(self, plan: StepPlan, slots: Longs, end: Longs, count: Longs) -> None:
         """`end` is where the rows really end."""
@@ -219,6 +222,10 @@ class FakeExecutor:
             known = int(self.known[slot])
             drafts = self._guess(self.tenants[slot], known)[: self.tokens.shape[1] - known]
             self.tokens[slot, known : known + len(drafts)] = drafts
+
+    def _drafts(self, slot: int) -> Ints:
+        known = int(self.known[slot])
+        return self.tokens[slot, known : known + MOST_DRAFTS].copy()
 
     def _write(self, slots: Longs, positions: Longs, lost: bool) -> None:
         """One token of each slot."""

@@ -38,10 +38,10 @@ class Verification:
         lengths = accept(drawn.result[:, : len(self.drafts)], self.first, self.drafts)
         slot, newest = self.rows.slot[self.first], self.rows.end[self.first] + lengths - 1
         slots.position[slot] = newest
-        guesses = drafter.propose(slot, newest + 1, slots.tokens, self.hidden[self.first + lengths - 1])
+        guesses = drafter.propose(slot, newest + 1, slots.tokens, self.hidden[self.first + lengths - 1]).int()
         places = newest[:, None] + 1 + torch.arange(drafter.most, device=newest.device)
-        slots.tokens[slot[:, None], places] = guesses.int()
-        return replace(drawn, lengths=lengths)
+        slots.tokens[slot[:, None], places] = guesses
+        return replace(drawn, lengths=lengths, guesses=guesses)
 
 
 def prepare(plan: StepPlan, slots: Slots, batch: Batch, rows: Rows, hidden: Tensor) -> Verification:

@@ -46,6 +46,7 @@ class Drawn:
     report: Report | None = None  # of those rows
     of_all: bool = False  # N are all rows of the step, whether they draw or not
     lengths: Tensor | None = None  # [n] how many of its draws each row takes that has any; None = all, and that is one
+    guesses: Tensor | None = None  # [n, k] int32 what those rows are expected to draw next
 
     @property
     def ids(self) -> Tensor:
