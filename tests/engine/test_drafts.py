@@ -33,7 +33,7 @@ class Oracle:
     def propose(self, slot, length, tokens, hidden):
         assert len(hidden) == len(slot)
         self.calls += 1
-        guesses = torch.zeros(len(slot), self.most, dtype=torch.int64)
+        guesses = torch.zeros(len(slot), self.most, dtype=torch.int64, device=slot.device)
         for i, (text, known) in enumerate(zip(tokens[slot].tolist(), length.tolist(), strict=True)):
             answer = next((a for a in self.answers if a[:known] == text[:known]), [])
             for j, token in enumerate(answer[known : known + self.most]):
@@ -42,7 +42,7 @@ class Oracle:
 
 
 def told(outputs):
-    """All that users see, logprobs to four digits."""
+    """All that users see, logprobs to three digits."""
     return [
         (
             [(tuple(c.token_ids), c.text, c.finish_reason, c.stop_reason, scores(c.logprobs)) for c in output.outputs],
@@ -53,18 +53,19 @@ def told(outputs):
 
 
 def scores(positions):
-    return positions and [p and [(t, one.rank, round(one.logprob, 4)) for t, one in sorted(p.items())] for p in positions]
+    return positions and [p and [(t, one.rank, round(one.logprob, 3)) for t, one in sorted(p.items())] for p in positions]
 
 
-@pytest.fixture(scope="module", params=["full", "window"])
+@pytest.fixture(scope="module", params=["full", "window", pytest.param("cuda", marks=pytest.mark.gpu)])
 def expected(request, tmp_path_factory):
     """A model, the requests, and what it answers without drafts."""
     directory = make_model(tmp_path_factory.mktemp("drafts"))
-    if request.param == "window":
+    device = "cuda" if request.param == "cuda" else "cpu"
+    if request.param != "full":
         config = json.loads((directory / "config.json").read_text())
         window = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 6}
         (directory / "config.json").write_text(json.dumps(config | window))
-    llm = open_model(directory)
+    llm = open_model(directory, device=device, dtype="float32")
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
     first = llm.generate(prompts, PARAMS, use_tqdm=False)
     words = [output.outputs[0] for output in first]
@@ -81,15 +82,15 @@ def expected(request, tmp_path_factory):
     ]
     answers = llm.generate(prompts, params, use_tqdm=False)
     texts = [[*output.prompt_token_ids, *c.token_ids] for output in answers for c in output.outputs]
-    return directory, prompts, params, told(answers), texts
+    return directory, device, prompts, params, told(answers), texts
 
 
 @pytest.mark.parametrize(("depth", "wrong"), [(0, 5), (1, 2), (1, 1000), (2, 5)])
 def test_answers_are_the_same_with_drafts(expected, depth, wrong, monkeypatch):
-    directory, prompts, params, answers, texts = expected
+    directory, device, prompts, params, answers, texts = expected
     oracle = Oracle(texts, wrong)
     monkeypatch.setattr(llm_engine, "start_core", partial(start_core, drafter=oracle))
-    llm = open_model(directory, max_num_seqs=6, num_gpu_blocks_override=60)
+    llm = open_model(directory, device=device, dtype="float32", max_num_seqs=6, num_gpu_blocks_override=60)
     core = llm.llm_engine.core
     core.depth = depth
     assert told(llm.generate(prompts, params, use_tqdm=False)) == answers

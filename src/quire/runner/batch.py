@@ -77,12 +77,15 @@ def build_batch(plan: StepPlan, slots: Slots) -> Built:
 
 
 def _ends(plan: StepPlan, slots: Slots) -> tuple[Longs, Bools | None]:
-    """[R] where the rows end, at most; and [R] which of them end where only the device knows, if any do. A CPU is asked."""
+    """[R] where the rows end, at most; and [R] which of them end where only the device knows, if any do.
+
+    A CPU is asked; so are others where a row has no drafts, though it means waiting: the attention of single tokens is cut by
+    exact numbers of keys."""
     end, loose = plan.end.astype(np.int64), slots.loose[plan.slot]
     if not loose.any():
         return end, None
-    if slots.device.type == "cpu":
-        return np.where(loose, slots.position.numpy()[plan.slot] + plan.count, end), None
+    if slots.device.type == "cpu" or (loose & (plan.drafts == 0)).any():
+        return np.where(loose, slots.position.cpu().numpy()[plan.slot] + plan.count, end), None
     return end, loose
 
 
