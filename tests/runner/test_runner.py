@@ -273,7 +273,7 @@ def test_the_local_executor(runner):
     assert executor.call("profile", 0.9, 12345) == 12345
     with pytest.raises(ConfigError, match="positive"):
         executor.call("profile", 0.9, 0)
-    for name in ("_rehearse", "nothing"):
+    for name in ("_profile_run", "nothing"):
         with pytest.raises(EngineError, match=name):
             executor.call(name)
     assert executor.submit(plan()).result().failed == {}
@@ -282,8 +282,8 @@ def test_the_local_executor(runner):
         executor.submit(plan())
 
 
-def test_the_rehearsal_runs_and_leaves_room(runner):
-    runner._rehearse()
+def test_the_profile_run_works_and_leaves_room(runner):
+    runner._profile_run()
     with pytest.raises(EngineError, match="allocated"):
         runner.launch(plan())
     runner.allocate(PAGES, LENGTH)

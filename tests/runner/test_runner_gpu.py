@@ -8,7 +8,7 @@ import torch
 from runner_support import CPU, admission, ints, plan, rows_of
 from test_runner import LENGTH, PAGES, PROMPT, Driver, make_runner
 
-from quire.runner.mail import Mail
+from quire.runner.device_updates import DeviceUpdates
 from quire.runner.sampler import random
 from quire.runner.sampler.pipeline import Sampler
 
@@ -50,9 +50,9 @@ def test_the_sampler_draws_the_same(levels):
         sampler = Sampler(len(tenants), 4000, device, "raw_logprobs")
         for tenant in tenants:
             sampler.admit(tenant.slot, tenant)
-        mail = Mail(device)
-        sampler.refresh(mail)
-        mail.deliver()
+        updates = DeviceUpdates(device)
+        sampler.refresh(updates)
+        updates.deliver()
         moved = {name: getattr(rows, name).to(device) for name in ("slot", "end", "prompt", "tokens")}
         drawn.append(sampler.sample(logits.to(device, copy=True), dataclasses.replace(rows, **moved)))
     assert drawn[1].ids.tolist() == drawn[0].ids.tolist()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.runner.rehearsal import rehearsal_plan
+from quire.runner.profile_run import largest_step
 from quire.runner.slots import Slots
 from quire.runner.warmup import KINDS, LONG, warm_up_steps
 
@@ -35,7 +35,7 @@ def test_all_shapes_are_there():
 
 @pytest.mark.parametrize(("seqs", "tokens", "longest"), [(8, 100, 1000), (4, 4096, 100), (1, 50, 50), (16, 8, 3), (3, 11, 4)])
 def test_the_largest_step_is_possible(seqs, tokens, longest):
-    plan = rehearsal_plan(seqs, tokens, longest)
+    plan = largest_step(seqs, tokens, longest)
     assert plan.count.max() <= longest
     assert len(plan.slot) == min(seqs, tokens)
     assert min(tokens, seqs * longest) - len(plan.slot) < plan.tokens <= tokens

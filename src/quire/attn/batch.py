@@ -44,7 +44,7 @@ class Batch:
     logit_index: Tensor  # [P] int64 those of the final tokens that feed logits
     groups: tuple[GroupView, ...]
     plans: dict[Any, Any] = field(default_factory=dict)  # what attention backends prepared for this batch, under their own keys
-    kept: "Kept | None" = None  # None = all tokens are
+    kept: "LogitTokens | None" = None  # None = all tokens are
     adapters: AdapterRows | None = None  # None = no row has asked for one
 
     @property
@@ -58,7 +58,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Kept:
+class LogitTokens:
     """The tokens that go on behind the last attention, where all have left their keys and values: the last few of each row."""
 
     index: Tensor  # [K] int64 into the batch's tokens, rising
@@ -81,7 +81,7 @@ def keep_last(batch: Batch, counts: npt.NDArray[np.int64], starts: Tensor, index
         plans={},
         adapters=None if batch.adapters is None else batch.adapters.take(index),
     )
-    return replace(batch, kept=Kept(index, part))
+    return replace(batch, kept=LogitTokens(index, part))
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class Launch:
 
     def run(self) -> None:
         assert lies_by_page(self.kv) and self.query.stride()[1:] == (self.spec.head_dim, 1)
-        # Taken whether it is needed or not: the rehearsal of a large step sees what any step may take.
+        # Taken whether it is needed or not: the run that measures memory sees what any step may take.
         memory = self.out.new_empty(self._words(), dtype=torch.float32)
         plan = self.plan
         if plan.tiles.shape[0]:

@@ -86,9 +86,9 @@ class Device:
 
         return torch.zeros(pages, page_bytes, dtype=torch.uint8, device=self.torch_device)
 
-    def budget(self, utilization: float, rehearse: Callable[[], None], reserve: int) -> int:
+    def budget(self, utilization: float, profile_run: Callable[[], None], reserve: int) -> int:
         """Bytes for the cache; ConfigError = there are none. `utilization`: the share of its memory that the engine may have;
-        `rehearse`: runs the largest step; `reserve`: bytes that are taken later, for recorded steps."""
+        `profile_run`: runs the largest step; `reserve`: bytes that are taken later, for recorded steps."""
         raise NotImplementedError
 
     def note(self, tokens: int) -> None:

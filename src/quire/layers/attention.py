@@ -130,7 +130,7 @@ class SelfAttention(nn.Module):
         """Of the tokens that come out of it."""
         return batch.final.adapters if self.last else batch.adapters
 
-    def passed(self, residual: Tensor, batch: Batch) -> Tensor:
+    def select_residual(self, residual: Tensor, batch: Batch) -> Tensor:
         """What goes past it [T, H] -> the part that belongs to what comes out of it."""
         return keep(residual, batch) if self.last else residual
 

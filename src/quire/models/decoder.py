@@ -36,7 +36,7 @@ class Block(nn.Module):
         """x [T, H] is not yet in the residual stream [T, H]; neither is the x that comes back. The last block gives less."""
         x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, batch)
-        x, residual = self.post_attention_layernorm.add(x, self.self_attn.passed(residual, batch))
+        x, residual = self.post_attention_layernorm.add(x, self.self_attn.select_residual(residual, batch))
         return self.mlp(x, self.self_attn.adapters_behind(batch)), residual
 
 

@@ -69,7 +69,7 @@ class SandwichBlock(nn.Module):
         """x [T, H] is not yet in the residual stream [T, H]; neither is the x that comes back. The last block gives less."""
         x, residual = self.input_layernorm.add(x, residual)
         x = self.post_attention_layernorm(self.self_attn(x, batch))
-        x, residual = self.pre_feedforward_layernorm.add(x, self.self_attn.passed(residual, batch))
+        x, residual = self.pre_feedforward_layernorm.add(x, self.self_attn.select_residual(residual, batch))
         x = self.mlp(x, self.self_attn.adapters_behind(batch))
         return self.post_feedforward_layernorm(x), residual
 

@@ -23,7 +23,7 @@ class NormAfterBlock(Block):
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
         assert residual is None
-        x, _ = self.input_layernorm.add(self.self_attn(x, batch), self.self_attn.passed(x, batch))
+        x, _ = self.input_layernorm.add(self.self_attn(x, batch), self.self_attn.select_residual(x, batch))
         x, _ = self.post_attention_layernorm.add(self.mlp(x, self.self_attn.adapters_behind(batch)), x)
         return x, None
 

@@ -55,7 +55,7 @@ def build_batch(plan: StepPlan, slots: Slots) -> Built:
     )
     starts_there = starts_there.int()
     inputs = _blank(len(slot), int(row_starts[-1]), -(-int(end.max()) // slots.page_size), slots)
-    slots.mail.deliver()
+    slots.updates.deliver()
     fill_rows(slot_there, end_there, starts_there, slots.position, slots.tokens, slots.tables, slots.page_size, inputs)
     batch = Batch(
         ids=inputs.ids,

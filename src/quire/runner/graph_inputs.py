@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.attn.alike import nothing_alike
 from quire.attn.backend import FixedPlans, Room
-from quire.attn.batch import Batch, GroupView, Kept
+from quire.attn.batch import Batch, GroupView, LogitTokens
 from quire.ops.arguments import RowInputs
 from quire.runner.buckets import MOST_ROOM, MOST_TOKENS, Bucket, final_room
 from quire.runner.sampler.stage import Rows
@@ -90,8 +90,8 @@ class Inputs:
             plans = [row_starts(counts, bucket), *plans, *(planner.numbers(cut, bucket.rows, room) for planner, cut in last)]
         packed = np.empty(number_size(bucket.rows) + sum(len(plan) for plan in plans), np.int32)
         pack(numbers, bucket, plans, packed)
-        self._slots.mail.write(self._numbers, 0, packed)
-        self._slots.mail.deliver()
+        self._slots.updates.write(self._numbers, 0, packed)
+        self._slots.updates.deliver()
 
     def row_numbers(self, bucket: Bucket) -> tuple[Tensor, ...]:
         """slot, end, prompt and drawer, each [rows] int64."""
@@ -137,7 +137,7 @@ class Inputs:
         )
         before = sum(planner.size(n, bucket.room) for planner, _ in self._planners)
         self._attach(part, number_size(n) + start_size(n) + before, n, final_room(bucket.room))
-        return replace(batch, kept=Kept(index, part))
+        return replace(batch, kept=LogitTokens(index, part))
 
     def _attach(self, batch: Batch, at: int, rows: int, room: Room) -> None:
         """The groups' plans stand one after the other among the numbers."""

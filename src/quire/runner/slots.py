@@ -12,7 +12,7 @@ how many there are at most, and `position` on the device says where the slot sta
 import numpy as np
 import torch
 
-from quire.runner.mail import Mail
+from quire.runner.device_updates import DeviceUpdates
 from quire.runner.prefixes import Prefixes
 from quire.types.errors import EngineError
 from quire.types.plan import Admission, Ints, StepPlan
@@ -22,7 +22,7 @@ class Slots:
     def __init__(self, slots: int, length: int, groups: int, page_size: int, device: torch.device, drafts: int = 0) -> None:
         """`length` is the most tokens a tenant may run; the one drawn last has a place after them, and so many drafts."""
         self.device = device
-        self.mail = Mail(device)
+        self.updates = DeviceUpdates(device)
         self.length = length
         self.page_size = page_size
         self.drafts = drafts
@@ -37,7 +37,7 @@ class Slots:
         self.prompt_length = np.zeros(slots, np.int64)  # [S]
 
     def take_in(self, plan: StepPlan) -> None:
-        """Who went and came, tokens that were given, and pages: on the device as soon as the mail is delivered."""
+        """Who went and came, tokens that were given, and pages: on the device as soon as the updates are delivered."""
         self.retire(plan.retired)
         self._admit(plan.admitted)
         self._give(plan)
@@ -55,14 +55,14 @@ class Slots:
                 raise EngineError(f"a request of {length} tokens was admitted to slots of {self.length}")
             self.cursor[slot], self.known[slot], self.prompt_length[slot] = admission.start, length, admission.prompt_length
             self.loose[slot] = False
-            self.mail.write(self.tokens, slot * self.tokens.shape[1], admission.tokens)
+            self.updates.write(self.tokens, slot * self.tokens.shape[1], admission.tokens)
 
     def _give(self, plan: StepPlan) -> None:
         """Tokens that follow a tenant's last without having been drawn."""
         if len(plan.given_slot):
             self.known += np.bincount(plan.given_slot, minlength=len(self.known))
             index = plan.given_slot.astype(np.int64) * self.tokens.shape[1] + plan.given_position
-            self.mail.scatter(self.tokens, index, plan.given_token)
+            self.updates.scatter(self.tokens, index, plan.given_token)
 
     def _write_tables(self, plan: StepPlan) -> None:
         """A new tenant's table is written whole: beyond its pages it leads nowhere."""
@@ -78,13 +78,13 @@ class Slots:
             for each in range(groups):
                 for newcomer in newcomers:
                     row = self.prefixes.pages[each, newcomer, :used]
-                    self.mail.write(self.tables, (each * slots + newcomer) * width, row, width)
+                    self.updates.write(self.tables, (each * slots + newcomer) * width, row, width)
             old = np.ones(slots, np.bool_)
             old[newcomers] = False
             others = old[slot]
             group, slot, index, page = group[others], slot[others], index[others], page[others]
         if len(page):
-            self.mail.scatter(self.tables, (group.astype(np.int64) * slots + slot) * width + index, page)
+            self.updates.scatter(self.tables, (group.astype(np.int64) * slots + slot) * width + index, page)
 
     def check(self, plan: StepPlan) -> None:
         """A row goes on exactly where its slot stands, and draws exactly when it reaches the last token: anything else would

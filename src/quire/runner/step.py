@@ -23,7 +23,7 @@ from quire.runner.draft.verify import Verification, prepare
 from quire.runner.flight import StepFlight
 from quire.runner.graphs import Graphs, allowance, fixed_plans
 from quire.runner.kv import KVBuffers
-from quire.runner.rehearsal import rehearsal_plan
+from quire.runner.profile_run import largest_step
 from quire.runner.sampler.grammar import Masks
 from quire.runner.sampler.logprobs import Report
 from quire.runner.sampler.pipeline import Drawn, Sampler
@@ -126,13 +126,13 @@ class Runner:
         self._tenants = self.graphs = None
 
     def profile(self, gpu_memory_utilization: float, kv_cache_memory_bytes: int | None) -> int:
-        """Bytes for the cache: as told, or what a rehearsal of the largest step leaves."""
+        """Bytes for the cache: as told, or what a run of the largest step leaves."""
         if kv_cache_memory_bytes is not None:
             if kv_cache_memory_bytes <= 0:
                 raise ConfigError(f"kv_cache_memory_bytes must be positive, got {kv_cache_memory_bytes}")
             return kv_cache_memory_bytes
         reserve = allowance(self._max_seqs, self._facts.vocab_size) if self._recording else 0
-        return self._device.budget(gpu_memory_utilization, self._rehearse, reserve)
+        return self._device.budget(gpu_memory_utilization, self._profile_run, reserve)
 
     def allocate(self, pages: int, max_model_len: int) -> None:
         """The cache of `pages` usable pages (the null page comes on top), and slots for contexts of max_model_len."""
@@ -163,16 +163,16 @@ class Runner:
         if self._tenants is None:
             raise EngineError("a step was launched before the cache was allocated")
         slots, kv, sampler = self._tenants
-        slots.mail.deliver()  # what a launch that failed left
+        slots.updates.deliver()  # what a launch that failed left
         slots.take_in(plan)
         for slot in plan.retired.tolist():
             sampler.retire(slot)
         for admission in plan.admitted:
             sampler.admit(admission.slot, admission)
-        sampler.refresh(slots.mail)
+        sampler.refresh(slots.updates)
         kv.copy(plan.copy_from, plan.copy_to)
         if not len(plan.slot):
-            slots.mail.deliver()
+            slots.updates.deliver()
             return StepFlight(plan, [], None)
         slots.check(plan)
         self._device.note(plan.tokens)
@@ -217,9 +217,9 @@ class Runner:
             raise EngineError("the runner has no model: load() has not been called, or close() has")
         return self._model
 
-    def _rehearse(self) -> None:
+    def _profile_run(self) -> None:
         """The largest step, on a cache of the null page alone; what it computes is meaningless, what it takes is not."""
-        plan = rehearsal_plan(self._max_seqs, self._max_batched_tokens, self._facts.max_position)
+        plan = largest_step(self._max_seqs, self._max_batched_tokens, self._facts.max_position)
         self.allocate(0, int(plan.end.max()))
         self.launch(plan).result()
         self._tenants = self.graphs = None

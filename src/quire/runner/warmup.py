@@ -20,7 +20,7 @@ from quire.layers.attention import SelfAttention
 from quire.layers.linear import Linear
 from quire.models.decoder import Decoder
 from quire.runner.batch import build_batch
-from quire.runner.rehearsal import GREEDY, Tenant, make_step
+from quire.runner.profile_run import GREEDY, Tenant, make_step
 from quire.runner.sampler.pipeline import Sampler
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
@@ -135,7 +135,7 @@ def _draws(slots: Slots, sampler: Sampler, vocabulary: int) -> list[Callable[[],
     slots.take_in(plan)
     for admission in plan.admitted:
         sampler.admit(admission.slot, admission)
-    sampler.refresh(slots.mail)
+    sampler.refresh(slots.updates)
     rows = build_batch(plan, slots).rows
     single = [rows.take(np.array([row])) for row in range(len(plan.slot))]
     return [partial(job, sampler, torch.zeros(1, vocabulary, device=slots.device), single) for job in (_draw, _edit)]

@@ -71,7 +71,7 @@ class CPUDevice(Device):
             memory.madvise(mmap.MADV_NOHUGEPAGE)
         return torch.frombuffer(memory, dtype=torch.uint8).view(pages, page_bytes)
 
-    def budget(self, utilization: float, rehearse: Callable[[], None], reserve: int) -> int:  # noqa: ARG002
+    def budget(self, utilization: float, profile_run: Callable[[], None], reserve: int) -> int:  # noqa: ARG002
         """A cautious share of what is free after the model was loaded."""
         available = available_host_bytes()
         budget = host_cache_bytes(available)

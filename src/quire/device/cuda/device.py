@@ -49,10 +49,10 @@ class CUDADevice(Device):
     def start(self) -> None:
         self._kernels = watch_kernels()
 
-    def budget(self, utilization: float, rehearse: Callable[[], None], reserve: int) -> int:
+    def budget(self, utilization: float, profile_run: Callable[[], None], reserve: int) -> int:
         from quire.device.cuda.memory import device_budget
 
-        return device_budget(self.torch_device, utilization, rehearse, reserve)
+        return device_budget(self.torch_device, utilization, profile_run, reserve)
 
     def counts(self) -> DeviceCounts:
         kernels = self._kernels

@@ -8,14 +8,14 @@ import torch
 from quire.device.base import GIB, no_memory
 
 
-def device_budget(device: torch.device, utilization: float, rehearse: Callable[[], None], reserve: int) -> int:
+def device_budget(device: torch.device, utilization: float, profile_run: Callable[[], None], reserve: int) -> int:
     """Bytes for a cache on a GPU: its share, less what others hold, the weights, the peak of the largest step, and a reserve
     for CUDA graphs, which are recorded later (`runner/graphs.py` says how much they may take)."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     weights = torch.cuda.memory_allocated(device)
-    rehearse()
+    profile_run()
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     gc.collect()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.ops.arguments import BROKEN, GOOD, NOTHING_ALLOWED, DrawColumns, DrawScratch
 from quire.ops.sample import draw
-from quire.runner.mail import Mail
+from quire.runner.device_updates import DeviceUpdates
 from quire.runner.sampler.allowed import Allowed
 from quire.runner.sampler.bad_words import BadWords
 from quire.runner.sampler.bias import Bias
@@ -118,9 +118,9 @@ class Sampler:
         """Whether `draw` is all that these slots ask for: no edits, no logprobs."""
         return not self._special or self._special.isdisjoint(slots.tolist())
 
-    def refresh(self, mail: Mail) -> None:
+    def refresh(self, updates: DeviceUpdates) -> None:
         """What was admitted goes to the device: to be delivered before anything is drawn or replayed."""
-        self._columns.refresh(mail)
+        self._columns.refresh(updates)
 
     def draw(self, logits: Tensor, drawer: Tensor, end: Tensor, tokens: Tensor, fault: Tensor | None = None) -> Tensor:
         """On a GPU, for rows as they come: see `ops/sample.py`."""

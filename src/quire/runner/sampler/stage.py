@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.runner.mail import Mail
+from quire.runner.device_updates import DeviceUpdates
 from quire.runner.transfer import Longs, upload
 from quire.types.errors import EngineError
 from quire.types.plan import Admission
@@ -98,10 +98,10 @@ class Columns:
         self._made += 1
         return Column(self, host, there, neutral)
 
-    def refresh(self, mail: Mail) -> None:
+    def refresh(self, updates: DeviceUpdates) -> None:
         """What was set since the last time goes to the device."""
         if self.stale and self.device.type != "cpu":
-            mail.write(self._there, 0, self._words[: self._made].view(np.int32).reshape(-1))
+            updates.write(self._there, 0, self._words[: self._made].view(np.int32).reshape(-1))
         self.stale = False
 
 

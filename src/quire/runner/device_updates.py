@@ -1,6 +1,6 @@
 """Words on their way to arrays on the device: whatever a step changes there travels together, and is written by one launch.
 
-    sheet   [ runs: address, place, words there are, words written | ... ]   pinned memory, which the device reads by itself
+    buffer  [ runs: address, place, words there are, words written | ... ]   pinned memory, which the device reads by itself
             [ words ................................................... ]
 
 On a CPU everything is written at once. What the words mean is not known here.
@@ -15,21 +15,21 @@ from torch import Tensor
 
 from quire.types.plan import Ints
 
-RUNS = 1024  # on a sheet
+RUNS = 1024  # on a buffer
 WORDS = 1 << 16
 MOST = 4096  # words of a run
 
 Integers = npt.NDArray[np.integer]
 
 
-class Mail:
+class DeviceUpdates:
     """Arrays are written as 32-bit words from an index on, as if they had one dimension. What is written between two deliveries
     does not overlap."""
 
     def __init__(self, device: torch.device) -> None:
         self._here = device.type == "cpu"
-        self._sheet: Sheet | None = None  # the one that is written to
-        self._sent: deque[Sheet] = deque()
+        self._buffer: StagingBuffer | None = None  # the one that is written to
+        self._sent: deque[StagingBuffer] = deque()
         self._stream = None if self._here else torch.cuda.current_stream(device)
 
     def write(self, target: Tensor, start: int, words: Integers, length: int | None = None) -> None:
@@ -55,28 +55,28 @@ class Mail:
 
     def deliver(self) -> None:
         """Everything written since the last time reaches the device before whatever is launched next."""
-        sheet = self._sheet
-        if sheet is not None:
-            sheet.send(self._stream)
-            self._sheet = None
-            self._sent.append(sheet)
+        buffer = self._buffer
+        if buffer is not None:
+            buffer.send(self._stream)
+            self._buffer = None
+            self._sent.append(buffer)
 
-    def _take(self, runs: int = 1) -> "Sheet":
-        """A sheet with room for so many runs, of one word each or one of MOST."""
-        if self._sheet is not None and not self._sheet.has_room(runs):
+    def _take(self, runs: int = 1) -> "StagingBuffer":
+        """A buffer with room for so many runs, of one word each or one of MOST."""
+        if self._buffer is not None and not self._buffer.has_room(runs):
             self.deliver()
-        if self._sheet is None:
+        if self._buffer is None:
             free = len(self._sent) > 0 and self._sent[0].arrived()
-            self._sheet = self._sent.popleft() if free else _new_sheet()
-        return self._sheet
+            self._buffer = self._sent.popleft() if free else _new_buffer()
+        return self._buffer
 
 
-def _new_sheet() -> "Sheet":
+def _new_buffer() -> "StagingBuffer":
     memory = torch.empty(8 * RUNS + WORDS, dtype=torch.int32, pin_memory=True)
-    return Sheet(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
+    return StagingBuffer(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
 
 
-class Sheet:
+class StagingBuffer:
     """Some pinned memory, and the event of its latest reading."""
 
     def __init__(self, memory: Tensor, event: torch.cuda.Event) -> None:

@@ -21,7 +21,7 @@ class Tenant:
     params: SamplingParams = GREEDY
 
 
-def rehearsal_plan(max_seqs: int, max_batched_tokens: int, longest: int) -> StepPlan:
+def largest_step(max_seqs: int, max_batched_tokens: int, longest: int) -> StepPlan:
     """The largest step: as many rows as there may be, sharing the tokens there may be; each asks the sampler for the most.
 
     No row is longer than `longest`.

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from runner_support import ints
 
-from quire.runner.mail import MOST, RUNS, WORDS, Mail, Sheet
+from quire.runner.device_updates import MOST, RUNS, WORDS, DeviceUpdates, StagingBuffer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -33,10 +33,10 @@ def arrays():
 
 def test_what_is_written_is_there():
     first, second = arrays()
-    mail = Mail(torch.device("cpu"))
-    mail.write(first, 55, ints(1, 2, 3), 6)
-    mail.scatter(second, ints(0, 199, 51), ints(7, 8, 6))
-    mail.deliver()
+    updates = DeviceUpdates(torch.device("cpu"))
+    updates.write(first, 55, ints(1, 2, 3), 6)
+    updates.scatter(second, ints(0, 199, 51), ints(7, 8, 6))
+    updates.deliver()
     assert first[1].tolist() == [9] * 5 + [1, 2, 3, 0, 0, 0] + [9] * 39 and (first[[0, 2, 3]] == 9).all()
     assert (int(second[0, 0]), int(second[3, 49]), int(second[1, 1])) == (7, 8, 6) and int((second == 9).sum()) == 197
 
@@ -44,35 +44,35 @@ def test_what_is_written_is_there():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="addresses of the host")
 def test_a_sheet_does_the_same():
     first, second = arrays()
-    sheet = Sheet(torch.zeros(8 * RUNS + WORDS, dtype=torch.int32), Read())
-    for _ in range(2):  # a sheet is used again
-        sheet.add(first.data_ptr() + 4 * 55, ints(1, 2, 3), 6)
-        sheet.add_each(second.data_ptr() + 4 * np.array([0, 199, 51]), ints(7, 8, 6))
-        sheet.send(None)
+    buffer = StagingBuffer(torch.zeros(8 * RUNS + WORDS, dtype=torch.int32), Read())
+    for _ in range(2):  # a buffer is used again
+        buffer.add(first.data_ptr() + 4 * 55, ints(1, 2, 3), 6)
+        buffer.add_each(second.data_ptr() + 4 * np.array([0, 199, 51]), ints(7, 8, 6))
+        buffer.send(None)
     assert first[1].tolist() == [9] * 5 + [1, 2, 3, 0, 0, 0] + [9] * 39 and (first[[0, 2, 3]] == 9).all()
     assert (int(second[0, 0]), int(second[3, 49]), int(second[1, 1])) == (7, 8, 6) and int((second == 9).sum()) == 197
 
 
 @pytest.mark.gpu
-def test_mail_to_a_device():
-    """Long arrays, many words, several deliveries behind a busy device, and sheets that are full."""
+def test_updates_of_a_device():
+    """Long arrays, many words, several deliveries behind a busy device, and buffers that are full."""
     generator = np.random.default_rng(0)
     target = torch.zeros(40, 3 * MOST, dtype=torch.int32, device=DEVICE)
     expected = np.zeros(target.shape, np.int32)
-    mail, busy = Mail(DEVICE), torch.zeros(1 << 28, dtype=torch.uint8, device=DEVICE)
+    updates, busy = DeviceUpdates(DEVICE), torch.zeros(1 << 28, dtype=torch.uint8, device=DEVICE)
     for _ in range(6):
         for _ in range(10):
             busy.add_(1)
         for row in generator.permutation(39).tolist():
             words = generator.integers(-(2**31), 2**31, generator.integers(0, 3 * MOST - 9), np.int32)
             length = len(words) + int(generator.integers(0, 9))
-            mail.write(target, row * 3 * MOST + 1, words, length)
+            updates.write(target, row * 3 * MOST + 1, words, length)
             expected[row, 1 : len(words) + 1] = words
             expected[row, len(words) + 1 : length + 1] = 0
         index = generator.choice(3 * MOST, 2 * RUNS + 5, replace=False)
         words = generator.integers(0, 2**31, len(index), np.int32)
-        mail.scatter(target, 39 * 3 * MOST + index, words)
+        updates.scatter(target, 39 * 3 * MOST + index, words)
         expected[39, index] = words
-        mail.deliver()
-    mail.deliver()  # there is nothing
+        updates.deliver()
+    updates.deliver()  # there is nothing
     assert (target.cpu().numpy() == expected).all()
