@@ -24,7 +24,7 @@ from typing import Any
 from quire.config.cores import wait_politely
 from quire.engine import ipc
 from quire.engine.core import EngineCore
-from quire.engine.pace import Pace
+from quire.engine.plan_deadline import PlanDeadline
 from quire.engine.timeline import Stopwatch
 from quire.frames import Mailbox
 from quire.progress import doing, shown
@@ -107,7 +107,7 @@ class Engine:
     def __init__(self, core: EngineCore, link: Link, pulse: Pulse) -> None:
         self._core, self._link, self._pulse = core, link, pulse
         core.constraints.on_refused = partial(self._refuse, added=True)
-        self._pace = Pace()
+        self._deadline = PlanDeadline()
         self.stopping = False
 
     def run(self) -> None:
@@ -127,15 +127,15 @@ class Engine:
                 deltas = self._core.step()
                 self._link.send(ipc.StepReport(deltas, self._core.stats, self._core.tokens))
                 rows = self._core.rows if self._core.ahead else 0
-                self._pace.turned(began, time.monotonic(), self._core.waited, rows, self._core.tokens)
+                self._deadline.turned(began, time.monotonic(), self._core.waited, rows, self._core.tokens)
 
     def _gather(self) -> None:
         """Takes commands until the next step has to be planned."""
-        due = self._pace.due
+        due = self._deadline.due
         while not self.stopping:
             while not self.stopping and (command := self._link.receive()) is not None:
                 self._obey(command)
-                due = self._pace.due - ADMISSION
+                due = self._deadline.due - ADMISSION
             left = int(1000 * (due - time.monotonic()))
             if left <= 0 or not self._core.has_unfinished or not self._link.wait(left):
                 return

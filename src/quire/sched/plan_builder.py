@@ -44,7 +44,7 @@ class PlanBuilder:
         self._index: list[int] = []
         self._page: list[int] = []
         self._targets: list[int] = []
-        self._given: list[tuple[int, int, int]] = []
+        self._forced: list[tuple[int, int, int]] = []
 
     def admit(self, request: Request, start: int) -> None:
         """The end-of-text ids of a constrained request are its grammar's matter."""
@@ -78,7 +78,7 @@ class PlanBuilder:
 
     def give(self, request: Request, start: int) -> None:
         """The device has not seen the request's tokens from position `start` on."""
-        self._given += [(request.slot, start + i, token) for i, token in enumerate(request.tokens[start:])]
+        self._forced += [(request.slot, start + i, token) for i, token in enumerate(request.tokens[start:])]
 
     def copy(self, source: int, target: int) -> None:
         self.sources.append(source)
@@ -114,7 +114,7 @@ class PlanBuilder:
         count, draws = np.ones((2, len(requests)), np.int32)
         for i, odd in self._odd.items():
             count[i], draws[i] = odd.count, odd.draws
-        given = np.array(self._given, np.int32).reshape(-1, 3)
+        given = np.array(self._forced, np.int32).reshape(-1, 3)
         plan = StepPlan(
             step=self.step,
             retired=_ints(retired),

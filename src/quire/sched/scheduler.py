@@ -26,7 +26,7 @@ from quire.sched.forks import Forks, common_prefix
 from quire.sched.limits import Limits
 from quire.sched.plan_builder import PlanBuilder, Scheduled
 from quire.sched.queue import Order, Policy, Queue, Running
-from quire.sched.stop import attention, finish
+from quire.sched.stop import finish, next_check
 from quire.sched.thinking import may_be_cut
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError, EngineError, RequestError
@@ -74,9 +74,9 @@ class Scheduler:
         self._forks = Forks(self._order)
         self._live: dict[str, Request] = {}  # all that are not finished: running, in the queue, parked, or unready
         self._unready: set[Request] = set()  # their grammar is being compiled
-        self._void: set[Request] = set()  # their rows in flight read pages that were never written
+        self._discarded: set[Request] = set()  # their rows in flight read pages that were never written
         self._slots = list(range(max_seqs - 1, -1, -1))
-        self._given: dict[Request, int] = {}  # running ones with tokens the device has not been told, from this position on
+        self._forced: dict[Request, int] = {}  # running ones with tokens the device has not been told, from this position on
         self._paused: set[Request] = set()  # they get no row in the next step
         self._filling: list[Request] = []  # their latest rows may fill pages that are not published yet
         self._filling_later: list[Request] = []  # and these rows have one token
@@ -121,7 +121,7 @@ class Scheduler:
         if request is None or request in self._unready:
             return
         if request.rows:
-            self._void.add(request)
+            self._discarded.add(request)
         if request.slot >= 0:
             self._unseat(request)
         else:
@@ -173,7 +173,7 @@ class Scheduler:
                 break
         else:
             if request.slot >= 0:
-                self._given.setdefault(request, start)
+                self._forced.setdefault(request, start)
         return [delta(request, news, stop=stop)]
 
     def release(self, ids: Iterable[str]) -> None:
@@ -235,11 +235,11 @@ class Scheduler:
         self._admit(plan, left, now)
         self._pool.drop(plan.sources)
         self._paused.clear()
-        for request, start in self._given.items():
+        for request, start in self._forced.items():
             plan.give(request, start)
         scheduled = plan.build(self._retired, self._last)
         if scheduled is not None:
-            self._retired, self._given, self._owed = [], {}, plan.owed
+            self._retired, self._forced, self._owed = [], {}, plan.owed
             self._step += 1
             self._last = scheduled
         return scheduled
@@ -261,7 +261,7 @@ class Scheduler:
 
     def _publish(self, filling: list[Request]) -> None:
         for request in filling:
-            if request.slot >= 0 and request not in self._void:
+            if request.slot >= 0 and request not in self._discarded:
                 self._tables.publish(request)
         filling.clear()
 
@@ -275,7 +275,7 @@ class Scheduler:
             if not left:
                 break
             end = request.computed + 1
-            if end <= request.easy:  # what `_place` does, for one token: most rows of most steps
+            if end <= request.fast_until:  # what `_place` does, for one token: most rows of most steps
                 request.computed = end
                 requests.append(request)
                 ends.append(end)
@@ -335,7 +335,7 @@ class Scheduler:
             request.known = 1
             request.loose += drafts
             if not request.spec.params.needs_masks and not self._drafts:
-                request.easy = min(request.covered, request.limit - 1)
+                request.fast_until = min(request.covered, request.limit - 1)
         else:
             request.chunks += 1
             plan.owed += self._tables.demand(request, len(request.tokens))
@@ -468,12 +468,12 @@ class Scheduler:
 
     def _unseat(self, request: Request) -> None:
         """It keeps nothing but its tokens."""
-        if request not in self._void:
+        if request not in self._discarded:
             self._tables.publish(request)
         self._vacate(request)
         self._tables.free(request)
         request.rewind(0)
-        request.easy = request.look = 0
+        request.fast_until = request.inspect_at = 0
 
     def _withdraw(self, request: Request) -> None:
         """From where it waits."""
@@ -485,7 +485,7 @@ class Scheduler:
             self._forks.unpark(request)
 
     def _vacate(self, request: Request) -> None:
-        self._given.pop(request, None)
+        self._forced.pop(request, None)
         self._running.remove(request)
         self._slots.append(request.slot)
         self._retired.append(request.slot)
@@ -499,7 +499,7 @@ class Scheduler:
         deltas: list[TokenDelta] = []
         requests, ids = scheduled.requests, result.ids.tolist()
         special = {*scheduled.odd, *result.logprobs, *result.prompt_logprobs, *result.failed}
-        if self._void:
+        if self._discarded:
             special.update(range(len(requests)))
         rows: Iterable[tuple[Request, int]] = zip(requests, ids, strict=not special)
         if special:
@@ -511,7 +511,7 @@ class Scheduler:
             if request.finished is None:
                 tokens = request.tokens
                 tokens.append(token)
-                if token in request.spec.stop_ids or len(tokens) >= request.look:
+                if token in request.spec.stop_ids or len(tokens) >= request.inspect_at:
                     deltas.append(self._consider(request, [token], finish(request, token)))
                 else:
                     deltas.append(TokenDelta(request.spec.id, [token]))
@@ -558,7 +558,7 @@ class Scheduler:
         """The newest tokens in full: do they fill a page, do they end the request?"""
         self._tables.publish(request)
         if ending is None:
-            request.look = min(attention(request), self._tables.next_publication(request))
+            request.inspect_at = min(next_check(request), self._tables.next_publication(request))
             return delta(request, tokens, logprobs=logprobs, prompt_logprobs=scores)
         self._leave(request, ending[0])
         return delta(request, tokens, stop=ending[1], logprobs=logprobs, prompt_logprobs=scores)
@@ -582,7 +582,7 @@ class Scheduler:
         for request in list(self._live.values()):
             if request.slot in given or (request.rows and request.admitted > plan.step):
                 if request.rows:
-                    self._void.add(request)
+                    self._discarded.add(request)
                 if request.slot >= 0:
                     self._preempt(request)
         self._retired += [slot for slot in plan.retired.tolist() if slot in self._slots and slot not in self._retired]
@@ -591,11 +591,11 @@ class Scheduler:
     def _returned(self, request: Request, sample: bool, drafts: int) -> bool:
         """Counts one row back in. False if its result is of no use, and then no token of it is to come any more."""
         request.chunks -= not sample
-        useful = request.finished is None and request not in self._void
+        useful = request.finished is None and request not in self._discarded
         if sample and not useful:
             request.land(drafts, 0)
         if not request.rows:
-            self._void.discard(request)
+            self._discarded.discard(request)
         return useful
 
     def _leave(self, request: Request, reason: FinishReason) -> None:
@@ -606,7 +606,7 @@ class Scheduler:
         if not self._tenants[request.spec.tenant]:
             del self._tenants[request.spec.tenant]
         if request.slot >= 0:
-            if reason != "error" and request not in self._void:
+            if reason != "error" and request not in self._discarded:
                 self._tables.publish(request)
             self._vacate(request)
             if request.spec.hold and reason not in ("abort", "error"):
@@ -630,7 +630,7 @@ class Scheduler:
         for request in places:
             if min(request.rows, request.pending, request.known, request.loose, request.settled) < 0:
                 raise EngineError(f"the cursors of {request.spec.id!r} are out of bounds")
-            if request.slot < 0 and (request.pages or request.computed or request.easy):
+            if request.slot < 0 and (request.pages or request.computed or request.fast_until):
                 raise EngineError(f"{request.spec.id!r} waits but has pages")
-            if request.easy and (request.known != 1 or request.easy > request.covered):
-                raise EngineError(f"{request.spec.id!r} is thought to be easy, but is not")
+            if request.fast_until and (request.known != 1 or request.fast_until > request.covered):
+                raise EngineError(f"{request.spec.id!r} is planned without a look, but needs one")

@@ -22,7 +22,7 @@ def finish(request: Request, token: int) -> tuple[FinishReason, int | None] | No
     return None
 
 
-def attention(request: Request) -> int:
+def next_check(request: Request) -> int:
     """No sooner than with this many tokens can `finish` say anything, unless a stop id comes."""
     return 0 if request.spec.params.repetition_detection is not None else request.limit
 

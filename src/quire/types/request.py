@@ -59,8 +59,8 @@ class Request:
     loose: int = 0  # drafts in flight: of `computed`, so much may turn out to be less
     drew: bool = False  # its latest row ends in a draw, so that drafts follow
     chunks: int = 0  # rows in flight that bring no token
-    easy: int = 0  # rows of one token up to here need no page and no thought; 0 while more than one token is known
-    look: int = 0  # a new token that makes it this long may end it, fill a page, or is news beyond itself
+    fast_until: int = 0  # rows of one token up to here need no page and no thought; 0 while more than one token is known
+    inspect_at: int = 0  # a new token that makes it this long may end it, fill a page, or is news beyond itself
     slot: int = -1
     pages: list[list[int]] = field(default_factory=list)  # per cache group
     covered: int = 0  # positions the pages have room for

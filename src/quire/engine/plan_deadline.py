@@ -14,7 +14,7 @@ LEAST_LEAD, MOST_LEAD = 0.0005, 0.01  # seconds that are kept in hand
 EASING = 0.98  # of the lead, whenever it was enough
 
 
-class Pace:
+class PlanDeadline:
     """`due` is the moment to plan the next step."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from quire.engine import ipc
-from quire.engine.pace import EASING, FORESEEN, LEAST_LEAD, MOST_LEAD, Pace
+from quire.engine.plan_deadline import EASING, FORESEEN, LEAST_LEAD, MOST_LEAD, PlanDeadline
 from quire.engine.process import Engine
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
@@ -14,27 +14,27 @@ from quire.types.sampling import SamplingParams
 STEP, HOST = 0.01, 0.001  # seconds
 
 
-def turn(pace: Pace, ended: float, rows: int = 8, tokens: int | None = None, waited: float = 0.004) -> float:
+def turn(deadline: PlanDeadline, ended: float, rows: int = 8, tokens: int | None = None, waited: float = 0.004) -> float:
     """-> seconds after the turn at which the next step is due."""
-    pace.turned(ended - waited - HOST, ended, waited, rows, rows if tokens is None else tokens)
-    return pace.due - ended if pace.due else 0.0
+    deadline.turned(ended - waited - HOST, ended, waited, rows, rows if tokens is None else tokens)
+    return deadline.due - ended if deadline.due else 0.0
 
 
-def steady() -> Pace:
-    pace = Pace()
+def steady() -> PlanDeadline:
+    deadline = PlanDeadline()
     for i in range(3):
-        turn(pace, 1.0 + i * STEP)
-    return pace  # a step of 8 rows of one token is in flight, and began at 1 + 2 * STEP
+        turn(deadline, 1.0 + i * STEP)
+    return deadline  # a step of 8 rows of one token is in flight, and began at 1 + 2 * STEP
 
 
 SPARE = FORESEEN * STEP - HOST
 
 
 def test_even_steps_are_foreseen_after_one_has_been_timed():
-    pace = Pace()
-    assert turn(pace, 1.0) == 0.0
-    assert turn(pace, 1.0 + STEP) == pytest.approx(SPARE - LEAST_LEAD)
-    assert turn(pace, 1.0 + 2 * STEP, rows=7) == pytest.approx(SPARE - LEAST_LEAD)
+    deadline = PlanDeadline()
+    assert turn(deadline, 1.0) == 0.0
+    assert turn(deadline, 1.0 + STEP) == pytest.approx(SPARE - LEAST_LEAD)
+    assert turn(deadline, 1.0 + 2 * STEP, rows=7) == pytest.approx(SPARE - LEAST_LEAD)
 
 
 @pytest.mark.parametrize(
@@ -45,25 +45,25 @@ def test_what_is_not_like_the_step_before_is_not_foreseen(rows, tokens):
 
 
 def test_a_step_behind_a_prompt_is_not_foreseen():
-    pace = steady()
-    turn(pace, 1.0 + 3 * STEP, 8, 300)
-    assert turn(pace, 1.0 + 8 * STEP, 9) == 0.0  # how long the prompt took says nothing
-    assert turn(pace, 1.0 + 9 * STEP, 9) == pytest.approx(SPARE - LEAST_LEAD)
+    deadline = steady()
+    turn(deadline, 1.0 + 3 * STEP, 8, 300)
+    assert turn(deadline, 1.0 + 8 * STEP, 9) == 0.0  # how long the prompt took says nothing
+    assert turn(deadline, 1.0 + 9 * STEP, 9) == pytest.approx(SPARE - LEAST_LEAD)
 
 
 def test_when_the_device_had_to_wait_plans_are_made_earlier():
-    pace = steady()
-    assert turn(pace, 1.0 + 3.5 * STEP, waited=0.0) == 0.0  # too late: when the step ended is not known
-    assert turn(pace, 1.0 + 4.5 * STEP) == 0.0
-    assert turn(pace, 1.0 + 5.5 * STEP) == pytest.approx(SPARE - 2 * LEAST_LEAD * EASING**2)
+    deadline = steady()
+    assert turn(deadline, 1.0 + 3.5 * STEP, waited=0.0) == 0.0  # too late: when the step ended is not known
+    assert turn(deadline, 1.0 + 4.5 * STEP) == 0.0
+    assert turn(deadline, 1.0 + 5.5 * STEP) == pytest.approx(SPARE - 2 * LEAST_LEAD * EASING**2)
     for i in range(20):
-        turn(pace, 2.0 + i * STEP)
-        pace.due = 1.0
-        turn(pace, 2.0 + i * STEP, waited=0.0)
-    assert pace._lead == MOST_LEAD
+        turn(deadline, 2.0 + i * STEP)
+        deadline.due = 1.0
+        turn(deadline, 2.0 + i * STEP, waited=0.0)
+    assert deadline._lead == MOST_LEAD
     for i in range(400):
-        turn(pace, 3.0 + i * STEP)
-    assert pace._lead == LEAST_LEAD
+        turn(deadline, 3.0 + i * STEP)
+    assert deadline._lead == LEAST_LEAD
 
 
 class Core:
