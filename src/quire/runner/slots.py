@@ -89,11 +89,14 @@ class Slots:
     def check(self, plan: StepPlan) -> None:
         """A row goes on exactly where its slot stands, and draws exactly when it reaches the last token: anything else would
         read or write the wrong cache entries in silence. Of a loose slot only bounds are known."""
-        start, end, known = plan.end - plan.count, plan.end, self.known[plan.slot] + plan.drafts
-        exact, cursor = ~self.loose[plan.slot], self.cursor[plan.slot]
-        wrong = (start > cursor) | (plan.count < 1) | (end > known) | (plan.slot < 0)
-        wrong |= exact & ((start != cursor) | (plan.sample != (end == known)))
-        wrong |= (plan.drafts > self.drafts) | (plan.drafts >= plan.count)
+        start, end, known, cursor = plan.end - plan.count, plan.end, self.known[plan.slot], self.cursor[plan.slot]
+        if plan.drafts.any():
+            known = known + plan.drafts
+        wrong = (start != cursor) | (plan.sample != (end == known))
+        if self.drafts:
+            wrong &= ~self.loose[plan.slot]
+            wrong |= start > cursor
+        wrong |= (plan.count <= plan.drafts) | (end > known) | (plan.slot < 0) | (plan.drafts > self.drafts)
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])
             slot = int(plan.slot[row])
@@ -105,6 +108,9 @@ class Slots:
     def advance(self, plan: StepPlan) -> None:
         """The rows have been launched; those that draw have one more token to run, and some of their drafts may be right."""
         self.cursor[plan.slot] = plan.end
+        if not self.drafts:
+            self.known[plan.slot] += plan.sample
+            return
         self.known[plan.slot] = np.where(plan.sample, plan.end + 1, self.known[plan.slot])
         if plan.drafts.any():
             self.loose[plan.slot[plan.drafts > 0]] = True

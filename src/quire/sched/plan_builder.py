@@ -127,7 +127,7 @@ class PlanBuilder:
             copy_to=_ints(self._targets),
             slot=_ints([request.slot for request in requests]) if slots is None else slots,
             count=count,
-            drafts=np.maximum(draws - 1, 0),
+            drafts=np.maximum(draws - 1, 0) if self._odd else np.zeros_like(count),
             end=_ints(self.ends),
             outputs=self._outputs(count, draws),
             masked=self._masks(draws),

@@ -112,6 +112,8 @@ class StepPlan:
     @cached_property
     def sample(self) -> Bools:
         """[rows] which of them draw."""
+        if len(self.outputs.draw) == self.tokens:  # most steps: something is drawn behind every token
+            return np.ones(len(self.slot), np.bool_)
         sample = np.zeros(len(self.slot), np.bool_)
         sample[self.draw_row] = True
         return sample
