@@ -11,7 +11,7 @@ from quire.attn import cuts
 from quire.attn.alike import NOTHING_ALIKE
 from quire.attn.backend import Room
 from quire.runner.buckets import Bucket
-from quire.runner.graph_capture import Recorder
+from quire.runner.graph_capture import StepRecorder
 from quire.runner.prefixes import Prefixes
 
 pytestmark = pytest.mark.gpu
@@ -118,7 +118,7 @@ def test_a_recording_that_fails_costs_no_answer(directory, monkeypatch):
     args = {"device": "cuda", "dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 256}
     requests = workload(7)
     expected = play(open_model(directory, **args, enforce_eager=True), requests)
-    forward = Recorder._forward
+    forward = StepRecorder._forward
 
     def fails_when_recorded(*given):
         logits = forward(*given)
@@ -126,7 +126,7 @@ def test_a_recording_that_fails_costs_no_answer(directory, monkeypatch):
             raise torch.OutOfMemoryError("no memory")
         return logits
 
-    monkeypatch.setattr(Recorder, "_forward", fails_when_recorded)
+    monkeypatch.setattr(StepRecorder, "_forward", fails_when_recorded)
     llm = open_model(directory, **args)
     assert play(llm, requests) == expected
     graphs = llm.llm_engine.core.executor._runner.graphs

@@ -31,6 +31,25 @@ class Body(Protocol):
         ...
 
 
+class Recording(Protocol):
+    """A step that was recorded."""
+
+    def replay(self) -> "Tensor":
+        """Runs it again, and returns what it made the first time, which has other values now."""
+        ...
+
+
+class Recorder(Protocol):
+    def capture(self, run: Callable[[], "Tensor"]) -> Recording:
+        """Records what `run` launches, without running it. What it returns (float32, contiguous) is good until the next
+        replay of any recording. RuntimeError = it cannot be recorded, or not before it was run once."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Of the device."""
+        ...
+
+
 @dataclass(frozen=True)
 class Prepared:
     """What a device made of a model."""
@@ -58,7 +77,7 @@ class Device:
     """
 
     name = ""  # as users say it; torch's name, too, unless `torch_device` says otherwise
-    records = False  # can it record a step and replay it? (CUDA graphs)
+    records = False  # can it record a step and replay it? Then it has a `recorder`
     compiles = False  # are kernels compiled when they are first run? Then steps are run before the first request comes
 
     def facts(self, memory: int | None = None) -> "DeviceFacts":
@@ -89,6 +108,9 @@ class Device:
     def budget(self, utilization: float, profile_run: Callable[[], None], reserve: int) -> int:
         """Bytes for the cache; ConfigError = there are none. `utilization`: the share of its memory that the engine may have;
         `profile_run`: runs the largest step; `reserve`: bytes that are taken later, for recorded steps."""
+        raise NotImplementedError
+
+    def recorder(self) -> Recorder:
         raise NotImplementedError
 
     def note(self, tokens: int) -> None:

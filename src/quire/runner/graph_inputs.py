@@ -59,8 +59,6 @@ class Inputs:
             tables=torch.zeros(groups, most, width, dtype=torch.int32, device=device),
             write=torch.zeros(groups, tokens, dtype=torch.int64, device=device),
         )
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.pool = torch.cuda.graph_pool_handle()
 
     def write(self, plan: StepPlan, bucket: Bucket, plain: bool, work: Work) -> None:
         """Sends a step's numbers to the device, with what else is on its way."""

@@ -19,10 +19,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from quire.attn.backend import FixedPlans, Room
+from quire.device.base import Recorder, Recording
 from quire.models.decoder import Decoder
 from quire.runner.buckets import (
     MOST_PROMPT_SPLITS,
@@ -36,7 +36,7 @@ from quire.runner.buckets import (
     substitute,
     worth_having,
 )  # fmt: skip
-from quire.runner.graph_capture import Recorded, Recorder
+from quire.runner.graph_capture import StepRecorder
 from quire.runner.graph_inputs import Inputs, Planners, Work
 from quire.runner.sampler.pipeline import Sampler
 from quire.runner.sampler.stage import Rows
@@ -78,7 +78,14 @@ class Graphs:
     allocated."""
 
     def __init__(
-        self, model: Decoder, slots: Slots, sampler: Sampler, planners: Planners, vocabulary: int, max_tokens: int
+        self,
+        model: Decoder,
+        slots: Slots,
+        sampler: Sampler,
+        planners: Planners,
+        recorder: Recorder,
+        vocabulary: int,
+        max_tokens: int,
     ) -> None:
         """`max_tokens`: no step has more."""
         self._max_tokens = min(max_tokens, MOST_TOKENS)
@@ -87,9 +94,10 @@ class Graphs:
         self._allowance = allowance(len(slots.tokens), vocabulary)
         self._taken = 0  # bytes
         self._wanted: Counter[Bucket] = Counter()
-        self._recorded: dict[Bucket, Recorded] = {}
+        self._recorded: dict[Bucket, Recording] = {}
         self._inputs = Inputs(slots, planners, self._max_rows)
-        self._recorder = Recorder(model, slots, sampler, self._inputs)
+        self._device = recorder
+        self._recorder = StepRecorder(model, slots, sampler, self._inputs, recorder)
         self.captures = self.replays = self.eager = 0
 
     def run(self, plan: StepPlan, plain: bool) -> Tensor | Undrawn | None:
@@ -108,9 +116,8 @@ class Graphs:
         if recorded is None:
             logits = self._record(bucket)
         else:
-            recorded.graph.replay()
+            logits = recorded.replay()
             self.replays += 1
-            logits = recorded.logits
         if plain:
             return self._sampler.latest
         rows = self._inputs.sampler_rows(plan, bucket)
@@ -174,12 +181,12 @@ class Graphs:
 
     def _record(self, bucket: Bucket) -> Tensor:
         """-> logits [rows, V] of the step whose inputs are in place."""
-        before = torch.cuda.mem_get_info(self._slots.device)[0]
+        before = self._device.free_bytes()
         recorded, logits = self._recorder.record(bucket)
         if recorded is None:
             self._taken = self._allowance
             return logits
         self._recorded[bucket] = recorded
         self.captures += 1
-        self._taken += before - torch.cuda.mem_get_info(self._slots.device)[0]
+        self._taken += before - self._device.free_bytes()
         return logits

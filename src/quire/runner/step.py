@@ -149,7 +149,9 @@ class Runner:
         self.graphs = (
             None
             if planners is None
-            else Graphs(model, slots, sampler, planners, self._facts.vocab_size, self._max_batched_tokens)
+            else Graphs(
+                model, slots, sampler, planners, self._device.recorder(), self._facts.vocab_size, self._max_batched_tokens
+            )
         )
 
     def close(self) -> None:

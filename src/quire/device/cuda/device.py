@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.config.facts import DeviceFacts
-from quire.device.base import Device
+from quire.device.base import Device, Recorder
 from quire.types.errors import ConfigError
 from quire.types.stats import DeviceCounts
 
@@ -53,6 +53,11 @@ class CUDADevice(Device):
         from quire.device.cuda.memory import device_budget
 
         return device_budget(self.torch_device, utilization, profile_run, reserve)
+
+    def recorder(self) -> Recorder:
+        from quire.device.cuda.capture import CUDAGraphs
+
+        return CUDAGraphs(self.torch_device)
 
     def counts(self) -> DeviceCounts:
         kernels = self._kernels
