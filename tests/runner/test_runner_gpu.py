@@ -8,7 +8,7 @@ import torch
 from runner_support import CPU, admission, ints, plan, rows_of
 from test_runner import LENGTH, PAGES, PROMPT, Driver, make_runner
 
-from quire.runner.device_updates import DeviceUpdates
+from quire.device.registry import open_device
 from quire.runner.sampler import random
 from quire.runner.sampler.pipeline import Sampler
 
@@ -50,7 +50,7 @@ def test_the_sampler_draws_the_same(levels):
         sampler = Sampler(len(tenants), 4000, device, "raw_logprobs")
         for tenant in tenants:
             sampler.admit(tenant.slot, tenant)
-        updates = DeviceUpdates(device)
+        updates = open_device(device.type).updates()
         sampler.refresh(updates)
         updates.deliver()
         moved = {name: getattr(rows, name).to(device) for name in ("slot", "end", "prompt", "tokens")}

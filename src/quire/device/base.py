@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from quire.attn.batch import Batch
     from quire.config.facts import DeviceFacts, ModelFacts
+    from quire.device.updates import DeviceUpdates
     from quire.models.decoder import Decoder
 
 GIB = 2**30
@@ -109,6 +110,12 @@ class Device:
         """Bytes for the cache; ConfigError = there are none. `utilization`: the share of its memory that the engine may have;
         `profile_run`: runs the largest step; `reserve`: bytes that are taken later, for recorded steps."""
         raise NotImplementedError
+
+    def updates(self) -> "DeviceUpdates":
+        """How small changes of arrays reach it."""
+        from quire.device.updates import DeviceUpdates
+
+        return DeviceUpdates()
 
     def recorder(self) -> Recorder:
         raise NotImplementedError

@@ -12,17 +12,26 @@ how many there are at most, and `position` on the device says where the slot sta
 import numpy as np
 import torch
 
-from quire.runner.device_updates import DeviceUpdates
+from quire.device.updates import DeviceUpdates
 from quire.runner.prefixes import Prefixes
 from quire.types.errors import EngineError
 from quire.types.plan import Admission, Ints, StepPlan
 
 
 class Slots:
-    def __init__(self, slots: int, length: int, groups: int, page_size: int, device: torch.device, drafts: int = 0) -> None:
+    def __init__(
+        self,
+        slots: int,
+        length: int,
+        groups: int,
+        page_size: int,
+        device: torch.device,
+        drafts: int = 0,
+        updates: DeviceUpdates | None = None,
+    ) -> None:
         """`length` is the most tokens a tenant may run; the one drawn last has a place after them, and so many drafts."""
         self.device = device
-        self.updates = DeviceUpdates(device)
+        self.updates = updates or DeviceUpdates()
         self.length = length
         self.page_size = page_size
         self.drafts = drafts

@@ -142,7 +142,7 @@ class Runner:
         for layer, view, group in kv.views():
             model.attentions[layer].bind(view, group)
         groups, page_size = len(self._layout.groups), self._layout.page_size
-        slots = Slots(self._max_seqs, max_model_len, groups, page_size, device, self._drafts)
+        slots = Slots(self._max_seqs, max_model_len, groups, page_size, device, self._drafts, self._device.updates())
         sampler = Sampler(self._max_seqs, self._facts.vocab_size, device, self._logprobs_mode, self._drafts)
         self._tenants = slots, kv, sampler
         planners = fixed_plans(model, len(self._layout.groups)) if self._recording else None

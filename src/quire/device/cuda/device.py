@@ -10,6 +10,7 @@ from quire.types.errors import ConfigError
 from quire.types.stats import DeviceCounts
 
 if TYPE_CHECKING:
+    from quire.device.updates import DeviceUpdates
     from quire.ops.kernels.variants import Variants
 
 BATCH, LARGE_BATCH = (8192, 256), (16384, 1024)  # tokens and requests per step
@@ -53,6 +54,11 @@ class CUDADevice(Device):
         from quire.device.cuda.memory import device_budget
 
         return device_budget(self.torch_device, utilization, profile_run, reserve)
+
+    def updates(self) -> "DeviceUpdates":
+        from quire.device.cuda.updates import CUDAUpdates
+
+        return CUDAUpdates(self.torch_device)
 
     def recorder(self) -> Recorder:
         from quire.device.cuda.capture import CUDAGraphs

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.device.updates import DeviceUpdates
 from quire.ops.arguments import BROKEN, GOOD, NOTHING_ALLOWED, DrawColumns, DrawScratch
 from quire.ops.sample import draw
-from quire.runner.device_updates import DeviceUpdates
 from quire.runner.sampler.allowed import Allowed
 from quire.runner.sampler.bad_words import BadWords
 from quire.runner.sampler.bias import Bias

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.runner.device_updates import DeviceUpdates
+from quire.device.updates import DeviceUpdates
 from quire.runner.transfer import Longs, upload
 from quire.types.errors import EngineError
 from quire.types.plan import Admission

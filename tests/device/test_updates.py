@@ -10,11 +10,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from runner_support import ints
-
-from quire.runner.device_updates import MOST, RUNS, WORDS, DeviceUpdates, StagingBuffer
+from quire.device.cuda.updates import MOST, RUNS, WORDS, CUDAUpdates, StagingBuffer
+from quire.device.updates import DeviceUpdates
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def ints(*values):
+    return np.array(values, np.int32)
 
 
 class Read:
@@ -33,7 +36,7 @@ def arrays():
 
 def test_what_is_written_is_there():
     first, second = arrays()
-    updates = DeviceUpdates(torch.device("cpu"))
+    updates = DeviceUpdates()
     updates.write(first, 55, ints(1, 2, 3), 6)
     updates.scatter(second, ints(0, 199, 51), ints(7, 8, 6))
     updates.deliver()
@@ -42,7 +45,7 @@ def test_what_is_written_is_there():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="addresses of the host")
-def test_a_sheet_does_the_same():
+def test_a_buffer_does_the_same():
     first, second = arrays()
     buffer = StagingBuffer(torch.zeros(8 * RUNS + WORDS, dtype=torch.int32), Read())
     for _ in range(2):  # a buffer is used again
@@ -59,7 +62,7 @@ def test_updates_of_a_device():
     generator = np.random.default_rng(0)
     target = torch.zeros(40, 3 * MOST, dtype=torch.int32, device=DEVICE)
     expected = np.zeros(target.shape, np.int32)
-    updates, busy = DeviceUpdates(DEVICE), torch.zeros(1 << 28, dtype=torch.uint8, device=DEVICE)
+    updates, busy = CUDAUpdates(DEVICE), torch.zeros(1 << 28, dtype=torch.uint8, device=DEVICE)
     for _ in range(6):
         for _ in range(10):
             busy.add_(1)

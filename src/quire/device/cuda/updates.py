@@ -1,9 +1,7 @@
-"""Words on their way to arrays on the device: whatever a step changes there travels together, and is written by one launch.
+"""Whatever a step changes on a GPU travels together, and is written by one launch.
 
-    buffer  [ runs: address, place, words there are, words written | ... ]   pinned memory, which the device reads by itself
-            [ words ................................................... ]
-
-On a CPU everything is written at once. What the words mean is not known here.
+buffer  [ runs: address, place, words there are, words written | ... ]   pinned memory, which the device reads by itself
+        [ words ................................................... ]
 """
 
 from collections import deque
@@ -13,48 +11,32 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.device.updates import DeviceUpdates, Integers
 from quire.types.plan import Ints
 
-RUNS = 1024  # on a buffer
+RUNS = 1024  # in a buffer
 WORDS = 1 << 16
 MOST = 4096  # words of a run
 
-Integers = npt.NDArray[np.integer]
 
-
-class DeviceUpdates:
-    """Arrays are written as 32-bit words from an index on, as if they had one dimension. What is written between two deliveries
-    does not overlap."""
-
+class CUDAUpdates(DeviceUpdates):
     def __init__(self, device: torch.device) -> None:
-        self._here = device.type == "cpu"
         self._buffer: StagingBuffer | None = None  # the one that is written to
         self._sent: deque[StagingBuffer] = deque()
-        self._stream = None if self._here else torch.cuda.current_stream(device)
+        self._stream = torch.cuda.current_stream(device)
 
     def write(self, target: Tensor, start: int, words: Integers, length: int | None = None) -> None:
-        """`words`, and zeros behind them up to `length`."""
         length = len(words) if length is None else length
-        if self._here:
-            row = target.view(-1).numpy()[start : start + length]
-            row[: len(words)] = words
-            row[len(words) :] = 0
-            return
         address = target.data_ptr() + 4 * start
         for first in range(0, length, MOST):
             self._take().add(address + 4 * first, words[first : first + MOST], min(MOST, length - first))
 
     def scatter(self, target: Tensor, index: Integers, words: Ints) -> None:
-        """target[index[i]] = words[i]."""
-        if self._here:
-            target.view(-1).numpy()[index] = words
-            return
         addresses = target.data_ptr() + 4 * index.astype(np.int64)
         for first in range(0, len(words), RUNS):
             self._take(min(RUNS, len(words) - first)).add_each(addresses[first : first + RUNS], words[first : first + RUNS])
 
     def deliver(self) -> None:
-        """Everything written since the last time reaches the device before whatever is launched next."""
         buffer = self._buffer
         if buffer is not None:
             buffer.send(self._stream)
