@@ -31,7 +31,7 @@ from quire.device.cpu.graph import Graph, Runtime
 from quire.device.cpu.network import DecoderNetwork, find_forms
 from quire.device.cpu.openvino_attention import Form
 from quire.device.cpu.prepare import CompiledBody, multiply_by_layer, pack_blocks
-from quire.device.cpu.segments import Pieces
+from quire.device.cpu.segments import Segments
 from quire.device.cpu.session import Session
 from quire.device.cpu.trace import write_down
 from quire.ops.linear import linear
@@ -204,7 +204,7 @@ def choice(openvino):
 
 
 @pytest.mark.parametrize(
-    "paged_cache, faster, kind", [(True, True, DecoderNetwork), (False, True, Pieces), (True, False, Pieces)]
+    "paged_cache, faster, kind", [(True, True, DecoderNetwork), (False, True, Segments), (True, False, Segments)]
 )
 def test_a_network_only_where_it_is_faster_and_can_be(facts, monkeypatch, paged_cache, faster, kind):
     monkeypatch.setattr(compiled, "choose", choice(faster))
@@ -214,7 +214,7 @@ def test_a_network_only_where_it_is_faster_and_can_be(facts, monkeypatch, paged_
 
 @pytest.mark.parametrize(
     "most, block_size, kind",
-    [(4, None, DecoderNetwork), (4, 16, Pieces), (1, None, DecoderNetwork)],
+    [(4, None, DecoderNetwork), (4, 16, Segments), (1, None, DecoderNetwork)],
     ids=["many", "other pages", "one"],
 )
 def test_which_engines_get_a_network(facts, monkeypatch, most, block_size, kind):
@@ -238,7 +238,7 @@ def test_a_network_that_cannot_be_made_is_pieces_instead(facts, monkeypatch, cap
     monkeypatch.setattr(compiled, "DecoderNetwork", refuse)
     model = loaded(facts)
     model.body = CompiledBody(model.run_blocks, compile_body(model.run_blocks, facts.hidden_size, whole=False, paged=True))
-    assert type(model.body.compiled) is Pieces and "no such operator" in caplog.text
+    assert type(model.body.compiled) is Segments and "no such operator" in caplog.text
     expected = Sequences(layered(facts), 1, len(IDS)).step([(0, IDS)])[0]
     assert (Sequences(model, 1, len(IDS)).step([(0, IDS)])[0] - expected).norm() < 0.02 * expected.norm()
 
@@ -270,7 +270,7 @@ def test_a_plugin_that_cannot_attend_is_not_used(facts, monkeypatch):
     monkeypatch.setattr(compiled, "choose", choice(True))
     monkeypatch.setattr(paged, "agrees", lambda form: False)
     model = loaded(facts)
-    assert type(compile_body(model.run_blocks, facts.hidden_size, whole=False, paged=True)) is Pieces
+    assert type(compile_body(model.run_blocks, facts.hidden_size, whole=False, paged=True)) is Segments
 
 
 def test_another_arity_of_the_operator_is_no_error(monkeypatch):

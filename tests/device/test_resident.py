@@ -52,7 +52,7 @@ def test_the_process_goes_on_without_the_code_of_its_start():
 def test_memory_goes_back_when_steps_become_small(monkeypatch):
     times = []
     monkeypatch.setattr(resident, "_trim", lambda: times.append(tide))
-    tide = resident.Tide()
+    tide = resident.AllocatorTrim()
     steps = [
         (1024, 0),
         (1024, 0),

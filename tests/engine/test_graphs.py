@@ -7,9 +7,9 @@ import torch
 from tiny import make_model, open_model
 
 from quire import SamplingParams
-from quire.attn import cuts
-from quire.attn.alike import NOTHING_ALIKE
+from quire.attn import work_split
 from quire.attn.backend import Room
+from quire.attn.shared_prefix import NOTHING_SHARED
 from quire.runner.buckets import Bucket
 from quire.runner.graph_capture import StepRecorder
 from quire.runner.prefixes import Prefixes
@@ -136,7 +136,7 @@ def test_a_recording_that_fails_costs_no_answer(directory, monkeypatch):
 @pytest.mark.parametrize("eager", [False, True])
 def test_prompts_that_begin_alike(directory, monkeypatch, eager):
     """Two prefixes, one of them going on for some requests, and requests of their own: tokens as if each read for itself."""
-    monkeypatch.setattr(cuts, "SPLIT", 32)
+    monkeypatch.setattr(work_split, "SPLIT", 32)
     rng = random.Random(5)
     heads = [[rng.randrange(2, 320) for _ in range(length)] for length in (70, 100)]
     heads.append(heads[0] + [rng.randrange(2, 320) for _ in range(40)])
@@ -148,7 +148,7 @@ def test_prompts_that_begin_alike(directory, monkeypatch, eager):
         requests.append((rng.randint(0, 30), prompt, params, None))
     args = {"device": "cuda", "dtype": "float32", "max_num_seqs": 32, "max_num_batched_tokens": 256, "max_model_len": 256}
     with monkeypatch.context() as patch:
-        patch.setattr(Prefixes, "_find", lambda *given: NOTHING_ALIKE)
+        patch.setattr(Prefixes, "_find", lambda *given: NOTHING_SHARED)
         expected = play(open_model(directory, **args, enforce_eager=True), requests)
     found = []
     find = Prefixes._find

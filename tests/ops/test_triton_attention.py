@@ -8,10 +8,10 @@ import torch
 from kernel_support import DTYPES
 from test_paged_attention import make_batch
 
-from quire.attn import cuts, launch
-from quire.attn.alike import NOTHING_ALIKE, find_alike, nothing_alike
+from quire.attn import launch, work_split
 from quire.attn.backend import AttentionSpec, Room, choose_backend
 from quire.attn.reference import ReferenceAttention
+from quire.attn.shared_prefix import NOTHING_SHARED, find_alike, nothing_shared
 from quire.types.errors import ConfigError
 
 pytest.importorskip("triton")
@@ -38,7 +38,7 @@ LARGE = {
 
 @pytest.fixture
 def small_splits(monkeypatch):
-    monkeypatch.setattr(cuts, "SPLIT", 32)
+    monkeypatch.setattr(work_split, "SPLIT", 32)
     monkeypatch.setattr(launch, "MERGED_AT_ONCE", 2)
 
 
@@ -159,7 +159,7 @@ def test_few_tokens_behind_many_keys_join_the_long_rows_where_they_are_few():
     shape = launch.geometry(4, 128, torch.bfloat16)
 
     def long_rows(rows):
-        (plan,) = backend.cut(make_batch(rows, 16)[0], None, NOTHING_ALIKE, shape, 4, True)
+        (plan,) = backend.cut(make_batch(rows, 16)[0], None, NOTHING_SHARED, shape, 4, True)
         assert len(plan.tiles) + len(plan.long_tiles) > 0
         return sorted(set(plan.long_tiles[:, 0].tolist()))
 
@@ -284,5 +284,5 @@ def test_a_ragged_plan_with_room_to_spare_gives_the_same(small_splits, device, n
 def test_plans_in_memory_that_stays_have_an_end(small_splits, monkeypatch):
     monkeypatch.setattr(backend, "PARTS", 10)
     fixed, ones = backend.TritonAttention().fixed(SPECS["plain"], torch.float32), np.ones(2, np.int32)
-    assert fixed.cut(ones, np.array([300, 40], np.int32), None, nothing_alike) is None
-    assert fixed.cut(ones, np.array([250, 40], np.int32), None, nothing_alike) is not None
+    assert fixed.cut(ones, np.array([300, 40], np.int32), None, nothing_shared) is None
+    assert fixed.cut(ones, np.array([250, 40], np.int32), None, nothing_shared) is not None

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from runner_support import ints
 
-from quire.attn.alike import Alike, nothing_alike
 from quire.attn.backend import Room
-from quire.attn.cuts import SPLIT
+from quire.attn.shared_prefix import SharedPrefix, nothing_shared
 from quire.attn.triton import FixedCuts
+from quire.attn.work_split import SPLIT
 from quire.runner.buckets import (
     MOST_ROOM,
     MOST_ROWS,
@@ -71,7 +71,7 @@ def test_the_allowance_grows_with_the_logits():
     assert allowance(10**6, 1000) == allowance(MOST_ROWS, 1000)
 
 
-def numbers_of(lengths, window, bucket, find=nothing_alike):
+def numbers_of(lengths, window, bucket, find=nothing_shared):
     fixed = FixedCuts(8, 16)
     cut, need = fixed.cut(ints(*[1] * len(lengths)), ints(*lengths), window, find)
     numbers = fixed.numbers(cut, bucket.rows, bucket.room)
@@ -102,7 +102,7 @@ def test_numbers_of_a_step():
 
 def test_numbers_of_rows_that_begin_alike():
     bucket = Bucket(6, Room(8, 3))
-    alike = Alike(ints(5, 1, 3, 4), ints(2, 1, 1))
+    alike = SharedPrefix(ints(5, 1, 3, 4), ints(2, 1, 1))
     numbers, need = numbers_of([9, 700, 9, 600, 300, 800], None, bucket, lambda keys: alike)
     assert need == Room(2 + 2 + 2 + 1 + 3, 1) and (numbers[-12:-8].tolist(), need.shared) == ([5, 8, 1, 0], 1)
 
@@ -110,7 +110,7 @@ def test_numbers_of_rows_that_begin_alike():
 def test_pairs_that_begin_alike_are_too_few():
     bucket, lengths = Bucket(4, Room(64, 0)), [700, 700, 600, 600]
     alone, _ = numbers_of(lengths, None, bucket)
-    numbers, need = numbers_of(lengths, None, bucket, lambda keys: Alike(ints(0, 1, 2, 3), ints(2, 0, 2)))
+    numbers, need = numbers_of(lengths, None, bucket, lambda keys: SharedPrefix(ints(0, 1, 2, 3), ints(2, 0, 2)))
     assert need == Room(12, 0) and (numbers == alone).all()
 
 
@@ -180,7 +180,7 @@ def test_numbers_of_a_ragged_step():
     """A row of one token and a prompt: the tokens that are left belong to the row behind them, and nobody attends for it."""
     bucket = Bucket(4, Room(4, 0, 8), 64)
     fixed = FixedCuts(8, 16)
-    cut, need = fixed.cut(ints(1, 40), ints(SPLIT + 5, 50), None, nothing_alike)
+    cut, need = fixed.cut(ints(1, 40), ints(SPLIT + 5, 50), None, nothing_shared)
     assert need == Room(2, 0, 3)
     numbers = fixed.numbers(cut, bucket.rows, bucket.room)
     nothing = [-1] * 4
@@ -194,16 +194,16 @@ def test_numbers_of_a_ragged_step():
 def test_long_prompts_behind_many_keys_have_no_plan_that_stays():
     """A copy of their keys is worth more than a launch saved."""
     fixed = FixedCuts(8, 16)
-    assert fixed.cut(ints(1, 600), ints(5000, 5000), None, nothing_alike) is None
-    assert fixed.cut(ints(1, 600), ints(5000, 5000), 64, nothing_alike) is not None
-    assert fixed.cut(ints(1, 600), ints(5000, 3000), None, nothing_alike) is not None
-    assert fixed.cut(ints(1, 200), ints(5000, 5000), None, nothing_alike) is not None
+    assert fixed.cut(ints(1, 600), ints(5000, 5000), None, nothing_shared) is None
+    assert fixed.cut(ints(1, 600), ints(5000, 5000), 64, nothing_shared) is not None
+    assert fixed.cut(ints(1, 600), ints(5000, 3000), None, nothing_shared) is not None
+    assert fixed.cut(ints(1, 200), ints(5000, 5000), None, nothing_shared) is not None
 
 
 def test_last_tokens_of_a_ragged_step_have_room():
     """Single tokens, some of which begin alike, and prompts: as many pieces more as the prompts' keys have."""
     counts, lengths = ints(1, 1, 1, 1, 300, 40), ints(700, 700, 600, 600, 700, 5000)
-    fixed, alike = FixedCuts(8, 16), Alike(ints(0, 1, 2, 3), ints(2, 2, 2))
+    fixed, alike = FixedCuts(8, 16), SharedPrefix(ints(0, 1, 2, 3), ints(2, 2, 2))
     _, need = fixed.cut(counts, lengths, None, lambda keys: alike)
     cut, more = fixed.cut(np.ones_like(counts), lengths, None, lambda keys: alike)
     assert (more.splits - need.splits, more.shared, more.tiles) == (3 + 20, need.shared, 0)

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quire.attn.alike import FindAlike, Ints
 from quire.attn.batch import Batch
+from quire.attn.shared_prefix import FindSharedPrefix, Ints
 from quire.ops.arguments import HeadNorms, Rotation
 from quire.ops.qkv import place_heads
 from quire.types.errors import ConfigError
@@ -45,7 +45,7 @@ class Room:
 class FixedPlans(Protocol):
     """Plans as numbers in memory that stays: only the numbers change from step to step."""
 
-    def cut(self, counts: Ints, lengths: Ints, window: int | None, find: FindAlike) -> tuple[Any, Room] | None:
+    def cut(self, counts: Ints, lengths: Ints, window: int | None, find: FindSharedPrefix) -> tuple[Any, Room] | None:
         """The work of rows with so many tokens and keys [R], and how much it is; None = it is more than any plan can take."""
         ...
 

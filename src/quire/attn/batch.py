@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.attn.alike import Alike, FindAlike, nothing_alike
+from quire.attn.shared_prefix import FindSharedPrefix, SharedPrefix, nothing_shared
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,9 @@ class GroupView:
 
     tables: Tensor  # [R, max_pages] int32; entry i holds positions i * page_size ...; 0 = no page
     write: Tensor  # [T] int64 page * page_size + offset of each token's own place
-    alike: FindAlike = nothing_alike  # which rows of one token have the same first pages; asked for by those who can use it
+    alike: FindSharedPrefix = (
+        nothing_shared  # which rows of one token have the same first pages; asked for by those who can use it
+    )
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,8 @@ def _tokens_of(batch: Batch, rows: Sequence[int]) -> tuple[Tensor, tuple[tuple[i
     return tokens, shapes, torch.from_numpy(edges.astype(np.int32))
 
 
-def _among(find: FindAlike, chosen: npt.NDArray[np.bool_]) -> FindAlike:
-    def find_chosen(keys: int) -> Alike:
+def _among(find: FindSharedPrefix, chosen: npt.NDArray[np.bool_]) -> FindSharedPrefix:
+    def find_chosen(keys: int) -> SharedPrefix:
         return find(keys).among(chosen)
 
     return find_chosen

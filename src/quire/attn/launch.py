@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.attn import cuts
+from quire.attn import work_split
 from quire.attn.backend import AttentionSpec
 from quire.attn.batch import Batch
 from quire.ops.kv import lies_by_page
@@ -175,7 +175,7 @@ class Launch:
         parts, weights = memory, memory[plan.parts * spec.heads * spec.head_dim :]
         options = {
             **self._options, "DIM_BLOCK": shape.dim_block, "PAGE_SIZE": self.kv.shape[3],
-            "HEADS": spec.heads, "SPLIT": cuts.SPLIT, "BLOCK_N": min(shape.split_n, cuts.SPLIT),
+            "HEADS": spec.heads, "SPLIT": work_split.SPLIT, "BLOCK_N": min(shape.split_n, work_split.SPLIT),
         }  # fmt: skip
         if plan.shared.shape[0]:
             shared_kernel[(spec.kv_heads, plan.shared.shape[0])](

@@ -1,7 +1,7 @@
 """Attention in Triton over page tables, for CUDA devices.
 
-`plan` cuts the batch on the host (`cuts.py`) and sends the cuts in one copy; `run` launches a few kernels (`launch.py`), whose
-grids are numbers the host knows. A plan in memory that stays (`FixedCuts`) has lists of fixed length, filled up with -1:
+`plan` cuts the batch on the host (`work_split.py`) and sends the cuts in one copy; `run` launches a few kernels (`launch.py`),
+whose grids are numbers the host knows. A plan in memory that stays (`FixedCuts`) has lists of fixed length, filled up with -1:
 
     splits [ row 0 | row 0 | row 1 | -1 | -1 ]  merges [ row 0 | -1 ]  shared [ split 0 | -1 ]  members [ row 0 | -1 ]
     tiles  [ row 2 | row 2 | -1 ]
@@ -18,12 +18,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.attn import cuts
-from quire.attn.alike import FEWEST, NOTHING_ALIKE, Alike, FindAlike, Ints
+from quire.attn import work_split
 from quire.attn.backend import AttentionBackend, AttentionSpec, Room
 from quire.attn.batch import Batch
-from quire.attn.cuts import Cuts, cut_copies, cut_rows, cut_tiles
 from quire.attn.launch import Geometry, Launch, Plan, geometry, reads_in_blocks
+from quire.attn.shared_prefix import FEWEST, NOTHING_SHARED, FindSharedPrefix, Ints, SharedPrefix
+from quire.attn.work_split import Cuts, cut_copies, cut_rows, cut_tiles
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
@@ -55,7 +55,7 @@ class TritonAttention(AttentionBackend):
     def plan(self, batch: Batch, group: int, spec: AttentionSpec, kv: Tensor) -> None:
         share = spec.heads // spec.kv_heads
         shape = geometry(share, spec.head_dim, kv.dtype)
-        alike = batch.groups[group].alike(cuts.SPLIT) if spec.window is None else NOTHING_ALIKE
+        alike = batch.groups[group].alike(work_split.SPLIT) if spec.window is None else NOTHING_SHARED
         batch.plans["triton", group] = cut(batch, spec.window, alike, shape, share, reads_in_blocks(spec, kv))
 
     def run(self, spec: AttentionSpec, query: Tensor, kv: Tensor, batch: Batch, group: int, sinks: Tensor | None) -> Tensor:
@@ -81,7 +81,9 @@ class FixedCuts:
     def __init__(self, most_members: int, tile_tokens: int) -> None:
         self._most_members, self._tile_tokens = most_members, tile_tokens
 
-    def cut(self, counts: Ints, lengths: Ints, window: int | None, find: FindAlike) -> tuple[tuple[Cuts, Ints], Room] | None:
+    def cut(
+        self, counts: Ints, lengths: Ints, window: int | None, find: FindSharedPrefix
+    ) -> tuple[tuple[Cuts, Ints], Room] | None:
         alone = counts == 1
         single, tiles = alone.nonzero()[0].astype(np.int32), NOTHING
         if len(single) < len(counts):
@@ -90,7 +92,7 @@ class FixedCuts:
             if window is None and ((count >= LONG) & (length >= DEEP)).any():
                 return None
             tiles = cut_tiles(several, count, length, self._tile_tokens, np.zeros_like(several))
-        alike = find(cuts.SPLIT) if window is None and len(single) >= FEWEST else NOTHING_ALIKE
+        alike = find(work_split.SPLIT) if window is None and len(single) >= FEWEST else NOTHING_SHARED
         made = cut_rows(single, lengths[single], window, alike, self._most_members)
         return None if made.parts > PARTS else ((made, tiles), Room(len(made.splits), len(made.shared), len(tiles)))
 
@@ -128,7 +130,7 @@ def _counts(rows: int, room: Room) -> list[int]:
     return [4 * room.splits, 3 * rows, 3 * room.shared, 2 * rows if room.shared else 0, 3 * room.tiles]
 
 
-def cut(batch: Batch, window: int | None, alike: Alike, shape: Geometry, share: int, in_blocks: bool) -> list[Plan]:
+def cut(batch: Batch, window: int | None, alike: SharedPrefix, shape: Geometry, share: int, in_blocks: bool) -> list[Plan]:
     """Plans to be run one after the other. `in_blocks`: the keys of long rows are to be copied to one place."""
     rows = np.fromiter(chain.from_iterable(batch.rows), np.int32, 3 * len(batch.rows)).reshape(-1, 3)
     single = np.flatnonzero(rows[:, 1] == 1).astype(np.int32)
@@ -138,7 +140,7 @@ def cut(batch: Batch, window: int | None, alike: Alike, shape: Geometry, share: 
     if made.parts <= PARTS:
         return [_send(prompts, made, device)]
     plans: list[Plan] = []
-    for piece in np.split(single, _borders(-(-rows[single, 2] // cuts.SPLIT))):
+    for piece in np.split(single, _borders(-(-rows[single, 2] // work_split.SPLIT))):
         chosen = np.zeros(len(rows), np.bool_)
         chosen[piece] = True
         made = cut_rows(piece, rows[piece, 2], window, alike.among(chosen), members)

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.attn.alike import nothing_alike
 from quire.attn.backend import FixedPlans, Room
 from quire.attn.batch import Batch, GroupView, LogitTokens
+from quire.attn.shared_prefix import nothing_shared
 from quire.ops.arguments import RowInputs
 from quire.runner.buckets import MOST_ROOM, MOST_TOKENS, Bucket, final_room
 from quire.runner.sampler.stage import Rows
@@ -75,7 +75,7 @@ class Inputs:
         """A step without rows: all of the bucket's are padding."""
         pieces = []
         for planner, window in self._planners:
-            cut = planner.cut(NOTHING, NOTHING, window, nothing_alike)
+            cut = planner.cut(NOTHING, NOTHING, window, nothing_shared)
             assert cut is not None
             pieces.append(cut[0])
         self._send([NOTHING] * NUMBERS, NOTHING, bucket, Work(pieces, pieces))

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from quire.attn.alike import Alike, FindAlike, find_alike
+from quire.attn.shared_prefix import FindSharedPrefix, SharedPrefix, find_alike
 from quire.types.plan import Ints
 
 
@@ -16,7 +16,9 @@ class Prefixes:
     def __init__(self, groups: int, slots: int, width: int, page_size: int) -> None:
         self.pages = np.zeros((groups, slots, width), np.int32)  # [G, S, P]
         self._page_size = page_size
-        self._found: dict[tuple[int, int], tuple[bytes, Alike]] = {}  # group, keys of a piece -> rows, what they have in common
+        self._found: dict[
+            tuple[int, int], tuple[bytes, SharedPrefix]
+        ] = {}  # group, keys of a piece -> rows, what they have in common
 
     def clear(self, slots: list[int]) -> None:
         """These slots get new tenants."""
@@ -28,11 +30,11 @@ class Prefixes:
             self._found.clear()
         self.pages[group, slot, index] = page
 
-    def finder(self, group: int, slot: Ints, count: Ints, end: Ints) -> FindAlike:
+    def finder(self, group: int, slot: Ints, count: Ints, end: Ints) -> FindSharedPrefix:
         """For the rows of a step, of which those of one token may read together what lies before their last page."""
         return partial(self._find, group, slot, count, end)
 
-    def _find(self, group: int, slot: Ints, count: Ints, end: Ints, keys: int) -> Alike:
+    def _find(self, group: int, slot: Ints, count: Ints, end: Ints, keys: int) -> SharedPrefix:
         rows = slot.tobytes() + (count == 1).tobytes()
         known = self._found.get((group, keys))
         if known is None or known[0] != rows:

@@ -64,7 +64,7 @@ class Memory:
         self._free[matrix.shape[1]].append(matrix)
 
 
-class Track:
+class BoundSegments:
     """Stages in order, each with the attention behind it, for up to C rows."""
 
     def __init__(

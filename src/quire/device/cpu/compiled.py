@@ -7,12 +7,12 @@ from typing import Any
 from quire.device.cpu.autotune import choose, runtime_for_blocks, runtime_for_floats
 from quire.device.cpu.graph import Runtime
 from quire.device.cpu.network import DecoderNetwork, find_forms
-from quire.device.cpu.segments import Pieces
+from quire.device.cpu.segments import Segments
 from quire.device.cpu.trace import Untraceable, write_down
 
 logger = logging.getLogger(__name__)
 
-Compiled = DecoderNetwork | Pieces
+Compiled = DecoderNetwork | Segments
 
 
 def compile_body(body: Callable[[Any, Any], Any], columns: int, *, whole: bool, paged: bool) -> Compiled | None:
@@ -33,7 +33,7 @@ def compile_body(body: Callable[[Any, Any], Any], columns: int, *, whole: bool, 
         except RuntimeError as reason:  # OpenVINO's errors
             logger.warning("OpenVINO cannot run the model, so it is compiled in pieces: %s", reason)
     runtime = _runtime(blocks=not whole, floats=trace.has_floats)
-    return None if runtime is None else Pieces(trace, runtime, whole=whole)
+    return None if runtime is None else Segments(trace, runtime, whole=whole)
 
 
 def _runtime(*, blocks: bool, floats: bool) -> Runtime | None:

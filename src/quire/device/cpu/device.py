@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from quire.device.cpu.resident import Tide
+    from quire.device.cpu.resident import AllocatorTrim
     from quire.models.decoder import Decoder
 
 PAGE, NETWORK_PAGE = 16, 32  # tokens; the second is what OpenVINO attends over
@@ -25,7 +25,7 @@ class CPUDevice(Device):
     name = "cpu"
 
     def __init__(self) -> None:
-        self._tide: Tide | None = None
+        self._trim: AllocatorTrim | None = None
 
     def facts(self, memory: int | None = None) -> DeviceFacts:
         available = available_host_bytes() if memory is None else memory
@@ -51,10 +51,10 @@ class CPUDevice(Device):
     def start(self) -> None:
         import torch
 
-        from quire.device.cpu.resident import Tide
+        from quire.device.cpu.resident import AllocatorTrim
 
         torch.set_num_threads(threads_wanted())
-        self._tide = Tide()
+        self._trim = AllocatorTrim()
 
     def prepare(self, model: "Decoder", setting: Setting) -> Prepared:
         from quire.device.cpu.prepare import prepare
@@ -83,5 +83,5 @@ class CPUDevice(Device):
         return budget
 
     def note(self, tokens: int) -> None:
-        if self._tide is not None:
-            self._tide.note(tokens)
+        if self._trim is not None:
+            self._trim.note(tokens)

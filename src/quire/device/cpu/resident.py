@@ -54,7 +54,7 @@ def find_code(smaps: str) -> Iterator[tuple[int, int]]:
             yield span
 
 
-class Tide:
+class AllocatorTrim:
     """What large steps took goes back to the system when small ones follow: with the second, for the results of a large one are
     there until the first is done."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.attn.batch import Batch
 from quire.device.cpu.autotune import NEVER, unfold_from
-from quire.device.cpu.bound_segments import BoundAttention, Memory, Track, room_for
+from quire.device.cpu.bound_segments import BoundAttention, BoundSegments, Memory, room_for
 from quire.device.cpu.graph import Graph, Runtime
 from quire.device.cpu.program import Scratch
 from quire.device.cpu.session import Call, Session
@@ -28,7 +28,7 @@ class Stage:
     dead: tuple[Symbol, ...]  # nobody reads them any more
 
 
-class Pieces:
+class Segments:
     def __init__(self, trace: Trace, runtime: Runtime, *, whole: bool) -> None:
         """`whole`: the decoder will not be run itself any more, and what it holds in matrices of floats is given back."""
         pieces, self._first, self._last = trace.pieces, trace.first, trace.last
@@ -47,7 +47,7 @@ class Pieces:
                 _give_back(piece)
             dead = {*wanted[i], *kept} - later
             self._stages.append(Stage(session, tuple(piece.read), tuple(kept), tuple(piece.behind), tuple(dead)))
-        self._track: Track | None = None  # for steps of rows of one token
+        self._track: BoundSegments | None = None  # for steps of rows of one token
 
     def suit(self, batch: Batch) -> bool:
         """Are they faster than the body? With many rows of one token the body loses in attention what it gains in products."""
@@ -73,7 +73,7 @@ class Pieces:
                 del values[symbol]
         return values[self._last]
 
-    def _lay(self, rows: int) -> Track:
+    def _lay(self, rows: int) -> BoundSegments:
         memory = Memory(room_for(rows))
         values = {self._first: memory.take(self._first.columns)}
         source, stages = values[self._first], []
@@ -92,7 +92,7 @@ class Pieces:
                 matrix = values.pop(symbol)
                 if all(matrix is not other for other in values.values()):
                     memory.give(matrix)
-        return Track(source, values[self._last], stages, memory)
+        return BoundSegments(source, values[self._last], stages, memory)
 
 
 def _are_single(batch: Batch) -> bool:

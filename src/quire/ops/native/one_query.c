@@ -7,7 +7,7 @@
 #include <math.h>
 #include <stddef.h>
 
-#include "crew.h"
+#include "thread_pool.h"
 
 #define INLINE static inline __attribute__((always_inline))
 #define STEP 16            /* components of a head are taken by so many */

@@ -2,7 +2,7 @@
 
 #include <stddef.h>
 
-#include "crew.h"
+#include "thread_pool.h"
 #include "rows.h"
 
 #define QUAD 4          /* rows that are rounded together */

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from quire.attn import cuts
-from quire.attn.alike import FEWEST, NOTHING_ALIKE, Alike, find_alike
-from quire.attn.cuts import cut_rows
+from quire.attn import work_split
+from quire.attn.shared_prefix import FEWEST, NOTHING_SHARED, SharedPrefix, find_alike
+from quire.attn.work_split import cut_rows
 
 PAGE, KEYS = 4, 8
 
@@ -35,9 +35,9 @@ def test_a_prefix_and_one_that_goes_on():
 
 
 def test_too_few_rows_or_pages_are_nothing():
-    assert find([1, 2, 3], [1, 2, 3], [1, 2, 3]) is NOTHING_ALIKE
-    assert find([1], [1], [1], [1], [1]) is NOTHING_ALIKE
-    assert find(*([row * 10 + 1, row * 10 + 2] for row in range(6))) is NOTHING_ALIKE
+    assert find([1, 2, 3], [1, 2, 3], [1, 2, 3]) is NOTHING_SHARED
+    assert find([1], [1], [1], [1], [1]) is NOTHING_SHARED
+    assert find(*([row * 10 + 1, row * 10 + 2] for row in range(6))) is NOTHING_SHARED
 
 
 def test_the_last_page_alone_is_not_enough():
@@ -53,13 +53,13 @@ def test_slots_in_any_order():
 
 
 def test_among_some_rows():
-    alike = Alike(ints(4, 0, 2, 1, 3, 5), ints(3, 1, 2, 4, 5))
+    alike = SharedPrefix(ints(4, 0, 2, 1, 3, 5), ints(3, 1, 2, 4, 5))
     some = alike.among(np.array([True, False, True, True, True, True]))
     assert (some.order.tolist(), some.common.tolist()) == ([4, 0, 2, 3, 5], [3, 1, 2, 5])
-    assert alike.among(np.array([True, False, True, False, False, True])) is NOTHING_ALIKE
+    assert alike.among(np.array([True, False, True, False, False, True])) is NOTHING_SHARED
 
 
-def work(made: cuts.Cuts, most_members: int) -> dict[tuple[int, int], int]:
+def work(made: work_split.Cuts, most_members: int) -> dict[tuple[int, int], int]:
     """(row, split) -> its part."""
     found = {(row, split): part for row, split, part, _ in made.splits.tolist()}
     for split, first, count in made.shared.tolist():
@@ -73,7 +73,7 @@ def work(made: cuts.Cuts, most_members: int) -> dict[tuple[int, int], int]:
 @pytest.mark.parametrize("seed", range(40))
 def test_everything_is_done_once_and_by_those_who_share(seed, monkeypatch):
     """Random trees of prefixes: each split of each row is done once, and its part is where the merge looks for it."""
-    monkeypatch.setattr(cuts, "SPLIT", KEYS)
+    monkeypatch.setattr(work_split, "SPLIT", KEYS)
     dice = np.random.default_rng(seed)
     tables: list[list[int]] = []
     fresh = iter(range(1, 10**6))
@@ -86,7 +86,7 @@ def test_everything_is_done_once_and_by_those_who_share(seed, monkeypatch):
     alike = find_alike(pages_of(*tables), rows, (lengths - 1) // PAGE, PAGE, KEYS)
     most_members = int(dice.integers(1, 9))
     made = cut_rows(rows, lengths, None, alike, most_members)
-    alone = cut_rows(rows, lengths, None, NOTHING_ALIKE, most_members)
+    alone = cut_rows(rows, lengths, None, NOTHING_SHARED, most_members)
     assert work(made, most_members) == work(alone, most_members)
     assert (made.merges.tolist(), made.parts) == (alone.merges.tolist(), alone.parts)
     for split, first, count in made.shared.tolist():
@@ -99,6 +99,6 @@ def test_everything_is_done_once_and_by_those_who_share(seed, monkeypatch):
 
 
 def test_rows_with_a_window_read_on_their_own():
-    alike = Alike(ints(0, 1, 2, 3), ints(2, 2, 2))
+    alike = SharedPrefix(ints(0, 1, 2, 3), ints(2, 2, 2))
     made = cut_rows(ints(0, 1, 2, 3), ints(*[800] * 4), 500, alike, 8)
     assert not len(made.shared) and len(made.splits) == 12

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from quire.attn.alike import FEWEST, Alike, Ints
+from quire.attn.shared_prefix import FEWEST, Ints, SharedPrefix
 
 SPLIT = 256  # keys of one split; the same for every batch, so that a row's result is its own
 
@@ -60,7 +60,7 @@ def cut_copies(row: Ints, length: Ints, block: int) -> tuple[Ints, Ints, int]:
     return np.stack((np.repeat(row, each), first, np.repeat(place, each) + first), axis=1), place, int(each.sum()) * block
 
 
-def cut_rows(row: Ints, length: Ints, window: int | None, alike: Alike, most_members: int) -> Cuts:
+def cut_rows(row: Ints, length: Ints, window: int | None, alike: SharedPrefix, most_members: int) -> Cuts:
     """Rows (rising) of one token. `alike` counts in splits; rows with a window read on their own."""
     if len(row) < 2:
         return _cut_one(int(row[0]), int(length[0]), window) if len(row) else NO_CUTS
@@ -103,7 +103,7 @@ def _cut_one(row: int, length: int, window: int | None) -> Cuts:
 
 
 @lru_cache(maxsize=8)  # rows stay together for many steps
-def _cut_shared(alike: Alike, most_members: int) -> tuple[Ints, Ints]:
+def _cut_shared(alike: SharedPrefix, most_members: int) -> tuple[Ints, Ints]:
     """[shared, 3], and for each row of the order [N] how many of its leading splits are shared."""
     count = len(alike.order)
     linked = np.zeros(

@@ -19,37 +19,37 @@ FEWEST = 4  # rows; fewer do not pay
 
 
 @dataclass(frozen=True, eq=False)
-class Alike:
+class SharedPrefix:
     order: Ints  # [N] rows, those that begin alike next to each other; rows that are like no other are left out
     common: Ints  # [N - 1] leading pieces that row order[i] and row order[i + 1] have in common
 
-    def among(self, chosen: npt.NDArray[np.bool_]) -> "Alike":
+    def among(self, chosen: npt.NDArray[np.bool_]) -> "SharedPrefix":
         """Of the rows that are chosen ([R] bool) alone."""
         at = np.flatnonzero(chosen[self.order])
         if len(at) < FEWEST:
-            return NOTHING_ALIKE
-        return Alike(self.order[at], np.minimum.reduceat(self.common[: at[-1]], at[:-1]))
+            return NOTHING_SHARED
+        return SharedPrefix(self.order[at], np.minimum.reduceat(self.common[: at[-1]], at[:-1]))
 
 
-NOTHING_ALIKE = Alike(np.empty(0, np.int32), np.empty(0, np.int32))
-FindAlike = Callable[[int], Alike]  # keys of one piece -> which rows of a batch begin alike
+NOTHING_SHARED = SharedPrefix(np.empty(0, np.int32), np.empty(0, np.int32))
+FindSharedPrefix = Callable[[int], SharedPrefix]  # keys of one piece -> which rows of a batch begin alike
 
 
-def nothing_alike(keys: int) -> Alike:  # noqa: ARG001
-    return NOTHING_ALIKE
+def nothing_shared(keys: int) -> SharedPrefix:  # noqa: ARG001
+    return NOTHING_SHARED
 
 
-def find_alike(pages: Ints, slot: Ints, full: Ints, page_size: int, keys: int) -> Alike:
+def find_alike(pages: Ints, slot: Ints, full: Ints, page_size: int, keys: int) -> SharedPrefix:
     """pages [S, P]; row r is slot[r], and its first full[r] pages may be shared. A piece is `keys` tokens."""
     pieces = full * page_size // keys  # [R]
     row = np.flatnonzero(pieces)
     if len(row) < FEWEST:
-        return NOTHING_ALIKE
+        return NOTHING_SHARED
     # Two rows that share a piece share its last page, and hardly ever without sharing the pages before: that orders them.
     last = (np.arange(1, int(pieces.max()) + 1) * keys - 1) // page_size
     row = row[_repeated(pages[slot[row], last[0]])]
     if len(row) < FEWEST:
-        return NOTHING_ALIKE
+        return NOTHING_SHARED
     last = last[: int(pieces[row].max())]
     order = row[np.lexsort(pages[slot[row][:, None], last[::-1]].T)]
     table = pages[slot[order], : int(last[-1]) + 1]
@@ -57,7 +57,7 @@ def find_alike(pages: Ints, slot: Ints, full: Ints, page_size: int, keys: int) -
     common = np.where(same.all(1), same.shape[1], same.argmin(1))
     most = full[order]
     common = np.minimum(common, np.minimum(most[1:], most[:-1])) * page_size // keys
-    return Alike(order.astype(np.int32), common.astype(np.int32))
+    return SharedPrefix(order.astype(np.int32), common.astype(np.int32))
 
 
 def _repeated(values: Ints) -> npt.NDArray[np.intp]:

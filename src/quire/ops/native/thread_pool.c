@@ -1,4 +1,4 @@
-#include "crew.h"
+#include "thread_pool.h"
 
 #include <pthread.h>
 #include <sched.h>

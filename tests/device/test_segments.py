@@ -16,7 +16,7 @@ from quire.device.cpu.compiled import compile_body
 from quire.device.cpu.graph import Graph, Runtime
 from quire.device.cpu.libraries import has_openvino
 from quire.device.cpu.prepare import CompiledBody, PackedHead, multiply_by_layer, pack_blocks
-from quire.device.cpu.segments import Pieces
+from quire.device.cpu.segments import Segments
 from quire.device.cpu.trace import write_down
 from quire.files.resolve import resolve_model
 from quire.layers.embedding import Embedding, Head
@@ -95,7 +95,7 @@ def layered(facts):
 def test_pieces_are_the_layers_in_fewer_calls(facts, runtime):
     by_layer, compiled = layered(facts), loaded(facts, True)
     compiled.body = CompiledBody(
-        compiled.run_blocks, Pieces(write_down(compiled.run_blocks, facts.hidden_size), runtime, whole=False)
+        compiled.run_blocks, Segments(write_down(compiled.run_blocks, facts.hidden_size), runtime, whole=False)
     )
     assert len(compiled.body.compiled._stages) == len(facts.layers) + 1
     expected = Sequences(by_layer, 1, len(IDS)).step([(0, IDS)])[0]
@@ -120,7 +120,7 @@ def test_floats_are_the_same_floats_in_pieces(facts, runtime, monkeypatch):
         Graph, "place", lambda self, operator, *args, **more: operators.append(operator) or place(self, operator, *args, **more)
     )
     compiled.body = CompiledBody(
-        compiled.run_blocks, Pieces(write_down(compiled.run_blocks, facts.hidden_size), runtime, whole=True)
+        compiled.run_blocks, Segments(write_down(compiled.run_blocks, facts.hidden_size), runtime, whole=True)
     )
     if runtime is Runtime.OPENVINO:
         assert operators.count("Gemm") == 5 * len(facts.layers) and "Split" not in operators  # gate and up are made apart
@@ -160,7 +160,7 @@ def test_many_rows_go_layer_by_layer(facts, least, runtime, monkeypatch):
     """The same numbers, for every row of the step or for none: all that is lost is lost by rounding factors to bfloat16."""
     exact, model = loaded(facts, False), loaded(facts, True)
     expected = Sequences(exact, 1, len(IDS)).step([(0, IDS)])[0]
-    model.body = CompiledBody(model.run_blocks, Pieces(write_down(model.run_blocks, facts.hidden_size), runtime, whole=False))
+    model.body = CompiledBody(model.run_blocks, Segments(write_down(model.run_blocks, facts.hidden_size), runtime, whole=False))
     model.body.compiled.too_many = least
     model.lm_head = exact.lm_head  # its own rounds inputs to 8 bits, however many rows there are
     found = Sequences(model, 1, len(IDS)).step([(0, IDS)])[0]
@@ -172,7 +172,7 @@ def test_many_rows_go_layer_by_layer(facts, least, runtime, monkeypatch):
 
 def test_single_tokens_go_by_pieces_however_many(facts, runtime):
     model = loaded(facts, True)
-    asked, segments = [], Pieces(write_down(model.run_blocks, facts.hidden_size), runtime, whole=False)
+    asked, segments = [], Segments(write_down(model.run_blocks, facts.hidden_size), runtime, whole=False)
     segments.too_many = 2
     model.body = CompiledBody(lambda x, batch: asked.append(len(x)) or model.run_blocks(x, batch), segments)
     sequences = Sequences(model, 3, 8)
@@ -197,7 +197,7 @@ def test_single_tokens_on_a_track(wider, scattered, by_kernel, runtime, monkeypa
     """Four of the steps have rows of one token only, and in one of these some are in line and some scattered."""
     by_layer, compiled = layered(wider), loaded(wider, True)
     compiled.body = CompiledBody(
-        compiled.run_blocks, Pieces(write_down(compiled.run_blocks, wider.hidden_size), runtime, whole=False)
+        compiled.run_blocks, Segments(write_down(compiled.run_blocks, wider.hidden_size), runtime, whole=False)
     )
     calls, by_torch, attend_heads = [], [], track.attend_heads
     monkeypatch.setattr(one_query, "suits", lambda kv, suits=one_query.suits: by_kernel and suits(kv))
@@ -233,7 +233,7 @@ def test_scattered_rows_get_the_same_bits(wider, keep_blocks, scattered, runtime
     monkeypatch.delattr("quire.device.cpu.bound_segments.attend_heads")
     model = loaded(wider, keep_blocks)
     model.body = CompiledBody(
-        model.run_blocks, Pieces(write_down(model.run_blocks, wider.hidden_size), runtime, whole=not keep_blocks)
+        model.run_blocks, Segments(write_down(model.run_blocks, wider.hidden_size), runtime, whole=not keep_blocks)
     )
     expected, found = grow(Lined(model, 4, 48)), grow(Lined(model, 4, 48, scattered))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
@@ -245,7 +245,7 @@ def test_by_kernels_of_our_own_a_row_gets_the_same_bits_in_any_company(wider, ke
     monkeypatch.setattr(prepare, "runtime_for_blocks", lambda: Runtime.OWN)
     model = loaded(wider, keep_blocks)
     model.body = CompiledBody(
-        model.run_blocks, Pieces(write_down(model.run_blocks, wider.hidden_size), Runtime.OWN, whole=not keep_blocks)
+        model.run_blocks, Segments(write_down(model.run_blocks, wider.hidden_size), Runtime.OWN, whole=not keep_blocks)
     )
     head = model.lm_head
     pack_blocks(head) if keep_blocks else head.use(PackedHead(head, Runtime.OWN))
