@@ -38,3 +38,13 @@ def test_many_rows_go_through_in_equal_parts(runtime, monkeypatch):
     )
     product(torch.randn(522, 64))
     assert sizes == ([58] * 9 if runtime is Runtime.OPENVINO else [105] * 4 + [102])
+
+
+@pytest.mark.skipif(not multiplies_floats(), reason="there are no kernels of our own for this CPU")
+@pytest.mark.parametrize("outputs, inputs", [(97, 33), (128, 400), (41, 300)])
+def test_by_kernels_of_our_own_a_row_does_not_see_the_others(outputs, inputs):
+    product, x = Gemm(torch.randn(outputs, inputs), torch.randn(outputs), Runtime.OWN), torch.randn(29, inputs)
+    together = product(x).clone()
+    for count in (1, 3, 9):
+        assert torch.equal(product(x[:count]), together[:count])
+    assert all(torch.equal(product(x[i : i + 1])[0], together[i]) for i in range(29))

@@ -3,21 +3,24 @@
 
 #define VECTORS (FLOAT_TILE / LANES)
 #define AT_ONCE (LANES / 2) /* rows */
+#define NEAR 144            /* inputs of two tiles that the nearest cache has room for */
 #define vec NAMED(vec)
 #define load NAMED(load)
+#define run_two NAMED(run_two)
 #define run_tile NAMED(run_tile)
 
 typedef float vec __attribute__((vector_size(LANES * 4)));
 
 INLINE vec load(const float *from) { vec v; __builtin_memcpy(&v, from, sizeof v); return v; }
 
+/* the outputs of one tile */
 INLINE void run_tile(int rows, const Matrix *m, int64_t tile, const float *x, float *y) {
     const float *w = (const float *)(m->tiles + tile * m->tile_bytes);
     vec sums[AT_ONCE][VECTORS] = {{{0}}};
     for (int64_t k = 0; k < m->inputs; k++, w += FLOAT_TILE) {
         vec taken[VECTORS];
         for (int i = 0; i < VECTORS; i++) taken[i] = load(w + i * LANES);
-        __builtin_prefetch((const char *)w + AHEAD);
+        if (rows <= 2) __builtin_prefetch((const char *)w + AHEAD);
         for (int r = 0; r < rows; r++) {
             float one = x[r / 4 * 4 * m->inputs + 4 * k + r % 4];
             for (int i = 0; i < VECTORS; i++) sums[r][i] += taken[i] * one;
@@ -32,30 +35,67 @@ INLINE void run_tile(int rows, const Matrix *m, int64_t tile, const float *x, fl
     }
 }
 
-static void TILES(const Matrix *m, const float *x, int64_t rows, float *y, int64_t tile, int64_t end) {
-    for (; tile < end; tile++)
+/* Two whole tiles, which have twice the products for each number of a row that is fetched. Inputs are taken by so many that both
+   tiles stay near while all rows go by; the sums wait among the results, and are in the same order. */
+INLINE void run_two(const Matrix *m, int64_t tile, const float *x, int64_t rows, float *y) {
+    const float *w = (const float *)(m->tiles + tile * m->tile_bytes), *bias = m->bias + tile * FLOAT_TILE;
+    for (int64_t from = 0, to; from < m->inputs; from = to) {
+        to = from + NEAR < m->inputs ? from + NEAR : m->inputs;
         for (int64_t row = 0; row < rows; row += AT_ONCE) {
-            const float *some = x + row * m->inputs;
-            float *to = y + row * m->outputs;
-            switch (rows - row) { /* a number that is known is worth a copy of the code */
-                case 1: run_tile(1, m, tile, some, to); break;
-                case 2: run_tile(2, m, tile, some, to); break;
-                case 3: run_tile(3, m, tile, some, to); break;
-#if AT_ONCE == 4
-                default: run_tile(4, m, tile, some, to);
-#else
-                case 4: run_tile(4, m, tile, some, to); break;
-                case 5: run_tile(5, m, tile, some, to); break;
-                case 6: run_tile(6, m, tile, some, to); break;
-                case 7: run_tile(7, m, tile, some, to); break;
-                default: run_tile(8, m, tile, some, to);
-#endif
+            float *out = y + row * m->outputs + tile * FLOAT_TILE;
+            vec sums[AT_ONCE][2 * VECTORS] = {{{0}}};
+            for (int r = 0; from && r < AT_ONCE; r++)
+                for (int i = 0; i < 2 * VECTORS; i++) sums[r][i] = load(out + r * m->outputs + i * LANES);
+            for (int64_t k = from; k < to; k++) {
+                vec taken[2 * VECTORS];
+                for (int i = 0; i < 2 * VECTORS; i++)
+                    taken[i] = load(w + (i / VECTORS * m->inputs + k) * FLOAT_TILE + i % VECTORS * LANES);
+                for (int r = 0; r < AT_ONCE; r++) {
+                    float one = x[(row + r / 4 * 4) * m->inputs + 4 * k + r % 4];
+                    for (int i = 0; i < 2 * VECTORS; i++) sums[r][i] += taken[i] * one;
+                }
             }
+            for (int r = 0; r < AT_ONCE; r++)
+                for (int i = 0; i < 2 * VECTORS; i++) {
+                    vec sum = m->bias && to == m->inputs ? sums[r][i] + load(bias + i * LANES) : sums[r][i];
+                    __builtin_memcpy(out + r * m->outputs + i * LANES, &sum, sizeof sum);
+                }
         }
+    }
+}
+
+static void TILES(const Matrix *m, const float *x, int64_t rows, float *y, int64_t tile, int64_t end) {
+    for (int64_t some; tile < end; tile += some) {
+        /* registers of other CPUs have no room for two */
+        int64_t done = LANES == 16 && tile + 2 <= end && (tile + 2) * FLOAT_TILE <= m->outputs ? rows - rows % AT_ONCE : 0;
+        if (done) run_two(m, tile, x, done, y);
+        some = done ? 2 : 1;
+        for (int64_t t = tile; t < tile + some; t++)
+            for (int64_t row = done; row < rows; row += AT_ONCE) {
+                const float *from = x + row * m->inputs;
+                float *to = y + row * m->outputs;
+                switch (rows - row) { /* a number that is known is worth a copy of the code */
+                    case 1: run_tile(1, m, t, from, to); break;
+                    case 2: run_tile(2, m, t, from, to); break;
+                    case 3: run_tile(3, m, t, from, to); break;
+#if LANES == 8
+                    default: run_tile(4, m, t, from, to);
+#else
+                    case 4: run_tile(4, m, t, from, to); break;
+                    case 5: run_tile(5, m, t, from, to); break;
+                    case 6: run_tile(6, m, t, from, to); break;
+                    case 7: run_tile(7, m, t, from, to); break;
+                    default: run_tile(8, m, t, from, to);
+#endif
+                }
+            }
+    }
 }
 
 #undef VECTORS
 #undef AT_ONCE
+#undef NEAR
 #undef vec
 #undef load
 #undef run_tile
+#undef run_two
