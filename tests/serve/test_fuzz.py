@@ -16,7 +16,7 @@ from patience import PATIENCE
 from serving import NAME, error_of, events_of
 
 AT_ONCE = 8
-BODIES = int(os.environ.get("QUIRE_FUZZ", "400"))
+BODIES = int(os.environ.get("QUIRE_FUZZ", "200"))
 
 EDGES = [0, 1, -1, 20, 21, 256, 257, 319, 320, 2**31 - 1, 2**31, -(2**31), 2**63 - 1, 2**63, -(2**63), 2**64, 10**30]
 INTEGERS = st.one_of(st.integers(-2, 8), st.sampled_from(EDGES))

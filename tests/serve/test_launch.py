@@ -34,8 +34,8 @@ def test_a_port_in_use_is_told_at_once(serve_model: Path) -> None:
         port = taken.getsockname()[1]
         done = run_line(str(serve_model), "--port", str(port))
     assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert f"port {port} of 127.0.0.1 is in use" in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if "importing torch" not in line]  # told where that takes long
+    assert f"port {port} of 127.0.0.1 is in use" in line
 
 
 @pytest.mark.parametrize(
