@@ -21,7 +21,7 @@ with_openvino = pytest.mark.skipif(not libraries.has_openvino(), reason="OpenVIN
 
 def make(**different) -> Choice:
     """What somebody might find."""
-    usual = {"unfold_from": 64, "unfold_others_from": 256}
+    usual = {"dequantize_from": 64, "dequantize_others_from": 256}
     return Choice(**{**{field.name: True for field in fields(Choice)}, **usual, **different})
 
 
@@ -55,7 +55,7 @@ def test_nothing_is_tried_where_our_kernels_are(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "multiplies_floats", lambda: True)
     monkeypatch.setattr(choice, "measure", lambda: pytest.fail("they are always best"))
     assert choice.runtime_for_blocks() == choice.runtime_for_floats() == Runtime.OWN
-    assert choice.unfold_from(True) == NEVER, "a row's numbers would depend on how many rows there are"
+    assert choice.dequantize_from(True) == NEVER, "a row's numbers would depend on how many rows there are"
     assert not (tmp_path / "cpu.json").exists()
 
 
@@ -111,21 +111,21 @@ def test_threads_are_as_many_after_the_trial():
 @pytest.mark.parametrize("found", ["", "[]", "null", '{"another CPU": {}}'])
 def test_what_cannot_be_used_is_tried_again(found, tmp_path, monkeypatch):
     (tmp_path / "cpu.json").write_text(found)
-    monkeypatch.setattr(choice, "measure", lambda: make(unfold_from=128))
-    assert choice.choose() == make(unfold_from=128)
-    assert '"unfold_from": 128' in (tmp_path / "cpu.json").read_text()
+    monkeypatch.setattr(choice, "measure", lambda: make(dequantize_from=128))
+    assert choice.choose() == make(dequantize_from=128)
+    assert '"dequantize_from": 128' in (tmp_path / "cpu.json").read_text()
 
 
 @with_openvino
 def test_slow_bfloat16_is_never_used(monkeypatch):
     monkeypatch.setattr(choice, "_time", lambda ways, rows, tries=1: (float(rows), 1e6))
-    assert choice._measure_unfolding("Q4_0", Runtime.OPENVINO) == NEVER
+    assert choice._measure_dequantizing("Q4_0", Runtime.OPENVINO) == NEVER
 
 
 @with_openvino
-def test_unfolding_pays_from_the_rows_on_where_it_is_faster(monkeypatch):
+def test_dequantizing_pays_from_the_rows_on_where_it_is_faster(monkeypatch):
     monkeypatch.setattr(choice, "_time", lambda ways, rows, tries=1: (float(rows), 100.0))
-    assert choice._measure_unfolding("Q5_0", Runtime.OPENVINO) == 128
+    assert choice._measure_dequantizing("Q5_0", Runtime.OPENVINO) == 128
 
 
 @with_openvino
@@ -184,4 +184,4 @@ def test_without_libraries_torch_multiplies(monkeypatch):
 
 def test_a_measurement_is_short_and_possible():
     found = choice.measure()
-    assert {found.unfold_from, found.unfold_others_from} <= {*choice.ROWS, NEVER}
+    assert {found.dequantize_from, found.dequantize_others_from} <= {*choice.ROWS, NEVER}

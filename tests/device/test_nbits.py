@@ -1,4 +1,4 @@
-"""Matrices of few bits against the same matrices unfolded.
+"""Matrices of few bits against the same matrices dequantized.
 
 The operator rounds activations to 8 bits by groups of 32: an error of up to 1/254 of a group's largest value in each, about
 0.6 % of a result's size for normal numbers. With a scale or an offset in the wrong place, results are off by tens of percent.
@@ -18,8 +18,8 @@ from quire.device.cpu.product import Product, repack
 from quire.device.cpu.tiles import lay_out
 from quire.files.gguf import GGML_TYPES
 from quire.ops.blocks import Stored, dequantize, take_apart
+from quire.ops.dequantized_linear import dequantized_linear, round_up
 from quire.ops.native import multiplies
-from quire.ops.unfold import round_up, unfolded_linear
 
 OTHERS = [Runtime.OPENVINO] if has_openvino() else []
 RUNTIMES = [*OTHERS, *([Runtime.OWN] if multiplies() else [])]
@@ -50,14 +50,14 @@ def blocks_of(kind: str, rows: int, columns: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])).view(rows, -1)
 
 
-def unfolded(matrix: Stored) -> torch.Tensor:
+def dequantized(matrix: Stored) -> torch.Tensor:
     return dequantize(matrix.rows.flatten(), matrix.type, (len(matrix), matrix.columns))
 
 
 @pytest.mark.parametrize("kind", [*EXACT, "Q6_K"])
 def test_taken_apart_and_put_together(kind):
     matrix = stored(kind)
-    expected, found = unfolded(matrix), take_apart(matrix)
+    expected, found = dequantized(matrix), take_apart(matrix)
     for integers in (found, found.widened()):
         values = (integers.numbers.float() - 2 ** (integers.bits - 1)).view(48, -1, 32) * integers.scale[..., None]
         if integers.offset is not None:
@@ -72,7 +72,7 @@ def test_taken_apart_and_put_together(kind):
 def test_products(kind, count, runtime):
     matrix, bias = stored(kind), torch.randn(48)
     x = torch.randn(count, 512)
-    expected = x @ unfolded(matrix).t() + bias
+    expected = x @ dequantized(matrix).t() + bias
     found = Product(repack([matrix], bias, runtime), runtime)(x)
     assert (found - expected).norm() <= ROUNDING * (expected - bias).norm()
 
@@ -84,11 +84,11 @@ def test_folded_offsets_are_in_the_numbers(runtime):
     packed = pack([matrix], None)
     assert packed.offset is None and packed.zeros.shape == (48, 18) and packed.scale.shape == (48, 35)
     x = torch.randn(3, 1056) + 0.5
-    expected = x @ unfolded(matrix).t()
+    expected = x @ dequantized(matrix).t()
     assert (Product(packed, runtime)(x) - expected).norm() <= ROUNDING * expected.norm()
     halves = matrix.rows.view(-1, 20)[:, :4].view(torch.float16)
     halves[::5, 1] += 40 * halves[::5, 0]
-    packed, expected = pack([matrix], None), x @ unfolded(matrix).t()
+    packed, expected = pack([matrix], None), x @ dequantized(matrix).t()
     assert packed.offset is not None and packed.zeros is None
     assert (Product(packed, runtime)(x) - expected).norm() <= ROUNDING * expected.norm()
 
@@ -98,24 +98,24 @@ def test_parts_of_different_types_become_one_matrix(runtime):
     kinds = ("Q4_1", "Q8_0", "Q4_0")
     parts = [stored(kind, seed=seed) for seed, kind in enumerate(kinds)]
     x = torch.randn(5, 512)
-    expected = torch.cat([x @ unfolded(part).t() for part in parts], dim=1)
+    expected = torch.cat([x @ dequantized(part).t() for part in parts], dim=1)
     packed = repack(parts, None, runtime)
     assert (Product(packed, runtime)(x) - expected).norm() <= ROUNDING * expected.norm()
 
 
 @pytest.mark.parametrize("kinds", [("Q4_0", "Q4_1", "Q4_1"), (*EXACT, "Q6_K")], ids=["by torch's operator", "of all kinds"])
 @pytest.mark.parametrize("slab", [1 << 21, 20 * 512])
-def test_unfolded_parts_are_one_matrix(slab, kinds, monkeypatch):
+def test_dequantized_parts_are_one_matrix(slab, kinds, monkeypatch):
     """bfloat16 keeps 8 bits of a number: an error of up to 1/512 in each, much less in a sum. Rows may lie in another order."""
-    monkeypatch.setattr("quire.ops.unfold.SLAB_ELEMENTS", slab)
+    monkeypatch.setattr("quire.ops.dequantized_linear.SLAB_ELEMENTS", slab)
     parts = [stored(kind, seed=seed) for seed, kind in enumerate(kinds)]
     order = torch.randperm(48)
     parts[1] = Stored(parts[1].type, 512, parts[1].rows, order)
     x, bias = torch.randn(33, 512), torch.randn(48 * len(parts))
-    matrices = [unfolded(part) for part in parts]
+    matrices = [dequantized(part) for part in parts]
     matrices[1] = matrices[1][order]
     expected = x @ torch.cat(matrices).t()
-    assert (unfolded_linear(x, parts, bias) - bias - expected).norm() <= 0.005 * expected.norm()
+    assert (dequantized_linear(x, parts, bias) - bias - expected).norm() <= 0.005 * expected.norm()
 
 
 def test_few_numbers_of_rows_are_multiplied():
@@ -128,16 +128,16 @@ def test_what_was_given_is_not_kept(runtime):
     """The runtime has its own copy of numbers, scales and offsets, and reads no others."""
     packed = pack([stored("Q4_1", rows=2048)], None)
     product, x = Product(packed, runtime), torch.randn(3, 512)
-    expected = x @ unfolded(stored("Q4_1", rows=2048)).t()
+    expected = x @ dequantized(stored("Q4_1", rows=2048)).t()
     assert (product(x) - expected).norm() <= ROUNDING * expected.norm()
     if sys.platform == "linux":
         assert not packed.scale[1000:1040].any()
 
 
-def test_unfolding_changes_no_other_products():
+def test_dequantizing_changes_no_other_products():
     setting, x, weight = torch.backends.mkldnn.matmul.fp32_precision, torch.randn(33, 512), torch.randn(48, 512)
     before = x @ weight.t()
-    unfolded_linear(x, [stored("Q4_0")], None)
+    dequantized_linear(x, [stored("Q4_0")], None)
     assert torch.backends.mkldnn.matmul.fp32_precision == setting
     assert torch.equal(x @ weight.t(), before)
 
@@ -156,7 +156,7 @@ def test_a_row_does_not_see_the_others(kind, runtime):
 def test_openvino_reads_what_it_was_given_once(kind):
     """Whatever it was given is zeros by now, and numbers of rows that are new to it make no difference."""
     product, x = Product(pack([stored(kind, rows=2048)], None), Runtime.OPENVINO), torch.randn(40, 512)
-    expected = x @ unfolded(stored(kind, rows=2048)).t()
+    expected = x @ dequantized(stored(kind, rows=2048)).t()
     for count in (40, 3, 17):
         assert (product(x[:count]) - expected[:count]).norm() <= ROUNDING * expected[:count].norm()
 
@@ -166,7 +166,7 @@ def test_openvino_reads_what_it_was_given_once(kind):
 def test_a_large_activation_spoils_its_own_group_only(kind, runtime):
     matrix, x = stored(kind), torch.randn(3, 512)
     x[:, 5] = 3000.0
-    weight = unfolded(matrix).t()
+    weight = dequantized(matrix).t()
     weight[:32] = 0
     matrix.rows.view(48, 16, -1)[:, 0] = 0  # numbers, scale and offset of the first group
     if kind == "Q4_0":
@@ -182,7 +182,7 @@ def test_tiles_that_are_not_whole(kind, rows):
     """By kernels of our own, for one row up to more than are multiplied together."""
     matrix, bias, x = stored(kind, rows=rows), torch.randn(rows), torch.randn(11, 512)
     product = Product(lay_out([matrix], bias), Runtime.OWN)
-    expected = x @ unfolded(matrix).t()
+    expected = x @ dequantized(matrix).t()
     for count in range(1, 12):
         assert (product(x[:count]) - bias - expected[:count]).norm() <= ROUNDING * expected[:count].norm()
 

@@ -104,7 +104,7 @@ def test_the_same_numbers_as_layer_by_layer(facts):
                 assert (ours - theirs).norm() < 0.02 * theirs.norm()  # rounding to 8 bits is not the same everywhere
 
 
-def test_near_the_unfolded_model(facts):
+def test_near_the_dequantized_model(facts):
     expected = Sequences(loaded(facts, keep_blocks=False), 1, len(IDS)).step([(0, IDS)])[0]
     found = Apart(networked(facts), 1, len(IDS)).step([(0, IDS)])[0]
     assert (found - expected).norm() < 0.05 * expected.norm()  # each product is off by about 0.6 %

@@ -107,7 +107,7 @@ def test_pieces_are_the_layers_in_fewer_calls(facts, runtime):
     torch.testing.assert_close(few, found[-2:], atol=1e-4, rtol=1e-3)
 
 
-def test_near_the_unfolded_model(facts):
+def test_near_the_dequantized_model(facts):
     expected = Sequences(loaded(facts, False), 1, len(IDS)).step([(0, IDS)])[0]
     found = Sequences(layered(facts), 1, len(IDS)).step([(0, IDS)])[0]
     assert (found - expected).norm() < 0.05 * expected.norm()  # each product is off by about 0.6 %
@@ -165,7 +165,7 @@ def test_many_rows_go_layer_by_layer(facts, least, runtime, monkeypatch):
     model.lm_head = exact.lm_head  # its own rounds inputs to 8 bits, however many rows there are
     found = Sequences(model, 1, len(IDS)).step([(0, IDS)])[0]
     assert (found - expected).norm() < 0.03 * expected.norm()
-    monkeypatch.setattr("quire.ops.unfold._bfloat16_products", nullcontext)
+    monkeypatch.setattr("quire.ops.dequantized_linear._bfloat16_products", nullcontext)
     found = Sequences(model, 1, len(IDS)).step([(0, IDS)])[0]
     assert (found - expected).norm() < 1e-5 * expected.norm()
 

@@ -1,4 +1,4 @@
-"""Weights that stay in GGUF's blocks, through the whole engine: as good as unfolded ones, and the same in every company."""
+"""Weights that stay in GGUF's blocks, through the whole engine: as good as dequantized ones, and the same in every company."""
 
 import math
 
@@ -35,8 +35,8 @@ def engines() -> dict[str, LLM]:
     shared = {"device": "cpu", "max_model_len": 512, "kv_cache_memory_bytes": 64 << 20, "enable_prefix_caching": False}
     with pytest.MonkeyPatch.context() as patch:
         for module in ("segments", "network"):
-            patch.setattr(f"quire.device.cpu.{module}.unfold_from", lambda quickly: NEVER)
-        few_rows = LLM("smollm2", **shared)  # never enough to unfold for
+            patch.setattr(f"quire.device.cpu.{module}.dequantize_from", lambda quickly: NEVER)
+        few_rows = LLM("smollm2", **shared)  # never enough to dequantize for
     return {
         "auto": LLM("smollm2", **shared),
         "few rows": few_rows,
@@ -51,10 +51,10 @@ def test_the_capital_of_france(engines):
 
 
 @pytest.mark.parametrize("engine", ["auto", "few rows"])
-def test_perplexity_within_one_percent_of_the_unfolded_weights(engines, engine):
-    kept, unfolded = perplexity(engines[engine]), perplexity(engines["float32"])
-    print(f"{engine}: {kept / unfolded:.4f} of {unfolded:.3f}")
-    assert kept == pytest.approx(unfolded, rel=0.01)
+def test_perplexity_within_one_percent_of_the_dequantized_weights(engines, engine):
+    kept, dequantized = perplexity(engines[engine]), perplexity(engines["float32"])
+    print(f"{engine}: {kept / dequantized:.4f} of {dequantized:.3f}")
+    assert kept == pytest.approx(dequantized, rel=0.01)
 
 
 PROMPTS = ["The river was", "Once upon a time there was a king who", "2 + 2 =", "A list of colours: red,"]
@@ -66,7 +66,7 @@ def answers(llm: LLM, prompts: list[str]) -> list[list[int]]:
 
 
 def test_company_does_not_change_the_tokens(engines):
-    """In steps too small to unfold for. Else last bits may differ, as on a GPU."""
+    """In steps too small to dequantize for. Else last bits may differ, as on a GPU."""
     together = answers(engines["few rows"], PROMPTS)
     assert together == [answers(engines["few rows"], [prompt])[0] for prompt in PROMPTS]
     assert together == answers(engines["few rows"], PROMPTS * 3)[:4]
@@ -75,7 +75,7 @@ def test_company_does_not_change_the_tokens(engines):
 def test_equal_prompts_that_come_together(engines, monkeypatch):
     """All but the first adopt pages that are filled in their own first step, and have one token left: which goes through the
     network, where the prompt is too long for that."""
-    monkeypatch.setattr("quire.device.cpu.network.unfold_from", lambda quickly: 64)
+    monkeypatch.setattr("quire.device.cpu.network.dequantize_from", lambda quickly: 64)
     llm = LLM("smollm2", device="cpu", max_model_len=512, kv_cache_memory_bytes=64 << 20)
     prompt = {"prompt_token_ids": llm.get_tokenizer().encode(TEXT)[:161]}
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)

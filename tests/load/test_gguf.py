@@ -13,7 +13,7 @@ from quire.files.resolve import resolve_model
 from quire.load.gguf import GGUFSource
 from quire.load.gguf_names import FAMILIES, split_pairs
 from quire.load.source import TensorSlice, cut, read_whole
-from quire.ops.blocks import UNFOLD, dequantize
+from quire.ops.blocks import DEQUANTIZE, dequantize
 from quire.types.errors import ModelError
 
 
@@ -31,7 +31,7 @@ def pair_up(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", [name for name in READABLE_TYPES if name not in ("F32", "F16", "BF16", "F64")])
-def test_block_types_unfold_as_the_reference_does(name: str) -> None:
+def test_block_types_dequantize_as_the_reference_does(name: str) -> None:
     kind = gguf.GGMLQuantizationType[name]
     _, elements, nbytes = GGML_TYPES[int(kind)]
     blocks = np.random.default_rng(1).integers(0, 256, (6, 3 * nbytes), dtype=np.uint8)
@@ -43,7 +43,7 @@ def test_block_types_unfold_as_the_reference_does(name: str) -> None:
     assert np.array_equal(np.isnan(found), np.isnan(expected))
 
 
-def test_long_tensors_are_unfolded_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_tensors_are_dequantized_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.ops.blocks.RUN_ELEMENTS", 64)
     blocks = np.random.default_rng(1).integers(0, 128, (5, 34), dtype=np.uint8)
     expected = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)
@@ -64,7 +64,7 @@ def test_unreadable_type() -> None:
 
 
 def test_common_types_do_not_need_the_package() -> None:
-    assert {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"} <= set(UNFOLD)
+    assert {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"} <= set(DEQUANTIZE)
 
 
 def test_llama_names_and_rotary_order(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16"])
-def test_of_a_slice_only_its_blocks_are_unfolded(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_slice_only_its_blocks_are_dequantized(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     type_ = gguf.GGMLQuantizationType[kind]
     tensors: dict[str, Any] = dict(llama_tensors({**LLAMA, "embedding_length": 128}))
     for name in ("blk.0.attn_q.weight", "blk.0.ffn_down.weight"):

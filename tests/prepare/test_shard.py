@@ -102,7 +102,7 @@ def test_slices_of_blocks_become_floats(blocks, size):
     torch.testing.assert_close(logits, whole_logits(blocks, FEW), atol=1e-4, rtol=1e-4)
 
 
-def unfolded(method):
+def dequantized(method):
     return torch.cat([dequantize(part.read(0, len(part)).flatten(), part.type, (-1, part.columns)) for part in method.parts])
 
 
@@ -119,7 +119,7 @@ def test_blocks_stay_in_blocks_where_shares_are_whole_ones(blocks, size):
             if isinstance(layer, Linear):
                 whole = all(edge % 32 == 0 for edge in (layer.kept_inputs.start, layer.kept_inputs.stop))
                 assert isinstance(layer.method, GGUFMethod) == whole
-                values = unfolded(layer.method) if whole else layer.weight
+                values = dequantized(layer.method) if whole else layer.weight
                 assert torch.equal(values, exact.get_submodule(path).weight)
     [logits] = together(kept, lambda model: Sequences(model, 1, len(FEW)).step([(0, FEW)]))
     expected = whole_logits(blocks, FEW)

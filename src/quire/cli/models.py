@@ -36,7 +36,7 @@ def gather() -> dict[str, Any]:
         "fallback": _fallback(),
         "formats": {
             "safetensors": "a directory or hub id with config.json and *.safetensors",
-            "gguf": "a .gguf file (or its shards), org/repo:QUANT or org/repo/FILE.gguf; in blocks on a CPU, else unfolded",
+            "gguf": "a .gguf file (or its shards), org/repo:QUANT or org/repo/FILE.gguf; in blocks on a CPU, else dequantized",
         },
         "gguf_architectures": sorted({name.partition(" ")[0] for name in ARCHITECTURES}),
         "gguf_types": list(READABLE_TYPES),

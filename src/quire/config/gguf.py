@@ -128,7 +128,7 @@ def _vocabulary(header: GGUFHeader) -> int:
 
 
 def _dtype(tensors: Mapping[str, GGUFTensor]) -> str:
-    """The type most elements have, if it is a plain one; quantized blocks unfold to float32."""
+    """The type most elements have, if it is a plain one; quantized blocks dequantize to float32."""
     sizes: dict[int, int] = {}
     for tensor in tensors.values():
         sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.elements

@@ -18,7 +18,7 @@ _NOT_MEASURED = "it is not measured yet"
 _NOT_REPLACED = "the engine's parts cannot be replaced"
 _Groups = tuple[tuple[str, dict[str, tuple[Any, ...]]], ...]
 _TABLE: _Groups = (
-    ("only GGUF files are served quantized, and that needs no argument; on a GPU they are unfolded",
+    ("only GGUF files are served quantized, and that needs no argument; on a GPU they are dequantized",
      {"quantization": ("gguf",)}),
     ("the cache holds the model's own dtype", {"kv_cache_dtype": ("auto",), "calculate_kv_scales": (False,),
                                                "override_attention_dtype": (), "mamba_cache_dtype": ("auto",),

@@ -139,7 +139,7 @@ def choose_dtype(args: EngineArgs, facts: ModelFacts, device: DeviceFacts) -> st
 
 
 def choose_keep_blocks(args: EngineArgs, facts: ModelFacts, device: DeviceFacts) -> bool:
-    """Unless a type was asked for: then the weights are unfolded to it."""
+    """Unless a type was asked for: then the weights are dequantized to it."""
     return device.keeps_quantized and args.dtype == "auto" and facts.files.format == "gguf"
 
 

@@ -1,4 +1,4 @@
-"""Weights from GGUF files, under Hugging Face's names: unfolded to floating point, or kept in blocks where the model can."""
+"""Weights from GGUF files, under Hugging Face's names: dequantized to floating point, or kept in blocks where the model can."""
 
 import mmap
 import os
@@ -72,11 +72,11 @@ class GGUFSource:
         self._kept = names
 
     def read(self, slices: Collection[TensorSlice]) -> Iterator[tuple[TensorSlice, Tensor]]:
-        """In file order. A few tensors are unfolded ahead, so that memory stays low and cores stay busy."""
+        """In file order. A few tensors are dequantized ahead, so that memory stays low and cores stay busy."""
         found = [(self.pieces[part.name], part) for part in slices]
         found.sort(key=lambda entry: (entry[0].path, entry[0].offset, entry[1].ranges))
         ahead: deque[tuple[TensorSlice, Future[Tensor]]] = deque()
-        with ThreadPoolExecutor(WORKERS, "unfold") as pool:
+        with ThreadPoolExecutor(WORKERS, "dequantize") as pool:
             for piece, part in found:
                 ahead.append((part, pool.submit(self._take, self._file(piece.path), piece, part.ranges)))
                 if len(ahead) > WORKERS:

@@ -1,11 +1,11 @@
-"""GGUF's block types: unfolded to floating point, or taken apart into integers with scales.
+"""GGUF's block types: dequantized to floating point, or taken apart into integers with scales.
 
 A tensor is a row of blocks; a block is one or two half-precision scales and a few bits per element. The common types are
 done here with torch, a cache-sized run at a time; the rare ones by the `gguf` package. Values are bit for bit
 those of ggml's reference: the order of multiplications is kept.
 
-Unfolding is written for blocks [G, block bytes, N]. For columns of a matrix the blocks are turned, so that the same byte of N
-blocks lies together and every operation runs along N; for rows of it N is 1, and nothing is turned.
+That is written for blocks [G, block bytes, N]. For columns of a matrix the blocks are turned, so that the same byte of N blocks
+lies together and every operation runs along N; for rows of it N is 1, and nothing is turned.
 """
 
 import mmap
@@ -20,9 +20,9 @@ from quire.files.gguf import GGML_TYPES, READABLE_TYPES
 from quire.types.errors import ModelError
 
 AROUND = 1 << 16  # bytes: with a page of a file, the system maps its neighbours
-RUN_ELEMENTS = 1 << 19  # unfolded at once: small enough for a cache, and many blocks side by side
+RUN_ELEMENTS = 1 << 19  # dequantized at once: small enough for a cache, and many blocks side by side
 
-Unfold = Callable[[Tensor, Tensor], None]  # blocks [G, block bytes, N] uint8, out [G, block elements, N] float32
+Dequantize = Callable[[Tensor, Tensor], None]  # blocks [G, block bytes, N] uint8, out [G, block elements, N] float32
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
@@ -83,31 +83,31 @@ def dequantize(raw: Tensor, type_: int, shape: tuple[int, ...]) -> Tensor:
         raise ModelError(f"GGUF tensors of type {name} cannot be read; these can: {', '.join(READABLE_TYPES)}")
     if name in _PLAIN:
         return raw.view(_PLAIN[name]).view(shape).clone()
-    unfold = UNFOLD.get(name)
-    if unfold is None:
+    fill = DEQUANTIZE.get(name)
+    if fill is None:
         return _by_package(raw, type_, shape)
     blocks = raw.view(-1, nbytes)
     out = torch.empty(blocks.shape[0], elements)
     run = RUN_ELEMENTS // elements
     for start in range(0, blocks.shape[0], run):
-        unfold(blocks[start : start + run, :, None], out[start : start + run, :, None])
+        fill(blocks[start : start + run, :, None], out[start : start + run, :, None])
     return out.view(shape)
 
 
-def unfold_columns(stored: Stored, start: int, stop: int, out: Tensor) -> None:
+def dequantize_columns(stored: Stored, start: int, stop: int, out: Tensor) -> None:
     """Rows start ... stop of a matrix as columns: out [columns, stop - start], of any floating type."""
     name, elements, nbytes = GGML_TYPES[stored.type]
-    unfold = UNFOLD.get(name)
+    fill = DEQUANTIZE.get(name)
     run = max(1, RUN_ELEMENTS // stored.columns)
     for first in range(start, stop, run):
         rows = stored.read(first, min(first + run, stop))
         place = out[:, first - start : first - start + len(rows)]
-        if unfold is None:
+        if fill is None:
             wide = _by_package(rows.flatten(), stored.type, (len(rows), stored.columns)).t()
         else:
             blocks = rows.view(len(rows), -1, nbytes).permute(1, 2, 0).contiguous()
             wide = torch.empty(blocks.shape[0], elements, len(rows))
-            unfold(blocks, wide)
+            fill(blocks, wide)
         place.copy_(wide.view(stored.columns, len(rows)))
 
 
@@ -148,10 +148,10 @@ _NIBBLE_ROWS: dict[str, Callable[[Tensor, Tensor], None]] = {
 
 def _by_package(raw: Tensor, type_: int, shape: tuple[int, ...]) -> Tensor:
     from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize as unfold
+    from gguf.quants import dequantize as by_package
 
     rows = raw.numpy().reshape(prod(shape[:-1]), -1)
-    return torch.from_numpy(unfold(rows, GGMLQuantizationType(type_))).view(shape)
+    return torch.from_numpy(by_package(rows, GGMLQuantizationType(type_))).view(shape)
 
 
 def _split(x: Tensor, outer: int, inner: int) -> Tensor:
@@ -245,7 +245,7 @@ def _q6_k(blocks: Tensor, out: Tensor) -> None:
     _split(out, 16, 16).mul_(scales.unsqueeze(2))
 
 
-UNFOLD: dict[str, Unfold] = {
+DEQUANTIZE: dict[str, Dequantize] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,

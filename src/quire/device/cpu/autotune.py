@@ -29,8 +29,8 @@ from quire.device.cpu.product import Product, repack
 from quire.files.gguf import GGML_TYPES
 from quire.files.wheel import cache_directory
 from quire.ops.blocks import Stored, dequantize
+from quire.ops.dequantized_linear import dequantized_linear
 from quire.ops.native import multiplies, multiplies_floats
-from quire.ops.unfold import unfolded_linear
 from quire.progress import doing
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ WAY = 3  # of trying; to be raised when it becomes another
 CPU_INFO = Path("/proc/cpuinfo")
 ABOUT = ("model name", "flags", "Features", "CPU")  # x86 writes the first two, ARM the others
 OUTPUTS, INPUTS = 1536, 576
-ROWS = (32, 48, 64, 96, 128, 192, 256, 512)  # at which unfolding is tried
+ROWS = (32, 48, 64, 96, 128, 192, 256, 512)  # at which dequantizing is tried
 NEVER = 1 << 30
 HOPELESS = 30  # times slower with the fewest rows: more will not help
 SAME = 0.02  # of a product's size, by which rounding activations to 8 bits may change it
@@ -53,13 +53,13 @@ Ways = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 class Choice:
     own: bool  # Quire's own kernels multiply rows by numbers of few bits
     openvino: bool  # OpenVINO does, and keeps numbers of 4 bits as they are
-    unfold_from: int  # rows from which 4-bit numbers are worth unfolding; NEVER = bfloat16 is slow here
-    unfold_others_from: int  # the same for other types, which take longer
+    dequantize_from: int  # rows from which 4-bit numbers are worth dequantizing; NEVER = bfloat16 is slow here
+    dequantize_others_from: int  # the same for other types, which take longer
     own_floats: bool  # Quire's own kernels multiply rows of float32
 
 
 def runtime_for_blocks() -> Runtime | None:
-    """Who multiplies few rows by numbers of few bits; None = nobody, and they are unfolded each time."""
+    """Who multiplies few rows by numbers of few bits; None = nobody, and they are dequantized each time."""
     choice = choose()
     return Runtime.OWN if choice.own else Runtime.OPENVINO if choice.openvino else None
 
@@ -69,12 +69,12 @@ def runtime_for_floats() -> Runtime | None:
     return Runtime.OWN if choose().own_floats else None
 
 
-def unfold_from(quickly: bool) -> int:
-    """Rows from which a matrix in blocks is worth unfolding to bfloat16."""
-    return choose().unfold_from if quickly else choose().unfold_others_from
+def dequantize_from(quickly: bool) -> int:
+    """Rows from which a matrix in blocks is worth dequantizing to bfloat16."""
+    return choose().dequantize_from if quickly else choose().dequantize_others_from
 
 
-OURS = Choice(own=True, openvino=False, unfold_from=NEVER, unfold_others_from=NEVER, own_floats=True)
+OURS = Choice(own=True, openvino=False, dequantize_from=NEVER, dequantize_others_from=NEVER, own_floats=True)
 
 
 @cache
@@ -104,7 +104,7 @@ def measure() -> Choice:
         few = others = NEVER
         if own or by_openvino:
             runtime = Runtime.OWN if own else Runtime.OPENVINO
-            few, others = (_measure_unfolding(kind, runtime) for kind in ("Q4_0", "Q5_0"))
+            few, others = (_measure_dequantizing(kind, runtime) for kind in ("Q4_0", "Q5_0"))
     return Choice(own, by_openvino, few, others, multiplies_floats())
 
 
@@ -159,12 +159,12 @@ def agrees() -> bool:
     return True
 
 
-def _measure_unfolding(kind: str, runtime: Runtime) -> int:
+def _measure_dequantizing(kind: str, runtime: Runtime) -> int:
     stored = _matrix(kind)
     product = Product(repack([stored], None, runtime), runtime)
-    ways: Ways = (product, lambda x: unfolded_linear(x, [stored], None))
-    folded, unfolded = _time(ways, ROWS[0], tries=3)
-    if unfolded > HOPELESS * folded:
+    ways: Ways = (product, lambda x: dequantized_linear(x, [stored], None))
+    quantized, dequantized = _time(ways, ROWS[0], tries=3)
+    if dequantized > HOPELESS * quantized:
         return NEVER
     at = bisect_left(ROWS, True, key=lambda rows: gt(*_time(ways, rows)))  # the more rows, the more worthwhile
     return ROWS[at] if at < len(ROWS) else NEVER

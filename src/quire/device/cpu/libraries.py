@@ -7,14 +7,14 @@ from importlib.metadata import PackageNotFoundError, version
 from quire.ops.native import multiplies
 
 ADVICE = (
-    "nothing here multiplies by quantized weights as they are, so they are unfolded to float32: they take more memory and "
+    "nothing here multiplies by quantized weights as they are, so they are dequantized to float32: they take more memory and "
     "time; pip install 'quire[cpu]' on x86 Linux, or install Quire where a C compiler is on ARM"
 )
 
 
 @cache
 def has_openvino() -> bool:
-    """On other machines it would unfold the numbers for good."""
+    """On other machines it would dequantize the numbers for good."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return False
     try:

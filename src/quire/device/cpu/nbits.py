@@ -123,7 +123,7 @@ def _emit_sums(graph: Graph, x: str, packed: Packed) -> str:
 
 
 def _emit_product(graph: Graph, x: str, sums: str, packed: Packed) -> str:
-    """As a matrix that is unfolded and then multiplied by. It has whole groups only."""
+    """As a matrix that is dequantized and then multiplied by. It has whole groups only."""
     outputs, groups = packed.scale.shape
     if packed.folded:
         [x] = graph.add("Concat", [x, sums], axis=1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.attn.batch import Batch
-from quire.device.cpu.autotune import unfold_from
+from quire.device.cpu.autotune import dequantize_from
 from quire.device.cpu.graph import Graph, Runtime, Value
 from quire.device.cpu.openvino import PAGE, Network
 from quire.device.cpu.openvino_attention import Emitter, Form, describe, find_form
@@ -47,7 +47,7 @@ class DecoderNetwork:
 
     def __init__(self, trace: Trace, attending: list[Attending]) -> None:
         self._attending = attending
-        self.too_many = unfold_from(trace.quickly)  # tokens: from there on the decoder itself is faster
+        self.too_many = dequantize_from(trace.quickly)  # tokens: from there on the decoder itself is faster
         graph = Graph(Runtime.OPENVINO)
         emitter = Emitter(graph)
         self._first = graph.name()

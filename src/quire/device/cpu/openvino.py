@@ -1,7 +1,7 @@
 """ONNX graphs run by OpenVINO on torch's memory. It keeps matrices of 4-bit numbers as they are where the CPU has the
 instructions for them, and attends over pages.
 
-What a product is multiplied by is written as the unfolding of numbers, which it never does; activations are rounded to 8 bits
+What a product is multiplied by is written as dequantized numbers, which it never makes; activations are rounded to 8 bits
 by groups of 32. Large matrices are lent by an operator of our own name (`LENT`). Attention is another (`PAGED`), for ONNX has
 none.
 """

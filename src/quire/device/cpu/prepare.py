@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.attn.batch import Batch, take_rows
 from quire.device.base import Body, Prepared, Setting
 from quire.device.cpu import gemm
-from quire.device.cpu.autotune import runtime_for_blocks, runtime_for_floats, unfold_from
+from quire.device.cpu.autotune import dequantize_from, runtime_for_blocks, runtime_for_floats
 from quire.device.cpu.compiled import Compiled, compile_body
 from quire.device.cpu.graph import Runtime
 from quire.device.cpu.huge_pages import gather_in_background
@@ -135,4 +135,4 @@ class FewRows:
         return Product(repack(self.method.parts, self.layer.bias, self.runtime), self.runtime)
 
     def __call__(self, x: Tensor) -> Tensor | None:
-        return None if len(x) >= unfold_from(self.method.unfolds_quickly) else self.product(x)
+        return None if len(x) >= dequantize_from(self.method.dequantizes_quickly) else self.product(x)

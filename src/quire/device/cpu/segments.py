@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from quire.attn.batch import Batch
-from quire.device.cpu.autotune import NEVER, unfold_from
+from quire.device.cpu.autotune import NEVER, dequantize_from
 from quire.device.cpu.bound_segments import BoundAttention, BoundSegments, Memory, room_for
 from quire.device.cpu.graph import Graph, Runtime
 from quire.device.cpu.program import Scratch
@@ -33,7 +33,7 @@ class Segments:
         """`whole`: the decoder will not be run itself any more, and what it holds in matrices of floats is given back."""
         pieces, self._first, self._last = trace.pieces, trace.first, trace.last
         # tokens: from there on the decoder itself is faster
-        self.too_many = NEVER if whole else unfold_from(trace.quickly)
+        self.too_many = NEVER if whole else dequantize_from(trace.quickly)
         scratch = Scratch()
         sources = [{between.source for between in piece.behind} for piece in pieces]
         wanted = [{*piece.read} | behind for piece, behind in zip(pieces, sources, strict=True)] + [{self._last}]

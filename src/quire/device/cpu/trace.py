@@ -54,7 +54,7 @@ class Step:
     inputs: "tuple[Symbol, ...]"
     outputs: "tuple[Symbol, ...]"
     matrix: Matrix | None = None  # by which it multiplies
-    quickly: bool = True  # unfolds the body its matrix in blocks, if it has one
+    quickly: bool = True  # dequantizes the body its matrix in blocks, if it has one
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _linear(method: GGUFMethod, layer: Linear, x: Symbol) -> Symbol:
     def make(graph: Graph, names: Sequence[str]) -> Sequence[str]:
         return [emit(graph, names[0], repack(method.parts, layer.bias, graph.runtime))]
 
-    return x.then(make, columns=[layer.outputs], quickly=method.unfolds_quickly)[0]
+    return x.then(make, columns=[layer.outputs], quickly=method.dequantizes_quickly)[0]
 
 
 def _plain_linear(x: Symbol, weight: Tensor, bias: Tensor | None = None) -> Symbol:
@@ -227,7 +227,7 @@ class Trace:
 
     @property
     def quickly(self) -> bool:
-        """Does the decoder itself unfold all of its matrices in blocks quickly?"""
+        """Does the decoder itself dequantize all of its matrices in blocks quickly?"""
         return all(step.quickly for piece in self.pieces for step in piece.steps)
 
 

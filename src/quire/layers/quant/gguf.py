@@ -1,7 +1,7 @@
 """Matrices that stay in a GGUF file's blocks: mapped, not loaded. For CPUs, in float32.
 
-A device may multiply few rows by a copy of its own. Many are worth unfolding the blocks for (`ops/unfold.py`), each time anew.
-The formats are known to `ops/blocks.py`.
+A device may multiply few rows by a copy of its own. For many the blocks are worth dequantizing (`ops/dequantized_linear.py`),
+each time anew. The formats are known to `ops/blocks.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from quire.layers.linear import Linear
 from quire.layers.moe import Experts
 from quire.ops.activation import gated
 from quire.ops.blocks import GROUP, Stored, dequantize
-from quire.ops.unfold import unfolded_linear, unfolds_quickly
+from quire.ops.dequantized_linear import dequantized_linear, dequantizes_quickly
 
 MANY_IDS = 64
 
@@ -32,8 +32,8 @@ class GGUFMethod:
         self.few: Callable[[Tensor], Tensor | None] | None = None  # a device's way to multiply few rows; None = they are many
 
     @property
-    def unfolds_quickly(self) -> bool:
-        return unfolds_quickly(self.parts)
+    def dequantizes_quickly(self) -> bool:
+        return dequantizes_quickly(self.parts)
 
     def shapes(self, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
         return {}
@@ -49,7 +49,7 @@ class GGUFMethod:
         if has_torch_function_unary(x):
             return handle_torch_function(GGUFMethod.apply, (x,), self, layer, x)
         out = None if self.few is None else self.few(x)
-        return unfolded_linear(x, self.parts, layer.bias) if out is None else out
+        return dequantized_linear(x, self.parts, layer.bias) if out is None else out
 
     def apply_gated(self, layer: Linear, x: Tensor, activation: str) -> Tensor:
         return gated(self.apply(layer, x), activation)
@@ -84,7 +84,7 @@ class GGUFHead:
         return {}
 
     def apply(self, layer: Head, hidden: Tensor) -> Tensor:
-        return unfolded_linear(hidden, [self.matrix], layer.bias) if self.product is None else self.product(hidden)
+        return dequantized_linear(hidden, [self.matrix], layer.bias) if self.product is None else self.product(hidden)
 
 
 class GGUFScheme:
