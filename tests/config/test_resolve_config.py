@@ -47,7 +47,7 @@ def test_on_a_cpu(model: Path) -> None:
 
 def test_pages_of_quantized_weights_on_a_cpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages as OpenVINO attends over, unless the user wants others."""
-    monkeypatch.setattr("quire.config.resolve.choose_keep_blocks", lambda *given: True)
+    monkeypatch.setattr("quire.config.resolve.choose_keep_quantized", lambda *given: True)
     assert config_of(model).page_size == 32
     assert config_of(model, block_size=16).page_size == 16
 

@@ -17,7 +17,7 @@ from quire.device.cpu.nbits import pack
 from quire.device.cpu.product import Product, repack
 from quire.device.cpu.tiles import lay_out
 from quire.files.gguf import GGML_TYPES
-from quire.ops.blocks import Stored, dequantize, take_apart
+from quire.ops.blocks import QuantizedMatrix, dequantize, take_apart
 from quire.ops.dequantized_linear import dequantized_linear, round_up
 from quire.ops.native import multiplies
 
@@ -34,9 +34,9 @@ def same_activations():
     torch.manual_seed(0)
 
 
-def stored(kind: str, rows: int = 48, columns: int = 512, seed: int = 0) -> Stored:
+def stored(kind: str, rows: int = 48, columns: int = 512, seed: int = 0) -> QuantizedMatrix:
     """A random matrix with uneven columns, in blocks of that type."""
-    return Stored(NUMBER[kind], columns, blocks_of(kind, rows, columns, seed))
+    return QuantizedMatrix(NUMBER[kind], columns, blocks_of(kind, rows, columns, seed))
 
 
 def blocks_of(kind: str, rows: int, columns: int, seed: int) -> torch.Tensor:
@@ -50,7 +50,7 @@ def blocks_of(kind: str, rows: int, columns: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])).view(rows, -1)
 
 
-def dequantized(matrix: Stored) -> torch.Tensor:
+def dequantized(matrix: QuantizedMatrix) -> torch.Tensor:
     return dequantize(matrix.rows.flatten(), matrix.type, (len(matrix), matrix.columns))
 
 
@@ -110,7 +110,7 @@ def test_dequantized_parts_are_one_matrix(slab, kinds, monkeypatch):
     monkeypatch.setattr("quire.ops.dequantized_linear.SLAB_ELEMENTS", slab)
     parts = [stored(kind, seed=seed) for seed, kind in enumerate(kinds)]
     order = torch.randperm(48)
-    parts[1] = Stored(parts[1].type, 512, parts[1].rows, order)
+    parts[1] = QuantizedMatrix(parts[1].type, 512, parts[1].rows, order)
     x, bias = torch.randn(33, 512), torch.randn(48 * len(parts))
     matrices = [dequantized(part) for part in parts]
     matrices[1] = matrices[1][order]

@@ -64,9 +64,9 @@ def facts(tmp_path_factory):
     return read_facts(resolve_model(str(path)), {})
 
 
-def loaded(facts, keep_blocks=True):
+def loaded(facts, keep_quantized=True):
     model = build_model(facts)
-    load_weights(model, facts, device="cpu", dtype="float32", keep_blocks=keep_blocks)
+    load_weights(model, facts, device="cpu", dtype="float32", keep_quantized=keep_quantized)
     pack_blocks(model.lm_head)
     return model
 
@@ -105,7 +105,7 @@ def test_the_same_numbers_as_layer_by_layer(facts):
 
 
 def test_near_the_dequantized_model(facts):
-    expected = Sequences(loaded(facts, keep_blocks=False), 1, len(IDS)).step([(0, IDS)])[0]
+    expected = Sequences(loaded(facts, keep_quantized=False), 1, len(IDS)).step([(0, IDS)])[0]
     found = Apart(networked(facts), 1, len(IDS)).step([(0, IDS)])[0]
     assert (found - expected).norm() < 0.05 * expected.norm()  # each product is off by about 0.6 %
 

@@ -79,9 +79,9 @@ class Lined(Sequences):
             attention.bind(lines.zero_().permute(2, 0, 1, 3, 4), 0)
 
 
-def loaded(facts, keep_blocks):
+def loaded(facts, keep_quantized):
     model = build_model(facts)
-    load_weights(model, facts, device="cpu", dtype="float32", keep_blocks=keep_blocks)
+    load_weights(model, facts, device="cpu", dtype="float32", keep_quantized=keep_quantized)
     pack_blocks(model.lm_head)
     return model
 
@@ -226,29 +226,29 @@ def grow(sequences):
 
 
 @pytest.mark.parametrize("scattered", [(1,), (0, 3), (0, 1, 2, 3)])
-@pytest.mark.parametrize("keep_blocks", [True, False])
-def test_scattered_rows_get_the_same_bits(wider, keep_blocks, scattered, runtime, monkeypatch):
+@pytest.mark.parametrize("keep_quantized", [True, False])
+def test_scattered_rows_get_the_same_bits(wider, keep_quantized, scattered, runtime, monkeypatch):
     if kernels() is None:
         pytest.skip("no C compiler was there when Quire was installed")
     monkeypatch.delattr("quire.device.cpu.bound_segments.attend_heads")
-    model = loaded(wider, keep_blocks)
+    model = loaded(wider, keep_quantized)
     model.body = CompiledBody(
-        model.run_blocks, Segments(write_down(model.run_blocks, wider.hidden_size), runtime, whole=not keep_blocks)
+        model.run_blocks, Segments(write_down(model.run_blocks, wider.hidden_size), runtime, whole=not keep_quantized)
     )
     expected, found = grow(Lined(model, 4, 48)), grow(Lined(model, 4, 48, scattered))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
 @pytest.mark.skipif(Runtime.OWN not in RUNTIMES, reason="there are no kernels of our own for this CPU")
-@pytest.mark.parametrize("keep_blocks", [True, False])
-def test_by_kernels_of_our_own_a_row_gets_the_same_bits_in_any_company(wider, keep_blocks, monkeypatch):
+@pytest.mark.parametrize("keep_quantized", [True, False])
+def test_by_kernels_of_our_own_a_row_gets_the_same_bits_in_any_company(wider, keep_quantized, monkeypatch):
     monkeypatch.setattr(prepare, "runtime_for_blocks", lambda: Runtime.OWN)
-    model = loaded(wider, keep_blocks)
+    model = loaded(wider, keep_quantized)
     model.body = CompiledBody(
-        model.run_blocks, Segments(write_down(model.run_blocks, wider.hidden_size), Runtime.OWN, whole=not keep_blocks)
+        model.run_blocks, Segments(write_down(model.run_blocks, wider.hidden_size), Runtime.OWN, whole=not keep_quantized)
     )
     head = model.lm_head
-    pack_blocks(head) if keep_blocks else head.use(PackedHead(head, Runtime.OWN))
+    pack_blocks(head) if keep_quantized else head.use(PackedHead(head, Runtime.OWN))
     alone = [Lined(model, 4, 48) for _ in range(4)]
     together = Lined(model, 4, 48)
     for step in range(12):

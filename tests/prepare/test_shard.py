@@ -109,7 +109,7 @@ def dequantized(method):
 @pytest.mark.parametrize("size", [2, 3])
 def test_blocks_stay_in_blocks_where_shares_are_whole_ones(blocks, size):
     """Of three ranks, which have 2, 1 and 1 heads of 16, two cannot keep their columns of the attention's output matrix."""
-    kept, floats = divided(blocks, size, keep_blocks=True)[0], divided(blocks, size)[0]
+    kept, floats = divided(blocks, size, keep_quantized=True)[0], divided(blocks, size)[0]
     for model, exact in zip(kept, floats, strict=True):
         assert isinstance(model.lm_head.method, GGUFHead) and isinstance(model.embed_tokens.method, GGUFRows)
         assert torch.equal(

@@ -67,7 +67,7 @@ def make_plan(args: EngineArgs, memory: int | None) -> Plan:
     config = resolve(args, lambda: kind, lambda name: open_device(name).facts(memory=total), facts, serving=True)
     element = DTYPE_BYTES[config.dtype]
     layout = make_layout(facts.layers, config.page_size, element)
-    kept = bool(config.keep_blocks and facts.files.weights)
+    kept = bool(config.keep_quantized and facts.files.weights)
     weights = _kept_bytes(facts) if kept else facts.parameters * element
     steps = activation_bytes(facts.hf, element_bytes=element, tokens=config.max_batched_tokens, rows=config.max_seqs)
     usable = int(total * args.gpu_memory_utilization) if kind == "cuda" else total

@@ -17,7 +17,7 @@ class Config:
     device: str
     device_facts: DeviceFacts
     dtype: str
-    keep_blocks: bool  # what a GGUF file stores in blocks of few bits stays so in memory
+    keep_quantized: bool  # what a GGUF file stores in blocks of few bits stays so in memory
     page_size: int
     max_model_len: int
     max_model_len_explicit: bool  # asked for, so it must fit; otherwise it may shrink to what does

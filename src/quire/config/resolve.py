@@ -47,15 +47,15 @@ def resolve(
     length, explicit = choose_length(args, facts)
     device = describe(choose_device(args, find_device))
     max_batched_tokens, max_seqs = choose_batch(args, default_batch(device, serving), length)
-    keep_blocks = choose_keep_blocks(args, facts, device)
+    keep_quantized = choose_keep_quantized(args, facts, device)
     config = Config(
         args=args,
         facts=facts,
         device=device.kind,
         device_facts=device,
         dtype=choose_dtype(args, facts, device),
-        keep_blocks=keep_blocks,
-        page_size=args.block_size or (device.quantized_page_size if keep_blocks else device.page_size),
+        keep_quantized=keep_quantized,
+        page_size=args.block_size or (device.quantized_page_size if keep_quantized else device.page_size),
         max_model_len=length,
         max_model_len_explicit=explicit,
         max_batched_tokens=max_batched_tokens,
@@ -138,7 +138,7 @@ def choose_dtype(args: EngineArgs, facts: ModelFacts, device: DeviceFacts) -> st
     return device.dtype or ("float16" if facts.dtype == "float16" and stable else "bfloat16")
 
 
-def choose_keep_blocks(args: EngineArgs, facts: ModelFacts, device: DeviceFacts) -> bool:
+def choose_keep_quantized(args: EngineArgs, facts: ModelFacts, device: DeviceFacts) -> bool:
     """Unless a type was asked for: then the weights are dequantized to it."""
     return device.keeps_quantized and args.dtype == "auto" and facts.files.format == "gguf"
 

@@ -143,7 +143,7 @@ def start_local(
         logprobs_mode=config.logprobs_mode,
         model_impl=args.model_impl,
         enforce_eager=args.enforce_eager,
-        keep_blocks=config.keep_blocks,
+        keep_quantized=config.keep_quantized,
         drafter=drafter,
     )
     executor = LocalExecutor(runner)

@@ -16,7 +16,7 @@ from quire.files.gguf import GGML_TYPES, GGUFTensor, read_gguf_shards
 from quire.layers.claims import Ranges
 from quire.load.gguf_names import Name, hf_names
 from quire.load.source import TensorSlice, cut, map_file
-from quire.ops.blocks import Stored, dequantize
+from quire.ops.blocks import QuantizedMatrix, dequantize
 from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class GGUFSource:
         return {name: piece.shape for name, piece in self.pieces.items() if name not in self._kept}
 
     @property
-    def stored(self) -> Mapping[str, Stored]:
+    def stored(self) -> Mapping[str, QuantizedMatrix]:
         """The matrices that are stored in blocks along their rows."""
         return {
             name: self._stored(piece)
@@ -85,7 +85,7 @@ class GGUFSource:
             for first, future in ahead:
                 yield first, future.result()
 
-    def find_rows(self, name: str) -> Stored | None:
+    def find_rows(self, name: str) -> QuantizedMatrix | None:
         piece = self.pieces[name]
         return self._stored(piece) if len(piece.stored) == 2 and not piece.name.transposed else None
 
@@ -108,11 +108,11 @@ class GGUFSource:
         tensor = values[:, left - first * elements : right - first * elements]
         return tensor.t() if piece.name.transposed else tensor
 
-    def _stored(self, piece: Piece) -> Stored:
+    def _stored(self, piece: Piece) -> QuantizedMatrix:
         file, (count, columns), undo = self._file(piece.path), piece.stored, piece.name.undo
         raw = torch.frombuffer(file, dtype=torch.uint8, count=piece.nbytes, offset=piece.offset)
         order = None if undo is None else undo(torch.arange(count))  # of a matrix it only reorders rows
-        return Stored(piece.type, columns, raw.view(count, -1), order, file, piece.offset)
+        return QuantizedMatrix(piece.type, columns, raw.view(count, -1), order, file, piece.offset)
 
     def _file(self, path: Path) -> mmap.mmap:
         if path not in self._files:

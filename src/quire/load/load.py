@@ -11,7 +11,7 @@ from quire.load.assign import Renames, assign, claims_of, rename
 from quire.load.dummy import DummySource
 from quire.load.safetensors import SafetensorsSource
 from quire.load.source import Source
-from quire.ops.blocks import Stored
+from quire.ops.blocks import QuantizedMatrix
 from quire.prepare.quantize import find_scheme, quantize
 from quire.types.errors import ModelError
 
@@ -38,7 +38,7 @@ class Blocks(Source, Protocol):
     """A source whose matrices are stored in blocks, and may be used so."""
 
     @property
-    def stored(self) -> Mapping[str, Stored]: ...
+    def stored(self) -> Mapping[str, QuantizedMatrix]: ...
 
     def keep(self, names: frozenset[str]) -> None: ...
 
@@ -58,15 +58,15 @@ def load_weights(
     dtype: str | torch.dtype,
     load_format: str = "auto",
     seed: int = 0,
-    keep_blocks: bool = False,
+    keep_quantized: bool = False,
 ) -> None:
     """Puts the model on `device` in `dtype` and fills every parameter. "auto" reads what the model's files are.
 
-    keep_blocks: matrices that a file stores in blocks of few bits stay so, where a layer can multiply by them.
+    keep_quantized: matrices that a file stores in blocks of few bits stay so, where a layer can multiply by them.
     """
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with reading(facts.files.path, "the weights cannot be loaded"):
-        _load(model, facts, torch.device(device), kind, load_format, seed, keep_blocks)
+        _load(model, facts, torch.device(device), kind, load_format, seed, keep_quantized)
 
 
 def _load(
@@ -76,14 +76,14 @@ def _load(
     kind: torch.dtype,
     load_format: str,
     seed: int,
-    keep_blocks: bool,
+    keep_quantized: bool,
 ) -> None:
     if isinstance(model, Filling):
         model.fill(None if load_format == "dummy" else open_source(facts, load_format), device, kind, seed)
         return
     source = None if load_format == "dummy" else open_source(facts, load_format)
     renames: Renames = getattr(model, "renames", ())
-    if keep_blocks and isinstance(source, Blocks):
+    if keep_quantized and isinstance(source, Blocks):
         keep(model, source, renames)
     materialize(model, device, kind)
     if source is not None:
@@ -116,7 +116,7 @@ def keep(model: nn.Module, source: Blocks, renames: Renames) -> None:
     source.keep(frozenset(claimed[name] for name in scheme.kept))
 
 
-def find_rows(model: nn.Module, part: nn.Module, facts: "ModelFacts", load_format: str) -> Stored | None:
+def find_rows(model: nn.Module, part: nn.Module, facts: "ModelFacts", load_format: str) -> QuantizedMatrix | None:
     """Where the files have the weight of a part of the model, if its rows can be read there one by one."""
     if load_format == "dummy":
         return None

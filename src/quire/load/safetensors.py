@@ -14,7 +14,7 @@ from quire.files.gguf import GGML_TYPES
 from quire.files.safetensors import TensorInfo, read_header, read_index
 from quire.layers.claims import Ranges
 from quire.load.source import TensorSlice, cut, map_file
-from quire.ops.blocks import Stored
+from quire.ops.blocks import QuantizedMatrix
 from quire.types.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
@@ -85,13 +85,13 @@ class SafetensorsSource:
                     let_go += behind
                 yield part, _view(data, self._found[part.name][1], part.ranges)
 
-    def find_rows(self, name: str) -> Stored | None:
+    def find_rows(self, name: str) -> QuantizedMatrix | None:
         path, info = self._found[name]
         if len(info.shape) != 2 or not info.nbytes or info.dtype not in FLOATS:
             return None
         data = map_file(path)
         raw = torch.frombuffer(data, dtype=torch.uint8, count=info.nbytes, offset=info.offset)
-        return Stored(GGML_NUMBERS[info.dtype], info.shape[1], raw.view(info.shape[0], -1), None, data, info.offset)
+        return QuantizedMatrix(GGML_NUMBERS[info.dtype], info.shape[1], raw.view(info.shape[0], -1), None, data, info.offset)
 
 
 def _view(data: mmap.mmap, info: TensorInfo, ranges: Ranges = ()) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from quire.layers.claims import Ranges
-from quire.ops.blocks import Stored
+from quire.ops.blocks import QuantizedMatrix
 from quire.types.errors import ModelError
 
 
@@ -32,7 +32,7 @@ class Source(Protocol):
         not read, as far as its format allows."""
         ...
 
-    def find_rows(self, name: str) -> Stored | None:
+    def find_rows(self, name: str) -> QuantizedMatrix | None:
         """That matrix where it lies, to be read row by row; None = it does not lie in rows."""
         ...
 

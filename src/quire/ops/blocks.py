@@ -28,8 +28,8 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A matrix [N, columns] as a file has it: mapped, not copied."""
+class QuantizedMatrix:
+    """A matrix [N, columns] as a file has it, in blocks (those of floats have one element): mapped, not copied."""
 
     type: int  # ggml's
     columns: int
@@ -45,7 +45,7 @@ class Stored:
         """Rows of the matrix, [stop - start, row bytes]."""
         return self.rows[start:stop] if self.order is None else self.rows.index_select(0, self.order[start:stop])
 
-    def cut(self, rows: range, columns: range) -> "Stored | None":
+    def cut(self, rows: range, columns: range) -> "QuantizedMatrix | None":
         """Some rows where they lie; of some columns, which are whole blocks, a copy. None = the rows lie among others."""
         if len(rows) == len(self) and len(columns) == self.columns:
             return self
@@ -55,9 +55,9 @@ class Stored:
         _, elements, nbytes = GGML_TYPES[self.type]
         offset, some = self.offset + rows.start * self.rows.shape[1], self.rows[rows.start : rows.stop]
         if len(columns) == self.columns:
-            return Stored(self.type, self.columns, some, order, self.file, offset)
+            return QuantizedMatrix(self.type, self.columns, some, order, self.file, offset)
         blocks = some[:, columns.start // elements * nbytes : columns.stop // elements * nbytes].contiguous()
-        return Stored(self.type, len(columns), blocks, order)
+        return QuantizedMatrix(self.type, len(columns), blocks, order)
 
     def forget(self) -> None:
         """Lets go of the pages that were read. The system still has them, and gives them back for little."""
@@ -66,7 +66,7 @@ class Stored:
             self.file.madvise(mmap.MADV_DONTNEED, start, min(end, len(self.file)) - start)
 
 
-def cut(parts: Sequence[Stored], start: int, stop: int) -> Iterator[tuple[Stored, int, int, int]]:
+def cut(parts: Sequence[QuantizedMatrix], start: int, stop: int) -> Iterator[tuple[QuantizedMatrix, int, int, int]]:
     """Outputs start ... stop as rows of parts: part, its first row and the end, and which output the first row is."""
     first = 0
     for part in parts:
@@ -94,7 +94,7 @@ def dequantize(raw: Tensor, type_: int, shape: tuple[int, ...]) -> Tensor:
     return out.view(shape)
 
 
-def dequantize_columns(stored: Stored, start: int, stop: int, out: Tensor) -> None:
+def dequantize_columns(stored: QuantizedMatrix, start: int, stop: int, out: Tensor) -> None:
     """Rows start ... stop of a matrix as columns: out [columns, stop - start], of any floating type."""
     name, elements, nbytes = GGML_TYPES[stored.type]
     fill = DEQUANTIZE.get(name)
@@ -114,7 +114,7 @@ def dequantize_columns(stored: Stored, start: int, stop: int, out: Tensor) -> No
 NIBBLE_ROW = 20  # bytes of 32 elements with scale and offset
 
 
-def fill_nibble_rows(stored: Stored, start: int, stop: int, out: Tensor) -> None:
+def fill_nibble_rows(stored: QuantizedMatrix, start: int, stop: int, out: Tensor) -> None:
     """Rows start ... stop of a matrix of 4-bit numbers in blocks of 32, each block as out's rows [groups, 20] uint8 have them:
 
     [ element 0, 16 | 1, 17 | ... | 15, 31 | scale | offset ]   the lower 4 bits first; both numbers in half precision
@@ -123,7 +123,7 @@ def fill_nibble_rows(stored: Stored, start: int, stop: int, out: Tensor) -> None
     _NIBBLE_ROWS[name](stored.read(start, stop).view(-1, nbytes), out)
 
 
-def has_nibble_rows(stored: Stored) -> bool:
+def has_nibble_rows(stored: QuantizedMatrix) -> bool:
     return GGML_TYPES[stored.type][0] in _NIBBLE_ROWS
 
 
@@ -274,7 +274,7 @@ class Integers:
         return self if self.bits == 8 else Integers(8, self.numbers + 120, self.scale, self.offset)
 
 
-def take_apart(stored: Stored, start: int = 0, stop: int | None = None) -> Integers:
+def take_apart(stored: QuantizedMatrix, start: int = 0, stop: int | None = None) -> Integers:
     """Its rows, or some. Types with a scale per 32 elements keep their values exactly; others are rounded to 8 bits."""
     name, _, nbytes = GGML_TYPES[stored.type]
     rows = stored.read(start, len(stored) if stop is None else stop)

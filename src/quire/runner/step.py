@@ -65,7 +65,7 @@ class Runner:
         logprobs_mode: LogprobsMode = "raw_logprobs",
         model_impl: str = "auto",
         enforce_eager: bool = False,
-        keep_blocks: bool = False,
+        keep_quantized: bool = False,
         drafter: Drafter | None = None,
     ) -> None:
         self._facts = facts
@@ -79,7 +79,7 @@ class Runner:
         self._seed = seed
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self._model_impl = model_impl
-        self._keep_blocks = keep_blocks
+        self._keep_quantized = keep_quantized
         self._recording = device.records and not enforce_eager and drafter is None  # no graph verifies drafts
         self.graphs: Graphs | None = None  # it counts what it recorded and replayed
         self._kv_layout = KVLayout.PAGES
@@ -101,7 +101,7 @@ class Runner:
         model = build_model(self._facts, self._model_impl)
         load_weights(
             model, self._facts, device=self._device.torch_device, dtype=self._dtype, load_format=self._load_format,
-            seed=self._seed, keep_blocks=self._keep_blocks,
+            seed=self._seed, keep_quantized=self._keep_quantized,
         )  # fmt: skip
         setting = Setting(self._facts, self._dtype, self._layout, self._max_seqs, self._load_format)
         prepared = self._device.prepare(model, setting)

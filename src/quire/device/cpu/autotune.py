@@ -28,7 +28,7 @@ from quire.device.cpu.libraries import has_openvino
 from quire.device.cpu.product import Product, repack
 from quire.files.gguf import GGML_TYPES
 from quire.files.wheel import cache_directory
-from quire.ops.blocks import Stored, dequantize
+from quire.ops.blocks import QuantizedMatrix, dequantize
 from quire.ops.dequantized_linear import dequantized_linear
 from quire.ops.native import multiplies, multiplies_floats
 from quire.progress import doing
@@ -131,12 +131,12 @@ def _key() -> str:
     return ", ".join([*parts, *libraries, f"way {WAY}"])
 
 
-def _matrix(kind: str) -> Stored:
+def _matrix(kind: str) -> QuantizedMatrix:
     [(number, nbytes)] = [(type_, nbytes) for type_, (name, _, nbytes) in GGML_TYPES.items() if name == kind]
     numbers = torch.randint(0, 60, (OUTPUTS, INPUTS // 32 * nbytes), dtype=torch.uint8)  # small scales, whatever the bytes are
     if kind == "Q4_1":  # offsets that can be folded
         numbers.view(-1, nbytes)[:, :4] = torch.tensor([0.01, -0.073], dtype=torch.float16).view(torch.uint8)
-    return Stored(number, INPUTS, numbers)
+    return QuantizedMatrix(number, INPUTS, numbers)
 
 
 def agrees() -> bool:

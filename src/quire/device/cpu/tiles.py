@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire.device.cpu.graph import OWN, Array, Graph
 from quire.files.gguf import GGML_TYPES
-from quire.ops.blocks import GROUP, Integers, Stored, cut, take_apart
+from quire.ops.blocks import GROUP, Integers, QuantizedMatrix, cut, take_apart
 from quire.ops.native import float_tile
 
 TILE = 4  # outputs
@@ -37,7 +37,7 @@ class Tiles:
     bias: Array | None  # [outputs, rounded up to whole tiles] float32
 
 
-def lay_out(stored: Sequence[Stored], bias: Tensor | None) -> Tiles:
+def lay_out(stored: Sequence[QuantizedMatrix], bias: Tensor | None) -> Tiles:
     """One matrix of matrices above each other; numbers of different width take the larger one."""
     outputs, groups = sum(map(len, stored)), stored[0].columns // GROUP
     samples = [take_apart(part, 0, 1) for part in stored]

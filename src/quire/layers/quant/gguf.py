@@ -16,7 +16,7 @@ from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts
 from quire.ops.activation import gated
-from quire.ops.blocks import GROUP, Stored, dequantize
+from quire.ops.blocks import GROUP, QuantizedMatrix, dequantize
 from quire.ops.dequantized_linear import dequantized_linear, dequantizes_quickly
 
 MANY_IDS = 64
@@ -27,7 +27,7 @@ class GGUFMethod:
 
     dtype = None
 
-    def __init__(self, parts: Sequence[Stored]) -> None:
+    def __init__(self, parts: Sequence[QuantizedMatrix]) -> None:
         self.parts = tuple(parts)
         self.few: Callable[[Tensor], Tensor | None] | None = None  # a device's way to multiply few rows; None = they are many
 
@@ -58,7 +58,7 @@ class GGUFMethod:
 class GGUFRows:
     """An embedding whose rows are looked up where a file has them, in blocks or in floats, and not held."""
 
-    def __init__(self, rows: Stored) -> None:
+    def __init__(self, rows: QuantizedMatrix) -> None:
         self.rows = rows
 
     def shapes(self, count: int, size: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
@@ -76,7 +76,7 @@ class GGUFRows:
 class GGUFHead:
     """A head whose matrix stays in blocks. A device may multiply by a copy of its own."""
 
-    def __init__(self, matrix: Stored) -> None:
+    def __init__(self, matrix: QuantizedMatrix) -> None:
         self.matrix = matrix
         self.product: Callable[[Tensor], Tensor] | None = None
 
@@ -90,7 +90,7 @@ class GGUFHead:
 class GGUFScheme:
     """A matrix stays in the file's blocks where a layer can use it so. `stored`: what there is, by the model's names."""
 
-    def __init__(self, stored: Mapping[str, Stored]) -> None:
+    def __init__(self, stored: Mapping[str, QuantizedMatrix]) -> None:
         self._stored = stored
         self.kept: set[str] = set()  # names of those that stay
 
@@ -126,7 +126,7 @@ class GGUFScheme:
     def experts(self, path: str, layer: Experts) -> None:  # noqa: ARG002
         return None
 
-    def _find(self, name: str, shape: tuple[int, int], rows: range, columns: range) -> Stored | None:
+    def _find(self, name: str, shape: tuple[int, int], rows: range, columns: range) -> QuantizedMatrix | None:
         """These rows and columns, which must be whole blocks, and whole groups of what they are repacked to."""
         found = self._stored.get(name)
         if found is None or (len(found), found.columns) != shape:
