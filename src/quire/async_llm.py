@@ -25,9 +25,9 @@ from quire.engine.supervisor import State
 from quire.engine.timeline import Timeline
 from quire.paced import Pace
 from quire.text.aside import Aside
-from quire.text.inputs import InputProcessor, Prepared
+from quire.text.inputs import InputProcessor, PreparedRequest
 from quire.text.open import open_tokenizer
-from quire.text.outputs import Answer, OutputProcessor
+from quire.text.outputs import OutputProcessor, RequestAnswer
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import EngineError, QuireError, RequestError
 from quire.types.outputs import RequestOutput, TokenDelta
@@ -46,7 +46,7 @@ class Stream:
 
     __slots__ = ("_error", "_waiter", "answer")
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: RequestAnswer) -> None:
         self.answer = answer
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -285,18 +285,20 @@ class AsyncLLM:
 
     async def _prepare(
         self, prompt: PromptType | Prompt, params: SamplingParams, request_id: str, priority: int, tenant: str | None
-    ) -> Prepared:
+    ) -> PreparedRequest:
         """The engine gets numbers for ids: a user may use an id again while the engine still talks of its last bearer."""
         arrival, serial = time.time(), f"{next(self._serials):x}"
 
-        def prepare() -> Prepared:
+        def prepare() -> PreparedRequest:
             return self._inputs.prepare(
                 request_id, prompt, params, arrival=arrival, priority=priority, tenant=tenant, engine_id=serial
             )
 
         return prepare() if _is_quick(prompt, params) else await self.aside.thread(prepare)
 
-    def _open(self, prepared: Prepared, trace_headers: Mapping[str, str] | None, arrived: float, at_once: bool) -> Stream:
+    def _open(
+        self, prepared: PreparedRequest, trace_headers: Mapping[str, str] | None, arrived: float, at_once: bool
+    ) -> Stream:
         if prepared.id in self._streams:
             raise RequestError(f"request id {prepared.id!r} is in use", "request_id")
         self._client.check()
@@ -336,7 +338,7 @@ class AsyncLLM:
             self._task = loop.create_task(self._client.supervisor.run(), name="quire-supervisor")
 
 
-async def _catch_up(answer: Answer) -> None:
+async def _catch_up(answer: RequestAnswer) -> None:
     pace = Pace()
     while answer.behind:
         await pace()

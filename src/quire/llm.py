@@ -15,7 +15,7 @@ from quire.llm_engine import LLMEngine
 from quire.llm_not_built import NotBuilt
 from quire.obs.offline import OfflineMetrics
 from quire.progress import shown
-from quire.text.inputs import Prepared
+from quire.text.inputs import PreparedRequest
 from quire.text.prompts import ChatOptions
 from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
@@ -46,7 +46,7 @@ class LLM(NotBuilt):
         with shown(f"{args.model} is ready"):
             self.llm_engine = LLMEngine.from_engine_args(args)
         self._ids = itertools.count()
-        self._waiting: list[Prepared] = []  # enqueued, and not waited for yet
+        self._waiting: list[PreparedRequest] = []  # enqueued, and not waited for yet
         self._metrics = None if args.disable_log_stats else OfflineMetrics(self.llm_engine)
 
     def generate(
@@ -186,7 +186,7 @@ class LLM(NotBuilt):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
         tokenization_kwargs: Mapping[str, Any] | None,
-    ) -> list[Prepared]:
+    ) -> list[PreparedRequest]:
         batch = _as_batch(prompts)
         how = Tokenization.of(tokenization_kwargs) if tokenization_kwargs else None
         params = self._params_for(sampling_params, len(batch))
@@ -209,7 +209,7 @@ class LLM(NotBuilt):
             raise InvalidParameter(f"sampling_params has {len(params)} entries for {count} prompts", "sampling_params")
         return list(params)
 
-    def _run(self, prepared: Sequence[Prepared], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, prepared: Sequence[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
         """Runs to the end; whatever interrupts it (Ctrl-C too), no request of this call stays behind."""
         engine = self.llm_engine
         done: dict[str, RequestOutput] = {}

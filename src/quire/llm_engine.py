@@ -17,7 +17,7 @@ from quire.engine.core import EngineCore
 from quire.engine.timeline import Stopwatch
 from quire.grammar.schema import unenforced
 from quire.progress import doing
-from quire.text.inputs import InputProcessor, Prepared
+from quire.text.inputs import InputProcessor, PreparedRequest
 from quire.text.open import open_tokenizer
 from quire.text.outputs import OutputProcessor
 from quire.text.tokenization import Tokenization
@@ -72,7 +72,7 @@ class LLMEngine:
         arrival_time: float | None = None,
         priority: int = 0,
         how: Tokenization | None = None,
-    ) -> Prepared:
+    ) -> PreparedRequest:
         arrival = time.time() if arrival_time is None else arrival_time
         prepared = self.inputs.prepare(request_id, prompt, params, arrival=arrival, priority=priority, how=how)
         if prepared.params.structured_outputs is not None:
@@ -82,7 +82,7 @@ class LLMEngine:
                 warnings.warn(f"the answer is not held to everything that its JSON schema says, not to {told}", stacklevel=2)
         return prepared
 
-    def submit(self, prepared: Prepared) -> None:
+    def submit(self, prepared: PreparedRequest) -> None:
         if prepared.id in self.outputs:
             raise RequestError(f"request id {prepared.id!r} is in use", "request_id")
         added: list[str] = []

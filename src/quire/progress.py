@@ -21,11 +21,11 @@ SIGNS = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 ERASE = "\r\x1b[2K"
 
 _lock = threading.RLock()
-_works: list["Work"] = []  # what is being done, the part after the whole
+_works: list["WorkInProgress"] = []  # what is being done, the part after the whole
 _display: "Display | None" = None
 
 
-class Work:
+class WorkInProgress:
     """`done` of `total` bytes, if that is known."""
 
     def __init__(self, what: str, total: int) -> None:
@@ -48,9 +48,9 @@ class Work:
 
 
 @contextmanager
-def doing(what: str, total: int = 0) -> Iterator[Work]:
+def doing(what: str, total: int = 0) -> Iterator[WorkInProgress]:
     """`total` bytes, if they can be counted."""
-    work = Work(what, total)
+    work = WorkInProgress(what, total)
     with _lock:
         _works.append(work)
     try:

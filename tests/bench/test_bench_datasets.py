@@ -8,7 +8,7 @@ import pytest
 from quire.bench.datasets import HOMES, find
 from quire.bench.datasets.options import DatasetOptions
 from quire.bench.openai import request_body
-from quire.bench.samples import WORDS, Alphabet, Sample
+from quire.bench.samples import WORDS, RandomPrompts, Sample
 from quire.cli.bench_serve_flags import DATASETS
 from quire.types.errors import ConfigError
 
@@ -25,7 +25,7 @@ class Words:
 
 
 def load(name: str, vocab: int | None = 5000, **options: object) -> list[Sample]:
-    return asyncio.run(find(name)(DatasetOptions(name, **options), Alphabet(vocab), Words()))
+    return asyncio.run(find(name)(DatasetOptions(name, **options), RandomPrompts(vocab), Words()))
 
 
 def lines(path: Path, *objects: object) -> str:
@@ -68,7 +68,7 @@ def test_a_small_vocabulary() -> None:
     ids = load("random", vocab=20, count=1, random_input_len=500)[0].prompt
     assert (ids.min(), ids.max()) == (2, 17)
     with pytest.raises(ConfigError, match="vocab-size"):
-        Alphabet(1)
+        RandomPrompts(1)
 
 
 def test_prefix_repetition() -> None:

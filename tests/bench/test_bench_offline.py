@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from quire.bench.machine import machine, read_gpu
-from quire.bench.offline import Run, Work, latency_of, measure, run_once, throughput_of
+from quire.bench.offline import OfflineWork, Run, latency_of, measure, run_once, throughput_of
 from quire.types.errors import EngineError
 from quire.types.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.types.sampling import SamplingParams
@@ -39,8 +39,8 @@ class Pretender:
         return self.idle
 
 
-def work(count: int, tokens: int = 5) -> Work:
-    return Work("w", [[1, 2, 3]] * count, [SamplingParams(max_tokens=tokens, ignore_eos=True)] * count)
+def work(count: int, tokens: int = 5) -> OfflineWork:
+    return OfflineWork("w", [[1, 2, 3]] * count, [SamplingParams(max_tokens=tokens, ignore_eos=True)] * count)
 
 
 def test_every_run_begins_with_an_empty_cache_and_the_best_one_counts() -> None:

@@ -17,7 +17,7 @@ from quire.bench.datasets.options import DatasetOptions
 from quire.bench.metrics import summarize
 from quire.bench.report import error_lines
 from quire.bench.serve import Outcome, ServeSettings, bench_serve
-from quire.bench.server import Server
+from quire.bench.server import MeasuredServer
 from quire.types.errors import ConfigError, EngineError
 
 
@@ -198,7 +198,7 @@ def test_the_vocabulary_is_asked_for() -> None:
 def test_texts_are_counted_by_the_server_or_estimated() -> None:
     async def count(server: FakeOpenAI) -> tuple[int, bool]:
         client = Client(Origin.parse(server.url), {})
-        asked = Server(client, "fake")
+        asked = MeasuredServer(client, "fake")
         try:
             return await asked.count("one two three"), asked.estimated
         finally:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from quire import AsyncEngineArgs
-from quire.cli.parser import Parser
+from quire.cli.parser import CommandParser
 from quire.config.args import EngineArgs, add_cli_arguments, one_at_a_time
 from quire.config.fields import FLAG, LIST, OBJECT, TEXT, read_number, spec_of
 from quire.config.hints import HINTS
@@ -14,7 +14,7 @@ from quire.types.errors import ConfigError
 
 
 def from_line(line: str) -> EngineArgs:
-    parser = Parser(prog="quire")
+    parser = CommandParser(prog="quire")
     add_cli_arguments(parser)
     return EngineArgs.from_cli(parser.parse_args(line.split()))
 
@@ -32,7 +32,7 @@ def test_defaults_are_vllms() -> None:
 
 
 def test_every_field_has_help_and_a_flag() -> None:
-    parser = Parser(prog="quire")
+    parser = CommandParser(prog="quire")
     add_cli_arguments(parser)
     help_text = parser.format_help()
     for field in dataclasses.fields(EngineArgs):

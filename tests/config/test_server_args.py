@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.parser import Parser
+from quire.cli.parser import CommandParser
 from quire.cli.serve import add_arguments
 from quire.config.args import EngineArgs
 from quire.config.fields import spec_of
@@ -16,7 +16,7 @@ from quire.types.errors import ConfigError
 
 
 def from_line(line: str) -> tuple[ServerArgs, EngineArgs]:
-    parser = Parser(prog="quire serve")
+    parser = CommandParser(prog="quire serve")
     add_arguments(parser)
     namespace = parser.parse_args(line.split())
     return ServerArgs.take_from(namespace), EngineArgs.from_cli(namespace)
@@ -31,7 +31,7 @@ def test_defaults_are_safe() -> None:
 
 
 def test_every_field_has_help_and_a_flag() -> None:
-    parser = Parser(prog="quire serve")
+    parser = CommandParser(prog="quire serve")
     add_arguments(parser)
     help_text = parser.format_help()
     for field in (*dataclasses.fields(ServerArgs), *dataclasses.fields(EngineArgs)):
@@ -92,7 +92,7 @@ def test_hints_are_taken_and_told(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_file_of_flags(tmp_path: Path) -> None:
     file = tmp_path / "flags.yaml"
     file.write_text("model: small\nport: 9\napi-key: [a, b]\nallowed-origins: [https://a]\nmax-model-len: 64\nauth: true\n")
-    parser = Parser(prog="quire serve")
+    parser = CommandParser(prog="quire serve")
     add_arguments(parser)
     for line, model, tag, keys in (
         (f"--config {file}", "small", None, ["a", "b"]),

@@ -205,12 +205,12 @@ def test_calls_are_asked_again_of_the_next_engine(stage):
         first = asyncio.create_task(stage.client.call("reset_prefix_cache"))
         await asyncio.sleep(0)
         stage.ready()
-        assert stage.sent == [ipc.Call(0, "reset_prefix_cache", [])]
+        assert stage.sent == [ipc.CallMethod(0, "reset_prefix_cache", [])]
         stage.lose()
         second = asyncio.create_task(stage.client.call("nonsense", 1))
         await asyncio.sleep(0)
         stage.ready()
-        assert stage.sent[1:] == [ipc.Call(0, "reset_prefix_cache", []), ipc.Call(1, "nonsense", [1])]
+        assert stage.sent[1:] == [ipc.CallMethod(0, "reset_prefix_cache", []), ipc.CallMethod(1, "nonsense", [1])]
         stage.client.on_answer(ipc.Reply(0, True))
         stage.client.on_answer(ipc.Reply(1, None, "no such method"))
         stage.client.on_answer(ipc.Reply(7, None))

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from quire.engine import ipc
-from quire.engine.process import IDLE_WAIT, LULL, Engine
+from quire.engine.process import IDLE_WAIT, LULL, EngineLoop
 
 
 class Core:
@@ -11,6 +11,7 @@ class Core:
 
     def __init__(self, chores: int) -> None:
         self.chores, self.has_unfinished, self.stats, self.steps = chores, False, None, 0
+        self.constraints = SimpleNamespace()
         self.tokens, self.rows, self.waited, self.ahead = 0, 0, 0.0, False
 
     def idle(self) -> bool:
@@ -47,7 +48,7 @@ def test_idle_time_is_used_until_nothing_is_left_to_prepare():
     core = Core(chores=2)
     link = Link(core, ["", "", "", "", "work", "", "", ""])
     pulse = SimpleNamespace(busy_since=0.0)
-    link.engine = Engine(core, link, pulse)
+    link.engine = EngineLoop(core, link, pulse)
     link.engine.run()
     # a lull, two chores and the answer that there is none; a real wait, in which work comes; then again
     assert link.waits == [LULL, 0, 0, IDLE_WAIT, IDLE_WAIT, LULL, 0, IDLE_WAIT]

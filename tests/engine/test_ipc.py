@@ -53,10 +53,10 @@ def top(rows: int, columns: int) -> TopLogprobs:
 @pytest.mark.parametrize(
     "command",
     [
-        ipc.Start(EngineArgs("m", hf_overrides={"a": [1, {"b": None}]}, served_model_name=["x", "y"], hf_token=True), 20),
+        ipc.StartEngine(EngineArgs("m", hf_overrides={"a": [1, {"b": None}]}, served_model_name=["x", "y"], hf_token=True), 20),
         ipc.Add([REQUEST, EngineRequest("b", (1,), SamplingParams(), 0, frozenset(), frozenset(), 0.0)]),
         ipc.Abort(["a", "b"]),
-        ipc.Call(3, "reset_prefix_cache", [1, "x", None]),
+        ipc.CallMethod(3, "reset_prefix_cache", [1, "x", None]),
         ipc.Stop(),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 
 from quire.engine import ipc
 from quire.engine.plan_deadline import EASING, FORESEEN, LEAST_LEAD, MOST_LEAD, PlanDeadline
-from quire.engine.process import Engine
+from quire.engine.process import EngineLoop
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 
@@ -116,7 +116,7 @@ class Link:
 def run(ahead: bool) -> Link:
     core = Core(ahead)
     link = Link(core)
-    link.engine = Engine(core, link, SimpleNamespace(busy_since=0.0))
+    link.engine = EngineLoop(core, link, SimpleNamespace(busy_since=0.0))
     link.engine.run()
     assert core.steps == 10
     return link

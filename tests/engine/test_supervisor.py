@@ -18,7 +18,7 @@ from tiny import TEXT
 from patience import PATIENCE
 from quire import RequestOutputKind, SamplingParams
 from quire.engine.ipc import StepReport
-from quire.engine.supervisor import Limits, Supervisor
+from quire.engine.supervisor import Supervisor, SupervisorLimits
 from quire.types.errors import ConfigError, EngineDead, EngineError
 from quire.types.outputs import TokenDelta
 from quire.types.stats import Stats
@@ -447,7 +447,7 @@ def test_a_large_report_does_not_hold_the_event_loop():
             assert sum(map(len, self.chunks)) == len(report.deltas)
 
     listener = Listener()
-    supervisor = Supervisor(lambda: None, Limits(1.0, 1.0, 1.0, 0, 1.0), listener)
+    supervisor = Supervisor(lambda: None, SupervisorLimits(1.0, 1.0, 1.0, 0, 1.0), listener)
     deltas = [TokenDelta(f"{i}", [i]) for i in range(1000)]
 
     async def others():

@@ -12,7 +12,7 @@ import time
 
 from quire.grammar import worker
 
-accept, fill = worker.Live.accept, worker.Worker._fill
+accept, fill = worker.Live.accept, worker.GrammarWorker._fill
 LETHAL = 4
 
 
@@ -38,5 +38,5 @@ def faulty_fill(self, places):
     fill(self, places)
 
 
-worker.Live.accept, worker.Worker._fill = faulty_accept, faulty_fill
+worker.Live.accept, worker.GrammarWorker._fill = faulty_accept, faulty_fill
 sys.exit(worker.main(sys.argv[1:]))

@@ -12,7 +12,7 @@ import pytest
 from patience import PATIENCE, crowd
 from quire.grammar import client, process, vetting, wire
 from quire.grammar.client import Grammars
-from quire.grammar.lanes import Lanes
+from quire.grammar.lanes import GrammarLanes
 from quire.text.tokenizer_files import read_tokenizer
 from quire.types.errors import InvalidParameter
 from quire.types.request import EngineRequest
@@ -33,8 +33,8 @@ def tokenizer(model):
     return read_tokenizer(model)
 
 
-def start(model, rows: int = 64) -> wire.Start:
-    return wire.Start(str(model), None, None, 330, [1], rows)
+def start(model, rows: int = 64) -> wire.StartWorker:
+    return wire.StartWorker(str(model), None, None, 330, [1], rows)
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +212,7 @@ def test_a_process_that_stays_silent_is_replaced(model, tokenizer, monkeypatch):
 def test_whoever_is_slow_goes_on_in_a_lane_of_its_own_and_is_given_up_there(model, tokenizer, monkeypatch):
     monkeypatch.setattr(process, "COMMAND", FAULTY)
     monkeypatch.setattr(client, "MOST_SLOW", 1.0)
-    lanes = Lanes(str(model), None, None, vocab_size=330, eos_ids=[1])
+    lanes = GrammarLanes(str(model), None, None, vocab_size=330, eos_ids=[1])
     texts = {"slow": tokenizer.encode("slow" + "a" * 80), "quick": tokenizer.encode("ab" * 900)}
     for name, pattern in (("slow", "slow[a]{90}"), ("quick", "[ab]{2000}")):
         lanes.open(spec(name, constraint={"regex": pattern}))
@@ -253,7 +253,7 @@ def test_a_trial_has_its_processor_time_on_a_busy_machine(monkeypatch, worked, g
 def test_masks_along_drafts_are_those_of_one_who_went_there(model, tokenizer):
     """And whoever did not go there is where it was: drafts may be wrong, forbidden, or begin the grammar."""
     a, b, c = (tokenizer.encode(letter)[0] for letter in "abc")
-    made = Grammars(wire.Start(str(model), None, None, 330, [1], 4, 3))
+    made = Grammars(wire.StartWorker(str(model), None, None, 330, [1], 4, 3))
     later = {"regex": "ab*c", "starts_after": [c, c]}
 
     def along(name: str) -> list[set[int]]:

@@ -45,7 +45,7 @@ DEADLY_TO_RENDER = """
 import os, sys
 from quire.text.helper import worker
 
-worker.Worker._render = lambda *_: os._exit(1)
+worker.TextWorker._render = lambda *_: os._exit(1)
 worker.main(sys.argv[1:])
 """
 PLENTY = Parse(64, 1000, 10000, 100000)

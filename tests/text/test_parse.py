@@ -11,7 +11,7 @@ from parse_samples import FAMILIES, Folded
 from quire.text.parse.events import Text, ToolArguments, ToolEnd, ToolStart
 from quire.text.parse.format import Calls, Format, combine
 from quire.text.parse.formats import BUILT_IN, REQUIRED, named
-from quire.text.parse.machine import Parser
+from quire.text.parse.machine import AnswerParser
 from quire.text.parse.registry import NOT_BUILT, detect, find_format, load_plugins, names, register_format
 from quire.types.errors import ConfigError
 
@@ -45,7 +45,7 @@ _CALLS = st.lists(st.tuples(st.sampled_from(sorted(TOOLS)), _ARGUMENTS), max_siz
 
 def parser(tool, reasoning=None, **options):
     form = combine(BUILT_IN[tool] if tool else None, BUILT_IN[reasoning] if reasoning else None)
-    return Parser(form, **{"tools": TOOLS} | options)
+    return AnswerParser(form, **{"tools": TOOLS} | options)
 
 
 def events(machine, text, cuts=()):
@@ -112,10 +112,10 @@ def test_required_and_named(calls):
     from parse_samples import dumps, required
 
     form = Format((REQUIRED,), BUILT_IN["qwen3"].thinking)
-    told = Folded.of(events(Parser(form, tools=TOOLS), "<think>hm</think>\n" + required(calls), range(20)))
+    told = Folded.of(events(AnswerParser(form, tools=TOOLS), "<think>hm</think>\n" + required(calls), range(20)))
     assert [(name, json.loads(arguments)) for name, arguments in told.calls] == calls and told.reasoning == "hm"
     for name, arguments in calls:
-        told = Folded.of(events(Parser(Format((named(name),)), tools=TOOLS), dumps(arguments)))
+        told = Folded.of(events(AnswerParser(Format((named(name),)), tools=TOOLS), dumps(arguments)))
         assert told.calls == [[name, dumps(arguments)]] and told.text == ""
 
 
@@ -322,7 +322,7 @@ def test_a_plugin_file(tmp_path):
     )
     load_plugins([str(plugin)])
     assert "mine" in names("tool calls")
-    told = Folded.of(events(Parser(find_format("mine", "tool calls"), tools=TOOLS), 'ok CALL f WITH {"a": 1} DONE!'))
+    told = Folded.of(events(AnswerParser(find_format("mine", "tool calls"), tools=TOOLS), 'ok CALL f WITH {"a": 1} DONE!'))
     assert told == Folded("ok\n!", "", [["f", '{"a": 1}']], 1)
     for bad in ("nowhere.py", str(tmp_path)):
         with pytest.raises(ConfigError):

@@ -15,14 +15,14 @@ from parse_samples import FAMILIES, Folded
 from quire.text.parse.events import Event, ToolEnd
 from quire.text.parse.format import Format, combine
 from quire.text.parse.formats import BUILT_IN, REQUIRED, named
-from quire.text.parse.machine import Parser
+from quire.text.parse.machine import AnswerParser
 
 SCHEMA = {"properties": {"s": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": "object"}, "l": {"type": "array"}}}
 TOOLS = {"f": SCHEMA, "get_weather": SCHEMA}
 ROUNDS = 25
 
 
-def read(machine: Parser, text: str, cuts: list[int]) -> list[Event]:
+def read(machine: AnswerParser, text: str, cuts: list[int]) -> list[Event]:
     out, begin = [], 0
     for cut in [*cuts, len(text)]:
         out += machine.feed(text[begin:cut])
@@ -30,7 +30,7 @@ def read(machine: Parser, text: str, cuts: list[int]) -> list[Event]:
     return out + machine.finish()
 
 
-def check(make: Callable[[], Parser], text: str, words: list[str], dice: random.Random) -> None:
+def check(make: Callable[[], AnswerParser], text: str, words: list[str], dice: random.Random) -> None:
     whole = read(make(), text, [])
     told = Folded.of(whole)
     for cuts in (list(range(len(text))), sorted(dice.choices(range(len(text) + 1), k=6))):
@@ -52,7 +52,7 @@ def test_mangled_answers(family):
         dice = random.Random(text)
         if tool == "openai":
             words = []  # headers are not told
-        make = partial(Parser, form, tools=TOOLS, inside=dice.choice([None, True, False]))
+        make = partial(AnswerParser, form, tools=TOOLS, inside=dice.choice([None, True, False]))
         check(make, text, words, dice)
 
 
@@ -64,4 +64,4 @@ def test_mangled_answers_of_grammars(calls):
         text = dice.choice(samples)
         for _ in range(dice.randrange(1, 4)):
             text = mangle(text, ['"name"', '"parameters"', "[", "{"], dice)
-        check(partial(Parser, Format((calls,), BUILT_IN["qwen3"].thinking), tools=TOOLS), text, [], dice)
+        check(partial(AnswerParser, Format((calls,), BUILT_IN["qwen3"].thinking), tools=TOOLS), text, [], dice)

@@ -58,7 +58,7 @@ class Origin:
         return f"{'https' if self.secure else 'http'}://{name}:{self.port}{self.base}"
 
 
-class Connection(asyncio.Protocol):
+class LoadConnection(asyncio.Protocol):
     """A socket that carries one exchange after another."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class Connection(asyncio.Protocol):
 
 
 @dataclass
-class Answer:
+class WholeAnswer:
     """A whole response, for small questions. It is its own receiver."""
 
     status: int = 0
@@ -164,8 +164,8 @@ class Client:
                 raise ConfigError(f"header {name!r} has characters that a header cannot have")
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in named.items()).encode("utf-8")
         self._address: tuple[str, int] | None = None
-        self._idle: list[Connection] = []
-        self._all: set[Connection] = set()
+        self._idle: list[LoadConnection] = []
+        self._all: set[LoadConnection] = set()
 
     async def reach(self) -> None:
         """Finds an address that answers; names are looked up once, not once a request."""
@@ -202,8 +202,8 @@ class Client:
                     self._keep(connection)
                 return
 
-    async def ask(self, method: str, endpoint: str, question: Any = None) -> Answer:
-        answer = Answer()
+    async def ask(self, method: str, endpoint: str, question: Any = None) -> WholeAnswer:
+        answer = WholeAnswer()
         body = b"" if question is None else json.dumps(question).encode()
         await self.exchange(method, self.origin.root(endpoint), body, answer)
         return answer
@@ -220,19 +220,19 @@ class Client:
         self._idle.clear()
         await asyncio.sleep(0)  # lets the transports say goodbye
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> LoadConnection:
         if self._address is None:
             await self.reach()
             return self._idle.pop()
         server_name = self.origin.host if self._tls else None
         async with asyncio.timeout(CONNECT_TIMEOUT):
             _, connection = await asyncio.get_running_loop().create_connection(
-                Connection, *self._address, ssl=self._tls, server_hostname=server_name
+                LoadConnection, *self._address, ssl=self._tls, server_hostname=server_name
             )
         self._all.add(connection)
         return connection
 
-    def _keep(self, connection: Connection) -> None:
+    def _keep(self, connection: LoadConnection) -> None:
         if connection.open:
             self._idle.append(connection)
         else:

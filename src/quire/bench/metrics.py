@@ -44,7 +44,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     duration: float
     completed: int
     failed: int
@@ -82,14 +82,14 @@ def summarize(
     metrics: Sequence[str] = ("ttft", "tpot", "itl", "e2el"),
     percentiles: Sequence[float] = (50, 90, 99),
     goodput: Mapping[str, float] | None = None,
-) -> Summary:
+) -> RunSummary:
     """`duration` in seconds; `goodput` maps metrics to the most milliseconds a good request may take."""
     good = [record for record in records if record.ok]
     inputs = sum(record.prompt_tokens for record in good)
     outputs = sum(record.output_tokens for record in good)
     chunks = sum(len(record.arrivals) for record in good)
     seconds = duration if duration > 0 else float("inf")
-    return Summary(
+    return RunSummary(
         duration=duration,
         completed=len(good),
         failed=len(records) - len(good),

@@ -27,7 +27,7 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True)
-class Work:
+class OfflineWork:
     """Requests that are there at the start, each with the number of tokens it is to get."""
 
     name: str
@@ -72,7 +72,7 @@ class Run:
         return found if self.ms_per_token is None else {**found, "ms_per_token": self.ms_per_token}
 
 
-def run_once(model: Model, work: Work, *, use_tqdm: bool = False) -> Run:
+def run_once(model: Model, work: OfflineWork, *, use_tqdm: bool = False) -> Run:
     """With an empty prefix cache. A request that fails or falls short makes the figures worthless, so it is an error."""
     if not model.reset_prefix_cache():
         raise EngineError("the prefix cache cannot be emptied: something else is running on this engine")
@@ -98,7 +98,7 @@ def run_once(model: Model, work: Work, *, use_tqdm: bool = False) -> Run:
     )
 
 
-def measure(model: Model, work: Work, *, warmups: int, runs: int, use_tqdm: bool = False) -> list[Run]:
+def measure(model: Model, work: OfflineWork, *, warmups: int, runs: int, use_tqdm: bool = False) -> list[Run]:
     for _ in range(warmups):
         run_once(model, work, use_tqdm=use_tqdm)
     return [run_once(model, work, use_tqdm=use_tqdm) for _ in range(runs)]

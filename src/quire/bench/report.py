@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.bench.metrics import Summary
+from quire.bench.metrics import RunSummary
 from quire.bench.record import Record
 from quire.types.errors import ConfigError
 
@@ -35,7 +35,7 @@ IRRELEVANT = (  # to what is measured
 COMPARED = tuple(key for _, key, _ in COUNTS if key not in ("completed", "failed", "total_cached_tokens"))
 
 
-def table(summary: Summary, title: str, facts: Mapping[str, str]) -> str:
+def table(summary: RunSummary, title: str, facts: Mapping[str, str]) -> str:
     lines = [f" {title} ".center(WIDTH, "=")]
     lines += [f"{name + ':':<40} {value}" for name, value in facts.items()]
     for label, key, style in COUNTS:
@@ -49,7 +49,7 @@ def table(summary: Summary, title: str, facts: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _distributions(summary: Summary) -> list[str]:
+def _distributions(summary: RunSummary) -> list[str]:
     """A line for each metric. The median has its column, so that P50 needs none."""
     cuts = [cut for cut in summary.percentiles if cut != 50]
     lines = [_row("", "mean", "median", "std", *(f"P{cut:g}" for cut in cuts))]

@@ -41,7 +41,7 @@ class Sample:
     at: float | None = None  # seconds after the start, where the data set says when
 
 
-class Alphabet:
+class RandomPrompts:
     """Writes random prompts of a given length: token ids below `vocab_size`, or words, about one token each.
 
     Ids keep clear of both ends of the vocabulary, where special tokens live.

@@ -16,8 +16,8 @@ from quire.bench.openai import request_body
 from quire.bench.progress import progress
 from quire.bench.record import Record
 from quire.bench.report import error_lines
-from quire.bench.samples import Alphabet, Sample
-from quire.bench.server import Server
+from quire.bench.samples import RandomPrompts, Sample
+from quire.bench.server import MeasuredServer
 from quire.garbage import little_garbage_collection
 from quire.types.errors import ConfigError, EngineError
 
@@ -88,7 +88,7 @@ class Outcome:
 
 async def bench_serve(settings: ServeSettings) -> Outcome:
     client = Client(settings.origin, settings.headers, insecure=settings.insecure, timeout=settings.timeout)
-    server = Server(client, settings.model)
+    server = MeasuredServer(client, settings.model)
     try:
         await server.wait_ready(settings.ready_timeout)
         server.model = model = settings.model or await server.first_model()
@@ -113,13 +113,13 @@ async def bench_serve(settings: ServeSettings) -> Outcome:
     return Outcome(model, version, prompts, load.records, load.duration, load.interrupted, notes)
 
 
-async def _alphabet(settings: ServeSettings, server: Server) -> Alphabet:
+async def _alphabet(settings: ServeSettings, server: MeasuredServer) -> RandomPrompts:
     if settings.dataset.name not in SYNTHETIC or settings.chat or settings.prompt_format == "text":
-        return Alphabet(None)
+        return RandomPrompts(None)
     size = await server.vocab_size() if settings.vocab_size is None else settings.vocab_size
     if size is None and settings.prompt_format == "ids":
         raise ConfigError("the server has no /tokenize to ask about its vocabulary; say --vocab-size, or --prompt-format text")
-    return Alphabet(size)
+    return RandomPrompts(size)
 
 
 def _with_warmups(settings: ServeSettings) -> DatasetOptions:
@@ -165,7 +165,7 @@ async def _warm_up(settings: ServeSettings, client: Client, requests: Sequence[O
         raise EngineError(f"no warm-up request succeeded: {error_lines(load.records)[0]}")
 
 
-def _notes(settings: ServeSettings, server: Server, alphabet: Alphabet, load: Load, count: int) -> list[str]:
+def _notes(settings: ServeSettings, server: MeasuredServer, alphabet: RandomPrompts, load: Load, count: int) -> list[str]:
     """What a reader of the figures should know."""
     notes = []
     good = [record for record in load.records if record.ok]

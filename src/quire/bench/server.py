@@ -4,7 +4,7 @@ import asyncio
 import time
 from typing import Any
 
-from quire.bench.client import Answer, Client, reason
+from quire.bench.client import Client, WholeAnswer, reason
 from quire.bench.openai import error_text
 from quire.bench.samples import WORDS
 from quire.types.errors import EngineError
@@ -23,7 +23,7 @@ def _probe() -> str:
     return f"{' '.join(WORDS)} {names} {letters} {chinese}"
 
 
-class Server:
+class MeasuredServer:
     """Also counts tokens; where the server has no `/tokenize`, `estimated` becomes true and text is divided by four."""
 
     def __init__(self, client: Client, model: str | None = None) -> None:
@@ -58,7 +58,7 @@ class Server:
             raise EngineError(f"/v1/models of {self.client.origin} lists no model; say which with --model")
         return name
 
-    async def _ask(self, endpoint: str) -> Answer:
+    async def _ask(self, endpoint: str) -> WholeAnswer:
         try:
             return await self.client.ask("GET", endpoint)
         except OSError as error:

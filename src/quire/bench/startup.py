@@ -20,7 +20,7 @@ OTHER, OTHER_SHARE = "other", 0.02  # time without a name is shown from this sha
 
 
 @dataclass(frozen=True)
-class Start:
+class StartupTimes:
     """Seconds since the process was started. `parts` follow each other and add up to `first_token`."""
 
     cold: bool
@@ -32,7 +32,7 @@ class Start:
         return asdict(self)
 
 
-def start_once(command: Sequence[str], question: Mapping[str, Any], *, cold: bool) -> Start:
+def start_once(command: Sequence[str], question: Mapping[str, Any], *, cold: bool) -> StartupTimes:
     """Runs the command, gives it the question as JSON, and takes the last line of its output as the answer:
     `ready` and `first_token` as times of the machine's clock, and the `parts` of the way to ready."""
     with tempfile.TemporaryDirectory(prefix="quire-cold-") as empty:
@@ -48,10 +48,10 @@ def start_once(command: Sequence[str], question: Mapping[str, Any], *, cold: boo
     rest = first_token - sum(seconds for _, seconds in parts)
     if rest > OTHER_SHARE * first_token:
         parts.append((OTHER, rest))
-    return Start(cold, ready, first_token, parts)
+    return StartupTimes(cold, ready, first_token, parts)
 
 
-def startup_figures(starts: Sequence[Start]) -> dict[str, float]:
+def startup_figures(starts: Sequence[StartupTimes]) -> dict[str, float]:
     """The first and the mean of the later ones, cold and warm."""
     found: dict[str, float] = {}
     for name, some in (("cold", [s for s in starts if s.cold]), ("warm", [s for s in starts if not s.cold])):

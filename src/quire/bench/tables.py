@@ -5,7 +5,7 @@ from typing import Any
 
 from quire.bench.offline import Latency, Run, best
 from quire.bench.report import WIDTH
-from quire.bench.startup import Start
+from quire.bench.startup import StartupTimes
 
 
 def heading(title: str, facts: Mapping[str, Any]) -> str:
@@ -43,7 +43,7 @@ def latency_lines(latency: Latency) -> list[str]:
     ]
 
 
-def startup_lines(starts: Sequence[Start]) -> list[str]:
+def startup_lines(starts: Sequence[StartupTimes]) -> list[str]:
     """Each start, and where its seconds went."""
     lines = [f"{'start':<12}{'ready (s)':>11}{'first token (s)':>17}   parts"]
     for number, start in enumerate(starts, 1):

@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import Any
 
-from quire.cli.bench_offline import Report, add_group, add_report_and_engine_flags, at_least, engine_args, engine_facts
+from quire.cli.bench_offline import OfflineReport, add_group, add_report_and_engine_flags, at_least, engine_args, engine_facts
 from quire.cli.bench_serve_flags import YES, Flags, N, X
 
 DESCRIPTION = """\
@@ -37,12 +37,12 @@ def run(namespace: argparse.Namespace) -> int:
     import numpy as np
 
     from quire.bench.machine import machine
-    from quire.bench.offline import Work, latency_of, measure
-    from quire.bench.samples import Alphabet
+    from quire.bench.offline import OfflineWork, latency_of, measure
+    from quire.bench.samples import RandomPrompts
     from quire.bench.tables import latency_lines
     from quire.types.sampling import SamplingParams
 
-    report = Report("latency", namespace)
+    report = OfflineReport("latency", namespace)
     for flag, _, _ in BATCH[:5]:
         at_least(flag, getattr(namespace, flag.replace("-", "_")), 0 if flag == "num-iters-warmup" else 1)
     args = engine_args(namespace, tokens_only=True)
@@ -50,7 +50,7 @@ def run(namespace: argparse.Namespace) -> int:
 
     llm = LLM.from_engine_args(args)
     engine = engine_facts(llm)
-    rng, alphabet = np.random.default_rng(args.seed), Alphabet(llm.llm_engine.config.facts.vocab_size)
+    rng, alphabet = np.random.default_rng(args.seed), RandomPrompts(llm.llm_engine.config.facts.vocab_size)
     params = SamplingParams(
         temperature=namespace.temperature,
         max_tokens=namespace.output_len,
@@ -58,7 +58,7 @@ def run(namespace: argparse.Namespace) -> int:
         detokenize=not namespace.disable_detokenize,
     )
     prompts = [alphabet.draw(rng, namespace.input_len).tolist() for _ in range(namespace.batch_size)]
-    work = Work("latency", prompts, [params] * namespace.batch_size)
+    work = OfflineWork("latency", prompts, [params] * namespace.batch_size)
     report.print_heading("Latency", args.model, engine, machine(engine["device"]))
     print(f"{namespace.num_iters_warmup} iterations to warm up, {namespace.num_iters} measured", file=sys.stderr)
     latency = latency_of(measure(llm, work, warmups=namespace.num_iters_warmup, runs=namespace.num_iters))

@@ -50,7 +50,7 @@ def engine_args(namespace: argparse.Namespace, *, tokens_only: bool) -> EngineAr
     return args
 
 
-class Report:
+class OfflineReport:
     """Of one measurement, from before the model is loaded, so that wrong flags are told early, to the end."""
 
     def __init__(self, kind: str, namespace: argparse.Namespace) -> None:

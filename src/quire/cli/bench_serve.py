@@ -12,7 +12,7 @@ from quire.cli.bench_serve_flags import add_flags
 from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.bench.metrics import Summary
+    from quire.bench.metrics import RunSummary
     from quire.bench.serve import Outcome, ServeSettings
 
 NOTHING_SUCCEEDED, INTERRUPTED = 1, 130
@@ -71,7 +71,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def result_of(
-    namespace: argparse.Namespace, settings: "ServeSettings", outcome: "Outcome", summary: "Summary"
+    namespace: argparse.Namespace, settings: "ServeSettings", outcome: "Outcome", summary: "RunSummary"
 ) -> dict[str, Any]:
     """The saved form: what was measured under vLLM's names, and everything needed to measure it again."""
     from quire.bench.provenance import provenance

@@ -5,7 +5,7 @@ import dataclasses
 import sys
 from typing import Any
 
-from quire.cli.bench_offline import Report, add_group, add_report_and_engine_flags, at_least, engine_args
+from quire.cli.bench_offline import OfflineReport, add_group, add_report_and_engine_flags, at_least, engine_args
 from quire.cli.bench_serve_flags import Flags, N
 
 DESCRIPTION = """\
@@ -39,7 +39,7 @@ def run(namespace: argparse.Namespace) -> int:
     from quire.bench.tables import startup_lines
     from quire.types.errors import ConfigError
 
-    report = Report("startup", namespace)
+    report = OfflineReport("startup", namespace)
     for flag, _, _ in STARTS:
         at_least(flag, getattr(namespace, flag.replace("-", "_")), 1 if flag == "input-len" else 0)
     if not namespace.num_iters_cold + namespace.num_iters_warm:

@@ -6,13 +6,13 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.bench_offline import Report, add_group, add_report_and_engine_flags, at_least, engine_args, engine_facts
+from quire.cli.bench_offline import OfflineReport, add_group, add_report_and_engine_flags, at_least, engine_args, engine_facts
 from quire.cli.bench_serve_flags import DATASET, DATASETS, YES, Flags, N, X
 from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.bench.datasets.options import DatasetOptions
-    from quire.bench.offline import Work
+    from quire.bench.offline import OfflineWork
     from quire.bench.samples import Sample
     from quire.llm import LLM
     from quire.text.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ def run(namespace: argparse.Namespace) -> int:
     from quire.bench.offline import best, measure, throughput_of
     from quire.bench.tables import throughput_lines
 
-    report = Report("throughput", namespace)
+    report = OfflineReport("throughput", namespace)
     runs, warmups = at_least("runs", namespace.runs, 1), at_least("warmup-runs", namespace.warmup_runs, 0)
     options = None if namespace.workload else dataset_of(namespace)
     check_workload_flags(namespace)
@@ -134,14 +134,14 @@ def dataset_of(namespace: argparse.Namespace) -> "DatasetOptions":
     return options_of(full)
 
 
-def works(namespace: argparse.Namespace, options: "DatasetOptions | None", llm: "LLM") -> "list[Work]":
+def works(namespace: argparse.Namespace, options: "DatasetOptions | None", llm: "LLM") -> "list[OfflineWork]":
     from quire.bench.datasets import find
-    from quire.bench.samples import Alphabet
+    from quire.bench.samples import RandomPrompts
     from quire.bench.workloads import workload
 
     vocab_size = llm.llm_engine.config.facts.vocab_size
     if options is not None:
-        samples = asyncio.run(find(options.name)(options, Alphabet(vocab_size), Counter(llm)))
+        samples = asyncio.run(find(options.name)(options, RandomPrompts(vocab_size), LocalTokenCounter(llm)))
         return [work_of(namespace, options.name, samples, llm)]
     found = []
     for name in namespace.workload:
@@ -155,8 +155,8 @@ def works(namespace: argparse.Namespace, options: "DatasetOptions | None", llm: 
     return found
 
 
-def work_of(namespace: argparse.Namespace, name: str, samples: "list[Sample]", llm: "LLM") -> "Work":
-    from quire.bench.offline import Work
+def work_of(namespace: argparse.Namespace, name: str, samples: "list[Sample]", llm: "LLM") -> "OfflineWork":
+    from quire.bench.offline import OfflineWork
     from quire.types.sampling import SamplingParams
 
     longest = max((sample.prompt_tokens or 0) + sample.output_tokens for sample in samples)
@@ -173,7 +173,7 @@ def work_of(namespace: argparse.Namespace, name: str, samples: "list[Sample]", l
         )
         for sample in samples
     ]
-    return Work(name, [prompt_of(sample, llm) for sample in samples], params)
+    return OfflineWork(name, [prompt_of(sample, llm) for sample in samples], params)
 
 
 def prompt_of(sample: "Sample", llm: "LLM") -> "PromptType":
@@ -186,7 +186,7 @@ def prompt_of(sample: "Sample", llm: "LLM") -> "PromptType":
     return sample.prompt if isinstance(sample.prompt, str) else sample.prompt.tolist()
 
 
-class Counter:
+class LocalTokenCounter:
     """Counts tokens with the model's own tokenizer."""
 
     def __init__(self, llm: "LLM") -> None:

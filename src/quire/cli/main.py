@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from quire import __version__
-from quire.cli.parser import Parser
+from quire.cli.parser import CommandParser
 from quire.types.errors import ConfigError, QuireError, RequestError
 
 COMMANDS = ("serve", "run", "chat", "plan", "models", "bench")
@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
 
 
-def make_parser() -> Parser:
-    parser = Parser(
+def make_parser() -> CommandParser:
+    parser = CommandParser(
         prog="quire",
         usage="%(prog)s COMMAND [MODEL] [options]",
         description="A high-throughput LLM inference and serving engine.",

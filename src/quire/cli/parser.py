@@ -19,7 +19,7 @@ from quire.types.errors import ConfigError
 WORDS = "words"  # what a command calls its positional arguments if they may stand anywhere among the flags
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
 

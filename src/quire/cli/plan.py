@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.cache.capacity import fit, pages_for
 from quire.cache.layout import make_layout
-from quire.cli.plan_text import Plan, render
+from quire.cli.plan_text import MemoryPlan, render
 from quire.config.args import EngineArgs, add_cli_arguments
 from quire.config.config import Config
 from quire.config.facts import DTYPE_BYTES, ModelFacts, read_facts
@@ -58,7 +58,7 @@ def run(namespace: argparse.Namespace) -> int:
     return 0 if plan.fits else 1
 
 
-def make_plan(args: EngineArgs, memory: int | None) -> Plan:
+def make_plan(args: EngineArgs, memory: int | None) -> MemoryPlan:
     facts = read_plan_facts(args)
     kind = args.device if args.device != "auto" else "cuda" if memory is not None else "cpu"
     if kind == "cuda" and memory is None:
@@ -78,7 +78,7 @@ def make_plan(args: EngineArgs, memory: int | None) -> Plan:
     if args.kv_cache_memory_bytes and cache > left:
         problems.append(f"kv_cache_memory_bytes asks for {gib(cache)}, but only {gib(left)} are left")
     sizes = sorted({size for size in TYPICAL_LENGTHS if size < length} | ({length} if length else set()))
-    return Plan(
+    return MemoryPlan(
         model=facts.files.name,
         architecture=facts.architecture,
         served_by="quire" if find_family(facts) else "transformers",

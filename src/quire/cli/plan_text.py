@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """All sizes in bytes."""
 
     model: str
@@ -36,7 +36,7 @@ class Plan:
     advice: tuple[str, ...]
 
 
-def render(plan: Plan) -> str:
+def render(plan: MemoryPlan) -> str:
     counted = "" if plan.parameters_counted else ", estimated from the shapes"
     code = "" if plan.served_by == "quire" else ", through transformers"
     lines = [
@@ -64,7 +64,7 @@ def render(plan: Plan) -> str:
     return "\n".join(out)
 
 
-def _device(plan: Plan) -> str:
+def _device(plan: MemoryPlan) -> str:
     if plan.device == "cpu":
         return f"cpu, {size(plan.memory)} available"
     usable, reserved = size(plan.memory_usable), size(plan.reserved)

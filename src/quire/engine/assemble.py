@@ -22,7 +22,7 @@ from quire.engine.executor.base import Executor
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
 from quire.engine.timeline import Stopwatch, Timeline
-from quire.grammar.lanes import Lanes
+from quire.grammar.lanes import GrammarLanes
 from quire.progress import doing
 from quire.sched.budget import Budget, StepBudget, TimedBudget
 from quire.sched.scheduler import Scheduler
@@ -40,7 +40,7 @@ MOST_FAKE_PAGES = 1 << 17
 
 
 @dataclass(frozen=True)
-class Started:
+class StartedCore:
     core: EngineCore
     max_model_len: int
     pages: int
@@ -76,7 +76,7 @@ def resolve_here(args: EngineArgs, watch: Stopwatch, serving: bool = False) -> C
     return config
 
 
-def start_core(config: Config, watch: Stopwatch | None = None, drafter: "Drafter | None" = None) -> Started:
+def start_core(config: Config, watch: Stopwatch | None = None, drafter: "Drafter | None" = None) -> StartedCore:
     """`watch` runs since whatever belongs to the start began; it is stopped here. `drafter` guesses tokens ahead."""
     watch = watch or Stopwatch()
     # rope tables are made for the longest context that can come, so a shorter one may choose finer factors
@@ -107,14 +107,14 @@ def start_core(config: Config, watch: Stopwatch | None = None, drafter: "Drafter
     )
     core = EngineCore(scheduler, executor, config.depth, _grammars(config, drafts))
     watch.lap("scheduler")
-    return Started(core, capacity.max_model_len, capacity.pages, watch.read())
+    return StartedCore(core, capacity.max_model_len, capacity.pages, watch.read())
 
 
-def _grammars(config: Config, drafts: int) -> Lanes:
+def _grammars(config: Config, drafts: int) -> GrammarLanes:
     """Nothing is started before the first request with a grammar."""
     args, facts = config.args, config.facts
     path = str(facts.files.path.absolute())
-    return Lanes(path, args.tokenizer, args.tokenizer_revision, facts.vocab_size, facts.eos_ids, drafts)
+    return GrammarLanes(path, args.tokenizer, args.tokenizer_revision, facts.vocab_size, facts.eos_ids, drafts)
 
 
 def start_local(

@@ -156,7 +156,7 @@ class Log(threading.Thread):
 
 def _first_frame(args: EngineArgs) -> bytes:
     try:
-        return ipc.encode(ipc.Start(args, logging.getLogger("quire").getEffectiveLevel()))
+        return ipc.encode(ipc.StartEngine(args, logging.getLogger("quire").getEffectiveLevel()))
     except (TypeError, OverflowError) as error:
         raise ConfigError(f"an engine argument cannot be sent to the engine process: {error}") from None
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from quire.config.args import EngineArgs
 from quire.engine import ipc
 from quire.engine.child import COMMAND, Child
-from quire.engine.supervisor import Limits, Supervisor
+from quire.engine.supervisor import Supervisor, SupervisorLimits
 from quire.types.errors import EngineDead, EngineError, QuireError
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest, FinishReason
@@ -40,7 +40,7 @@ class Hearer(Protocol):
 
 
 @dataclass(eq=False)
-class _Open:
+class _OpenRequest:
     """A request that is not finished."""
 
     spec: EngineRequest
@@ -67,14 +67,14 @@ class EngineClient:
 
     def __init__(self, args: EngineArgs, hearer: Hearer, command: Sequence[str] = COMMAND, spare: Child | None = None) -> None:
         self._hearer = hearer
-        self._open: dict[str, _Open] = {}
-        self._suspects: deque[_Open] = deque()
-        self._probe: _Open | None = None  # the suspect whose progress is awaited
-        self._calls: dict[int, tuple[ipc.Call, asyncio.Future[Any]]] = {}
+        self._open: dict[str, _OpenRequest] = {}
+        self._suspects: deque[_OpenRequest] = deque()
+        self._probe: _OpenRequest | None = None  # the suspect whose progress is awaited
+        self._calls: dict[int, tuple[ipc.CallMethod, asyncio.Future[Any]]] = {}
         self._numbers = itertools.count()
-        self._outbox: deque[_Open] = deque()  # to be sent
+        self._outbox: deque[_OpenRequest] = deque()  # to be sent
         self._sending = False  # the rest of them has its turn soon
-        self._sent_now: list[_Open] = []  # with the latest message
+        self._sent_now: list[_OpenRequest] = []  # with the latest message
         self.replayed = 0  # requests that another engine had before
         spares = [] if spare is None else [spare]
 
@@ -85,7 +85,7 @@ class EngineClient:
             child.begin(args)
             return child
 
-        self.supervisor = Supervisor(start, Limits.of(args), self)
+        self.supervisor = Supervisor(start, SupervisorLimits.of(args), self)
 
     @property
     def num_open(self) -> int:
@@ -96,7 +96,7 @@ class EngineClient:
     def add(self, requests: Iterable[EngineRequest]) -> None:
         """What cannot be sent now is sent when an engine is ready."""
         self.check()
-        fresh = [_Open(request) for request in requests]
+        fresh = [_OpenRequest(request) for request in requests]
         self._open.update((entry.spec.id, entry) for entry in fresh)
         if self.supervisor.state != "ready":
             return
@@ -120,7 +120,7 @@ class EngineClient:
         self.check()
         number = next(self._numbers)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[number] = (ipc.Call(number, method, list(args)), future)
+        self._calls[number] = (ipc.CallMethod(number, method, list(args)), future)
         if self.supervisor.state == "ready":
             self.supervisor.send(self._calls[number][0])
         try:
@@ -203,7 +203,7 @@ class EngineClient:
 
     # ---- inside ----------------------------------------------------------------------------------------------------------
 
-    def _send(self, entries: Sequence[_Open]) -> None:
+    def _send(self, entries: Sequence[_OpenRequest]) -> None:
         """So much at a time that others have their turn in between."""
         self._outbox.extend(entries)
         if not self._sending:
@@ -214,7 +214,7 @@ class EngineClient:
         if self.supervisor.state != "ready":
             self._outbox.clear()  # all that is open will be sent to the next engine
             return
-        batch: list[_Open] = []
+        batch: list[_OpenRequest] = []
         prompts, tokens = set[int](), 0
         while self._outbox and tokens < AT_ONCE:
             entry = self._outbox.popleft()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from quire.grammar.client import refusal
-from quire.grammar.lanes import Lanes
+from quire.grammar.lanes import GrammarLanes
 from quire.sched.plan_builder import Scheduled
 from quire.sched.scheduler import Scheduler
 from quire.sched.thinking import forced_end
@@ -26,7 +26,7 @@ JUMP_PRICE = 2  # steps that a row of several tokens costs everyone
 class Constraints:
     """`tell` takes what was decided about requests here; it has to call `note`."""
 
-    def __init__(self, scheduler: Scheduler, grammars: Lanes | None, tell: Callable[[list[TokenDelta]], None]) -> None:
+    def __init__(self, scheduler: Scheduler, grammars: GrammarLanes | None, tell: Callable[[list[TokenDelta]], None]) -> None:
         self.grammars, self._scheduler, self._tell = grammars, scheduler, tell
         self.on_refused: Callable[[str, RequestError], None] | None = None  # told of requests whose grammar cannot be followed
 
@@ -34,7 +34,7 @@ class Constraints:
     def losses(self) -> int:
         return 0 if self.grammars is None else self.grammars.losses
 
-    def supported(self) -> Lanes:
+    def supported(self) -> GrammarLanes:
         if self.grammars is None:
             raise NotSupported("structured_outputs and thinking_token_budget cannot be used: this engine has no masks")
         return self.grammars
@@ -96,7 +96,7 @@ class Constraints:
                 mask[token // 32] = 1 << token % 32
         return masks
 
-    def _hear(self, grammars: Lanes) -> None:
+    def _hear(self, grammars: GrammarLanes) -> None:
         """Grammars that are compiled or cannot be, have to be compiled again, or failed later."""
         news = grammars.news()
         for name in news.lost:
@@ -114,7 +114,7 @@ class Constraints:
                 grammars.close(name)
                 self.on_refused(name, why)
 
-    def _jump(self, grammars: Lanes, depth: int, ahead: bool) -> None:
+    def _jump(self, grammars: GrammarLanes, depth: int, ahead: bool) -> None:
         """Where a grammar leaves no choice, tokens are taken without being drawn.
 
         A step ahead, a request has to pause for that, and the longer row it gets then may slow the others' step down: only a

@@ -12,7 +12,7 @@ import msgspec
 
 from quire.engine.constraints import Constraints
 from quire.engine.executor.base import Executor, Flight
-from quire.grammar.lanes import Lanes
+from quire.grammar.lanes import GrammarLanes
 from quire.sched.plan_builder import Scheduled
 from quire.sched.scheduler import Scheduler
 from quire.types.errors import EngineDead
@@ -31,7 +31,7 @@ class EngineCore:
         scheduler: Scheduler,
         executor: Executor,
         depth: int,
-        grammars: Lanes | None = None,
+        grammars: GrammarLanes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler, self.executor, self.depth, self._clock = scheduler, executor, depth, clock

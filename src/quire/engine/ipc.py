@@ -29,19 +29,19 @@ END = b"\0"  # of the journal, the file that says who is being worked on: one re
 ARRAYS = ("<i4", "<f4")  # the kinds of numpy arrays that cross
 
 
-class _Frame(msgspec.Struct, array_like=True, tag=True):
+class _EngineFrame(msgspec.Struct, array_like=True, tag=True):
     pass
 
 
 # ---- to the engine
 
 
-class Start(_Frame):
+class StartEngine(_EngineFrame):
     args: EngineArgs
     log_level: int
 
 
-class Add(_Frame):
+class Add(_EngineFrame):
     """A prompt that several requests have is told once: `shared` says which of the `prompts` a request without one has."""
 
     requests: list[EngineRequest]
@@ -72,11 +72,11 @@ def add(requests: Sequence[EngineRequest]) -> Add:
     return Add(told, prompts, shared)
 
 
-class Abort(_Frame):
+class Abort(_EngineFrame):
     ids: list[str]
 
 
-class Call(_Frame):
+class CallMethod(_EngineFrame):
     """One of the engine core's public methods, by name."""
 
     id: int
@@ -84,14 +84,14 @@ class Call(_Frame):
     args: list[Any]
 
 
-class Stop(_Frame):
+class Stop(_EngineFrame):
     pass
 
 
 # ---- from the engine
 
 
-class Ready(_Frame):
+class Ready(_EngineFrame):
     """Started: what was decided there."""
 
     max_model_len: int
@@ -105,7 +105,7 @@ class Ready(_Frame):
     page_size: int  # tokens
 
 
-class StepReport(_Frame):
+class StepReport(_EngineFrame):
     """One turn of the loop: news of every request that has any."""
 
     deltas: list[TokenDelta]
@@ -113,13 +113,13 @@ class StepReport(_Frame):
     tokens: int  # run in this step
 
 
-class Beat(_Frame):
+class Beat(_EngineFrame):
     """The process is alive. `busy` is for how long its loop has been in the present turn; 0 while it waits for work."""
 
     busy: float
 
 
-class Refused(_Frame):
+class Refused(_EngineFrame):
     """A request that was not added, or that was and turned out to be wrong while it was worked on."""
 
     id: str
@@ -129,7 +129,7 @@ class Refused(_Frame):
     added: bool = False
 
 
-class Reply(_Frame):
+class Reply(_EngineFrame):
     """The answer to a Call; `error` says why there is none."""
 
     id: int
@@ -137,14 +137,14 @@ class Reply(_Frame):
     error: str | None = None
 
 
-class Failed(_Frame):
+class Failed(_EngineFrame):
     """The engine could not start."""
 
     kind: str
     message: str
 
 
-Command = Start | Add | Abort | Call | Stop
+Command = StartEngine | Add | Abort | CallMethod | Stop
 Report = Ready | StepReport | Beat | Refused | Reply | Failed
 
 

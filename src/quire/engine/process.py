@@ -101,7 +101,7 @@ class Link:
         return None if frame is None else ipc.decode_command(frame)
 
 
-class Engine:
+class EngineLoop:
     """One core, turned by commands."""
 
     def __init__(self, core: EngineCore, link: Link, pulse: Pulse) -> None:
@@ -147,11 +147,11 @@ class Engine:
                     self._add(request)
             case ipc.Abort(ids):
                 self._core.abort(ids)
-            case ipc.Call(number, method, args):
+            case ipc.CallMethod(number, method, args):
                 self._link.send(self._call(number, method, args))
             case ipc.Stop():
                 self.stopping = True
-            case ipc.Start():
+            case ipc.StartEngine():
                 raise RuntimeError("an engine process is started only once")
 
     def _add(self, request: EngineRequest) -> None:
@@ -175,7 +175,7 @@ class Engine:
             return ipc.Reply(number, None, f"{type(error).__name__}: {error}")
 
 
-def start(command: ipc.Start, watch: Stopwatch) -> tuple[EngineCore, ipc.Ready]:
+def start(command: ipc.StartEngine, watch: Stopwatch) -> tuple[EngineCore, ipc.Ready]:
     from quire.engine.assemble import resolve_here, start_core
 
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(link: Link, pulse: Pulse, journal: Journal, watch: Stopwatch) -> int:
     while (first := link.receive()) is None:
         link.wait(IDLE_WAIT)
-    assert isinstance(first, ipc.Start), first
+    assert isinstance(first, ipc.StartEngine), first
     watch.lap("wait for orders")
     try:
         core, ready = start(first, watch)
@@ -245,7 +245,7 @@ def _serve(link: Link, pulse: Pulse, journal: Journal, watch: Stopwatch) -> int:
         link.send(ipc.Failed(type(error).__name__, str(error)))
         return 1
     core.before_admission = journal.write
-    engine = Engine(core, link, pulse)
+    engine = EngineLoop(core, link, pulse)
 
     def stop(*_: object) -> None:
         engine.stopping = True

@@ -54,7 +54,7 @@ class Listener(Protocol):
 
 
 @dataclass(frozen=True)
-class Limits:
+class SupervisorLimits:
     dead_after: float
     hang_timeout: float
     start_timeout: float
@@ -62,7 +62,7 @@ class Limits:
     restart_window: float
 
     @classmethod
-    def of(cls, args: EngineArgs) -> "Limits":
+    def of(cls, args: EngineArgs) -> "SupervisorLimits":
         return cls(
             args.engine_dead_after,
             args.engine_hang_timeout,
@@ -73,7 +73,7 @@ class Limits:
 
 
 class Supervisor:
-    def __init__(self, start: Callable[[], Child], limits: Limits, listener: Listener) -> None:
+    def __init__(self, start: Callable[[], Child], limits: SupervisorLimits, listener: Listener) -> None:
         self._start, self._limits, self._listener = start, limits, listener
         self.state: State = "starting"
         self.error: QuireError | None = None  # why it is dead

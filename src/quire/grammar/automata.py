@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 
-from quire.grammar.forms import Alt, Chars, Form, Ranges, Rep, Seq
+from quire.grammar.forms import Alt, Chars, Expression, Ranges, Rep, Seq
 
 MOST_COPIES = 4  # a part that may be repeated more often is taken to be repeated without end
 
@@ -41,7 +41,7 @@ class Automaton:
     last: set[int] = field(default_factory=set)  # where a text may end
 
 
-def automaton(form: Form, alphabet: Alphabet) -> Automaton:
+def automaton(form: Expression, alphabet: Alphabet) -> Automaton:
     """It may accept more than the expression where that repeats something often."""
     made = Automaton()
     made.first, last, _ = _build(form, made, alphabet)
@@ -49,7 +49,7 @@ def automaton(form: Form, alphabet: Alphabet) -> Automaton:
     return made
 
 
-def _build(form: Form, made: Automaton, alphabet: Alphabet) -> tuple[list[int], list[int], bool]:
+def _build(form: Expression, made: Automaton, alphabet: Alphabet) -> tuple[list[int], list[int], bool]:
     """-> the places where it may begin and end, and whether it may be empty."""
     match form:
         case Chars():

@@ -37,7 +37,7 @@ class Matcher(Protocol):
         """Why there are no more masks: the text left the grammar, or a step took more work than is allowed."""
 
 
-class Backend(Protocol):
+class GrammarBackend(Protocol):
     words: int  # 32-bit words of a mask: bit i of the mask, counted from the lowest of word 0, is token i
     eos_ids: tuple[int, ...]
 

@@ -63,7 +63,7 @@ class News:
 
 
 @dataclass(eq=False)
-class _Open:
+class _OpenGrammar:
     """A matcher: all that another process would have to be told."""
 
     number: int
@@ -81,7 +81,7 @@ class _Open:
 
 
 class Grammars:
-    def __init__(self, start: wire.Start) -> None:
+    def __init__(self, start: wire.StartWorker) -> None:
         self.words = -(-start.vocab_size // 32)
         self.losses = 0  # of processes
         self._start = start
@@ -91,14 +91,14 @@ class Grammars:
         self._deadly: set[bytes] = set()  # grammars
         each = 1 + start.drafts
         self._rows = list(range((start.rows - 1) * each, -1, -each))
-        self._open: dict[str, _Open] = {}
-        self._by_number: dict[int, _Open] = {}
-        self._queue: list[_Open] = []  # the process does not know of them yet
-        self._opening: dict[_Open, float] = {}  # it was told, and has not answered; since when
-        self._lost: list[_Open] = []  # a process that is gone knew of them
+        self._open: dict[str, _OpenGrammar] = {}
+        self._by_number: dict[int, _OpenGrammar] = {}
+        self._queue: list[_OpenGrammar] = []  # the process does not know of them yet
+        self._opening: dict[_OpenGrammar, float] = {}  # it was told, and has not answered; since when
+        self._lost: list[_OpenGrammar] = []  # a process that is gone knew of them
         self._numbers = self._sent = self._accepted = self._masked = 0
         self._unanswered: deque[tuple[int, float]] = deque()  # messages with tokens whose masks are to come, and when they left
-        self._late: list[_Open] = []  # awaited
+        self._late: list[_OpenGrammar] = []  # awaited
         self._tokens: dict[int, list[int]] = {}  # to be told
         self._drafts: dict[int, list[int]] = {}  # behind them
         self._news = News()
@@ -119,13 +119,13 @@ class Grammars:
         rules = wire.Rules(params.structured_outputs, params.ignore_eos, params.min_tokens)
         self._open[request.id] = self._line_up(request.id, rules, list(request.resumed))
 
-    def adopt(self, other: _Open) -> None:
+    def adopt(self, other: _OpenGrammar) -> None:
         """As `open`, for one that another process followed so far."""
         assert other.name is not None
         entry = self._open[other.name] = self._line_up(other.name, other.rules, other.tokens)
         entry.losses, entry.slow = other.losses, other.slow
 
-    def take_slow(self, patience: float) -> list[_Open]:
+    def take_slow(self, patience: float) -> list[_OpenGrammar]:
         """Those whose slow masks took longer than that altogether; they are closed here."""
         taken = [entry for entry in self._open.values() if entry.slow > patience and entry.ready]
         for entry in taken:
@@ -228,9 +228,9 @@ class Grammars:
 
     # ---- telling the process of matchers
 
-    def _line_up(self, name: str | None, rules: wire.Rules, tokens: list[int]) -> _Open:
+    def _line_up(self, name: str | None, rules: wire.Rules, tokens: list[int]) -> _OpenGrammar:
         self._numbers += 1
-        entry = self._by_number[self._numbers] = _Open(self._numbers, name, rules, tokens)
+        entry = self._by_number[self._numbers] = _OpenGrammar(self._numbers, name, rules, tokens)
         self._queue.insert(0 if name is None else len(self._queue), entry)  # a question needs no row
         self._send_queue()
         return entry
@@ -254,7 +254,7 @@ class Grammars:
                 entry.row = self._rows.pop()
                 self._send(wire.Open(entry.number, entry.row, entry.rules, entry.tokens))
 
-    def _forget(self, entry: _Open) -> None:
+    def _forget(self, entry: _OpenGrammar) -> None:
         del self._by_number[entry.number]
         self._forced.pop(entry.number, None)
         self._tokens.pop(entry.number, None)
@@ -270,14 +270,14 @@ class Grammars:
             self._send(wire.Close([entry.number]))
         self._send_queue()
 
-    def _refuse(self, entry: _Open, error: str) -> None:
+    def _refuse(self, entry: _OpenGrammar, error: str) -> None:
         """Its grammar is at fault."""
         if entry.name is None:
             entry.verdict = refusal(error)
         else:
             self._news.refused.append((entry.name, error))
 
-    def _fail(self, entry: _Open, error: str) -> None:
+    def _fail(self, entry: _OpenGrammar, error: str) -> None:
         if entry.name is None:
             entry.verdict = EngineError(error)
         else:
@@ -329,11 +329,11 @@ class Grammars:
 
     def _hear(self, answer: wire.Answer, process: Process) -> None:
         match answer:
-            case wire.Started(None):
+            case wire.WorkerStarted(None):
                 process.started, self._starts = True, 0
-            case wire.Started(error):
+            case wire.WorkerStarted(error):
                 self._give_up(error or "", self._refuse)
-            case wire.Opened(number, error, forced):
+            case wire.GrammarOpened(number, error, forced):
                 entry = self._by_number.get(number)
                 if entry is not None:
                     self._opened(entry, error, forced)
@@ -353,7 +353,7 @@ class Grammars:
                 if entry is not None:
                     self._charge(entry, seconds)
 
-    def _opened(self, entry: _Open, error: str | None, forced: list[int]) -> None:
+    def _opened(self, entry: _OpenGrammar, error: str | None, forced: list[int]) -> None:
         del self._opening[entry]
         entry.suspected = 0  # all that it asked of the process that died has been done again
         if error is not None:
@@ -383,7 +383,7 @@ class Grammars:
             entry.awaited = False
             self._news.ready.append(entry.name or "")
 
-    def _charge(self, entry: _Open, seconds: float) -> None:
+    def _charge(self, entry: _OpenGrammar, seconds: float) -> None:
         entry.slow += seconds
         if entry.slow > MOST_SLOW + SLOW_PER_TOKEN * len(entry.tokens) and entry.name is not None:
             self._refuse(entry, TOO_SLOW.format(entry.slow, len(entry.tokens)))
@@ -411,7 +411,7 @@ class Grammars:
         self._unanswered.clear()
         self._accepted = self._masked = self._sent
 
-    def _accuse(self, at_work: list[_Open]) -> None:
+    def _accuse(self, at_work: list[_OpenGrammar]) -> None:
         """The process died while it was at work for these. One that was alone the second time is what kills it."""
         for entry in at_work:
             entry.losses += 1
@@ -433,7 +433,7 @@ class Grammars:
             self._give_up(NO_START, self._fail)
         self._send_queue()
 
-    def _give_up(self, error: str, tell: Callable[[_Open, str], None]) -> None:
+    def _give_up(self, error: str, tell: Callable[[_OpenGrammar, str], None]) -> None:
         """There is no process to be had for those who wait."""
         self.stop()
         waiting, self._queue, self._opening, self._starts = [*self._opening, *self._queue], [], {}, 0

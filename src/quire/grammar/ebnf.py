@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from quire.grammar.backend import GrammarError
-from quire.grammar.forms import LAST, Form, Forms, complement
+from quire.grammar.forms import LAST, Expression, Expressions, complement
 
 ROOT = "root"
 MOST_NESTED = 100  # parentheses
@@ -48,11 +48,11 @@ class _Place:
         return GrammarError(f"line {line}, column {column} of the EBNF: {what}")
 
 
-class _Reader:
-    def __init__(self, text: str, forms: Forms) -> None:
+class _EbnfReader:
+    def __init__(self, text: str, forms: Expressions) -> None:
         self._place, self._forms = _Place(text), forms
         self._depth = 0
-        self.rules: dict[str, Form] = {}
+        self.rules: dict[str, Expression] = {}
 
     def read(self) -> None:
         place = self._place
@@ -67,21 +67,21 @@ class _Reader:
             place.at += 3
             self.rules[name[0]] = self._alternatives()
 
-    def _alternatives(self) -> Form:
+    def _alternatives(self) -> Expression:
         parts = [self._sequence()]
         while self._place.sees("|"):
             self._place.at += 1
             parts.append(self._sequence())
         return self._forms.alt(parts)
 
-    def _sequence(self) -> Form:
+    def _sequence(self) -> Expression:
         place, parts = self._place, []
         place.skip()
         while place.text[place.at : place.at + 1] not in ("", "|", ")") and not _RULE.match(place.text, place.at):
             parts.append(self._repeated(self._element()))
         return self._forms.seq(parts)
 
-    def _element(self) -> Form:
+    def _element(self) -> Expression:
         place = self._place
         if place.sees('"'):
             return self._text()
@@ -97,7 +97,7 @@ class _Reader:
             raise place.wrong(f"expected a text, a class of characters, a group or a rule, found {place.text[place.at]!r}")
         return self._forms.ref(name[0])
 
-    def _group(self) -> Form:
+    def _group(self) -> Expression:
         place = self._place
         if place.sees("(="):
             raise place.wrong("a look-ahead, (= ...), cannot be used")
@@ -112,7 +112,7 @@ class _Reader:
         self._depth -= 1
         return inner
 
-    def _repeated(self, form: Form) -> Form:
+    def _repeated(self, form: Expression) -> Expression:
         place = self._place
         place.skip()
         while place.at < len(place.text) and place.text[place.at] in "*+?{":
@@ -134,7 +134,7 @@ class _Reader:
             place.skip()
         return form
 
-    def _text(self) -> Form:
+    def _text(self) -> Expression:
         place, codes = self._place, []
         place.at += 1
         while not place.sees('"'):
@@ -142,7 +142,7 @@ class _Reader:
         place.at += 1
         return self._forms.seq([self._forms.chars([(code, code)]) for code in codes])
 
-    def _class(self) -> Form:
+    def _class(self) -> Expression:
         place = self._place
         begun = place.at
         place.at += 1
@@ -196,9 +196,9 @@ class _Reader:
         return ord(letter)
 
 
-def read_ebnf(text: str, forms: Forms) -> dict[str, Form]:
+def read_ebnf(text: str, forms: Expressions) -> dict[str, Expression]:
     """The rules by name; every rule that is named in one exists, and one of them is `root`."""
-    reader = _Reader(text, forms)
+    reader = _EbnfReader(text, forms)
     reader.read()
     rules = reader.rules
     if ROOT not in rules:

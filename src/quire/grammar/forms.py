@@ -13,7 +13,7 @@ Ranges = tuple[tuple[int, int], ...]  # of code points, from low to high, none t
 
 
 @dataclass(frozen=True, eq=False)
-class Form:
+class Expression:
     size: int  # nodes, written out
     depth: int
     nullable: bool  # for one without names: may it be empty?
@@ -21,56 +21,56 @@ class Form:
 
 
 @dataclass(frozen=True, eq=False)
-class Chars(Form):
+class Chars(Expression):
     ranges: Ranges
 
 
 @dataclass(frozen=True, eq=False)
-class Ref(Form):
+class Ref(Expression):
     name: str
 
 
 @dataclass(frozen=True, eq=False)
-class Seq(Form):
-    parts: tuple[Form, ...]
+class Seq(Expression):
+    parts: tuple[Expression, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Alt(Form):
+class Alt(Expression):
     """Without parts: nothing fits, not even the empty text."""
 
-    parts: tuple[Form, ...]
+    parts: tuple[Expression, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Rep(Form):
-    part: Form
+class Rep(Expression):
+    part: Expression
     least: int
     most: int | None
 
 
-class Forms:
+class Expressions:
     """Makes expressions, and makes each only once."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[object, ...], Form] = {}
-        self._filled: dict[Form, Form] = {}
+        self._made: dict[tuple[object, ...], Expression] = {}
+        self._filled: dict[Expression, Expression] = {}
         self.empty = self.seq([])
         self.nothing = self.alt([])
 
-    def chars(self, ranges: Iterable[tuple[int, int]]) -> Form:
+    def chars(self, ranges: Iterable[tuple[int, int]]) -> Expression:
         told = tidy(ranges)
         if not told:
             return self.nothing
         return self._make((Chars, told), lambda: Chars(1, 1, False, frozenset(), told))
 
-    def text(self, text: str) -> Form:
+    def text(self, text: str) -> Expression:
         return self.seq([self.chars([(ord(c), ord(c))]) for c in text])
 
-    def ref(self, name: str) -> Form:
+    def ref(self, name: str) -> Expression:
         return self._make((Ref, name), lambda: Ref(1, 1, False, frozenset([name]), name))
 
-    def seq(self, parts: Sequence[Form]) -> Form:
+    def seq(self, parts: Sequence[Expression]) -> Expression:
         if any(isinstance(part, Alt) and not part.parts for part in parts):
             return self.nothing
         parts = [part for part in parts if not (isinstance(part, Seq) and not part.parts)]
@@ -79,7 +79,7 @@ class Forms:
         told = tuple(parts)
         return self._make((Seq, *map(id, told)), lambda: Seq(*_sums(told), all(p.nullable for p in told), _names(told), told))
 
-    def alt(self, parts: Sequence[Form]) -> Form:
+    def alt(self, parts: Sequence[Expression]) -> Expression:
         flat = [inner for part in parts for inner in (part.parts if isinstance(part, Alt) else (part,))]
         single = [part for part in flat if isinstance(part, Chars)]
         if len(single) > 1:
@@ -89,7 +89,7 @@ class Forms:
             return told[0]
         return self._make((Alt, *map(id, told)), lambda: Alt(*_sums(told), any(p.nullable for p in told), _names(told), told))
 
-    def rep(self, part: Form, least: int, most: int | None) -> Form:
+    def rep(self, part: Expression, least: int, most: int | None) -> Expression:
         if most == 0 or part is self.empty:
             return self.empty
         if part is self.nothing:
@@ -105,7 +105,7 @@ class Forms:
             (Rep, id(part), least, most), lambda: Rep(part.size + 1, part.depth + 1, nullable, part.names, part, least, most)
         )
 
-    def filled(self, form: Form) -> Form:
+    def filled(self, form: Expression) -> Expression:
         """All of its texts but the empty one. For expressions without names."""
         if not form.nullable:
             return form
@@ -113,7 +113,7 @@ class Forms:
             self._filled[form] = self._without_empty(form)
         return self._filled[form]
 
-    def _without_empty(self, form: Form) -> Form:
+    def _without_empty(self, form: Expression) -> Expression:
         match form:
             case Alt():
                 return self.alt([self.filled(part) for part in form.parts])
@@ -123,7 +123,7 @@ class Forms:
                 return self.alt([self.seq([self.filled(p), *form.parts[i + 1 :]]) for i, p in enumerate(form.parts)])
         return self.nothing
 
-    def _make(self, key: tuple[object, ...], make: Callable[[], Form]) -> Form:
+    def _make(self, key: tuple[object, ...], make: Callable[[], Expression]) -> Expression:
         found = self._made.get(key)
         if found is None:
             found = self._made[key] = make()
@@ -152,7 +152,7 @@ def complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
     return tidy([(low, high) for low, high in [*out, (begin, LAST)] if low <= high])
 
 
-def to_regex(form: Form) -> str:
+def to_regex(form: Expression) -> str:
     """For an expression without names."""
     match form:
         case Chars():
@@ -194,9 +194,9 @@ def _char(code: int) -> str:
     return chr(code) if code < 128 and chr(code).isalnum() else f"\\x{{{code:x}}}"
 
 
-def _sums(parts: Sequence[Form]) -> tuple[int, int]:
+def _sums(parts: Sequence[Expression]) -> tuple[int, int]:
     return 1 + sum(part.size for part in parts), 1 + max((part.depth for part in parts), default=0)
 
 
-def _names(parts: Sequence[Form]) -> frozenset[str]:
+def _names(parts: Sequence[Expression]) -> frozenset[str]:
     return frozenset().union(*(part.names for part in parts))

@@ -17,7 +17,7 @@ PATIENCE = 0.2  # seconds of slow masks in the first lane
 MOST_REMEMBERED = 1024
 
 
-class Lanes:
+class GrammarLanes:
     def __init__(
         self,
         path: str,
@@ -28,7 +28,7 @@ class Lanes:
         drafts: int = 0,
     ) -> None:
         """`drafts`: a row may have so many."""
-        start = wire.Start(path, tokenizer, revision, vocab_size, sorted(eos_ids), ROWS, drafts)
+        start = wire.StartWorker(path, tokenizer, revision, vocab_size, sorted(eos_ids), ROWS, drafts)
         self.first, self.second = Grammars(start), Grammars(start)
         self._slow: OrderedDict[bytes, None] = OrderedDict()  # grammars
 

@@ -21,7 +21,7 @@ Words = npt.NDArray[np.uint32]
 
 
 class Process:
-    def __init__(self, start: wire.Start, words: int) -> None:
+    def __init__(self, start: wire.StartWorker, words: int) -> None:
         ours, theirs = socket.socketpair()
         with contextlib.ExitStack() as cleaning:
             cleaning.callback(theirs.close)

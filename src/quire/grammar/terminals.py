@@ -17,7 +17,7 @@ from operator import or_
 from quire.grammar.automata import Alphabet, Automaton, Meeting, automaton, meet
 from quire.grammar.backend import GrammarError
 from quire.grammar.ebnf import ROOT, read_ebnf
-from quire.grammar.forms import Alt, Chars, Form, Forms, Ref, Rep, Seq, times, to_regex
+from quire.grammar.forms import Alt, Chars, Expression, Expressions, Ref, Rep, Seq, times, to_regex
 
 MOST_SIZE = 20_000  # of a terminal
 MOST_DEPTH = 60
@@ -30,7 +30,7 @@ WHOLE = "root and its end"  # no rule of a user has blanks in its name
 
 def ebnf_to_lark(text: str, ends: Sequence[str] = ()) -> str:
     """One of `ends`, if there are any, comes behind every text of the grammar."""
-    forms = Forms()
+    forms = Expressions()
     try:
         rules = read_ebnf(text, forms)
         root = forms.ref(ROOT)
@@ -46,10 +46,10 @@ def ebnf_to_lark(text: str, ends: Sequence[str] = ()) -> str:
 # ---- rules without recursion are written out where they are named
 
 
-def simplify(rules: dict[str, Form], forms: Forms) -> dict[str, Form]:
+def simplify(rules: dict[str, Expression], forms: Expressions) -> dict[str, Expression]:
     """The same rules. What is left of names in them are rules with recursion, and those too large to be written out."""
     groups = components(rules)
-    done: dict[str, Form] = {}
+    done: dict[str, Expression] = {}
     written = dict.fromkeys(endless(rules, groups), forms.nothing)  # those that may be written out
     for group in groups:
         for name in group:
@@ -62,7 +62,7 @@ def simplify(rules: dict[str, Form], forms: Forms) -> dict[str, Form]:
     return done
 
 
-def endless(rules: dict[str, Form], groups: Sequence[Sequence[str]]) -> set[str]:
+def endless(rules: dict[str, Expression], groups: Sequence[Sequence[str]]) -> set[str]:
     """The rules without a text: they name each other and never come to an end."""
     left = set(rules)
     for group in groups:
@@ -73,7 +73,7 @@ def endless(rules: dict[str, Form], groups: Sequence[Sequence[str]]) -> set[str]
     return left
 
 
-def _ends(form: Form, endless: set[str]) -> bool:
+def _ends(form: Expression, endless: set[str]) -> bool:
     match form:
         case Ref():
             return form.name not in endless
@@ -86,7 +86,7 @@ def _ends(form: Form, endless: set[str]) -> bool:
     return True
 
 
-def as_repetition(name: str, form: Form, forms: Forms) -> Form:
+def as_repetition(name: str, form: Expression, forms: Expressions) -> Expression:
     """`a ::= x | y a` is `y* x`, and `a ::= x | a y` is `x y*`. Other rules stay what they are."""
     alternatives = form.parts if isinstance(form, Alt) else (form,)
     for side in (-1, 0):
@@ -103,7 +103,7 @@ def as_repetition(name: str, form: Form, forms: Forms) -> Form:
     return form
 
 
-def replace(form: Form, written: dict[str, Form], forms: Forms) -> Form:
+def replace(form: Expression, written: dict[str, Expression], forms: Expressions) -> Expression:
     if form.names.isdisjoint(written):
         return form
     match form:
@@ -118,7 +118,7 @@ def replace(form: Form, written: dict[str, Form], forms: Forms) -> Form:
     return form
 
 
-def components(rules: dict[str, Form]) -> list[list[str]]:
+def components(rules: dict[str, Expression]) -> list[list[str]]:
     """Rules that name each other, directly or not, together; before those that name them. (Tarjan, without recursion.)"""
     names = {name: [other for other in sorted(form.names) if other in rules] for name, form in rules.items()}
     index: dict[str, int] = {}
@@ -158,12 +158,12 @@ def components(rules: dict[str, Form]) -> list[list[str]]:
 class _Translation:
     """`opened` are expressions that may not be terminals; those are added that do harm as one, until none does."""
 
-    def __init__(self, forms: Forms, rules: dict[str, Form]) -> None:
+    def __init__(self, forms: Expressions, rules: dict[str, Expression]) -> None:
         self._forms, self._rules = forms, rules
-        self._opened: set[Form] = set()
+        self._opened: set[Expression] = set()
         self._all_open = False
-        self._automata: dict[Form, Automaton] = {}
-        self._meetings: dict[tuple[Form, Form], Meeting] = {}
+        self._automata: dict[Expression, Automaton] = {}
+        self._meetings: dict[tuple[Expression, Expression], Meeting] = {}
         self._alphabet = Alphabet(form.ranges for form in inside(rules.values()) if isinstance(form, Chars))
         self._work = 0
 
@@ -183,15 +183,15 @@ class _Translation:
         made = _Divided()
         self._to_do = [WHOLE]
         names = {WHOLE: START}
-        parts: dict[Form, str] = {}
+        parts: dict[Expression, str] = {}
 
-        def named(name: str) -> Form:
+        def named(name: str) -> Expression:
             if name not in names:
                 names[name] = f"rule{len(names)}"
                 self._to_do.append(name)
             return self._forms.ref(names[name])
 
-        def build(form: Form) -> Form:
+        def build(form: Expression) -> Expression:
             terminal = self._terminal(form)
             if terminal is not None:
                 reference = self._forms.ref(made.terminal(terminal))
@@ -207,7 +207,7 @@ class _Translation:
                     return self._forms.alt([part(inner) for inner in self._neighbours(form)])
             return form
 
-        def part(form: Form) -> Form:
+        def part(form: Expression) -> Expression:
             """A large one that many may share gets a name."""
             if form.size <= MOST_INLINE or form.names or self._terminal(form) is not None:
                 return build(form)
@@ -221,7 +221,7 @@ class _Translation:
             made.rules[names[name]] = build(self._rules[name])
         return made
 
-    def _terminal(self, form: Form) -> Form | None:
+    def _terminal(self, form: Expression) -> Expression | None:
         """The terminal that this expression is where it is not empty; None: it is made of several."""
         if form.names or form is self._forms.empty:
             return None
@@ -232,15 +232,15 @@ class _Translation:
             return None
         return filled
 
-    def _neighbours(self, form: Seq | Alt) -> Sequence[Form]:
+    def _neighbours(self, form: Seq | Alt) -> Sequence[Expression]:
         """The parts, those together that can be one terminal."""
         if isinstance(form, Alt):
             simple = [inner for inner in form.parts if not inner.names]
             joined = self._forms.alt(simple)
             together = len(simple) > 1 and self._terminal(joined) is not None
             return [joined, *(inner for inner in form.parts if inner.names)] if together else form.parts
-        out: list[Form] = []
-        run: list[Form] = []
+        out: list[Expression] = []
+        run: list[Expression] = []
         for inner in (*form.parts, None):
             if inner is not None and not inner.names:
                 run.append(inner)
@@ -253,11 +253,11 @@ class _Translation:
 
     # ---- where taking the longest does harm
 
-    def _find_harmful(self, made: "_Divided") -> set[Form]:
+    def _find_harmful(self, made: "_Divided") -> set[Expression]:
         terminals = made.terminals
         begin, follow = made.neighbours()
         before = [sum(1 << k for k, row in enumerate(follow) if row >> i & 1) for i in range(len(terminals))]
-        harmful: set[Form] = set()
+        harmful: set[Expression] = set()
         for i, one in enumerate(terminals):
             following = 0
             for k in _each(follow[i]):
@@ -274,26 +274,26 @@ class _Translation:
                     return {self._forms.empty}
         return harmful
 
-    def _share(self, some: int, others: int, terminals: Sequence[Form]) -> bool:
+    def _share(self, some: int, others: int, terminals: Sequence[Expression]) -> bool:
         """Is there one in both sets, or one in each that have a text in common?"""
         if some & others:
             return True
         return any(self._meet(terminals[i], terminals[j]).equal for i in _each(some) for j in _each(others))
 
-    def _meet(self, one: Form, other: Form) -> Meeting:
+    def _meet(self, one: Expression, other: Expression) -> Meeting:
         key = one, other
         if key not in self._meetings:
             found = self._meetings[key] = meet(self._automaton(one), self._automaton(other))
             self._work += found.work + 1
         return self._meetings[key]
 
-    def _automaton(self, form: Form) -> Automaton:
+    def _automaton(self, form: Expression) -> Automaton:
         if form not in self._automata:
             made = self._automata[form] = automaton(form, self._alphabet)
             self._work += sum(map(len, made.after))
         return self._automata[form]
 
-    def _first_bytes(self, form: Form) -> int:
+    def _first_bytes(self, form: Expression) -> int:
         made, out = self._automaton(form), 0
         for place in made.first:
             out |= made.bytes[place]
@@ -313,11 +313,11 @@ class _Edges:
 class _Divided:
     """A grammar of rules, whose expressions name rules and terminals and nothing else."""
 
-    rules: dict[str, Form] = field(default_factory=dict)
-    terminals: list[Form] = field(default_factory=list)
-    _numbers: dict[Form, int] = field(default_factory=dict)
+    rules: dict[str, Expression] = field(default_factory=dict)
+    terminals: list[Expression] = field(default_factory=list)
+    _numbers: dict[Expression, int] = field(default_factory=dict)
 
-    def terminal(self, form: Form) -> str:
+    def terminal(self, form: Expression) -> str:
         """-> its name."""
         if form not in self._numbers:
             self._numbers[form] = len(self.terminals)
@@ -342,7 +342,7 @@ class _Divided:
         return edges[START].first, follow
 
 
-def _edges(form: Form, edges: dict[str, _Edges], follow: list[int]) -> _Edges:
+def _edges(form: Expression, edges: dict[str, _Edges], follow: list[int]) -> _Edges:
     match form:
         case Ref():
             return edges[form.name]
@@ -370,7 +370,7 @@ def _join(one: _Edges, other: _Edges, follow: list[int]) -> _Edges:
     return _Edges(one.empty and other.empty, first, other.last | (one.last if other.empty else 0))
 
 
-def _to_lark(form: Form) -> str:
+def _to_lark(form: Expression) -> str:
     match form:
         case Ref():
             return form.name
@@ -384,7 +384,7 @@ def _to_lark(form: Form) -> str:
     raise ValueError(form)
 
 
-def inside(forms: Iterable[Form]) -> Iterator[Form]:
+def inside(forms: Iterable[Expression]) -> Iterator[Expression]:
     """They and all that they are made of."""
     seen, todo = set(), list(forms)
     while todo:

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from quire.frames import Frames
-from quire.grammar.backend import Backend, GrammarError
+from quire.grammar.backend import GrammarBackend, GrammarError
 from quire.grammar.schema import Place, pointer, subschemas
 from quire.subprocesses import end_with_parent, processor_time
 from quire.types.errors import InvalidParameter
@@ -43,7 +43,7 @@ TOO_DEEP = f"the grammar is too complex: compiling it took more than {MOST_BYTES
 TOO_SLOW_STEP = f"the grammar is too complex: finding the tokens that may come next takes more than {MOST_STEP_SECONDS:g} s"
 
 
-class Job(msgspec.Struct, array_like=True):
+class VettingJob(msgspec.Struct, array_like=True):
     id: int
     params: StructuredOutputsParams
 
@@ -55,11 +55,11 @@ class Verdict(msgspec.Struct, array_like=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-_decode_job = msgspec.msgpack.Decoder(Job).decode
+_decode_job = msgspec.msgpack.Decoder(VettingJob).decode
 decode_verdict = msgspec.msgpack.Decoder(Verdict).decode
 
 
-def start_vetting(backend: Backend, private: socket.socket) -> Frames:
+def start_vetting(backend: GrammarBackend, private: socket.socket) -> Frames:
     """Forks the vetting process; -> the connection to it. It ends when that is closed. It has no part in `private`."""
     ours, theirs = socket.socketpair()
     if os.fork():
@@ -94,9 +94,9 @@ class _Trial:
 
 
 class _Vetting:
-    def __init__(self, backend: Backend, frames: Frames) -> None:
+    def __init__(self, backend: GrammarBackend, frames: Frames) -> None:
         self._backend, self._frames = backend, frames
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[VettingJob] = deque()
         self._trials: dict[int, _Trial] = {}  # by the pipe its child writes to
         self._selector = selectors.DefaultSelector()
         self._selector.register(frames.socket, selectors.EVENT_READ)
@@ -120,7 +120,7 @@ class _Vetting:
             while self._waiting and len(self._trials) < MOST_TRIALS:
                 self._begin(self._waiting.popleft())
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: VettingJob) -> None:
         reading, writing = os.pipe()
         pid = os.fork()
         if not pid:
@@ -167,7 +167,7 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def try_out(backend: Backend, params: StructuredOutputsParams) -> bytes:
+def try_out(backend: GrammarBackend, params: StructuredOutputsParams) -> bytes:
     """What is wrong with the grammar, or GOOD and what the backend has to load. A schema's error says where it is."""
     try:
         source = backend.translate(params)
@@ -183,7 +183,7 @@ def try_out(backend: Backend, params: StructuredOutputsParams) -> bytes:
     return told[:LONGEST_MESSAGE].encode(errors="replace")
 
 
-def _walk(backend: Backend, source: str) -> None:
+def _walk(backend: GrammarBackend, source: str) -> None:
     """Compiles, and takes some of the tokens that may come, the same for every trial. Those that must come do not count."""
     matcher = backend.load(source)
     mask = np.zeros((1, backend.words), np.uint32)
@@ -203,7 +203,7 @@ def _walk(backend: Backend, source: str) -> None:
             return
 
 
-def _find(backend: Backend, params: StructuredOutputsParams, error: str) -> str:
+def _find(backend: GrammarBackend, params: StructuredOutputsParams, error: str) -> str:
     """The innermost part of a JSON schema that has the same error when taken alone, as "$.properties.a: "."""
     if params.json is None or error.startswith("$"):
         return ""

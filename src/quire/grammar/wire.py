@@ -7,14 +7,14 @@ import msgspec
 from quire.types.structured import StructuredOutputsParams
 
 
-class _Frame(msgspec.Struct, array_like=True, tag=True):
+class _GrammarFrame(msgspec.Struct, array_like=True, tag=True):
     pass
 
 
 # ---- to the grammar process
 
 
-class Start(_Frame):
+class StartWorker(_GrammarFrame):
     """Where the tokenizer comes from, and the numbers of the model."""
 
     path: str
@@ -34,7 +34,7 @@ class Rules(msgspec.Struct, array_like=True, frozen=True):
     min_tokens: int = 0  # and no earlier than this, unless nothing else may follow
 
 
-class Open(_Frame):
+class Open(_GrammarFrame):
     """A request's matcher. Its mask goes to `row`, and those behind drafts to the rows after it; `tokens` were sampled by an
     engine before."""
 
@@ -44,14 +44,14 @@ class Open(_Frame):
     tokens: list[int]
 
 
-class Check(_Frame):
+class Check(_GrammarFrame):
     """Can this be compiled? The answer is an Opened without tokens."""
 
     id: int
     params: StructuredOutputsParams
 
 
-class Accept(_Frame):
+class Accept(_GrammarFrame):
     """Sampled tokens, by matcher, and drafts of what may come behind them. The answer is Accepted, and Masked when the masks
     after the tokens, and after each draft, are written."""
 
@@ -60,45 +60,45 @@ class Accept(_Frame):
     drafts: list[tuple[int, list[int]]] = []
 
 
-class Close(_Frame):
+class Close(_GrammarFrame):
     ids: list[int]
 
 
 # ---- from it
 
 
-class Started(_Frame):
+class WorkerStarted(_GrammarFrame):
     """The first thing it says, unless it could not even read the tokenizer."""
 
     error: str | None  # why this model cannot have structured outputs at all
 
 
-class Opened(_Frame):
+class GrammarOpened(_GrammarFrame):
     id: int
     error: str | None  # why there is no matcher
     forced: list[int]  # the tokens that must come next
 
 
-class Accepted(_Frame):
+class Accepted(_GrammarFrame):
     number: int
     forced: list[tuple[int, list[int]]]  # by matcher, where there is no choice
     failed: list[tuple[int, str]]
 
 
-class Masked(_Frame):
+class Masked(_GrammarFrame):
     number: int
     failed: list[tuple[int, str]]
 
 
-class Slow(_Frame):
+class Slow(_GrammarFrame):
     """One matcher's work took so many seconds of processor time. Told as soon as it is done."""
 
     id: int
     seconds: float
 
 
-Command = Start | Open | Check | Accept | Close
-Answer = Started | Opened | Accepted | Masked | Slow
+Command = StartWorker | Open | Check | Accept | Close
+Answer = WorkerStarted | GrammarOpened | Accepted | Masked | Slow
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode

@@ -25,8 +25,8 @@ import numpy.typing as npt
 from quire.files.resolve import resolve_model
 from quire.frames import Frames
 from quire.grammar import wire
-from quire.grammar.backend import Backend, GrammarError, Matcher
-from quire.grammar.vetting import Job, decode_verdict, encode, start_vetting
+from quire.grammar.backend import GrammarBackend, GrammarError, Matcher
+from quire.grammar.vetting import VettingJob, decode_verdict, encode, start_vetting
 from quire.subprocesses import WITH_US, end_with_parent
 from quire.text.tokenizer_files import read_tokenizer
 
@@ -42,7 +42,7 @@ ALL = np.uint32(0xFFFFFFFF)
 Words = npt.NDArray[np.uint32]
 
 
-class Kept:
+class CompiledGrammars:
     """Compiled grammars by content, the most recently used ones, and what was found wrong with others."""
 
     def __init__(self) -> None:
@@ -116,11 +116,11 @@ class Live:
         return (self.rules.ignore_eos or self.sampled < self.rules.min_tokens) and not self.matcher.done
 
 
-class Worker:
-    def __init__(self, frames: Frames, masks: Words, backend: Backend) -> None:
+class GrammarWorker:
+    def __init__(self, frames: Frames, masks: Words, backend: GrammarBackend) -> None:
         """masks [rows, words]."""
         self._frames, self._masks, self._backend = frames, masks, backend
-        self._kept = Kept()
+        self._kept = CompiledGrammars()
         self._live: dict[int, Live] = {}
         self._waiting: dict[bytes, list[wire.Open | wire.Check]] = {}  # for a grammar that is being tried or compiled
         self._jobs: dict[int, bytes] = {}
@@ -163,7 +163,7 @@ class Worker:
                     self._want(command)
                 case wire.Close(ids):
                     self._close(ids)
-                case wire.Start():
+                case wire.StartWorker():
                     raise RuntimeError("a grammar process is started only once")
 
     def _close(self, ids: Sequence[int]) -> None:
@@ -253,7 +253,7 @@ class Worker:
             self._waiting[key] = [command]
             self._numbers += 1
             self._jobs[self._numbers] = key
-            self._vetting.send(encode(Job(self._numbers, params)))
+            self._vetting.send(encode(VettingJob(self._numbers, params)))
 
     def _take_verdicts(self) -> bool:
         if not self._vetting.receive():
@@ -290,7 +290,7 @@ class Worker:
 
     def _serve(self, command: wire.Open | wire.Check, outcome: Matcher | str) -> None:
         if isinstance(outcome, str) or isinstance(command, wire.Check):
-            self._send(wire.Opened(command.id, outcome if isinstance(outcome, str) else None, []))
+            self._send(wire.GrammarOpened(command.id, outcome if isinstance(outcome, str) else None, []))
             return
         live = self._live[command.id] = Live(outcome.copy(), command.row, command.rules)
         signal.alarm(LONGEST_WORK)
@@ -299,13 +299,13 @@ class Worker:
         self._fill([(live, live.row)])
         self._measure(command.id, began)
         error = live.matcher.error
-        self._send(wire.Opened(command.id, error, [] if error else live.forced(self._backend.eos_ids)))
+        self._send(wire.GrammarOpened(command.id, error, [] if error else live.forced(self._backend.eos_ids)))
 
     def _send(self, answer: wire.Answer) -> None:
         self._frames.send(wire.encode(answer))
 
 
-def open_backend(start: wire.Start) -> Backend:
+def open_backend(start: wire.StartWorker) -> GrammarBackend:
     from quire.grammar.llguidance import LLGuidance
 
     path = Path(start.path)
@@ -326,19 +326,19 @@ def main(argv: Sequence[str]) -> int:
         if not frames.receive():
             return 0
     start = wire.decode_command(frame)
-    assert isinstance(start, wire.Start), start
+    assert isinstance(start, wire.StartWorker), start
     try:
         backend = open_backend(start)
     except GrammarError as error:
-        frames.send(wire.encode(wire.Started(str(error))))
+        frames.send(wire.encode(wire.WorkerStarted(str(error))))
         return 0
     rows = start.rows * (1 + start.drafts)
     memory = mmap.mmap(int(argv[1]), 4 * rows * backend.words)
     os.close(int(argv[1]))
     masks: Words = np.frombuffer(memory, np.uint32).reshape(rows, backend.words)
     try:
-        worker = Worker(frames, masks, backend)
-        frames.send(wire.encode(wire.Started(None)))
+        worker = GrammarWorker(frames, masks, backend)
+        frames.send(wire.encode(wire.WorkerStarted(None)))
         worker.run()
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the engine is gone

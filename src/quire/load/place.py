@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.progress import Work
+from quire.progress import WorkInProgress
 
 PIECE = 16 << 20  # bytes
 WORKERS = min(6, os.cpu_count() or 1)
@@ -29,7 +29,7 @@ WAITING = 4 * WORKERS  # pieces that may be on their way
 class Mover:
     """`put` returns early; a place is filled when the block ends."""
 
-    def __init__(self, progress: Work) -> None:
+    def __init__(self, progress: WorkInProgress) -> None:
         self._progress = progress
         self._roads: dict[torch.device, Road] = {}
 
@@ -66,7 +66,7 @@ def cut(tensor: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 class Road:
     """To one GPU. An error of any piece is raised by a later `send`, or by `close`."""
 
-    def __init__(self, device: torch.device, progress: Work) -> None:
+    def __init__(self, device: torch.device, progress: WorkInProgress) -> None:
         self._device, self._progress = device, progress
         torch.cuda.synchronize(device)  # whatever used the places' memory before is over
         self._pool = ThreadPoolExecutor(WORKERS, "quire-load")

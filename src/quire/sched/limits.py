@@ -6,7 +6,7 @@ from quire.types.errors import ConfigError, PromptTooLong, RequestError
 from quire.types.request import EngineRequest, Request
 
 
-class Limits:
+class RequestLimits:
     def __init__(
         self, layout: CacheLayout, pages: int, max_model_len: int, budget: int, chunk_cap: int | None, chunked: bool
     ) -> None:

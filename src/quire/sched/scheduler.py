@@ -23,7 +23,7 @@ from quire.cache.tables import Tables
 from quire.sched.budget import Budget, StepBudget
 from quire.sched.deltas import delta, each_token
 from quire.sched.forks import Forks, common_prefix
-from quire.sched.limits import Limits
+from quire.sched.limits import RequestLimits
 from quire.sched.plan_builder import PlanBuilder, Scheduled
 from quire.sched.queue import Order, Policy, Queue, Running
 from quire.sched.stop import finish, next_check
@@ -62,7 +62,7 @@ class Scheduler:
         tokens the device guesses ahead, to be verified by the next row."""
         if max_seqs < 1:
             raise ConfigError(f"max_seqs must be at least 1, got {max_seqs}")
-        self._limits = Limits(layout, pages, max_model_len, max_batched_tokens, chunk_cap, chunked)
+        self._limits = RequestLimits(layout, pages, max_model_len, max_batched_tokens, chunk_cap, chunked)
         self._tables = Tables(layout, pages, self._limits.chunk, prefix_caching, in_one_piece)
         self._pool = self._tables.pool
         self._budget: Budget = budget or StepBudget.constant(max_batched_tokens)

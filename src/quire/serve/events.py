@@ -16,7 +16,7 @@ from quire.paced import Pace
 from quire.text.parse.call import Tools
 from quire.text.parse.events import Event, Reasoning, Text, ToolArguments, ToolEnd, ToolStart
 from quire.text.parse.format import Format
-from quire.text.parse.machine import Parser, joined
+from quire.text.parse.machine import AnswerParser, joined
 from quire.types.outputs import CompletionOutput
 
 _SHORT_ID = 9  # characters; templates of some families accept no other ids
@@ -59,7 +59,7 @@ class AnswerReader:
         self._thought: int | None = None
         self._parser = None
         if reading.form is not None:
-            self._parser = Parser(reading.form, tools=reading.tools, inside=reading.inside, noise=reading.noise)
+            self._parser = AnswerParser(reading.form, tools=reading.tools, inside=reading.inside, noise=reading.noise)
 
     async def read(self, part: CompletionOutput, pace: Pace) -> list[Event]:
         """What is new in an output, which holds what is new since the last one."""

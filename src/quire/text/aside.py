@@ -17,7 +17,7 @@ from quire.config.config import Config
 from quire.paced import PIECE, Pace, json_pieces
 from quire.text.backends import unencodable
 from quire.text.helper import wire
-from quire.text.helper.pool import Pool
+from quire.text.helper.pool import ProcessPool
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import EngineDead, InvalidParameter, RequestError
 
@@ -37,8 +37,8 @@ class Aside:
         if tokenizer is not None:
             _ = tokenizer.characters_per_token  # it looks at the whole vocabulary once: now, while nobody waits
         self._threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="quire-text")
-        self._quick = Pool(where, MOST_QUICK, self._threads)
-        self._long = Pool(where, max(2, min(MOST_LONG, os.cpu_count() or 1)), self._threads)
+        self._quick = ProcessPool(where, MOST_QUICK, self._threads)
+        self._long = ProcessPool(where, max(2, min(MOST_LONG, os.cpu_count() or 1)), self._threads)
 
     def start(self) -> None:
         """Starts the process for chat templates ahead of the first chat."""
@@ -135,7 +135,7 @@ class Aside:
             return ids
         return await self.thread(tokenizer.encode, text, add_special_tokens)
 
-    async def _ask(self, pool: Pool, job: wire.Job, blob: Sequence[bytes], what: str, parameter: str) -> Any:
+    async def _ask(self, pool: ProcessPool, job: wire.Job, blob: Sequence[bytes], what: str, parameter: str) -> Any:
         try:
             head = await json_pieces(_flat(job)) if isinstance(job, wire.Render) else [msgspec.json.encode(job)]
         except UnicodeEncodeError:

@@ -12,15 +12,15 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from quire.text.bounds import most_characters
-from quire.text.pieces import Pieces, read_form
+from quire.text.pieces import TokenBytes, read_form
 from quire.types.errors import ModelError, RequestError
 
 
-class Backend(Protocol):
+class TokenizerBackend(Protocol):
     @property
     def special_ids(self) -> frozenset[int]: ...  # what skip_special_tokens leaves out
     @property
-    def pieces(self) -> Pieces | None: ...  # None: tokens depend on their neighbours
+    def pieces(self) -> TokenBytes | None: ...  # None: tokens depend on their neighbours
     @property
     def may_clean_up(self) -> bool: ...  # clean_up_tokenization_spaces was made for this kind of vocabulary
     @property
@@ -48,7 +48,7 @@ class LibraryBackend:
         self._added = {i: token.content for i, token in added.items()}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         form = None if tokenizer.decoder is None else read_form(json.loads(tokenizer.decoder.__getstate__()))
-        self.pieces = None if form is None else Pieces(form, self.token)
+        self.pieces = None if form is None else TokenBytes(form, self.token)
         self.may_clean_up = not isinstance(tokenizer.model, tokenizers.models.BPE)
 
     @cached_property

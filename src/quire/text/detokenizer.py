@@ -14,7 +14,7 @@ import codecs
 from collections.abc import Iterable, Sequence
 
 from quire.text.clean_up import CleanUpStream, clean_up
-from quire.text.pieces import Pieces
+from quire.text.pieces import TokenBytes
 from quire.text.tokenizer import Tokenizer
 
 _UNREADABLE = "\ufffd"
@@ -49,7 +49,7 @@ class Detokenizer:
 class _PieceStream:
     """For tokenizers whose tokens are bytes: a text is their concatenation."""
 
-    def __init__(self, pieces: Pieces, prompt: Sequence[int], skip: frozenset[int]) -> None:
+    def __init__(self, pieces: TokenBytes, prompt: Sequence[int], skip: frozenset[int]) -> None:
         self._pieces = pieces
         self._skip = skip
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

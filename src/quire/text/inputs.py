@@ -26,7 +26,7 @@ _MASK64 = 2**64 - 1
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRequest:
     """One user request, checked. `requests` has one entry per wanted completion (n); all but the first fork the first."""
 
     id: str
@@ -93,7 +93,7 @@ class InputProcessor:
         priority: int = 0,
         tenant: str | None = None,
         engine_id: str | None = None,
-    ) -> Prepared:
+    ) -> PreparedRequest:
         """Raises RequestError for anything this model cannot do; nothing has happened then.
 
         Cached pages are shared only among requests of one `tenant`, and slots fairly among tenants. The engine's requests may
@@ -129,7 +129,7 @@ class InputProcessor:
             tenant=tenant or "",
             salt=salt if tenant is None else (*salt, f"owner={tenant}"),
         )
-        return Prepared(request_id, read.text, ids, params, fan_out(base, params.n))
+        return PreparedRequest(request_id, read.text, ids, params, fan_out(base, params.n))
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.structured_outputs is not None:

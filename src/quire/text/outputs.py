@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quire.text.detokenizer import Detokenizer
-from quire.text.inputs import Prepared
+from quire.text.inputs import PreparedRequest
 from quire.text.stops import StopStrings
 from quire.text.token_texts import CONTEXT, TokenTexts
 from quire.text.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ class Processed:
 
 @dataclass(frozen=True)
 class Absorbed:
-    due: "Iterable[Answer]"  # those that have something to tell
+    due: "Iterable[RequestAnswer]"  # those that have something to tell
     aborts: list[str]  # as above
 
 
@@ -54,8 +54,8 @@ class OutputProcessor:
         self._texts = None if tokenizer is None else TokenTexts(tokenizer)
         self.page_size = page_size
         self._observers = observers
-        self._answers: dict[str, Answer] = {}  # by user request id
-        self._owners: dict[str, tuple[Answer, _Choice]] = {}  # by engine request id
+        self._answers: dict[str, RequestAnswer] = {}  # by user request id
+        self._owners: dict[str, tuple[RequestAnswer, _GrowingChoice]] = {}  # by engine request id
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -63,9 +63,11 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._answers
 
-    def add(self, prepared: Prepared, trace_headers: Mapping[str, str] | None = None, arrived: float | None = None) -> "Answer":
+    def add(
+        self, prepared: PreparedRequest, trace_headers: Mapping[str, str] | None = None, arrived: float | None = None
+    ) -> "RequestAnswer":
         """`arrived`: since when its user waits, if that was before now (time.monotonic())."""
-        answer = Answer(self, prepared, trace_headers, time.monotonic() if arrived is None else arrived)
+        answer = RequestAnswer(self, prepared, trace_headers, time.monotonic() if arrived is None else arrived)
         self._answers[prepared.id] = answer
         for choice, request in zip(answer.choices, prepared.requests, strict=True):
             self._owners[request.id] = (answer, choice)
@@ -106,7 +108,7 @@ class OutputProcessor:
     def absorb(self, deltas: Iterable[TokenDelta]) -> Absorbed:
         """Takes the news in. Whoever calls this asks the answers for outputs when there is somebody to take them."""
         news = OutputNews(now := time.monotonic())
-        due: dict[Answer, None] = {}
+        due: dict[RequestAnswer, None] = {}
         aborts = []
         for delta in deltas:
             owner = self._owners.get(delta.request_id)
@@ -146,17 +148,17 @@ class OutputProcessor:
                 logger.exception("an observer failed")
 
 
-class Answer:
+class RequestAnswer:
     """One user request: its n choices and its times. What it has learnt and not told yet is in its next output."""
 
     def __init__(
-        self, owner: OutputProcessor, prepared: Prepared, trace_headers: Mapping[str, str] | None, arrived: float
+        self, owner: OutputProcessor, prepared: PreparedRequest, trace_headers: Mapping[str, str] | None, arrived: float
     ) -> None:
         self.prepared = prepared
         self._owner = owner
         tokenizer, self._texts = owner.tools_for(prepared.params)
         self._trace_headers = trace_headers
-        self.choices = [_Choice(i, prepared, tokenizer, self._texts) for i in range(len(prepared.requests))]
+        self.choices = [_GrowingChoice(i, prepared, tokenizer, self._texts) for i in range(len(prepared.requests))]
         self.metrics = RequestMetrics(arrival_time=prepared.requests[0].arrival, queued_ts=arrived)
         self.cached_tokens = 0
         self.unfinished = len(self.choices)
@@ -174,7 +176,7 @@ class Answer:
     def finished(self) -> bool:
         return not self.unfinished
 
-    def note(self, delta: TokenDelta, choice: "_Choice", news: OutputNews) -> None:
+    def note(self, delta: TokenDelta, choice: "_GrowingChoice", news: OutputNews) -> None:
         metrics, now, count = self.metrics, news.now, len(delta.token_ids)
         if delta.prompt_logprobs or not metrics.first_token_ts:
             self._note_prompt(delta)
@@ -274,11 +276,11 @@ _NOTHING = _Sent()
 
 
 @dataclass
-class _Choice:
+class _GrowingChoice:
     """One completion as it grows."""
 
     index: int
-    prepared: Prepared
+    prepared: PreparedRequest
     tokenizer: Tokenizer | None  # None: no text is wanted
     texts: TokenTexts | None
     finish_reason: FinishReason | None = None

@@ -29,7 +29,7 @@ BYTE_OF = _byte_level_alphabet()
 
 
 @dataclass(frozen=True)
-class Form:
+class PieceForm:
     """How a token's name is turned into bytes."""
 
     byte_level: bool = False  # every character stands for one byte
@@ -62,12 +62,12 @@ class Form:
         return None
 
 
-def read_form(decoder: Mapping[str, Any]) -> Form | None:
+def read_form(decoder: Mapping[str, Any]) -> PieceForm | None:
     """The form of a `tokenizers` decoder in its JSON spelling; None if its tokens depend on their neighbours."""
     stages = list(_flatten(decoder))
     kinds = [stage["type"] for stage in stages]
     if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]):
-        return Form(byte_level=True)
+        return PieceForm(byte_level=True)
     replace: list[tuple[str, str]] = []
     first_without, strip_first = "", False
     for i, stage in enumerate(stages):
@@ -81,7 +81,7 @@ def read_form(decoder: Mapping[str, Any]) -> Form | None:
             strip_first = True
         elif kind not in ("ByteFallback", "Fuse"):
             return None
-    return Form(False, tuple(replace), "ByteFallback" in kinds, first_without, strip_first)
+    return PieceForm(False, tuple(replace), "ByteFallback" in kinds, first_without, strip_first)
 
 
 def _flatten(decoder: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
@@ -92,10 +92,10 @@ def _flatten(decoder: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
         yield from _flatten(part)
 
 
-class Pieces:
+class TokenBytes:
     """The bytes of every token of one vocabulary, spelled out when first asked for. An id without a token adds nothing."""
 
-    def __init__(self, form: Form, token: Callable[[int], str | None]) -> None:
+    def __init__(self, form: PieceForm, token: Callable[[int], str | None]) -> None:
         self._form = form
         self._token = token
         self._later = _Spellings(form, token)
@@ -132,7 +132,7 @@ class Pieces:
 
 
 class _Spellings(dict[int, bytes]):
-    def __init__(self, form: Form, token: Callable[[int], str | None]) -> None:
+    def __init__(self, form: PieceForm, token: Callable[[int], str | None]) -> None:
         super().__init__()
         self._form = form
         self._token = token

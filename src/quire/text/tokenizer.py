@@ -9,10 +9,10 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, overload
 
-from quire.text.backends import Backend, unencodable
+from quire.text.backends import TokenizerBackend, unencodable
 from quire.text.chat import ChatTemplates
 from quire.text.clean_up import clean_up
-from quire.text.pieces import Pieces
+from quire.text.pieces import TokenBytes
 from quire.types.errors import NotSupported, RequestError
 
 MOST_IDS = 2**31
@@ -38,7 +38,7 @@ class Encoded(dict[str, Any]):
 class Tokenizer:
     def __init__(
         self,
-        backend: Backend,
+        backend: TokenizerBackend,
         *,
         special_tokens: Mapping[str, str] | None = None,  # bos_token, eos_token, ... as chat templates know them
         chat_templates: Mapping[str, str] | None = None,
@@ -104,7 +104,7 @@ class Tokenizer:
         return self._named_id("unk_token")
 
     @property
-    def pieces(self) -> Pieces | None:
+    def pieces(self) -> TokenBytes | None:
         """Tokens as bytes; None where a token's text depends on its neighbours."""
         return None if self.cleans_up else self._backend.pieces
 

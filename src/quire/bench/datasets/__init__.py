@@ -5,9 +5,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from quire.bench.datasets.options import DatasetOptions, TokenCounter
-from quire.bench.samples import Alphabet, Sample
+from quire.bench.samples import RandomPrompts, Sample
 
-Source = Callable[[DatasetOptions, Alphabet, TokenCounter], Coroutine[Any, Any, list[Sample]]]
+Source = Callable[[DatasetOptions, RandomPrompts, TokenCounter], Coroutine[Any, Any, list[Sample]]]
 
 HOMES = {
     "random": "random_tokens",

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from quire.bench.datasets.options import DatasetOptions, TokenCounter, read_text
-from quire.bench.samples import Alphabet, Sample
+from quire.bench.samples import RandomPrompts, Sample
 from quire.types.errors import ConfigError
 
 
-async def samples(options: DatasetOptions, _: Alphabet, __: TokenCounter) -> list[Sample]:
+async def samples(options: DatasetOptions, _: RandomPrompts, __: TokenCounter) -> list[Sample]:
     made = [sample(where, line, options.custom_output_len) for where, line in json_lines(options)]
     if options.shuffle:
         made = [made[index] for index in options.rng.permutation(len(made))]

@@ -3,10 +3,10 @@
 import numpy as np
 
 from quire.bench.datasets.options import DatasetOptions, TokenCounter
-from quire.bench.samples import Alphabet, Sample
+from quire.bench.samples import RandomPrompts, Sample
 
 
-async def samples(options: DatasetOptions, alphabet: Alphabet, _: TokenCounter) -> list[Sample]:
+async def samples(options: DatasetOptions, alphabet: RandomPrompts, _: TokenCounter) -> list[Sample]:
     rng = options.rng
     prefixes = [
         alphabet.draw(rng, options.prefix_repetition_prefix_len) for _index in range(options.prefix_repetition_num_prefixes)

@@ -5,10 +5,10 @@ import math
 import numpy as np
 
 from quire.bench.datasets.options import DatasetOptions, TokenCounter
-from quire.bench.samples import Alphabet, Sample
+from quire.bench.samples import RandomPrompts, Sample
 
 
-async def samples(options: DatasetOptions, alphabet: Alphabet, _: TokenCounter) -> list[Sample]:
+async def samples(options: DatasetOptions, alphabet: RandomPrompts, _: TokenCounter) -> list[Sample]:
     rng = options.rng
     prefix = alphabet.draw(rng, options.random_prefix_len)
     made = []

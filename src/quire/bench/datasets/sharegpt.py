@@ -9,13 +9,13 @@ from typing import Any
 
 from quire.bench.datasets.custom import enough
 from quire.bench.datasets.options import DatasetOptions, TokenCounter, read_text
-from quire.bench.samples import Alphabet, Sample
+from quire.bench.samples import RandomPrompts, Sample
 from quire.types.errors import ConfigError
 
 LEAST, MOST_PROMPT, MOST_TOTAL = 4, 1024, 2048
 
 
-async def samples(options: DatasetOptions, _: Alphabet, counter: TokenCounter) -> list[Sample]:
+async def samples(options: DatasetOptions, _: RandomPrompts, counter: TokenCounter) -> list[Sample]:
     pairs = exchanges(options)
     order = options.rng.permutation(len(pairs)) if options.shuffle else range(len(pairs))
     made: list[Sample] = []

@@ -11,11 +11,11 @@ import numpy as np
 
 from quire.bench.datasets.custom import json_lines, sample
 from quire.bench.datasets.options import DatasetOptions, TokenCounter
-from quire.bench.samples import Alphabet, Ids, Sample
+from quire.bench.samples import Ids, RandomPrompts, Sample
 from quire.types.errors import ConfigError
 
 
-async def samples(options: DatasetOptions, alphabet: Alphabet, _: TokenCounter) -> list[Sample]:
+async def samples(options: DatasetOptions, alphabet: RandomPrompts, _: TokenCounter) -> list[Sample]:
     made: list[Sample] = []
     begin: float | None = None
     for where, line in json_lines(options):
@@ -29,7 +29,9 @@ async def samples(options: DatasetOptions, alphabet: Alphabet, _: TokenCounter) 
     return made
 
 
-def _sample(where: str, line: dict[str, Any], index: int, at: float, options: DatasetOptions, alphabet: Alphabet) -> Sample:
+def _sample(
+    where: str, line: dict[str, Any], index: int, at: float, options: DatasetOptions, alphabet: RandomPrompts
+) -> Sample:
     output = max(1, int(number(where, line, "output_length")))
     if "input_length" not in line:
         given = sample(where, {**line, "output_tokens": output}, output)
@@ -47,7 +49,7 @@ def _sample(where: str, line: dict[str, Any], index: int, at: float, options: Da
     return Sample(alphabet.write(prompt), output, length, at=at)
 
 
-def block(options: DatasetOptions, alphabet: Alphabet, item: int) -> Ids:
+def block(options: DatasetOptions, alphabet: RandomPrompts, item: int) -> Ids:
     return alphabet.draw(np.random.default_rng((options.seed, 0, item)), options.timed_trace_chunk_hash_size)
 
 

@@ -102,7 +102,7 @@ class Helper:
 
     async def answer(self) -> Any:
         """One that was read in part may be read to its end, and is of no use then."""
-        reader, pace = wire.Reader(), Pace()
+        reader, pace = wire.FrameReader(), Pace()
         while True:
             frame = await self._frame()
             pace.begin()
@@ -133,7 +133,7 @@ def _end(child: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
     child.wait()
 
 
-class Pool:
+class ProcessPool:
     """At most so many processes, started when they are needed."""
 
     def __init__(self, where: wire.Where, most: int, threads: ThreadPoolExecutor) -> None:

@@ -131,7 +131,7 @@ def not_json(error: Exception) -> str:
 # ---- answers, written
 
 
-class Writer:
+class FrameWriter:
     """A value as frames. What is beyond the bounds is a body that is refused."""
 
     def __init__(self, depth: int = 1 << 30, containers: int = 1 << 30, values: int = 1 << 30, integers: int = 1 << 30) -> None:
@@ -211,7 +211,7 @@ def refusal(error: errors.RequestError) -> bytes:
 # ---- answers, read
 
 
-class Reader:
+class FrameReader:
     """Puts the frames of one answer together."""
 
     def __init__(self) -> None:

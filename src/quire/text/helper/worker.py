@@ -54,7 +54,7 @@ class Overdue(BaseException):
     """Not an Exception: nothing that a job runs may catch it."""
 
 
-class Worker:
+class TextWorker:
     def __init__(self, frames: Frames, where: wire.Where) -> None:
         self._frames, self._where = frames, where
 
@@ -104,7 +104,7 @@ class Worker:
                     return _told(tokenizer.decode(numbers.tolist(), skip))
             case wire.Parse(depth, containers, values, integers):
                 with Bounded(wire.Parse):
-                    return _told(_parse(blob), wire.Writer(depth, containers, values, integers))
+                    return _told(_parse(blob), wire.FrameWriter(depth, containers, values, integers))
 
     def _render(self, job: wire.Render) -> tuple[str, Any]:
         """The text, and its tokens if it is long."""
@@ -130,8 +130,8 @@ class Worker:
             return cut.of(tokenizer.encode(text, add_special_tokens))
 
 
-def _told(value: Any, writer: wire.Writer | None = None) -> list[bytes]:
-    return list((writer or wire.Writer()).frames(value))
+def _told(value: Any, writer: wire.FrameWriter | None = None) -> list[bytes]:
+    return list((writer or wire.FrameWriter()).frames(value))
 
 
 def _is_text(text: str) -> bool:
@@ -223,7 +223,7 @@ def main(argv: Sequence[str]) -> int:
         end_with_parent()
     frames = Frames(socket.socket(fileno=int(argv[0])))
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the other side is gone
-        Worker(frames, msgspec.json.decode(argv[1], type=wire.Where)).run()
+        TextWorker(frames, msgspec.json.decode(argv[1], type=wire.Where)).run()
     return 0
 
 

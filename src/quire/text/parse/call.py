@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from quire.text.parse.events import Event, ToolArguments, ToolEnd, ToolStart
-from quire.text.parse.source import Malformed, Pull, Source
+from quire.text.parse.source import AnswerText, Malformed, Pull
 from quire.text.parse.values import reread_value
 
 LONGEST_NAME = 256
@@ -19,7 +19,7 @@ _object = msgspec.json.Decoder(dict[str, msgspec.Raw])  # looks at all of it and
 Tools = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of the parameters
 
 
-class Call:
+class CallWriter:
     """`only_known`: a name that is none of the tools' makes this no call at all.
 
     `told` is called whenever something has been told: what was read up to there cannot become text any more.
@@ -108,7 +108,7 @@ def is_object(text: str) -> bool:
     return True
 
 
-def write_settled(source: Source, call: Call, value: str) -> Pull[None]:
+def write_settled(source: AnswerText, call: CallWriter, value: str) -> Pull[None]:
     """Arguments that came whole: none are an empty object, and an object in a string is what the string says."""
     decoded = json.loads(value)
     if decoded is None or (isinstance(decoded, str) and not decoded.strip()):

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Literal
 
-from quire.text.parse.call import Call, Tools
+from quire.text.parse.call import CallWriter, Tools
 from quire.text.parse.events import Event, Reasoning, Text, ToolArguments, ToolEnd, ToolStart
 from quire.text.parse.format import Calls, Channels, Format, Thinking
 from quire.text.parse.parts import Json, Known, Part
-from quire.text.parse.source import Malformed, Marks, Pull, Source, marks_of
+from quire.text.parse.source import AnswerText, Malformed, Marks, Pull, marks_of
 from quire.text.parse.values import read_value
 
 LONGEST_HEADER = 512
@@ -27,7 +27,7 @@ _Prose = type[Text] | type[Reasoning]
 _Outcome = Literal["whole", "broken", "none"]  # of a call; none: it was none, and nothing has been told of it
 
 
-class Parser:
+class AnswerParser:
     """`tools`: the request's; None: what looks like a call is text. `inside`: does the answer begin in the reasoning?
 
     None leaves that to the format. `noise`: strings to be left out of text, as special tokens are.
@@ -39,7 +39,7 @@ class Parser:
         self._tools = tools
         self._calls: tuple[Calls, ...] = () if tools is None else form.calls
         self._noise = noise.union(form.noise)
-        self._source = Source()
+        self._source = AnswerText()
         self._events: list[Event] = []
         self._said: set[_Prose] = set()  # what there has been some of
         self._opening = True  # nothing but reasoning has come so far
@@ -158,7 +158,7 @@ class Parser:
         source.at -= back
         source.keep()
         shape = yield from self._choose(tables)
-        trial = Call(0, lambda _: None, self._tools or {}, False, lambda: None)
+        trial = CallWriter(0, lambda _: None, self._tools or {}, False, lambda: None)
         outcome = "none" if shape is None else (yield from self._try(shape.call, trial))
         never = outcome == "whole" or (outcome == "broken" and source.complete)
         ends = marks_of(frozenset(thinking.end))
@@ -262,7 +262,7 @@ class Parser:
         return told
 
     def _read_call(self, parts: tuple[Part, ...], only_known: bool) -> Pull[_Outcome]:
-        call = Call(self._count, self._tell, self._tools or {}, only_known, self._source.keep)
+        call = CallWriter(self._count, self._tell, self._tools or {}, only_known, self._source.keep)
         outcome = yield from self._try(parts, call)
         if outcome != "none":
             call.end(complete=outcome == "whole")
@@ -270,7 +270,7 @@ class Parser:
             self._count += 1
         return outcome
 
-    def _try(self, parts: tuple[Part, ...], call: Call) -> Pull[_Outcome]:
+    def _try(self, parts: tuple[Part, ...], call: CallWriter) -> Pull[_Outcome]:
         source = self._source
         try:
             for part in parts:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from quire.text.parse.call import LONGEST_NAME, Call, write_settled
-from quire.text.parse.source import Malformed, Marks, Pull, Source, marks_of
+from quire.text.parse.call import LONGEST_NAME, CallWriter, write_settled
+from quire.text.parse.source import AnswerText, Malformed, Marks, Pull, marks_of
 from quire.text.parse.values import PYTHON, collect_value, escape, marked, read_bare_key, read_string, read_value, reread_value
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
@@ -20,7 +20,7 @@ _IDENTIFIER = re.compile(r"[\w.-]*")
 
 
 class Part(Protocol):
-    def read(self, source: Source, call: Call) -> Pull[None]: ...
+    def read(self, source: AnswerText, call: CallWriter) -> Pull[None]: ...
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -37,7 +37,7 @@ class Mark:
     def marks(self) -> tuple[str, ...]:
         return (self.text,)
 
-    def read(self, source: Source, call: Call) -> Pull[None]:  # noqa: ARG002 every part is read alike
+    def read(self, source: AnswerText, call: CallWriter) -> Pull[None]:  # noqa: ARG002 every part is read alike
         yield from source.expect(self.text)
 
 
@@ -56,7 +56,7 @@ class Name:
     def marks(self) -> tuple[str, ...]:
         return self.ends + self.left
 
-    def read(self, source: Source, call: Call) -> Pull[None]:
+    def read(self, source: AnswerText, call: CallWriter) -> Pull[None]:
         text = (yield from source.until(marks_of(frozenset(self.ends + self.left)), LONGEST_NAME)).strip()
         for end in self.ends:
             if (yield from source.literal(end)):
@@ -78,7 +78,7 @@ class Known:
     def marks(self) -> tuple[str, ...]:
         return ()
 
-    def read(self, source: Source, call: Call) -> Pull[None]:  # noqa: ARG002 every part is read alike
+    def read(self, source: AnswerText, call: CallWriter) -> Pull[None]:  # noqa: ARG002 every part is read alike
         call.name_it(self.name)
         yield from ()
 
@@ -94,7 +94,7 @@ class Id:
     def marks(self) -> tuple[str, ...]:
         return (self.begin, self.end)
 
-    def read(self, source: Source, call: Call) -> Pull[None]:
+    def read(self, source: AnswerText, call: CallWriter) -> Pull[None]:
         if (yield from source.literal(self.begin)):
             call.identify((yield from source.until(marks_of(frozenset({self.end})), LONGEST_NAME)).strip())
 
@@ -109,7 +109,7 @@ class Maybe:
     def marks(self) -> tuple[str, ...]:
         return (self.text,)
 
-    def read(self, source: Source, call: Call) -> Pull[None]:  # noqa: ARG002 every part is read alike
+    def read(self, source: AnswerText, call: CallWriter) -> Pull[None]:  # noqa: ARG002 every part is read alike
         yield from source.literal(self.text)
 
 
@@ -121,7 +121,7 @@ class Json:
     def marks(self) -> tuple[str, ...]:
         return ()
 
-    def read(self, source: Source, call: Call) -> Pull[None]:
+    def read(self, source: AnswerText, call: CallWriter) -> Pull[None]:
         if (yield from source.peek()) != "{":
             raise Malformed("the arguments are no object")
         yield from read_value(source, call.write)
@@ -142,7 +142,7 @@ class Envelope:
     def marks(self) -> tuple[str, ...]:
         return ()
 
-    def read(self, source: Source, call: Call) -> Pull[None]:
+    def read(self, source: AnswerText, call: CallWriter) -> Pull[None]:
         yield from source.expect("{")
         while True:
             yield from source.space()
@@ -161,7 +161,7 @@ class Envelope:
         if self.strict and not call.has_arguments:
             raise Malformed("the call has no arguments")
 
-    def _read_member(self, key: str, source: Source, call: Call) -> Pull[None]:
+    def _read_member(self, key: str, source: AnswerText, call: CallWriter) -> Pull[None]:
         if key in self.name_keys:
             call.name_it((yield from read_string(source)))
         elif key in _ARGUMENT_KEYS and not call.has_arguments:
@@ -183,7 +183,7 @@ class PythonCall:
     def marks(self) -> tuple[str, ...]:
         return ()
 
-    def read(self, source: Source, call: Call) -> Pull[None]:
+    def read(self, source: AnswerText, call: CallWriter) -> Pull[None]:
         name = yield from _read_identifier(source)
         yield from source.expect("(")
         call.name_it(name)
@@ -227,7 +227,7 @@ class Parameters:
     def marks(self) -> tuple[str, ...]:
         return (*self.key, *self.value, *(end for end, _ in self.kinds), *self.stops, self.end, *self.before)
 
-    def read(self, source: Source, call: Call) -> Pull[None]:
+    def read(self, source: AnswerText, call: CallWriter) -> Pull[None]:
         written = 0
         while True:
             yield from source.space()
@@ -243,7 +243,7 @@ class Parameters:
         yield from self._read_end(source, bool(written))
         call.write("}" if written else "{}")
 
-    def _read_key(self, source: Source, call: Call) -> Pull[tuple[str, set[str]]]:
+    def _read_key(self, source: AnswerText, call: CallWriter) -> Pull[tuple[str, set[str]]]:
         """The key, and the types of its value."""
         ends = {self.key[1]: "", **dict(self.kinds)}
         key = (yield from source.until(marks_of(frozenset(ends)), LONGEST_NAME)).strip()
@@ -252,7 +252,7 @@ class Parameters:
                 return key, {kind} if kind else _types(call.schema, key)
         raise Malformed("a key does not end")
 
-    def _read_end(self, source: Source, some: bool) -> Pull[None]:
+    def _read_end(self, source: AnswerText, some: bool) -> Pull[None]:
         """What comes behind the last one must say that it was the last."""
         if self.end and (yield from source.literal(self.end)):
             return
@@ -263,7 +263,7 @@ class Parameters:
         if (self.end or self.before) and not (some and not (yield from source.peek())):
             raise Malformed("the parameters do not end")
 
-    def _read_text(self, source: Source, call: Call, types: set[str]) -> Pull[None]:
+    def _read_text(self, source: AnswerText, call: CallWriter, types: set[str]) -> Pull[None]:
         """A string is told as it comes; anything else when it is complete."""
         ends = marks_of(frozenset({self.value[1], *self.stops}))
         if self.lines:
@@ -300,7 +300,7 @@ class Marked:
     def marks(self) -> tuple[str, ...]:
         return (self.mark,)
 
-    def read(self, source: Source, call: Call) -> Pull[None]:
+    def read(self, source: AnswerText, call: CallWriter) -> Pull[None]:
         dialect, before = marked(self.mark), "{"
         yield from source.expect("{")
         while True:
@@ -325,7 +325,7 @@ class Marked:
         call.write("{}" if before == "{" else "}")
 
 
-def _read_identifier(source: Source) -> Pull[str]:
+def _read_identifier(source: AnswerText) -> Pull[str]:
     name = ""
     while True:
         name += source.run(_IDENTIFIER)
@@ -338,7 +338,7 @@ def _read_identifier(source: Source) -> Pull[str]:
     return name
 
 
-def _read_all(source: Source, end: Marks) -> Pull[str]:
+def _read_all(source: AnswerText, end: Marks) -> Pull[str]:
     pieces: list[str] = []
     while True:
         found = end.find(source.text, source.at)
@@ -372,7 +372,7 @@ def _types_of(schema: Mapping[str, Any]) -> set[str]:
     return types
 
 
-def _as_json(source: Source, text: str, types: set[str]) -> Pull[str]:
+def _as_json(source: AnswerText, text: str, types: set[str]) -> Pull[str]:
     """A value as the model wrote it, as JSON: what its type says, a string if it is nothing else."""
     quoted = json.dumps(text, ensure_ascii=False)
     if "string" in types and not ("null" in types and text.strip() == "null"):

@@ -24,7 +24,7 @@ class Malformed(Exception):
     """The text is not what the format says it should be here; or it ended too early."""
 
 
-class Source:
+class AnswerText:
     def __init__(self) -> None:
         self.text = ""  # what is shown
         self.at = 0  # what is before is read

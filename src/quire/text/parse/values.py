@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.text.parse.source import Malformed, Pull, Source, marks_of
+from quire.text.parse.source import AnswerText, Malformed, Pull, marks_of
 
 Emit = Callable[[str], None]
 
@@ -56,7 +56,7 @@ def marked(mark: str) -> Dialect:
     return Dialect({"{": "}", "[": "]"}, '"', mark=mark)
 
 
-def read_value(source: Source, emit: Emit, dialect: Dialect = JSON) -> Pull[None]:
+def read_value(source: AnswerText, emit: Emit, dialect: Dialect = JSON) -> Pull[None]:
     """Exactly one value; spaces inside of it are kept, those around it are not its business."""
     closers: list[str] = []  # of the containers we are in
     while True:
@@ -84,16 +84,16 @@ def read_value(source: Source, emit: Emit, dialect: Dialect = JSON) -> Pull[None
             return
 
 
-def collect_value(source: Source, dialect: Dialect = JSON) -> Pull[str]:
+def collect_value(source: AnswerText, dialect: Dialect = JSON) -> Pull[str]:
     """The whole value, as JSON."""
     pieces: list[str] = []
     yield from read_value(source, pieces.append, dialect)
     return "".join(pieces)
 
 
-def reread_value(source: Source, text: str, dialect: Dialect = JSON) -> Pull[str]:
+def reread_value(source: AnswerText, text: str, dialect: Dialect = JSON) -> Pull[str]:
     """Text that `source` gave, read as exactly one value, as JSON."""
-    own, pieces = Source(), list[str]()
+    own, pieces = AnswerText(), list[str]()
     own.add(text)
     own.complete = True
     for _ in read_value(own, pieces.append, dialect):
@@ -104,7 +104,7 @@ def reread_value(source: Source, text: str, dialect: Dialect = JSON) -> Pull[str
     return "".join(pieces)
 
 
-def read_string(source: Source) -> Pull[str]:
+def read_string(source: AnswerText) -> Pull[str]:
     """A JSON string, decoded."""
     if (yield from source.peek()) != '"':
         raise Malformed("expected a string")
@@ -116,7 +116,7 @@ def escape(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _begin(source: Source, emit: Emit, dialect: Dialect) -> Pull[str]:
+def _begin(source: AnswerText, emit: Emit, dialect: Dialect) -> Pull[str]:
     """Reads a scalar or a string, or the bracket of a container, which is returned."""
     if dialect.mark and (yield from source.literal(dialect.mark)):
         yield from _read_between_marks(source, emit, dialect.mark)
@@ -137,7 +137,7 @@ def _begin(source: Source, emit: Emit, dialect: Dialect) -> Pull[str]:
     return ""
 
 
-def _close(source: Source, emit: Emit, closers: list[str]) -> Pull[bool]:
+def _close(source: AnswerText, emit: Emit, closers: list[str]) -> Pull[bool]:
     if not (yield from source.literal(closers[-1])):
         return False
     emit("]" if closers[-1] == ")" else closers[-1])
@@ -145,7 +145,7 @@ def _close(source: Source, emit: Emit, closers: list[str]) -> Pull[bool]:
     return True
 
 
-def _next_item(source: Source, emit: Emit, closers: list[str]) -> Pull[bool]:
+def _next_item(source: AnswerText, emit: Emit, closers: list[str]) -> Pull[bool]:
     """Is there one more? A comma in front of the closing bracket is left out."""
     yield from source.expect(",")
     gap: list[str] = [","]
@@ -156,7 +156,7 @@ def _next_item(source: Source, emit: Emit, closers: list[str]) -> Pull[bool]:
     return True
 
 
-def read_bare_key(source: Source, dialect: Dialect) -> Pull[str]:
+def read_bare_key(source: AnswerText, dialect: Dialect) -> Pull[str]:
     """A key in front of a colon, which is taken: between marks, or as it is."""
     key = (yield from source.until(_COLON, LONGEST_KEY)).strip()
     if key.startswith(dialect.mark) and key.endswith(dialect.mark) and len(key) >= 2 * len(dialect.mark):
@@ -167,7 +167,7 @@ def read_bare_key(source: Source, dialect: Dialect) -> Pull[str]:
     return key
 
 
-def _read_key(source: Source, emit: Emit, dialect: Dialect) -> Pull[None]:
+def _read_key(source: AnswerText, emit: Emit, dialect: Dialect) -> Pull[None]:
     char = yield from source.peek()
     if char and char in dialect.quotes:
         yield from _read_quoted(source, emit, dialect)
@@ -185,7 +185,7 @@ def _read_key(source: Source, emit: Emit, dialect: Dialect) -> Pull[None]:
     yield from _space(source, emit)
 
 
-def _space(source: Source, emit: Emit) -> Pull[None]:
+def _space(source: AnswerText, emit: Emit) -> Pull[None]:
     while True:
         found = source.run(_SPACE)
         if found:
@@ -194,7 +194,7 @@ def _space(source: Source, emit: Emit) -> Pull[None]:
             return
 
 
-def _read_scalar(source: Source, dialect: Dialect) -> Pull[str]:
+def _read_scalar(source: AnswerText, dialect: Dialect) -> Pull[str]:
     """It is taken only if it is one: what is wrong stays to be read."""
     while True:
         found = _SCALAR.match(source.text, source.at)
@@ -212,7 +212,7 @@ def _read_scalar(source: Source, dialect: Dialect) -> Pull[str]:
     return value
 
 
-def _read_word(source: Source) -> Pull[str]:
+def _read_word(source: AnswerText) -> Pull[str]:
     """A number or one of JSON's words; anything else is a string, up to what ends a value."""
     word = (yield from source.until(_VALUE_ENDS, LONGEST_SCALAR)).strip()
     if not word:
@@ -239,7 +239,7 @@ def _python_number(word: str) -> str | None:
     return None
 
 
-def _read_between_marks(source: Source, emit: Emit, mark: str) -> Pull[None]:
+def _read_between_marks(source: AnswerText, emit: Emit, mark: str) -> Pull[None]:
     end = marks_of(frozenset({mark}))
     emit('"')
     while True:
@@ -255,7 +255,7 @@ def _read_between_marks(source: Source, emit: Emit, mark: str) -> Pull[None]:
             raise Malformed("a string does not end")
 
 
-def _read_quoted(source: Source, emit: Emit, dialect: Dialect) -> Pull[None]:
+def _read_quoted(source: AnswerText, emit: Emit, dialect: Dialect) -> Pull[None]:
     quote = source.take(1)
     emit('"')
     while True:
@@ -276,7 +276,7 @@ def _read_quoted(source: Source, emit: Emit, dialect: Dialect) -> Pull[None]:
             emit(plain if quote == '"' else escape(plain))
 
 
-def _read_escape(source: Source, dialect: Dialect) -> Pull[str]:
+def _read_escape(source: AnswerText, dialect: Dialect) -> Pull[str]:
     """What follows a backslash. One that begins no escape stands for itself."""
     char = yield from source.peek()
     if not char:
@@ -291,7 +291,7 @@ def _read_escape(source: Source, dialect: Dialect) -> Pull[str]:
     return "" if char == "'" else "\\\\"
 
 
-def _read_code(source: Source, digits: int) -> Pull[str]:
+def _read_code(source: AnswerText, digits: int) -> Pull[str]:
     while len(source.text) - source.at <= digits:
         if not (yield from source.more()):
             raise Malformed("a string does not end")
@@ -308,7 +308,7 @@ def _read_code(source: Source, digits: int) -> Pull[str]:
     return "\\u" + code if digits == 4 else json.dumps(chr(number))[1:-1]
 
 
-def _read_pair(source: Source, digits: int, high: str) -> Pull[str]:
+def _read_pair(source: AnswerText, digits: int, high: str) -> Pull[str]:
     """The second half of a character must follow the first; a half by itself stands for nothing."""
     both = 1 + digits + _LOW_HALF_SIZE
     while len(source.text) - source.at < both and not source.ended:
