@@ -121,14 +121,29 @@ void multiply_float_tiles(const Matrix *m, const float *x, int64_t rows, float *
 #undef LANES
 #pragma GCC pop_options
 
+typedef float quad __attribute__((vector_size(16)));
+#define TURN(a, b, ...) __builtin_shuffle(a, b, (__attribute__((vector_size(16))) int32_t){__VA_ARGS__})
+
 int can_multiply_floats(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
 void gather_rows(const float *x, int64_t stride, int64_t first, int64_t end, int64_t inputs, float *out) {
-    for (int64_t row = first; row < end; row += 4)
-        for (int64_t r = 0; r < 4; r++) {
-            const float *from = x + (row + r < end ? row + r : row) * stride; /* nobody reads those that are not there */
-            for (int64_t k = 0; k < inputs; k++) out[row * inputs + 4 * k + r] = from[k];
+    for (int64_t row = first; row < end; row += 4) {
+        const float *from[4];
+        for (int64_t r = 0; r < 4; r++) from[r] = x + (row + r < end ? row + r : row) * stride; /* nobody reads those that are not there */
+        float *to = out + row * inputs;
+        int64_t k = 0;
+        for (; k + 4 <= inputs; k += 4) {
+            quad v[4], turned[4];
+            for (int r = 0; r < 4; r++) __builtin_memcpy(&v[r], from[r] + k, sizeof v[r]);
+            quad low = TURN(v[0], v[1], 0, 4, 1, 5), high = TURN(v[0], v[1], 2, 6, 3, 7);
+            quad later_low = TURN(v[2], v[3], 0, 4, 1, 5), later_high = TURN(v[2], v[3], 2, 6, 3, 7);
+            turned[0] = TURN(low, later_low, 0, 1, 4, 5), turned[1] = TURN(low, later_low, 2, 3, 6, 7);
+            turned[2] = TURN(high, later_high, 0, 1, 4, 5), turned[3] = TURN(high, later_high, 2, 3, 6, 7);
+            __builtin_memcpy(to + 4 * k, turned, sizeof turned);
         }
+        for (; k < inputs; k++)
+            for (int64_t r = 0; r < 4; r++) to[4 * k + r] = from[r][k];
+    }
 }
 
 void multiply_float_tiles(const Matrix *m, const float *x, int64_t rows, float *y, int64_t first, int64_t end) {

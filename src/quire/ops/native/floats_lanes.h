@@ -50,6 +50,10 @@ INLINE void run_two(const Matrix *m, int64_t tile, const float *x, int64_t rows,
                 vec taken[2 * VECTORS];
                 for (int i = 0; i < 2 * VECTORS; i++)
                     taken[i] = load(w + (i / VECTORS * m->inputs + k) * FLOAT_TILE + i % VECTORS * LANES);
+                if (row == 0) { /* what comes next */
+                    __builtin_prefetch(w + (k + NEAR) * FLOAT_TILE);
+                    __builtin_prefetch(w + (m->inputs + k + NEAR) * FLOAT_TILE);
+                }
                 for (int r = 0; r < AT_ONCE; r++) {
                     float one = x[(row + r / 4 * 4) * m->inputs + 4 * k + r % 4];
                     for (int i = 0; i < 2 * VECTORS; i++) sums[r][i] += taken[i] * one;

@@ -7,7 +7,11 @@
 #define MOST 64            /* helpers */
 #define AWAKE 200000       /* nanoseconds that a helper waits before it sleeps */
 #define LOOKS 64           /* between two looks at the clock */
-#define PATIENCE 4096      /* looks after which another thread may have the core */
+#if defined(__x86_64__)    /* looks after which another thread may have the core: a pause is much longer there */
+#define PATIENCE 256
+#else
+#define PATIENCE 4096
+#endif
 
 static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER, lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
