@@ -35,7 +35,7 @@ class Desk:
         **more,
     ):
         """Every `wrong`th draft is."""
-        layout = layout_of(windows, SIZE)
+        layout = self.layout = layout_of(windows, SIZE)
         self.model = FakeModel.of(layout, vocab_size=50)
         numbers = {"pages": pages, "max_seqs": max_seqs, "max_model_len": max_model_len}
         self.scheduler = Scheduler(layout, max_batched_tokens=budget, budget=budget_rule, drafts=drafts, **numbers, **more)

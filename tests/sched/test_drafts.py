@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from desk import Desk
 from test_constrained import FORCED, GRAMMAR, Script, desk_with
+from workload import check_windows
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -66,6 +67,17 @@ def test_pages_with_rejected_tokens_are_never_found():
     desk.add("b", [*PROMPT, *desk.tokens("a"), 9], 5)
     desk.finish()
     assert desk.right("a", "b") and desk.cached("b") >= 16
+
+
+@pytest.mark.parametrize("windows", [(3,), (None, 2)])
+def test_a_window_moves_on_with_what_is_sure(windows):
+    """All drafts are wrong: rows in flight may go back further than the host's bound, and find their pages there."""
+    desk = Desk(windows, drafts=3, wrong=1, depth=2)
+    desk.add("a", PROMPT, 30)
+    while desk.core.has_unfinished:
+        desk.step()
+        check_windows(desk.scheduler, desk.layout)
+    assert desk.right("a")
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

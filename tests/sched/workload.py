@@ -230,6 +230,7 @@ def run(work: Workload) -> dict[str, Heard]:
         for delta in core.step():
             listen(heard[delta.request_id], delta)
         scheduler.check()
+        check_windows(scheduler, work.layout)
         if turn > 24 and not core.has_unfinished:
             break
     assert not core.has_unfinished, "somebody starves"
@@ -241,6 +242,14 @@ def run(work: Workload) -> dict[str, Heard]:
     assert core.reset_prefix_cache()
     scheduler.check()
     return heard
+
+
+def check_windows(scheduler: Scheduler, layout: CacheLayout) -> None:
+    """Whatever becomes of drafts in flight, the next row finds all that it sees."""
+    for request in scheduler._running:
+        for table, group in zip(request.pages, layout.groups, strict=True):
+            first = 0 if group.window is None else max(0, request.settled - group.window) // layout.page_size
+            assert 0 not in table[first:], f"{request.spec.id} misses pages"
 
 
 def listen(heard: Heard, delta: TokenDelta) -> None:

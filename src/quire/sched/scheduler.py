@@ -349,6 +349,7 @@ class Scheduler:
         end = request.computed + 1
         drafts = min(self._drafts, left - 1, self._limits.chunk - 1, request.limit - 1 - end)
         if drafts > 0 and end + drafts > request.covered:
+            self._tables.trim(request)
             grown = self._tables.grow(request, end + drafts)
             if grown is None:
                 return max(0, min(drafts, request.covered - end))
