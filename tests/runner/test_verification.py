@@ -5,7 +5,7 @@ import pytest
 import torch
 from runner_support import plan
 
-from quire.ops.sample import BROKEN, GOOD
+from quire.ops.arguments import BROKEN, GOOD
 from quire.runner.draft.verify import NO_DRAFT, accept
 from quire.runner.flight import StepFlight
 from quire.runner.sampler.pipeline import Drawn
