@@ -66,7 +66,6 @@ class Setting:
     facts: "ModelFacts"
     dtype: "torch.dtype"
     layout: CacheLayout
-    max_seqs: int
     load_format: str
 
 

@@ -103,7 +103,7 @@ class Runner:
             model, self._facts, device=self._device.torch_device, dtype=self._dtype, load_format=self._load_format,
             seed=self._seed, keep_quantized=self._keep_quantized,
         )  # fmt: skip
-        setting = Setting(self._facts, self._dtype, self._layout, self._max_seqs, self._load_format)
+        setting = Setting(self._facts, self._dtype, self._layout, self._load_format)
         prepared = self._device.prepare(model, setting)
         model.body, self._kv_layout = prepared.body, prepared.kv_layout
         self._model = model
