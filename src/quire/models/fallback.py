@@ -78,11 +78,11 @@ class Given(nn.Module):
 
 
 class Fallback(Decoder):
-    """`body` gives hidden states. `head` is the whole model with `given` in the body's place: it scales and caps its logits."""
+    """`trunk` gives hidden states. `head` is the whole model with `given` in its place: it scales and caps its logits."""
 
     recordable = False  # what transformers' layers do on the host is not known
 
-    body: Any
+    trunk: Any
     head: Any
 
     def __init__(self, facts: "ModelFacts") -> None:
@@ -103,10 +103,10 @@ class Fallback(Decoder):
         model = self._build(SERVED, dtype, device, seed) if source is None else self._load(source, device, dtype)
         attending = [model.get_submodule(path) for path in self.paths]
         self._take(model)
-        self.body.requires_grad_(False)
+        self.trunk.requires_grad_(False)
         self.head.requires_grad_(False)
         try:
-            check_tokens_meet_in_attention_only(self.body, attending, self.facts.vocab_size, device)
+            check_tokens_meet_in_attention_only(self.trunk, attending, self.facts.vocab_size, device)
         except ModelError as error:
             raise ModelError(f"{self.facts.architecture} cannot be run through transformers: {error}") from error
         for module, attention in zip(attending, self.attentions, strict=True):
@@ -114,7 +114,7 @@ class Fallback(Decoder):
 
     def forward(self, batch: Batch) -> Tensor:
         self.step.batch = batch
-        out: Tensor = self.body(input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False)[0]
+        out: Tensor = self.trunk(input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False)[0]
         self.step.batch = None
         return keep(out[0], batch)
 
@@ -127,8 +127,8 @@ class Fallback(Decoder):
 
     def _take(self, model: Any) -> None:
         """Parts the model between its hidden states and its head."""
-        self.body, self.given = model.base_model, Given()
-        if self.body is model:
+        self.trunk, self.given = model.base_model, Given()
+        if self.trunk is model:
             raise ModelError("it has no part that gives hidden states")
         setattr(model, model.base_model_prefix, self.given)
         self.head = model
