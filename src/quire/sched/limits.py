@@ -1,4 +1,7 @@
-"""What one request may be: its length limit, the longest row, and the refusal of what could never run, even alone."""
+"""What one request may be: its length limit, the longest row, and the refusal of what could never run, even alone.
+
+Clients hear of prompts beyond the context from `text/prompts.py`; here the engine does not rely on that.
+"""
 
 from quire.cache.capacity import longest, pages_for
 from quire.types.cache import CacheLayout

@@ -1,6 +1,7 @@
 """The table of bounds: how much a client, a connection and a request may ask for. All of it is checked before any work is done.
 
-Bounds that depend on the model (context length, vocabulary, max_logprobs) are not here: `text/inputs.py` checks them.
+Bounds that depend on the model (context length, vocabulary, max_logprobs) are not here: `text/prompts.py` and `text/inputs.py`
+check them.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,7 @@
 """How to turn logits into tokens: the parameters a user sets, checked when they are made.
 
-Checks that need the model (vocabulary, context length) are in `text/inputs.py`; here is all that can be known without it.
+Checks that need the model (vocabulary, context length) are in `text/inputs.py` and `text/prompts.py`; here is all that can be
+known without it.
 """
 
 import copy
