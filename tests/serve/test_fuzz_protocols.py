@@ -18,7 +18,7 @@ from parse_samples import hermes
 from patience import PATIENCE
 from serving import error_of, events_of
 
-BODIES = int(os.environ.get("QUIRE_FUZZ", "200"))
+BODIES = int(os.environ.get("QUIRE_FUZZ", "300"))
 AT_ONCE = 8
 
 NAMES = st.sampled_from(["f", "g", "", "no such", "é"])
