@@ -189,7 +189,7 @@ def test_a_templates_variables_may_have_any_other_name(http):
         ({"priority": 3}, "priority"),
         ({"length_penalty": 2.0}, "length_penalty"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 1000}, "messages"),
+        ({"max_tokens": 1000}, "max_tokens"),
     ],
 )
 def test_what_is_refused(http, body, param):
