@@ -45,6 +45,7 @@ class CUDADevice(Device):
             times_steps=False,
             dtype=None,
             overlaps=True,
+            reads_in_place=True,  # its figures were taken so
         )
 
     def start(self) -> None:
