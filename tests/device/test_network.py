@@ -94,7 +94,13 @@ class Apart(Sequences):
             attention.bind(attention.kv.transpose(0, 1).contiguous().transpose(0, 1), 0)
 
 
-def test_the_same_numbers_as_layer_by_layer(facts):
+@pytest.fixture
+def by_openvino(monkeypatch):
+    """Single products, too: our own kernels round rows otherwise."""
+    monkeypatch.setattr("quire.device.cpu.autotune.choose", choice(openvino=True))
+
+
+def test_the_same_numbers_as_layer_by_layer(facts, by_openvino):
     """Of rows of any lengths, alone and together, and with another cache the second time."""
     by_layer, model = layered(facts), networked(facts)
     for _ in range(2):
@@ -129,7 +135,7 @@ def test_a_row_does_not_see_the_others(facts):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
-def test_a_long_row_alone_is_divided(facts, monkeypatch):
+def test_a_long_row_alone_is_divided(facts, by_openvino, monkeypatch):
     monkeypatch.setattr(paged, "DIVIDED_FROM", 40)
     model, by_layer = networked(facts), layered(facts)
     found, expected = Apart(model, 1, 60), Sequences(by_layer, 1, 60)
