@@ -37,9 +37,9 @@ never run. Encoders, encoder-decoders, recurrent models and pooling are not serv
 | safetensors with a `quantization_config` (AWQ, GPTQ, FP8, ...) | refused | refused |
 | `load_format="dummy"` | random | random |
 
-Quantized weights stay quantized where Quire's kernels were compiled (ARM, x86 with AVX-512 VNNI), and on x86 Linux with the extra `cpu`; elsewhere
-they are dequantized when loaded, and the log says so. Experts of mixtures are dequantized in any case. The cache is always in
-the model's own type.
+Quantized weights stay quantized where Quire's kernels were compiled (ARM, x86 with AVX-512 VNNI), and on x86 Linux with the
+extra `cpu`; elsewhere they are dequantized when loaded, and the log says so. Experts of mixtures are dequantized in any
+case. The cache is always in the model's own type.
 
 ## GGUF types
 
