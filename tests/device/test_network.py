@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from quantized_models import layered, loaded
 
 from gguf_files import LLAMA, llama_tensors, tiny_llama
 from oracle import Sequences
@@ -17,8 +18,6 @@ from quire import LLM, SamplingParams
 from quire.config.facts import read_facts
 from quire.device.cpu.libraries import has_openvino
 from quire.files.resolve import resolve_model
-from quire.load.load import load_weights
-from quire.models.registry import build_model
 
 if not has_openvino():
     pytest.skip("OpenVINO is for x86 CPUs, and is not installed here", allow_module_level=True)
@@ -30,7 +29,7 @@ from quire.device.cpu.compiled import compile_body
 from quire.device.cpu.graph import Graph, Runtime
 from quire.device.cpu.network import DecoderNetwork, find_forms
 from quire.device.cpu.openvino_attention import Form
-from quire.device.cpu.prepare import CompiledBody, multiply_by_layer, pack_blocks
+from quire.device.cpu.prepare import CompiledBody
 from quire.device.cpu.segments import Segments
 from quire.device.cpu.session import Session
 from quire.device.cpu.trace import write_down
@@ -62,19 +61,6 @@ def facts(tmp_path_factory):
         tensors[name] = (gguf.quants.quantize(values.astype(np.float32), kind), kind) if values.ndim == 2 else values
     path = tiny_llama(tmp_path_factory.mktemp("network") / "tiny.gguf", fields=fields, tensors=tensors)
     return read_facts(resolve_model(str(path)), {})
-
-
-def loaded(facts, keep_quantized=True):
-    model = build_model(facts)
-    load_weights(model, facts, device="cpu", dtype="float32", keep_quantized=keep_quantized)
-    pack_blocks(model.lm_head)
-    return model
-
-
-def layered(facts):
-    model = loaded(facts, True)
-    multiply_by_layer(model)
-    return model
 
 
 def networked(facts):

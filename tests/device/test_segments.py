@@ -6,6 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from quantized_models import layered, loaded
 
 from gguf_files import LLAMA, llama_tensors, tiny_llama
 from oracle import Sequences
@@ -15,14 +16,12 @@ from quire.device.cpu import compiled, prepare
 from quire.device.cpu.compiled import compile_body
 from quire.device.cpu.graph import Graph, Runtime
 from quire.device.cpu.libraries import has_openvino
-from quire.device.cpu.prepare import CompiledBody, PackedHead, multiply_by_layer, pack_blocks
+from quire.device.cpu.prepare import CompiledBody, PackedHead, pack_blocks
 from quire.device.cpu.segments import Segments
 from quire.device.cpu.trace import write_down
 from quire.files.resolve import resolve_model
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
-from quire.load.load import load_weights
-from quire.models.registry import build_model
 from quire.ops import one_query
 from quire.ops.native import kernels, multiplies, multiplies_floats
 from quire.ops.one_query import OneQuery
@@ -77,19 +76,6 @@ class Lined(Sequences):
         for attention in model.attentions:
             lines = attention.kv.permute(1, 2, 0, 3, 4).contiguous()
             attention.bind(lines.zero_().permute(2, 0, 1, 3, 4), 0)
-
-
-def loaded(facts, keep_quantized):
-    model = build_model(facts)
-    load_weights(model, facts, device="cpu", dtype="float32", keep_quantized=keep_quantized)
-    pack_blocks(model.lm_head)
-    return model
-
-
-def layered(facts):
-    model = loaded(facts, True)
-    multiply_by_layer(model)
-    return model
 
 
 def test_pieces_are_the_layers_in_fewer_calls(facts, runtime):
