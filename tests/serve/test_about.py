@@ -30,6 +30,7 @@ def test_the_page_for_everything_else() -> None:
     assert "/docs" not in Desk(disable_fastapi_docs=True).ask("/").text
     assert "/llm/metrics" in Desk(root_path="/llm").ask("/llm/").text
     assert Desk().ask("/", "POST").status_code == 405
+    assert Desk(disable_page=True).ask("/").status_code == 404
 
 
 def test_a_model_without_a_chat_template_is_shown_with_a_prompt() -> None:

@@ -61,6 +61,7 @@ class ServerArgs:
     enable_request_id_headers: bool = setting(True, FLAG, _ANSWERS, "responses carry X-Request-Id")
     enable_tokenizer_info_endpoint: bool = setting(False, FLAG, _ANSWERS, "/tokenizer_info tells the tokenizer's settings")
     disable_fastapi_docs: bool = setting(False, FLAG, _ANSWERS, "no /docs, /redoc and /openapi.json")
+    disable_page: bool = setting(False, FLAG, _ANSWERS, "no page at / and no /engine/events")
 
     enable_auto_tool_choice: bool = setting(False, FLAG, _TOOLS, "as vLLM has it; tool_choice=auto works without it, too")
     tool_call_parser: str | None = setting(

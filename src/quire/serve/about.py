@@ -48,7 +48,7 @@ class About:
 
     @property
     def routes(self) -> list[Route]:
-        routes = [Route("/", self.page)]
+        routes = [] if self._state.settings.disable_page else [Route("/", self.page)]
         developing = any(os.environ.get(name, "") not in ("", "0") for name in DEVELOPER_VARIABLES)
         return [*routes, Route("/server_info", self.server_info)] if developing else routes
 

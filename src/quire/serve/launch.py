@@ -161,7 +161,7 @@ class ServerLaunch:
         app = build_app(llm, self._settings, metrics=metrics)
         self._state.service = Service(llm, app, metrics, HttpMetrics(metrics.registry))
         gc.collect()
-        _tell_ready(llm, url, started)
+        _tell_ready(llm, url, started, page=not self._settings.disable_page)
         gc.freeze()  # what lives now lives to the end: a search through it would make every stream wait
         if self._settings.sample is not None:
             self._start(print_sample(llm, self._settings.sample))
@@ -242,10 +242,10 @@ class ServerLaunch:
         return FAILED
 
 
-def _tell_ready(llm: AsyncLLM, url: str, started: float) -> None:
+def _tell_ready(llm: AsyncLLM, url: str, started: float, page: bool) -> None:
     now = time.monotonic()
-    page = f"; open {url}/ in a browser to try it" if url.startswith("http") else ""
-    logger.info("ready: serving %s on %s after %.1f s%s", llm.config.served_names[0], url, now - started, page)
+    where = f"; open {url}/ in a browser to try it" if page and url.startswith("http") else ""
+    logger.info("ready: serving %s on %s after %.1f s%s", llm.config.served_names[0], url, now - started, where)
     if llm.timeline is not None:
         logger.debug("ready after %s", llm.timeline.within(started, "command line", "open the API", now))
 
