@@ -1,6 +1,8 @@
 """Who runs next, with which pages: a pure state machine, no torch, no I/O, no clock of its own.
 
-    scheduler     add, schedule, commit, fail, abort: the rules
+    scheduler     add, schedule, abort: the rules
+    results       commit, fail: what became of a step
+    roster        where every request is, and how it moves
     queue         the order of the waiting and of the running
     forks         children that wait for their parent's pages, finished requests that keep theirs
     limits        how long a request and a row may be, and who is refused

@@ -1,4 +1,4 @@
-"""The rules: who gets a row, who is admitted, who has to give way, and what a step's result means.
+"""The rules: who gets a row, who is admitted, and who has to give way.
 
 Every step is a list of rows "n more tokens of this request". The running go first, best rank first, then the queue is admitted
 as far as slots, pages and the token budget reach. When pages run out, held ones are dropped, then the worst running request is
@@ -7,32 +7,31 @@ tenant that has more than its share of the slots, when another one waits that ha
 
 Cursors are moved when a row is planned, not when its result returns: the device runs the steps in order, so whatever a plan
 assigns (pages, slots, cached content) is in place for every later plan. A page may therefore be published as soon as the row
-that fills it is planned, and reused as soon as its last reader is planned. Only `commit` learns token values.
+that fills it is planned, and reused as soon as its last reader is planned. Only `results` learn token values.
 
 Even in the same step a page may be filled by one row and read by another, so that requests which arrive together share a prefix
 at once: where there are rows of several tokens, a device writes all keys of a layer before it reads any, or runs rows of one
 token last. What a row of one token writes is read in its own step only on devices that say so (`single_rows_share`).
 """
 
-from array import array
 from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
 
 from quire.cache.tables import Tables
 from quire.sched.budget import Budget, StepBudget
-from quire.sched.deltas import delta, each_token
-from quire.sched.forks import Forks, common_prefix
+from quire.sched.forks import common_prefix
 from quire.sched.limits import RequestLimits
 from quire.sched.plan_builder import PlanBuilder, Scheduled
-from quire.sched.queue import Order, Policy, Queue, Running
-from quire.sched.stop import finish, next_check
+from quire.sched.queue import Policy
+from quire.sched.results import Results, delta
+from quire.sched.roster import Roster
+from quire.sched.stop import finish
 from quire.sched.thinking import may_be_cut
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError, EngineError, RequestError
 from quire.types.outputs import TokenDelta
-from quire.types.plan import StepResult, TopLogprobs
-from quire.types.request import EngineRequest, FinishReason, Request
+from quire.types.request import EngineRequest, Request
 from quire.types.stats import Stats
 
 MOST_COUNTED = 16  # of those who wait
@@ -67,28 +66,21 @@ class Scheduler:
         self._pool = self._tables.pool
         self._budget: Budget = budget or StepBudget.constant(max_batched_tokens)
         self._room = max_batched_tokens  # of the step that is being planned
-        self._order = Order(policy)
-        self._running = Running(self._order)
-        self._queue = Queue(self._order, self._running)
-        self._tenants: dict[str, int] = {}  # how many of each are live
-        self._forks = Forks(self._order)
-        self._live: dict[str, Request] = {}  # all that are not finished: running, in the queue, parked, or unready
-        self._unready: set[Request] = set()  # their grammar is being compiled
-        self._discarded: set[Request] = set()  # their rows in flight read pages that were never written
-        self._slots = list(range(max_seqs - 1, -1, -1))
-        self._forced: dict[Request, int] = {}  # running ones with tokens the device has not been told, from this position on
+        self._roster = roster = Roster(self._tables, policy, max_seqs)
+        self._running, self._queue, self._forks, self._live = roster.running, roster.queue, roster.forks, roster.live
+        self.ready, self.suspend, self.release, self.check = roster.ready, roster.suspend, roster.release, roster.check
+        results = Results(self._tables, roster)
+        self.commit, self.fail = results.commit, results.fail
         self._paused: set[Request] = set()  # they get no row in the next step
         self._filling: list[Request] = []  # their latest rows may fill pages that are not published yet
         self._filling_later: list[Request] = []  # and these rows have one token
-        self._retired: list[int] = []  # slots whose leaving the device has not been told
         self._last: Scheduled | None = None  # the latest step
-        self._blocked: tuple[Request, int] | None = None  # who did not fit, and pool.returned at that time
-        self._max_seqs = max_seqs
+        self._blocked: tuple[Request, int, int] | None = None  # who did not fit, and when that was
         self._single_rows_share = single_rows_share
         self._drafts = drafts
         self._ahead = AHEAD * layout.page_size if self._tables.keeps_all and pages >= 4 * AHEAD * max_seqs else 0
         self._owed = 0  # by the latest plan
-        self._arrivals = self._step = self._queries = self._hits = self._preemptions = 0
+        self._step = self._queries = self._hits = 0
 
     # ---- coming and going ------------------------------------------------------------------------------------------------
 
@@ -96,48 +88,13 @@ class Scheduler:
         """Queues a request. One that could never run, even alone, is refused at once."""
         if spec.id in self._live:
             raise RequestError(f"request id {spec.id!r} is in use; ids of unfinished requests must differ", "request_id")
-        limit = self._limits.admissible_length(spec)
-        self.release([spec.id])
-        tokens = array("i", spec.prompt + spec.resumed)
-        request = Request(spec, limit=limit, order=self._arrivals, tokens=tokens, scored=spec.scored)
-        self._arrivals += 1
-        self._live[spec.id] = request
-        self._tenants[spec.tenant] = self._tenants.get(spec.tenant, 0) + 1
-        if request.constrained:
-            self._unready.add(request)
-        else:
-            self._line_up(request)
-
-    def ready(self, name: str) -> None:
-        """The request's grammar is there: it may run. Unknown and finished ids are ignored."""
-        request = self._live.get(name)
-        if request in self._unready:
-            self._unready.discard(request)
-            self._line_up(request)
-
-    def suspend(self, name: str) -> None:
-        """The request's grammar is lost: it waits until that is `ready` again. What its rows in flight draw does not count."""
-        request = self._live.get(name)
-        if request is None or request in self._unready:
-            return
-        if request.rows:
-            self._discarded.add(request)
-        if request.slot >= 0:
-            self._unseat(request)
-        else:
-            self._withdraw(request)
-        self._unready.add(request)
-
-    def _line_up(self, request: Request) -> None:
-        parent = self._forks.parent(request, self._live)
-        if parent is None or not self._forks.park(request, parent, parent.computed):
-            self._queue.push(request)
+        self._roster.add(spec, self._limits.admissible_length(spec))
 
     def abort(self, ids: Iterable[str]) -> list[TokenDelta]:
         """Ends requests wherever they are; their pages and slots are free at once. Unknown and finished ids are ignored."""
         leaving = [self._live[name] for name in dict.fromkeys(ids) if name in self._live]
         for request in leaving:
-            self._leave(request, "abort")
+            self._roster.leave(request, "abort")
         return [delta(request, []) for request in leaving]
 
     def end(self, name: str, error: str) -> list[TokenDelta]:
@@ -145,7 +102,7 @@ class Scheduler:
         request = self._live.get(name)
         if request is None:
             return []
-        self._leave(request, "error")
+        self._roster.leave(request, "error")
         return [delta(request, [], error=error)]
 
     def extend(self, name: str, tokens: Iterable[int]) -> list[TokenDelta]:
@@ -169,18 +126,12 @@ class Scheduler:
             news.append(token)
             if (ending := finish(request, token)) is not None:
                 reason, stop = ending
-                self._leave(request, reason)
+                self._roster.leave(request, reason)
                 break
         else:
             if request.slot >= 0:
-                self._forced.setdefault(request, start)
+                self._roster.forced.setdefault(request, start)
         return [delta(request, news, stop=stop)]
-
-    def release(self, ids: Iterable[str]) -> None:
-        """Gives back the pages of finished requests that hold them. Others are ignored."""
-        for name in ids:
-            if name in self._forks.held:
-                self._tables.free(self._forks.held.pop(name))
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached content. Held pages are released; False, and nothing is forgotten, while a request runs."""
@@ -217,7 +168,7 @@ class Scheduler:
             free_pages=self._pool.free,
             queries=self._queries,
             hits=self._hits,
-            preemptions=self._preemptions,
+            preemptions=self._roster.preemptions,
         )
 
     # ---- planning --------------------------------------------------------------------------------------------------------
@@ -235,11 +186,11 @@ class Scheduler:
         self._admit(plan, left, now)
         self._pool.drop(plan.sources)
         self._paused.clear()
-        for request, start in self._forced.items():
+        for request, start in self._roster.forced.items():
             plan.give(request, start)
-        scheduled = plan.build(self._retired, self._last)
+        scheduled = plan.build(self._roster.retired, self._last)
         if scheduled is not None:
-            self._retired, self._forced, self._owed = [], {}, plan.owed
+            self._roster.retired, self._roster.forced, self._owed = [], {}, plan.owed
             self._step += 1
             self._last = scheduled
         return scheduled
@@ -261,7 +212,7 @@ class Scheduler:
 
     def _publish(self, filling: list[Request]) -> None:
         for request in filling:
-            if request.slot >= 0 and request not in self._discarded:
+            if request.slot >= 0 and request not in self._roster.discarded:
                 self._tables.publish(request)
         filling.clear()
 
@@ -289,16 +240,16 @@ class Scheduler:
         return left
 
     def _admit(self, plan: PlanBuilder, left: int, now: float) -> None:
-        while left and self._slots:
+        while left and self._roster.slots:
             request = self._head(plan)
-            if request is None or self._blocked == (request, self._pool.returned):
+            if request is None or self._blocked == self._moment(request):
                 return
             sources = self._adopt(request, plan)
             count = self._limits.row_length(request, left)
             if not count or not self._fits(request, plan.owed):
                 self._give_back(request, sources)
                 if count and len(self._running):  # no page has come back since: trying again would be in vain
-                    self._blocked = (request, self._pool.returned)
+                    self._blocked = self._moment(request)
                 return
             self._enter(request, plan, now)
             if not self._cover(request, request.computed + count, plan):
@@ -311,9 +262,7 @@ class Scheduler:
 
     def _enter(self, request: Request, plan: PlanBuilder, now: float) -> None:
         """The request gets a slot and starts after what it adopted."""
-        self._queue.remove(request)
-        self._running.add(request)
-        request.slot = self._slots.pop()
+        self._roster.seat(request)
         plan.admit(request, request.computed)
         plan.enter(request.slot, self._tables.entries(request))
         if request.admitted < 0:
@@ -383,6 +332,10 @@ class Scheduler:
         self._tables.adopt(request, hit)
         return []
 
+    def _moment(self, request: Request) -> tuple[Request, int, int]:
+        """As long as this is the same, whoever did not fit does not."""
+        return request, self._pool.returned, self._roster.departures
+
     def _give_back(self, request: Request, sources: list[int]) -> None:
         self._pool.drop(sources)
         self._tables.free(request)
@@ -412,7 +365,7 @@ class Scheduler:
                 return False
             if not self._drop_oldest_hold():
                 victim = self._running.worst(request)
-                self._preempt(victim)
+                self._roster.preempt(victim)
                 if victim is request:
                     return False
             grown = self._tables.grow(request, end)
@@ -428,17 +381,17 @@ class Scheduler:
     def _make_way(self, plan: PlanBuilder) -> None:
         """Preempts running requests that have to give way to the head of the queue, if it cannot be admitted otherwise but can
         then."""
-        if not len(self._running) or (self._order.policy == "fcfs" and len(self._tenants) < 2):
+        if not len(self._running) or (self._roster.order.policy == "fcfs" and len(self._roster.tenants) < 2):
             return
         request = self._head(plan)
-        if request is None or self._blocked == (request, self._pool.returned):
+        if request is None or self._blocked == self._moment(request):
             return
         if self._running.gives_way(request, list(self._running), self._running.of) is not None:
             sources = self._adopt(request, plan)
             victims = self._victims(request)
             self._give_back(request, sources)
             for victim in victims:
-                self._preempt(victim)
+                self._roster.preempt(victim)
 
     def _victims(self, request: Request) -> list[Request]:
         """The fewest, in the order in which they give way, whose leaving makes room for `request`; none if that is not
@@ -446,9 +399,9 @@ class Scheduler:
         staying, of, victims, owned = list(self._running), dict(self._running.of), list[Request](), Counter[int]()
         left = self._room - sum(min(other.known, self._limits.chunk) for other in staying)
         owed = sum(self._tables.demand(other, other.computed + other.known) for other in staying)
-        fair = not self._order.outranks(request, staying[-1])
+        fair = not self._roster.order.outranks(request, staying[-1])
         while True:
-            slot = bool(self._slots or victims)
+            slot = bool(self._roster.slots or victims)
             row = fair or (left > 0 and self._limits.row_length(request, left))
             if slot and row and self._fits(request, owed):
                 return victims
@@ -460,178 +413,3 @@ class Scheduler:
             victims.append(victim)
             left += min(victim.known, self._limits.chunk)
             owed -= self._tables.demand(victim, victim.computed + victim.known) + self._tables.freed_by(victim, owned)
-
-    def _preempt(self, request: Request) -> None:
-        self._unseat(request)
-        request.preemptions += 1
-        self._preemptions += 1
-        self._queue.push(request)
-
-    def _unseat(self, request: Request) -> None:
-        """It keeps nothing but its tokens."""
-        if request not in self._discarded:
-            self._tables.publish(request)
-        self._vacate(request)
-        self._tables.free(request)
-        request.rewind(0)
-        request.fast_until = request.inspect_at = 0
-
-    def _withdraw(self, request: Request) -> None:
-        """From where it waits."""
-        if request in self._unready:
-            self._unready.discard(request)
-        elif request in self._queue:
-            self._queue.remove(request)
-        else:
-            self._forks.unpark(request)
-
-    def _vacate(self, request: Request) -> None:
-        self._forced.pop(request, None)
-        self._running.remove(request)
-        self._slots.append(request.slot)
-        self._retired.append(request.slot)
-        request.slot = -1
-        self._blocked = None
-
-    # ---- results ---------------------------------------------------------------------------------------------------------
-
-    def commit(self, scheduled: Scheduled, result: StepResult) -> list[TokenDelta]:
-        """What a step brought. Rows of requests that have left since are dropped here, and nowhere else."""
-        deltas: list[TokenDelta] = []
-        requests, ids = scheduled.requests, result.ids.tolist()
-        special = {*scheduled.odd, *result.logprobs, *result.prompt_logprobs, *result.failed}
-        if self._discarded:
-            special.update(range(len(requests)))
-        rows: Iterable[tuple[Request, int]] = zip(requests, ids, strict=not special)
-        if special:
-            first = (result.lengths.cumsum() - result.lengths).tolist()
-            rows = [(request, ids[first[i]]) for i, request in enumerate(requests) if i not in special]
-            for i in sorted(special):
-                deltas += self._commit_row(i, scheduled, result, ids[first[i] : first[i] + int(result.lengths[i])])
-        for request, token in rows:
-            if request.finished is None:
-                tokens = request.tokens
-                tokens.append(token)
-                if token in request.spec.stop_ids or len(tokens) >= request.inspect_at:
-                    deltas.append(self._consider(request, [token], finish(request, token)))
-                else:
-                    deltas.append(TokenDelta(request.spec.id, [token]))
-        return deltas
-
-    def _commit_row(self, i: int, scheduled: Scheduled, result: StepResult, ids: list[int]) -> list[TokenDelta]:
-        """A row that brought more than a token, or none."""
-        request, plan = scheduled.requests[i], scheduled.plan
-        sample, drafts = bool(plan.sample[i]), int(plan.drafts[i])
-        useful = self._returned(request, sample, drafts)
-        if i in result.failed:
-            self._tables.forget(request)
-        if not useful:
-            return []
-        scores: tuple[TopLogprobs, ...] = ()
-        if i in result.prompt_logprobs:
-            scores = (result.prompt_logprobs[i],)
-            request.scored = max(request.scored, int(plan.end[i] - plan.count[i])) + len(scores[0].rank)
-        ending, taken = None, list[int]()
-        for token in ids:
-            request.tokens.append(token)
-            taken.append(token)
-            ending = finish(request, token)
-            if ending is not None:
-                break
-        if sample:
-            request.land(drafts, len(taken))
-        logprobs = each_token(result.logprobs.get(i), len(taken))
-        if i in result.failed and ending is None:
-            self._leave(request, "error")
-            return [delta(request, taken, error=result.failed[i], logprobs=logprobs, prompt_logprobs=scores)]
-        if not sample:
-            return [delta(request, [], prompt_logprobs=scores)] if scores else []
-        return [self._consider(request, taken, ending, logprobs, scores)]
-
-    def _consider(
-        self,
-        request: Request,
-        tokens: list[int],
-        ending: tuple[FinishReason, int | None] | None,
-        logprobs: tuple[TopLogprobs, ...] = (),
-        scores: tuple[TopLogprobs, ...] = (),
-    ) -> TokenDelta:
-        """The newest tokens in full: do they fill a page, do they end the request?"""
-        self._tables.publish(request)
-        if ending is None:
-            request.inspect_at = min(next_check(request), self._tables.next_publication(request))
-            return delta(request, tokens, logprobs=logprobs, prompt_logprobs=scores)
-        self._leave(request, ending[0])
-        return delta(request, tokens, stop=ending[1], logprobs=logprobs, prompt_logprobs=scores)
-
-    def fail(self, scheduled: Scheduled, reason: str) -> list[TokenDelta]:
-        """The whole step was lost: the requests with rows in it end, and nothing is known of what the cache holds.
-
-        Requests admitted in later steps may have read pages that this one should have written: they start again.
-        """
-        plan = scheduled.plan
-        deltas = []
-        for request, sample, drafts in zip(scheduled.requests, plan.sample.tolist(), plan.drafts.tolist(), strict=True):
-            self._returned(request, sample, drafts)
-            if request.finished is None:
-                self._leave(request, "error")
-                deltas.append(delta(request, [], error=reason))
-            elif self._forks.held.get(request.spec.id) is request:
-                self.release([request.spec.id])
-        self._pool.forget_all()
-        given = set(plan.given_slot.tolist())  # the device may not have heard of their tokens: they are told all again
-        for request in list(self._live.values()):
-            if request.slot in given or (request.rows and request.admitted > plan.step):
-                if request.rows:
-                    self._discarded.add(request)
-                if request.slot >= 0:
-                    self._preempt(request)
-        self._retired += [slot for slot in plan.retired.tolist() if slot in self._slots and slot not in self._retired]
-        return deltas
-
-    def _returned(self, request: Request, sample: bool, drafts: int) -> bool:
-        """Counts one row back in. False if its result is of no use, and then no token of it is to come any more."""
-        request.chunks -= not sample
-        useful = request.finished is None and request not in self._discarded
-        if sample and not useful:
-            request.land(drafts, 0)
-        if not request.rows:
-            self._discarded.discard(request)
-        return useful
-
-    def _leave(self, request: Request, reason: FinishReason) -> None:
-        """The end of a request, wherever it is."""
-        request.finished = reason
-        del self._live[request.spec.id]
-        self._tenants[request.spec.tenant] -= 1
-        if not self._tenants[request.spec.tenant]:
-            del self._tenants[request.spec.tenant]
-        if request.slot >= 0:
-            if reason != "error" and request not in self._discarded:
-                self._tables.publish(request)
-            self._vacate(request)
-            if request.spec.hold and reason not in ("abort", "error"):
-                self._forks.held[request.spec.id] = request
-            else:
-                self._tables.free(request)
-        else:
-            self._withdraw(request)
-        for child in self._forks.orphans(request):
-            self._queue.push(child)
-
-    def check(self) -> None:
-        """Raises EngineError unless pages, references, slots and cursors add up. Meant for tests and idle moments."""
-        running, held = list(self._running), list(self._forks.held.values())
-        self._tables.check(running + held)
-        if sorted(self._slots + [request.slot for request in running]) != list(range(self._max_seqs)):
-            raise EngineError(f"slots are lost or doubled: free {self._slots}, running {[r.slot for r in running]}")
-        places = [*running, *self._queue, *self._forks.parked(), *self._unready]
-        if sorted(request.order for request in places) != sorted(request.order for request in self._live.values()):
-            raise EngineError("a request is in no place or in two")
-        for request in places:
-            if min(request.rows, request.pending, request.known, request.loose, request.settled) < 0:
-                raise EngineError(f"the cursors of {request.spec.id!r} are out of bounds")
-            if request.slot < 0 and (request.pages or request.computed or request.fast_until):
-                raise EngineError(f"{request.spec.id!r} waits but has pages")
-            if request.fast_until and (request.known != 1 or request.fast_until > request.covered):
-                raise EngineError(f"{request.spec.id!r} is planned without a look, but needs one")

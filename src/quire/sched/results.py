@@ -1,0 +1,147 @@
+"""What a step's result means: tokens are appended, requests end, pages are published, and a lost step costs its own rows.
+
+Rows of requests that have left since are dropped here, and nowhere else.
+"""
+
+from collections.abc import Iterable
+
+from quire.cache.tables import Tables
+from quire.sched.plan_builder import Scheduled
+from quire.sched.roster import Roster
+from quire.sched.stop import finish, next_check
+from quire.types.outputs import TokenDelta
+from quire.types.plan import StepResult, TopLogprobs
+from quire.types.request import FinishReason, Request
+
+
+class Results:
+    def __init__(self, tables: Tables, roster: Roster) -> None:
+        self._tables, self._roster = tables, roster
+
+    def commit(self, scheduled: Scheduled, result: StepResult) -> list[TokenDelta]:
+        """What a step brought."""
+        deltas: list[TokenDelta] = []
+        requests, ids = scheduled.requests, result.ids.tolist()
+        special = {*scheduled.odd, *result.logprobs, *result.prompt_logprobs, *result.failed}
+        if self._roster.discarded:
+            special.update(range(len(requests)))
+        rows: Iterable[tuple[Request, int]] = zip(requests, ids, strict=not special)
+        if special:
+            first = (result.lengths.cumsum() - result.lengths).tolist()
+            rows = [(request, ids[first[i]]) for i, request in enumerate(requests) if i not in special]
+            for i in sorted(special):
+                deltas += self._commit_row(i, scheduled, result, ids[first[i] : first[i] + int(result.lengths[i])])
+        for request, token in rows:
+            if request.finished is None:
+                tokens = request.tokens
+                tokens.append(token)
+                if token in request.spec.stop_ids or len(tokens) >= request.inspect_at:
+                    deltas.append(self._consider(request, [token], finish(request, token)))
+                else:
+                    deltas.append(TokenDelta(request.spec.id, [token]))
+        return deltas
+
+    def _commit_row(self, i: int, scheduled: Scheduled, result: StepResult, ids: list[int]) -> list[TokenDelta]:
+        """A row that brought more than a token, or none."""
+        request, plan = scheduled.requests[i], scheduled.plan
+        sample, drafts = bool(plan.sample[i]), int(plan.drafts[i])
+        useful = self._returned(request, sample, drafts)
+        if i in result.failed:
+            self._tables.forget(request)
+        if not useful:
+            return []
+        scores: tuple[TopLogprobs, ...] = ()
+        if i in result.prompt_logprobs:
+            scores = (result.prompt_logprobs[i],)
+            request.scored = max(request.scored, int(plan.end[i] - plan.count[i])) + len(scores[0].rank)
+        ending, taken = None, list[int]()
+        for token in ids:
+            request.tokens.append(token)
+            taken.append(token)
+            ending = finish(request, token)
+            if ending is not None:
+                break
+        if sample:
+            request.land(drafts, len(taken))
+        logprobs = _each_token(result.logprobs.get(i), len(taken))
+        if i in result.failed and ending is None:
+            self._roster.leave(request, "error")
+            return [delta(request, taken, error=result.failed[i], logprobs=logprobs, prompt_logprobs=scores)]
+        if not sample:
+            return [delta(request, [], prompt_logprobs=scores)] if scores else []
+        return [self._consider(request, taken, ending, logprobs, scores)]
+
+    def _consider(
+        self,
+        request: Request,
+        tokens: list[int],
+        ending: tuple[FinishReason, int | None] | None,
+        logprobs: tuple[TopLogprobs, ...] = (),
+        scores: tuple[TopLogprobs, ...] = (),
+    ) -> TokenDelta:
+        """The newest tokens in full: do they fill a page, do they end the request?"""
+        self._tables.publish(request)
+        if ending is None:
+            request.inspect_at = min(next_check(request), self._tables.next_publication(request))
+            return delta(request, tokens, logprobs=logprobs, prompt_logprobs=scores)
+        self._roster.leave(request, ending[0])
+        return delta(request, tokens, stop=ending[1], logprobs=logprobs, prompt_logprobs=scores)
+
+    def fail(self, scheduled: Scheduled, reason: str) -> list[TokenDelta]:
+        """The whole step was lost: the requests with rows in it end, and nothing is known of what the cache holds.
+
+        Requests admitted in later steps may have read pages that this one should have written: they start again.
+        """
+        plan, roster = scheduled.plan, self._roster
+        deltas = []
+        for request, sample, drafts in zip(scheduled.requests, plan.sample.tolist(), plan.drafts.tolist(), strict=True):
+            self._returned(request, sample, drafts)
+            if request.finished is None:
+                roster.leave(request, "error")
+                deltas.append(delta(request, [], error=reason))
+            elif roster.forks.held.get(request.spec.id) is request:
+                roster.release([request.spec.id])
+        self._tables.pool.forget_all()
+        given = set(plan.given_slot.tolist())  # the device may not have heard of their tokens: they are told all again
+        for request in list(roster.live.values()):
+            if request.slot in given or (request.rows and request.admitted > plan.step):
+                if request.rows:
+                    roster.discarded.add(request)
+                if request.slot >= 0:
+                    roster.preempt(request)
+        roster.retired += [slot for slot in plan.retired.tolist() if slot in roster.slots and slot not in roster.retired]
+        return deltas
+
+    def _returned(self, request: Request, sample: bool, drafts: int) -> bool:
+        """Counts one row back in. False if its result is of no use, and then no token of it is to come any more."""
+        request.chunks -= not sample
+        useful = request.finished is None and request not in self._roster.discarded
+        if sample and not useful:
+            request.land(drafts, 0)
+        if not request.rows:
+            self._roster.discarded.discard(request)
+        return useful
+
+
+def delta(
+    request: Request,
+    tokens: list[int],
+    *,
+    stop: int | None = None,
+    error: str | None = None,
+    logprobs: tuple[TopLogprobs, ...] = (),
+    prompt_logprobs: tuple[TopLogprobs, ...] = (),
+) -> TokenDelta:
+    """What the front half hears of a request."""
+    return TokenDelta(
+        request.spec.id, tokens, request.finished, stop, error, logprobs, prompt_logprobs,
+        request.cached, request.scheduled_at, request.preemptions,
+    )  # fmt: skip
+
+
+def _each_token(scores: TopLogprobs | None, count: int) -> tuple[TopLogprobs, ...]:
+    """Those of the first `count` positions, one by one."""
+    if scores is None:
+        return ()
+    ids, values, rank = scores.ids, scores.values, scores.rank
+    return tuple(TopLogprobs(ids[i : i + 1], values[i : i + 1], rank[i : i + 1]) for i in range(count))

@@ -1,0 +1,153 @@
+"""Where every request is, and how it moves.
+
+    unready ──► queue, or parked with its parent ──► running, in a slot ──► finished; some keep their pages (held)
+       ▲                   ▲                              │
+       └───── suspend ─────┴─────────── preempt ──────────┘
+
+Who moves is for others to decide.
+"""
+
+from array import array
+from collections.abc import Iterable
+
+from quire.cache.tables import Tables
+from quire.sched.forks import Forks
+from quire.sched.queue import Order, Policy, Queue, Running
+from quire.types.errors import EngineError
+from quire.types.request import EngineRequest, FinishReason, Request
+
+
+class Roster:
+    def __init__(self, tables: Tables, policy: Policy, max_seqs: int) -> None:
+        self._tables = tables
+        self._max_seqs = max_seqs
+        self.order = Order(policy)
+        self.running = Running(self.order)
+        self.queue = Queue(self.order, self.running)
+        self.forks = Forks(self.order)
+        self.live: dict[str, Request] = {}  # all that are not finished: running, in the queue, parked, or unready
+        self.tenants: dict[str, int] = {}  # how many of each are live
+        self.discarded: set[Request] = set()  # their rows in flight read pages that were never written
+        self.slots = list(range(max_seqs - 1, -1, -1))  # nobody's
+        self.forced: dict[Request, int] = {}  # running ones with tokens the device has not been told, from this position on
+        self.retired: list[int] = []  # slots whose leaving the device has not been told
+        self.arrivals = self.departures = self.preemptions = 0  # departures: from a slot
+        self._unready: set[Request] = set()  # their grammar is being compiled
+
+    def add(self, spec: EngineRequest, limit: int) -> None:
+        self.release([spec.id])
+        tokens = array("i", spec.prompt + spec.resumed)
+        request = Request(spec, limit=limit, order=self.arrivals, tokens=tokens, scored=spec.scored)
+        self.arrivals += 1
+        self.live[spec.id] = request
+        self.tenants[spec.tenant] = self.tenants.get(spec.tenant, 0) + 1
+        if request.constrained:
+            self._unready.add(request)
+        else:
+            self._line_up(request)
+
+    def ready(self, name: str) -> None:
+        request = self.live.get(name)
+        if request in self._unready:
+            self._unready.discard(request)
+            self._line_up(request)
+
+    def suspend(self, name: str) -> None:
+        """What its rows in flight draw does not count."""
+        request = self.live.get(name)
+        if request is None or request in self._unready:
+            return
+        if request.rows:
+            self.discarded.add(request)
+        if request.slot >= 0:
+            self._unseat(request)
+        else:
+            self._withdraw(request)
+        self._unready.add(request)
+
+    def seat(self, request: Request) -> None:
+        """From the queue to a slot."""
+        self.queue.remove(request)
+        self.running.add(request)
+        request.slot = self.slots.pop()
+
+    def preempt(self, request: Request) -> None:
+        """It gives its pages back and returns to its old place in the queue."""
+        self._unseat(request)
+        request.preemptions += 1
+        self.preemptions += 1
+        self.queue.push(request)
+
+    def leave(self, request: Request, reason: FinishReason) -> None:
+        """The end of a request, wherever it is."""
+        request.finished = reason
+        del self.live[request.spec.id]
+        self.tenants[request.spec.tenant] -= 1
+        if not self.tenants[request.spec.tenant]:
+            del self.tenants[request.spec.tenant]
+        if request.slot >= 0:
+            if reason != "error" and request not in self.discarded:
+                self._tables.publish(request)
+            self._vacate(request)
+            if request.spec.hold and reason not in ("abort", "error"):
+                self.forks.held[request.spec.id] = request
+            else:
+                self._tables.free(request)
+        else:
+            self._withdraw(request)
+        for child in self.forks.orphans(request):
+            self.queue.push(child)
+
+    def release(self, ids: Iterable[str]) -> None:
+        """Gives back the pages of finished requests that hold them. Others are ignored."""
+        for name in ids:
+            if name in self.forks.held:
+                self._tables.free(self.forks.held.pop(name))
+
+    def _line_up(self, request: Request) -> None:
+        parent = self.forks.parent(request, self.live)
+        if parent is None or not self.forks.park(request, parent, parent.computed):
+            self.queue.push(request)
+
+    def _unseat(self, request: Request) -> None:
+        """It keeps nothing but its tokens."""
+        if request not in self.discarded:
+            self._tables.publish(request)
+        self._vacate(request)
+        self._tables.free(request)
+        request.rewind(0)
+        request.fast_until = request.inspect_at = 0
+
+    def _vacate(self, request: Request) -> None:
+        self.forced.pop(request, None)
+        self.running.remove(request)
+        self.slots.append(request.slot)
+        self.retired.append(request.slot)
+        request.slot = -1
+        self.departures += 1
+
+    def _withdraw(self, request: Request) -> None:
+        """From where it waits."""
+        if request in self._unready:
+            self._unready.discard(request)
+        elif request in self.queue:
+            self.queue.remove(request)
+        else:
+            self.forks.unpark(request)
+
+    def check(self) -> None:
+        """Raises EngineError unless pages, references, slots and cursors add up. Meant for tests and idle moments."""
+        running, held = list(self.running), list(self.forks.held.values())
+        self._tables.check(running + held)
+        if sorted(self.slots + [request.slot for request in running]) != list(range(self._max_seqs)):
+            raise EngineError(f"slots are lost or doubled: free {self.slots}, running {[r.slot for r in running]}")
+        places = [*running, *self.queue, *self.forks.parked(), *self._unready]
+        if sorted(request.order for request in places) != sorted(request.order for request in self.live.values()):
+            raise EngineError("a request is in no place or in two")
+        for request in places:
+            if min(request.rows, request.pending, request.known, request.loose, request.settled) < 0:
+                raise EngineError(f"the cursors of {request.spec.id!r} are out of bounds")
+            if request.slot < 0 and (request.pages or request.computed or request.fast_until):
+                raise EngineError(f"{request.spec.id!r} waits but has pages")
+            if request.fast_until and (request.known != 1 or request.fast_until > request.covered):
+                raise EngineError(f"{request.spec.id!r} is planned without a look, but needs one")
