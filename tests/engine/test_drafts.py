@@ -70,7 +70,7 @@ def expected(request, tmp_path_factory):
     first = llm.generate(prompts, PARAMS, use_tqdm=False)
     words = [output.outputs[0] for output in first]
     middle = words[0].token_ids[7]  # ends in the middle of what is accepted together
-    prompts += [prompts[0], prompts[0], prompts[2], prompts[1], prompts[2], prompts[3]]
+    prompts += [prompts[0], prompts[0], prompts[2], prompts[1], prompts[2], prompts[3], prompts[0], prompts[0]]
     params = [
         *PARAMS,
         SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[middle], ignore_eos=True),
@@ -79,6 +79,8 @@ def expected(request, tmp_path_factory):
         SamplingParams(temperature=0.9, seed=9, max_tokens=16, structured_outputs={"regex": "[a-f ]{3,9}(one|two)[0-9]+x"}),
         SamplingParams(temperature=0, max_tokens=16, structured_outputs={"json": SCHEMA}, logprobs=0),
         SamplingParams(temperature=0, max_tokens=9, bad_words=[words[3].text[3:6]], ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=18, thinking_token_budget=6, thinking_end_ids=[40, 41], ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=18, thinking_token_budget=9, thinking_end_ids=[middle], ignore_eos=True),
     ]
     answers = llm.generate(prompts, params, use_tqdm=False)
     texts = [[*output.prompt_token_ids, *c.token_ids] for output in answers for c in output.outputs]
@@ -100,3 +102,14 @@ def test_answers_are_the_same_with_drafts(expected, depth, wrong, monkeypatch):
     core.step()
     core.scheduler.check()
     assert core.stats.free_pages == core.stats.pages
+
+
+def test_memory_is_measured_with_all_drafts(tiny_model, monkeypatch):
+    oracle = Oracle([], 1)
+    monkeypatch.setattr(llm_engine, "start_core", partial(start_core, drafter=oracle))
+    llm = open_model(tiny_model, max_num_seqs=4, max_num_batched_tokens=64)
+    runner, drawn = llm.llm_engine.core.executor._runner, []
+    logits = runner._model.logits
+    monkeypatch.setattr(runner._model, "logits", lambda hidden: (drawn.append(len(hidden)), logits(hidden))[1])
+    runner._profile_run()
+    assert drawn == [4 * (1 + oracle.most)]

@@ -33,10 +33,13 @@ def test_all_shapes_are_there():
     assert all(params in drawn for params in KINDS)
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize(("seqs", "tokens", "longest"), [(8, 100, 1000), (4, 4096, 100), (1, 50, 50), (16, 8, 3), (3, 11, 4)])
-def test_the_largest_step_is_possible(seqs, tokens, longest):
-    plan = largest_step(seqs, tokens, longest)
-    assert plan.count.max() <= longest
-    assert len(plan.slot) == min(seqs, tokens)
-    assert min(tokens, seqs * longest) - len(plan.slot) < plan.tokens <= tokens
+def test_the_largest_step_is_possible(seqs, tokens, longest, drafts):
+    plan = largest_step(seqs, tokens, longest, drafts)
+    drafts = min(drafts, longest - 1)
+    assert plan.count.max() <= longest and (plan.count > plan.drafts).all()
+    assert len(plan.slot) == min(seqs, tokens // (1 + drafts))
+    assert len(plan.outputs.draw) == len(plan.slot) * (1 + drafts)
+    assert min(tokens, len(plan.slot) * longest) - len(plan.slot) < plan.tokens <= tokens
     assert np.array_equal(plan.count, plan.end)

@@ -82,6 +82,23 @@ def test_a_window_moves_on_with_what_is_sure(windows):
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("wrong", [2, 100])
+def test_drafts_go_up_to_a_thinking_budget_and_on_behind_it(depth, wrong):
+    ends = [40, 41]
+    desk = desk_with(Script(), depth=depth, drafts=3, wrong=wrong)
+    desk.core.constraints.grammars.tokens["a"] = []  # it follows no grammar, but asks for masks
+    desk.add("a", PROMPT, 24, thinking_token_budget=9, thinking_end_ids=ends)
+    desk.finish()
+    thought = desk.model.generate(PROMPT, seed=0, max_tokens=9)
+    assert desk.tokens("a") == [
+        *thought, *ends, *desk.model.generate([*PROMPT, *thought, *ends], seed=0, max_tokens=13),
+    ]  # fmt: skip
+    drafted = [int(plan.end[0] - plan.drafts[0]) - len(PROMPT) for plan in desk.plans if plan.drafts.any()]
+    assert min(drafted) < 9 and max(drafted) > 11
+    assert all(not plan.drafts[plan.draw_row[plan.masked]].any() for plan in desk.plans)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("wrong", [2, 100])
 def test_masks_hold_along_drafts(depth, wrong):
     """What is forced is drawn, whatever the drafts were; late masks cost a step, not a token."""
     late = iter([0, 0, 1, 0, 0, 0, 2, *[0] * 99])

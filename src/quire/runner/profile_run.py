@@ -14,22 +14,26 @@ COSTLY = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.1, logpro
 
 @dataclass(frozen=True)
 class Tenant:
-    """A context of `length` tokens of which the last `count` are run."""
+    """A context of `length` tokens of which the last `count` are run, and drafts behind them."""
 
     length: int
     count: int
     params: SamplingParams = GREEDY
+    drafts: int = 0
 
 
-def largest_step(max_seqs: int, max_batched_tokens: int, longest: int) -> StepPlan:
-    """The largest step: as many rows as there may be, sharing the tokens there may be; each asks the sampler for the most.
+def largest_step(max_seqs: int, max_batched_tokens: int, longest: int, drafts: int = 0) -> StepPlan:
+    """The largest step: as many rows as there may be, sharing the tokens there may be; each asks the sampler for the most, and
+    draws behind so many drafts, too.
 
     No row is longer than `longest`.
     """
-    rows = min(max_seqs, max_batched_tokens)
+    drafts = min(drafts, longest - 1, max_batched_tokens - 1)
+    rows = min(max_seqs, max_batched_tokens // (1 + drafts))
     each, more = divmod(min(max_batched_tokens, rows * longest), rows)
     more = min(more, longest - each)
-    return make_step([Tenant(size, size, COSTLY) for size in [each + more] + [each] * (rows - 1)])
+    known = [size - drafts for size in [each + more] + [each] * (rows - 1)]
+    return make_step([Tenant(size, size, COSTLY, drafts) for size in known])
 
 
 def make_step(tenants: Sequence[Tenant], retired: int = 0) -> StepPlan:
@@ -39,7 +43,8 @@ def make_step(tenants: Sequence[Tenant], retired: int = 0) -> StepPlan:
     """
     nothing = np.empty(0, np.int32)
     rows = len(tenants)
-    count = np.array([tenant.count for tenant in tenants], np.int32)
+    drafts = np.array([tenant.drafts for tenant in tenants], np.int32)
+    count = drafts + np.array([tenant.count for tenant in tenants], np.int32)
     return StepPlan(
         step=0,
         retired=np.arange(retired, dtype=np.int32),
@@ -48,9 +53,9 @@ def make_step(tenants: Sequence[Tenant], retired: int = 0) -> StepPlan:
         copy_from=nothing, copy_to=nothing,
         slot=np.arange(rows, dtype=np.int32),
         count=count,
-        drafts=np.zeros_like(count),
-        end=np.array([tenant.length for tenant in tenants], np.int32),
-        outputs=Outputs.last(count, np.ones_like(count)),
+        drafts=drafts,
+        end=drafts + np.array([tenant.length for tenant in tenants], np.int32),
+        outputs=Outputs.last(count, 1 + drafts),
     )  # fmt: skip
 
 

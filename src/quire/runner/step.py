@@ -221,7 +221,7 @@ class Runner:
 
     def _profile_run(self) -> None:
         """The largest step, on a cache of the null page alone; what it computes is meaningless, what it takes is not."""
-        plan = largest_step(self._max_seqs, self._max_batched_tokens, self._facts.max_position)
+        plan = largest_step(self._max_seqs, self._max_batched_tokens, self._facts.max_position, self._drafts)
         self.allocate(0, int(plan.end.max()))
         self.launch(plan).result()
         self._tenants = self.graphs = None

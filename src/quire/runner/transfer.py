@@ -1,4 +1,4 @@
-"""Moving small arrays between the host and the device, without making the host wait."""
+"""Moving small arrays between the host and the device, without making the host wait where that is a CUDA device's."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     Pinned memory comes from torch's caching allocator, which does not hand it out again before the copy has happened.
     """
     tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def upload_together(arrays: Sequence[npt.NDArray[np.integer]], device: torch.device) -> list[Tensor]:
@@ -25,8 +25,8 @@ def upload_together(arrays: Sequence[npt.NDArray[np.integer]], device: torch.dev
 
     In the buffer each begins at a multiple of 16 bytes: kernels are compiled anew for pointers that do not.
     """
-    if device.type == "cpu":
-        return [torch.from_numpy(array.astype(np.int64, copy=False)) for array in arrays]
+    if device.type != "cuda":
+        return [torch.from_numpy(array.astype(np.int64, copy=False)).to(device) for array in arrays]
     starts = np.cumsum([0, *(len(array) + len(array) % 2 for array in arrays)]).tolist()
     packed = torch.empty(starts[-1], dtype=torch.int64, pin_memory=True)
     numbers = packed.numpy()
@@ -41,8 +41,8 @@ class Download:
     makes them and ahead of whatever is launched next."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        self._host = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-        on_device = [tensor for tensor in tensors if tensor.device.type == "cuda"]
+        self._host = [tensor.to("cpu", non_blocking=tensor.is_cuda) for tensor in tensors]
+        on_device = [tensor for tensor in tensors if tensor.is_cuda]
         self._event: torch.cuda.Event | None = None
         if on_device:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -27,7 +27,7 @@ from quire.sched.queue import Policy
 from quire.sched.results import Results, delta
 from quire.sched.roster import Roster
 from quire.sched.stop import finish
-from quire.sched.thinking import may_be_cut
+from quire.sched.thinking import left_to_think
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError, EngineError, RequestError
 from quire.types.outputs import TokenDelta
@@ -278,7 +278,7 @@ class Scheduler:
         request.computed += count
         request.known -= count - drafts
         sample = not request.known
-        masked = sample and (request.constrained or may_be_cut(request))
+        masked = sample and (request.constrained or left_to_think(request) <= 0)
         request.drew = sample
         if sample:
             request.known = 1
@@ -293,10 +293,11 @@ class Scheduler:
 
     def _guesses(self, request: Request, left: int, plan: PlanBuilder) -> int:
         """How many drafts follow its one known token: what there is room for, at nobody's cost."""
-        if request.spec.params.thinking_token_budget is not None or not request.drew:
+        if not request.drew:
             return 0
         end = request.computed + 1
-        drafts = min(self._drafts, left - 1, self._limits.chunk - 1, request.limit - 1 - end)
+        room = min(left, self._limits.chunk, left_to_think(request)) - 1
+        drafts = min(self._drafts, room, request.limit - 1 - end)
         if drafts > 0 and end + drafts > request.covered:
             self._tables.trim(request)
             grown = self._tables.grow(request, end + drafts)

@@ -6,15 +6,17 @@
 Whether the end came by itself is known only when all tokens before the draw are.
 """
 
+import sys
+
 from quire.types.request import Request
 
 
-def may_be_cut(request: Request) -> bool:
-    """Is the next token one that the budget may decide about? Pending tokens are counted, unseen."""
-    params = request.spec.params
-    if params.thinking_token_budget is None or request.thought:
-        return False
-    return request.computed + request.known - len(request.spec.prompt) >= params.thinking_token_budget
+def left_to_think(request: Request) -> int:
+    """Of the next tokens, so many are none that the budget may decide about. Pending tokens are counted, unseen."""
+    budget = request.spec.params.thinking_token_budget
+    if budget is None or request.thought:
+        return sys.maxsize
+    return budget - (request.computed + request.known - len(request.spec.prompt))
 
 
 def forced_end(request: Request) -> int | None:

@@ -43,7 +43,7 @@ class Penalties:
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
         index = self._penalized(rows)
         rows = rows.take(index)
-        if self._device.type != "cpu" and self._counts is None:
+        if self._device.type == "cuda" and self._counts is None:
             self._counts = torch.zeros(COUNTED_AT_ONCE, self._vocabulary, dtype=torch.int32, device=self._device)
         row, longest = upload(index, self._device), int(rows.ends.max())
         penalize(logits, row, rows.slot, rows.end, rows.prompt, rows.tokens, self._factors, self._counts, longest)

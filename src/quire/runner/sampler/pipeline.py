@@ -61,8 +61,8 @@ class Sampler:
     """Edits change what may be said and how much, for every row; filters and the draw are for rows that draw at random.
 
     A greedy row takes the largest logit after the edits. Rows do not see each other: each follows its own parameters.
-    On a GPU filters and draw are two launches (`ops/sample.py`), which may be recorded; on a CPU they are stages. A filter that
-    those launches do not know (FILTERS) edits its own rows before them; other rows are drawn as if there were none.
+    With CUDA filters and draw are two launches (`ops/sample.py`), which may be recorded; elsewhere they are stages. A filter
+    that those launches do not know (FILTERS) edits its own rows before them; other rows are drawn as if there were none.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Sampler:
     ) -> None:
         """`drafts`: a slot may draw so many times more in a step. `fused`: None says as on this device."""
         self._device = device
-        fused = device.type != "cpu" if fused is None else fused
+        fused = device.type == "cuda" if fused is None else fused
         self._together = max(1, CACHED_LOGITS // vocabulary) if device.type == "cpu" else slots
         self._columns = columns = Columns(slots, device)
         self.logprobs = Logprobs(slots, vocabulary, logprobs_mode, device)
