@@ -43,7 +43,7 @@ def small_splits(monkeypatch):
 
 
 def inputs(spec, rows, page_size, dtype, device, prefixes=()):
-    """A batch, its queries as a view of wider rows, and a cache that holds NaN wherever no key of a row lies.
+    """A batch, its queries as a view of wider rows, and a cache that holds NaN wherever no key lies that a row sees.
 
     prefixes: (rows, pages) each; those rows have the first so many pages of the first of them.
     """
@@ -52,10 +52,10 @@ def inputs(spec, rows, page_size, dtype, device, prefixes=()):
         batch.groups[0].tables[same, :count] = batch.groups[0].tables[same[0], :count].clone()
     generator = torch.Generator().manual_seed(2)
     kv = torch.full((pages, 3, spec.kv_heads, page_size, spec.head_dim), float("nan"))[:, :2]
-    for row, (_, length) in enumerate(rows):
-        at = torch.arange(length)
+    for row, (count, length) in enumerate(rows):
+        at = torch.arange(0 if spec.window is None else max(0, length - count - spec.window + 1), length)
         page = batch.groups[0].tables[row, at // page_size].long()
-        kv.transpose(2, 3)[page, :, at % page_size] = torch.randn(length, 2, spec.kv_heads, spec.head_dim, generator=generator)
+        kv.transpose(2, 3)[page, :, at % page_size] = torch.randn(len(at), 2, spec.kv_heads, spec.head_dim, generator=generator)
     width = spec.heads * spec.head_dim
     query = torch.randn(len(batch.ids), width + 16, generator=generator).to(device, dtype)
     query = query[:, :width].view(len(batch.ids), spec.heads, spec.head_dim)
@@ -155,6 +155,22 @@ def test_long_rows_over_a_copy_of_their_keys(name, copied, blocks, dtype, device
     assert (len(plan.copies), plan.keys, plan.copied) == (blocks, blocks * 128, max(copied, blocks * 128))
 
 
+@pytest.mark.usefixtures("small_splits")
+@pytest.mark.parametrize("window", [1, 20, 128, 150, 1000])
+@pytest.mark.parametrize("name", ["plain", "many share", "sinks"])
+def test_long_rows_with_a_window(name, window, device, monkeypatch):
+    """Of keys that no token sees nothing is copied: tests' caches hold NaN there."""
+    monkeypatch.setattr(backend, "LONG", 5)
+    monkeypatch.setattr(backend, "DEEP", 200)
+    monkeypatch.setattr(backend, "reads_in_blocks", lambda spec, kv: True)
+    rows = [(9, 9), (1, 270), (37, 461), (130, 430), (5, 260), (2, 200)]
+    batch = compare(dataclasses.replace(SPECS[name], window=window), rows, 16, torch.float32, device)
+    (plan,) = batch.plans["triton", 0]
+    assert len(plan.long_tiles) > 0
+    seen = [min(length, count + window - 1) for count, length in rows if count >= 5]
+    assert plan.keys <= sum(-(-keys // 128) * 128 + 128 for keys in seen) + (256 if window == 1000 else 0)
+
+
 def test_few_tokens_behind_many_keys_join_the_long_rows_where_they_are_few():
     shape = launch.geometry(4, 128, torch.bfloat16)
 
@@ -174,7 +190,7 @@ def test_few_tokens_behind_many_keys_join_the_long_rows_where_they_are_few():
 @pytest.mark.parametrize("name", ["32 over 8 of 128", "14 over 2 of 64"])
 def test_real_long_rows(name, dtype, device):
     rows = [(2048, 2048), (1, 900), (513, 3000), (512, 512), (511, 511), (1000, 1129), (3, 5000), (70, 4096)]
-    for changes in ({}, {"soft_cap": 30.0}, {"sinks": True}):
+    for changes in ({}, {"soft_cap": 30.0}, {"sinks": True}, {"window": 700}, {"window": 128, "sinks": True}):
         batch = compare(dataclasses.replace(LARGE[name], **changes), rows, 16, dtype, device)
         assert len(batch.plans["triton", 0][0].long_tiles) > 30
 

@@ -50,7 +50,7 @@ class Geometry:
 class Plan:
     tiles: Tensor  # [tiles, 3] int32: row or -1, first token within the row, 0
     copies: Tensor  # [copies, 3] int32: row, first key, place in the copy
-    long_tiles: Tensor  # [long tiles, 3] int32: row, first token within the row, place of the row's first key in the copy
+    long_tiles: Tensor  # [long tiles, 3] int32: row, first token within the row, place of the row's key 0 in the copy, were it there
     splits: Tensor  # [splits, 4] int32: row or -1, split, place among the parts or -1, key length
     merges: Tensor  # [merges, 3] int32: row or -1, first part, parts
     shared: Tensor  # [shared, 3] int32: split, first member, members or -1
@@ -81,7 +81,7 @@ def reads_in_blocks(spec: AttentionSpec, kv: Tensor) -> bool:
     """Whether blocks of keys that lie in one place can be fetched by the tensor copy engine, and that is worth a copy."""
     if kv.device.type != "cuda" or torch.cuda.get_device_capability(kv.device) != (9, 0):
         return False
-    return spec.window is None and spec.head_dim in (64, 128) and kv.dtype != torch.float32
+    return spec.head_dim in (64, 128) and kv.dtype != torch.float32
 
 
 @dataclass
@@ -162,7 +162,7 @@ class Launch:
             )
             long_tiles_kernel[(heads, plan.long_tiles.shape[0])](
                 self.query, self.out, self._biases, batch.row_starts, batch.kv_lengths, plan.long_tiles,
-                self._query_stride, self._out_stride, first, plan.keys, spec.scale, keys, values, **self._options,
+                self._query_stride, self._out_stride, first, plan.keys, spec.scale, keys, values, **self._options, WINDOW=spec.window or 0,
                 BLOCK_M=shape.long_m, BLOCK_N=shape.long_n, num_warps=shape.long_warps, num_stages=shape.long_stages,
                 **overlapping(),
             )  # fmt: skip

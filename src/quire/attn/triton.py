@@ -23,7 +23,7 @@ from quire.attn.backend import AttentionBackend, AttentionSpec, Room
 from quire.attn.batch import Batch
 from quire.attn.launch import Geometry, Launch, Plan, geometry, reads_in_blocks
 from quire.attn.shared_prefix import FEWEST, NOTHING_SHARED, FindSharedPrefix, Ints, SharedPrefix
-from quire.attn.work_split import Cuts, cut_copies, cut_rows, cut_tiles
+from quire.attn.work_split import Cuts, cut_copies, cut_rows, cut_tiles, first_key
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
@@ -31,7 +31,7 @@ MOST_SHARING = 64
 PARTS = 8192  # at a time
 COPIED = 1 << 18  # keys times heads that are copied at a time
 LONG = 512  # tokens in a row whose keys are worth copying
-DEEP = 4096  # keys of a row of several tokens that are as well, where tiles over pages would be long and ...
+DEEP = 4096  # keys seen by a row of several tokens that are as well, where tiles over pages would be long and ...
 FEW_TILES = 32  # ... leave most of the device idle: beside the tiles of long rows they do not
 
 
@@ -89,7 +89,7 @@ class FixedCuts:
         if len(single) < len(counts):
             several = (~alone).nonzero()[0].astype(np.int32)
             count, length = counts[several], lengths[several]
-            if window is None and ((count >= LONG) & (length >= DEEP)).any():
+            if ((count >= LONG) & (length - first_key(count, length, window) >= DEEP)).any():
                 return None
             tiles = cut_tiles(several, count, length, self._tile_tokens, np.zeros_like(several))
         alike = find(work_split.SPLIT) if window is None and len(single) >= FEWEST else NOTHING_SHARED
@@ -134,7 +134,7 @@ def cut(batch: Batch, window: int | None, alike: SharedPrefix, shape: Geometry, 
     """Plans to be run one after the other. `in_blocks`: the keys of long rows are to be copied to one place."""
     rows = np.fromiter(chain.from_iterable(batch.rows), np.int32, 3 * len(batch.rows)).reshape(-1, 3)
     single = np.flatnonzero(rows[:, 1] == 1).astype(np.int32)
-    prompts = NO_PROMPTS if len(single) == len(rows) else _cut_prompts(rows, shape, share, in_blocks)
+    prompts = NO_PROMPTS if len(single) == len(rows) else _cut_prompts(rows, window, shape, share, in_blocks)
     device, members = batch.row_starts.device, shape.shared_m // share
     made = cut_rows(single, rows[single, 2], window, alike, members)
     if made.parts <= PARTS:
@@ -162,24 +162,25 @@ NOTHING = np.empty((0, 3), np.int32)
 NO_PROMPTS = Prompts(NOTHING, NOTHING, NOTHING, keys=0)
 
 
-def _cut_prompts(rows: Ints, shape: Geometry, share: int, in_blocks: bool) -> Prompts:
+def _cut_prompts(rows: Ints, window: int | None, shape: Geometry, share: int, in_blocks: bool) -> Prompts:
     count, length = rows[:, 1], rows[:, 2]
-    far = _copied(count, length, shape.tile_m // share) if in_blocks else np.zeros(len(rows), np.bool_)
+    first = first_key(count, length, window)
+    far = _copied(count, length - first, shape.tile_m // share) if in_blocks else np.zeros(len(rows), np.bool_)
     long, several = (np.flatnonzero(mask).astype(np.int32) for mask in (far, (count > 1) & ~far))
     tiles = cut_tiles(several, count[several], length[several], shape.tile_m // share, np.zeros_like(several))
-    copies, place, keys = cut_copies(long, length[long], shape.long_n)
+    copies, place, keys = cut_copies(long, first[long], length[long], shape.long_n)
     long_tiles = cut_tiles(long, count[long], length[long], shape.long_m // share, place)
     return Prompts(tiles, copies, long_tiles, keys)
 
 
-def _copied(count: Ints, length: Ints, tile: int) -> npt.NDArray[np.bool_]:
-    """[R] whose keys are copied: rows of many tokens first, and no row more when there are COPIED keys."""
-    deep = (count > 1) & (count < LONG) & (length >= DEEP)
+def _copied(count: Ints, seen: Ints, tile: int) -> npt.NDArray[np.bool_]:
+    """[R] whose keys are copied (`seen` of them): rows of many tokens first, and no row more when there are COPIED keys."""
+    deep = (count > 1) & (count < LONG) & (seen >= DEEP)
     if (-(-count[deep] // tile)).sum() > FEW_TILES:
         deep[:] = False
     worthy = np.flatnonzero((count >= LONG) | deep)
     worthy = worthy[np.argsort(-count[worthy], kind="stable")]
-    before = np.cumsum(length[worthy]) - length[worthy]
+    before = np.cumsum(seen[worthy]) - seen[worthy]
     chosen = np.zeros(len(count), np.bool_)
     chosen[worthy[before < COPIED]] = True
     return chosen

@@ -52,12 +52,19 @@ def cut_tiles(row: Ints, count: Ints, length: Ints, tokens: int, place: Ints) ->
     return tiles[np.argsort((count - length).repeat(each) - tiles[:, 1], kind="stable")]
 
 
-def cut_copies(row: Ints, length: Ints, block: int) -> tuple[Ints, Ints, int]:
-    """The keys of some rows one after the other, in blocks: [copies, 3] row, first key, place; [rows] its place; size."""
-    each = -(-length // block)
+def first_key(count: Ints, length: Ints, window: int | None) -> Ints:
+    """[rows] that rows of so many tokens see with a window."""
+    return np.zeros_like(length) if window is None else np.maximum(length - count - window + 1, 0)
+
+
+def cut_copies(row: Ints, first: Ints, length: Ints, block: int) -> tuple[Ints, Ints, int]:
+    """The keys of some rows one after the other, in blocks: [copies, 3] row, first key, place; [rows] the place of its key 0,
+    were it there; size. A tile's blocks begin at any key of a row whose first is not 0: they may end in one block more."""
+    each = -(-(length - first) // block) + (first > 0)
     place = (np.cumsum(each, dtype=np.int32) - each) * block
-    first = _ragged_arange(each) * block
-    return np.stack((np.repeat(row, each), first, np.repeat(place, each) + first), axis=1), place, int(each.sum()) * block
+    inside = _ragged_arange(each) * block
+    copies = np.stack((np.repeat(row, each), np.repeat(first, each) + inside, np.repeat(place, each) + inside), axis=1)
+    return copies, place - first, int(each.sum()) * block
 
 
 def cut_rows(row: Ints, length: Ints, window: int | None, alike: SharedPrefix, most_members: int) -> Cuts:

@@ -130,6 +130,19 @@ def _tile(
     return q, peak, total, position, lowest, high, token, head, stored
 
 
+@triton.jit
+def _seen(lowest, high, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The first key that queries from `lowest` to before `high` see, and, in blocks from there, where those keys begin and end
+    that all of them see."""
+    low = 0
+    begin = 0
+    if WINDOW > 0:
+        low = tl.maximum(0, lowest - WINDOW + 1)
+        begin = low + tl.cdiv(tl.minimum(tl.maximum(high - WINDOW, low), high) - low, BLOCK_N) * BLOCK_N
+    end = begin + tl.maximum(lowest + 1 - begin, 0) // BLOCK_N * BLOCK_N
+    return low, begin, end
+
+
 @launched
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tiles"])
 def tiles_kernel(
@@ -171,18 +184,20 @@ def tiles_kernel(
     acc = tl.zeros((BLOCK_M, DIM_BLOCK), tl.float32)
     keys = kv + kv_head * (PAGE_SIZE * HEAD_DIM)
     table = tables + row.to(tl.int64) * table_stride
-    low = 0
-    clear = (lowest_query + 1) // BLOCK_N * BLOCK_N  # keys before this are seen by every query of the tile
-    if WINDOW > 0:
-        low = tl.maximum(0, lowest_query - WINDOW + 1)
-        clear = low
+    low, clear, edge = _seen(lowest_query, high, WINDOW, BLOCK_N)
     n = tl.arange(0, BLOCK_N)
-    for begin in tl.range(low, clear, BLOCK_N):
+    if WINDOW > 0:
+        for begin in tl.range(low, clear, BLOCK_N):
+            acc, peak, total = _attend(
+                q, acc, peak, total, keys, table, begin + n, low, high, position, page_stride, value_offset, scale,
+                HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, True,
+            )  # fmt: skip
+    for begin in tl.range(clear, edge, BLOCK_N):
         acc, peak, total = _attend(
             q, acc, peak, total, keys, table, begin + n, low, high, position, page_stride, value_offset, scale,
             HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, False,
         )  # fmt: skip
-    for begin in tl.range(clear, high, BLOCK_N):
+    for begin in tl.range(edge, high, BLOCK_N):
         acc, peak, total = _attend(
             q, acc, peak, total, keys, table, begin + n, low, high, position, page_stride, value_offset, scale,
             HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, True,
@@ -234,7 +249,7 @@ def long_tiles_kernel(
     sinks,  # [heads]
     row_starts,  # [R + 1]
     kv_lengths,  # [R]
-    tiles,  # [tiles, 3] row, its first token within the row, place of its first key
+    tiles,  # [tiles, 3] row, its first token within the row, place of its first key (or where that would be)
     query_stride,
     out_stride,
     first_head,
@@ -244,6 +259,7 @@ def long_tiles_kernel(
     values,  # descriptor of the same shape
     SHARE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -260,18 +276,24 @@ def long_tiles_kernel(
         query, sinks, row_starts, kv_lengths, row, first, kv_head, query_stride, SHARE, HEAD_DIM, HEAD_DIM, SINKS, BLOCK_M
     )
     acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
-    clear = (lowest_query + 1) // BLOCK_N * BLOCK_N  # keys before this are seen by every query of the tile
+    low, clear, edge = _seen(lowest_query, high, WINDOW, BLOCK_N)
     base = tl.program_id(0) * size + place
     n = tl.arange(0, BLOCK_N)
-    for begin in tl.range(0, clear, BLOCK_N):
+    if WINDOW > 0:
+        for begin in tl.range(low, clear, BLOCK_N):
+            key, value = keys.load([base + begin, 0]), values.load([base + begin, 0])
+            acc, peak, total = _fold(
+                q, acc, peak, total, key, value, begin + n, low, high, position, scale, WINDOW, SOFT_CAP, True
+            )  # fmt: skip
+    for begin in tl.range(clear, edge, BLOCK_N):
         key, value = keys.load([base + begin, 0]), values.load([base + begin, 0])
         acc, peak, total = _fold(
-            q, acc, peak, total, key, value, begin + n, 0, high, position, scale, 0, SOFT_CAP, False
+            q, acc, peak, total, key, value, begin + n, low, high, position, scale, WINDOW, SOFT_CAP, False
         )  # fmt: skip
-    for begin in tl.range(clear, high, BLOCK_N):
+    for begin in tl.range(edge, high, BLOCK_N):
         key, value = keys.load([base + begin, 0]), values.load([base + begin, 0])
         acc, peak, total = _fold(
-            q, acc, peak, total, key, value, begin + n, 0, high, position, scale, 0, SOFT_CAP, True
+            q, acc, peak, total, key, value, begin + n, low, high, position, scale, WINDOW, SOFT_CAP, True
         )  # fmt: skip
     where_out = out + (token * out_stride + head * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
     tl.store(where_out, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
