@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from quire.types.outputs import RequestOutput, TokenDelta
 from quire.types.prompts import Prompt, PromptType
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
+from quire.types.sight import Sight
 from quire.types.stats import Observer, Stats
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class AsyncLLM:
         self.stats: Stats | None = None  # as of the latest step
         self.pages = 0  # of the cache; 0 until the engine is ready
         self.timeline: Timeline | None = None  # of the latest start of the engine process
+        self._viewer: Callable[[Sight], None] | None = None
         self._client = EngineClient(_engine_args(config), self, command, spare)
         try:
             self.tokenizer = open_tokenizer(config)
@@ -127,6 +129,11 @@ class AsyncLLM:
     def replayed(self) -> int:
         """Requests that went on in a restarted engine."""
         return self._client.replayed
+
+    @property
+    def last_loss(self) -> str | None:
+        """Why the latest engine that was lost was lost."""
+        return self._client.supervisor.last_loss
 
     @property
     def engine_pid(self) -> int | None:
@@ -201,6 +208,15 @@ class AsyncLLM:
             self._client.abort(names)
             self.on_deltas([TokenDelta(engine_id, [], "abort") for engine_id in names])
 
+    def watch(self, viewer: Callable[[Sight], None] | None) -> None:
+        """`viewer` is told what the engine sees of itself. Without one the engine does not collect it."""
+        self._viewer = viewer
+        self._client.watch(viewer is not None)
+
+    def owner(self, engine_id: str) -> RequestAnswer | None:
+        """Whose open request this request of the engine is."""
+        return self._outputs.owner(engine_id)
+
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached content. False, and nothing is forgotten, while a request runs."""
         self._attend()
@@ -274,6 +290,13 @@ class AsyncLLM:
                 observer.on_step(report.stats, report.tokens, now)
             except Exception:
                 logger.exception("an observer failed")
+
+    def on_seen(self, sight: Sight) -> None:
+        if self._viewer is not None:
+            try:
+                self._viewer(sight)
+            except Exception:
+                logger.exception("a viewer failed")
 
     def on_refused(self, engine_id: str, error: QuireError) -> None:
         name = self._outputs.user_id(engine_id)

@@ -41,6 +41,19 @@ class Pool:
     def free(self) -> int:
         return len(self._blank) + len(self._cached)
 
+    @property
+    def blank(self) -> int:
+        return len(self._blank)
+
+    @property
+    def cached(self) -> int:
+        return len(self._cached)
+
+    def kinds(self, pages: slice) -> bytes:
+        """What these pages are: 0 blank, 1 cached, 2 in use, 3 in use more than once."""
+        rows = zip(self.refs[pages], self._content[pages], strict=True)
+        return bytes([3 if refs > 1 else 2 if refs else content is not None for refs, content in rows])
+
     def take(self, count: int, after: int = NULL) -> list[int]:
         """That many pages with unspecified content, each with one reference, for a sequence that ends with `after`."""
         if count > self.free:

@@ -22,6 +22,7 @@ from quire.engine.supervisor import Supervisor, SupervisorLimits
 from quire.types.errors import EngineDead, EngineError, QuireError
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest, FinishReason
+from quire.types.sight import Sight
 
 SUSPECT, MOST_STRIKES = 2, 3
 AT_ONCE = 1 << 16  # tokens of requests in one message to the engine
@@ -35,6 +36,8 @@ class Hearer(Protocol):
     def on_deltas(self, deltas: Sequence[TokenDelta]) -> None: ...
 
     def on_step(self, report: ipc.StepReport) -> None: ...
+
+    def on_seen(self, sight: Sight) -> None: ...
 
     def on_refused(self, engine_id: str, error: QuireError) -> None: ...
 
@@ -76,6 +79,7 @@ class EngineClient:
         self._sending = False  # the rest of them has its turn soon
         self._sent_now: list[_OpenRequest] = []  # with the latest message
         self.replayed = 0  # requests that another engine had before
+        self._watched = False
         spares = [] if spare is None else [spare]
 
         def start() -> Child:
@@ -115,6 +119,12 @@ class EngineClient:
             self.supervisor.send(ipc.Abort(sent))
         self._go_on()
 
+    def watch(self, watched: bool) -> None:
+        """Engines tell what they see, the present one and those after it, or they stop collecting it."""
+        self._watched = watched
+        if self.supervisor.state == "ready":
+            self.supervisor.send(ipc.Watch(watched))
+
     async def call(self, method: str, *args: Any) -> Any:
         """A method of the engine core; waits for an engine if there is none now."""
         self.check()
@@ -142,6 +152,8 @@ class EngineClient:
 
     def on_ready(self, ready: ipc.Ready) -> None:
         self._hearer.on_ready(ready)
+        if self._watched:
+            self.supervisor.send(ipc.Watch(True))
         waiting = sorted(self._open.values(), key=lambda entry: entry.strikes)
         self._suspects = deque(entry for entry in waiting if entry.strikes >= SUSPECT)
         self._send([entry for entry in self._open.values() if entry.strikes < SUSPECT])
@@ -166,6 +178,9 @@ class EngineClient:
 
     def on_step(self, report: ipc.StepReport) -> None:
         self._hearer.on_step(report)
+
+    def on_seen(self, sight: Sight) -> None:
+        self._hearer.on_seen(sight)
 
     def on_answer(self, answer: ipc.Refused | ipc.Reply) -> None:
         match answer:

@@ -12,11 +12,13 @@ import msgspec
 
 from quire.engine.constraints import Constraints
 from quire.engine.executor.base import Executor, Flight
+from quire.engine.watch import Watch
 from quire.grammar.lanes import GrammarLanes
 from quire.sched.plan_builder import Scheduled
 from quire.sched.scheduler import Scheduler
 from quire.types.errors import EngineDead
 from quire.types.outputs import TokenDelta
+from quire.types.plan import Words
 from quire.types.request import EngineRequest
 from quire.types.stats import Stats
 
@@ -41,6 +43,7 @@ class EngineCore:
         self._busy_since = 0.0  # the device with the first of them
         self.tokens = self.rows = 0  # run by the latest step
         self.waited = 0.0  # seconds, by the latest step, for the device
+        self.watch: Watch | None = None  # for viewers, while there are any
         self.before_admission: Callable[[list[str]], None] | None = None  # told who runs when new ones join, before they do
 
     def add(self, request: EngineRequest) -> None:
@@ -60,6 +63,11 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> bool:
         return self.scheduler.reset_prefix_cache()
+
+    def be_watched(self, watched: bool) -> None:
+        if self.watch is not None:
+            self.watch.stop()
+        self.watch = Watch(self.scheduler.roster, self.scheduler.pool, self._clock) if watched else None
 
     @property
     def has_unfinished(self) -> bool:
@@ -85,6 +93,8 @@ class EngineCore:
         if scheduled is not None:
             if self.before_admission is not None and scheduled.plan.admitted:
                 self.before_admission(self.scheduler.running)
+            if self.watch is not None:
+                self.watch.planned(scheduled)
             self._submit(scheduled)
             self.scheduler.publish()
         elif not self._flights and not self._deltas:
@@ -112,12 +122,20 @@ class EngineCore:
             if len(scheduled.plan.masked):
                 while self._flights:  # masks depend on their tokens
                     self._land(*self._flights.popleft())
-                flight.draw(self.constraints.masks(scheduled))
+                flight.draw(self._masks(scheduled))
             self._flights.append((scheduled, flight))
         except EngineDead:
             raise
         except Exception as error:
             self._fail(scheduled, error)
+
+    def _masks(self, scheduled: Scheduled) -> Words:
+        if self.watch is None:
+            return self.constraints.masks(scheduled)
+        began = self._clock()
+        masks = self.constraints.masks(scheduled)
+        self.watch.waited_for_masks(scheduled.plan.step, self._clock() - began)
+        return masks
 
     def _tell(self, deltas: list[TokenDelta]) -> None:
         """To be handed out."""
@@ -135,9 +153,13 @@ class EngineCore:
         else:
             ended = self._clock()
             self.waited += ended - began
-            self.scheduler.took(scheduled, ended - self._busy_since)
-            self._busy_since = ended
+            busy, self._busy_since = ended - self._busy_since, ended
+            self.scheduler.took(scheduled, busy)
+            if self.watch is not None:
+                self.watch.landing(scheduled, result, busy, ended)
             self._tell(self.scheduler.commit(scheduled, result))
+            if self.watch is not None:
+                self.watch.landed()
             self.constraints.expect(scheduled, result)
             self.constraints.send()
 

@@ -22,6 +22,7 @@ from quire.engine.timeline import Timeline
 from quire.types import errors
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
+from quire.types.sight import Sight
 from quire.types.stats import Stats
 
 AHEAD = "ahead"  # to an engine process that is started before its arguments are known: import what a model needs
@@ -84,6 +85,12 @@ class CallMethod(_EngineFrame):
     args: list[Any]
 
 
+class Watch(_EngineFrame):
+    """Somebody looks at the engine now, or nobody any more."""
+
+    on: bool
+
+
 class Stop(_EngineFrame):
     pass
 
@@ -111,6 +118,12 @@ class StepReport(_EngineFrame):
     deltas: list[TokenDelta]
     stats: Stats
     tokens: int  # run in this step
+
+
+class Seen(_EngineFrame):
+    """For those who look at the engine."""
+
+    sight: Sight
 
 
 class Beat(_EngineFrame):
@@ -144,8 +157,8 @@ class Failed(_EngineFrame):
     message: str
 
 
-Command = StartEngine | Add | Abort | CallMethod | Stop
-Report = Ready | StepReport | Beat | Refused | Reply | Failed
+Command = StartEngine | Add | Abort | CallMethod | Watch | Stop
+Report = Ready | StepReport | Seen | Beat | Refused | Reply | Failed
 
 
 def _from_array(value: Any) -> Any:

@@ -33,6 +33,7 @@ from quire.types.request import EngineRequest
 
 BEAT_EVERY = 0.25  # seconds
 IDLE_WAIT = 500  # milliseconds between looks at the stop signal
+VIEW_WAIT = 100  # milliseconds, where viewers have not been told all
 LULL = 50  # milliseconds without work before idle time is used: who asks one thing after the other is not kept waiting
 ADMISSION = 0.0015  # seconds that it takes longer to plan and start a step with newcomers
 LARGE_REPORT = 0.02  # seconds that the loop waits for one that does not leave at once; what is left then leaves later
@@ -115,7 +116,8 @@ class EngineLoop:
         while not self.stopping:
             if not self._core.has_unfinished:
                 self._pulse.busy_since = 0.0
-                if not self._link.wait(patience if preparing else IDLE_WAIT):
+                wait = self._tell_viewers()
+                if not self._link.wait(patience if preparing else wait):
                     self._pulse.busy_since = time.monotonic() if preparing else 0.0
                     preparing, patience = preparing and self._core.idle(), 0
                     continue
@@ -126,8 +128,19 @@ class EngineLoop:
                 began = time.monotonic()
                 deltas = self._core.step()
                 self._link.send(ipc.StepReport(deltas, self._core.stats, self._core.tokens))
+                self._tell_viewers()
                 rows = self._core.rows if self._core.ahead else 0
                 self._deadline.turned(began, time.monotonic(), self._core.waited, rows, self._core.tokens)
+
+    def _tell_viewers(self) -> int:
+        """Returns how many milliseconds may pass until the next time."""
+        watch = self._core.watch
+        if watch is None:
+            return IDLE_WAIT
+        sight = watch.look()
+        if sight is not None:
+            self._link.send(ipc.Seen(sight))
+        return VIEW_WAIT if watch.pending else IDLE_WAIT
 
     def _gather(self) -> None:
         """Takes commands until the next step has to be planned."""
@@ -149,6 +162,8 @@ class EngineLoop:
                 self._core.abort(ids)
             case ipc.CallMethod(number, method, args):
                 self._link.send(self._call(number, method, args))
+            case ipc.Watch(on):
+                self._core.be_watched(on)
             case ipc.Stop():
                 self.stopping = True
             case ipc.StartEngine():

@@ -23,6 +23,7 @@ from quire.engine import ipc
 from quire.engine.child import Child
 from quire.types.errors import EngineDead, QuireError
 from quire.types.outputs import TokenDelta
+from quire.types.sight import Sight
 
 State = Literal["starting", "ready", "restarting", "dead"]
 
@@ -44,6 +45,8 @@ class Listener(Protocol):
 
     def on_step(self, report: ipc.StepReport) -> None:
         """After all its deltas."""
+
+    def on_seen(self, sight: Sight) -> None: ...
 
     def on_answer(self, answer: ipc.Refused | ipc.Reply) -> None: ...
 
@@ -80,6 +83,7 @@ class Supervisor:
         self._failure: QuireError | None = None  # why the latest start failed, in the engine's own words
         self.restarts = 0
         self._lost_by: str | None = None  # why the present engine is being replaced
+        self.last_loss: str | None = None  # why the latest one was
         self._restarted: deque[float] = deque()  # when, within the window
         self._failed_starts = 0  # in a row
         self._waiters: set[asyncio.Future[None]] = set()
@@ -210,6 +214,8 @@ class Supervisor:
                     self._listener.on_deltas(deltas[i : i + CHUNK] if len(deltas) > CHUNK else deltas)
                     await asyncio.sleep(0)
                 self._listener.on_step(report)
+            case ipc.Seen(sight):
+                self._listener.on_seen(sight)
             case ipc.Beat(busy):
                 self._busy = busy
             case ipc.Refused() | ipc.Reply():
@@ -252,6 +258,7 @@ class Supervisor:
         if was == "starting":
             self._give_up(self._failure or EngineDead(f"the engine could not start: {reason}{child.last_words()}"))
             return
+        self.last_loss = reason
         logger.error("the engine was lost: %s", reason)
         if was == "ready":
             self._listener.on_lost(in_flight)

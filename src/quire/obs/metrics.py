@@ -85,14 +85,17 @@ class Metrics:
         self._counters = (  # the engine's, as in _counted
             board.add(Counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")),
             board.add(Counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")),
-            board.add(Counter("num_preemptions", "Times a request gave its pages back and had to wait")),
+            preemptions := board.add(Counter("num_preemptions", "Times a request gave its pages back and had to wait")),
             board.add(Counter("kernel_compilations", "Kernel variants compiled")),
             board.add(Counter("kernel_loads", "Kernel variants taken from the disk cache")),
             board.add(Counter("graph_captures", "CUDA graphs recorded")),
             board.add(Counter("graph_replays", "Steps that replayed a CUDA graph")),
             board.add(Counter("graph_misses", "Steps of one-token rows that found no CUDA graph")),
-            board.add(Counter("grammar_losses", "Times the grammar process was lost; its requests go on with another")),
+            losses := board.add(
+                Counter("grammar_losses", "Times the grammar process was lost; its requests go on with another")
+            ),
         )
+        self.preemptions, self.grammar_losses = preemptions, losses
         self.prompt_tokens = board.add(Counter("prompt_tokens", "Prompt tokens taken in"))
         self.generation_tokens = board.add(Counter("generation_tokens", "Tokens generated"))
         self.by_source = board.add(

@@ -8,7 +8,8 @@ Who moves is for others to decide.
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Literal
 
 from quire.cache.tables import Tables
 from quire.sched.forks import Forks
@@ -16,11 +17,14 @@ from quire.sched.queue import Order, Policy, Queue, Running
 from quire.types.errors import EngineError
 from quire.types.request import EngineRequest, FinishReason, Request
 
+Place = Literal["unready", "waiting", "running", "gone"]
+
 
 class Roster:
     def __init__(self, tables: Tables, policy: Policy, max_seqs: int) -> None:
         self._tables = tables
-        self._max_seqs = max_seqs
+        self.max_seqs = max_seqs
+        self.on_move: Callable[[Request, Place], None] | None = None  # told where requests go, while somebody watches
         self.order = Order(policy)
         self.running = Running(self.order)
         self.queue = Queue(self.order, self.running)
@@ -43,6 +47,7 @@ class Roster:
         self.tenants[spec.tenant] = self.tenants.get(spec.tenant, 0) + 1
         if request.constrained:
             self._unready.add(request)
+            self._move(request, "unready")
         else:
             self._line_up(request)
 
@@ -64,12 +69,14 @@ class Roster:
         else:
             self._withdraw(request)
         self._unready.add(request)
+        self._move(request, "unready")
 
     def seat(self, request: Request) -> None:
         """From the queue to a slot."""
         self.queue.remove(request)
         self.running.add(request)
         request.slot = self.slots.pop()
+        self._move(request, "running")
 
     def preempt(self, request: Request) -> None:
         """It gives its pages back and returns to its old place in the queue."""
@@ -77,6 +84,7 @@ class Roster:
         request.preemptions += 1
         self.preemptions += 1
         self.queue.push(request)
+        self._move(request, "waiting")
 
     def leave(self, request: Request, reason: FinishReason) -> None:
         """The end of a request, wherever it is."""
@@ -97,6 +105,16 @@ class Roster:
             self._withdraw(request)
         for child in self.forks.orphans(request):
             self.queue.push(child)
+        self._move(request, "gone")
+
+    @property
+    def unready(self) -> int:
+        return len(self._unready)
+
+    def place(self, request: Request) -> Place:
+        if request.finished is not None:
+            return "gone"
+        return "running" if request.slot >= 0 else "unready" if request in self._unready else "waiting"
 
     def release(self, ids: Iterable[str]) -> None:
         """Gives back the pages of finished requests that hold them. Others are ignored."""
@@ -108,6 +126,11 @@ class Roster:
         parent = self.forks.parent(request, self.live)
         if parent is None or not self.forks.park(request, parent, parent.computed):
             self.queue.push(request)
+        self._move(request, "waiting")
+
+    def _move(self, request: Request, to: Place) -> None:
+        if self.on_move is not None:
+            self.on_move(request, to)
 
     def _unseat(self, request: Request) -> None:
         """It keeps nothing but its tokens."""
@@ -139,7 +162,7 @@ class Roster:
         """Raises EngineError unless pages, references, slots and cursors add up. Meant for tests and idle moments."""
         running, held = list(self.running), list(self.forks.held.values())
         self._tables.check(running + held)
-        if sorted(self.slots + [request.slot for request in running]) != list(range(self._max_seqs)):
+        if sorted(self.slots + [request.slot for request in running]) != list(range(self.max_seqs)):
             raise EngineError(f"slots are lost or doubled: free {self.slots}, running {[r.slot for r in running]}")
         places = [*running, *self.queue, *self.forks.parked(), *self._unready]
         if sorted(request.order for request in places) != sorted(request.order for request in self.live.values()):

@@ -63,10 +63,10 @@ class Scheduler:
             raise ConfigError(f"max_seqs must be at least 1, got {max_seqs}")
         self._limits = RequestLimits(layout, pages, max_model_len, max_batched_tokens, chunk_cap, chunked)
         self._tables = Tables(layout, pages, self._limits.chunk, prefix_caching, in_one_piece)
-        self._pool = self._tables.pool
+        self._pool = self.pool = self._tables.pool
         self._budget: Budget = budget or StepBudget.constant(max_batched_tokens)
         self._room = max_batched_tokens  # of the step that is being planned
-        self._roster = roster = Roster(self._tables, policy, max_seqs)
+        self._roster = self.roster = roster = Roster(self._tables, policy, max_seqs)
         self._running, self._queue, self._forks, self._live = roster.running, roster.queue, roster.forks, roster.live
         self.ready, self.suspend, self.release, self.check = roster.ready, roster.suspend, roster.release, roster.check
         results = Results(self._tables, roster)

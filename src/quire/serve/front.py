@@ -1,7 +1,7 @@
 """The layers around the API: each is an ASGI app that holds the next.
 
 AccessLog ─► RequestIds ─► CORS ─► Meter ─► Guard ─► Operations ─► Gate ─► the API (serve/app.py), once the model is loaded
-                                              └ /health    └ /, /metrics ...
+                                              └ /health    └ /, /metrics, /engine/events ...
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from uvicorn.protocols.utils import get_client_addr, get_path_with_query_string
 from quire.serve.about import About
 from quire.serve.auth import Guard, Keys, glance
 from quire.serve.errors import RETRY_AFTER, error_body, json_response, shaped
+from quire.serve.feed.feed import Feed
 from quire.serve.health import Health
 from quire.serve.ids import RequestIds
 from quire.serve.lifecycle import ServerState
@@ -28,9 +29,9 @@ access_logger = logging.getLogger("uvicorn.access")
 
 def build_front(state: ServerState, keys: Keys) -> ASGIApp:
     settings, health = state.settings, Health(state)
-    about = About(state)
-    inner = Operations(Gate(state), [*health.routes, *about.routes])
-    front: ASGIApp = Meter(Guard(inner, keys, health.public), state, [*health.routes, *about.routes])
+    operations = [*health.routes, *About(state).routes, *Feed(state, several=len(keys) > 1).routes]
+    inner = Operations(Gate(state), operations)
+    front: ASGIApp = Meter(Guard(inner, keys, health.public), state, operations)
     if settings.allowed_origins:
         front = CORSMiddleware(
             front,

@@ -105,6 +105,12 @@ def _start(server: Server, job: GenerationJob, i: int) -> AsyncGenerator[Request
     )
 
 
+def answer_of(engine_id: str) -> tuple[str, int | None]:
+    """The id of the answer that one of these is for, and the number of its prompt; None for requests of the server itself."""
+    parts = engine_id.rsplit("-", 2)
+    return (parts[0], int(parts[1])) if len(parts) == 3 and parts[1].isdigit() else (engine_id, None)
+
+
 async def _number(stream: AsyncGenerator[RequestOutput, None], wording: Wording) -> Outputs:
     async with aclosing(stream):
         try:

@@ -30,6 +30,8 @@ class ServerLimits:
     unfinished_bytes: int = 256 * 2**20  # 503; of bodies that are being received
     unparsed_bytes: int = 256 * 2**20  # 503; of large bodies that are there and wait to be read
 
+    viewers: int = 64  # 503; of /engine/events; of one of several keys, no more than are left for others
+
     # of the HTTP request
     body_bytes: int = 16 * 2**20  # 413
     json_depth: int = 64

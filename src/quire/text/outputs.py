@@ -84,8 +84,13 @@ class OutputProcessor:
 
     def user_id(self, engine_id: str) -> str | None:
         """Whose request this open engine request is."""
+        answer = self.owner(engine_id)
+        return None if answer is None else answer.prepared.id
+
+    def owner(self, engine_id: str) -> "RequestAnswer | None":
+        """The answer that this open engine request is part of."""
         owner = self._owners.get(engine_id)
-        return None if owner is None else owner[0].prepared.id
+        return None if owner is None else owner[0]
 
     def engine_ids(self, request_id: str) -> list[str]:
         """The engine requests behind a user's request that are still open."""
@@ -217,6 +222,7 @@ class RequestAnswer:
             generated=tuple(len(choice.token_ids) for choice in self.choices),
             texts=tuple(choice.text for choice in self.choices),
             trace_headers=self._trace_headers,
+            engine_ids=tuple(request.id for request in self.prepared.requests),
         )
 
     def emit(self) -> RequestOutput:

@@ -30,6 +30,7 @@ class Finished:
     generated: tuple[int, ...]  # tokens
     texts: tuple[str, ...]
     trace_headers: Mapping[str, str] | None = None
+    engine_ids: tuple[str, ...] = ()  # one per choice
 
 
 @dataclass

@@ -1,0 +1,313 @@
+"""What viewers of the engine see of it. It exists only while there are any: the core and the scheduler tell it what happens.
+
+    request    grammar ─► waiting ─► prompt ─► decode ─► finished      `moved`: by the scheduler, in whatever order
+                             └◄─ preempted ◄─┘                          `landed`: from prompt to decode, with the first token
+
+A request's time is settled when its state changes. What decoding requests lose to others is the same for all of them, so there
+is one clock for that, and one for the waits for masks, and each request notes what they said when it began. So most requests
+cost nothing in most steps.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from quire.cache.pool import Pool
+from quire.sched.plan_builder import Scheduled
+from quire.sched.roster import Place, Roster
+from quire.types import sight
+from quire.types.plan import StepResult
+from quire.types.request import Request
+from quire.types.sight import RequestSight, RequestState, Sight, Step
+
+PIECE = 1024  # cells of the map in one sight
+WALK = 2048  # page-table entries that are asked for their owner before a sight
+MOST_MOVED = 1024  # requests told in one sight
+
+_Kept = TypeVar("_Kept")
+
+
+class _Watched:
+    __slots__ = (
+        "accepted", "aside", "drafted", "fresh", "length", "masks", "parts", "request", "seen", "shared", "since", "state",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, state: RequestState, now: float, fresh: bool) -> None:
+        self.request, self.state, self.since, self.seen, self.fresh = request, state, now, now, fresh
+        self.parts = [0.0] * len(sight.PARTS)
+        self.length = len(request.tokens)  # when it began to run
+        self.shared = self.masks = 0.0  # what the clocks said when it began to decode
+        self.aside = 0.0  # seconds of steps without a row of it, since then
+        self.drafted = self.accepted = 0
+
+
+class Watch:
+    def __init__(self, roster: Roster, pool: Pool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._roster, self._clock = roster, clock
+        self._records: dict[Request, _Watched] = {}
+        self._running: dict[Request, _Watched] = {}
+        self._prompting: dict[Request, _Watched] = {}
+        self._moved: dict[_Watched, None] = {}  # since the latest sight
+        self._left_out: dict[int, list[_Watched]] = {}  # step -> running ones without a row in it
+        self._shared = self._masks = 0.0  # seconds, ever: of steps that were others' prompts; of waiting for masks
+        self._mask_waits: dict[int, float] = {}  # step -> seconds
+        self._steps: deque[Step] = deque(maxlen=sight.MOST_STEPS)
+        self._skipped = self._preempted = 0
+        self._guesses = False
+        self._last: Scheduled | None = None
+        self._next = 0.0
+        self._pages = PageMap(pool)
+        now = clock()
+        for request in roster.live.values():
+            self._begin(request, _state(request, roster.place(request)), now, fresh=False)
+        roster.on_move = self.moved
+
+    def stop(self) -> None:
+        self._roster.on_move = None
+
+    # ---- what happens ----------------------------------------------------------------------------------------------------
+
+    def moved(self, request: Request, to: Place) -> None:
+        now, state = self._clock(), _state(request, to)
+        record = self._records.get(request)
+        if record is None:
+            self._begin(request, state, now, fresh=True)
+            return
+        self._settle(record, now)
+        if state == "preempted" and request in self._running:
+            self._preempted += 1
+        self._enter(record, state)
+        if state == "finished":
+            del self._records[request]
+
+    def planned(self, scheduled: Scheduled) -> None:
+        if len(scheduled.requests) < len(self._running):
+            rows = set(scheduled.requests)
+            self._left_out[scheduled.plan.step] = [record for request, record in self._running.items() if request not in rows]
+
+    def waited_for_masks(self, step: int, seconds: float) -> None:
+        self._mask_waits[step] = seconds
+        self._masks += seconds
+
+    def landing(self, scheduled: Scheduled, result: StepResult, seconds: float, now: float) -> None:
+        """Before the step is committed. It kept the device busy for so long, until now."""
+        plan, rows = scheduled.plan, len(scheduled.requests)
+        tokens, prompt, drafted, accepted = plan.tokens, 0, 0, 0
+        waited, left_out = _take(self._mask_waits, plan.step) or 0.0, _take(self._left_out, plan.step) or []
+        if tokens != rows:
+            prompt = int(plan.count[plan.count > 1 + plan.drafts].sum())
+            self._shared += max(0.0, seconds - waited) * prompt / tokens
+            drafted = int(plan.drafts.sum())
+        for record in left_out:
+            if record.state == "decode":
+                record.aside += seconds
+        if self._prompting:
+            slots = set(plan.slot.tolist())
+            for record in self._prompting.values():
+                record.parts[sight.PROMPT if record.request.slot in slots else sight.OTHERS] += now - record.since
+                record.since = now
+        if drafted:
+            accepted = self._count_guesses(scheduled, result)
+        if len(self._steps) == sight.MOST_STEPS:
+            self._skipped += 1
+        self._steps.append(
+            (
+                plan.step, seconds * 1e3, rows, tokens, prompt, drafted, accepted, len(result.ids), len(plan.masked),
+                len(plan.given_token), waited * 1e3, self._preempted,
+            )
+        )  # fmt: skip
+        self._preempted, self._last = 0, scheduled
+
+    def landed(self) -> None:
+        """After that."""
+        if self._prompting:
+            for record in [each for each in self._prompting.values() if len(each.request.tokens) > each.length]:
+                self._enter(record, "decode")
+
+    # ---- what is told ----------------------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._steps or self._moved or self._pages.stale)
+
+    def look(self) -> Sight | None:
+        """What is new, if it is time for that."""
+        now = self._clock()
+        if now < self._next or not self.pending:
+            return None
+        self._next = now + sight.EVERY
+        steps, self._steps = list(self._steps), deque(maxlen=sight.MOST_STEPS)
+        skipped, self._skipped = self._skipped, 0
+        told = list(self._moved)[:MOST_MOVED]
+        for record in told:
+            del self._moved[record]
+        running = list(self._running)
+        row = np.zeros(self._roster.max_seqs, np.int32)
+        if self._last is not None:
+            row[self._last.plan.slot] = self._last.plan.count
+        drawn = [len(request.tokens) - len(request.spec.prompt) for request in running]
+        guesses = None
+        if self._guesses:
+            records = self._running.values()
+            guesses = (_ints([each.drafted for each in records]), _ints([each.accepted for each in records]))
+        if steps or told:
+            self._pages.changed()
+        self._pages.walk(running)
+        first, cells = self._pages.next_piece()
+        return Sight(
+            now, steps, skipped, [_tell(record) for record in told], self._roster.unready,
+            [request.spec.id for request in running], row[[request.slot for request in running]],
+            _ints([request.computed for request in running]), _ints(drawn),
+            first, cells, self._pages.tenants, self._pages.pool.blank, self._pages.pool.cached, guesses,
+        )  # fmt: skip
+
+    # ---- inside ----------------------------------------------------------------------------------------------------------
+
+    def _begin(self, request: Request, state: RequestState, now: float, fresh: bool) -> None:
+        record = self._records[request] = _Watched(request, state, now, fresh)
+        self._enter(record, state)
+
+    def _enter(self, record: _Watched, state: RequestState) -> None:
+        request, record.state = record.request, state
+        self._moved[record] = None
+        if state in ("prompt", "decode"):
+            self._running[request] = record
+            record.length = len(request.tokens)
+            record.shared, record.masks, record.aside = self._shared, self._masks, 0.0
+        else:
+            self._running.pop(request, None)
+        if state == "prompt":
+            self._prompting[request] = record
+        else:
+            self._prompting.pop(request, None)
+
+    def _settle(self, record: _Watched, now: float) -> None:
+        """The time since the latest change gets its names."""
+        elapsed, parts, state = now - record.since, record.parts, record.state
+        record.since = now
+        if state != "decode":
+            parts[_part(record)] += elapsed
+            return
+        masks, others = self._masks - record.masks, self._shared - record.shared + record.aside
+        if not record.request.spec.params.needs_masks:
+            masks, others = 0.0, others + masks
+        others = min(elapsed, others)
+        masks = min(elapsed - others, masks)
+        parts[sight.OTHERS] += others
+        parts[sight.MASKS] += masks
+        parts[sight.DECODE] += elapsed - others - masks
+
+    def _count_guesses(self, scheduled: Scheduled, result: StepResult) -> int:
+        self._guesses, accepted = True, 0
+        for i in np.flatnonzero(scheduled.plan.drafts).tolist():
+            right = max(0, int(result.lengths[i]) - 1)
+            accepted += right
+            record = self._records.get(scheduled.requests[i])
+            if record is not None:
+                record.drafted += int(scheduled.plan.drafts[i])
+                record.accepted += right
+        return accepted
+
+
+class PageMap:
+    """The pool as cells, told a piece at a time. Whose a page is, is asked of the tables of the running, some at a time, where
+    there are several tenants."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.tenants: list[str] = []  # by number
+        self._numbers: dict[str, int] = {}
+        self._each = sight.pages_per_cell(pool.pages)
+        self._cells = -(-pool.pages // self._each) if self._each else 0
+        self._owners: bytearray | None = None  # of pages, while there are several tenants
+        self._first = self._walked = 0
+        self._untold = self._cells
+
+    @property
+    def stale(self) -> bool:
+        """Has something changed since a piece was told?"""
+        return self._untold > 0
+
+    def changed(self) -> None:
+        self._untold = self._cells
+
+    def walk(self, running: list[Request]) -> None:
+        for tenant in {request.spec.tenant for request in running} - self._numbers.keys():
+            if len(self.tenants) < sight.STRANGER:
+                self._numbers[tenant] = len(self.tenants)
+                self.tenants.append(tenant)
+        if len(self.tenants) < 2 or not running:
+            return
+        if self._owners is None:
+            self._owners = bytearray([sight.STRANGER]) * (self.pool.pages + 1)
+        owners, left = self._owners, WALK
+        for i in range(len(running)):
+            request = running[(self._walked + i) % len(running)]
+            number = self._numbers.get(request.spec.tenant, sight.STRANGER)
+            for table in request.pages:
+                left -= len(table)
+                for page in table:
+                    owners[page] = number
+            if left <= 0:
+                break
+        self._walked = (self._walked + i + 1) % len(running)
+
+    def next_piece(self) -> tuple[int, bytes]:
+        first = self._first
+        last = min(self._cells, first + PIECE)
+        self._first = last % self._cells if self._cells else 0
+        self._untold -= last - first
+        pages = slice(1 + first * self._each, 1 + last * self._each, self._each or None)
+        kinds = self.pool.kinds(pages)
+        if self._owners is None:
+            return first, kinds
+        owned = zip(kinds, self._owners[pages], strict=True)
+        return first, bytes([kind if kind < sight.USED else kind + 2 * owner for kind, owner in owned])
+
+
+def _state(request: Request, place: Place) -> RequestState:
+    if place == "unready":
+        return "grammar"
+    if place == "waiting":
+        return "waiting" if request.admitted < 0 else "preempted"
+    if place == "running":
+        return "prompt" if request.known > 1 or not request.drew else "decode"
+    return "finished"
+
+
+def _take(kept: "dict[int, _Kept]", step: int) -> "_Kept | None":
+    """What was kept for a step; what was kept for lost ones before goes."""
+    found = kept.pop(step, None)
+    for old in [each for each in kept if each < step]:
+        del kept[old]
+    return found
+
+
+def _part(record: _Watched) -> int:
+    """What the time of those who do not decode is; late masks make a request that had run wait in its grammar's place."""
+    match record.state:
+        case "grammar":
+            return sight.GRAMMAR if record.request.admitted < 0 else sight.MASKS
+        case "waiting":
+            return sight.QUEUE
+        case "prompt":
+            return sight.PROMPT
+        case _:
+            return sight.PREEMPTED
+
+
+def _tell(record: _Watched) -> RequestSight:
+    request = record.request
+    spec = request.spec
+    return RequestSight(
+        spec.id, spec.tenant, record.state, record.since, record.seen, record.fresh, len(spec.prompt), request.cached,
+        len(request.tokens) - len(spec.prompt), record.drafted, record.accepted, request.limit - len(spec.prompt),
+        spec.params.needs_masks, request.preemptions, record.parts, request.finished,
+    )  # fmt: skip
+
+
+def _ints(values: list[int]) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
+    return np.array(values, np.int32)

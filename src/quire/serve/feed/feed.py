@@ -1,0 +1,181 @@
+"""Who watches, and what they are told when. The engine collects nothing until the first viewer comes, nor after the last has
+left; every event is encoded once for all viewers of a tenant."""
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quire.serve.errors import RETRY_AFTER, error_body, json_response
+from quire.serve.feed import views
+from quire.serve.feed.ledger import Ledger
+from quire.serve.feed.viewer import Viewer, ViewerStream, encode
+from quire.serve.lifecycle import ServerState, Service
+from quire.serve.limits import LIMITS, ServerLimits
+from quire.types.news import Arrived, OutputNews
+from quire.types.sight import EVERY, Sight
+from quire.types.stats import Stats
+
+logger = logging.getLogger(__name__)
+
+BYE = {"reason": "the server is shutting down"}
+
+
+class Feed:
+    """`several`: the server has more than one key, and a viewer sees only what is its own key's."""
+
+    def __init__(self, state: ServerState, several: bool, limits: ServerLimits = LIMITS) -> None:
+        self._state, self._several, self._limits = state, several, limits
+        self._viewers: set[Viewer] = set()
+        self._watch: _Watching | None = None
+
+    @property
+    def routes(self) -> list[Route]:
+        return [] if self._state.settings.disable_page else [Route("/engine/events", self.events, methods=["GET"])]
+
+    async def events(self, request: Request) -> Response:
+        service = self._state.service
+        if service is None or self._state.draining:
+            return _unavailable("the model is still loading" if service is None else "the server is shutting down")
+        tenant = (getattr(request.state, "tenant", None) or "") if self._several else None
+        own, left = sum(viewer.tenant == tenant for viewer in self._viewers), self._limits.viewers - len(self._viewers)
+        if left <= (own if self._several else 0):
+            return _unavailable(f"there are too many viewers: {len(self._viewers)}, of at most {self._limits.viewers}")
+        if self._watch is None:
+            self._watch = _Watching(service, self._state, self._viewers)
+        watch = self._watch
+        viewer = Viewer(tenant, lambda: watch.snapshot(tenant))
+        viewer.push(encode("hello", views.hello(service.llm, self._several)), watch.snapshot(tenant))
+        self._viewers.add(viewer)
+        return ViewerStream(viewer, self._leave)
+
+    def _leave(self, viewer: Viewer) -> None:
+        self._viewers.discard(viewer)
+        if not self._viewers and self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+
+
+class _Watching:
+    """From the first viewer to the last: an observer of the engine and of its answers."""
+
+    def __init__(self, service: Service, state: ServerState, viewers: set[Viewer]) -> None:
+        self._llm, self._state, self._viewers = service.llm, state, viewers
+        self._ledger = Ledger(self._llm.owner)
+        self._pages = views.PageView(self._llm.pages)
+        self._stats = views.StatsView(service.metrics)
+        self._latest: Sight | None = None
+        self._told_engine, self._told_stats = self._engine_facts(), dict[str, Any]()
+        self._llm.observers.append(self)
+        self._llm.watch(self._see)
+        self._ticking = asyncio.get_running_loop().create_task(self._tick(), name="quire-feed")
+
+    def stop(self) -> None:
+        self._ticking.cancel()
+        self._llm.watch(None)
+        self._llm.observers.remove(self)
+
+    def snapshot(self, tenant: str | None) -> bytes:
+        latest = None if self._latest is None else views.step(self._latest, self._llm, self._ledger, tenant)
+        others = {
+            "engine": views.engine(self._llm, self._state.draining),
+            "pages": self._pages.whole(tenant),
+            "stats": self._stats_now(measure=False),
+        }
+        return encode("snapshot", views.snapshot(self._ledger, tenant, latest, others))
+
+    # ---- what is heard ---------------------------------------------------------------------------------------------------
+
+    def _see(self, seen: Sight) -> None:
+        self._latest = seen
+        self._ledger.see(seen.requests)
+        self._pages.see(seen)
+        entries = self._ledger.take()
+        for tenant, viewers in self._by_tenant():
+            events = [("requests", views.requests(entries, tenant))]
+            if seen.steps or not seen.keys:
+                events.append(("step", views.step(seen, self._llm, self._ledger, tenant)))
+            events.append(("pages", self._pages.told(tenant, seen.t, seen.first, seen.cells)))
+            _push(viewers, *(encode(kind, event) for kind, event in events if event is not None))
+
+    def on_arrival(self, request: Arrived) -> None:
+        """The engine will tell."""
+
+    def on_outputs(self, news: OutputNews) -> None:
+        for request in news.finished:
+            self._ledger.end(request)
+
+    def on_step(self, stats: Stats, tokens_in_step: int, now: float) -> None:
+        """The engine tells more, and less often."""
+
+    # ---- what is looked at -----------------------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        """What nobody says by itself: that the engine was lost, is back, that the server ends; and the numbers."""
+        due = time.monotonic()
+        while True:
+            await asyncio.sleep(EVERY)
+            try:
+                self._look_at_engine()
+                if time.monotonic() >= due:
+                    due += views.STATS_EVERY
+                    self._ledger.tidy(time.monotonic())
+                    self._tell_stats()
+            except Exception:
+                logger.exception("the feed of the engine's events failed")
+            if self._state.draining and (self._state.closing or not self._state.open):
+                for viewer in self._viewers:
+                    viewer.end(encode("bye", BYE))
+                return
+
+    def _look_at_engine(self) -> None:
+        facts = self._engine_facts()
+        if facts == self._told_engine:
+            return
+        (_, was, before), (_, state, restarts) = self._told_engine, facts
+        now = time.monotonic()
+        if was == "ready" and (state != "ready" or restarts != before):
+            self._ledger.lose(now)
+        if state == "ready" and (was != "ready" or restarts != before):
+            self._ledger.regain(now)
+            self._pages, self._latest = views.PageView(self._llm.pages), None
+        self._told_engine = facts
+        told = encode("engine", views.engine(self._llm, self._state.draining))
+        entries = self._ledger.take()
+        for tenant, viewers in self._by_tenant():
+            changed = views.requests(entries, tenant)
+            _push(viewers, told, *([] if changed is None else [encode("requests", changed)]))
+
+    def _tell_stats(self) -> None:
+        stats = self._stats_now(measure=True)
+        if {**stats, "t": 0} != {**self._told_stats, "t": 0}:
+            self._told_stats = stats
+            _push(self._viewers, encode("stats", stats))
+
+    def _stats_now(self, measure: bool) -> views.Event:
+        compiling = 0 if self._latest is None else self._latest.compiling
+        return self._stats.told(self._llm, compiling, len(self._viewers), measure)
+
+    def _engine_facts(self) -> tuple[bool, str, int]:
+        return self._state.draining, self._llm.state, self._llm.restarts
+
+    def _by_tenant(self) -> "list[tuple[str | None, list[Viewer]]]":
+        groups: dict[str | None, list[Viewer]] = {}
+        for viewer in self._viewers:
+            groups.setdefault(viewer.tenant, []).append(viewer)
+        return list(groups.items())
+
+
+def _push(viewers: "set[Viewer] | list[Viewer]", *events: bytes) -> None:
+    if events:
+        for viewer in viewers:
+            viewer.push(*events)
+
+
+def _unavailable(why: str) -> Response:
+    body = error_body(503, why, kind="ServiceUnavailableError")
+    return json_response(body, 503, {"Retry-After": str(RETRY_AFTER)})

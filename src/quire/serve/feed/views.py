@@ -1,0 +1,189 @@
+"""What one tenant's viewers are told, as plain objects: the events of docs/events.md. `tenant` None sees everything."""
+
+import time
+from itertools import islice
+from typing import Any
+
+from quire import __version__
+from quire.async_llm import AsyncLLM
+from quire.obs.metrics import FIRST_TOKEN, PER_TOKEN, Metrics
+from quire.serve.feed.ledger import Entry, Ledger
+from quire.types import sight
+from quire.types.sight import Sight
+
+VERSION = 1
+STATS_EVERY = 1.0  # seconds
+MOST_ROWS = 1024  # running requests in one event
+MOST_REQUESTS = 256  # changed ones
+MOST_OPEN, MOST_FINISHED = 1024, 64  # in a snapshot
+_IN_USE = b"oO"  # by the viewer's own requests
+_STRANGE = b"xX"
+
+Event = dict[str, Any]
+
+
+def moment(t: float) -> float:
+    return round(t, 6)
+
+
+def hello(llm: AsyncLLM, several: bool) -> Event:
+    config, each = llm.config, sight.pages_per_cell(llm.pages)
+    return {
+        "version": VERSION,
+        "t": moment(time.monotonic()),
+        "unix": moment(time.time()),
+        "server": __version__,
+        "model": config.served_names[0],
+        "device": config.device,
+        "dtype": config.dtype,
+        "max_model_len": llm.max_model_len,
+        "max_seqs": config.max_seqs,
+        "max_batched_tokens": config.max_batched_tokens,
+        "keys": several,
+        "pages": llm.pages,
+        "page_size": config.page_size,
+        "cells": -(-llm.pages // each) if each else 0,
+        "pages_per_cell": each,
+        "parts": sight.PARTS,
+        "step_columns": sight.STEP_COLUMNS,
+        "ttft_bounds": FIRST_TOKEN,
+        "itl_bounds": PER_TOKEN,
+        "every": {"step": sight.EVERY, "stats": STATS_EVERY},
+    }
+
+
+def engine(llm: AsyncLLM, draining: bool) -> Event:
+    return {
+        "t": moment(time.monotonic()),
+        "engine": 0,
+        "state": "draining" if draining and llm.state != "dead" else llm.state,
+        "restarts": llm.restarts,
+        "replayed": llm.replayed,
+        "reason": llm.last_loss,
+        "pid": llm.engine_pid,
+    }
+
+
+def requests(entries: list[Entry], tenant: str | None) -> Event | None:
+    mine = [entry for entry in entries if tenant is None or entry.seen.tenant == tenant]
+    if not mine:
+        return None
+    told = list({entry.seen.key: entry for entry in mine}.values())  # each once, as it is now
+    kept = [entry.told() for entry in told[-MOST_REQUESTS:]]
+    return {"t": moment(time.monotonic()), "requests": kept, "more": len(told) - len(kept)}
+
+
+def step(seen: Sight, llm: AsyncLLM, ledger: Ledger, tenant: str | None) -> Event:
+    stats = llm.stats
+    running, waiting = (0, 0) if stats is None else (stats.running, stats.waiting)
+    lists: dict[str, list[Any]] = {"keys": seen.keys}
+    lists |= {"row": seen.row.tolist(), "computed": seen.computed.tolist(), "drawn": seen.drawn.tolist()}
+    if seen.guesses is not None:
+        lists["drafted"], lists["accepted"] = (column.tolist() for column in seen.guesses)
+    own_running, own_waiting = running, waiting
+    if tenant is not None:
+        mine = {entry.seen.key for entry in ledger.of(tenant)}
+        places = [i for i, key in enumerate(seen.keys) if key in mine]
+        lists = {name: [column[i] for i in places] for name, column in lists.items()}
+        own_running, own_waiting = len(places), len(mine.difference(seen.keys))
+    rows = len(lists["keys"])
+    return {
+        "t": moment(seen.t),
+        "steps": [[*each[:1], round(each[1], 3), *each[2:10], round(each[10], 3), *each[11:]] for each in seen.steps],
+        "skipped": seen.skipped,
+        "running": running,
+        "waiting": waiting,
+        "own_running": own_running,
+        "own_waiting": own_waiting,
+        **{name: column[:MOST_ROWS] for name, column in lists.items()},
+        "more": max(0, rows - MOST_ROWS),
+    }
+
+
+class PageView:
+    """The map as the latest sights have it; what a cell is, depends on who looks."""
+
+    def __init__(self, pages: int) -> None:
+        each = sight.pages_per_cell(pages)
+        self._pages = pages
+        self._cells = bytearray(-(-pages // each) if each else 0)
+        self._tenants: list[str] = []
+        self._tables: dict[str | None, bytes] = {}  # tenant -> the letter of every value of a cell
+        self._blank, self._cached = pages, 0
+
+    def see(self, seen: Sight) -> None:
+        self._cells[seen.first : seen.first + len(seen.cells)] = seen.cells
+        self._blank, self._cached = seen.blank, seen.cached
+        if seen.tenants != self._tenants:
+            self._tenants, self._tables = seen.tenants, {}
+
+    def told(self, tenant: str | None, t: float, first: int, cells: bytes) -> Event:
+        letters = cells.translate(self._letters(tenant)).decode()
+        used = self._pages - self._blank - self._cached
+        return {
+            "t": moment(t), "first": first, "cells": letters, "blank": self._blank, "cached": self._cached, "used": used,
+        }  # fmt: skip
+
+    def whole(self, tenant: str | None) -> Event:
+        return self.told(tenant, time.monotonic(), 0, bytes(self._cells))
+
+    def _letters(self, tenant: str | None) -> bytes:
+        table = self._tables.get(tenant)
+        if table is None:
+            number = None if tenant is None or tenant not in self._tenants else self._tenants.index(tenant)
+            used = [
+                (_IN_USE if tenant is None or (value - sight.USED) // 2 == number else _STRANGE)[value % 2]
+                for value in range(sight.USED, 256)
+            ]
+            table = self._tables[tenant] = bytes([ord("."), ord("-"), *used])
+        return table
+
+
+class StatsView:
+    """Numbers of /metrics, and how fast they rise."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._before: tuple[float, tuple[float, ...]] | None = None
+        self._rates = (0.0, 0.0, 0.0)
+
+    def told(self, llm: AsyncLLM, compiling: int, viewers: int, measure: bool) -> Event:
+        """`measure`: the rates are those since the latest time that they were measured; else they are as they were."""
+        metrics, stats, now = self._metrics, llm.stats, time.monotonic()
+        finished = {labels[0]: int(count) for labels, count in metrics.success.values.items() if count}
+        totals = (metrics.prompt_tokens.values[()], metrics.generation_tokens.values[()], float(sum(finished.values())))
+        if measure:
+            if self._before is not None and now > self._before[0]:
+                then, old = self._before
+                prompt, generated, ended = ((a - b) / (now - then) for a, b in zip(totals, old, strict=True))
+                self._rates = (round(prompt, 1), round(generated, 1), round(ended, 1))
+            self._before = (now, totals)
+        ttft, itl = metrics.ttft.values[()], metrics.itl.values[()]
+        return {
+            "t": moment(now),
+            "running": 0 if stats is None else stats.running,
+            "waiting": 0 if stats is None else stats.waiting,
+            "used_pages": 0 if stats is None else stats.pages - stats.free_pages,
+            "prompt_tokens": int(totals[0]),
+            "cached_tokens": int(metrics.prompt_cached.values[()]),
+            "generated_tokens": int(totals[1]),
+            "finished": finished,
+            "preemptions": int(metrics.preemptions.values[()]),
+            "grammar_losses": int(metrics.grammar_losses.values[()]),
+            "tool_calls": {labels[0]: int(count) for labels, count in metrics.tool_calls.values.items() if count},
+            "compiling": compiling,
+            "ttft": ttft.counts,
+            "ttft_sum": moment(ttft.sum),
+            "itl": itl.counts,
+            "itl_sum": moment(itl.sum),
+            "rates": dict(zip(("prompt", "generated", "finished"), self._rates, strict=True)),
+            "viewers": viewers,
+        }
+
+
+def snapshot(ledger: Ledger, tenant: str | None, latest: Event | None, others: Event) -> Event:
+    """`others`: what comes from elsewhere: engine, pages, stats."""
+    mine = list(islice(ledger.of(tenant), MOST_OPEN + 1))
+    more = 0 if len(mine) <= MOST_OPEN else sum(1 for _ in ledger.of(tenant)) - MOST_OPEN
+    told = [entry.told() for entry in [*ledger.finished_of(tenant, MOST_FINISHED), *mine[:MOST_OPEN]]]
+    return {"t": moment(time.monotonic()), "requests": told, "more": more, "step": latest, **others}
