@@ -50,7 +50,7 @@ class Geometry:
 class Plan:
     tiles: Tensor  # [tiles, 3] int32: row or -1, first token within the row, 0
     copies: Tensor  # [copies, 3] int32: row, first key, place in the copy
-    long_tiles: Tensor  # [long tiles, 3] int32: row, first token within the row, place of the row's key 0 in the copy, were it there
+    long_tiles: Tensor  # [long tiles, 3] int32: row, first token within the row, place of the row's key 0
     splits: Tensor  # [splits, 4] int32: row or -1, split, place among the parts or -1, key length
     merges: Tensor  # [merges, 3] int32: row or -1, first part, parts
     shared: Tensor  # [shared, 3] int32: split, first member, members or -1
@@ -162,7 +162,8 @@ class Launch:
             )
             long_tiles_kernel[(heads, plan.long_tiles.shape[0])](
                 self.query, self.out, self._biases, batch.row_starts, batch.kv_lengths, plan.long_tiles,
-                self._query_stride, self._out_stride, first, plan.keys, spec.scale, keys, values, **self._options, WINDOW=spec.window or 0,
+                self._query_stride, self._out_stride, first, plan.keys, spec.scale, keys, values, **self._options,
+                WINDOW=spec.window or 0,
                 BLOCK_M=shape.long_m, BLOCK_N=shape.long_n, num_warps=shape.long_warps, num_stages=shape.long_stages,
                 **overlapping(),
             )  # fmt: skip
