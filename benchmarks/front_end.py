@@ -68,9 +68,10 @@ def processor_seconds(pid: int) -> float:
 
 
 def child(pid: int) -> int:
-    """The engine process: the only child of the server."""
+    """The engine process, of the server's children."""
     processes = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    (engine,) = [process for process in processes if stat(process)[1:2] == [str(pid)]]
+    children = [process for process in processes if stat(process)[1:2] == [str(pid)]]
+    (engine,) = [process for process in children if b"quire.engine.process" in Path(f"/proc/{process}/cmdline").read_bytes()]
     return engine
 
 

@@ -89,7 +89,7 @@ def test_an_engine_knows_where_its_start_went(shared_llm):
 def test_a_server_tells_where_its_start_went(caplog):
     engine = SimpleNamespace(config=SimpleNamespace(served_names=("m",)), timeline=Timeline([("load", 2.0)], 2.0, 3.0))
     with caplog.at_level(logging.DEBUG):
-        launch._tell_ready(engine, "http://x", started=time.monotonic() - 9.0)
+        launch._tell_ready(engine, "http://x", started=time.monotonic() - 9.0, page="http://x/")
     assert re.search(r"ready: serving m on http://x after 9\.\d s", caplog.text)
     assert "open the API" in caplog.text
     [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]

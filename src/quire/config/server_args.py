@@ -92,6 +92,7 @@ class ServerArgs:
     timeout_keep_alive: int = setting(
         5, NUMBER, _RUN, "seconds that a connection may stay open between two requests; more than a proxy's in front", low=1
     )
+    open: bool = setting(False, FLAG, _RUN, "open the page in a browser when the server is ready")
     sample: str | None = setting(None, TEXT, _RUN, "a question to be answered on standard output when the server is ready")
     max_queue: int = setting(2048, NUMBER, _RUN, "/readyz is 503 while more requests than this wait", low=0)
 
@@ -130,6 +131,10 @@ class ServerArgs:
             raise ConfigError("--enable-log-outputs needs --enable-log-requests")
         if self.sample is not None and not self.sample.strip():
             raise ConfigError("--sample is empty: give a question, or leave it out")
+        if self.open and self.disable_page:
+            raise ConfigError("--open and --disable-page contradict each other: leave one of them out")
+        if self.open and self.uds is not None:
+            raise ConfigError("--open needs an address that a browser can go to, and --uds has none: leave one of them out")
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path must begin with a slash, as /llm; got {self.root_path!r}")
         if self.allow_credentials and "*" in self.allowed_origins:

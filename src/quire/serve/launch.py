@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 import time
+import webbrowser
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,7 +38,7 @@ from quire.serve.front import build_front
 from quire.serve.http import LAST_WORDS, HttpServer
 from quire.serve.lifecycle import ServerState, Service
 from quire.serve.sample import print_sample
-from quire.serve.sockets import find_addresses, listen, reachable, url_of
+from quire.serve.sockets import find_addresses, listen, page_of, reachable, url_of
 from quire.types.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -161,14 +162,23 @@ class ServerLaunch:
         app = build_app(llm, self._settings, metrics=metrics)
         self._state.service = Service(llm, app, metrics, HttpMetrics(metrics.registry))
         gc.collect()
-        _tell_ready(llm, url, started, page=not self._settings.disable_page)
+        _tell_ready(llm, url, started, page_of(self._settings, self._sockets))
         gc.freeze()  # what lives now lives to the end: a search through it would make every stream wait
-        if self._settings.sample is not None:
-            self._start(print_sample(llm, self._settings.sample))
+        self._start(self._greet(llm, page_of(self._settings, self._sockets)))
         if await self._unless_asked(self._start(_death(llm))):
             return await self._mourn()
         await self._drain(llm)
         return FAILED if llm.state == "dead" and not self._state.closing else 0
+
+    async def _greet(self, llm: AsyncLLM, page: str | None) -> None:
+        """The sample, and last what to open, where that is easily found."""
+        settings = self._settings
+        if settings.open and page is not None:
+            threading.Thread(target=webbrowser.open, args=(page,), name="quire-browser", daemon=True).start()
+        if settings.sample is not None:
+            await print_sample(llm, settings.sample)
+            if page is not None:
+                print(f"\nOpen {page} in a browser.", flush=True)
 
     async def _unless_asked(self, task: "asyncio.Task[Any]") -> bool:
         """Waits for the task, and for a signal: True if it was the task that came first."""
@@ -242,9 +252,9 @@ class ServerLaunch:
         return FAILED
 
 
-def _tell_ready(llm: AsyncLLM, url: str, started: float, page: bool) -> None:
+def _tell_ready(llm: AsyncLLM, url: str, started: float, page: str | None) -> None:
     now = time.monotonic()
-    where = f"; open {url}/ in a browser to try it" if page and url.startswith("http") else ""
+    where = "" if page is None else f"; open {page} in a browser to try it"
     logger.info("ready: serving %s on %s after %.1f s%s", llm.config.served_names[0], url, now - started, where)
     if llm.timeline is not None:
         logger.debug("ready after %s", llm.timeline.within(started, "command line", "open the API", now))

@@ -62,6 +62,17 @@ def url_of(settings: ServerArgs, sockets: list[socket.socket]) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
+def page_of(settings: ServerArgs, sockets: list[socket.socket]) -> str | None:
+    """Where a browser on this machine finds the page; None where it does not."""
+    if settings.disable_page or settings.uds is not None:
+        return None
+    everywhere = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+    url = url_of(settings, sockets)
+    for address, loopback in everywhere.items():
+        url = url.replace(f"//{address}:", f"//{loopback}:")
+    return f"{url}/"
+
+
 def _listen_tcp(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
     opened = socket.socket(family, socket.SOCK_STREAM)
     try:
