@@ -214,7 +214,7 @@ def test_text_part_of_a_larger_model(tmp_path: Path) -> None:
         ({"layer_types": ["full_attention"]}, "a list of 4 layer types"),
         ({"layer_types": ["mamba"] * 4}, "layers of type 'mamba' are not supported"),
         ({"layer_types": ["sliding_attention"] * 4}, "sliding_window"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\)"),
+        ({"quantization_config": {"quant_method": "hqq"}}, r"quantized \(hqq\), which is not read; these are: awq"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"kv_lora_rank": 4}, "latent attention"),
         ({"rope_scaling": "yes"}, "rope_scaling must be an object"),

@@ -72,6 +72,13 @@ class EngineArgs:
         "auto", TEXT, _MODEL, "of weights and cache; auto: float32 on CPU, bfloat16 (or the checkpoint's float16) on CUDA",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
     )  # fmt: skip
+    quantization: str | None = setting(
+        None,
+        TEXT,
+        _MODEL,
+        "how weights are quantized, if the files do not say: fp8 makes 8 bits of floats as they are loaded",
+        short="-q",
+    )
     device: str = setting(
         "auto", TEXT, _MODEL, "what to run on: cpu, cuda, or what a plug-in brings; auto takes CUDA when there is one"
     )

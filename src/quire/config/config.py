@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from quire.config.args import EngineArgs
 from quire.config.facts import DeviceFacts, ModelFacts
+from quire.config.quantization import Quantization
 from quire.types.sampling import LogprobsMode
 
 Policy = Literal["fcfs", "priority"]
@@ -17,7 +18,8 @@ class Config:
     device: str
     device_facts: DeviceFacts
     dtype: str
-    keep_quantized: bool  # what a GGUF file stores in blocks of few bits stays so in memory
+    quantization: Quantization | None  # of safetensors
+    keep_quantized: bool  # what the files store in few bits stays so in memory, where the device can use it so
     page_size: int
     max_model_len: int
     max_model_len_explicit: bool  # asked for, so it must fit; otherwise it may shrink to what does

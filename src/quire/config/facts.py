@@ -7,6 +7,7 @@ from typing import Any
 from quire.config.gguf import translate
 from quire.config.hf import explicit_config, read_json
 from quire.config.memory import estimate_parameters
+from quire.config.quantization import Quantization, count_numbers, read_quantization
 from quire.files.gguf import read_gguf_shards
 from quire.files.reading import reading, shown
 from quire.files.resolve import ModelFiles
@@ -55,6 +56,7 @@ class ModelFacts:
     weight_bytes: int  # as stored; 0 when there are no weight files
     parameters: int  # counted, or estimated from the shapes when there are no weight files
     files: ModelFiles
+    quantization: Quantization | None = None  # of safetensors
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ class DeviceFacts:
     times_steps: bool = True  # how long steps take while people wait is measured; otherwise it is known from sizes
     dtype: str | None = "float32"  # where nobody asks for one; None = the checkpoint's, if it has 16 bits
     page_size: int = 16  # tokens
-    keeps_quantized: bool = False  # weights of few bits stay so, and are multiplied by as they are
+    keeps_quantized: bool = False  # weights of GGUF files stay in their blocks, and are multiplied by as they are
+    keeps: frozenset[str] = frozenset()  # forms (`ops/forms.py`) that it multiplies by as they are; "experts": theirs, too
+    always_keeps: bool = False  # whatever type is asked for: that is the activations'
     quantized_page_size: int = 16  # where they do
     advice: str = ""  # to users whose quantized weights it does not keep, if something can be done about it
     overlaps: bool = False  # a step runs while the host plans the next one
@@ -106,6 +110,9 @@ def _read_facts(files: ModelFiles, overrides: Mapping[str, Any]) -> ModelFacts:
     reader = _Reader(files.name, config)
     reader.refuse_what_is_not_built()
     layers = reader.layers()
+    quantization = _quantization(files, config)
+    if quantization is not None and infos:
+        counted = count_numbers(infos, quantization)
     return ModelFacts(
         architecture=reader.architecture(),
         hf=config,
@@ -120,7 +127,17 @@ def _read_facts(files: ModelFiles, overrides: Mapping[str, Any]) -> ModelFacts:
         weight_bytes=stored,
         parameters=counted or estimate_parameters(config),
         files=files,
+        quantization=quantization,
     )
+
+
+def _quantization(files: ModelFiles, config: Mapping[str, Any]) -> Quantization | None:
+    if files.format == "gguf":
+        return None
+    try:
+        return read_quantization(config, files.path)
+    except ModelError as error:
+        raise ModelError(f"{files.name}: {error}") from error
 
 
 class _Reader:
@@ -137,11 +154,6 @@ class _Reader:
         return str(names[0])
 
     def refuse_what_is_not_built(self) -> None:
-        if quantization := self.config.get("quantization_config"):
-            method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
-            raise ModelError(
-                f"{self.name}: the weights are quantized ({method}), which is not read yet; use the original or a GGUF file"
-            )
         if self.config.get("is_encoder_decoder"):
             raise ModelError(f"{self.name}: encoder-decoder models are not supported; only decoders are")
         if (why := _NOT_SERVED.get(str(self.config.get("model_type")))) is not None:

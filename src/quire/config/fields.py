@@ -90,6 +90,7 @@ class Spec:
     low: float | None = None
     high: float | None = None
     above: float | None = None
+    short: str = ""  # its flag of one dash
 
     def check(self, name: str, value: Any, optional: bool) -> Any:
         """The value in its final form, or a ConfigError that names the field."""

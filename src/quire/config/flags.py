@@ -29,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser, owner: type, title: str) -> None:
                 options["nargs"] = "+"
             if spec.kind is LIST:
                 options |= {"nargs": "+", "action": "extend"}
-        groups[spec.group].add_argument(flag_of(field.name), **options)
+        groups[spec.group].add_argument(flag_of(field.name), *([spec.short] if spec.short else []), **options)
 
 
 def add_hidden_flags(

@@ -66,7 +66,8 @@ _STRETCHED = ("llama3", "yarn", "longrope")
 _ROPE_NAMES = {"su": "longrope", "mrope": "default"}
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 _NULL_IS_SILENT = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"})
-_SHARED_WITH_OUTER = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings")
+_SHARED_WITH_OUTER = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings",
+                      "quantization_config", "compression_config")  # fmt: skip
 
 
 def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:

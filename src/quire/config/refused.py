@@ -18,8 +18,6 @@ _NOT_MEASURED = "it is not measured yet"
 _NOT_REPLACED = "the engine's parts cannot be replaced"
 _Groups = tuple[tuple[str, dict[str, tuple[Any, ...]]], ...]
 _TABLE: _Groups = (
-    ("only GGUF files are served quantized, and that needs no argument; on a GPU they are dequantized",
-     {"quantization": ("gguf",)}),
     ("the cache holds the model's own dtype", {"kv_cache_dtype": ("auto",), "calculate_kv_scales": (False,),
                                                "override_attention_dtype": (), "mamba_cache_dtype": ("auto",),
                                                "mamba_ssm_cache_dtype": ("auto",), "mamba_cache_mode": ("none",)}),
@@ -66,7 +64,6 @@ def table_of(groups: _Groups) -> dict[str, tuple[str, tuple[Any, ...]]]:
 
 REFUSED = table_of(_TABLE)
 SHORT_FLAGS = {
-    "quantization": "-q",
     "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",
     "data_parallel_size": "-dp",

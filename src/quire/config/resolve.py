@@ -12,6 +12,7 @@ from quire.config.config import Config, Policy
 from quire.config.conflicts import refuse_conflicts
 from quire.config.facts import DeviceFacts, ModelFacts, read_facts
 from quire.config.hf import read_json
+from quire.config.quantization import Quantization, choose_quantization
 from quire.files.resolve import check_on_disk, resolve_model
 from quire.types.errors import ConfigError, RequestError
 from quire.types.sampling import LogprobsMode, SamplingParams
@@ -47,13 +48,15 @@ def resolve(
     length, explicit = choose_length(args, facts)
     device = describe(choose_device(args, find_device))
     max_batched_tokens, max_seqs = choose_batch(args, default_batch(device, serving), length)
-    keep_quantized = choose_keep_quantized(args, facts, device)
+    quantization = choose_quantization(args.quantization, facts.quantization, facts.files.format == "gguf")
+    keep_quantized = choose_keep_quantized(args, facts, device, quantization)
     config = Config(
         args=args,
         facts=facts,
         device=device.kind,
         device_facts=device,
         dtype=choose_dtype(args, facts, device),
+        quantization=quantization,
         keep_quantized=keep_quantized,
         page_size=args.block_size or (device.quantized_page_size if keep_quantized else device.page_size),
         max_model_len=length,
@@ -138,9 +141,13 @@ def choose_dtype(args: EngineArgs, facts: ModelFacts, device: DeviceFacts) -> st
     return device.dtype or ("float16" if facts.dtype == "float16" and stable else "bfloat16")
 
 
-def choose_keep_quantized(args: EngineArgs, facts: ModelFacts, device: DeviceFacts) -> bool:
-    """Unless a type was asked for: then the weights are dequantized to it."""
-    return device.keeps_quantized and args.dtype == "auto" and facts.files.format == "gguf"
+def choose_keep_quantized(
+    args: EngineArgs, facts: ModelFacts, device: DeviceFacts, quantization: Quantization | None = None
+) -> bool:
+    """Unless a type was asked for: then the weights are dequantized to it, if the device cannot have both."""
+    if facts.files.format == "gguf":
+        return device.keeps_quantized and args.dtype == "auto"
+    return quantization is not None and bool(device.keeps) and (device.always_keeps or args.dtype == "auto")
 
 
 def default_batch(device: DeviceFacts, serving: bool) -> tuple[int, int]:

@@ -144,6 +144,8 @@ def start_local(
         model_impl=args.model_impl,
         enforce_eager=args.enforce_eager,
         keep_quantized=config.keep_quantized,
+        quantization=config.quantization,
+        keeps=config.device_facts.keeps if config.keep_quantized else frozenset(),
         drafter=drafter,
     )
     executor = LocalExecutor(runner)

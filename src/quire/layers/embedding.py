@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quire.dist.collectives import Group
 from quire.layers.claims import Claims, rows_of
-from quire.layers.parameter import MethodLayer, parameter
+from quire.layers.parameter import Method, MethodLayer, parameter
 from quire.layers.role import Role
 from quire.ops.linear import linear_float
 
@@ -82,18 +82,28 @@ class PositionEmbedding(Embedding):
 
 
 class HeadMethod(Protocol):
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]: ...
+
     def shapes(self, vocab_size: int, hidden_size: int) -> Mapping[str, tuple[int, ...]]:
-        """The parameters by the name the checkpoint gives them; a tied head has none of its own."""
+        """The parameters, by names of the method's own; a tied head has none."""
         ...
+
+    def claims(self, layer: "Head", path: str) -> Claims: ...
+
+    def finish(self, layer: "Head") -> None: ...
 
     def apply(self, layer: "Head", hidden: Tensor) -> Tensor:
         """hidden [P, H] -> [P, V] float32, neither scaled nor capped."""
         ...
 
 
-class PlainHead:
+class PlainHead(Method):
     def shapes(self, vocab_size: int, hidden_size: int) -> Mapping[str, tuple[int, ...]]:
         return {"weight": (vocab_size, hidden_size)}
+
+    def claims(self, layer: "Head", path: str) -> Claims:
+        return claim_rows(layer, path, self.shapes(layer.total, layer.hidden_size)) if layer.tied is None else {}
 
     def apply(self, layer: "Head", hidden: Tensor) -> Tensor:
         return linear_float(hidden, layer.matrix(), layer.bias)
@@ -131,12 +141,17 @@ class Head(MethodLayer):
 
     def use(self, method: HeadMethod) -> None:
         self.method = method
-        self.declare({} if self.tied is not None else method.shapes(len(self.kept), self.hidden_size))
+        self.declare({} if self.tied is not None else method.shapes(len(self.kept), self.hidden_size), method.dtypes)
 
     def claims(self, path: str) -> Claims:
         """A checkpoint may store a tied matrix a second time."""
-        taken = claim_rows(self, path, {**self.method.shapes(self.total, self.hidden_size), "bias": (self.total,)})
+        taken = self.method.claims(self, path)
+        if self.bias is not None:
+            taken[f"{path}.bias"] = rows_of((self.total,), [(self.bias.data, self.kept)])
         return taken if self.tied is None else {f"{path}.weight": None, **taken}
+
+    def finish(self, device: torch.device) -> None:  # noqa: ARG002
+        self.method.finish(self)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [P, H] -> [P, V] float32."""
@@ -155,5 +170,4 @@ class Head(MethodLayer):
 
 def claim_rows(layer: Embedding | Head, path: str, shapes: Mapping[str, tuple[int, ...]]) -> Claims:
     """Of tensors of these shapes in the checkpoint, a layer's rows."""
-    own = layer.named_parameters(recurse=False)
-    return {f"{path}.{name}": rows_of(shapes[name], [(value.data, layer.kept)]) for name, value in own}
+    return {f"{path}.{name}": rows_of(shapes[name], [(layer.get_parameter(name).data, layer.kept)]) for name in layer.stored}

@@ -1,7 +1,7 @@
 """Linear layers, alone or several over one input merged into one matrix.
 
-How the numbers are stored and multiplied is a *method*: it names the parameters, says where a checkpoint tensor belongs in
-them, may repack them when all are loaded, and multiplies.
+How the numbers are stored and multiplied is a *method*: it names the parameters, claims checkpoint tensors for them, may repack
+them when all are loaded, and multiplies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from quire.dist.collectives import Group, add_parts
 from quire.dist.mesh import Cut, evenly
 from quire.layers.adapter import LinearBank
 from quire.layers.claims import Claim, Claims, Take, rows_of
-from quire.layers.parameter import MethodLayer, parameter
+from quire.layers.parameter import Method, MethodLayer, parameter
 from quire.layers.role import Role
 from quire.ops.activation import gated
 from quire.ops.linear import gated_linear, linear
@@ -24,17 +24,16 @@ from quire.ops.linear import gated_linear, linear
 
 class LinearMethod(Protocol):
     @property
-    def dtype(self) -> torch.dtype | None:
-        """Of the stored parameters; None = the model's."""
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Of stored parameters whose type is not the model's."""
         ...
 
     def shapes(self, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:
-        """The parameters by the name the checkpoint gives them after the layer's path."""
+        """The parameters, by names of the method's own."""
         ...
 
-    def load(self, name: str, stored: nn.Parameter, start: int, outputs: range, inputs: range) -> Take:
-        """Of a tensor `name` in the checkpoint, the slice of these outputs and inputs, and the view of the parameter that takes
-        it: there the outputs are from `start` on, and the inputs are all there are."""
+    def claims(self, layer: "Linear", path: str) -> Claims:
+        """Where they are in the checkpoint."""
         ...
 
     def finish(self, layer: "Linear") -> None: ...
@@ -46,20 +45,23 @@ class LinearMethod(Protocol):
         ...
 
 
-class Plain:
+class Plain(Method):
     """One matrix [outputs, inputs] of the model's type."""
-
-    dtype = None
 
     def shapes(self, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:
         return {"weight": (outputs, inputs)}
 
-    def load(self, name: str, stored: nn.Parameter, start: int, outputs: range, inputs: range) -> Take:  # noqa: ARG002
-        view = stored.data[start : start + len(outputs)]
-        return Take(view, ((outputs.start, outputs.stop), (inputs.start, inputs.stop)))
-
-    def finish(self, layer: "Linear") -> None:
-        pass
+    def claims(self, layer: "Linear", path: str) -> Claims:
+        taken: Claims = {}
+        across = layer.kept_inputs.start, layer.kept_inputs.stop
+        for part, matrix in layer.parts(path).items():
+            takes = [
+                Take(layer.weight.data[start : start + len(rows)], ((rows.start, rows.stop), across))
+                for start, rows in matrix.kept
+            ]
+            claim = Claim((matrix.outputs, layer.all_inputs), tuple(takes)).simple
+            taken[f"{part}.weight"] = claim.transposed if layer.transposed else claim
+        return taken
 
     def apply(self, layer: "Linear", x: Tensor) -> Tensor:
         return linear(x, layer.weight, layer.bias)
@@ -103,7 +105,7 @@ class Linear(MethodLayer):
         self.sections = tuple(sections or (outputs,))
         self.cuts = tuple(cuts or map(evenly, (inputs,) if role is Role.ROW else self.sections))
         self.all_inputs, self.biased = inputs, bias
-        self.method = method or Plain()
+        self.method: LinearMethod = method or Plain()
         self.keep(range(inputs), [range(size) for size in self.sections], bias=bias)
 
     def keep(self, inputs: range, outputs: Sequence[range], *, bias: bool) -> None:
@@ -115,7 +117,7 @@ class Linear(MethodLayer):
 
     def use(self, method: LinearMethod) -> None:
         self.method = method
-        self.declare(method.shapes(self.inputs, self.outputs), method.dtype)
+        self.declare(method.shapes(self.inputs, self.outputs), method.dtypes)
 
     def tensors(self, path: str) -> Mapping[str, slice]:
         """Path in the checkpoint -> its sections, from the top of the matrix down."""
@@ -137,14 +139,8 @@ class Linear(MethodLayer):
         return found
 
     def claims(self, path: str) -> Claims:
-        taken: Claims = {}
+        taken = self.method.claims(self, path)
         for part, matrix in self.parts(path).items():
-            whole = self.method.shapes(self.all_inputs, matrix.outputs)
-            for name in self.stored:
-                stored = self.get_parameter(name)
-                takes = [self.method.load(name, stored, start, rows, self.kept_inputs) for start, rows in matrix.kept]
-                claim = Claim(whole[name], tuple(takes)).simple
-                taken[f"{part}.{name}"] = claim.transposed if self.transposed else claim
             if self.bias is not None:
                 views = [(self.bias.data[start : start + len(rows)], rows) for start, rows in matrix.kept]
                 taken[f"{part}.bias"] = rows_of((matrix.outputs,), views)

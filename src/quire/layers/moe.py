@@ -3,29 +3,35 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from quire.attn.batch import AdapterRows
 from quire.dist.collectives import Group, add_parts
 from quire.layers.claims import Claim, Claims, Take
 from quire.layers.linear import Linear
-from quire.layers.parameter import MethodLayer
+from quire.layers.parameter import Method, MethodLayer
 from quire.layers.role import Role
 from quire.ops.activation import check_activation
 from quire.ops.moe import experts_forward, route
 
 
 class ExpertsMethod(Protocol):
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]: ...
+
     def shapes(self, count: int, hidden_size: int, inner_size: int) -> Mapping[str, tuple[int, ...]]:
         """The parameters by names of the method's own."""
         ...
 
     def claims(self, layer: "Experts", path: str) -> Claims: ...
 
+    def finish(self, layer: "Experts") -> None: ...
+
     def apply(self, layer: "Experts", x: Tensor, weights: Tensor, experts: Tensor) -> Tensor: ...
 
 
-class PlainExperts:
+class PlainExperts(Method):
     """Two stacks of matrices of the model's type."""
 
     def shapes(self, count: int, hidden_size: int, inner_size: int) -> Mapping[str, tuple[int, ...]]:
@@ -88,7 +94,7 @@ class Experts(MethodLayer):
 
     def use(self, method: ExpertsMethod) -> None:
         self.method = method
-        self.declare(method.shapes(len(self.kept), self.hidden_size, len(self.kept_inner)))
+        self.declare(method.shapes(len(self.kept), self.hidden_size, len(self.kept_inner)), method.dtypes)
 
     def arrange(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.fused = f"{path}.gate_up_proj" in shapes
@@ -97,6 +103,9 @@ class Experts(MethodLayer):
 
     def claims(self, path: str) -> Claims:
         return self.method.claims(self, path)
+
+    def finish(self, device: torch.device) -> None:  # noqa: ARG002
+        self.method.finish(self)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [T, H], weights and experts [T, top_k] -> [T, H]."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quire.layers.claims import Claim, Claims, whole
 from quire.load.place import Mover
@@ -53,9 +53,17 @@ def assign(table: Mapping[str, Claim | None], source: Source, renames: Renames, 
     total = sum(place.nbytes for place in places.values())
     with torch.no_grad(), doing("loading weights", total) as progress, Mover(progress) as mover:
         for part, tensor in source.read(places):
-            if places[part].is_floating_point() and not tensor.is_floating_point():
-                raise ModelError(f"{where}: tensor {part.name!r} is stored as {tensor.dtype}, where the model has floats")
+            _check_type(part.name, tensor, places[part], where)
             mover.put(part.name, tensor, places[part])
+
+
+def _check_type(name: str, tensor: Tensor, place: Tensor, where: str) -> None:
+    """Floats of 16 bits and more become each other; what has few bits must be what was expected."""
+    wide = place.is_floating_point() and place.dtype.itemsize > 1
+    if wide and not tensor.is_floating_point():
+        raise ModelError(f"{where}: tensor {name!r} is stored as {tensor.dtype}, where the model has floats")
+    if not wide and tensor.dtype != place.dtype:
+        raise ModelError(f"{where}: tensor {name!r} is stored as {tensor.dtype}, where {place.dtype} is expected")
 
 
 def _match(

@@ -30,8 +30,18 @@ class DummySource:
             view = claim.takes[0].view
             generator = generators.setdefault(view.device, torch.Generator(view.device))
             generator.manual_seed(int.from_bytes(hashlib.sha256(f"{self.seed}/{part.name}".encode()).digest()[:7], "little"))
-            values = torch.empty(claim.shape, dtype=view.dtype, device=view.device)
-            yield part, cut(values.normal_(0.0, SPREAD, generator=generator), part.ranges)
+            yield part, cut(_values(claim.shape, view, generator), part.ranges)
 
     def find_rows(self, name: str) -> None:  # noqa: ARG002
         return None
+
+
+def _values(shape: tuple[int, ...], view: Tensor, generator: torch.Generator) -> Tensor:
+    """Of few bits: any; scales among floats are as good as weights are."""
+    kind = view.dtype
+    if not kind.is_floating_point:
+        whole = torch.empty(shape, dtype=kind, device=view.device)
+        bounds = torch.iinfo(kind)
+        return whole.random_(bounds.min, bounds.max, generator=generator)
+    values = torch.empty(shape, dtype=kind if kind.itemsize > 1 else torch.float32, device=view.device)
+    return values.normal_(0.0, SPREAD, generator=generator).to(kind)

@@ -1,5 +1,6 @@
 """Fills a model that was built without weights."""
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -7,6 +8,8 @@ import torch
 from torch import nn
 
 from quire.files.reading import reading
+from quire.layers.quant.scheme import take_inventory
+from quire.layers.quant.stored import Target
 from quire.load.assign import Renames, assign, claims_of, rename
 from quire.load.dummy import DummySource
 from quire.load.safetensors import SafetensorsSource
@@ -17,7 +20,15 @@ from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
+    from quire.config.quantization import Quantization
 
+logger = logging.getLogger(__name__)
+KV_SCALES: Renames = (
+    (r"\.(q|k|v|kv)_scale$", None),
+    (r"\.(q|k|v)_proj\.output_scale$", None),
+    (r"\.(k|v)_cache\.scale$", None),
+    (r"\.(q|k|v|kv)_zero_point$", None),
+)
 FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
@@ -59,32 +70,46 @@ def load_weights(
     load_format: str = "auto",
     seed: int = 0,
     keep_quantized: bool = False,
+    quantization: "Quantization | None" = None,
+    keeps: frozenset[str] = frozenset(),
 ) -> None:
     """Puts the model on `device` in `dtype` and fills every parameter. "auto" reads what the model's files are.
 
-    keep_quantized: matrices that a file stores in blocks of few bits stay so, where a layer can multiply by them.
+    keep_quantized: matrices that a GGUF file stores in blocks of few bits stay so, where a layer can multiply by them.
+    quantization: how safetensors are quantized; keeps: what of it stays so (`DeviceFacts.keeps`), the rest becomes floats.
     """
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with reading(facts.files.path, "the weights cannot be loaded"):
-        _load(model, facts, torch.device(device), kind, load_format, seed, keep_quantized)
+        target = Target(kind, keeps)
+        _load(model, facts, torch.device(device), load_format, seed, keep_quantized, quantization, target)
 
 
 def _load(
     model: nn.Module,
     facts: "ModelFacts",
     device: torch.device,
-    kind: torch.dtype,
     load_format: str,
     seed: int,
     keep_quantized: bool,
+    quantization: "Quantization | None",
+    target: Target,
 ) -> None:
+    kind = target.dtype
     if isinstance(model, Filling):
+        if quantization is not None:
+            raise ModelError(
+                f"{facts.files.name}: the weights are quantized ({quantization.method}), and {facts.architecture} is run by "
+                "the fallback, which takes floats only; use the original"
+            )
         model.fill(None if load_format == "dummy" else open_source(facts, load_format), device, kind, seed)
         return
     source = None if load_format == "dummy" else open_source(facts, load_format)
     renames: Renames = getattr(model, "renames", ())
     if keep_quantized and isinstance(source, Blocks):
         keep(model, source, renames)
+    if quantization is not None:
+        renames = (*renames, *KV_SCALES)
+        use_scheme(model, quantization, source, renames, target)
     materialize(model, device, kind)
     if source is not None:
         arrange(model, source, renames)
@@ -96,6 +121,26 @@ def _load(
     for module in model.modules():
         if isinstance(module, Finishing):
             module.finish(device)
+    if target.dequantized:
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(target.dequantized.items()))
+        logger.info("quantized matrices that are held as %s: %s", str(kind).removeprefix("torch."), counts)
+
+
+def use_scheme(model: nn.Module, quantization: "Quantization", source: Source | None, renames: Renames, target: Target) -> None:
+    """Every layer gets the method that its part of a quantized checkpoint wants."""
+    if source is not None and not isinstance(source, SafetensorsSource):
+        raise ModelError(f"quantization {quantization.method!r} needs safetensors")
+    inventory = None
+    if source is not None:
+        names = [(name, ours) for name in source.shapes if (ours := rename(name, renames)) is not None]
+        inventory = take_inventory(names, source.infos)
+    if quantization.config.get("kv_cache_scheme") or quantization.config.get("kv_cache_quant_algo"):
+        logger.info("the checkpoint has scales for a cache of 8 bits; the cache has the model's type, and does not need them")
+    scheme = find_scheme(f"{quantization.method} online" if quantization.online else quantization.method)
+    try:
+        quantize(model, scheme(quantization.config, inventory, target))
+    except ModelError as error:
+        raise ModelError(f"the weights are quantized ({quantization.method}): {error}") from error
 
 
 def arrange(model: nn.Module, source: Source, renames: Renames) -> None:
@@ -141,9 +186,9 @@ def open_source(facts: "ModelFacts", load_format: str) -> Source:
 
 
 def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Gives every meta parameter memory of its own; floating ones take the model's type."""
+    """Gives every meta parameter memory of its own; floating ones take the model's type, unless a method fixed theirs."""
     for module in model.modules():
         for name, old in list(module.named_parameters(recurse=False)):
-            kind = dtype if old.is_floating_point() else old.dtype
+            kind = dtype if old.is_floating_point() and name not in getattr(module, "fixed", ()) else old.dtype
             new = torch.empty(old.shape, dtype=kind, device=device)
             module.register_parameter(name, nn.Parameter(new, requires_grad=False))

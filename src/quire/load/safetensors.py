@@ -62,6 +62,10 @@ class SafetensorsSource:
         return found
 
     @property
+    def infos(self) -> Mapping[str, TensorInfo]:
+        return {name: info for name, (_, info) in self._found.items()}
+
+    @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: info.shape for name, (_, info) in self._found.items()}
 

@@ -15,9 +15,9 @@ class Mixtral(Decoder):
     renames = (
         *Decoder.renames,
         (r"\.block_sparse_moe\.", ".mlp."),
-        (r"\.w1\.weight$", ".gate_proj.weight"),
-        (r"\.w2\.weight$", ".down_proj.weight"),
-        (r"\.w3\.weight$", ".up_proj.weight"),
+        (r"\.w1\.", ".gate_proj."),
+        (r"\.w2\.", ".down_proj."),
+        (r"\.w3\.", ".up_proj."),
     )
 
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002

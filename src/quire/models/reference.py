@@ -34,8 +34,19 @@ never run. Encoders, encoder-decoders, recurrent models and pooling are not serv
 | safetensors in float32, bfloat16, float16 | float32, or `dtype` | bfloat16, or the checkpoint's float16, or `dtype` |
 | GGUF, floating point (F32, F16, BF16, F64) | as above | as above |
 | GGUF, quantized | stays quantized; with an explicit `dtype` dequantized when loaded | dequantized when loaded |
-| safetensors with a `quantization_config` (AWQ, GPTQ, FP8, ...) | refused | refused |
+| safetensors with a `quantization_config` | as below | stays quantized |
+| the same with `quantization="fp8"`, of floats | rounded to 8 bits, held as floats | 8 bits |
 | `load_format="dummy"` | random | random |
+
+**Quantized safetensors**: `quantization_config` (or `compression_config`, `hf_quant_config.json`, `quantize_config.json`) names
+the method: awq (gemm layout), gptq (4 and 8 bits, act-order), compressed-tensors (int4 and int8 packed, int8 with 8-bit
+activations, fp8 by tensor, output or block, nvfp4, mxfp4, several schemes in one model, `ignore`), fp8 (by tensor, output or
+block), modelopt (FP8 and NVFP4), bitsandbytes (nf4, fp4, int8). Matrices are turned into one of four forms as they are loaded
+(`ops/forms.py`). What is wrong in a detail (groups that do not divide, missing scales, a scale of 0 or NaN) is an error that
+names the tensor. On a CPU whole numbers of 4 and 8 bits stay so, unless there is an explicit `dtype`, act-order or groups
+that are no multiple of 32; everything else becomes floats, as do all experts. Scales for a cache of 8 bits are not used.
+`quantization=` may repeat the method, or a name of vLLM's for it (`awq_marlin`); on a checkpoint of floats `fp8` rounds
+matrices as they are loaded.
 
 Quantized weights stay quantized where Quire's kernels were compiled (ARM, x86 with AVX-512 VNNI), and on x86 Linux with the
 extra `cpu`; elsewhere they are dequantized when loaded, and the log says so. Experts of mixtures are dequantized in any

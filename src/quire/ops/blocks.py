@@ -10,15 +10,17 @@ lies together and every operation runs along N; for rows of it N is 1, and nothi
 
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
 from torch import Tensor
 
 from quire.files.gguf import GGML_TYPES, READABLE_TYPES
+from quire.ops.forms import PackedInts
 from quire.types.errors import ModelError
 
+HALVES = ("Q4_0", "Q4_1", "Q5_0", "Q8_0")  # types whose scales and offsets are in half precision, one to a group of 32
 AROUND = 1 << 16  # bytes: with a page of a file, the system maps its neighbours
 RUN_ELEMENTS = 1 << 19  # dequantized at once: small enough for a cache, and many blocks side by side
 
@@ -66,7 +68,49 @@ class QuantizedMatrix:
             self.file.madvise(mmap.MADV_DONTNEED, start, min(end, len(self.file)) - start)
 
 
-def cut(parts: Sequence[QuantizedMatrix], start: int, stop: int) -> Iterator[tuple[QuantizedMatrix, int, int, int]]:
+@dataclass(frozen=True)
+class IntegerMatrix:
+    """A matrix [N, columns] of 4- or 8-bit numbers in memory, whose groups are whole numbers of 32."""
+
+    form: PackedInts
+
+    @property
+    def columns(self) -> int:
+        return self.form.inputs
+
+    def __len__(self) -> int:
+        return self.form.outputs
+
+    def forget(self) -> None:
+        """It is in no file."""
+
+    def rows(self, start: int, stop: int) -> PackedInts:
+        form = self.form
+        zeros = None if form.zeros is None else form.zeros[start:stop]
+        return replace(form, numbers=form.numbers[start:stop], scale=form.scale[start:stop], zeros=zeros)
+
+    def take_apart(self, start: int, stop: int) -> "Integers":
+        some = self.rows(start, stop)
+        scale = some.scale.float().repeat_interleave(some.group // GROUP, -1)
+        offset = None
+        if some.zeros is not None:
+            zeros = some.zeros.float().repeat_interleave(some.group // GROUP, -1)
+            offset = scale * (2 ** (some.bits - 1) - zeros)
+        return Integers(some.bits, some.unpacked(), scale, offset)
+
+
+BlockMatrix = QuantizedMatrix | IntegerMatrix
+
+
+def has_half_factors(stored: BlockMatrix) -> bool:
+    """Are its scales and offsets numbers of half precision, one to a group of 32?"""
+    if isinstance(stored, QuantizedMatrix):
+        return GGML_TYPES[stored.type][0] in HALVES
+    scale = stored.form.scale.float()
+    return stored.form.zeros is None and torch.equal(scale.half().float(), scale)
+
+
+def cut(parts: Sequence[BlockMatrix], start: int, stop: int) -> Iterator[tuple[BlockMatrix, int, int, int]]:
     """Outputs start ... stop as rows of parts: part, its first row and the end, and which output the first row is."""
     first = 0
     for part in parts:
@@ -94,8 +138,11 @@ def dequantize(raw: Tensor, type_: int, shape: tuple[int, ...]) -> Tensor:
     return out.view(shape)
 
 
-def dequantize_columns(stored: QuantizedMatrix, start: int, stop: int, out: Tensor) -> None:
+def dequantize_columns(stored: BlockMatrix, start: int, stop: int, out: Tensor) -> None:
     """Rows start ... stop of a matrix as columns: out [columns, stop - start], of any floating type."""
+    if isinstance(stored, IntegerMatrix):
+        out.copy_(stored.rows(start, stop).dequantize().t())
+        return
     name, elements, nbytes = GGML_TYPES[stored.type]
     fill = DEQUANTIZE.get(name)
     run = max(1, RUN_ELEMENTS // stored.columns)
@@ -114,17 +161,18 @@ def dequantize_columns(stored: QuantizedMatrix, start: int, stop: int, out: Tens
 NIBBLE_ROW = 20  # bytes of 32 elements with scale and offset
 
 
-def fill_nibble_rows(stored: QuantizedMatrix, start: int, stop: int, out: Tensor) -> None:
+def fill_nibble_rows(stored: BlockMatrix, start: int, stop: int, out: Tensor) -> None:
     """Rows start ... stop of a matrix of 4-bit numbers in blocks of 32, each block as out's rows [groups, 20] uint8 have them:
 
     [ element 0, 16 | 1, 17 | ... | 15, 31 | scale | offset ]   the lower 4 bits first; both numbers in half precision
     """
+    assert isinstance(stored, QuantizedMatrix)
     name, _, nbytes = GGML_TYPES[stored.type]
     _NIBBLE_ROWS[name](stored.read(start, stop).view(-1, nbytes), out)
 
 
-def has_nibble_rows(stored: QuantizedMatrix) -> bool:
-    return GGML_TYPES[stored.type][0] in _NIBBLE_ROWS
+def has_nibble_rows(stored: BlockMatrix) -> bool:
+    return isinstance(stored, QuantizedMatrix) and GGML_TYPES[stored.type][0] in _NIBBLE_ROWS
 
 
 def _nibble_rows_q4_0(blocks: Tensor, out: Tensor) -> None:
@@ -274,8 +322,10 @@ class Integers:
         return self if self.bits == 8 else Integers(8, self.numbers + 120, self.scale, self.offset)
 
 
-def take_apart(stored: QuantizedMatrix, start: int = 0, stop: int | None = None) -> Integers:
+def take_apart(stored: BlockMatrix, start: int = 0, stop: int | None = None) -> Integers:
     """Its rows, or some. Types with a scale per 32 elements keep their values exactly; others are rounded to 8 bits."""
+    if isinstance(stored, IntegerMatrix):
+        return stored.take_apart(start, len(stored) if stop is None else stop)
     name, _, nbytes = GGML_TYPES[stored.type]
     rows = stored.read(start, len(stored) if stop is None else stop)
     apart = _APART.get(name)

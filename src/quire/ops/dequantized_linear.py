@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.blocks import GROUP, NIBBLE_ROW, QuantizedMatrix, cut, dequantize_columns, fill_nibble_rows, has_nibble_rows
+from quire.ops.blocks import GROUP, NIBBLE_ROW, BlockMatrix, cut, dequantize_columns, fill_nibble_rows, has_nibble_rows
 
 SLAB_ELEMENTS = 1 << 21
 MANY, STEP, LONG_STEP = 512, 64, 256  # rows
 
 
-def dequantized_linear(x: Tensor, parts: Sequence[QuantizedMatrix], bias: Tensor | None) -> Tensor:
+def dequantized_linear(x: Tensor, parts: Sequence[BlockMatrix], bias: Tensor | None) -> Tensor:
     """x [T, K] float32, parts of the matrix [N, K] above each other -> [T, N] float32."""
     count, inputs, outputs = len(x), x.shape[1], max(1, SLAB_ELEMENTS // x.shape[1])
     x = F.pad(x, (0, 0, 0, round_up(count) - count))
@@ -48,7 +48,7 @@ def round_up(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def dequantizes_quickly(parts: Sequence[QuantizedMatrix]) -> bool:
+def dequantizes_quickly(parts: Sequence[BlockMatrix]) -> bool:
     return all(map(has_nibble_rows, parts))
 
 
@@ -71,7 +71,7 @@ def _bfloat16_products() -> Iterator[None]:
         settings.fp32_precision = before
 
 
-def _dequantize_nibbles(parts: Sequence[QuantizedMatrix], start: int, stop: int, inputs: int) -> Tensor:
+def _dequantize_nibbles(parts: Sequence[BlockMatrix], start: int, stop: int, inputs: int) -> Tensor:
     """Outputs start ... stop of the whole matrix: [K, stop - start]."""
     groups = inputs // GROUP
     rows = _buffer(max(SLAB_ELEMENTS, inputs) // GROUP * NIBBLE_ROW, torch.uint8)[: (stop - start) * groups * NIBBLE_ROW]
@@ -82,7 +82,7 @@ def _dequantize_nibbles(parts: Sequence[QuantizedMatrix], start: int, stop: int,
     return dequantized.view(stop - start, inputs).t()
 
 
-def _dequantize_others(parts: Sequence[QuantizedMatrix], start: int, stop: int, inputs: int) -> Tensor:
+def _dequantize_others(parts: Sequence[BlockMatrix], start: int, stop: int, inputs: int) -> Tensor:
     """As above, a share for each thread."""
     slab = _buffer(max(SLAB_ELEMENTS, inputs), torch.float32)[: inputs * (stop - start)].view(inputs, stop - start)
     threads = torch.get_num_threads()

@@ -13,7 +13,18 @@ from quire.layers.linear import Linear, LinearMethod
 from quire.layers.moe import Experts, ExpertsMethod
 
 # how checkpoints are quantized -> who knows the methods; imported when one is
-SCHEMES: Mapping[str, str] = MappingProxyType({"gguf": "quire.layers.quant.gguf:GGUFScheme"})
+SCHEMES: Mapping[str, str] = MappingProxyType(
+    {
+        "awq": "quire.layers.quant.awq:AWQScheme",
+        "bitsandbytes": "quire.layers.quant.bitsandbytes:BitsAndBytesScheme",
+        "compressed-tensors": "quire.layers.quant.compressed_tensors:CompressedTensorsScheme",
+        "fp8": "quire.layers.quant.fp8:Float8Scheme",
+        "fp8 online": "quire.layers.quant.fp8:OnlineFloat8Scheme",
+        "gguf": "quire.layers.quant.gguf:GGUFScheme",
+        "gptq": "quire.layers.quant.gptq:GPTQScheme",
+        "modelopt": "quire.layers.quant.modelopt:ModelOptScheme",
+    }
+)
 
 
 class Scheme(Protocol):

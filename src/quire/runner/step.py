@@ -39,6 +39,7 @@ from quire.types.stats import DeviceCounts
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
+    from quire.config.quantization import Quantization
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PROMPT_PIECE = 256  # prompt positions whose logits are held at a time
@@ -66,6 +67,8 @@ class Runner:
         model_impl: str = "auto",
         enforce_eager: bool = False,
         keep_quantized: bool = False,
+        quantization: "Quantization | None" = None,
+        keeps: frozenset[str] = frozenset(),
         drafter: Drafter | None = None,
     ) -> None:
         self._facts = facts
@@ -80,6 +83,7 @@ class Runner:
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self._model_impl = model_impl
         self._keep_quantized = keep_quantized
+        self._quantization, self._keeps = quantization, keeps
         self._recording = device.records and not enforce_eager and drafter is None  # no graph verifies drafts
         self.graphs: Graphs | None = None  # it counts what it recorded and replayed
         self._kv_layout = KVLayout.PAGES
@@ -101,7 +105,7 @@ class Runner:
         model = build_model(self._facts, self._model_impl)
         load_weights(
             model, self._facts, device=self._device.torch_device, dtype=self._dtype, load_format=self._load_format,
-            seed=self._seed, keep_quantized=self._keep_quantized,
+            seed=self._seed, keep_quantized=self._keep_quantized, quantization=self._quantization, keeps=self._keeps,
         )  # fmt: skip
         setting = Setting(self._facts, self._dtype, self._layout, self._load_format)
         prepared = self._device.prepare(model, setting)

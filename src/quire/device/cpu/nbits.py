@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.device.cpu.graph import ELEMENTS, Array, Graph
-from quire.ops.blocks import GROUP, Integers, QuantizedMatrix, take_apart
+from quire.ops.blocks import GROUP, BlockMatrix, Integers, take_apart
 
 FLOAT = ELEMENTS[np.dtype(np.float32)]
 FINE = 4  # rests are in units of at most 1 / FINE of a scale, on average
@@ -55,7 +55,7 @@ class Packed:
         return np.stack((self.zeros & 15, self.zeros >> 4), axis=-1).reshape(shape[0], -1)[:, : shape[1]].copy()
 
 
-def pack(stored: Sequence[QuantizedMatrix], bias: Tensor | None) -> Packed:
+def pack(stored: Sequence[BlockMatrix], bias: Tensor | None) -> Packed:
     """One matrix of matrices above each other; numbers of different width take the larger one."""
     parts = [take_apart(part) for part in stored]
     for part in stored:

@@ -12,6 +12,7 @@ from quire.device.base import Body, Prepared, Setting
 from quire.device.cpu import gemm
 from quire.device.cpu.autotune import dequantize_from, runtime_for_blocks, runtime_for_floats
 from quire.device.cpu.compiled import Compiled, compile_body
+from quire.device.cpu.forms import adopt_forms
 from quire.device.cpu.graph import Runtime
 from quire.device.cpu.huge_pages import gather_in_background
 from quire.device.cpu.network import DecoderNetwork
@@ -19,8 +20,10 @@ from quire.device.cpu.openvino import PAGE
 from quire.device.cpu.product import Product, repack
 from quire.device.cpu.resident import give_back_memory
 from quire.device.cpu.session import KEPT_OF_PRODUCT
+from quire.layers.claims import Claims
 from quire.layers.embedding import Head
 from quire.layers.linear import Linear
+from quire.layers.parameter import Method
 from quire.layers.quant.gguf import GGUFHead, GGUFMethod, GGUFRows
 from quire.load.load import Filling, find_rows
 from quire.models.decoder import Decoder
@@ -28,6 +31,7 @@ from quire.types.cache import KVLayout, can_divide
 
 
 def prepare(model: Decoder, setting: Setting) -> Prepared:
+    adopt_forms(model)
     body: Body = model.run_blocks
     layout, whole = KVLayout.LINES, setting.dtype == torch.float32 and not isinstance(model, Filling)
     layers = kept_in_blocks(model)
@@ -88,13 +92,16 @@ def pack_blocks(head: Head) -> None:
         head.method.product = Product(repack([head.method.matrix], head.bias, runtime), runtime, KEPT_OF_PRODUCT)
 
 
-class PackedHead:
+class PackedHead(Method):
     """A float32 matrix is multiplied by as a copy in an order of its own, and the head holds none."""
 
     def __init__(self, head: Head, runtime: Runtime) -> None:
         self._product = gemm.Gemm(head.matrix(), head.bias, runtime)
 
     def shapes(self, vocab_size: int, hidden_size: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
+        return {}
+
+    def claims(self, layer: Head, path: str) -> Claims:  # noqa: ARG002
         return {}
 
     def apply(self, layer: Head, hidden: Tensor) -> Tensor:  # noqa: ARG002

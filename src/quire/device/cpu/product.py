@@ -9,12 +9,12 @@ from quire.device.cpu.graph import Graph, Runtime
 from quire.device.cpu.nbits import Packed, pack
 from quire.device.cpu.session import KEPT_ELEMENTS, Session
 from quire.device.cpu.tiles import Tiles, lay_out
-from quire.ops.blocks import QuantizedMatrix
+from quire.ops.blocks import BlockMatrix
 
 Repacked = Packed | Tiles
 
 
-def repack(stored: Sequence[QuantizedMatrix], bias: Tensor | None, runtime: Runtime) -> Repacked:
+def repack(stored: Sequence[BlockMatrix], bias: Tensor | None, runtime: Runtime) -> Repacked:
     """One matrix of matrices above each other."""
     return lay_out(stored, bias) if runtime is Runtime.OWN else pack(stored, bias)
 

@@ -18,13 +18,11 @@ import torch
 from torch import Tensor
 
 from quire.device.cpu.graph import OWN, Array, Graph
-from quire.files.gguf import GGML_TYPES
-from quire.ops.blocks import GROUP, Integers, QuantizedMatrix, cut, take_apart
+from quire.ops.blocks import GROUP, BlockMatrix, Integers, cut, has_half_factors, take_apart
 from quire.ops.native import float_tile
 
 TILE = 4  # outputs
 FLOATS = 8  # the kind
-HALVES = {"Q4_0", "Q4_1", "Q5_0", "Q8_0"}  # types whose scales and offsets are in half precision, one to a group
 AT_ONCE = 1 << 20  # numbers that are laid out at once: what it takes in between goes back to torch, not to the system
 
 
@@ -37,12 +35,12 @@ class Tiles:
     bias: Array | None  # [outputs, rounded up to whole tiles] float32
 
 
-def lay_out(stored: Sequence[QuantizedMatrix], bias: Tensor | None) -> Tiles:
+def lay_out(stored: Sequence[BlockMatrix], bias: Tensor | None) -> Tiles:
     """One matrix of matrices above each other; numbers of different width take the larger one."""
     outputs, groups = sum(map(len, stored)), stored[0].columns // GROUP
     samples = [take_apart(part, 0, 1) for part in stored]
     bits, offsets = max(part.bits for part in samples), any(part.offset is not None for part in samples)
-    exact = all(GGML_TYPES[part.type][0] in HALVES for part in stored)
+    exact = all(map(has_half_factors, stored))
     wide = not exact or (bits == 8 and offsets)
     kind = torch.float32 if wide else torch.float16
     nbytes = 16 * bits + TILE * kind.itemsize * (1 + offsets)

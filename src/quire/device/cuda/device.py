@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 BATCH, LARGE_BATCH = (8192, 256), (16384, 1024)  # tokens and requests per step
 LARGE_BYTES = 70 * 2**30
 SERVED_TOKENS = 8192
+KEEPS = frozenset({"int4", "int8", "w8a8", "fp8", "fp4", "experts"})
 
 
 class CUDADevice(Device):
@@ -46,6 +47,8 @@ class CUDADevice(Device):
             dtype=None,
             overlaps=True,
             reads_in_place=True,  # its figures were taken so
+            keeps=KEEPS,
+            always_keeps=True,
         )
 
     def start(self) -> None:

@@ -7,27 +7,26 @@ each time anew. The formats are known to `ops/blocks.py`.
 from collections.abc import Callable, Mapping, Sequence
 from math import lcm
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from quire.files.gguf import GGML_TYPES
-from quire.layers.claims import Take
+from quire.layers.claims import Claims
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts
+from quire.layers.parameter import Method
 from quire.ops.activation import gated
-from quire.ops.blocks import GROUP, QuantizedMatrix, dequantize
+from quire.ops.blocks import GROUP, BlockMatrix, QuantizedMatrix, dequantize
 from quire.ops.dequantized_linear import dequantized_linear, dequantizes_quickly
 
 MANY_IDS = 64
 
 
-class GGUFMethod:
+class GGUFMethod(Method):
     """A matrix of parts above each other, each of its own type."""
 
-    dtype = None
-
-    def __init__(self, parts: Sequence[QuantizedMatrix]) -> None:
+    def __init__(self, parts: Sequence[BlockMatrix]) -> None:
         self.parts = tuple(parts)
         self.few: Callable[[Tensor], Tensor | None] | None = None  # a device's way to multiply few rows; None = they are many
 
@@ -38,11 +37,8 @@ class GGUFMethod:
     def shapes(self, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
         return {}
 
-    def load(self, name: str, stored: nn.Parameter, start: int, outputs: range, inputs: range) -> Take:  # noqa: ARG002
-        raise AssertionError(f"nothing is copied into {name}")
-
-    def finish(self, layer: Linear) -> None:
-        pass
+    def claims(self, layer: Linear, path: str) -> Claims:  # noqa: ARG002
+        return {}
 
     def apply(self, layer: Linear, x: Tensor) -> Tensor:
         """It can be overridden."""
@@ -73,14 +69,17 @@ class GGUFRows:
         return dequantize(rows.flatten(), stored.type, (len(ids), stored.columns)).float()
 
 
-class GGUFHead:
+class GGUFHead(Method):
     """A head whose matrix stays in blocks. A device may multiply by a copy of its own."""
 
-    def __init__(self, matrix: QuantizedMatrix) -> None:
+    def __init__(self, matrix: BlockMatrix) -> None:
         self.matrix = matrix
         self.product: Callable[[Tensor], Tensor] | None = None
 
     def shapes(self, vocab_size: int, hidden_size: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
+        return {}
+
+    def claims(self, layer: Head, path: str) -> Claims:  # noqa: ARG002
         return {}
 
     def apply(self, layer: Head, hidden: Tensor) -> Tensor:

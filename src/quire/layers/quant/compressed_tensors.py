@@ -1,0 +1,179 @@
+"""compressed-tensors: groups of modules, each with its own way of storing weights and of rounding activations."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.layers.quant.floats import Float4Layout
+from quire.layers.quant.fp8 import float8_layout, read_block
+from quire.layers.quant.ints import Int8Layout, PackedLayout
+from quire.layers.quant.layout import Dim, Layout, check_group
+from quire.layers.quant.scheme import MATRIX, CheckpointScheme, Inventory, get_names, matches_path
+from quire.layers.quant.stored import Target
+from quire.ops.forms import Activation
+from quire.types.errors import ModelError
+
+CLASS = "linear"  # of every matrix here, as targets name it
+PACKED, PLAIN_INTS = "pack-quantized", ("int-quantized", "naive-quantized")
+PLAIN_FLOATS = ("float-quantized", "naive-quantized")
+STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One group's `weights` and `input_activations`, with what they leave open filled in."""
+
+    format: str
+    bits: int
+    type: str
+    symmetric: bool
+    strategy: str
+    group: int  # 0 = none
+    block: tuple[int, int] | None
+    activation: Activation
+
+
+class CompressedTensorsScheme(CheckpointScheme):
+    def __init__(self, config: Mapping[str, Any], inventory: Inventory | None, target: Target) -> None:
+        super().__init__(config, inventory, target)
+        for name in ("sparsity_config", "transform_config"):
+            found = config.get(name) or {}
+            if isinstance(found, Mapping) and (found.get("config_groups") or found.get("format", "dense") != "dense"):
+                raise ModelError(f"quantization_config: {name} is not supported: {found!r}")
+        self._ignore = get_names(config, "ignore")
+        groups = config.get("config_groups")
+        if not isinstance(groups, Mapping) or not groups:
+            raise ModelError("quantization_config lacks config_groups, which say how modules are quantized")
+        self._groups = [(get_names(group, "targets"), read_group(name, group, config)) for name, group in groups.items()]
+
+    def layout(self, name: str, outputs: int, inputs: int) -> Layout | None:
+        names = self.checkpoint_name(name)
+        if matches_path(self._ignore, names):
+            return None
+        weights = self._of(names)
+        return None if weights is None else self._layout(weights, name, (outputs, inputs))
+
+    def _of(self, names: tuple[str, ...]) -> Weights | None:
+        """Targets that name a module come before those that name all of a class."""
+        for targets, weights in self._groups:
+            if matches_path(targets, names):
+                return weights
+        return next((weights for targets, weights in self._groups if any(item.lower() in CLASS for item in targets)), None)
+
+    def _layout(self, weights: Weights, name: str, sizes: tuple[int, int]) -> Layout:
+        match weights.type, weights.bits, weights.format:
+            case "int", 4 | 8, "pack-quantized":
+                return self._packed(weights, name, sizes)
+            case "int", 4 | 8, kind if kind in PLAIN_INTS:
+                return self._ints(weights, name, sizes)
+            case "float", 8, kind if kind in PLAIN_FLOATS:
+                return self._float8(weights, name, sizes)
+            case "float", 8, "mxfp8-quantized":
+                return float8_layout(self, name, sizes, "weight_scale", (1, 32), weights.activation)
+            case "float", 4, "nvfp4-pack-quantized" | "mxfp4-pack-quantized":
+                return self._float4(weights, name, sizes)
+        raise ModelError(f"{name}: {weights.type} of {weights.bits} bits in the format {weights.format!r} is not read")
+
+    def _packed(self, weights: Weights, name: str, sizes: tuple[int, int]) -> PackedLayout:
+        outputs, inputs = sizes
+        group, per = weights.group or inputs, 32 // weights.bits
+        check_group(inputs, group, name)
+        if weights.strategy not in ("group", "channel"):
+            raise ModelError(
+                f"{name}: packed numbers with the strategy {weights.strategy!r} are not read; group and channel are"
+            )
+        if inputs % per or (not weights.symmetric and outputs % per):
+            raise ModelError(f"{name}: {per} numbers to a word do not divide its {outputs} outputs and {inputs} inputs")
+        groups = Dim("inputs", group)
+        raw = {
+            "weight_packed": self.raw(name, "weight_packed", (Dim("outputs"), Dim("inputs", per)), sizes, torch.int32),
+            "weight_scale": self.raw(name, "weight_scale", (Dim("outputs"), groups), sizes),
+        }
+        if not weights.symmetric:
+            dims = (Dim("outputs", per), groups)
+            raw["weight_zero_point"] = self.raw(name, "weight_zero_point", dims, sizes, torch.int32)
+        if self.has(name, "weight_g_idx"):
+            raw["weight_g_idx"] = self.raw(name, "weight_g_idx", (Dim("inputs"),), sizes, torch.int32)
+        return PackedLayout(raw, weights.bits, group)
+
+    def _ints(self, weights: Weights, name: str, sizes: tuple[int, int]) -> Int8Layout:
+        if weights.strategy == "group":
+            check_group(sizes[1], weights.group, name)
+        dims = {"tensor": (), "channel": (Dim("outputs"),), "group": (Dim("outputs"), Dim("inputs", weights.group or 1))}
+        if weights.strategy not in dims:
+            raise ModelError(f"{name}: the strategy {weights.strategy!r} is not known for whole numbers")
+        scale = dims[weights.strategy]
+        raw = {
+            "weight": self.raw(name, "weight", MATRIX, sizes, torch.int8),
+            "weight_scale": self.raw(name, "weight_scale", scale, sizes),
+        }
+        if not weights.symmetric:
+            raw["weight_zero_point"] = self.raw(name, "weight_zero_point", scale, sizes, torch.int8)
+        return Int8Layout(raw, weights.group if weights.strategy == "group" else 0, weights.activation)
+
+    def _float8(self, weights: Weights, name: str, sizes: tuple[int, int]) -> Layout:
+        blocks = {"tensor": (0, 0), "channel": (1, 0), "group": (1, weights.group), "block": weights.block}
+        block = blocks.get(weights.strategy)
+        if block is None:
+            raise ModelError(f"{name}: the strategy {weights.strategy!r} is not known for floats of 8 bits")
+        return float8_layout(self, name, sizes, "weight_scale", block, weights.activation)
+
+    def _float4(self, weights: Weights, name: str, sizes: tuple[int, int]) -> Float4Layout:
+        nvidia = weights.format.startswith("nvfp4")
+        group = 16 if nvidia else 32
+        if weights.group not in (0, group):
+            raise ModelError(f"{name}: {weights.format} has groups of {group}, not of {weights.group}")
+        check_group(sizes[1], group, name)
+        kind = torch.float8_e4m3fn if nvidia else torch.uint8
+        raw = {
+            "weight_packed": self.raw(name, "weight_packed", (Dim("outputs"), Dim("inputs", 2)), sizes, torch.uint8),
+            "weight_scale": self.raw(name, "weight_scale", (Dim("outputs"), Dim("inputs", group)), sizes, kind),
+        }
+        if not nvidia:
+            return Float4Layout(raw, "weight_packed", "weight_scale", group)
+        factor = "weight_global_scale"
+        raw[factor] = self.raw(name, factor, (), sizes, torch.float32)
+        return Float4Layout(
+            raw, "weight_packed", "weight_scale", group, factor, True, skipped=("input_global_scale",), scales=(factor,)
+        )
+
+
+def read_group(name: str, group: Any, config: Mapping[str, Any]) -> Weights | None:
+    """None = the modules are not quantized."""
+    if not isinstance(group, Mapping):
+        raise ModelError(f"quantization_config: {name} must be an object, got {group!r}")
+    weights = group.get("weights")
+    if weights is None:
+        return None
+    bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
+    size = weights.get("group_size")
+    strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
+    if strategy not in STRATEGIES:
+        raise ModelError(f"quantization_config: {name} has the unknown strategy {strategy!r}; known: {', '.join(STRATEGIES)}")
+    if strategy == "group" and not (isinstance(size, int) and size > 0):
+        raise ModelError(f"quantization_config: {name} has groups, but its group_size is {size!r}")
+    return Weights(
+        format=str(group.get("format") or config.get("format") or "dense"),
+        bits=bits,
+        type=kind,
+        symmetric=bool(weights.get("symmetric", True)),
+        strategy=strategy,
+        group=size if isinstance(size, int) and size > 0 else 0,
+        block=read_block(weights.get("block_structure")) or ((128, 128) if strategy == "block" else None),
+        activation=read_activation(name, group.get("input_activations")),
+    )
+
+
+def read_activation(name: str, given: Any) -> Activation:
+    """Those of 4 bits are not rounded: that needs other hardware, and is only more exact. A scale made for a whole tensor as it
+    comes is made for each of its rows here."""
+    if given is None or given.get("num_bits", 8) != 8:
+        return Activation.NONE
+    strategy = given.get("strategy") or "tensor"
+    if strategy not in ("tensor", "token", "group", "tensor_group"):
+        raise ModelError(f"quantization_config: {name} has activations with the unknown strategy {strategy!r}")
+    if not given.get("dynamic"):
+        return Activation.TENSOR if given.get("type") == "float" else Activation.TOKEN
+    return Activation.GROUP if strategy == "group" else Activation.TOKEN

@@ -1,0 +1,107 @@
+"""Numbers of 8 and 4 bits with a point, as checkpoints have them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from quire.layers.quant.layout import Raw
+from quire.ops.forms import Activation, Code, Float4, Float8, pack_nibbles, powers_of_two
+from quire.types.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Float8Layout:
+    """weight [N, K] and `scale`: one for all, for each output, or for blocks; with Activation.TENSOR also input_scale."""
+
+    raw: Mapping[str, Raw]
+    scale: str  # its name
+    rows: int  # outputs and inputs of a block; 0 = all
+    columns: int
+    activation: Activation
+    skipped: tuple[str, ...] = ()
+    scales: tuple[str, ...] = ("weight_scale",)
+
+    def convert(self, tensors: Mapping[str, Tensor], where: str) -> Float8:  # noqa: ARG002
+        numbers, scale = tensors["weight"], tensors[self.scale]
+        *lead, outputs, inputs = numbers.shape
+        columns = self.columns or inputs
+        scale = powers_of_two(scale) if scale.dtype == torch.uint8 else scale.float()
+        given = tensors.get("input_scale")
+        input_scale = None if given is None else given.float().reshape(lead)
+        if not self.rows:  # each output has that of the tensor
+            scale = scale.reshape(*lead, 1, 1).expand(*lead, outputs, 1)
+        scale = scale.reshape(*lead, -1, -(-inputs // columns))
+        return Float8(self.rows or 1, columns, numbers, scale.contiguous(), self.activation, input_scale)
+
+
+@dataclass(frozen=True)
+class Float4Layout:
+    """Two numbers to a byte, the first in the low half: `numbers` [N, K / 2] and `scale` [N, K / group]; nvfp4 also has a
+    factor for the tensor, that of compressed-tensors a divisor."""
+
+    raw: Mapping[str, Raw]
+    numbers: str
+    scale: str
+    group: int
+    factor: str | None = None
+    divides: bool = False
+    skipped: tuple[str, ...] = ()
+    scales: tuple[str, ...] = ()
+
+    def convert(self, tensors: Mapping[str, Tensor], where: str) -> Float4:  # noqa: ARG002
+        numbers = tensors[self.numbers]
+        *lead, outputs, _ = numbers.shape
+        scale = tensors[self.scale].reshape(*lead, outputs, -1)
+        if scale.dtype == torch.float8_e8m0fnu:
+            scale = scale.view(torch.uint8)
+        factor = None
+        if self.factor is not None:
+            one = tensors[self.factor].float().reshape(*lead, 1, 1)
+            factor = (1 / one if self.divides else one).expand(*lead, outputs, 1).contiguous()
+        return Float4("e2m1", self.group, numbers, scale, factor)
+
+
+@dataclass(frozen=True)
+class BlockwiseLayout:
+    """bitsandbytes: `weight` has all numbers row by row, two to a byte, the first in the high half; each `group` of them have a
+    scale, which may be of 8 bits itself, with a scale for each `nested` and an offset for all. `state` says it as JSON."""
+
+    raw: Mapping[str, Raw]
+    code: str
+    inputs: int
+    group: int
+    nested: int  # scales that share one; 0 = none do
+    state: str
+    skipped: tuple[str, ...] = ()
+    scales: tuple[str, ...] = ()
+
+    def convert(self, tensors: Mapping[str, Tensor], where: str) -> Float4:
+        state = self._read_state(tensors, where)
+        packed = tensors["weight"].flatten().view(torch.uint8)
+        numbers = torch.stack((packed >> 4, packed & 15), dim=-1).view(-1, self.inputs)
+        scale = tensors["weight.absmax"]
+        if self.nested:
+            table, factors = tensors["weight.nested_quant_map"], tensors["weight.nested_absmax"]
+            scale = table[scale.int()] * factors.repeat_interleave(self.nested)[: len(scale)] + state.get("nested_offset", 0.0)
+        if not bool(scale.isfinite().all()):
+            raise ModelError(f"{where}.weight.absmax has a scale that is not a number; the checkpoint is damaged")
+        return Float4(cast(Code, self.code), self.group, pack_nibbles(numbers), scale.float().view(len(numbers), -1))
+
+    def _read_state(self, tensors: Mapping[str, Tensor], where: str) -> dict[str, Any]:
+        if self.state not in tensors:
+            return {}
+        try:
+            state = dict(json.loads(bytes(tensors[self.state].tolist())))
+        except ValueError as error:
+            raise ModelError(f"{where}.{self.state} is not JSON: {error}") from error
+        expected = {"blocksize": self.group, "quant_type": self.code} | (
+            {"nested_blocksize": self.nested} if self.nested else {}
+        )
+        for name, value in expected.items():
+            if state.get(name, value) != value:
+                raise ModelError(f"{where}.{self.state}: {name} is {state[name]!r}; only {value!r} is read")
+        return state

@@ -1,0 +1,147 @@
+"""FP8 with a scale for each matrix, each output, or blocks of 128 x 128; and made of floats as they are loaded."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.layers.embedding import Embedding, Head
+from quire.layers.linear import Linear, Plain
+from quire.layers.moe import Experts, PlainExperts
+from quire.layers.quant.floats import Float8Layout
+from quire.layers.quant.layout import Dim
+from quire.layers.quant.scheme import MATRIX, ROUTERS, CheckpointScheme, Inventory, get_names
+from quire.layers.quant.stored import Target
+from quire.ops.forms import Activation
+from quire.ops.quantized import (
+    dequantized,
+    quantize_float8,
+    quantized_experts_forward,
+    quantized_gated_linear,
+    quantized_linear,
+)
+from quire.types.errors import ModelError
+
+ACTIVATIONS = ("dynamic", "static")
+
+
+class Float8Scheme(CheckpointScheme):
+    def __init__(self, config: Mapping[str, Any], inventory: Inventory | None, target: Target) -> None:
+        super().__init__(config, inventory, target)
+        self._block = read_block(config.get("weight_block_size"))
+        self._activation = str(config.get("activation_scheme") or "dynamic")
+        if self._activation not in ACTIVATIONS:
+            raise ModelError(f"quantization_config: activation_scheme must be dynamic or static, got {self._activation!r}")
+        self._not = get_names(config, "ignored_layers", "modules_to_not_convert")
+        if self._block is not None and self._activation == "static":
+            raise ModelError("quantization_config: blocks (weight_block_size) go with dynamic activations only")
+
+    def layout(self, name: str, outputs: int, inputs: int) -> Float8Layout | None:
+        names = self.checkpoint_name(name)
+        if name == "lm_head" or any(own == listed or own.startswith(f"{listed}.") for own in names for listed in self._not):
+            return None
+        if self._block is not None:
+            return float8_layout(self, name, (outputs, inputs), "weight_scale_inv", self._block, Activation.GROUP)
+        activation = Activation.TENSOR if self._activation == "static" else Activation.TOKEN
+        info = self.info(name, "weight_scale")
+        by_output = self.config.get("quant_method") == "fbgemm_fp8" or (info is not None and info.elements == outputs > 1)
+        return float8_layout(self, name, (outputs, inputs), "weight_scale", (1, 0) if by_output else (0, 0), activation)
+
+
+def read_block(value: Any) -> tuple[int, int] | None:
+    """weight_block_size, block_structure: [128, 128] or "128x128"."""
+    if value is None:
+        return None
+    parts = value.split("x") if isinstance(value, str) else value
+    if not isinstance(parts, list) or len(parts) != 2 or not all(str(part).strip().isdigit() and int(part) for part in parts):
+        raise ModelError(f"quantization_config: a block must be two numbers such as [128, 128], got {value!r}")
+    return int(parts[0]), int(parts[1])
+
+
+def float8_layout(
+    scheme: CheckpointScheme,
+    name: str,
+    sizes: tuple[int, int],
+    scale: str,
+    block: tuple[int, int],
+    activation: Activation,
+    skipped: tuple[str, ...] = (),
+) -> Float8Layout:
+    """block: outputs and inputs that share a scale; 0 = all."""
+    rows, columns = block
+    dims = [Dim("outputs", rows)] if rows else []
+    dims += [Dim("inputs", columns)] if columns else []
+    raw = {
+        "weight": scheme.raw(name, "weight", MATRIX, sizes, torch.float8_e4m3fn),
+        scale: scheme.raw(name, scale, tuple(dims), sizes, None if scheme.info(name, scale) else torch.float32),
+    }
+    if activation is Activation.TENSOR:
+        raw["input_scale"] = scheme.raw(name, "input_scale", (), sizes, torch.float32)
+        scales: tuple[str, ...] = (scale, "input_scale")
+    else:
+        scales, skipped = (scale,), (*skipped, "input_scale")
+    return Float8Layout(raw, scale, rows, columns, activation, skipped, scales)
+
+
+# ---- made of floats ---------------------------------------------------------------------------------------------------------
+
+
+class OnlineLinear(Plain):
+    matrix: Any
+
+    def finish(self, layer: Linear) -> None:
+        self.matrix = quantize_float8(layer.weight.data)
+        layer.hold(self)
+
+    def apply(self, layer: Linear, x: Tensor) -> Tensor:
+        return quantized_linear(x, self.matrix, layer.bias)
+
+    def apply_gated(self, layer: Linear, x: Tensor, activation: str) -> Tensor:
+        return quantized_gated_linear(x, self.matrix, layer.bias, activation)
+
+
+class OnlineExperts(PlainExperts):
+    matrices: tuple[Any, Any]
+
+    def finish(self, layer: Experts) -> None:
+        self.matrices = quantize_float8(layer.up.data), quantize_float8(layer.down.data)
+        layer.hold(self)
+
+    def apply(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        return quantized_experts_forward(x, weights, experts, *self.matrices, layer.activation)
+
+
+class RoundedLinear(Plain):
+    """Where the device does not keep the form: the same values as floats."""
+
+    def finish(self, layer: Linear) -> None:
+        layer.hold(Plain(), weight=dequantized(quantize_float8(layer.weight.data), layer.weight.dtype))
+
+
+class RoundedExperts(PlainExperts):
+    def finish(self, layer: Experts) -> None:
+        up, down = (dequantized(quantize_float8(stack.data), stack.dtype) for stack in (layer.up, layer.down))
+        layer.hold(PlainExperts(), up=up, down=down)
+
+
+class OnlineFloat8Scheme:
+    """quantization="fp8" for a checkpoint of floats: matrices become 8 bits when all is loaded. Embedding, head and
+    routers do not."""
+
+    def __init__(self, config: Mapping[str, Any], inventory: Inventory | None, target: Target) -> None:  # noqa: ARG002
+        self._target = target
+
+    def linear(self, path: str, layer: Linear) -> Plain | None:  # noqa: ARG002
+        if path.rpartition(".")[2] in ROUTERS:
+            return None
+        return OnlineLinear() if "fp8" in self._target.keeps else RoundedLinear()
+
+    def embedding(self, path: str, layer: Embedding) -> None:  # noqa: ARG002
+        return None
+
+    def head(self, path: str, layer: Head) -> None:  # noqa: ARG002
+        return None
+
+    def experts(self, path: str, layer: Experts) -> PlainExperts:  # noqa: ARG002
+        return OnlineExperts() if self._target.keeps >= {"fp8", "experts"} else RoundedExperts()

@@ -1,0 +1,65 @@
+"""NVIDIA ModelOpt: FP8 by tensor, output or block, and NVFP4, of which the weights are used."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from quire.layers.quant.floats import Float4Layout
+from quire.layers.quant.fp8 import float8_layout
+from quire.layers.quant.layout import Dim, Layout, check_group
+from quire.layers.quant.scheme import CheckpointScheme, Inventory, contains, get_names
+from quire.layers.quant.stored import Target
+from quire.ops.forms import Activation
+from quire.types.errors import ModelError
+
+# algorithm -> outputs and inputs that share a scale (0 = all), and how activations are rounded
+FLOAT8 = {
+    "FP8": ((0, 0), Activation.TENSOR),
+    "FP8_PER_CHANNEL_PER_TOKEN": ((1, 0), Activation.TOKEN),
+    "FP8_PB_WO": ((128, 128), Activation.NONE),
+    "MXFP8": ((1, 32), Activation.NONE),
+}
+FLOAT4 = ("NVFP4", "W4A16_NVFP4")
+GROUP = 16
+MIXED = "MIXED_PRECISION"
+
+
+class ModelOptScheme(CheckpointScheme):
+    def __init__(self, config: Mapping[str, Any], inventory: Inventory | None, target: Target) -> None:
+        super().__init__(config, inventory, target)
+        self._algorithm = str(config.get("quant_algo") or "").upper()
+        self._not = get_names(config, "exclude_modules", "ignore")
+        layers = config.get("quantized_layers") or {}
+        self._layers: Mapping[str, Any] = layers if isinstance(layers, Mapping) else {}
+        if self._algorithm not in (*FLOAT8, *FLOAT4, MIXED):
+            known = ", ".join((*FLOAT8, *FLOAT4, MIXED))
+            raise ModelError(
+                f"quantization_config: the quant_algo {config.get('quant_algo')!r} is not read; these are: {known}"
+            )
+
+    def layout(self, name: str, outputs: int, inputs: int) -> Layout | None:
+        names, sizes = self.checkpoint_name(name), (outputs, inputs)
+        if contains(self._not, names):
+            return None
+        algorithm = self._algorithm
+        if algorithm == MIXED:
+            found = next((self._layers[own] for own in names if own in self._layers), None)
+            if found is None:
+                return None
+            algorithm = str(found.get("quant_algo")).upper()
+        if algorithm in FLOAT8:
+            return float8_layout(self, name, sizes, "weight_scale", *FLOAT8[algorithm])
+        if algorithm not in FLOAT4:
+            raise ModelError(f"{name}: the quant_algo {algorithm!r} is not read")
+        check_group(inputs, GROUP, name)
+        raw = {
+            "weight": self.raw(name, "weight", (Dim("outputs"), Dim("inputs", 2)), sizes, torch.uint8),
+            "weight_scale": self.raw(
+                name, "weight_scale", (Dim("outputs"), Dim("inputs", GROUP)), sizes, torch.float8_e4m3fn
+            ),
+            "weight_scale_2": self.raw(name, "weight_scale_2", (), sizes, torch.float32),
+        }  # fmt: skip
+        return Float4Layout(
+            raw, "weight", "weight_scale", GROUP, "weight_scale_2", skipped=("input_scale",), scales=("weight_scale_2",)
+        )

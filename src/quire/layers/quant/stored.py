@@ -1,0 +1,211 @@
+"""Layers whose matrices are of few bits: loaded as the checkpoint has them (`layout`), turned into a form (`ops/forms.py`) when
+all is there, and multiplied by so; or, if the device does not keep that form, dequantized to the model's type."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.layers.claims import Claim, Claims, Take
+from quire.layers.embedding import Head, PlainHead
+from quire.layers.linear import Linear, Plain
+from quire.layers.moe import Experts, PlainExperts
+from quire.layers.parameter import Method
+from quire.layers.quant.layout import Layout, Raw, check_scales
+from quire.ops.forms import merge
+from quire.ops.quantized import (
+    dequantized,
+    quantized_experts_forward,
+    quantized_gated_linear,
+    quantized_linear,
+    quantized_linear_float,
+)
+
+AT_ONCE = 1 << 26  # numbers of experts that are turned into a form together
+
+
+@dataclass(frozen=True)
+class Target:
+    """What becomes of matrices. `dequantized` counts those that no form was kept of, by the form they had."""
+
+    dtype: torch.dtype
+    keeps: frozenset[str]  # kinds of forms, and "experts" if theirs are
+    dequantized: Counter[str] = field(default_factory=Counter)
+
+    def settle(self, parts: Sequence[Any], stack: bool = False) -> Any:
+        """Parts of a matrix above each other -> a form, or floats of the model's type."""
+        whole = merge(parts) if not any(isinstance(part, Tensor) for part in parts) else None
+        if whole is not None and whole.kind in self.keeps and ("experts" in self.keeps or not stack):
+            return whole
+        self.dequantized[parts[0].kind if whole is not None else "mixed"] += 1
+        floats = [part.to(self.dtype) if isinstance(part, Tensor) else dequantized(part, self.dtype) for part in parts]
+        return floats[0] if len(floats) == 1 else torch.cat(floats, dim=-2)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One matrix of the checkpoint, and what a layer has of it."""
+
+    name: str
+    layout: Layout
+    whole: tuple[int, int]  # outputs and inputs of it all
+    outputs: tuple[range, ...]
+    inputs: range
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        return sum(map(len, self.outputs)), len(self.inputs)
+
+    def claim(self, name: str, raw: Raw, view: Tensor) -> Claim:
+        """view: all that the layer has of this tensor."""
+        where, at, takes, done = f"{self.name}.{name}", raw.outputs, list[Take](), 0
+        for rows in self.outputs if at is not None else self.outputs[:1]:
+            ranges = raw.ranges(rows, self.inputs, self.whole, where)
+            place = view
+            if at is not None:
+                size = ranges[at][1] - ranges[at][0]
+                place, done = view.narrow(at, done, size), done + size
+            takes.append(Take(place, ranges))
+        return Claim(raw.shape(*self.whole), tuple(takes)).simple
+
+    def convert(self, tensors: Mapping[str, Tensor]) -> Any:
+        check_scales(self.layout, tensors, self.name)
+        return self.layout.convert(tensors, self.name)
+
+
+class Pieces(Method):
+    """What layers of all kinds have in common."""
+
+    def __init__(self, pieces: Mapping[str, Piece], target: Target, stack: tuple[int, ...] = ()) -> None:
+        """stack: how many of each piece there are, if that is a dimension of their tensors."""
+        self.pieces, self.target, self.stack = pieces, target, stack
+        self._raw = {
+            f"{key}_{name.replace('.', '_')}": (piece, raw, name)
+            for key, piece in pieces.items()
+            for name, raw in piece.layout.raw.items()
+        }
+        self.dtypes = {key: raw.dtype for key, (_, raw, _) in self._raw.items() if raw.dtype is not None}
+
+    def declared(self) -> Mapping[str, tuple[int, ...]]:
+        return {key: (*self.stack, *raw.shape(*piece.kept)) for key, (piece, raw, _) in self._raw.items()}
+
+    def claimed(self, layer: Any) -> Claims:
+        taken: Claims = {f"{piece.name}.{name}": None for piece in self.pieces.values() for name in piece.layout.skipped}
+        for key, (piece, raw, name) in self._raw.items():
+            taken[f"{piece.name}.{name}"] = piece.claim(name, raw, layer.get_parameter(key).data)
+        return taken
+
+    def tensors(self, layer: Any, key: str) -> dict[str, Tensor]:
+        piece = self.pieces[key]
+        return {name: layer.get_parameter(f"{key}_{name.replace('.', '_')}").data for name in piece.layout.raw}
+
+    def convert(self, layer: Any) -> list[Any]:
+        return [piece.convert(self.tensors(layer, key)) for key, piece in self.pieces.items()]
+
+
+class StoredLinear(Pieces):
+    """Pieces above each other."""
+
+    matrix: Any  # a form
+
+    def shapes(self, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
+        return self.declared()
+
+    def claims(self, layer: Linear, path: str) -> Claims:  # noqa: ARG002
+        return self.claimed(layer)
+
+    def finish(self, layer: Linear) -> None:
+        found = self.target.settle(self.convert(layer))
+        if isinstance(found, Tensor):
+            layer.hold(Plain(), weight=found)
+        else:
+            layer.hold(self)
+            self.matrix = found
+
+    def apply(self, layer: Linear, x: Tensor) -> Tensor:
+        return quantized_linear(x, self.matrix, layer.bias)
+
+    def apply_gated(self, layer: Linear, x: Tensor, activation: str) -> Tensor:
+        return quantized_gated_linear(x, self.matrix, layer.bias, activation)
+
+
+class StoredHead(Pieces):
+    """One piece."""
+
+    matrix: Any  # a form
+
+    def shapes(self, vocab_size: int, hidden_size: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
+        return self.declared()
+
+    def claims(self, layer: Head, path: str) -> Claims:  # noqa: ARG002
+        return self.claimed(layer)
+
+    def finish(self, layer: Head) -> None:
+        found = self.target.settle(self.convert(layer))
+        if isinstance(found, Tensor):
+            layer.hold(PlainHead(), weight=found)
+        else:
+            layer.hold(self)
+            self.matrix = found
+
+    def apply(self, layer: Head, hidden: Tensor) -> Tensor:
+        return quantized_linear_float(hidden, self.matrix, layer.bias)
+
+
+class StoredExperts(Pieces):
+    """Pieces `gate`, `up` and `down`, of all experts that are kept; a piece's own name is behind an expert's number."""
+
+    up: Any  # forms, [E, 2 * inner, hidden] with the gate above, and [E, hidden, inner]
+    down: Any
+
+    def shapes(self, count: int, hidden_size: int, inner_size: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
+        return self.declared()
+
+    def claims(self, layer: Experts, path: str) -> Claims:
+        taken: Claims = {}
+        for key, (piece, raw, name) in self._raw.items():
+            stack = layer.get_parameter(key).data
+            for expert in range(layer.total):
+                place = f"{path}.{expert}.{piece.name}.{name}"
+                taken[place] = piece.claim(name, raw, stack[expert - layer.kept.start]) if expert in layer.kept else None
+        for piece in self.pieces.values():
+            for name in piece.layout.skipped:
+                taken |= {f"{path}.{expert}.{piece.name}.{name}": None for expert in range(layer.total)}
+        return taken
+
+    def finish(self, layer: Experts) -> None:
+        up = self.target.settle([self._convert_stack(layer, "gate"), self._convert_stack(layer, "up")], stack=True)
+        down = self.target.settle([self._convert_stack(layer, "down")], stack=True)
+        if isinstance(up, Tensor) or isinstance(down, Tensor):
+            floats = [part if isinstance(part, Tensor) else dequantized(part, self.target.dtype) for part in (up, down)]
+            layer.hold(PlainExperts(), up=floats[0], down=floats[1])
+        else:
+            layer.hold(self)
+            self.up, self.down = up, down
+
+    def _convert_stack(self, layer: Experts, key: str) -> Any:
+        """A few experts at a time: on the way numbers take more room."""
+        piece, tensors = self.pieces[key], self.tensors(layer, key)
+        step = max(1, AT_ONCE // (piece.kept[0] * piece.kept[1]))
+        some = [
+            piece.convert({name: values[start : start + step] for name, values in tensors.items()})
+            for start in range(0, self.stack[0], step)
+        ]
+        return pile_up(some)
+
+    def apply(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        return quantized_experts_forward(x, weights, experts, self.up, self.down, layer.activation)
+
+
+def pile_up(stacks: Sequence[Any]) -> Any:
+    """One stack of stacks of the same form."""
+    first = stacks[0]
+    if len(stacks) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat(list(stacks))
+    names = [item.name for item in fields(first) if isinstance(getattr(first, item.name), Tensor)]
+    return replace(first, **{name: torch.cat([getattr(stack, name) for stack in stacks]) for name in names})

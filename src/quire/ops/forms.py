@@ -1,0 +1,265 @@
+"""The forms in which matrices of few bits are held, whatever a checkpoint had them in: few, so that few kernels serve all.
+
+Everything is row-major along the inputs K. A matrix has any number of dimensions before its outputs N: experts have one. `cut`
+gives one of a stack. Numbers of 4 bits are two to a byte, the one of the even input in the low half.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from math import gcd
+from typing import Any, Literal, Protocol, Self
+
+import torch
+from torch import Tensor
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_FP4 = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
+FP4 = tuple(sign * value / 12 for sign in (1, -1) for value in _FP4)
+TABLES = {"e2m1": E2M1, "nf4": NF4, "fp4": FP4}
+Code = Literal["e2m1", "nf4", "fp4"]
+
+
+class Activation(StrEnum):
+    """How the rows of a product are to be rounded where it is done in 8 bits. A reference in float32 does not."""
+
+    NONE = "none"  # not at all: only weights are of few bits
+    TOKEN = "token"  # by their own largest number
+    GROUP = "group"  # each 128 numbers by their own largest
+    TENSOR = "tensor"  # by a scale that the checkpoint has
+
+
+class Form(Protocol):
+    @property
+    def kind(self) -> str:
+        """As `DeviceFacts.keeps` names it."""
+        ...
+
+    @property
+    def outputs(self) -> int: ...
+
+    @property
+    def inputs(self) -> int: ...
+
+    def dequantize(self) -> Tensor:
+        """[..., N, K] float32, with the inputs in the checkpoint's order."""
+        ...
+
+    def cut(self, index: int) -> Self:
+        """One of a stack."""
+        ...
+
+
+class _Stack:
+    def cut(self, index: int) -> Self:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        tensors = {name: value[index] for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True)
+class PackedInts(_Stack):
+    """value = scale * (number - zero). Rows of a product are of the model's type."""
+
+    bits: int  # 4 or 8
+    group: int  # inputs that share a scale; it divides K
+    numbers: Tensor  # [..., N, K * bits / 8] uint8
+    scale: Tensor  # [..., N, K / group], of the type the checkpoint has them in
+    zeros: Tensor | None  # [..., N, K / group] uint8 (with 4 bits at most 16); None = all are 2 ** (bits - 1)
+    order: Tensor | None  # [..., K] int32: column k is of input order[k] of a row; None = they are in order
+
+    @property
+    def kind(self) -> str:
+        return f"int{self.bits}"
+
+    @property
+    def outputs(self) -> int:
+        return self.numbers.shape[-2]
+
+    @property
+    def inputs(self) -> int:
+        return self.numbers.shape[-1] * 8 // self.bits
+
+    def unpacked(self) -> Tensor:
+        """[..., N, K] uint8."""
+        return unpack_nibbles(self.numbers) if self.bits == 4 else self.numbers
+
+    def dequantize(self) -> Tensor:
+        zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros.float().unsqueeze(-1)
+        values = (in_groups(self.unpacked().float(), self.group) - zeros) * self.scale.float().unsqueeze(-1)
+        values = values.flatten(-2)
+        if self.order is None:
+            return values
+        places = self.order.long().unsqueeze(-2).expand(values.shape)
+        return torch.empty_like(values).scatter_(-1, places, values)
+
+
+@dataclass(frozen=True)
+class Float8(_Stack):
+    """value = scale * number, by blocks of `rows` outputs and `columns` inputs; the last ones may be smaller.
+
+    By channel: rows = 1, columns = K. A scale for a whole tensor is given to each of its channels.
+    """
+
+    rows: int
+    columns: int
+    numbers: Tensor  # [..., N, K] float8_e4m3fn
+    scale: Tensor  # [..., N / rows, K / columns], both rounded up, float32
+    activation: Activation = Activation.NONE
+    input_scale: Tensor | None = None  # [...] float32, with Activation.TENSOR
+
+    kind = "fp8"
+
+    @property
+    def outputs(self) -> int:
+        return self.numbers.shape[-2]
+
+    @property
+    def inputs(self) -> int:
+        return self.numbers.shape[-1]
+
+    def each_scale(self) -> Tensor:
+        """Broadcasts to [..., N, K]."""
+        scale = self.scale if self.rows == 1 else self.scale.repeat_interleave(self.rows, -2)[..., : self.outputs, :]
+        return scale if scale.shape[-1] == 1 else scale.repeat_interleave(self.columns, -1)[..., : self.inputs]
+
+    def dequantize(self) -> Tensor:
+        return self.numbers.float() * self.each_scale()
+
+
+@dataclass(frozen=True)
+class Int8(_Stack):
+    """value = scale * number. The rows of a product are rounded to 8 bits, too."""
+
+    numbers: Tensor  # [..., N, K] int8
+    scale: Tensor  # [..., N, 1] float32
+    activation: Activation = Activation.TOKEN
+
+    kind = "w8a8"
+
+    @property
+    def outputs(self) -> int:
+        return self.numbers.shape[-2]
+
+    @property
+    def inputs(self) -> int:
+        return self.numbers.shape[-1]
+
+    def dequantize(self) -> Tensor:
+        return self.numbers.float() * self.scale
+
+
+@dataclass(frozen=True)
+class Float4(_Stack):
+    """value = table[number] * scale * factor: nvfp4 (e2m1, groups of 16, a factor), mxfp4 (e2m1, groups of 32, powers of two),
+    and bitsandbytes' nf4 and fp4. Rows of a product are of the model's type."""
+
+    code: Code  # which table
+    group: int
+    numbers: Tensor  # [..., N, K / 2] uint8
+    scale: Tensor  # [..., N, K / group] float8_e4m3fn, float32, or uint8: 2 ** (number - 127)
+    factor: Tensor | None = None  # [..., N, 1] float32
+
+    kind = "fp4"
+
+    @property
+    def outputs(self) -> int:
+        return self.numbers.shape[-2]
+
+    @property
+    def inputs(self) -> int:
+        return 2 * self.numbers.shape[-1]
+
+    def dequantize(self) -> Tensor:
+        table = torch.tensor(TABLES[self.code], device=self.numbers.device)
+        values = in_groups(table[unpack_nibbles(self.numbers).int()], self.group)
+        scale = powers_of_two(self.scale) if self.scale.dtype == torch.uint8 else self.scale.float()
+        values = (values * scale.unsqueeze(-1)).flatten(-2)
+        return values if self.factor is None else values * self.factor
+
+
+FORMS: tuple[type[Any], ...] = (PackedInts, Float8, Int8, Float4)
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """uint8 -> float32: 2 ** (number - 127)."""
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - 127)
+
+
+def in_groups(x: Tensor, size: int) -> Tensor:
+    """[..., n] -> [..., n / size, size]."""
+    return x.reshape(*x.shape[:-1], -1, size)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """[..., n] uint8 -> [..., 2n] uint8."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def pack_nibbles(numbers: Tensor) -> Tensor:
+    """[..., 2n] of 0 ... 15 -> [..., n] uint8."""
+    numbers = numbers.to(torch.uint8)
+    return numbers[..., 0::2] | numbers[..., 1::2] << 4
+
+
+def merge(parts: Sequence[Any]) -> Any | None:
+    """One matrix of matrices above each other; None = they are not of one form."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if len({type(part) for part in parts}) > 1:
+        return None
+    match first:
+        case PackedInts():
+            return _merge_ints(parts)
+        case Float8():
+            return _merge_float8(parts)
+        case Int8():
+            same = len({part.activation for part in parts}) == 1
+            return Int8(_above(parts, "numbers"), _above(parts, "scale"), first.activation) if same else None
+        case Float4():
+            return _merge_float4(parts)
+    raise AssertionError(type(first))
+
+
+def _above(parts: Sequence[Any], name: str) -> Tensor:
+    return torch.cat([getattr(part, name) for part in parts], dim=-2)
+
+
+def _merge_ints(parts: Sequence[PackedInts]) -> PackedInts | None:
+    first = parts[0]
+    if len({(part.bits, part.group, part.scale.dtype, part.order is None) for part in parts}) > 1:
+        return None
+    if first.order is not None and not all(torch.equal(first.order, part.order) for part in parts if part.order is not None):
+        return None
+    zeros = None
+    if any(part.zeros is not None for part in parts):
+        middle = 2 ** (first.bits - 1)
+        none = [torch.full_like(part.scale, middle, dtype=torch.uint8) for part in parts]
+        zeros = torch.cat([own if part.zeros is None else part.zeros for own, part in zip(none, parts, strict=True)], dim=-2)
+    return PackedInts(first.bits, first.group, _above(parts, "numbers"), _above(parts, "scale"), zeros, first.order)
+
+
+def _merge_float8(parts: Sequence[Float8]) -> Float8 | None:
+    first = parts[0]
+    if len({(part.columns, part.activation) for part in parts}) > 1:
+        return None
+    starts = [sum(part.outputs for part in parts[:index]) for index in range(len(parts))]
+    rows = gcd(*starts, *(part.rows for part in parts))  # so that no block has outputs of two parts
+    scales = [part.scale.repeat_interleave(part.rows // rows, -2)[..., : -(-part.outputs // rows), :] for part in parts]
+    given = [part.input_scale for part in parts if part.input_scale is not None]
+    largest = torch.stack(given).amax(0) if given else None  # they are of the same rows
+    return Float8(rows, first.columns, _above(parts, "numbers"), torch.cat(scales, dim=-2), first.activation, largest)
+
+
+def _merge_float4(parts: Sequence[Float4]) -> Float4 | None:
+    first = parts[0]
+    if len({(part.code, part.group, part.scale.dtype, part.factor is None) for part in parts}) > 1:
+        return None
+    factor = None if first.factor is None else _above(parts, "factor")
+    return Float4(first.code, first.group, _above(parts, "numbers"), _above(parts, "scale"), factor)

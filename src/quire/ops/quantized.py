@@ -1,0 +1,106 @@
+"""Products with matrices of few bits (`forms`): references dequantize and multiply; kernels belong here, by device and form.
+
+Where a form rounds the rows of a product to 8 bits, a reference on a GPU does so as well; on a CPU it has them as they are.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.ops.activation import gated, reference_gated
+from quire.ops.forms import Activation, Float8, Int8, PackedInts, in_groups
+from quire.ops.linear import linear_float
+
+FLOAT8_MAX = 448.0
+GROUP = 128  # numbers of a row that are rounded together
+
+
+def quantized_linear(x: Tensor, matrix: Any, bias: Tensor | None = None) -> Tensor:
+    """x [..., inner] of the model's type, matrix [outputs, inner] of any form -> [..., outputs]."""
+    return F.linear(rounded(x, matrix), dequantized(matrix, x.dtype), bias)
+
+
+def quantized_linear_float(x: Tensor, matrix: Any, bias: Tensor | None = None) -> Tensor:
+    """As `quantized_linear`, x [rows, inner], -> [rows, outputs] float32."""
+    return linear_float(rounded(x, matrix), dequantized(matrix, x.dtype), bias)
+
+
+def quantized_gated_linear(x: Tensor, matrix: Any, bias: Tensor | None, activation: str) -> Tensor:
+    """matrix [2n, inner] = gate above up -> activation(gate) * up [..., n]."""
+    return gated(quantized_linear(x, matrix, bias), activation)
+
+
+def quantized_experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: Any, down: Any, activation: str) -> Tensor:
+    """x [T, H], weights and experts [T, top_k], up [E, 2I, H] (gate above up) and down [E, H, I] of any form -> [T, H].
+
+    A token's contributions are added in an order of its own, so the other tokens cannot change its result.
+    """
+    top_k = experts.shape[1]
+    flat = experts.flatten()  # [T * top_k]
+    order = flat.argsort(stable=True)  # slots grouped by expert
+    counts = torch.bincount(flat, minlength=len(up.numbers)).tolist()
+    tokens = order // top_k
+    share = weights.flatten()[order].unsqueeze(1)
+    out = torch.zeros_like(x, dtype=torch.float32)
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            mine = tokens[start : start + count]
+            inner = reference_gated(quantized_linear(x[mine], up.cut(expert)), activation)
+            out.index_add_(0, mine, quantized_linear(inner, down.cut(expert)).float() * share[start : start + count])
+            start += count
+    return out.to(x.dtype)
+
+
+def dequantized(matrix: Any, dtype: torch.dtype) -> Tensor:
+    """[..., N, K], with the inputs in the order of a row."""
+    values: Tensor = matrix.dequantize()
+    return values.to(dtype)
+
+
+def ordered(x: Tensor, matrix: PackedInts) -> Tensor:
+    """A row's numbers in the order of the matrix's columns, for kernels that read the columns as they lie."""
+    return x if matrix.order is None else x.index_select(-1, matrix.order)
+
+
+def rounded(x: Tensor, matrix: Any) -> Tensor:
+    """x as a product in 8 bits sees it, in its own type."""
+    if not x.is_cuda or not isinstance(matrix, Float8 | Int8) or matrix.activation is Activation.NONE:
+        return x
+    if isinstance(matrix, Int8):
+        numbers, scale = round_int8(x)
+        return (numbers.float() * scale).to(x.dtype)
+    numbers, scale = round_float8(x, matrix.activation, matrix.input_scale)
+    if matrix.activation is Activation.GROUP:
+        scale = scale.repeat_interleave(GROUP, -1)[..., : x.shape[-1]]
+    return (numbers.float() * scale).to(x.dtype)
+
+
+def round_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., K] -> int8 [..., K] and scales [..., 1] float32."""
+    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / 127
+    return (x.float() / scale).round().to(torch.int8), scale
+
+
+def round_float8(x: Tensor, activation: Activation, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [..., K] -> float8_e4m3fn [..., K], and scales: float32 [..., 1], [..., K / 128, rounded up], or the given one."""
+    wide = x.float()
+    if activation is Activation.TENSOR:
+        assert given is not None
+        return (wide / given).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn), given
+    if activation is Activation.GROUP:
+        padded = in_groups(F.pad(wide, (0, -x.shape[-1] % GROUP)), GROUP)
+        scale = padded.abs().amax(-1).clamp(min=1e-10) / FLOAT8_MAX
+        numbers = (padded / scale.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2)[..., : x.shape[-1]]
+        return numbers, scale
+    scale = wide.abs().amax(-1, keepdim=True).clamp(min=1e-10) / FLOAT8_MAX
+    return (wide / scale).to(torch.float8_e4m3fn), scale
+
+
+def quantize_float8(weight: Tensor) -> Float8:
+    """weight [..., N, K] of floats -> by channel, for rows that are rounded by themselves."""
+    scale = weight.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / FLOAT8_MAX
+    numbers = (weight.float() / scale).to(torch.float8_e4m3fn)
+    return Float8(1, weight.shape[-1], numbers, scale, Activation.TOKEN)
