@@ -7,6 +7,7 @@ gives one of a stack. Numbers of 4 bits are two to a byte, the one of the even i
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from functools import cache
 from math import gcd
 from typing import Any, Literal, Protocol, Self
 
@@ -176,14 +177,18 @@ class Float4(_Stack):
         return 2 * self.numbers.shape[-1]
 
     def dequantize(self) -> Tensor:
-        table = torch.tensor(TABLES[self.code], device=self.numbers.device)
-        values = in_groups(table[unpack_nibbles(self.numbers).int()], self.group)
+        values = in_groups(table_of(self.code, self.numbers.device)[unpack_nibbles(self.numbers).int()], self.group)
         scale = powers_of_two(self.scale) if self.scale.dtype == torch.uint8 else self.scale.float()
         values = (values * scale.unsqueeze(-1)).flatten(-2)
         return values if self.factor is None else values * self.factor
 
 
 FORMS: tuple[type[Any], ...] = (PackedInts, Float8, Int8, Float4)
+
+
+@cache
+def table_of(code: Code, device: torch.device) -> Tensor:
+    return torch.tensor(TABLES[code], device=device)
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:

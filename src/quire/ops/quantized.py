@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.ops.activation import gated, reference_gated
 from quire.ops.forms import Activation, Float8, Int8, PackedInts, in_groups
 from quire.ops.linear import linear_float
+from quire.ops.moe import experts_forward
 
 FLOAT8_MAX = 448.0
 GROUP = 128  # numbers of a row that are rounded together
@@ -37,6 +38,10 @@ def quantized_experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: A
 
     A token's contributions are added in an order of its own, so the other tokens cannot change its result.
     """
+    if x.is_cuda:
+        return experts_forward(
+            rounded(x, up), weights, experts, dequantized(up, x.dtype), dequantized(down, x.dtype), activation
+        )
     top_k = experts.shape[1]
     flat = experts.flatten()  # [T * top_k]
     order = flat.argsort(stable=True)  # slots grouped by expert

@@ -1,0 +1,273 @@
+"""Quantized checkpoints: every scheme gives the numbers of the model that it stands for, in any company."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from oracle import Sequences, in_pieces
+from quantized_checkpoints import SCHEMES, write
+from quire import LLM, SamplingParams
+from quire.config.facts import read_facts
+from quire.config.quantization import Quantization
+from quire.device.cpu.forms import adopt_forms
+from quire.device.cpu.prepare import multiply_by_layer
+from quire.device.cuda.device import KEEPS
+from quire.dist.mesh import Position
+from quire.files.resolve import resolve_model
+from quire.layers.linear import Linear
+from quire.layers.moe import Experts
+from quire.layers.quant.gguf import GGUFMethod
+from quire.layers.quant.stored import StoredExperts, StoredLinear
+from quire.load.load import load_weights
+from quire.models.registry import build_model
+from quire.prepare.shard import shard
+from quire.types.errors import ConfigError, ModelError
+from serving import NAME, Running
+from tiny_model import make_tokenizer
+
+FIRST, SECOND = [list(torch.randint(2, 320, (40,), generator=torch.Generator().manual_seed(seed))) for seed in (1, 2)]
+FIRST, SECOND = [int(token) for token in FIRST], [int(token) for token in SECOND]
+WHOLE_NUMBERS = ("awq", "gptq", "gptq-8", "ct-int4-asymmetric", "ct-int8", "ct-w8a8", "bnb-int8")  # that a CPU multiplies by
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Of a scheme, written once."""
+    made = {}
+
+    def get(scheme):
+        if scheme not in made:
+            made[scheme] = write(scheme, tmp_path_factory.mktemp(scheme))
+        return made[scheme]
+
+    return get
+
+
+def load(directory, keeps=frozenset(), quantization=None, **changes):
+    facts = read_facts(resolve_model(directory), changes)
+    model = build_model(facts)
+    load_weights(
+        model, facts, device="cpu", dtype="float32", quantization=quantization or facts.quantization, keeps=frozenset(keeps)
+    )
+    return model
+
+
+def floats(directory):
+    return load(directory.parent / "floats")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_forms_give_the_numbers_of_the_model_they_stand_for(checkpoint, scheme):
+    directory = checkpoint(scheme)
+    model, expected = load(directory, KEEPS), floats(directory)
+    for got, wanted in zip(in_pieces(model, FIRST, SECOND), in_pieces(expected, FIRST, SECOND), strict=True):
+        assert (got - wanted).abs().max() < 1e-3
+    kept = [type(layer.method) for layer in model.modules() if isinstance(layer, Linear | Experts)]
+    quantized = kept.count(StoredLinear) + kept.count(StoredExperts)
+    assert quantized == {"ct-several": 6}.get(
+        scheme, 3 if scheme.endswith("-moe") else 8
+    )  # routers and what was ignored are not
+
+
+@pytest.mark.parametrize("scheme", WHOLE_NUMBERS)
+def test_a_cpu_multiplies_by_whole_numbers_as_they_are(checkpoint, scheme):
+    directory = checkpoint(scheme)
+    model = load(directory, {"int4", "int8", "w8a8"})
+    adopt_forms(model)
+    layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
+    assert all(isinstance(layer.method, GGUFMethod) for layer in layers)
+    multiply_by_layer(model)
+    got, wanted = (Sequences(each, 1, len(FIRST)).step([(0, FIRST)])[0] for each in (model, floats(directory)))
+    assert (got - wanted).abs().max() < 0.15 * wanted.abs().max()  # rows are rounded to 8 bits
+    assert (got - wanted).abs().mean() < 0.01 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_requests_in_any_company(checkpoint, scheme):
+    """Together, in chunks, and again when their beginnings are cached; with a type of their own, so all matrices are floats."""
+    directory = checkpoint(scheme)
+    llm = LLM(str(directory), dtype="float32", device="cpu", skip_tokenizer_init=True, block_size=8, max_num_seqs=3,
+              max_num_batched_tokens=16, num_gpu_blocks_override=64, max_model_len=64)  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=3, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": ids} for ids in (FIRST, SECOND, FIRST[:20] + SECOND[:9])]
+    expected = floats(directory)
+    for _ in range(2):
+        for prompt, out in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
+            ids = prompt["prompt_token_ids"]
+            answer = list(out.outputs[0].token_ids)
+            logits = Sequences(expected, 1, 64).step([(0, ids + answer)])[0][len(ids) - 1 : -1]
+            assert logits.argmax(-1).tolist() == answer
+            for row, found in zip(torch.log_softmax(logits, -1), out.outputs[0].logprobs, strict=True):
+                assert all(abs(row[token].item() - each.logprob) < 1e-3 for token, each in found.items())
+    assert out.num_cached_tokens > 0
+
+
+def test_a_request_is_served(checkpoint):
+    """By the CPU's kernels for whole numbers: their answer is that of the floats but for near ties."""
+    directory = checkpoint("gptq")
+    make_tokenizer(directory)
+    server = Running(directory, quantization="gptq_marlin")
+    try:
+        body = {"model": NAME, "prompt": FIRST, "max_tokens": 4, "temperature": 0, "logprobs": 1, "ignore_eos": True}
+        answer = server.http.post("/v1/completions", json=body | {"return_token_ids": True}).json()["choices"][0]
+    finally:
+        server.close()
+    ids = answer["token_ids"]
+    logits = Sequences(floats(directory), 1, 64).step([(0, FIRST + ids)])[0][len(FIRST) - 1 : -1]
+    likely = torch.log_softmax(logits, -1)
+    for row, token, told in zip(likely, ids, answer["logprobs"]["token_logprobs"], strict=True):
+        assert row[token] > row.max() - 0.2 and abs(row[token].item() - told) < 0.2
+
+
+def test_floats_become_fp8_when_loaded(checkpoint):
+    directory = checkpoint("awq").parent / "floats"
+    online = Quantization("fp8", {}, online=True)
+    kept, rounded, exact = load(directory, KEEPS, online), load(directory, (), online), load(directory)
+    runs = [Sequences(each, 1, len(FIRST)).step([(0, FIRST)])[0] for each in (kept, rounded, exact)]
+    assert (runs[0] - runs[1]).abs().max() < 1e-3
+    assert 1e-3 < (runs[0] - runs[2]).abs().max() < 0.2 * runs[2].abs().max()
+    matrix = kept.layers[0].mlp.down_proj.method.matrix
+    assert matrix.numbers.dtype == torch.float8_e4m3fn and matrix.scale.shape == (128, 1)
+
+
+# ---- what is wrong in a detail ----------------------------------------------------------------------------------------------
+
+
+def damaged(source, target, tensors=None, config=None):
+    """A copy of a checkpoint with other tensors, or another quantization_config."""
+    target.mkdir()
+    found = load_file(source / "model.safetensors")
+    for name, change in (tensors or {}).items():
+        value = change(found[name])
+        found.pop(name) if value is None else found.update({name: value.contiguous()})
+    save_file(found, target / "model.safetensors")
+    settings = json.loads((source / "config.json").read_text())
+    settings["quantization_config"] |= config or {}
+    (target / "config.json").write_text(json.dumps(settings))
+    return target
+
+
+def filled(value):
+    def change(tensor):
+        tensor = tensor.clone()
+        tensor.view(-1)[3] = value
+        return tensor
+
+    return change
+
+
+AT = "model.layers.1.self_attn.k_proj"
+WRONG = {
+    "zero scale": ("awq", {f"{AT}.scales": filled(0.0)}, {}, r"layers\.1\.self_attn\.k_proj\.scales has a scale of 0"),
+    "scale not a number": ("ct-int4", {f"{AT}.weight_scale": filled(float("nan"))}, {}, r"k_proj\.weight_scale has .* of NaN"),
+    "infinite scale": ("fp8-block", {"model.layers.0.mlp.down_proj.weight_scale_inv": lambda t: t / 0}, {},
+                       r"down_proj\.weight_scale_inv has a scale of an infinity"),
+    "missing scale": ("gptq", {f"{AT}.scales": lambda t: None}, {}, r"missing \(1\): layers\.1\.self_attn\.k_proj\.scales"),
+    "wrong shape": ("ct-int4", {f"{AT}.weight_scale": lambda t: t[:, :1]}, {}, r"k_proj\.weight_scale is \[64, 1\], "),
+    "wrong type": ("fp8-block", {f"{AT}.weight": lambda t: t.view(torch.int8)}, {}, r"k_proj\.weight' is stored as torch"),
+    "groups that do not divide": ("awq", {}, {"group_size": 48}, r"q_proj: groups of 48 do not divide its 128 inputs"),
+    "bits": ("gptq", {}, {"bits": 3}, r"3 bits is not read; 4 and 8 are"),
+    "bits of a group": ("ct-int4", {}, {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 5,
+                        "group_size": 32}}}}, r"q_proj: int of 5 bits in the format 'pack-quantized' is not read"),
+    "strategy": ("ct-int4", {}, {"config_groups": {"a": {"targets": ["Linear"], "weights": {"strategy": "spiral"}}}},
+                 r"unknown strategy 'spiral'"),
+    "layout": ("awq", {}, {"version": "gemv"}, r"AWQ's layout 'gemv' is not read"),
+    "uneven act-order": ("gptq-act-order", {f"{AT}.g_idx": lambda t: t * 0}, {}, r"k_proj\.g_idx does not put 32 inputs into"),
+    "algorithm": ("modelopt-fp8", {}, {"quant_algo": "INT3"}, r"quant_algo 'INT3' is not read"),
+    "sparse": ("ct-int4", {}, {"sparsity_config": {"format": "sparse-24-bitmask"}}, r"sparsity_config is not supported"),
+    "state": ("bnb-nf4", {f"{AT}.weight.quant_state.bitsandbytes__nf4": lambda t: torch.tensor(list(b'{"blocksize": 128}'),
+              dtype=torch.uint8)}, {}, r"blocksize is 128; only 64 is read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_details_are_named(checkpoint, tmp_path, what):
+    scheme, tensors, config, message = WRONG[what]
+    directory = damaged(checkpoint(scheme), tmp_path / "damaged", tensors, config)
+    with pytest.raises(ModelError, match=message):
+        load(directory, KEEPS)
+
+
+class Alone:
+    """Of ranks that are never run."""
+
+    def add(self, part):
+        return part
+
+    def join(self, part, total):
+        return part
+
+
+def test_act_order_is_not_divided_along_its_inputs(checkpoint):
+    facts = read_facts(resolve_model(checkpoint("gptq-act-order")))
+    model = build_model(facts)
+    shard(model, Position(0, 2), Alone())
+    with pytest.raises(ModelError, match=r"o_proj: groups of any inputs \(desc_act\) cannot be divided"):
+        load_weights(model, facts, device="cpu", dtype="float32", quantization=facts.quantization, keeps=KEEPS)
+
+
+def test_scales_of_a_cache_of_8_bits_are_left_aside(checkpoint, tmp_path):
+    source = checkpoint("fp8-tensor")
+    directory = damaged(source, tmp_path / "more", config={"kv_cache_scheme": {"num_bits": 8, "type": "float"}})
+    found = load_file(directory / "model.safetensors")
+    found |= {
+        f"model.layers.0.self_attn.{name}": torch.tensor(0.5) for name in ("k_scale", "v_proj.v_scale", "k_proj.output_scale")
+    }
+    save_file(found, directory / "model.safetensors")
+    got, wanted = (Sequences(each, 1, 40).step([(0, FIRST)])[0] for each in (load(directory, KEEPS), floats(source)))
+    assert (got - wanted).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("scheme", "asked", "message"),
+    [
+        ("awq", "gptq", r"quantization='gptq', but the checkpoint says 'awq'"),
+        ("awq", "marlin", r"quantization='marlin' is not known; these are: gguf, auto_awq"),
+        ("awq", "gguf", r"does not suit files that are not GGUF"),
+        (None, "awq", r"the checkpoint is not quantized; leave it out, or use fp8"),
+    ],
+)
+def test_an_argument_must_agree_with_the_files(checkpoint, scheme, asked, message):
+    directory = checkpoint(scheme or "awq")
+    with pytest.raises(ConfigError, match=message):
+        LLM(
+            str(directory if scheme else directory.parent / "floats"),
+            device="cpu",
+            skip_tokenizer_init=True,
+            quantization=asked,
+        )
+
+
+def test_other_names_of_a_method_and_of_the_configuration(checkpoint, tmp_path):
+    """In a nested configuration, under an older name, and beside config.json."""
+    source = checkpoint("ct-int4")
+    for place in ("compression_config", "text_config"):
+        directory = damaged(source, tmp_path / place)
+        settings = json.loads((directory / "config.json").read_text())
+        config = settings.pop("quantization_config")
+        settings |= {"compression_config": config} if place != "text_config" else {"quantization_config": config}
+        (directory / "config.json").write_text(json.dumps(settings))
+        assert read_facts(resolve_model(directory)).quantization.method == "compressed-tensors"
+    aside = damaged(checkpoint("awq"), tmp_path / "aside")
+    settings = json.loads((aside / "config.json").read_text())
+    config = settings.pop("quantization_config")
+    (aside / "config.json").write_text(json.dumps(settings))
+    (aside / "quant_config.json").write_text(
+        json.dumps({"w_bit": 4, "q_group_size": 32, "version": "GEMM", "zero_point": True})
+    )
+    assert config["quant_method"] == read_facts(resolve_model(aside)).quantization.method
+    assert isinstance(load(aside, KEEPS).layers[0].mlp.down_proj.method, StoredLinear)
+
+
+def test_random_weights_in_a_scheme(checkpoint):
+    """For measuring: what the configuration says is made up."""
+    for scheme in ("awq", "ct-several", "fp8-block-moe"):
+        facts = read_facts(resolve_model(checkpoint(scheme)))
+        model = build_model(facts)
+        load_weights(
+            model, facts, device="cpu", dtype="float32", load_format="dummy", quantization=facts.quantization, keeps=KEEPS
+        )
+        assert Sequences(model, 1, 40).step([(0, FIRST)])[0].isfinite().all()
+        assert isinstance(model.layers[0].self_attn.o_proj.method, StoredLinear)
