@@ -16,6 +16,7 @@ from quire.llm_engine import LLMEngine
 from quire.text.beam_search import Beam, BeamSearch
 from quire.text.outputs import read_logprobs
 from quire.types.errors import EngineError
+from quire.types.extras import NO_EXTRAS, Extras
 from quire.types.outputs import BeamSearchOutput, BeamSearchSequence, TokenDelta
 from quire.types.plan import TopLogprobs
 from quire.types.prompts import PromptType
@@ -26,11 +27,12 @@ _names = itertools.count()
 
 
 def search_beams(
-    engine: LLMEngine, prompts: Sequence[PromptType], params: BeamSearchParams, use_tqdm: bool
+    engine: LLMEngine, prompts: Sequence[PromptType], params: BeamSearchParams, use_tqdm: bool, extras: Extras = NO_EXTRAS
 ) -> list[BeamSearchOutput]:
     rescaled = params.temperature not in (0.0, 1.0)  # then every logprob is needed to normalize again
     step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1 if rescaled else 2 * params.beam_width)
-    asked = [engine.prepare("beam", prompt, SamplingParams(temperature=0.0, max_tokens=1)).requests[0] for prompt in prompts]
+    first = SamplingParams(temperature=0.0, max_tokens=1)
+    asked = [engine.prepare("beam", prompt, first, extras=extras).requests[0] for prompt in prompts]
     searches = [BeamSearch(one.prompt, params, engine.inputs.eos_ids, engine.max_model_len) for one in asked]
     texts = engine.outputs.tools_for(step)[1]
     held: list[list[str]] = [[] for _ in searches]  # by place: the requests whose pages hold the beams of the latest round

@@ -15,11 +15,13 @@ from quire.llm_engine import LLMEngine
 from quire.llm_not_built import NotBuilt
 from quire.obs.offline import OfflineMetrics
 from quire.progress import shown
+from quire.text.extras import read_extras
 from quire.text.inputs import PreparedRequest
 from quire.text.prompts import ChatOptions
 from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter, NotSupported
+from quire.types.extras import Extras
 from quire.types.outputs import BeamSearchOutput, RequestOutput
 from quire.types.prompts import PromptType
 from quire.types.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -66,8 +68,8 @@ class LLM(NotBuilt):
         "error" and its reason in `outputs[i].error`; the others are not touched. `tokenization_kwargs` say how prompts become
         tokens: add_special_tokens, truncation, max_length ... (`text/tokenization.py`).
         """
-        _refuse(lora_request, mm_processor_kwargs)
-        return self._run(self._prepare(prompts, sampling_params, priority, tokenization_kwargs), use_tqdm)
+        extras = read_extras(lora_request, mm_processor_kwargs)
+        return self._run(self._prepare(prompts, sampling_params, priority, tokenization_kwargs, extras), use_tqdm)
 
     def chat(
         self,
@@ -89,12 +91,12 @@ class LLM(NotBuilt):
         `chat_template_content_format`: what the template gets as a message's content, "string", or "openai" for a list of
         parts; "auto": what it reads.
         """
-        _refuse(lora_request, mm_processor_kwargs)
         options = ChatOptions(
             chat_template, chat_template_content_format, add_generation_prompt, continue_final_message, tools,
             chat_template_kwargs, tokenization_kwargs,
         )  # fmt: skip
-        return self.generate(self._render(messages, options), sampling_params, use_tqdm=use_tqdm)
+        extras = {"lora_request": lora_request, "mm_processor_kwargs": mm_processor_kwargs}
+        return self.generate(self._render(messages, options), sampling_params, use_tqdm=use_tqdm, **extras)
 
     def preprocess_chat(self, messages: Messages | Sequence[Messages], **options: Any) -> list[PromptType]:
         """The prompts that `chat` makes of conversations; the options are those of `chat` from chat_template on."""
@@ -118,8 +120,8 @@ class LLM(NotBuilt):
         mm_processor_kwargs: Any = None,
     ) -> list[str]:
         """Takes requests in without running them; `wait_for_completion` does. Returns their ids."""
-        _refuse(lora_request, mm_processor_kwargs)
-        prepared = self._prepare(prompts, sampling_params, priority, tokenization_kwargs)
+        extras = read_extras(lora_request, mm_processor_kwargs)
+        prepared = self._prepare(prompts, sampling_params, priority, tokenization_kwargs, extras)
         self._waiting += prepared
         return [one.id for one in prepared]
 
@@ -146,14 +148,13 @@ class LLM(NotBuilt):
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The `beam_width` best continuations of each prompt, best first. At most `concurrency_limit` prompts at a time."""
-        _refuse(lora_request)
-        batch = _as_batch(prompts)
+        batch, extras = _as_batch(prompts), read_extras(lora_request)
         if concurrency_limit is not None and (type(concurrency_limit) is not int or concurrency_limit < 1):
             raise InvalidParameter(f"concurrency_limit must be at least 1, got {concurrency_limit!r}", "concurrency_limit")
         size = concurrency_limit or max(1, len(batch))
         found: list[BeamSearchOutput] = []
         for i in range(0, len(batch), size):
-            found += search_beams(self.llm_engine, batch[i : i + size], params, use_tqdm=use_tqdm)
+            found += search_beams(self.llm_engine, batch[i : i + size], params, use_tqdm, extras)
         return found
 
     def get_tokenizer(self) -> Tokenizer:
@@ -186,6 +187,7 @@ class LLM(NotBuilt):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
         tokenization_kwargs: Mapping[str, Any] | None,
+        extras: Extras,
     ) -> list[PreparedRequest]:
         batch = _as_batch(prompts)
         how = Tokenization.of(tokenization_kwargs) if tokenization_kwargs else None
@@ -195,7 +197,7 @@ class LLM(NotBuilt):
             raise InvalidParameter(f"priority has {len(priorities)} entries for {len(batch)} prompts", "priority")
         prepared = []
         for prompt, one, rank in zip(batch, params, priorities, strict=True):
-            ready = self.llm_engine.prepare(str(next(self._ids)), prompt, one, priority=rank, how=how)
+            ready = self.llm_engine.prepare(str(next(self._ids)), prompt, one, priority=rank, how=how, extras=extras)
             ready.params.output_kind = RequestOutputKind.FINAL_ONLY
             prepared.append(ready)
         return prepared
@@ -225,13 +227,6 @@ class LLM(NotBuilt):
         finally:
             engine.abort_request(one.id for one in prepared if one.id not in done)
         return [done[one.id] for one in prepared]
-
-
-def _refuse(lora_request: Any, mm_processor_kwargs: Any = None) -> None:
-    if lora_request is not None:
-        raise NotSupported("lora_request cannot be used: LoRA adapters are not available yet", "lora_request")
-    if mm_processor_kwargs:
-        raise NotSupported("mm_processor_kwargs cannot be used: prompts are text", "mm_processor_kwargs")
 
 
 class _progress:  # noqa: N801  used as a context manager

@@ -17,12 +17,14 @@ from quire.engine.core import EngineCore
 from quire.engine.timeline import Stopwatch
 from quire.grammar.schema import unenforced
 from quire.progress import doing
+from quire.text.extras import read_extras
 from quire.text.inputs import InputProcessor, PreparedRequest
 from quire.text.open import open_tokenizer
 from quire.text.outputs import OutputProcessor
 from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
-from quire.types.errors import NotSupported, RequestError
+from quire.types.errors import RequestError
+from quire.types.extras import NO_EXTRAS, Extras
 from quire.types.outputs import RequestOutput
 from quire.types.prompts import PromptType
 from quire.types.sampling import SamplingParams
@@ -60,9 +62,8 @@ class LLMEngine:
         priority: int = 0,
     ) -> None:
         """Checks and queues one request; a RequestError leaves the engine as it was."""
-        if lora_request is not None:
-            raise NotSupported("lora_request cannot be used: LoRA adapters are not available yet", "lora_request")
-        self.submit(self.prepare(request_id, prompt, params, arrival_time, priority))
+        extras = read_extras(lora_request)
+        self.submit(self.prepare(request_id, prompt, params, arrival_time, priority, extras=extras))
 
     def prepare(
         self,
@@ -72,9 +73,10 @@ class LLMEngine:
         arrival_time: float | None = None,
         priority: int = 0,
         how: Tokenization | None = None,
+        extras: Extras = NO_EXTRAS,
     ) -> PreparedRequest:
         arrival = time.time() if arrival_time is None else arrival_time
-        prepared = self.inputs.prepare(request_id, prompt, params, arrival=arrival, priority=priority, how=how)
+        prepared = self.inputs.prepare(request_id, prompt, params, arrival=arrival, priority=priority, how=how, extras=extras)
         if prepared.params.structured_outputs is not None:
             self.core.constraints.check(prepared.params.structured_outputs)
             if keywords := unenforced(prepared.params.structured_outputs):

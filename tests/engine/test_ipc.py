@@ -16,6 +16,7 @@ from quire.engine import ipc, process
 from quire.engine.child import Child
 from quire.engine.timeline import Timeline
 from quire.types import errors
+from quire.types.extras import Extras
 from quire.types.outputs import TokenDelta
 from quire.types.plan import TopLogprobs
 from quire.types.request import EngineRequest
@@ -40,6 +41,7 @@ REQUEST = EngineRequest(
     salt=("tenant=ü", "owner=b"),
     fork_of="a#0",
     hold=True,
+    extras=Extras(adapter=3, pool=True),
     resumed=(4, 3),
     scored=2,
 )  # fmt: skip
@@ -80,15 +82,17 @@ def test_reports_arrive_as_they_were_sent(report):
 
 
 def test_arrays_arrive_with_type_and_shape():
-    sent = TokenDelta("a", [4], logprobs=(top(1, 3),), prompt_logprobs=(top(5, 2), top(0, 2)))
+    state = np.arange(5, dtype=np.float32) / 3
+    sent = TokenDelta("a", [4], logprobs=(top(1, 3),), prompt_logprobs=(top(5, 2), top(0, 2)), pooled=state)
     [got] = ipc.decode_report(ipc.encode(ipc.StepReport([sent], STATS, 1))).deltas
+    assert got.pooled.dtype == np.float32 and (got.pooled == state).all()
     for before, after in zip(sent.logprobs + sent.prompt_logprobs, got.logprobs + got.prompt_logprobs, strict=True):
         for name in ("ids", "values", "rank"):
             old, new = getattr(before, name), getattr(after, name)
             assert (old.dtype, old.shape) == (new.dtype, new.shape) and (old == new).all()
     strided = TopLogprobs(top(4, 4).ids[::2, ::2], top(4, 4).values[::2, ::2], top(4, 4).rank[::2])
     [got] = ipc.decode_report(ipc.encode(ipc.StepReport([TokenDelta("a", [4], logprobs=(strided,))], STATS, 1))).deltas
-    assert (got.logprobs[0].ids == strided.ids).all() and got.logprobs[0].ids.flags.c_contiguous
+    assert got.pooled is None and (got.logprobs[0].ids == strided.ids).all() and got.logprobs[0].ids.flags.c_contiguous
 
 
 @pytest.mark.parametrize(

@@ -323,5 +323,6 @@ def test_hidden_states_are_handed_out(runner):
     a = admission(1, PROMPT, temperature=0)
     driver = Driver(runner)
     result = driver.launch((1, 23), pool=[20, 22], **driver.admit(a, 24)).result()
-    assert result.pooled.shape == (2, 32)
-    assert int(runner._model.logits(torch.from_numpy(result.pooled))[1].argmax()) == result.ids[0]
+    [pooled] = result.pooled.values()
+    assert pooled.shape == (2, 32)
+    assert int(runner._model.logits(torch.from_numpy(pooled))[1].argmax()) == result.ids[0]

@@ -25,6 +25,8 @@ def check_against_oracle(work: Workload) -> None:
         whole = work.answer(spec)
         answer, unscored = whole[len(spec.resumed) :], list(spec.prompt[1 + spec.scored :])
         assert got.last is not None
+        pooled = [len(spec.prompt) - 1] if spec.extras.pool and got.tokens and not spec.resumed else []
+        assert got.pooled == pooled
         if got.last.finish_reason in ("abort", "error"):
             assert got.last.finish_reason == "error" or visit.aborted is not None
             assert got.last.error is None or "on order" in got.last.error

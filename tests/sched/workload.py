@@ -15,6 +15,7 @@ from quire.sched.budget import StepBudget
 from quire.sched.scheduler import Scheduler
 from quire.types.cache import CacheLayout, LayerCache
 from quire.types.errors import EngineError
+from quire.types.extras import Extras
 from quire.types.outputs import TokenDelta
 from quire.types.plan import Admission
 from quire.types.request import EngineRequest
@@ -103,6 +104,7 @@ class Heard:
     tokens: list[int] = field(default_factory=list)
     last: TokenDelta | None = None
     scores: list[int] = field(default_factory=list)
+    pooled: list[int] = field(default_factory=list)  # positions
 
 
 @st.composite
@@ -136,6 +138,7 @@ def requests(draw, model: FakeModel, earlier: list[EngineRequest]) -> EngineRequ
         salt=salt,
         fork_of=fork_of,
         hold=draw(st.booleans()),
+        extras=Extras(pool=draw(st.sampled_from((False, False, True)))),
     )
     return draw(resumptions(model, spec)) if draw(st.sampled_from((False, False, False, True))) else spec
 
@@ -259,5 +262,8 @@ def listen(heard: Heard, delta: TokenDelta) -> None:
     heard.tokens += delta.token_ids
     for top in delta.prompt_logprobs:
         heard.scores += top.ids[:, 0].tolist()
+    if delta.pooled is not None:
+        assert len(heard.tokens) == len(delta.token_ids), "it comes with the first tokens"
+        heard.pooled += delta.pooled.tolist()
     if delta.finish_reason is not None:
         heard.last = delta

@@ -76,13 +76,20 @@ def resolve_here(args: EngineArgs, watch: Stopwatch, serving: bool = False) -> C
     return config
 
 
-def start_core(config: Config, watch: Stopwatch | None = None, drafter: "Drafter | None" = None) -> StartedCore:
-    """`watch` runs since whatever belongs to the start began; it is stopped here. `drafter` guesses tokens ahead."""
+def start_core(
+    config: Config,
+    watch: Stopwatch | None = None,
+    drafter: "Drafter | None" = None,
+    adapters: tuple[int, int] = (0, 0),
+) -> StartedCore:
+    """`watch` runs since whatever belongs to the start began; it is stopped here. `drafter` guesses tokens ahead. `adapters`:
+    room for so many, of at most that rank."""
     watch = watch or Stopwatch()
     # rope tables are made for the longest context that can come, so a shorter one may choose finer factors
     facts = replace(config.facts, max_position=config.max_model_len)
     layout = make_layout(facts.layers, config.page_size, ELEMENT_BYTES[config.dtype])
-    start = start_fake if config.args.distributed_executor_backend == "fake" else partial(start_local, drafter=drafter)
+    local = partial(start_local, drafter=drafter, adapters=adapters)
+    start = start_fake if config.args.distributed_executor_backend == "fake" else local
     executor, capacity = start(config, facts, layout, watch)
     budget: Budget | None = None
     if config.steps_follow_load and config.device_facts.times_steps:
@@ -118,7 +125,12 @@ def _grammars(config: Config, drafts: int) -> GrammarLanes:
 
 
 def start_local(
-    config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch, drafter: "Drafter | None" = None
+    config: Config,
+    facts: ModelFacts,
+    layout: CacheLayout,
+    watch: Stopwatch,
+    drafter: "Drafter | None" = None,
+    adapters: tuple[int, int] = (0, 0),
 ) -> tuple[Executor, Capacity]:
     """The model in this process."""
     import_torch()
@@ -147,6 +159,7 @@ def start_local(
         quantization=config.quantization,
         keeps=config.device_facts.keeps if config.keep_quantized else frozenset(),
         drafter=drafter,
+        adapters=adapters,
     )
     executor = LocalExecutor(runner)
     with doing("loading weights"):

@@ -12,6 +12,7 @@ Token ids are read from the slots on the device, and so are positions behind dra
 reached the host.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from quire.attn.batch import Batch, GroupView, keep_last
 from quire.ops.arguments import RowInputs
 from quire.ops.rows import fill_rows
+from quire.runner.row_parts import RowPart
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.runner.transfer import Longs, upload_together
@@ -36,7 +38,8 @@ class Built:
     shift: Longs  # [R] + index of a token among all = among those that are kept
 
 
-def build_batch(plan: StepPlan, slots: Slots) -> Built:
+def build_batch(plan: StepPlan, slots: Slots, parts: Iterable[RowPart] = ()) -> Built:
+    """`parts`: those that the rows have something of."""
     slot, count = plan.slot.astype(np.int64), plan.count.astype(np.int64)
     end, loose = _ends(plan, slots)
     row_starts = _starts(count)
@@ -69,6 +72,8 @@ def build_batch(plan: StepPlan, slots: Slots) -> Built:
             for group, (tables, write) in enumerate(zip(inputs.tables, inputs.write, strict=True))
         ),
     )
+    for part in parts:
+        batch = part.attach(batch, plan)
     if not all_kept:
         batch = keep_last(batch, kept, kept_starts_there.int(), kept_there)
     end_of_draw = rest[1] if loose is None else batch.positions[rest[3]] + 1

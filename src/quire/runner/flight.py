@@ -11,7 +11,7 @@ from quire.runner.sampler.logprobs import Report, to_top_logprobs
 from quire.runner.sampler.pipeline import FAULTS, Drawn
 from quire.runner.transfer import Download
 from quire.types.errors import EngineError
-from quire.types.plan import Bools, Ints, StepPlan, StepResult, TopLogprobs, Words, spans
+from quire.types.plan import Bools, Floats, Ints, StepPlan, StepResult, TopLogprobs, Words, spans
 
 BROKEN_PROMPT = "the model's logits are broken at a prompt position: they contain NaN or +inf"
 
@@ -69,7 +69,10 @@ class StepFlight:
         lengths, ids, fault = plan.sample.astype(np.int32), np.empty(0, np.int32), np.empty(0, np.int32)
         if drawn is not None:
             ids, fault = next(arrays)[:, plan.draw_row if drawn.of_all else slice(len(plan.draw_row))]
-        pooled = None if self._pooled is None else next(arrays).astype(np.float32)
+        pooled: dict[int, Floats] = {}
+        if self._pooled is not None:
+            states, owner = next(arrays).astype(np.float32), plan.rows_of(plan.outputs.pool)
+            pooled = {each: states[owner == each] for each in owner.tolist()}
         kept: Ints | slice = slice(None)  # the draws that count
         if drawn is not None and drawn.lengths is not None:
             lengths[plan.sample] = next(arrays)

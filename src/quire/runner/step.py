@@ -4,7 +4,7 @@ It does what the plan says, in the plan's order, and decides nothing. It does no
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from quire.device.base import Device, Setting
 from quire.load.load import load_weights
 from quire.models.decoder import Decoder
 from quire.models.registry import build_model
+from quire.prepare.adapt import Adapters, LowRank, adapt
 from quire.runner.batch import Built, build_batch
 from quire.runner.buckets import MOST_TOKENS
 from quire.runner.draft.base import Drafter
@@ -24,10 +25,11 @@ from quire.runner.flight import StepFlight
 from quire.runner.graphs import Graphs, allowance, fixed_plans
 from quire.runner.kv import KVBuffers
 from quire.runner.profile_run import largest_step
+from quire.runner.row_parts import RowPart, make_parts
 from quire.runner.sampler.grammar import Masks
 from quire.runner.sampler.logprobs import Report
 from quire.runner.sampler.pipeline import Drawn, Sampler
-from quire.runner.sampler.stage import Rows
+from quire.runner.sampler.stage import Rows, Tenancy
 from quire.runner.slots import Slots
 from quire.runner.transfer import Longs, upload, upload_together
 from quire.runner.warmup import LONG, warm_up_parts, warm_up_products, warm_up_steps
@@ -70,8 +72,13 @@ class Runner:
         quantization: "Quantization | None" = None,
         keeps: frozenset[str] = frozenset(),
         drafter: Drafter | None = None,
+        adapters: tuple[int, int] = (0, 0),
     ) -> None:
+        """`adapters`: room for so many, of at most that rank."""
         self._facts = facts
+        self._room = adapters
+        self._adapters: Adapters | None = None
+        self._parts: tuple[RowPart, ...] = ()
         self._drafter, self._drafts = drafter, 0 if drafter is None else drafter.most
         self._device = device
         self._dtype = DTYPES[dtype]
@@ -103,6 +110,9 @@ class Runner:
 
     def load(self) -> None:
         model = build_model(self._facts, self._model_impl)
+        count, rank = self._room
+        if count:
+            self._adapters = adapt(model, count, rank, device=self._device.torch_device, dtype=self._dtype)
         load_weights(
             model, self._facts, device=self._device.torch_device, dtype=self._dtype, load_format=self._load_format,
             seed=self._seed, keep_quantized=self._keep_quantized, quantization=self._quantization, keeps=self._keeps,
@@ -111,6 +121,12 @@ class Runner:
         prepared = self._device.prepare(model, setting)
         model.body, self._kv_layout = prepared.body, prepared.kv_layout
         self._model = model
+
+    def put_adapter(self, number: int, additions: Mapping[str, LowRank]) -> None:
+        """See `Adapters.put`. Between steps."""
+        if self._adapters is None:
+            raise EngineError("the runner has no room for adapters")
+        self._adapters.put(number, additions)
 
     def warm_up(self) -> None:
         """Runs the steps that traffic is made of, so that no request has to wait for a kernel, where kernels are compiled."""
@@ -149,6 +165,7 @@ class Runner:
         slots = Slots(self._max_seqs, max_model_len, groups, page_size, device, self._drafts, self._device.updates())
         sampler = Sampler(self._max_seqs, self._facts.vocab_size, device, self._logprobs_mode, self._drafts)
         self._tenants = slots, kv, sampler
+        self._parts = make_parts(self._max_seqs, self._room[0])
         planners = fixed_plans(model, len(self._layout.groups)) if self._recording else None
         self.graphs = (
             None
@@ -171,10 +188,12 @@ class Runner:
         slots, kv, sampler = self._tenants
         slots.updates.deliver()  # what a launch that failed left
         slots.take_in(plan)
-        for slot in plan.retired.tolist():
-            sampler.retire(slot)
-        for admission in plan.admitted:
-            sampler.admit(admission.slot, admission)
+        tenancies: tuple[Tenancy, ...] = (sampler, *self._parts)
+        for tenancy in tenancies:
+            for slot in plan.retired.tolist():
+                tenancy.retire(slot)
+            for admission in plan.admitted:
+                tenancy.admit(admission.slot, admission)
         sampler.refresh(slots.updates)
         kv.copy(plan.copy_from, plan.copy_to)
         if not len(plan.slot):
@@ -185,11 +204,12 @@ class Runner:
         prompts: list[tuple[int, Report]] = []
         pooled: Tensor | None = None
         plain = not len(plan.masked) and sampler.plain(plan.slot)
-        told = len(plan.outputs.prompt_logprobs) or len(plan.outputs.pool)  # graphs draw, and nothing else
+        parts = [part for part in self._parts if part.active(plan.slot)]
+        told = parts or len(plan.outputs.prompt_logprobs) or len(plan.outputs.pool)  # graphs draw, and nothing else
         replayed = None if self.graphs is None or told else self.graphs.run(plan, plain)
         draw: Drawn | Callable[[Masks | None], Drawn] | None = None
         if replayed is None:
-            built = build_batch(plan, slots)
+            built = build_batch(plan, slots, parts)
             batch, hidden = built.batch, model(built.batch)
             prompts = _report_prompts(plan, built, hidden, model, slots, sampler)
             if len(plan.outputs.pool):

@@ -3,7 +3,7 @@
 Nearly every row is one token that is drawn after: of those only request and end are noted. The other rows are `odd`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 
 import numpy as np
@@ -27,6 +27,7 @@ class Odd:
     count: int
     draws: int
     scores: range  # the prompt positions of the row that logprobs are wanted behind
+    pool: bool  # the hidden state of its last token is wanted
 
 
 class PlanBuilder:
@@ -59,6 +60,7 @@ class PlanBuilder:
                 seed=spec.seed,
                 stop_ids=tuple(sorted(spec.stop_ids - spec.eos_ids if request.constrained else spec.stop_ids)),
                 bad_words=spec.bad_words,
+                extras=spec.extras,
             )
         )
 
@@ -88,10 +90,11 @@ class PlanBuilder:
         scores, spec = range(0), request.spec
         if spec.params.prompt_logprobs is not None:
             scores = range(max(end - count, request.scored), min(end, len(spec.prompt) - 1))
+        pool = spec.extras.pool and end == len(spec.prompt) == len(request.tokens)
         if masked:
             self._masked.append(len(self.requests))
-        if count != 1 or draws != 1 or scores:
-            self._odd[len(self.requests)] = Odd(count, draws, scores)
+        if count != 1 or draws != 1 or scores or pool:
+            self._odd[len(self.requests)] = Odd(count, draws, scores, pool)
         self.requests.append(request)
         self.ends.append(end)
 
@@ -140,14 +143,15 @@ class PlanBuilder:
     def _outputs(self, count: Ints, draws: Ints) -> Outputs:
         if not self._odd:
             return Outputs(np.arange(len(count), dtype=np.int32))
-        drawn = Outputs.last(count, draws)
-        scoring = [i for i, odd in self._odd.items() if odd.scores]
-        if not scoring:
-            return drawn
-        after = np.cumsum(count)[scoring] - _ints(self.ends)[scoring]  # + position = index among the tokens
-        scores = [self._odd[i].scores for i in scoring]
-        first = after + _ints([positions.start for positions in scores])
-        return Outputs(drawn.draw, spans(first, _ints([len(positions) for positions in scores])))
+        outputs, behind = Outputs.last(count, draws), np.cumsum(count)
+        if scoring := [i for i, odd in self._odd.items() if odd.scores]:
+            after = behind[scoring] - _ints(self.ends)[scoring]  # + position = index among the tokens
+            scores = [self._odd[i].scores for i in scoring]
+            first = after + _ints([positions.start for positions in scores])
+            outputs = replace(outputs, prompt_logprobs=spans(first, _ints([len(positions) for positions in scores])))
+        if pooling := [i for i, odd in self._odd.items() if odd.pool]:
+            outputs = replace(outputs, pool=(behind[pooling] - 1).astype(np.int32))
+        return outputs
 
     def _masks(self, draws: Ints) -> Ints:
         rows = _ints(self._masked)

@@ -4,14 +4,26 @@ Rows of requests that have left since are dropped here, and nowhere else.
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from quire.cache.tables import Tables
 from quire.sched.plan_builder import Scheduled
 from quire.sched.roster import Roster
 from quire.sched.stop import finish, next_check
 from quire.types.outputs import TokenDelta
-from quire.types.plan import StepResult, TopLogprobs
+from quire.types.plan import Floats, StepResult, TopLogprobs
 from quire.types.request import FinishReason, Request
+
+
+class Brought(NamedTuple):
+    """What a row brought beside tokens, in a delta's order."""
+
+    logprobs: tuple[TopLogprobs, ...] = ()
+    prompt_logprobs: tuple[TopLogprobs, ...] = ()
+    pooled: Floats | None = None
+
+
+NOTHING = Brought()
 
 
 class Results:
@@ -22,7 +34,7 @@ class Results:
         """What a step brought."""
         deltas: list[TokenDelta] = []
         requests, ids = scheduled.requests, result.ids.tolist()
-        special = {*scheduled.odd, *result.logprobs, *result.prompt_logprobs, *result.failed}
+        special = {*scheduled.odd, *result.logprobs, *result.prompt_logprobs, *result.failed, *result.pooled}
         if self._roster.discarded:
             special.update(range(len(requests)))
         rows: Iterable[tuple[Request, int]] = zip(requests, ids, strict=not special)
@@ -63,29 +75,25 @@ class Results:
                 break
         if sample:
             request.land(drafts, len(taken))
-        logprobs = _each_token(result.logprobs.get(i), len(taken))
+        pooled = result.pooled[i][0] if i in result.pooled and taken else None
+        brought = Brought(_each_token(result.logprobs.get(i), len(taken)), scores, pooled)
         if i in result.failed and ending is None:
             self._roster.leave(request, "error")
-            return [delta(request, taken, error=result.failed[i], logprobs=logprobs, prompt_logprobs=scores)]
+            return [delta(request, taken, error=result.failed[i], brought=brought)]
         if not sample:
-            return [delta(request, [], prompt_logprobs=scores)] if scores else []
-        return [self._consider(request, taken, ending, logprobs, scores)]
+            return [delta(request, [], brought=brought)] if scores else []
+        return [self._consider(request, taken, ending, brought)]
 
     def _consider(
-        self,
-        request: Request,
-        tokens: list[int],
-        ending: tuple[FinishReason, int | None] | None,
-        logprobs: tuple[TopLogprobs, ...] = (),
-        scores: tuple[TopLogprobs, ...] = (),
+        self, request: Request, tokens: list[int], ending: tuple[FinishReason, int | None] | None, brought: Brought = NOTHING
     ) -> TokenDelta:
         """The newest tokens in full: do they fill a page, do they end the request?"""
         self._tables.publish(request)
         if ending is None:
             request.inspect_at = min(next_check(request), self._tables.next_publication(request))
-            return delta(request, tokens, logprobs=logprobs, prompt_logprobs=scores)
+            return delta(request, tokens, brought=brought)
         self._roster.leave(request, ending[0])
-        return delta(request, tokens, stop=ending[1], logprobs=logprobs, prompt_logprobs=scores)
+        return delta(request, tokens, stop=ending[1], brought=brought)
 
     def fail(self, scheduled: Scheduled, reason: str) -> list[TokenDelta]:
         """The whole step was lost: the requests with rows in it end, and nothing is known of what the cache holds.
@@ -124,17 +132,11 @@ class Results:
 
 
 def delta(
-    request: Request,
-    tokens: list[int],
-    *,
-    stop: int | None = None,
-    error: str | None = None,
-    logprobs: tuple[TopLogprobs, ...] = (),
-    prompt_logprobs: tuple[TopLogprobs, ...] = (),
+    request: Request, tokens: list[int], *, stop: int | None = None, error: str | None = None, brought: Brought = NOTHING
 ) -> TokenDelta:
     """What the front half hears of a request."""
     return TokenDelta(
-        request.spec.id, tokens, request.finished, stop, error, logprobs, prompt_logprobs,
+        request.spec.id, tokens, request.finished, stop, error, *brought,
         request.cached, request.scheduled_at, request.preemptions,
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from quire.text.prompts import PromptReader
 from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter, NotSupported
+from quire.types.extras import NO_EXTRAS, Extras
 from quire.types.prompts import Prompt, PromptType
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams, shown
@@ -93,6 +94,7 @@ class InputProcessor:
         priority: int = 0,
         tenant: str | None = None,
         engine_id: str | None = None,
+        extras: Extras = NO_EXTRAS,
     ) -> PreparedRequest:
         """Raises RequestError for anything this model cannot do; nothing has happened then.
 
@@ -105,9 +107,9 @@ class InputProcessor:
             raise InvalidParameter(f"priority must have at most 64 bits, got {priority!r:.40}", "priority")
         if not isinstance(params, SamplingParams):
             raise InvalidParameter(f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params")
-        read = self.prompts.read(prompt, how)
+        read = self.prompts.read(prompt, how, extras)
         ids = self.prompts.check(read)
-        salt = () if read.cache_salt is None else (f"tenant={read.cache_salt}",)
+        salt = read.extras.salt if read.cache_salt is None else (*read.extras.salt, f"tenant={read.cache_salt}")
         params = params.clone()
         self._check_params(params)
         if params.max_tokens is None:
@@ -128,6 +130,7 @@ class InputProcessor:
             priority=priority,
             tenant=tenant or "",
             salt=salt if tenant is None else (*salt, f"owner={tenant}"),
+            extras=read.extras,
         )
         return PreparedRequest(request_id, read.text, ids, params, fan_out(base, params.n))
 

@@ -24,7 +24,7 @@ from quire.types.outputs import (
     TokenDelta,
     TokenLogprobs,
 )
-from quire.types.plan import TopLogprobs
+from quire.types.plan import Floats, TopLogprobs
 from quire.types.request import FinishReason
 from quire.types.sampling import RequestOutputKind, SamplingParams
 
@@ -171,6 +171,7 @@ class RequestAnswer:
         self.final_only = prepared.params.output_kind is RequestOutputKind.FINAL_ONLY
         self._delta = prepared.params.output_kind is RequestOutputKind.DELTA
         self._prompt_ids = list(prepared.prompt_ids)
+        self._pooled: Floats | None = None
         self._prompt_logprobs: _LogprobTable | None = None
         if prepared.params.prompt_logprobs is not None:
             self._prompt_logprobs = _new_table(prepared.params)
@@ -209,6 +210,7 @@ class RequestAnswer:
             if not metrics.first_token_ts:  # later a restarted engine may find other things cached
                 self.cached_tokens = delta.cached_tokens
             self._unread.extend((chunk, 0) for chunk in delta.prompt_logprobs)
+            self._pooled = delta.pooled
 
     def finish(self) -> Finished:
         """The whole request for observers; choices that have not ended were given up."""
@@ -241,6 +243,7 @@ class RequestAnswer:
             metrics=self.metrics,
             num_cached_tokens=self.cached_tokens,
             num_cache_creation_tokens=self._created_tokens(),
+            pooled=self._pooled,
         )
 
     def _created_tokens(self) -> int:

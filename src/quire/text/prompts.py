@@ -13,6 +13,7 @@ from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_prompt import render_told, wants_words
 from quire.types.errors import InvalidParameter, PromptTooLong, RequestError
+from quire.types.extras import NO_EXTRAS, Extras
 from quire.types.prompts import Prompt
 from quire.types.sampling import shown
 
@@ -44,8 +45,8 @@ class PromptReader:
 
     # ---- reading
 
-    def read(self, prompt: Any, how: Tokenization | None = None) -> Prompt:
-        """A user's prompt in any form (`PromptType`). `how` is asked for by tokenization_kwargs."""
+    def read(self, prompt: Any, how: Tokenization | None = None, extras: Extras = NO_EXTRAS) -> Prompt:
+        """A user's prompt in any form (`PromptType`). `how` is asked for by tokenization_kwargs; a `Prompt` has its extras."""
         if isinstance(prompt, Prompt):
             return prompt
         given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
@@ -55,12 +56,12 @@ class PromptReader:
             )
         salt = given.get("cache_salt")
         if "prompt_token_ids" in given:
-            return Prompt(given.get("prompt"), self._cut_ids(_checked_ids(given["prompt_token_ids"]), how), salt)
+            return Prompt(given.get("prompt"), self._cut_ids(_checked_ids(given["prompt_token_ids"]), how), salt, extras)
         content = given.get("prompt") if isinstance(prompt, Mapping) else prompt
         if isinstance(content, str):
-            return Prompt(content, self._encode(content, how), salt)
+            return Prompt(content, self._encode(content, how), salt, extras)
         if isinstance(content, Sequence):
-            return Prompt(None, self._cut_ids(_checked_ids(content), how), salt)
+            return Prompt(None, self._cut_ids(_checked_ids(content), how), salt, extras)
         raise InvalidParameter(
             "a prompt is a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids', "
             f"not {type(content).__name__}",

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from quire.types.extras import NO_EXTRAS, Extras
 from quire.types.sampling import SamplingParams
 
 Ints = npt.NDArray[np.int32]
@@ -40,6 +41,7 @@ class Admission:
     seed: int  # 64 bits, resolved: never None on the device
     stop_ids: tuple[int, ...]  # suppressed until min_tokens are out
     bad_words: tuple[tuple[int, ...], ...]  # token sequences that must not be completed
+    extras: Extras = NO_EXTRAS
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,6 @@ class StepResult:
     ids: Ints  # [sum of lengths] row by row
     logprobs: dict[int, TopLogprobs] = field(default_factory=dict)  # row -> of its tokens
     prompt_logprobs: dict[int, TopLogprobs] = field(default_factory=dict)  # row -> of the prompt tokens that were asked for
-    pooled: Floats | None = None  # [pool, H] what was asked for
+    pooled: dict[int, Floats] = field(default_factory=dict)  # row -> [pool, H] of its tokens that were asked for
     drafts: dict[int, Ints] = field(default_factory=dict)  # row with masked draws -> what the device expects behind its tokens
     failed: dict[int, str] = field(default_factory=dict)  # row -> why, behind the tokens it brought; the other rows are good

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
+from quire.types.extras import NO_EXTRAS, Extras
+
 
 class TextPrompt(TypedDict):
     prompt: str
@@ -23,3 +25,4 @@ class Prompt:
     text: str | None  # as the user or the template wrote it; None: it came as token ids, or was cut
     ids: list[int]
     cache_salt: str | None = None  # cached pages are shared only among prompts with the same one
+    extras: Extras = NO_EXTRAS

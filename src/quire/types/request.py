@@ -15,6 +15,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quire.types.extras import NO_EXTRAS, Extras
 from quire.types.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
@@ -39,6 +40,7 @@ class EngineRequest:
     priority: int = 0
     tenant: str = ""  # whose it is: slots are shared out fairly among tenants
     salt: tuple[str, ...] = ()  # adapter, media, tenant: what else the cached keys depend on
+    extras: Extras = NO_EXTRAS
     fork_of: str | None = None
     hold: bool = False
     # of a request that another engine had begun:

@@ -174,7 +174,11 @@ class FakeExecutor:
             ids, lengths = ids[~np.isin(row, list(failed))], np.where(np.isin(np.arange(len(slots)), list(failed)), 0, lengths)
         masked = np.unique(plan.draw_row[plan.masked]).tolist()
         drafts = {row: self._drafts(int(slots[row])) for row in masked if self._guess is not None}
-        return StepResult(plan.step, lengths, ids, logprobs, scores, drafts=drafts, failed=failed)
+        pool = plan.outputs.pool
+        pooled = {
+            row: places[[at]].astype(np.float32)[:, None] for row, at in zip(plan.rows_of(pool).tolist(), pool, strict=True)
+        }
+        return StepResult(plan.step, lengths, ids, logprobs, scores, pooled, drafts, failed)
 
     def _check_rows(self, plan: StepPlan, slots: Longs, end: Longs, count: Longs) -> None:
         """`end` is where the rows really end."""

@@ -1,0 +1,78 @@
+"""What requests bring beside tokens and parameters, from the prompt to the batch and back."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from tiny import open_model
+from transformers import LlamaForCausalLM
+
+from quire import SamplingParams, llm_engine
+from quire.engine.assemble import start_core
+from quire.prepare.adapt import LowRank
+from quire.types.extras import Extras
+from quire.types.prompts import Prompt
+
+IDS = [5 + i * 7 % 300 for i in range(21)]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+MATRIX = "layers.1.self_attn.o_proj"
+
+
+def prompts(*extras: Extras) -> list[Prompt]:
+    return [Prompt(None, IDS, extras=each) for each in extras]
+
+
+def additions(number: int) -> dict[str, LowRank]:
+    random = torch.Generator().manual_seed(number)
+    down, up = (torch.randn(shape, generator=random) for shape in ((2, 32), (32, 2)))
+    return {MATRIX: LowRank(down, up)}
+
+
+def expected(directory, number: int) -> list[int]:
+    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    if number:
+        [added] = additions(number).values()
+        model.get_submodule(f"model.{MATRIX}").weight.data += added.up @ added.down
+    with torch.inference_mode():
+        found = model.generate(torch.tensor([IDS]), max_new_tokens=12, min_new_tokens=12, do_sample=False)
+    return found[0, len(IDS) :].tolist()
+
+
+@pytest.mark.parametrize(("device", "depth"), [("cpu", 0), ("cpu", 1), pytest.param("cuda", 1, marks=pytest.mark.gpu)])
+def test_rows_run_with_their_own_adapters(tiny_model, monkeypatch, device, depth):
+    monkeypatch.setattr(llm_engine, "start_core", partial(start_core, adapters=(2, 4)))
+    llm = open_model(tiny_model, dtype="float32", device=device)
+    core = llm.llm_engine.core
+    core.depth = depth
+    for number in (1, 2):
+        found = {name: LowRank(one.down.to(device), one.up.to(device)) for name, one in additions(number).items()}
+        core.executor.call("put_adapter", number, found)
+    wanted = [2, 0, 1, 2, 0]
+    answers = {number: expected(tiny_model, number) for number in (0, 1, 2)}
+    assert len({tuple(answer) for answer in answers.values()}) == 3
+    for order in (wanted, wanted[::-1]):  # the second time what is cached is found, and nobody finds another's
+        outputs = llm.generate(prompts(*(Extras(adapter=number) for number in order)), GREEDY, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == [answers[number] for number in order]
+    assert outputs[-1].num_cached_tokens == outputs[0].num_cached_tokens == 20
+    core.scheduler.check()
+
+
+def test_an_adapter_without_room_is_not_passed_over(tiny_model):
+    llm = open_model(tiny_model)
+    [output] = llm.generate(prompts(Extras(adapter=1)), GREEDY, use_tqdm=False)
+    assert output.outputs[0].finish_reason == "error" and "room for 0" in output.outputs[0].error
+    assert llm.generate(prompts(Extras()), GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected(tiny_model, 0)
+
+
+@pytest.mark.parametrize(("device", "depth"), [("cpu", 0), ("cpu", 1), pytest.param("cuda", 1, marks=pytest.mark.gpu)])
+def test_hidden_states_come_back_to_those_who_asked(tiny_model, device, depth):
+    llm = open_model(tiny_model, dtype="float32", device=device, max_num_batched_tokens=8)
+    llm.llm_engine.core.depth = depth
+    model = LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    with torch.inference_mode():
+        state = model.model(torch.tensor([IDS])).last_hidden_state[0, -1].numpy()
+    for _ in range(2):  # also when most of the prompt is cached
+        asking, plain = llm.generate(prompts(Extras(pool=True), Extras()), GREEDY, use_tqdm=False)
+        np.testing.assert_allclose(asking.pooled, state, atol=1e-4, rtol=1e-4)
+        assert plain.pooled is None and plain.outputs[0].token_ids == asking.outputs[0].token_ids
