@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+import uvloop
 
 from patience import PATIENCE
 from quire.async_llm import AsyncLLM
@@ -37,7 +38,7 @@ class Running:
             "max_num_batched_tokens": 64,
             "kv_cache_memory_bytes": 4 << 20,
         }
-        self.loop = asyncio.new_event_loop()
+        self.loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
         self._stack = contextlib.ExitStack()

@@ -1,6 +1,5 @@
 """The official openai and anthropic clients, their tool and streaming helpers, over a real socket; the model is scripted."""
 
-import asyncio
 import contextlib
 import json
 import socket
@@ -12,6 +11,7 @@ import openai
 import pydantic
 import pytest
 import uvicorn
+import uvloop
 from scripted import Scripted, byte_tokenizer
 
 from parse_samples import hermes
@@ -29,7 +29,7 @@ MODEL = "scripted"
 def listening(app):
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", access_log=False))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
+    thread = threading.Thread(target=lambda: uvloop.run(server.serve([listener])), daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.01)
