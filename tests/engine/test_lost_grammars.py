@@ -70,26 +70,40 @@ def told(answers) -> dict:
     return {name: [(choice.token_ids, choice.finish_reason) for choice in choices] for name, choices in answers.items()}
 
 
+def open_engine(model: Path, **args):
+    return open_model(model, kv_cache_memory_bytes=1 << 20, **args).llm_engine  # all pages are checked in every turn
+
+
 @pytest.fixture(scope="module", params=[0, 1])
 def engine(request, tiny_model):
-    llm = open_model(tiny_model, async_scheduling=bool(request.param))
-    assert llm.llm_engine.core.depth == request.param
-    return llm.llm_engine
+    engine = open_engine(tiny_model, async_scheduling=bool(request.param))
+    assert engine.core.depth == request.param
+    return engine
+
+
+@pytest.fixture(scope="module")
+def undisturbed(engine) -> dict:
+    expected = told(Run(engine, requests()).finish())
+    assert all(choice[1] != "error" for choices in expected.values() for choice in choices)
+    return expected
+
+
+@pytest.fixture(scope="module")
+def shared_faulty(tiny_model):
+    return open_engine(tiny_model)
 
 
 @pytest.fixture
-def faulty(tiny_model, monkeypatch):
+def faulty(shared_faulty, monkeypatch):
     monkeypatch.setattr(process, "COMMAND", FAULTY)
-    return open_model(tiny_model).llm_engine
+    return shared_faulty
 
 
-@pytest.mark.parametrize("kill_at", [(0,), (3,), (9, 30), (14, 15, 200)])
-def test_nobody_loses_an_answer_or_a_token(engine, kill_at):
-    expected = told(Run(engine, requests()).finish())
-    assert all(choice[1] != "error" for choices in expected.values() for choice in choices)
+@pytest.mark.parametrize("kill_at", [(0,), (3,), (9, 30), (14, 15, 100)])
+def test_nobody_loses_an_answer_or_a_token(engine, undisturbed, kill_at):
     run = Run(engine, requests())
     answers = run.finish(kill_at)
-    assert told(answers) == expected
+    assert told(answers) == undisturbed
     reported = answers["reported"][0]
     assert len(reported.logprobs) == len(reported.token_ids)
     assert not len(engine.core.constraints.grammars)
@@ -153,7 +167,7 @@ def test_who_cannot_be_blamed_is_not_tried_for_ever(faulty):
 
 
 def test_a_process_that_does_not_start_is_not_the_requests_fault(tiny_model, monkeypatch):
-    engine = open_model(tiny_model).llm_engine
+    engine = open_engine(tiny_model)
     monkeypatch.setattr(process, "COMMAND", (sys.executable, "-c", "raise SystemExit(7)"))
     with pytest.raises(EngineError, match="does not start"):
         engine.add_request("a", TEXT[0], bound(1, regex="ab"))
@@ -167,13 +181,13 @@ def test_a_process_that_does_not_start_is_not_the_requests_fault(tiny_model, mon
     assert "does not start" in run.finish()["b"][0].error
 
 
-def test_masks_that_are_late_change_no_token(tiny_model, faulty):
+def test_masks_that_are_late_change_no_token(tiny_model, faulty, monkeypatch):
     params = {f"r{i}": bound(i, regex="sleepy?[a-z ]{20}", logprobs=1 if i == 2 else None, n=1 + i % 2) for i in range(4)}
     params |= {"json": bound(7, json=DIGITS), "free": SamplingParams(max_tokens=40, seed=6, ignore_eos=True)}
-    expected = told(Run(open_model(tiny_model).llm_engine, params).finish())
+    expected = told(Run(open_engine(tiny_model), params).finish())
     suspended = []
     suspend = faulty.core.scheduler.suspend
-    faulty.core.scheduler.suspend = lambda name: (suspended.append(name), suspend(name))
+    monkeypatch.setattr(faulty.core.scheduler, "suspend", lambda name: (suspended.append(name), suspend(name)))
     assert told(Run(faulty, params).finish()) == expected
     assert suspended, "some were late"
 
