@@ -57,6 +57,7 @@ class Watch:
 
 def main(arguments: list[str]) -> int:
     command = [*PIP, "install", "--disable-pip-version-check", "--no-input", "--no-color"]
+    command += ["--no-compile"]  # Python compiles what is imported, when it is: a small part of what is installed
     command += ["--progress-bar", "raw" if _reports_progress() else "off", *arguments]
     watch, began = Watch(), time.monotonic()
     print(f"installing Quire and what it needs into {sys.prefix} (torch is large: minutes, once)", flush=True)
