@@ -9,7 +9,7 @@ serve: $(VENV)/.installed
 	$(BIN)/quire serve smollm2 --sample "What is the capital of France? Answer in one word."
 
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

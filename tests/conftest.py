@@ -3,9 +3,11 @@ import os
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny: threads would only wait for each other
+LONG = ("e2e", "engine", "serve", "ops", "models")  # directories whose files take long: no process is to be left with one
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.parent.name) if item.path.parent.name in LONG else len(LONG))
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if wanting:
         import torch
