@@ -10,34 +10,25 @@ from typing import Any
 from quire.serve.errors import GenerationFailed
 from quire.serve.generation import GenerationJob, collect
 from quire.serve.protocol.fields import GenerationFields
-from quire.serve.sampling import beam_params, wanted_logprobs
+from quire.serve.sampling import SAME, beam_params, wanted_logprobs
 from quire.serve.server import Server
 from quire.text.beam_search import Beam, BeamSearch
 from quire.text.detokenizer import Detokenizer
 from quire.types.errors import InvalidParameter
 from quire.types.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from quire.types.prompts import Prompt
 from quire.types.sampling import SamplingParams
 
-# fields that say how to sample or when to stop, and their values when nothing is asked for
-_NOT_FOR_BEAMS: dict[str, tuple[Any, ...]] = {
-    "top_p": (None, 1.0),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0.0),
-    "repetition_penalty": (None, 1.0),
-    "presence_penalty": (None, 0.0),
-    "frequency_penalty": (None, 0.0),
-    "seed": (None,),
-    "stop": (None, []),
-    "stop_token_ids": (None, []),
-    "min_tokens": (0,),
-    "logit_bias": (None, {}),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
-    "logprob_token_ids": (None,),
-    "prompt_logprobs": (None,),
-    "repetition_detection": (None,),
-    "echo": (None, False),
+# of the fields that say how to sample or when to stop, those that a search heeds; the others must ask for nothing
+_HEEDED = {
+    "n", "temperature", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
+    "stream_interval",
+}  # fmt: skip
+_PLAIN = SamplingParams()
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"top_k": (0, -1), "logit_bias": ({},), "echo": (False,)}
+_NOT_FOR_BEAMS = {
+    name: (None, *_NEUTRAL.get(name, (getattr(_PLAIN, name, None),)))
+    for name in (*SAME, "prompt_logprobs", "repetition_detection", "echo")
+    if name not in _HEEDED
 }
 
 
@@ -52,9 +43,7 @@ async def search_beams(server: Server, job: GenerationJob, request: GenerationFi
     step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2 * width)
     cached: list[int] = []
     while running := [search for search in searches if search.open]:
-        prompts = [
-            Prompt(None, [*one.prompt, *beam.tokens], job.prompts[0].cache_salt) for one in running for beam in one.beams
-        ]
+        prompts = [replace(job.prompts[0], text=None, ids=[*one.prompt, *beam.tokens]) for one in running for beam in one.beams]
         outputs = await collect(server, replace(job, prompts=prompts, params=[step] * len(prompts)))
         cached = cached or [output.num_cached_tokens for output in outputs]  # the first round is of the prompts
         told = iter(outputs)

@@ -19,13 +19,13 @@ from quire.types.sampling import (
     SamplingParams,
 )
 
-# fields that a checkpoint may bring defaults for; `max_tokens` is one too, but as an upper bound
-_OPEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_SAME = (
-    "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens",
-    "spaces_between_special_tokens", "logprob_token_ids", "allowed_token_ids", "bad_words", "seed", "logit_bias",
-    "stream_interval",
-)  # fmt: skip
+# what has the same name in both; the others are made of several fields, or of objects
+SAME = tuple(
+    name
+    for name in GenerationFields.model_fields
+    if name in SamplingParams.__struct_fields__
+    and name not in ("prompt_logprobs", "repetition_detection", "structured_outputs")
+)
 
 
 def asked_tokens(request: GenerationFields) -> int | None:
@@ -60,13 +60,7 @@ def sampling_params(request: GenerationFields, max_tokens: int, defaults: Mappin
             skip_special_tokens=request.skip_special_tokens,
             spaces_between_special_tokens=request.spaces_between_special_tokens,
         )
-    values = {name: getattr(request, name) for name in _SAME}
-    for name in _OPEN:
-        value = getattr(request, name)
-        if value is None:
-            value = defaults.get(name)
-        if value is not None:
-            values[name] = value
+    values = {name: value for name in SAME if (value := _value(request, name, defaults)) is not None}
     temperature = values.get("temperature", 1.0)
     if GREEDY_BELOW <= temperature < LOWEST_TEMPERATURE:
         values["temperature"] = LOWEST_TEMPERATURE  # smaller ones are not exact
@@ -74,9 +68,6 @@ def sampling_params(request: GenerationFields, max_tokens: int, defaults: Mappin
     detection = request.repetition_detection
     return SamplingParams(
         **values,
-        n=1 if request.n is None else request.n,
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
         max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -86,6 +77,11 @@ def sampling_params(request: GenerationFields, max_tokens: int, defaults: Mappin
         output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
+
+
+def _value(request: GenerationFields, name: str, defaults: Mapping[str, Any]) -> Any:
+    value = getattr(request, name)
+    return defaults.get(name) if value is None else value
 
 
 def wanted_logprobs(request: GenerationFields) -> tuple[int | None, int | None]:
