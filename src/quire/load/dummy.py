@@ -44,4 +44,5 @@ def _values(shape: tuple[int, ...], view: Tensor, generator: torch.Generator) ->
         bounds = torch.iinfo(kind)
         return whole.random_(bounds.min, bounds.max, generator=generator)
     values = torch.empty(shape, dtype=kind if kind.itemsize > 1 else torch.float32, device=view.device)
-    return values.normal_(0.0, SPREAD, generator=generator).to(kind)
+    values.normal_(0.0, SPREAD, generator=generator)
+    return values.masked_fill_(values == 0, SPREAD).to(kind)  # a scale of 0 would be refused

@@ -1,4 +1,4 @@
-"""Products with matrices of few bits (`forms`): references dequantize and multiply; kernels belong here, by device and form.
+"""Products with matrices of few bits (`forms`): references dequantize and multiply; a GPU has its own form (`packed`).
 
 Where a form rounds the rows of a product to 8 bits, a reference on a GPU does so as well; on a CPU it has them as they are.
 """
@@ -13,6 +13,7 @@ from quire.ops.activation import gated, reference_gated
 from quire.ops.forms import Activation, Float8, Int8, PackedInts, in_groups
 from quire.ops.linear import linear_float
 from quire.ops.moe import experts_forward
+from quire.ops.packed import PackedMatrix, pack
 
 FLOAT8_MAX = 448.0
 GROUP = 128  # numbers of a row that are rounded together
@@ -20,16 +21,22 @@ GROUP = 128  # numbers of a row that are rounded together
 
 def quantized_linear(x: Tensor, matrix: Any, bias: Tensor | None = None) -> Tensor:
     """x [..., inner] of the model's type, matrix [outputs, inner] of any form -> [..., outputs]."""
+    if isinstance(matrix, PackedMatrix):
+        return matrix.multiply(x, bias)
     return F.linear(rounded(x, matrix), dequantized(matrix, x.dtype), bias)
 
 
 def quantized_linear_float(x: Tensor, matrix: Any, bias: Tensor | None = None) -> Tensor:
     """As `quantized_linear`, x [rows, inner], -> [rows, outputs] float32."""
+    if isinstance(matrix, PackedMatrix):
+        return matrix.multiply(x, bias).float()
     return linear_float(rounded(x, matrix), dequantized(matrix, x.dtype), bias)
 
 
 def quantized_gated_linear(x: Tensor, matrix: Any, bias: Tensor | None, activation: str) -> Tensor:
     """matrix [2n, inner] = gate above up -> activation(gate) * up [..., n]."""
+    if isinstance(matrix, PackedMatrix):
+        return matrix.multiply(x, bias, activation)
     return gated(quantized_linear(x, matrix, bias), activation)
 
 
@@ -57,6 +64,11 @@ def quantized_experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: A
             out.index_add_(0, mine, quantized_linear(inner, down.cut(expert)).float() * share[start : start + count])
             start += count
     return out.to(x.dtype)
+
+
+def settled(matrix: Any) -> Any | None:
+    """The form as its device multiplies by it; None = it should rather be dequantized."""
+    return pack(matrix) if matrix.numbers.is_cuda else matrix
 
 
 def dequantized(matrix: Any, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 BATCH, LARGE_BATCH = (8192, 256), (16384, 1024)  # tokens and requests per step
 LARGE_BYTES = 70 * 2**30
 SERVED_TOKENS = 8192
-KEEPS = frozenset({"int4", "int8", "w8a8", "fp8", "fp4", "experts"})
+KEEPS = frozenset({"int4", "int8", "w8a8", "fp8", "fp4"})  # experts become floats of the model
 
 
 class CUDADevice(Device):

@@ -20,6 +20,7 @@ from quire.ops.quantized import (
     quantized_experts_forward,
     quantized_gated_linear,
     quantized_linear,
+    settled,
 )
 from quire.types.errors import ModelError
 
@@ -91,7 +92,7 @@ class OnlineLinear(Plain):
     matrix: Any
 
     def finish(self, layer: Linear) -> None:
-        self.matrix = quantize_float8(layer.weight.data)
+        self.matrix = settled(quantize_float8(layer.weight.data))
         layer.hold(self)
 
     def apply(self, layer: Linear, x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from quire.ops.quantized import (
     quantized_gated_linear,
     quantized_linear,
     quantized_linear_float,
+    settled,
 )
 
 AT_ONCE = 1 << 26  # numbers of experts that are turned into a form together
@@ -39,7 +40,9 @@ class Target:
         """Parts of a matrix above each other -> a form, or floats of the model's type."""
         whole = merge(parts) if not any(isinstance(part, Tensor) for part in parts) else None
         if whole is not None and whole.kind in self.keeps and ("experts" in self.keeps or not stack):
-            return whole
+            held = settled(whole)
+            if held is not None:
+                return held
         self.dequantized[parts[0].kind if whole is not None else "mixed"] += 1
         floats = [part.to(self.dtype) if isinstance(part, Tensor) else dequantized(part, self.dtype) for part in parts]
         return floats[0] if len(floats) == 1 else torch.cat(floats, dim=-2)

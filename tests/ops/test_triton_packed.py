@@ -1,0 +1,168 @@
+"""Matrices of few bits: packed, multiplied as they lie, dequantized, and rows rounded to 8 bits; against their forms."""
+
+import dataclasses
+
+import pytest
+import torch
+from kernel_support import DTYPES
+
+from quire.ops.activation import reference_gated
+from quire.ops.forms import Activation, Float4, Float8, Int8, PackedInts, pack_nibbles
+from quire.ops.packed import FLOAT8_MAX, INT8_MAX, STREAMED, choose_way, pack
+
+pytest.importorskip("triton")
+from quire.ops.kernels.packed import Way, dequantize, product
+from quire.ops.kernels.rounding import rescale, round_rows
+
+LOOSE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+def some(*shape, low=0, high=256):
+    return torch.randint(low, high, shape, dtype=torch.uint8)
+
+
+def ints(bits, outputs, inputs, group, zeros):
+    numbers = some(outputs, inputs, high=2**bits)
+    scale = torch.rand(outputs, inputs // group) * 2 ** (3 - bits)
+    offsets = some(outputs, inputs // group, high=2**bits) if zeros else None
+    return PackedInts(bits, group, pack_nibbles(numbers) if bits == 4 else numbers, scale, offsets, None)
+
+
+def float8(outputs, inputs, rows=1, columns=None):
+    numbers = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
+    columns = columns or inputs
+    scale = torch.rand(-(-outputs // rows), -(-inputs // columns))
+    return Float8(rows, columns, numbers, scale, Activation.TOKEN)
+
+
+def forms():
+    yield "int4 of 32", ints(4, 48, 256, 32, False)
+    yield "int4 of 64 with zeros, odd groups", ints(4, 70, 192, 64, True)
+    yield "int4 by channel", ints(4, 64, 512, 512, True)
+    yield "int8 of 32", ints(8, 64, 128, 32, False)
+    yield "int8 by channel with zeros", ints(8, 48, 160, 160, True)
+    yield "w8a8", Int8(torch.randint(-128, 128, (64, 192), dtype=torch.int8), torch.rand(64, 1))
+    yield "fp8 by channel", float8(96, 192)
+    yield "fp8 in blocks", float8(64, 128, 32, 64)
+    yield "fp8 in blocks, the last ones smaller", float8(96, 192, 64, 128)
+    yield "nvfp4", Float4("e2m1", 16, some(64, 128), torch.rand(64, 16).to(torch.float8_e4m3fn), torch.rand(64, 1))
+    yield "mxfp4", Float4("e2m1", 32, some(64, 64), some(64, 4, low=120, high=130))
+
+
+torch.manual_seed(3)
+FORMS = dict(forms())
+
+
+def there(form, device):
+    tensors = {
+        item.name: getattr(form, item.name).to(device)
+        for item in dataclasses.fields(form)
+        if isinstance(getattr(form, item.name), torch.Tensor)
+    }
+    return dataclasses.replace(form, **tensors)
+
+
+def compare(out, expected):
+    worst = (out.float() - expected).abs().max() / expected.abs().max()
+    assert worst < LOOSE[out.dtype], worst
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMS)
+def test_products(name, dtype, device):
+    form = there(FORMS[name], device)
+    matrix = pack(form)
+    packed = matrix.packed
+    floats = form.dequantize()
+    bias = torch.randn(form.outputs, device=device).to(dtype)
+    for rows in (1, 5, 40, 70) if dtype != torch.float32 else (1, 20):
+        x = (torch.randn(rows, form.inputs, device=device) / floats.norm(dim=1).max()).to(dtype)
+        expected = x.float() @ floats.T + bias.float()
+        ways = [choose_way(packed, rows, form.outputs, gated=False)]
+        if rows == 20:
+            ways = [
+                way._replace(rows=16, outputs=16, shares=shares, fold=fold)
+                for way in ways
+                for shares, fold in ((3, False), (1, True))
+            ]
+        for way in ways:
+            compare(product(x, packed, bias, "", way), expected)
+            if form.outputs % 2 == 0 and rows < 40:
+                half = way._replace(rows=16, outputs=16)
+                compare(product(x, packed, bias, "silu", half), reference_gated(expected.to(dtype), "silu").float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMS)
+def test_dequantized(name, dtype, device):
+    form = there(FORMS[name], device)
+    x = torch.randn(2, form.inputs, device=device).to(dtype)
+    compare(dequantize(pack(form).packed, x), form.dequantize())
+
+
+def test_a_row_is_the_same_in_any_company(device):
+    form = there(FORMS["int4 of 32"], device)
+    packed = pack(form).packed
+    way = Way(16, 16, 32, 2, 4, 3)
+    x = torch.randn(20, form.inputs, device=device)
+    together = product(x, packed, None, "", way)
+    for row in (0, 7, 19):
+        assert torch.equal(product(x[row : row + 1], packed, None, "", way)[0], together[row])
+
+
+def test_inputs_in_an_order_of_their_own(device):
+    form = there(FORMS["int8 of 32"], device)
+    order = torch.randperm(form.inputs, device=device).to(torch.int32)
+    matrix = pack(dataclasses.replace(form, order=order))
+    x = torch.randn(STREAMED + 1, form.inputs, device=device)
+    compare(matrix.multiply(x, None), x @ dataclasses.replace(form, order=order).dequantize().T)
+
+
+@pytest.mark.parametrize("given", [False, True])
+# the interpreter does not round to float8
+@pytest.mark.parametrize("name", ["w8a8", pytest.param("fp8 by channel", marks=pytest.mark.gpu)])
+def test_rows_rounded_to_8_bits(name, given, device):
+    """As the matrix has its columns: the product of both as they lie is that of the rounded rows."""
+    form = there(FORMS[name], device)
+    packed = pack(form).packed
+    x = torch.randn(9, form.inputs, device=device) / form.dequantize().norm(dim=1).max()
+    kind, largest = (torch.int8, INT8_MAX) if name == "w8a8" else (torch.float8_e4m3fn, FLOAT8_MAX)
+    known = (x.abs().max() / largest * 0.9).view(1) if given else None
+    numbers, scales = round_rows(x, packed.columns, packed.apart, kind, largest, known)
+    if given:
+        assert (scales == known).all()
+    else:
+        torch.testing.assert_close(scales, x.abs().amax(1) / largest)
+    lies = packed.words.view(torch.int8 if name == "w8a8" else torch.float8_e4m3fn).float()
+    sums = numbers.float() @ lies.T
+    wide = (x / scales[:, None]).clamp(-largest, largest)
+    rounded = wide.round() if name == "w8a8" else wide.to(kind).float()
+    expected = (rounded * scales[:, None]) @ form.dequantize().T
+    bias = torch.randn(form.outputs, device=device)
+    scale = packed.scales.flatten()
+    torch.testing.assert_close(rescale(sums, scales, scale, bias, "", x.dtype), expected + bias, atol=1e-3, rtol=1e-3)
+    gated = rescale(sums, scales, scale, None, "silu", x.dtype)
+    torch.testing.assert_close(gated, reference_gated(expected, "silu"), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FORMS)
+def test_any_number_of_rows(name, dtype, device):
+    """By whatever way is chosen; where rows are rounded, within what that rounds."""
+    form = there(FORMS[name], device)
+    matrix = pack(form)
+    for rows in (1, 16, 17, 33, 64, 65, 300, 700):
+        x = (torch.randn(rows, form.inputs, device=device) / form.dequantize().norm(dim=1).max()).to(dtype)
+        expected = x.float() @ form.dequantize().T
+        loose = 0.1 if matrix.activation is not Activation.NONE else LOOSE[dtype]
+        for activation in ("", "silu") if form.outputs % 2 == 0 else ("",):
+            wanted = reference_gated(expected.to(dtype), "silu").float() if activation else expected
+            out = matrix.multiply(x, None, activation).float()
+            assert (out - wanted).abs().max() / wanted.abs().max() < loose, (rows, activation)
+
+
+def test_what_no_kernel_reads_is_told(device):
+    table = there(Float4("nf4", 64, some(8, 64), torch.rand(8, 2)), device)
+    odd = there(ints(4, 8, 40, 20, False), device)
+    assert pack(table) is None and pack(odd) is None
