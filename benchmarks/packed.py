@@ -50,18 +50,17 @@ def main() -> None:
     for shape in options.shapes:
         sizes, _, gate = shape.partition(":")
         inputs, outputs = (int(size) for size in sizes.split("x"))
-        activation = "silu" if gate else ""
         size = inputs * outputs * 2
         floats = [torch.randn(outputs, inputs, device="cuda").bfloat16() for _ in range(max(3, COLD_BYTES // size))]
         rows_of = {rows: torch.randn(rows, inputs, device="cuda").bfloat16() for rows in options.rows}
         plain = {
-            rows: time(lambda w, x=x: gated_linear(x, w, None, activation) if activation else linear(x, w), floats)
+            rows: time(lambda w, x=x, gate=gate: gated_linear(x, w, None, "silu") if gate else linear(x, w), floats)
             for rows, x in rows_of.items()
         }
         for name in options.forms:
             matrices = [pack(FORMS[name](outputs, inputs)) for _ in range(max(6, 4 * COLD_BYTES // size))]
             for rows, x in rows_of.items():
-                us = time(lambda m, x=x: m.multiply(x, None, activation), matrices)
+                us = time(lambda m, x=x, gate=gate: m.multiply(x, None, "silu" if gate else ""), matrices)
                 print(f"{name:<12}{shape:<20}{rows:>6}{plain[rows]:>13.1f}{us:>9.1f}{plain[rows] / us:>7.2f}", flush=True)
 
 

@@ -35,7 +35,7 @@ FOUR_BITS = {"bf16": (6, "0x7E807E80"), "fp16": (9, "0x74007400")}
 
 
 @triton.constexpr_function
-def _assembly(form, i, name, offset):  # type: ignore[no-untyped-def]
+def _assembly(form, i, name, offset):
     """Two words in a register, $1, to two numbers, $0. With an offset: $2 is what is added to both."""
     large, kind, one, minus = LARGE[name]
     lines = [".reg .b32 t, s, u, c;", f"mov.b32 c, {large};"]
