@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from quire.cache.layout import make_layout
-from quire.garbage import little_garbage_collection
 from quire.sched.plan_builder import Scheduled
 from quire.sched.scheduler import Scheduler
+from quire.step_loop import little_garbage_collection
 from quire.types.cache import LayerCache
 from quire.types.plan import StepResult
 from quire.types.request import EngineRequest

@@ -11,15 +11,14 @@ from dataclasses import replace
 import numpy as np
 from tqdm import tqdm
 
-from quire.interrupt import interrupts_between_steps
 from quire.llm_engine import LLMEngine
+from quire.step_loop import interrupts_between_steps
 from quire.text.beam_search import Beam, BeamSearch
 from quire.text.outputs import read_logprobs
 from quire.types.errors import EngineError
-from quire.types.extras import NO_EXTRAS, Extras
 from quire.types.outputs import BeamSearchOutput, BeamSearchSequence, TokenDelta
 from quire.types.plan import TopLogprobs
-from quire.types.prompts import PromptType
+from quire.types.prompts import NO_EXTRAS, Extras, PromptType
 from quire.types.request import EngineRequest
 from quire.types.sampling import BeamSearchParams, SamplingParams
 

@@ -9,21 +9,18 @@ from tqdm import tqdm
 from quire.beam import search_beams
 from quire.config.args import EngineArgs
 from quire.config.model_config import ModelConfig
-from quire.garbage import little_garbage_collection
-from quire.interrupt import interrupts_between_steps
 from quire.llm_engine import LLMEngine
 from quire.llm_not_built import NotBuilt
 from quire.obs.offline import OfflineMetrics
 from quire.progress import shown
-from quire.text.extras import read_extras
-from quire.text.inputs import PreparedRequest
+from quire.step_loop import interrupts_between_steps, little_garbage_collection
+from quire.text.inputs import PreparedRequest, read_extras
 from quire.text.prompts import ChatOptions
 from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter, NotSupported
-from quire.types.extras import Extras
 from quire.types.outputs import BeamSearchOutput, RequestOutput
-from quire.types.prompts import PromptType
+from quire.types.prompts import Extras, PromptType
 from quire.types.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:

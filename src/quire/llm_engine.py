@@ -17,16 +17,14 @@ from quire.engine.core import EngineCore
 from quire.engine.timeline import Stopwatch
 from quire.grammar.schema import unenforced
 from quire.progress import doing
-from quire.text.extras import read_extras
-from quire.text.inputs import InputProcessor, PreparedRequest
+from quire.text.inputs import InputProcessor, PreparedRequest, read_extras
 from quire.text.open import open_tokenizer
 from quire.text.outputs import OutputProcessor
 from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import RequestError
-from quire.types.extras import NO_EXTRAS, Extras
 from quire.types.outputs import RequestOutput
-from quire.types.prompts import PromptType
+from quire.types.prompts import NO_EXTRAS, Extras, PromptType
 from quire.types.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)

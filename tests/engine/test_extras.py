@@ -11,8 +11,7 @@ from transformers import LlamaForCausalLM
 from quire import SamplingParams, llm_engine
 from quire.engine.assemble import start_core
 from quire.prepare.adapt import LowRank
-from quire.types.extras import Extras
-from quire.types.prompts import Prompt
+from quire.types.prompts import Extras, Prompt
 
 IDS = [5 + i * 7 % 300 for i in range(21)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

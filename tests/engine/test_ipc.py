@@ -16,9 +16,9 @@ from quire.engine import ipc, process
 from quire.engine.child import Child
 from quire.engine.timeline import Timeline
 from quire.types import errors
-from quire.types.extras import Extras
 from quire.types.outputs import TokenDelta
 from quire.types.plan import TopLogprobs
+from quire.types.prompts import Extras
 from quire.types.request import EngineRequest
 from quire.types.sampling import RepetitionDetectionParams, RequestOutputKind
 from quire.types.stats import Stats

@@ -8,7 +8,7 @@ from quire.ops.activation import activate, check_activation, gated
 from quire.ops.arguments import Rotation
 from quire.ops.moe import experts_forward, route
 from quire.ops.norm import add_rms_norm, rms_norm
-from quire.ops.rotary import turn
+from quire.ops.qkv import turn
 from quire.types.errors import ModelError
 
 

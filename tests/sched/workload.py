@@ -15,9 +15,9 @@ from quire.sched.budget import StepBudget
 from quire.sched.scheduler import Scheduler
 from quire.types.cache import CacheLayout, LayerCache
 from quire.types.errors import EngineError
-from quire.types.extras import Extras
 from quire.types.outputs import TokenDelta
 from quire.types.plan import Admission
+from quire.types.prompts import Extras
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 

@@ -18,7 +18,7 @@ from quire.bench.record import Record
 from quire.bench.report import error_lines
 from quire.bench.samples import RandomPrompts, Sample
 from quire.bench.server import MeasuredServer
-from quire.garbage import little_garbage_collection
+from quire.step_loop import little_garbage_collection
 from quire.types.errors import ConfigError, EngineError
 
 SPARE_FILES = 64

@@ -2,8 +2,8 @@
 
 import itertools
 
-from quire.interrupt import interrupts_between_steps
 from quire.llm_engine import LLMEngine
+from quire.step_loop import interrupts_between_steps
 from quire.types.errors import EngineError
 from quire.types.prompts import PromptType
 from quire.types.sampling import RequestOutputKind, SamplingParams

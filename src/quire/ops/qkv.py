@@ -1,11 +1,11 @@
 """Between the projection and attention: head norms, rotation, and the way of keys and values to their pages."""
 
+import torch
 from torch import Tensor
 
 from quire.ops.arguments import HeadNorms, Rotation
 from quire.ops.kv import KVTarget
 from quire.ops.norm import reference_rms_norm
-from quire.ops.rotary import turn
 
 
 def place_heads(
@@ -49,3 +49,18 @@ class Lanes:
             turn(self.turning, *rotation.rows(positions))
         self.target.put(write)
         return self.query
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotary position embedding: turns the first rotary_dim components of each head in place, by halves (the pairing that
+    Hugging Face checkpoints are stored for); the others stay. Computed in float32.
+
+    x [T, heads, head_dim]; cos and sin [T, 1, rotary_dim] float32, the sines of the first half negative.
+    """
+    size = cos.shape[-1]
+    turning = x if size == x.shape[-1] else x[..., :size]
+    wide = turning if turning.dtype == torch.float32 else turning.float()
+    swapped = torch.cat(wide.chunk(2, dim=-1)[::-1], dim=-1)
+    turned = torch.mul(wide, cos, out=wide).addcmul_(swapped, sin)
+    if turned is not turning:
+        turning.copy_(turned)

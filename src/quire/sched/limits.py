@@ -41,18 +41,10 @@ class RequestLimits:
         length, most = len(spec.prompt), spec.params.max_tokens
         if not length:
             raise RequestError("the prompt is empty; it must have at least one token", "prompt")
-        if length >= self._max_model_len:
-            raise PromptTooLong(
-                f"the prompt has {length} tokens, but the context holds {self._max_model_len} and one must be left for the "
-                f"answer: shorten it by at least {length - self._max_model_len + 1}",
-                "prompt",
-            )
         limit = self._max_model_len if most is None else min(length + most, self._max_model_len)
-        if length + len(spec.resumed) >= limit:
-            raise RequestError(
-                f"the request is to go on after {len(spec.resumed)} tokens, but it may have no more than {limit - length}",
-                "resumed",
-            )
+        begun = length + len(spec.resumed)
+        if begun >= limit:
+            raise PromptTooLong(f"the request has {begun} tokens and may have {limit}: none is left to be drawn", "prompt")
         stored = limit - 1  # the last sampled token is never run
         if not self._chunked and stored > self.budget:
             raise PromptTooLong(

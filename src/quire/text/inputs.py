@@ -14,8 +14,7 @@ from quire.text.prompts import PromptReader
 from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter, NotSupported
-from quire.types.extras import NO_EXTRAS, Extras
-from quire.types.prompts import Prompt, PromptType
+from quire.types.prompts import NO_EXTRAS, Extras, Prompt, PromptType
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams, shown
 from quire.types.structured import FIELD, MOST_GRAMMAR_BYTES, StructuredOutputsParams
@@ -189,6 +188,15 @@ class InputProcessor:
         if params.seed is not None:
             return params.seed & _MASK64
         return (self.seed * 0x9E3779B97F4A7C15 + (next(self._unseeded) + 1) * 0xD1B54A32D192ED03) & _MASK64
+
+
+def read_extras(lora_request: Any = None, mm_processor_kwargs: Any = None) -> Extras:
+    """What vLLM's calls take beside a prompt and its parameters; what is not built is refused by name."""
+    if lora_request is not None:
+        raise NotSupported("lora_request cannot be used: LoRA adapters are not available yet", "lora_request")
+    if mm_processor_kwargs:
+        raise NotSupported("mm_processor_kwargs cannot be used: prompts are text", "mm_processor_kwargs")
+    return NO_EXTRAS
 
 
 def fan_out(base: EngineRequest, n: int) -> tuple[EngineRequest, ...]:

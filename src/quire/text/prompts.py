@@ -13,8 +13,7 @@ from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_prompt import render_told, wants_words
 from quire.types.errors import InvalidParameter, PromptTooLong, RequestError
-from quire.types.extras import NO_EXTRAS, Extras
-from quire.types.prompts import Prompt
+from quire.types.prompts import NO_EXTRAS, Extras, Prompt
 from quire.types.sampling import shown
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from quire.types.extras import NO_EXTRAS, Extras
+from quire.types.prompts import NO_EXTRAS, Extras
 from quire.types.sampling import SamplingParams
 
 Ints = npt.NDArray[np.int32]

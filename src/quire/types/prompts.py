@@ -1,9 +1,7 @@
-"""The forms in which a prompt may be given, and the one that it has from there on."""
+"""The forms in which a prompt may be given, the one that it has from there on, and what comes with it."""
 
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict
-
-from quire.types.extras import NO_EXTRAS, Extras
 
 
 class TextPrompt(TypedDict):
@@ -18,6 +16,23 @@ class TokensPrompt(TypedDict):
 
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a request brings along beside tokens and sampling parameters, from where its prompt is read to the rows of the
+    device: `Prompt`, `EngineRequest` and `Admission` carry it as a whole, so that a field here travels by itself."""
+
+    adapter: int = 0  # the number of the adapter that its tokens run with; 0 = none
+    pool: bool = False  # the hidden state of the prompt's last token is wanted: the delta with the first token has it
+
+    @property
+    def salt(self) -> tuple[str, ...]:
+        """What of it cached keys and values depend on."""
+        return (f"adapter={self.adapter}",) if self.adapter else ()
+
+
+NO_EXTRAS = Extras()
 
 
 @dataclass(frozen=True)

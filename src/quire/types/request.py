@@ -15,7 +15,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Literal
 
-from quire.types.extras import NO_EXTRAS, Extras
+from quire.types.prompts import NO_EXTRAS, Extras
 from quire.types.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]

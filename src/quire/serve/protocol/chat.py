@@ -126,16 +126,3 @@ class ChatChunkChoice(TypedDict):
     finish_reason: str | None
     stop_reason: NotRequired[int | str | None]
     token_ids: NotRequired[list[int]]
-
-
-class ChatChunk(TypedDict):
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: NotRequired[Usage]
-    system_fingerprint: NotRequired[str]
-    prompt_token_ids: NotRequired[list[int]]
-    prompt_text: NotRequired[str]
-    metrics: NotRequired[Timing]

@@ -1,5 +1,6 @@
-"""Ctrl-C between steps, never inside one, so that whoever is stopped leaves a clean engine."""
+"""Around a loop of steps: Ctrl-C comes between two of them, and garbage collection has little to search."""
 
+import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -9,7 +10,8 @@ from types import FrameType
 
 @contextmanager
 def interrupts_between_steps() -> Iterator[Callable[[], None]]:
-    """Yields a check to call between steps: it raises KeyboardInterrupt if Ctrl-C came. A second Ctrl-C does not wait.
+    """Yields a check to call between steps: it raises KeyboardInterrupt if Ctrl-C came, so that whoever is stopped leaves a
+    clean engine. A second Ctrl-C does not wait.
 
     Outside the main thread signals do not arrive, and where the program handles SIGINT itself, it keeps doing so.
     """
@@ -34,3 +36,17 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
         yield check
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
+def little_garbage_collection() -> Iterator[None]:
+    """A search through everything a process holds stops its steps for a tenth of a second: what exists already is left out.
+    Where the program has put objects aside itself, they are left as they are."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
