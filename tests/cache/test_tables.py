@@ -2,10 +2,12 @@
 
 import random
 from array import array
+from dataclasses import dataclass
 
 import pytest
 
 from quire.cache.capacity import pages_for
+from quire.cache.groups import KINDS, Full
 from quire.cache.layout import make_layout
 from quire.cache.pool import NULL
 from quire.cache.tables import Tables
@@ -158,3 +160,48 @@ def test_nothing_is_found_without_prefix_caching():
     r = start(books, list(range(10)))
     assert books.find(request(list(range(10)))) == 0
     assert r.keys == []
+
+
+class State(Full):
+    """A recurrent state: one page, written anew with every row, of which nothing earlier can be found."""
+
+    @staticmethod
+    def most(spec, tokens, page_size, chunk):
+        return 1
+
+    def need(self, request, end):
+        return 1 - len(request.pages[self.number])
+
+    def best(self, request, pages):
+        return 0
+
+    def can_fork(self, parent, tokens):
+        return False
+
+    def publish(self, request, first, last): ...
+
+
+@dataclass(frozen=True)
+class StateCache(LayerCache):
+    kind = "state"
+
+    def page_bytes(self, page_size, element_bytes):
+        return self.kv_heads * self.head_dim**2 * element_bytes
+
+
+def test_a_kind_of_ones_own(monkeypatch):
+    monkeypatch.setitem(KINDS, "state", State)
+    layout = make_layout([LayerCache(1, 8), StateCache(1, 64), LayerCache(1, 8), StateCache(1, 64)], SIZE, 2)
+    assert [(group.kind, group.layers) for group in layout.groups] == [("full", (0, 2)), ("state", (1, 3))]
+    assert layout.page_bytes == 64 * 64 * 2
+    assert pages_for(layout, 400, 8) == 100 + 1
+    books = Tables(layout, 20, 8, prefix_caching=True)
+    tokens = list(range(21))
+    first = start(books, tokens, 9)
+    assert [len(table) for table in first.pages] == [3, 1]
+    compute(books, first, 21)
+    assert [len(table) for table in first.pages] == [6, 1]
+    assert books.find(request(tokens)) == 0 and not books.can_fork(first, 8)
+    books.check([first])
+    books.free(first)
+    assert books.pool.free == 20

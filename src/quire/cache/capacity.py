@@ -6,7 +6,8 @@ allocates `pages + 1` of them.
 
 from dataclasses import dataclass
 
-from quire.types.cache import CacheGroup, CacheLayout
+from quire.cache.groups import KINDS
+from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError
 
 
@@ -16,23 +17,9 @@ class Capacity:
     max_model_len: int
 
 
-def group_pages(group: CacheGroup, tokens: int, page_size: int, chunk: int) -> int:
-    """Pages one request of `tokens` tokens holds at most in this group, when no row is longer than `chunk`.
-
-    A window group keeps, for a row that starts at c, the positions from c - window on: one more than the row itself sees, so
-    that a fork one token back still finds all it needs.
-
-        c - window ........ c ........ c + chunk        window + chunk positions, at any offset inside the first page
-    """
-    pages = -(-tokens // page_size)
-    if group.window is None:
-        return pages
-    return min(pages, (group.window + chunk + page_size - 2) // page_size + 1)
-
-
 def pages_for(layout: CacheLayout, tokens: int, chunk: int) -> int:
     """Peak number of pages of one request of that many tokens, all groups together."""
-    return sum(group_pages(group, tokens, layout.page_size, chunk) for group in layout.groups)
+    return sum(KINDS[group.kind].most(group, tokens, layout.page_size, chunk) for group in layout.groups)
 
 
 def longest(layout: CacheLayout, pages: int, most: int, chunk: int) -> int:

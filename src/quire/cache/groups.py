@@ -1,21 +1,25 @@
 """Page tables by kind. The scheduler never asks what kind a group is.
 
 `request.pages[group]` is the table: entry i holds positions i * page_size ... and NULL stands for "not kept".
-A kind decides how many entries a length needs (`need`, `demand`), what a prefix hit or a fork requires (`best`, `can_fork`),
-and what no future query can see (`trim`). A recurrent state would keep a fixed number of entries and be found only at its
-checkpoints; cross-attention would need its whole source at once and never grow: both fit these verbs.
+A kind decides how many entries a length needs (`most`, `need`, `demand`), what a prefix hit or a fork requires (`best`,
+`can_fork`), and what no future query can see (`trim`); it is a class, and a row in KINDS. A recurrent state would keep a fixed
+number of entries and be found only at its checkpoints; cross-attention would need its whole source at once and never grow: both
+fit these verbs.
 """
 
 import sys
 from typing import Protocol
 
-from quire.cache.capacity import group_pages
 from quire.cache.pool import NULL, Pool
-from quire.types.cache import CacheGroup, CacheLayout, GroupKind
+from quire.types.cache import CacheGroup, CacheLayout
 from quire.types.request import Request
 
 
 class Group(Protocol):
+    @staticmethod
+    def most(spec: CacheGroup, tokens: int, page_size: int, chunk: int) -> int:
+        """Pages one request of `tokens` tokens holds at most, when no row is longer than `chunk`."""
+
     def need(self, request: Request, end: int) -> int:
         """New pages it takes to have room for the positions below `end`."""
 
@@ -53,6 +57,10 @@ class Full:
     def __init__(self, pool: Pool, number: int, spec: CacheGroup, page_size: int, chunk: int) -> None:
         self.pool, self.number, self.spec, self.page_size, self.chunk = pool, number, spec, page_size, chunk
         self.window = sys.maxsize if spec.window is None else spec.window
+
+    @staticmethod
+    def most(spec: CacheGroup, tokens: int, page_size: int, chunk: int) -> int:  # noqa: ARG004
+        return -(-tokens // page_size)
 
     def need(self, request: Request, end: int) -> int:
         missing = -(-end // self.page_size) - len(request.pages[self.number])
@@ -109,12 +117,22 @@ class Full:
 class Window(Full):
     """The same table, but a query sees only the last `window` positions: earlier pages are given back and left NULL."""
 
+    @staticmethod
+    def most(spec: CacheGroup, tokens: int, page_size: int, chunk: int) -> int:
+        """For a row that starts at c, the positions from c - window on are kept: one more than the row itself sees, so that a
+        fork one token back still finds all it needs.
+
+            c - window ........ c ........ c + chunk        window + chunk positions, at any offset inside the first page
+        """
+        assert spec.window is not None
+        return min(-(-tokens // page_size), (spec.window + chunk + page_size - 2) // page_size + 1)
+
     def demand(self, request: Request, end: int) -> int:
         """Own pages come back on the way as the window moves on; shared ones do not, but cost nothing either. There may be more
         than that already, where drafts were given room."""
         refs = self.pool.refs
         own = sum(1 for page in request.pages[self.number] if page != NULL and refs[page] == 1)
-        return max(0, min(self.need(request, end), group_pages(self.spec, end, self.page_size, self.chunk) - own))
+        return max(0, min(self.need(request, end), self.most(self.spec, end, self.page_size, self.chunk) - own))
 
     def trim(self, request: Request, position: int) -> None:
         table = request.pages[self.number]
@@ -134,6 +152,8 @@ class Window(Full):
         return pages
 
 
+KINDS: dict[str, type[Full]] = {"full": Full, "window": Window}
+
+
 def make_groups(layout: CacheLayout, pool: Pool, chunk: int) -> list[Group]:
-    kinds: dict[GroupKind, type[Full]] = {"full": Full, "window": Window}
-    return [kinds[spec.kind](pool, number, spec, layout.page_size, chunk) for number, spec in enumerate(layout.groups)]
+    return [KINDS[spec.kind](pool, number, spec, layout.page_size, chunk) for number, spec in enumerate(layout.groups)]

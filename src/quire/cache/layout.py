@@ -20,15 +20,15 @@ def make_layout(layers: Sequence[LayerCache], page_size: int, element_bytes: int
         raise ConfigError("a cache layout needs at least one attention layer, got none")
     if page_size < 1:
         raise ConfigError(f"the page size must be at least 1 token, got {page_size}")
-    kinds: dict[int | None, list[int]] = {}
+    kinds: dict[tuple[str, int | None], list[int]] = {}
     for index, layer in enumerate(layers):
-        kinds.setdefault(layer.window, []).append(index)
+        kinds.setdefault((layer.kind, layer.window), []).append(index)
     counts = [len(members) for members in kinds.values()]
     size = max(counts) if max(counts) <= NEARLY_EQUAL * min(counts) else min(counts)
     groups = tuple(
-        CacheGroup("full" if window is None else "window", window, tuple(members[start : start + size]))
-        for window, members in kinds.items()
+        CacheGroup(kind, window, tuple(members[start : start + size]))
+        for (kind, window), members in kinds.items()
         for start in range(0, len(members), size)
     )
-    page_bytes = page_size * max(layer.bytes_per_token(element_bytes) for layer in layers)
+    page_bytes = max(layer.page_bytes(page_size, element_bytes) for layer in layers)
     return CacheLayout(page_size=page_size, page_bytes=page_bytes, buffers=size, groups=groups)

@@ -3,32 +3,36 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
-
-GroupKind = Literal["full", "window"]
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The cache one attention layer needs. `window` is the number of positions a query sees, itself included; None = all."""
+    """The cache one attention layer needs. `window` is the number of positions a query sees, itself included; None = all.
+
+    Layers that keep something else have a class of their own with the same properties; layers of one `kind` and window share
+    groups, and `cache/groups.py` has a class for every kind.
+    """
 
     kv_heads: int
     head_dim: int
     window: int | None = None
 
     @property
-    def kind(self) -> GroupKind:
+    def kind(self) -> str:
         return "full" if self.window is None else "window"
 
     def bytes_per_token(self, element_bytes: int) -> int:
         return 2 * self.kv_heads * self.head_dim * element_bytes
+
+    def page_bytes(self, page_size: int, element_bytes: int) -> int:
+        return page_size * self.bytes_per_token(element_bytes)
 
 
 @dataclass(frozen=True)
 class CacheGroup:
     """Layers that share one page table. `layers[j]` is the model layer whose keys live in buffer j."""
 
-    kind: GroupKind
+    kind: str
     window: int | None
     layers: tuple[int, ...]
 
@@ -54,7 +58,7 @@ class CacheLayout:
 def can_divide(layout: CacheLayout, layers: Sequence[LayerCache], element_bytes: int) -> bool:
     """Otherwise a buffer has to lie page by page."""
     alike = len({(layer.kv_heads, layer.head_dim) for layer in layers}) == 1
-    return alike and layout.page_bytes == layout.page_size * layers[0].bytes_per_token(element_bytes)
+    return alike and layout.page_bytes == layers[0].page_bytes(layout.page_size, element_bytes)
 
 
 class KVLayout(Enum):
