@@ -9,7 +9,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 MOST_WORKERS = 16
-VERSION = 2  # of the structures that are handed over, as in `native/module.c`
+VERSION = 3  # of the structures that are handed over, as in `native/module.c`
 
 
 @cache

@@ -4,10 +4,10 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
-#include "one_query.h"
+#include "paged_attention.h"
 #include "program.h"
 
-#define VERSION 2 /* of the structures, as in `native.py` */
+#define VERSION 3 /* of the structures, as in `native.py` */
 
 static PyObject *refuse(void) {
     PyErr_SetString(PyExc_ValueError, "a structure of another release");
