@@ -2,8 +2,8 @@
 
 Tokens of short rows, and those that are alone in theirs, go to a kernel of ours (`ops/paged_attention.py`) where it suits. For
 torch, a row whose pages follow each other is read in place; a scattered one is gathered first. One query needs no mask, only
-the right slice of keys. Several queries of one row are a piece: causal from the beginning of the row, else behind a mask. Causal
-pieces of equal length that follow each other are run as one.
+the right slice of keys. Several queries of one row are a piece: causal from the beginning of the row, else behind a mask.
+Causal pieces of equal length that follow each other are run as one.
 
     keys of a piece   [ unseen | lowest ......... position | ... last ]        lowest: the window's edge of the first query
 """
