@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 
-import anthropic
 import openai
 import pydantic
 import pytest
@@ -58,6 +57,8 @@ def openai_client(served):
 
 @pytest.fixture
 def anthropic_client(served):
+    import anthropic  # here, because that takes seconds, and every process of a parallel run reads this file
+
     served[0].say(SCRIPT)
     with anthropic.Anthropic(base_url=served[1], api_key="unused", max_retries=0) as client:
         yield client
@@ -160,6 +161,8 @@ def test_messages(anthropic_client):
 
 
 def test_messages_count_and_errors(anthropic_client):
+    import anthropic
+
     counted = anthropic_client.messages.count_tokens(model=MODEL, messages=ASK)
     assert counted.input_tokens > 0
     with pytest.raises(anthropic.NotFoundError, match="nobody"):

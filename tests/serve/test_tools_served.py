@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import anthropic
 import jsonschema
 import openai
 import pytest
@@ -127,6 +126,8 @@ def test_a_model_that_calls_by_itself(client: openai.OpenAI) -> None:
 
 
 def test_responses_and_messages(client: openai.OpenAI, url: str) -> None:
+    import anthropic  # here, because that takes seconds, and every process of a parallel run reads this file
+
     tools = [{"type": "function", "name": name, "parameters": schema, "strict": True} for name, schema in TOOLS.items()]
     with client.responses.stream(
         model="tiny", input="Mail Ann.", tools=tools, tool_choice="required", parallel_tool_calls=False, max_output_tokens=300
