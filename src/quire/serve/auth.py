@@ -8,7 +8,6 @@ import hashlib
 import hmac
 from collections.abc import Callable, Mapping, Sequence
 
-from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -91,7 +90,7 @@ class Guard:
                 scope.update(child)
                 return await route.handle(scope, receive, send)
         if number is None:
-            return await unauthorized(scope)(scope, receive, send)
+            return await _unauthorized(scope, receive, send)
         state["tenant"] = self._keys.tenant(number)
         whose.set(state["tenant"])
         return await self._app(scope, receive, send)
@@ -102,7 +101,7 @@ class Guard:
         return self._keys.find(*given[0]) if alone else None
 
 
-def unauthorized(scope: Scope) -> Response:
+async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:
     message = "no valid API key was given: send it as a header, Authorization: Bearer KEY"
     body = error_body(401, message, kind="AuthenticationError")
-    return json_response(shaped(body, scope), 401, {"WWW-Authenticate": "Bearer"})
+    await json_response(shaped(body, scope), 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)

@@ -2,12 +2,10 @@
 #include <stdint.h>
 
 #define GROUP 32
-/* outputs that lie together */
+#define TILE 4        /* outputs that lie together */
 #if defined(__x86_64__)
-#define TILE 16
 #define FLOAT_TILE 16
 #else
-#define TILE 4
 #define FLOAT_TILE 12
 #endif
 

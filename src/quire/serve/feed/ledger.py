@@ -64,17 +64,17 @@ class Entry:
         """As docs/events.md has it."""
         seen = self.seen
         answer, index = answer_of(self.name)
-        parts = zip(PARTS, self.before, seen.parts, strict=True)
+        parts = [a + b for a, b in zip(self.before, seen.parts, strict=True)]
         told = {
             "key": seen.key, "id": answer, "index": index, "choice": self.choice, "state": seen.state,
-            "since": seen.since, "arrived": self.arrived, "prompt": seen.prompt, "cached": seen.cached,
+            "since": round(seen.since, 6), "arrived": round(self.arrived, 6), "prompt": seen.prompt, "cached": seen.cached,
             "drawn": seen.drawn, "drafted": seen.drafted, "accepted": seen.accepted, "max_tokens": seen.max_tokens,
             "grammar": seen.grammar, "preemptions": seen.preemptions,
-            "parts": {name: before + now for name, before, now in parts if before or now},
+            "parts": {name: round(part, 6) for name, part in zip(PARTS, parts, strict=True) if part},
         }  # fmt: skip
         if seen.state == "finished":
-            told["wall"] = self.end_at - self.arrived
-            told["ttft"] = None if self.end is None else self.end.ttft
+            told["wall"] = round(self.end_at - self.arrived, 6)
+            told["ttft"] = None if self.end is None or self.end.ttft is None else round(self.end.ttft, 6)
             told["reason"] = seen.reason if self.end is None else self.end.reason
         return told
 
@@ -176,14 +176,14 @@ class Ledger:
         answer, ended = self._owner(seen.key), self._ended.get(seen.key)
         if answer is not None:
             choices = answer.prepared.requests
-            choice = 0 if len(choices) == 1 else [request.id for request in choices].index(seen.key)
+            choice = next((i for i, request in enumerate(choices) if request.id == seen.key), 0)
             entry = Entry(seen, answer.prepared.id, choice, answer.metrics.queued_ts)
         elif ended is not None:
             entry = Entry(seen, ended.name, ended.choice, ended.arrived)
         else:
             return None  # over before anybody could tell whose it was
         lost, back = self._down
-        if not seen.fresh or entry.arrived >= back or seen.seen < lost:
+        if not seen.fresh or entry.arrived >= back:
             entry.before[sight.PREPARE if seen.fresh else sight.UNSEEN] = max(0.0, seen.seen - entry.arrived)
         else:  # it came to another engine, or while there was none
             entry.before[sight.UNSEEN] = max(0.0, lost - entry.arrived)
