@@ -67,9 +67,8 @@ def steps(count: int, length: int, depth: int) -> Iterator[tuple[float, float]]:
         if len(flights) <= depth:
             continue
         landed = flights.popleft()
-        result = StepResult(
-            landed.plan.step, np.where(landed.plan.sample, sampled[generated % 64][: len(landed.plan.slot)], -1)
-        )
+        lengths = landed.plan.sample.astype(np.int32)
+        result = StepResult(landed.plan.step, lengths, sampled[generated % 64][: lengths.sum()])
         began = clock()
         scheduler.commit(landed, result)
         committing = clock() - began

@@ -17,6 +17,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tests that need a browser and find none say so where nobody overlooks it."""
+    reasons = {str(report.longrepr) for report in terminalreporter.stats.get("skipped", ())}
+    if missing := next((reason for reason in reasons if "NO BROWSER" in reason), None):
+        terminalreporter.write_line(missing[missing.index("NO BROWSER") :].rstrip("')"), red=True, bold=True)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """checkpoint(name) -> the family's tiny checkpoint, made once per session by transformers."""

@@ -22,9 +22,9 @@ from quire.device.cpu.trace import write_down
 from quire.files.resolve import resolve_model
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
-from quire.ops import one_query
+from quire.ops import paged_attention
 from quire.ops.native import kernels, multiplies, multiplies_floats
-from quire.ops.one_query import OneQuery
+from quire.ops.paged_attention import PagedAttention
 
 IDS = [3, 17, 42, 8, 30, 11, 25]
 RUNTIMES = [*([Runtime.OPENVINO] if has_openvino() else []), *([Runtime.OWN] if multiplies() and multiplies_floats() else [])]
@@ -186,8 +186,8 @@ def test_single_tokens_on_a_track(wider, scattered, by_kernel, runtime, monkeypa
         compiled.run_blocks, Segments(write_down(compiled.run_blocks, wider.hidden_size), runtime, whole=False)
     )
     calls, by_torch, attend_heads = [], [], track.attend_heads
-    monkeypatch.setattr(one_query, "suits", lambda kv, suits=one_query.suits: by_kernel and suits(kv))
-    monkeypatch.setattr(OneQuery, "run", lambda self, rows, run=OneQuery.run: calls.append(self) or run(self, rows))
+    monkeypatch.setattr(paged_attention, "suits", lambda kv, suits=paged_attention.suits: by_kernel and suits(kv))
+    monkeypatch.setattr(PagedAttention, "run", lambda self, rows, run=PagedAttention.run: calls.append(self) or run(self, rows))
     monkeypatch.setattr(track, "attend_heads", lambda *args: by_torch.append(args) or attend_heads(*args))
     for _ in range(2):  # with another cache the second time
         expected, found = Lined(by_layer, 3, 20), Lined(compiled, 3, 20, scattered)

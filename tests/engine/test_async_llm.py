@@ -143,7 +143,7 @@ def test_what_only_the_engine_can_refuse(tiny_model):
         await llm.wait_ready()
         llm.prompts.max_model_len = 5000
         for n in (1, 3):
-            with pytest.raises(PromptTooLong, match="context holds 100") as caught:
+            with pytest.raises(PromptTooLong, match="has 120 tokens and may have 100") as caught:
                 await collect(llm, [1] * 120, SamplingParams(n=n), "long")
             assert caught.value.parameter == "prompt" and llm.num_open == llm._client.num_open == 0
         assert answer(await collect(llm, [1], GREEDY, "short")).finish_reason == "length"

@@ -4,12 +4,14 @@ any length, after a prefix hit."""
 from dataclasses import replace
 
 import pytest
+import torch
 from tiny import make_model, open_model
 
 from oracle import FAMILIES, make_checkpoint
 from quire import SamplingParams
 from quire.attn import cpu
 from quire.ops.native import kernels, run_decoders
+from quire.ops.paged_attention import Rows
 from tiny_model import make_tokenizer
 
 PARAMS = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True, logprobs=3)
@@ -54,8 +56,32 @@ def test_numbers_are_the_same_in_any_company(model, settings):
         assert ask(llm, prompts) == answers
 
 
+@apart
+def test_prompts_have_the_bits_of_tokens_one_by_one(model, monkeypatch):
+    """The kernel takes many tokens of a row over the same keys."""
+    params = SamplingParams(temperature=0.0, max_tokens=2, logprobs=3, prompt_logprobs=3)
+
+    def ask_all(llm):
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
+        return [(output.prompt_logprobs, output.outputs[0].logprobs) for output in outputs]
+
+    usual, cuts = ask_all(open_model(model, max_num_batched_tokens=256)), []
+
+    def rows_of_one(batch, group):
+        numbers, ends = [], []
+        for row, (_, count, length) in enumerate(batch.rows):
+            numbers += [row] * count
+            ends += range(length - count + 1, length + 1)
+        cuts.append(len(ends) - len(batch.rows))
+        lengths, starts = torch.tensor(ends, dtype=torch.int32), torch.arange(len(ends) + 1, dtype=torch.int32)
+        return Rows(batch.groups[group].tables[numbers], lengths, starts)
+
+    monkeypatch.setattr(cpu, "batch_rows", rows_of_one)
+    assert ask_all(open_model(model, max_num_batched_tokens=256)) == usual and max(cuts) > 200
+
+
 @pytest.mark.skipif(kernels() is None, reason="no C compiler was there when Quire was installed")
-def test_tokens_by_themselves_are_attended_to_as_others_are(model, monkeypatch):
+def test_rows_of_any_length_are_the_kernels(model, monkeypatch):
     """On every CPU: the same tokens as by the usual way."""
     usual = ask(open_model(model), PROMPTS)
     monkeypatch.setattr(cpu, "run_decoders", lambda: True)
@@ -71,5 +97,5 @@ def test_short_rows_are_the_kernels(model, monkeypatch):
         monkeypatch.setattr(cpu.CPUAttention, way, lambda *given: pytest.fail("torch was asked"))
     assert ask(open_model(model), PROMPTS) == usual
     monkeypatch.undo()
-    monkeypatch.setattr(cpu.one_query, "suits", lambda kv: False)
+    monkeypatch.setattr(cpu.paged_attention, "suits", lambda kv: False)
     assert [tokens for tokens, _ in ask(open_model(model), PROMPTS)] == [tokens for tokens, _ in usual]

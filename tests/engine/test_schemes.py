@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from oracle import Sequences, in_pieces
-from quantized_checkpoints import SCHEMES, write
+from quantized_checkpoints import SCHEMES, mxfp4, write
 from quire import LLM, SamplingParams
+from quire.config.devices import KEEPS as KEPT
 from quire.config.facts import read_facts
 from quire.config.quantization import Quantization
 from quire.device.cpu.forms import adopt_forms
 from quire.device.cpu.prepare import multiply_by_layer
-from quire.device.cuda.device import KEEPS
 from quire.dist.mesh import Position
 from quire.files.resolve import resolve_model
 from quire.layers.linear import Linear
@@ -29,6 +29,7 @@ from tiny_model import make_tokenizer
 
 FIRST, SECOND = [list(torch.randint(2, 320, (40,), generator=torch.Generator().manual_seed(seed))) for seed in (1, 2)]
 FIRST, SECOND = [int(token) for token in FIRST], [int(token) for token in SECOND]
+KEEPS = KEPT["cuda"] | {"experts"}
 WHOLE_NUMBERS = ("awq", "gptq", "gptq-8", "ct-int4-asymmetric", "ct-int8", "ct-w8a8", "bnb-int8")  # that a CPU multiplies by
 
 
@@ -74,7 +75,7 @@ def test_forms_give_the_numbers_of_the_model_they_stand_for(checkpoint, scheme):
 @pytest.mark.parametrize("scheme", WHOLE_NUMBERS)
 def test_a_cpu_multiplies_by_whole_numbers_as_they_are(checkpoint, scheme):
     directory = checkpoint(scheme)
-    model = load(directory, {"int4", "int8", "w8a8"})
+    model = load(directory, KEPT["cpu"])
     adopt_forms(model)
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
     assert all(isinstance(layer.method, GGUFMethod) for layer in layers)
@@ -271,3 +272,37 @@ def test_random_weights_in_a_scheme(checkpoint):
         )
         assert Sequences(model, 1, 40).step([(0, FIRST)])[0].isfinite().all()
         assert isinstance(model.layers[0].self_attn.o_proj.method, StoredLinear)
+
+
+def test_experts_of_gpt_oss_become_floats(tmp_path):
+    """Through the fallback, which knows the model."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        vocab_size=320, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, max_position_embeddings=64,
+        initializer_range=0.1, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    transformers.GptOssForCausalLM(config).save_pretrained(tmp_path / "floats")
+    found = load_file(tmp_path / "floats" / "model.safetensors")
+    stored = dict(found)
+    for name in [name for name in found if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        stack = stored.pop(name).mT  # [E, N, K]
+        parts = [mxfp4(name, expert.contiguous()) for expert in stack]
+        found[name] = torch.stack([value for _, value in parts]).mT.contiguous()
+        packed = torch.stack([part["weight_packed"] for part, _ in parts])
+        stored[f"{name}_blocks"] = packed.view(*packed.shape[:2], -1, 16)
+        stored[f"{name}_scales"] = torch.stack([part["weight_scale"] for part, _ in parts])
+    save_file(found, tmp_path / "floats" / "model.safetensors")
+    settings = json.loads((tmp_path / "floats" / "config.json").read_text())
+    (tmp_path / "quantized").mkdir()
+    save_file(stored, tmp_path / "quantized" / "model.safetensors")
+    (tmp_path / "quantized" / "config.json").write_text(
+        json.dumps(settings | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
+    got, wanted = (Sequences(load(tmp_path / kind), 1, 40).step([(0, FIRST)])[0] for kind in ("quantized", "floats"))
+    assert (got - wanted).abs().max() < 1e-3
+    del stored[f"{name}_scales"]
+    save_file(stored, tmp_path / "quantized" / "model.safetensors")
+    with pytest.raises(ModelError, match=r"experts\.\w+_scales is missing"):
+        load(tmp_path / "quantized")

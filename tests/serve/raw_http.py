@@ -3,12 +3,16 @@
 import asyncio
 import contextlib
 import gc
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 import uvloop
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -18,6 +22,17 @@ from starlette.routing import Route
 from quire.config.server_args import ServerArgs
 from quire.serve.http import HttpServer
 from quire.serve.limits import LIMITS, ServerLimits
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl to make a certificate with")
+
+
+def make_certificate(directory: Path) -> tuple[Path, Path]:
+    """A key, and a certificate for 127.0.0.1."""
+    key, certificate = directory / "key.pem", directory / "cert.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    make += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*make, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    return key, certificate
 
 
 class Raw:

@@ -5,6 +5,7 @@ import os
 import select
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from raw_http import Hosted, Raw, hosted, status
+from raw_http import Hosted, Raw, hosted, make_certificate, needs_openssl, status
 from server_process import body, read_stream, serving, wait_for
 
 from quire.serve.limits import LIMITS
@@ -334,6 +335,35 @@ def test_unfinished_bodies_are_bounded_altogether() -> None:
             raw.close()
         wait_for(lambda: len(server.server.crowd) == 0)
         assert server.server.crowd.unfinished == 0
+
+
+@needs_openssl
+def test_tls_handshakes_that_are_not_done_count_and_make_room(tmp_path: Path) -> None:
+    key, certificate = make_certificate(tmp_path)
+    settings = {"ssl_keyfile": str(key), "ssl_certfile": str(certificate)}
+    context = ssl.create_default_context(cafile=str(certificate))
+    with hosted(dataclasses.replace(LIMITS, connections=8), **settings) as server:
+        silent = [server.connect() for _ in range(20)]
+        wait_for(lambda: sum(is_closed(raw) for raw in silent) == 12)
+        assert len(server.server.crowd) == 8
+        assert httpx.get(f"https://127.0.0.1:{server.port}/echo", verify=context).status_code == 200
+        silent[-1].send(GET + END)  # not TLS
+        assert b"200" not in silent[-1].read()
+        for raw in silent:
+            raw.close()
+        wait_for(lambda: len(server.server.crowd) == 0)
+
+
+@needs_openssl
+def test_tls_handshakes_are_not_waited_for_for_ever(tmp_path: Path) -> None:
+    key, certificate = make_certificate(tmp_path)
+    with hosted(tempo=100, ssl_keyfile=str(key), ssl_certfile=str(certificate)) as server:
+        assert server.connect().read() == b""
+        wait_for(lambda: len(server.server.crowd) == 0)
+
+
+def is_closed(raw: Raw) -> bool:
+    return bool(select.select([raw.socket], [], [], 0)[0])
 
 
 def test_connections_leave_the_engine_its_descriptors(serve_model: Path) -> None:

@@ -1,6 +1,5 @@
 import gzip
 import json
-import shutil
 import signal
 import socket
 import ssl
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from raw_http import make_certificate, needs_openssl
 from server_process import body, read_stream, serving, wait_for
 
 from patience import PATIENCE
@@ -142,12 +142,9 @@ def test_root_path_and_cors(serve_model: Path) -> None:
         assert "access-control-allow-origin" in http.get("/v1/models", headers={**key, "Origin": "https://a.example"}).headers
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl to make a certificate with")
+@needs_openssl
 def test_tls(serve_model: Path, tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-    make += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run([*make, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    key, certificate = make_certificate(tmp_path)
     with serving(serve_model, "--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)) as server:
         assert server.url().startswith("https://127.0.0.1:")
         with server.client(verify=ssl.create_default_context(cafile=str(certificate))) as http:

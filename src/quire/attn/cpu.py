@@ -1,9 +1,9 @@
 """Attention on a CPU: row by row, over keys where they lie.
 
-Tokens of short rows, and those that are alone in theirs, go to a kernel of ours (`ops/one_query.py`) where it suits. For torch,
-a row whose pages follow each other is read in place; a scattered one is gathered first. One query needs no mask, only the right
-slice of keys. Several queries of one row are a piece: causal from the beginning of the row, else behind a mask. Causal pieces
-of equal length that follow each other are run as one.
+Tokens of short rows, and those that are alone in theirs, go to a kernel of ours (`ops/paged_attention.py`) where it suits. For
+torch, a row whose pages follow each other is read in place; a scattered one is gathered first. One query needs no mask, only
+the right slice of keys. Several queries of one row are a piece: causal from the beginning of the row, else behind a mask.
+Causal pieces of equal length that follow each other are run as one.
 
     keys of a piece   [ unseen | lowest ......... position | ... last ]        lowest: the window's edge of the first query
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire.attn.backend import AttentionBackend, AttentionSpec, Heads
 from quire.attn.batch import Batch
-from quire.ops import one_query
+from quire.ops import paged_attention
 from quire.ops.attention import attend
 from quire.ops.kv import kv_gather, kv_lines
 from quire.ops.native import run_decoders
@@ -27,7 +27,7 @@ from quire.ops.qkv import Lanes
 
 QUERIES_PER_PIECE = 256  # behind a mask
 KEPT_ELEMENTS = 1 << 16  # of a projection whose views are kept for the next step
-SHORT = 256  # keys of a row, up to which several queries are quicker one by one, by the kernel
+SHORT = 256  # keys of a row, up to which several queries are quicker by the kernel
 
 
 @dataclass(frozen=True)
@@ -45,53 +45,45 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Singles:
-    """Tokens that follow each other, each of which is a row for the kernel."""
+class Several:
+    """Rows that follow each other, for the kernel."""
 
-    count: int
-    rows: one_query.Rows
+    count: int  # of their tokens
+    rows: paged_attention.Rows
 
 
-def one_query_rows(batch: Batch, group: int) -> one_query.Rows:
-    """All rows of a batch, each of which is one token."""
-    if ("one query", group) not in batch.plans:
-        tables = batch.groups[group].tables[: len(batch.rows)]
-        batch.plans["one query", group] = one_query.Rows(tables, batch.kv_lengths[: len(batch.rows)])
-    rows: one_query.Rows = batch.plans["one query", group]
+def batch_rows(batch: Batch, group: int) -> paged_attention.Rows:
+    """All rows of a batch."""
+    if ("rows", group) not in batch.plans:
+        batch.plans["rows", group] = _several(batch, group, 0, len(batch.rows)).rows
+    rows: paged_attention.Rows = batch.plans["rows", group]
     return rows
 
 
-def token_rows(batch: Batch, group: int) -> one_query.Rows:
-    """All tokens of a batch, each a row by itself."""
-    if ("tokens", group) not in batch.plans:
-        rows = [item for item in enumerate(batch.rows) if item[1][1]]
-        batch.plans["tokens", group] = _singles(rows, batch.groups[group].tables).rows
-    found: one_query.Rows = batch.plans["tokens", group]
-    return found
+def all_by_kernel(spec: AttentionSpec, kv: Tensor) -> bool:
+    """Does every token go to the kernel? Then what it gets depends neither on how its prompt was cut nor on who is beside it.
+    It is worth it where products have that property too, for then a whole decoder does."""
+    return not spec.sinks and paged_attention.suits(kv) and run_decoders()
 
 
-def heads_alone(spec: AttentionSpec, kv: Tensor) -> bool:
-    """Does every token go to the kernel by itself? Then what it gets depends neither on how its prompt was cut nor on who is
-    beside it; it is worth it where products have that property too, for then a whole decoder does."""
-    return not spec.sinks and one_query.suits(kv) and run_decoders()
-
-
-def attend_alone(spec: AttentionSpec, heads: Heads, qkv: Tensor, kv: Tensor, batch: Batch, group: int, final: bool) -> Tensor:
+def attend_by_kernel(
+    spec: AttentionSpec, heads: Heads, qkv: Tensor, kv: Tensor, batch: Batch, group: int, final: bool
+) -> Tensor:
     """Keys and values of all tokens go to their pages, then every query, which the kernel norms and turns, attends."""
 
-    def bind(columns: Tensor, out: Tensor | None) -> one_query.OneQuery:
-        return one_query.OneQuery(
+    def bind(columns: Tensor, out: Tensor | None) -> paged_attention.PagedAttention:
+        return paged_attention.PagedAttention(
             kv, columns, out,
             scale=spec.scale, window=spec.window, soft_cap=spec.soft_cap, rotation=heads.rotation, norms=heads.norms,
             placed=out is not None,
         )  # fmt: skip
 
-    bind(qkv, None).run(token_rows(batch, group))
+    bind(qkv, None).run(batch_rows(batch, group))
     query = qkv[:, : spec.heads * spec.head_dim]
     if final:
         query, batch = batch.keep(query), batch.final
     out = torch.zeros(query.shape)
-    bind(query, out).run(token_rows(batch, group))
+    bind(query, out).run(batch_rows(batch, group))
     return out
 
 
@@ -108,11 +100,12 @@ class CPUAttention(AttentionBackend):
 
     def plan(self, batch: Batch, group: int, spec: AttentionSpec, kv: Tensor) -> None:
         tables, plain = batch.groups[group].tables, spec.soft_cap is None and not spec.sinks
-        by_kernel, in_place = not spec.sinks and one_query.suits(kv), kv_lines(kv) is not None
-        plan: list[Piece | Singles] = []
-        for single, some in groupby(enumerate(batch.rows), lambda item: by_kernel and _singly(*item[1][1:])):
-            if single:
-                plan.append(_singles(list(some), tables))
+        by_kernel, in_place = not spec.sinks and paged_attention.suits(kv), kv_lines(kv) is not None
+        plan: list[Piece | Several] = []
+        for for_kernel, some in groupby(enumerate(batch.rows), lambda item: by_kernel and _short(*item[1][1:])):
+            if for_kernel:
+                numbers = [row for row, _ in some]
+                plan.append(_several(batch, group, numbers[0], numbers[-1] + 1))
                 continue
             pieces = [
                 piece
@@ -127,16 +120,16 @@ class CPUAttention(AttentionBackend):
             self.plan(batch, group, spec, kv)
         if self._kv is not kv:
             self._look_at(kv)
-        plan: list[Piece | Singles] = batch.plans["cpu", group]
+        plan: list[Piece | Several] = batch.plans["cpu", group]
         plain = spec.soft_cap is None and sinks is None and query.dtype == kv.dtype
         if len(plan) == 1 and isinstance(plan[0], Piece) and plan[0].count == len(query) > 1:
             return self._run_piece(spec, query, kv, plan[0], sinks)
         out, at = query.new_empty(query.shape), 0
         for item in plan:
             part = slice(at, at + item.count)
-            if isinstance(item, Singles):
+            if isinstance(item, Several):
                 taken, result = query[part].to(kv.dtype).flatten(1), torch.empty(item.count, query.shape[1:].numel())
-                call = one_query.OneQuery(
+                call = paged_attention.PagedAttention(
                     kv, taken, result, scale=spec.scale, window=spec.window, soft_cap=spec.soft_cap, placed=True
                 )
                 call.run(item.rows)
@@ -152,8 +145,8 @@ class CPUAttention(AttentionBackend):
     def run_heads(
         self, spec: AttentionSpec, heads: Heads, qkv: Tensor, kv: Tensor, batch: Batch, group: int, final: bool
     ) -> Tensor:
-        if heads_alone(spec, kv):
-            return attend_alone(spec, heads, qkv, kv, batch, group, final)
+        if all_by_kernel(spec, kv):
+            return attend_by_kernel(spec, heads, qkv, kv, batch, group, final)
         lanes = self._lanes
         if lanes is None or lanes.qkv is not qkv or lanes.kv is not kv:
             lanes = Lanes(qkv, kv)
@@ -198,18 +191,16 @@ class CPUAttention(AttentionBackend):
         return attend(query[None], keys, values, visible, scale=spec.scale, soft_cap=spec.soft_cap, sinks=sinks)[0]
 
 
-def _singly(count: int, length: int) -> bool:
+def _short(count: int, length: int) -> bool:
     return count == 1 or (count > 1 and length <= SHORT)
 
 
-def _singles(rows: list[tuple[int, tuple[int, int, int]]], tables: Tensor) -> Singles:
-    """rows: their numbers, and what a batch says of them."""
-    numbers, counts = np.array([row for row, _ in rows]), np.array([count for _, (_, count, _) in rows])
-    ends = np.cumsum(counts)
-    after = np.array([length for _, (_, _, length) in rows]) - ends  # the first token of a row sees length - count + 1 keys
-    lengths = np.arange(1, ends[-1] + 1) + np.repeat(after, counts)
-    index = torch.from_numpy(np.repeat(numbers, counts))
-    return Singles(len(index), one_query.Rows(tables[index], torch.from_numpy(lengths.astype(np.int32))))
+def _several(batch: Batch, group: int, first: int, end: int) -> Several:
+    """Rows first ... end of a batch, whose tokens are counted from the first of these."""
+    starts = batch.row_starts[first : end + 1]
+    starts = starts - starts[0] if first else starts
+    rows = paged_attention.Rows(batch.groups[group].tables[first:end], batch.kv_lengths[first:end], starts)
+    return Several(sum(count for _, count, _ in batch.rows[first:end]), rows)
 
 
 def _pieces(

@@ -24,6 +24,7 @@ def run(namespace: argparse.Namespace) -> int:
 def gather() -> dict[str, Any]:
     from quire.config.args import DEFAULT_MODEL
     from quire.config.gguf import ARCHITECTURES
+    from quire.config.quantization import quantization_table
     from quire.files import wheel
     from quire.files.gguf import READABLE_TYPES
     from quire.models.composite import COMPOSITES
@@ -38,6 +39,7 @@ def gather() -> dict[str, Any]:
             "safetensors": "a directory or hub id with config.json and *.safetensors",
             "gguf": "a .gguf file (or its shards), org/repo:QUANT or org/repo/FILE.gguf; in blocks on a CPU, else dequantized",
         },
+        "quantization": quantization_table(),
         "gguf_architectures": sorted({name.partition(" ")[0] for name in ARCHITECTURES}),
         "gguf_types": list(READABLE_TYPES),
         "default": DEFAULT_MODEL,
@@ -79,6 +81,10 @@ def render(found: dict[str, Any]) -> str:
     lines += [f"  {name:<12} {what}" for name, what in found["formats"].items()]
     lines += [f"  {'':<12} architectures: {', '.join(found['gguf_architectures'])}"]
     lines += [f"  {'':<12} types: {', '.join(found['gguf_types'])}"]
+    lines += ["", "Quantization of safetensors (what a device does with matrices; others become floats)"]
+    for name, method in found["quantization"].items():
+        kept = "; ".join(f"{device} keeps {', '.join(kinds)}" for device, kinds in method["kept"].items() if kinds)
+        lines.append(f"  {name:<18} {kept or 'becomes floats'}")
     lines += ["", f"Aliases (kept in {found['cache']})"]
     for name, alias in found["aliases"].items():
         default = ", the default model" if name == found["default"] else ""

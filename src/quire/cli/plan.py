@@ -18,10 +18,12 @@ from quire.config.config import Config
 from quire.config.facts import DTYPE_BYTES, ModelFacts, read_facts
 from quire.config.host import available_host_bytes
 from quire.config.memory import CUDA_CONTEXT_BYTES, activation_bytes, host_cache_bytes, kept_weight_bytes
+from quire.config.quantization import FORMS, estimate_quantized_bytes, quantized_bytes
 from quire.config.resolve import resolve
 from quire.device.registry import open_device
 from quire.files.gguf import read_gguf_shards
 from quire.files.resolve import resolve_model, with_weights_on_disk
+from quire.files.safetensors import read_header
 from quire.models.registry import find_family
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError
@@ -67,8 +69,7 @@ def make_plan(args: EngineArgs, memory: int | None) -> MemoryPlan:
     config = resolve(args, lambda: kind, lambda name: open_device(name).facts(memory=total), facts, serving=True)
     element = DTYPE_BYTES[config.dtype]
     layout = make_layout(facts.layers, config.page_size, element)
-    kept = bool(config.keep_quantized and facts.files.weights)
-    weights = _kept_bytes(facts) if kept else facts.parameters * element
+    weights, held_as = _weights(config, facts, element)
     steps = activation_bytes(facts.hf, element_bytes=element, tokens=config.max_batched_tokens, rows=config.max_seqs)
     usable = int(total * args.gpu_memory_utilization) if kind == "cuda" else total
     reserved = CUDA_CONTEXT_BYTES if kind == "cuda" else 0
@@ -86,7 +87,7 @@ def make_plan(args: EngineArgs, memory: int | None) -> MemoryPlan:
         parameters_counted=facts.weight_bytes > 0,
         weights_stored=facts.weight_bytes or facts.parameters * DTYPE_BYTES[facts.dtype],
         weights_loaded=weights,
-        weights_as="the file's blocks, repacked" if kept else config.dtype,
+        weights_as=held_as,
         dtype=config.dtype,
         device=kind,
         memory=total,
@@ -108,9 +109,22 @@ def make_plan(args: EngineArgs, memory: int | None) -> MemoryPlan:
     )
 
 
-def _kept_bytes(facts: ModelFacts) -> int:
-    headers = read_gguf_shards(facts.files.weights)
-    return kept_weight_bytes(tensor for header in headers for tensor in header.tensors.values())
+def _weights(config: Config, facts: ModelFacts, element: int) -> tuple[int, str]:
+    """Their bytes in memory, and as what they are there."""
+    quantization, kept, keeps = config.quantization, config.keep_quantized, config.device_facts.keeps
+    floats = facts.parameters * element
+    if kept and quantization is not None and find_family(facts) and keeps.intersection(FORMS[quantization.method]):
+        infos = {name: info for path in facts.files.weights for name, info in read_header(path).items()}
+        if quantization.online or not infos:
+            total = estimate_quantized_bytes(facts.parameters, quantization, element)
+        else:
+            total = quantized_bytes(infos, quantization, keeps, element)
+        return (total, f"{quantization.method}, the rest {config.dtype}") if total < floats else (floats, config.dtype)
+    if kept and facts.files.format == "gguf" and facts.files.weights:
+        headers = read_gguf_shards(facts.files.weights)
+        tensors = (tensor for header in headers for tensor in header.tensors.values())
+        return kept_weight_bytes(tensors), "the file's blocks, repacked"
+    return floats, config.dtype
 
 
 def read_plan_facts(args: EngineArgs) -> ModelFacts:

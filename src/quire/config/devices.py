@@ -6,6 +6,11 @@ from quire.types.errors import ConfigError
 
 AUTO, OURS = "auto", ("cpu", "cuda")
 GROUP = "quire.devices"
+# forms of few bits (`ops/forms.py`) that ours multiply by as they are, a CPU where it has kernels; experts become floats
+KEEPS = {
+    "cpu": frozenset({"int4", "int8", "w8a8"}),
+    "cuda": frozenset({"int4", "int8", "w8a8", "fp8", "fp4"}),
+}
 
 
 def brought_devices() -> dict[str, EntryPoint]:

@@ -3,11 +3,12 @@
 What the methods store where is known to `layers/quant`; here only their names are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.config.devices import KEEPS
 from quire.config.hf import read_json
 from quire.files.reading import shown
 from quire.files.safetensors import TensorInfo
@@ -23,6 +24,16 @@ METHODS: dict[str, tuple[str, ...]] = {
     "modelopt": ("modelopt_fp4", "modelopt_fp8", "modelopt_mixed", "modelopt_mxfp8"),
     "mxfp4": (),
 }
+# method -> kinds of forms (`ops/forms.py`) that its matrices become
+FORMS: dict[str, tuple[str, ...]] = {
+    "awq": ("int4",),
+    "bitsandbytes": ("fp4", "w8a8"),
+    "compressed-tensors": ("int4", "int8", "w8a8", "fp8", "fp4"),
+    "fp8": ("fp8",),
+    "gptq": ("int4", "int8"),
+    "modelopt": ("fp8", "fp4"),
+    "mxfp4": (),  # gpt-oss, which the fallback runs, with floats
+}
 ALIASES = {alias: method for method, aliases in METHODS.items() for alias in (method, *aliases)}
 ONLINE = ("fp8",)  # may be made of floats as they are loaded
 SIDE_FILES = ("quant_config.json", "quantize_config.json")  # of AWQ and GPTQ, where config.json is silent
@@ -35,6 +46,18 @@ class Quantization:
     method: str  # one of METHODS
     config: Mapping[str, Any]  # as the files have it
     online: bool = False  # the checkpoint has floats, and they become so when loaded
+
+
+def quantization_table() -> dict[str, dict[str, Any]]:
+    """By method: its other names, the forms it comes in, and which of them our devices keep."""
+    return {
+        method: {
+            "names": list(METHODS[method]),
+            "forms": list(forms),
+            "kept": {device: [form for form in forms if form in keeps] for device, keeps in KEEPS.items()},
+        }
+        for method, forms in FORMS.items()
+    }
 
 
 def read_quantization(config: Mapping[str, Any], directory: Path | None) -> Quantization | None:
@@ -96,25 +119,69 @@ def choose_quantization(asked: str | None, found: Quantization | None, gguf: boo
 
 def count_numbers(infos: Mapping[str, TensorInfo], quantization: Quantization) -> int:
     """Parameters of a quantized checkpoint: of tensors that pack several numbers to an entry, all of them; scales are none."""
-    bits = quantization.config.get("bits") or quantization.config.get("w_bit") or 4
-    total = 0
+    return sum(entry.numbers for entry in list_matrices(infos, quantization))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor with numbers of a model: `bits` each, 0 if they are plain floats."""
+
+    name: str
+    numbers: int
+    bits: int
+
+
+def list_matrices(infos: Mapping[str, TensorInfo], quantization: Quantization) -> Iterator[Entry]:
     for name, info in infos.items():
         last = name.rpartition(".")[2]
         if last in PACKED and info.dtype == "I32":
-            each = _bits_of(quantization, bits)
-            total += info.elements * 32 // each
+            bits = _bits_of(quantization)
+            yield Entry(name, info.elements * 32 // bits, bits)
         elif info.dtype == "U8" and (last in ("weight", "weight_packed") or last.endswith("_blocks")):
-            total += 2 * info.elements
-        elif last in ("weight", "bias") or "." not in name:
-            total += info.elements
+            yield Entry(name, 2 * info.elements, 4)
+        elif last in ("weight", "bias") and info.dtype in ("I8", "F8_E4M3"):
+            yield Entry(name, info.elements, 8)
+        elif last in ("weight", "bias") or last.endswith("_bias"):
+            yield Entry(name, info.elements, 0)
+
+
+def _bits_of(quantization: Quantization) -> int:
+    """Of whole numbers in words."""
+    config = quantization.config
+    found: list[Any] = [config.get("bits"), config.get("w_bit")]
+    groups = config.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping) and weights.get("type", "int") == "int":
+            found.append(weights.get("num_bits"))
+    return next((int(bits) for bits in found if bits in (2, 4, 8)), 4)
+
+
+def quantized_bytes(infos: Mapping[str, TensorInfo], quantization: Quantization, keeps: frozenset[str], element: int) -> int:
+    """What the weights take in memory. keeps: see `DeviceFacts`; element: bytes of the model's type.
+
+    Where whole numbers alone are kept, by a CPU, each 32 have a scale and an offset of 4 bytes; elsewhere scales are as stored.
+    """
+    entries = {entry.name: entry for entry in list_matrices(infos, quantization)}
+    total = 0
+    for name, info in infos.items():
+        entry = entries.get(name)
+        floats = 0 if entry is None else entry.numbers * element
+        if (".experts." in name and "experts" not in keeps) or (entry is not None and not entry.bits):
+            total += floats
+        elif "fp8" in keeps:
+            total += info.nbytes
+        elif entry is not None and info.dtype in ("I32", "I8") and f"int{entry.bits}" in keeps:
+            total += entry.numbers * entry.bits // 8 + entry.numbers // 32 * 8
+        else:
+            total += floats
     return total
 
 
-def _bits_of(quantization: Quantization, default: Any) -> int:
-    groups = quantization.config.get("config_groups")
-    if isinstance(groups, Mapping):
-        for group in groups.values():
-            weights = group.get("weights") if isinstance(group, Mapping) else None
-            if isinstance(weights, Mapping) and weights.get("num_bits") in (2, 4, 8):
-                return int(weights["num_bits"])
-    return default if default in (2, 4, 8) else 4
+def estimate_quantized_bytes(parameters: int, quantization: Quantization, element: int) -> int:
+    """Without weight files: every number has the method's bits, and some for its share of a scale."""
+    if quantization.online or quantization.method == "fp8" or quantization.config.get("load_in_8bit"):
+        return parameters
+    algorithm = str(quantization.config.get("quant_algo") or "")
+    bits = 8 if algorithm.startswith("FP8") else _bits_of(quantization)
+    return min(parameters * (8 * bits + 5) // 64, parameters * element)

@@ -10,7 +10,7 @@ cost nothing in most steps.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import numpy as np
@@ -23,7 +23,7 @@ from quire.types.plan import StepResult
 from quire.types.request import Request
 from quire.types.sight import RequestSight, RequestState, Sight, Step
 
-PIECE = 1024  # cells of the map in one sight
+PIECE = 512  # cells of the map in one sight
 WALK = 2048  # page-table entries that are asked for their owner before a sight
 MOST_MOVED = 1024  # requests told in one sight
 
@@ -96,21 +96,22 @@ class Watch:
         """Before the step is committed. It kept the device busy for so long, until now."""
         plan, rows = scheduled.plan, len(scheduled.requests)
         tokens, prompt, drafted, accepted = plan.tokens, 0, 0, 0
-        waited, left_out = _take(self._mask_waits, plan.step) or 0.0, _take(self._left_out, plan.step) or []
-        if tokens != rows:
-            prompt = int(plan.count[plan.count > 1 + plan.drafts].sum())
-            self._shared += max(0.0, seconds - waited) * prompt / tokens
-            drafted = int(plan.drafts.sum())
+        waited = _take(self._mask_waits, plan.step) or 0.0 if self._mask_waits else 0.0
+        left_out = _take(self._left_out, plan.step) or [] if self._left_out else []
         for record in left_out:
             if record.state == "decode":
                 record.aside += seconds
-        if self._prompting:
-            slots = set(plan.slot.tolist())
-            for record in self._prompting.values():
-                record.parts[sight.PROMPT if record.request.slot in slots else sight.OTHERS] += now - record.since
-                record.since = now
-        if drafted:
-            accepted = self._count_guesses(scheduled, result)
+        decoding = rows
+        for record in self._prompting.values():
+            there = 0 <= record.request.admitted <= plan.step and record not in left_out
+            decoding -= there
+            record.parts[sight.PROMPT if there else sight.OTHERS] += now - record.since
+            record.since = now
+        if tokens != rows:
+            if plan.drafts.any():
+                drafted, accepted = int(plan.drafts.sum()), self._count_guesses(scheduled, result)
+            prompt = max(0, tokens - drafted - decoding)
+            self._shared += max(0.0, seconds - waited) * prompt / tokens
         if len(self._steps) == sight.MOST_STEPS:
             self._skipped += 1
         self._steps.append(
@@ -155,7 +156,7 @@ class Watch:
             guesses = (_ints([each.drafted for each in records]), _ints([each.accepted for each in records]))
         if steps or told:
             self._pages.changed()
-        self._pages.walk(running)
+        self._pages.walk(running, self._roster.tenants)
         first, cells = self._pages.next_piece()
         return Sight(
             now, steps, skipped, [_tell(record) for record in told], self._roster.unready,
@@ -234,8 +235,8 @@ class PageMap:
     def changed(self) -> None:
         self._untold = self._cells
 
-    def walk(self, running: list[Request]) -> None:
-        for tenant in {request.spec.tenant for request in running} - self._numbers.keys():
+    def walk(self, running: list[Request], tenants: Iterable[str]) -> None:
+        for tenant in [each for each in tenants if each not in self._numbers]:
             if len(self.tenants) < sight.STRANGER:
                 self._numbers[tenant] = len(self.tenants)
                 self.tenants.append(tenant)

@@ -15,7 +15,7 @@ from quire.load.dummy import DummySource
 from quire.load.safetensors import SafetensorsSource
 from quire.load.source import Source
 from quire.ops.blocks import QuantizedMatrix
-from quire.prepare.quantize import find_scheme, quantize
+from quire.prepare.quantize import SCHEMES, find_scheme, quantize
 from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
@@ -96,12 +96,17 @@ def _load(
 ) -> None:
     kind = target.dtype
     if isinstance(model, Filling):
-        if quantization is not None:
+        source = None if load_format == "dummy" else open_source(facts, load_format)
+        if source is not None and quantization is not None and quantization.method == "mxfp4":
+            from quire.load.mxfp4 import MXFP4Source
+
+            source = MXFP4Source(source, kind)
+        elif quantization is not None:
             raise ModelError(
                 f"{facts.files.name}: the weights are quantized ({quantization.method}), and {facts.architecture} is run by "
                 "the fallback, which takes floats only; use the original"
             )
-        model.fill(None if load_format == "dummy" else open_source(facts, load_format), device, kind, seed)
+        model.fill(source, device, kind, seed)
         return
     source = None if load_format == "dummy" else open_source(facts, load_format)
     renames: Renames = getattr(model, "renames", ())
@@ -136,6 +141,8 @@ def use_scheme(model: nn.Module, quantization: "Quantization", source: Source | 
         inventory = take_inventory(names, source.infos)
     if quantization.config.get("kv_cache_scheme") or quantization.config.get("kv_cache_quant_algo"):
         logger.info("the checkpoint has scales for a cache of 8 bits; the cache has the model's type, and does not need them")
+    if quantization.method not in SCHEMES:
+        raise ModelError(f"the weights are quantized ({quantization.method}), which is read for models of the fallback only")
     scheme = find_scheme(f"{quantization.method} online" if quantization.online else quantization.method)
     try:
         quantize(model, scheme(quantization.config, inventory, target))

@@ -189,7 +189,8 @@ def _find_class(facts: "ModelFacts") -> tuple[Any, Any]:
             raise ModelError("it needs code from its own repository, which is never run")
         raise ModelError(f"transformers {transformers.__version__} does not know the model_type {kind!r}")
     try:
-        config = transformers.CONFIG_MAPPING[kind].from_dict(dict(facts.hf))
+        settings = {name: value for name, value in facts.hf.items() if name != "quantization_config"}  # it is given floats
+        config = transformers.CONFIG_MAPPING[kind].from_dict(settings)
     except Exception as error:
         raise ModelError(f"transformers does not accept its configuration ({told(error)})") from error
     classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING

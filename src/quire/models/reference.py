@@ -1,6 +1,10 @@
 """docs/models.md: which models run, from which files, on which device. `python -m quire.models.reference` writes it."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from quire.config.gguf import ARCHITECTURES
+from quire.config.quantization import quantization_table
 from quire.files.gguf import GGML_TYPES, READABLE_TYPES
 from quire.models.composite import COMPOSITES, TEXT_MODELS
 from quire.models.registry import FAMILIES
@@ -35,22 +39,39 @@ never run. Encoders, encoder-decoders, recurrent models and pooling are not serv
 | GGUF, floating point (F32, F16, BF16, F64) | as above | as above |
 | GGUF, quantized | stays quantized; with an explicit `dtype` dequantized when loaded | dequantized when loaded |
 | safetensors with a `quantization_config` | as below | stays quantized |
-| the same with `quantization="fp8"`, of floats | rounded to 8 bits, held as floats | 8 bits |
+| safetensors of floats with `quantization="fp8"` | rounded to 8 bits, held as floats | 8 bits |
 | `load_format="dummy"` | random | random |
-
-**Quantized safetensors**: `quantization_config` (or `compression_config`, `hf_quant_config.json`, `quantize_config.json`) names
-the method: awq (gemm layout), gptq (4 and 8 bits, act-order), compressed-tensors (int4 and int8 packed, int8 with 8-bit
-activations, fp8 by tensor, output or block, nvfp4, mxfp4, several schemes in one model, `ignore`), fp8 (by tensor, output or
-block), modelopt (FP8 and NVFP4), bitsandbytes (nf4, fp4, int8). Matrices are turned into one of four forms as they are loaded
-(`ops/forms.py`). What is wrong in a detail (groups that do not divide, missing scales, a scale of 0 or NaN) is an error that
-names the tensor. On a CPU whole numbers of 4 and 8 bits stay so, unless there is an explicit `dtype`, act-order or groups
-that are no multiple of 32; everything else becomes floats, as do all experts. Scales for a cache of 8 bits are not used.
-`quantization=` may repeat the method, or a name of vLLM's for it (`awq_marlin`); on a checkpoint of floats `fp8` rounds
-matrices as they are loaded.
 
 Quantized weights stay quantized where Quire's kernels were compiled (ARM, x86 with AVX-512 VNNI), and on x86 Linux with the
 extra `cpu`; elsewhere they are dequantized when loaded, and the log says so. Experts of mixtures are dequantized in any
 case. The cache is always in the model's own type.
+
+## Quantized safetensors
+
+`quantization_config` in config.json (or `compression_config`, `hf_quant_config.json`, `quantize_config.json`) names the
+method. Matrices become one of a few forms as they are loaded (`ops/forms.py`): whole numbers of 4 and 8 bits in groups
+(int4, int8), 8 bits with 8-bit activations (w8a8), floats of 8 bits (fp8: by tensor, output or block) and of 4 bits (fp4:
+nvfp4, mxfp4, nf4). Which of them a device multiplies by as they are:
+
+| method | other names | a CPU | a CUDA GPU |
+|---|---|---|---|
+{}
+What a device does not keep becomes floats of the model's type, with the same values; so do experts. On a CPU that is so for
+everything if there is an explicit `dtype`, and for act-order and groups that are no multiple of 32; what stays is multiplied by
+rows of 8 bits, as with GGUF files. On a GPU `dtype` is the activations' type. mxfp4 is gpt-oss's, which the fallback runs with
+floats.
+
+- awq: the gemm layout. gptq: 4 and 8 bits, formats gptq and gptq_v2, act-order, `dynamic`. compressed-tensors: packed int4
+  and int8, int8, fp8, nvfp4 and mxfp4, symmetric or not, by tensor, output, group or block, several schemes in one model,
+  `ignore`; neither sparse nor transformed ones. modelopt: FP8, NVFP4 and MXFP8, of nvfp4 the weights only. bitsandbytes:
+  nf4, fp4, int8.
+- Modules that the files have in floats are taken as floats, whatever the lists say. A merged matrix (q, k, v) whose parts
+  are stored differently becomes floats.
+- What is wrong in a detail is an error that names the tensor: groups that do not divide, a missing scale, one of 0 or NaN,
+  a wrong shape or type, act-order that is divided among devices.
+- Scales for a cache of 8 bits are left aside.
+- `quantization=` may repeat the method, by any of its names. On a checkpoint of floats `quantization="fp8"` rounds all
+  matrices but embedding, head and routers as they are loaded: by output, with activations by token.
 
 ## GGUF types
 
@@ -80,7 +101,15 @@ def table() -> str:
     sizes = {name: 8 * nbytes / elements for name, elements, nbytes in GGML_TYPES.values()}
     types = "".join(f"| `{name}` | {sizes[name]:g} |\n" for name in READABLE_TYPES)
     unreadable = ", ".join(f"`{name}`" for name in sizes if name not in READABLE_TYPES)
-    return _HEAD + families + _OTHERS + types + _UNREADABLE.format(unreadable)
+    methods = "".join(
+        f"| {name} | {_listed([f'`{other}`' for other in entry['names']])} | {_kept(entry, 'cpu')} | {_kept(entry, 'cuda')} |\n"
+        for name, entry in quantization_table().items()
+    )
+    return _HEAD + families + _OTHERS.format(methods) + types + _UNREADABLE.format(unreadable)
+
+
+def _kept(entry: Mapping[str, Any], device: str) -> str:
+    return ", ".join(entry["kept"][device]) or "floats"
 
 
 def _file(target: str) -> str:

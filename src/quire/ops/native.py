@@ -9,7 +9,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 MOST_WORKERS = 16
-VERSION = 2  # of the structures that are handed over, as in `native/module.c`
+VERSION = 4  # of the structures that are handed over, as in `native/module.c`
 
 
 @cache
@@ -35,8 +35,13 @@ def multiplies_floats() -> bool:
     return kernels() is not None and bool(kernels().multiplies_floats())
 
 
+def tile() -> int:
+    """Outputs that lie together in a matrix of numbers of few bits."""
+    return int(kernels().TILE)
+
+
 def float_tile() -> int:
-    """Outputs that lie together in a matrix of float32."""
+    """The same for float32."""
     return int(kernels().FLOAT_TILE)
 
 

@@ -52,13 +52,14 @@ class Roster:
             self._line_up(request)
 
     def ready(self, name: str) -> None:
+        """The request's grammar is there: it may run. Unknown and finished ids are ignored."""
         request = self.live.get(name)
         if request in self._unready:
             self._unready.discard(request)
             self._line_up(request)
 
     def suspend(self, name: str) -> None:
-        """What its rows in flight draw does not count."""
+        """The request's grammar is lost: it waits until that is `ready` again. What its rows in flight draw does not count."""
         request = self.live.get(name)
         if request is None or request in self._unready:
             return

@@ -1,10 +1,9 @@
-"""What a server tells about itself: a page for whoever opens its address, and for developers its whole configuration."""
+"""What a server tells about itself: to whoever opens its address, and to developers its whole configuration."""
 
 import dataclasses
 import json
 import os
 import platform
-from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -13,33 +12,15 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from quire import __version__
+from quire.serve.auth import unauthorized
 from quire.serve.errors import error_body, json_response
 from quire.serve.lifecycle import ServerState
+from quire.serve.page import page
 
 DEVELOPER_VARIABLES = ("QUIRE_SERVER_DEV_MODE", "VLLM_SERVER_DEV_MODE")
 _PREFIXES = ("QUIRE_", "VLLM_")
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 _PACKAGES = ("torch", "transformers", "tokenizers", "llguidance", "triton", "uvicorn", "fastapi")
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-store",
-}
-_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 44rem; margin: 3rem auto; padding: 0 1rem; }}
-pre {{ padding: 1rem; overflow-x: auto; border: 1px solid; border-radius: 6px; }}
-</style>
-<h1>{title}</h1>
-<p>{state}</p>
-<pre>{curl}</pre>
-<p>{links}</p>
-"""
 
 
 class About:
@@ -47,13 +28,22 @@ class About:
         self._state = state
 
     @property
+    def public(self) -> list[Route]:
+        """What needs no API key: the page, which asks for one."""
+        return [] if self._state.settings.disable_page else [Route("/", self.page)]
+
+    @property
     def routes(self) -> list[Route]:
-        routes = [] if self._state.settings.disable_page else [Route("/", self.page)]
+        routes = self.public
         developing = any(os.environ.get(name, "") not in ("", "0") for name in DEVELOPER_VARIABLES)
         return [*routes, Route("/server_info", self.server_info)] if developing else routes
 
     async def page(self, request: Request) -> Response:
-        """HTML for browsers, text for all else."""
+        """The page for browsers; for all else a few lines, which name the model and therefore need the key."""
+        if "text/html" in request.headers.get("accept", ""):
+            return page()
+        if not request.state.trusted:
+            return unauthorized(request.scope)
         service, settings = self._state.service, self._state.settings
         title = "Quire" if service is None else f"Quire: {service.llm.config.served_names[0]}"
         state = f"Version {__version__}. " + ("The model is loading." if service is None else "Ready.")
@@ -62,11 +52,8 @@ class About:
         curl = _curl(str(request.base_url).rstrip("/"), chat=tokenizer is None or tokenizer.chat_template is not None)
         paths = [f"{root}{path}" for path in ("/docs", "/v1/models", "/metrics", "/health")]
         paths = paths[1:] if settings.disable_fastapi_docs else paths
-        if "text/html" not in request.headers.get("accept", ""):
-            return PlainTextResponse("\n".join([title, state, "", curl, "", *paths, ""]), headers=_HEADERS)
-        links = " · ".join(f'<a href="{escape(path)}">{escape(path)}</a>' for path in paths)
-        page = _PAGE.format(title=escape(title), state=escape(state), curl=escape(curl), links=links)
-        return Response(page, media_type="text/html", headers=_HEADERS)
+        headers = {"Cache-Control": "no-store", "Vary": "Accept"}
+        return PlainTextResponse("\n".join([title, state, "", curl, "", *paths, ""]), headers=headers)
 
     async def server_info(self, request: Request) -> Response:
         """vLLM's, with its names: the configuration as text or as JSON, and what the environment says. No secrets."""

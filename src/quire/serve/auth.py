@@ -8,6 +8,7 @@ import hashlib
 import hmac
 from collections.abc import Callable, Mapping, Sequence
 
+from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -90,7 +91,7 @@ class Guard:
                 scope.update(child)
                 return await route.handle(scope, receive, send)
         if number is None:
-            return await _unauthorized(scope, receive, send)
+            return await unauthorized(scope)(scope, receive, send)
         state["tenant"] = self._keys.tenant(number)
         whose.set(state["tenant"])
         return await self._app(scope, receive, send)
@@ -101,7 +102,7 @@ class Guard:
         return self._keys.find(*given[0]) if alone else None
 
 
-async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:
+def unauthorized(scope: Scope) -> Response:
     message = "no valid API key was given: send it as a header, Authorization: Bearer KEY"
     body = error_body(401, message, kind="AuthenticationError")
-    await json_response(shaped(body, scope), 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+    return json_response(shaped(body, scope), 401, {"WWW-Authenticate": "Bearer"})

@@ -12,6 +12,7 @@ What comes at once in large amounts is parsed a piece at a time, and the event l
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -86,6 +87,7 @@ class ClientConnection(HttpToolsProtocol):
         self.access_log = False  # the front's business
         self.body_size = self.body_age = 0
         self._crowd, self._limits = crowd, crowd.limits
+        self.arrived: Callable[[], None] | None = None  # told when the connection is made, before it counts
         self._tells_ids = tells_ids  # refusals have one, as all answers then
         self._flow: _Flow | None = None
         self._rest = b""  # read, and not parsed yet
@@ -105,6 +107,8 @@ class ClientConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = self._flow = _Flow(transport)
+        if self.arrived is not None:
+            self.arrived()
         if not self._crowd.enter(self):
             self._over = True
             transport.write(self._refusal(503, "there are too many connections", RETRY_AFTER))

@@ -29,9 +29,10 @@ access_logger = logging.getLogger("uvicorn.access")
 
 def build_front(state: ServerState, keys: Keys) -> ASGIApp:
     settings, health = state.settings, Health(state)
-    operations = [*health.routes, *About(state).routes, *Feed(state, several=len(keys) > 1).routes]
+    about = About(state)
+    operations = [*health.routes, *about.routes, *Feed(state, several=len(keys) > 1).routes]
     inner = Operations(Gate(state), operations)
-    front: ASGIApp = Meter(Guard(inner, keys, health.public), state, operations)
+    front: ASGIApp = Meter(Guard(inner, keys, [*health.public, *about.public]), state, operations)
     if settings.allowed_origins:
         front = CORSMiddleware(
             front,

@@ -7,7 +7,7 @@ import msgspec
 from quire.types.plan import Ints
 from quire.types.request import FinishReason
 
-EVERY = 0.2  # seconds between two sights, at least
+EVERY = 0.25  # seconds between two sights, at least
 MOST_STEPS = 64  # told one by one
 CELLS = 4096  # of the map of pages, at most
 

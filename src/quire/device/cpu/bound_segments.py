@@ -1,5 +1,5 @@
 """A compiled decoder bound to memory that stays, for steps of rows of one token: nothing is allocated, looked up or copied
-between calls. Attention is a call, too, where `ops/one_query.py` can serve a layer; otherwise it goes to the layer.
+between calls. Attention is a call, too, where `ops/paged_attention.py` can serve a layer; otherwise it goes to the layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from quire.attn.batch import Batch
-from quire.attn.cpu import one_query_rows
+from quire.attn.cpu import batch_rows
 from quire.device.cpu.session import Call
 from quire.layers.attention import SelfAttention, attend_heads
-from quire.ops import one_query
+from quire.ops import paged_attention
 
 ROOM = 16  # rows by which tracks grow
 
@@ -24,10 +24,10 @@ class BoundAttention:
     def __init__(self, attention: SelfAttention, qkv: Tensor, out: Tensor) -> None:
         core = attention.core
         self._attention, self._qkv, self._out, self._kv, self._group = attention, qkv, out, core.bound(), core.group
-        self._call: one_query.OneQuery | None = None
-        if attention.sinks is None and one_query.suits(self._kv):
+        self._call: paged_attention.PagedAttention | None = None
+        if attention.sinks is None and paged_attention.suits(self._kv):
             rotation = None if attention.rope is None else attention.rope.table
-            self._call = one_query.OneQuery(
+            self._call = paged_attention.PagedAttention(
                 self._kv, qkv, out,
                 scale=core.spec.scale, window=core.spec.window, soft_cap=core.spec.soft_cap, rotation=rotation,
                 norms=attention.norms,
@@ -39,7 +39,7 @@ class BoundAttention:
 
     def run(self, batch: Batch) -> None:
         if self._call is not None:
-            self._call.run(one_query_rows(batch, self._group))
+            self._call.run(batch_rows(batch, self._group))
         else:
             rows = len(batch.rows)
             self._out[:rows] = attend_heads(self._attention, self._qkv[:rows], batch)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.config.cores import threads_wanted
+from quire.config.devices import KEEPS
 from quire.config.facts import DeviceFacts
 from quire.config.host import available_host_bytes
 from quire.config.memory import host_cache_bytes
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from quire.device.cpu.resident import AllocatorTrim
     from quire.models.decoder import Decoder
 
-KEEPS = frozenset({"int4", "int8", "w8a8"})
 PAGE, NETWORK_PAGE = 16, 32  # tokens; the second is what OpenVINO attends over
 
 
@@ -38,7 +38,7 @@ class CPUDevice(Device):
             free_bytes=available,
             page_size=PAGE,
             keeps_quantized=able,
-            keeps=KEEPS if able else frozenset(),
+            keeps=KEEPS[self.name] if able else frozenset(),
             quantized_page_size=NETWORK_PAGE,
             advice="" if able else libraries.ADVICE,
             reads_in_place=True,

@@ -1,6 +1,7 @@
 """Matrices of 4 and 8 bits that a checkpoint brought: they are multiplied by as those of GGUF files are, in groups of 32."""
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,3 +44,10 @@ def as_blocks(matrix: Any) -> IntegerMatrix | Tensor:
         return IntegerMatrix(matrix)
     values: Tensor = matrix.dequantize()
     return values
+
+
+def let_go(methods: Iterable[GGUFMethod]) -> None:
+    """Of matrices in memory that were copied, and that the decoder itself will not be asked for any more."""
+    for method in methods:
+        if any(isinstance(part, IntegerMatrix) for part in method.parts):
+            method.parts = ()

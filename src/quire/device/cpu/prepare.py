@@ -10,15 +10,16 @@ from torch import Tensor
 from quire.attn.batch import Batch, take_rows
 from quire.device.base import Body, Prepared, Setting
 from quire.device.cpu import gemm
-from quire.device.cpu.autotune import dequantize_from, runtime_for_blocks, runtime_for_floats
+from quire.device.cpu.autotune import NEVER, dequantize_from, runtime_for_blocks, runtime_for_floats
 from quire.device.cpu.compiled import Compiled, compile_body
-from quire.device.cpu.forms import adopt_forms
+from quire.device.cpu.forms import adopt_forms, let_go
 from quire.device.cpu.graph import Runtime
 from quire.device.cpu.huge_pages import gather_in_background
 from quire.device.cpu.network import DecoderNetwork
 from quire.device.cpu.openvino import PAGE
 from quire.device.cpu.product import Product, repack
 from quire.device.cpu.resident import give_back_memory
+from quire.device.cpu.segments import Segments
 from quire.device.cpu.session import KEPT_OF_PRODUCT
 from quire.layers.claims import Claims
 from quire.layers.embedding import Head
@@ -42,6 +43,8 @@ def prepare(model: Decoder, setting: Setting) -> Prepared:
         )  # fmt: skip
         if compiled is not None:
             body = CompiledBody(model.run_blocks, compiled)
+            if isinstance(compiled, Segments) and compiled.too_many == NEVER:
+                let_go([method for _, method in layers])
         if isinstance(compiled, DecoderNetwork):
             layout = KVLayout.SPLIT
         if compiled is None and layers:

@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from quire.config.devices import KEEPS
 from quire.config.facts import DeviceFacts
 from quire.device.base import Device, Recorder
 from quire.types.errors import ConfigError
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 BATCH, LARGE_BATCH = (8192, 256), (16384, 1024)  # tokens and requests per step
 LARGE_BYTES = 70 * 2**30
 SERVED_TOKENS = 8192
-KEEPS = frozenset({"int4", "int8", "w8a8", "fp8", "fp4"})  # experts become floats of the model
 
 
 class CUDADevice(Device):
@@ -47,7 +47,7 @@ class CUDADevice(Device):
             dtype=None,
             overlaps=True,
             reads_in_place=True,  # its figures were taken so
-            keeps=KEEPS,
+            keeps=KEEPS[self.name],
             always_keeps=True,
         )
 

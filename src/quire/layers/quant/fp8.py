@@ -92,8 +92,12 @@ class OnlineLinear(Plain):
     matrix: Any
 
     def finish(self, layer: Linear) -> None:
-        self.matrix = settled(quantize_float8(layer.weight.data))
-        layer.hold(self)
+        form = quantize_float8(layer.weight.data)
+        self.matrix = settled(form)
+        if self.matrix is None:
+            layer.hold(Plain(), weight=dequantized(form, layer.weight.dtype))
+        else:
+            layer.hold(self)
 
     def apply(self, layer: Linear, x: Tensor) -> Tensor:
         return quantized_linear(x, self.matrix, layer.bias)

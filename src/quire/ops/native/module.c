@@ -4,10 +4,10 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
-#include "one_query.h"
+#include "paged_attention.h"
 #include "program.h"
 
-#define VERSION 2 /* of the structures, as in `native.py` */
+#define VERSION 4 /* of the structures, as in `native.py` */
 
 static PyObject *refuse(void) {
     PyErr_SetString(PyExc_ValueError, "a structure of another release");
@@ -68,7 +68,9 @@ static PyMethodDef methods[] = {
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, methods, NULL, NULL, NULL, NULL};
 PyMODINIT_FUNC PyInit__native(void) {
     PyObject *made = PyModule_Create(&module);
-    if (made && (PyModule_AddIntConstant(made, "FLOAT_TILE", FLOAT_TILE) != 0 || PyModule_AddIntConstant(made, "VERSION", VERSION) != 0)) {
+    int failed = made && (PyModule_AddIntConstant(made, "TILE", TILE) != 0 || PyModule_AddIntConstant(made, "FLOAT_TILE", FLOAT_TILE) != 0 ||
+                          PyModule_AddIntConstant(made, "VERSION", VERSION) != 0);
+    if (failed) {
         Py_DECREF(made);
         return NULL;
     }

@@ -2,10 +2,12 @@
 #include <stdint.h>
 
 #define GROUP 32
-#define TILE 4        /* outputs that lie together */
+/* outputs that lie together */
 #if defined(__x86_64__)
+#define TILE 16
 #define FLOAT_TILE 16
 #else
+#define TILE 4
 #define FLOAT_TILE 12
 #endif
 

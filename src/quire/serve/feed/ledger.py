@@ -64,17 +64,17 @@ class Entry:
         """As docs/events.md has it."""
         seen = self.seen
         answer, index = answer_of(self.name)
-        parts = [a + b for a, b in zip(self.before, seen.parts, strict=True)]
+        parts = zip(PARTS, self.before, seen.parts, strict=True)
         told = {
             "key": seen.key, "id": answer, "index": index, "choice": self.choice, "state": seen.state,
-            "since": round(seen.since, 6), "arrived": round(self.arrived, 6), "prompt": seen.prompt, "cached": seen.cached,
+            "since": seen.since, "arrived": self.arrived, "prompt": seen.prompt, "cached": seen.cached,
             "drawn": seen.drawn, "drafted": seen.drafted, "accepted": seen.accepted, "max_tokens": seen.max_tokens,
             "grammar": seen.grammar, "preemptions": seen.preemptions,
-            "parts": {name: round(part, 6) for name, part in zip(PARTS, parts, strict=True) if part},
+            "parts": {name: before + now for name, before, now in parts if before or now},
         }  # fmt: skip
         if seen.state == "finished":
-            told["wall"] = round(self.end_at - self.arrived, 6)
-            told["ttft"] = None if self.end is None or self.end.ttft is None else round(self.end.ttft, 6)
+            told["wall"] = self.end_at - self.arrived
+            told["ttft"] = None if self.end is None else self.end.ttft
             told["reason"] = seen.reason if self.end is None else self.end.reason
         return told
 
@@ -176,14 +176,14 @@ class Ledger:
         answer, ended = self._owner(seen.key), self._ended.get(seen.key)
         if answer is not None:
             choices = answer.prepared.requests
-            choice = next((i for i, request in enumerate(choices) if request.id == seen.key), 0)
+            choice = 0 if len(choices) == 1 else [request.id for request in choices].index(seen.key)
             entry = Entry(seen, answer.prepared.id, choice, answer.metrics.queued_ts)
         elif ended is not None:
             entry = Entry(seen, ended.name, ended.choice, ended.arrived)
         else:
             return None  # over before anybody could tell whose it was
         lost, back = self._down
-        if not seen.fresh or entry.arrived >= back:
+        if not seen.fresh or entry.arrived >= back or seen.seen < lost:
             entry.before[sight.PREPARE if seen.fresh else sight.UNSEEN] = max(0.0, seen.seen - entry.arrived)
         else:  # it came to another engine, or while there was none
             entry.before[sight.UNSEEN] = max(0.0, lost - entry.arrived)

@@ -1,4 +1,4 @@
-/* Attention of tokens that are alone in their rows, over a paged cache in float32. `one_query.py` says what it is given. */
+/* Attention of rows of tokens over a paged cache in float32. `paged_attention.py` says what it is given. */
 
 #pragma once
 #include <stdint.h>
@@ -13,7 +13,7 @@ typedef struct {                                    /* a layer; strides are in n
 } Layer;
 
 typedef struct {
-    const int32_t *tables, *lengths;
+    const int32_t *tables, *lengths, *starts;       /* starts: of each row's tokens, and where the last one ends */
     int64_t table_stride, count;
 } Rows;
 

@@ -9,11 +9,11 @@ from test_paged_attention import make_batch
 
 from quire.attn.backend import AttentionSpec
 from quire.attn.cpu import CPUAttention
-from quire.ops import one_query
+from quire.ops import paged_attention
 from quire.ops.arguments import HeadNorms, Rotation
 from quire.ops.attention import attend
 from quire.ops.native import kernels
-from quire.ops.one_query import OneQuery, Rows, suits
+from quire.ops.paged_attention import PagedAttention, Rows, suits
 from quire.ops.qkv import reference_place_heads
 
 by_kernel = pytest.mark.skipif(kernels() is None, reason="no C compiler was there when Quire was installed")
@@ -43,6 +43,12 @@ SHAPES = [
     Shape(6, 2, 64, 16, turned=64, soft_cap=0.7),
     Shape(4, 2, 48, 8, turned=48, window=21, soft_cap=50.0, layout="lines"),
 ]
+MANY_HEADS = [
+    Shape(80, 1, 16, 32),
+    Shape(12, 12, 64, 32, turned=64),
+    Shape(16, 2, 256, 16, window=40),
+    Shape(40, 1, 512, 48, soft_cap=30.0),
+]
 LENGTHS = [1, 2, 33, 64, 100, 31, 5]
 
 
@@ -61,7 +67,13 @@ def make_rows(shape: Shape, lengths: list[int]) -> tuple[Rows, torch.Tensor, int
     tables = torch.full((len(lengths), max(needed) + 1), -(1 << 30), dtype=torch.int32)  # to be followed by nobody
     for row, part in enumerate(order.split(needed)):
         tables[row, : len(part)] = part
-    return Rows(tables, torch.tensor(lengths, dtype=torch.int32)), tables, sum(needed) + 1
+    return rows_of(tables, lengths), tables, sum(needed) + 1
+
+
+def rows_of(tables: torch.Tensor, lengths: list[int], counts: list[int] | None = None) -> Rows:
+    """Rows of so many tokens, or of one each."""
+    starts = torch.tensor([0, *(counts or [1] * len(lengths))]).cumsum(0)
+    return Rows(tables, torch.tensor(lengths, dtype=torch.int32), starts.int())
 
 
 def make_extras(shape: Shape) -> tuple[Rotation | None, HeadNorms | None]:
@@ -75,11 +87,22 @@ def make_qkv(shape: Shape, rows: int) -> torch.Tensor:
     return torch.randn(rows, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, generator=torch.Generator().manual_seed(4))
 
 
-def run_kernel(shape: Shape, kv: torch.Tensor, qkv: torch.Tensor, rows: Rows) -> torch.Tensor:
+def bind(shape: Shape, kv: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor | None, placed: bool = False) -> PagedAttention:
     rotation, norms = make_extras(shape)
+    terms = {"scale": shape.head_dim**-0.5, "window": shape.window, "soft_cap": shape.soft_cap}
+    return PagedAttention(kv, qkv, out, rotation=rotation, norms=norms, placed=placed, **terms)
+
+
+def run_kernel(shape: Shape, kv: torch.Tensor, qkv: torch.Tensor, rows: Rows) -> torch.Tensor:
     out = torch.full((len(qkv), shape.heads * shape.head_dim), float("nan"))
-    scale = shape.head_dim**-0.5
-    OneQuery(kv, qkv, out, scale=scale, window=shape.window, soft_cap=shape.soft_cap, rotation=rotation, norms=norms).run(rows)
+    bind(shape, kv, qkv, out).run(rows)
+    return out
+
+
+def run_in_two(shape: Shape, kv: torch.Tensor, qkv: torch.Tensor, rows: Rows) -> torch.Tensor:
+    bind(shape, kv, qkv, None).run(rows)
+    out = torch.full((len(qkv), shape.heads * shape.head_dim), float("nan"))
+    bind(shape, kv, qkv[:, : shape.heads * shape.head_dim], out, placed=True).run(rows)
     return out
 
 
@@ -118,11 +141,11 @@ def test_like_torch(shape):
 def test_a_row_gets_the_same_bits_in_any_company(shape, monkeypatch):
     rows, tables, pages = make_rows(shape, LENGTHS)
     qkv = make_qkv(shape, len(LENGTHS))
-    monkeypatch.setattr(one_query, "workers", lambda: 3)
+    monkeypatch.setattr(paged_attention, "workers", lambda: 3)
     together = run_kernel(shape, make_cache(shape, pages), qkv, rows)
-    monkeypatch.setattr(one_query, "workers", lambda: 1)
+    monkeypatch.setattr(paged_attention, "workers", lambda: 1)
     for row, length in enumerate(LENGTHS):
-        alone = Rows(tables[row : row + 1], torch.tensor([length], dtype=torch.int32))
+        alone = rows_of(tables[row : row + 1], [length])
         assert torch.equal(run_kernel(shape, make_cache(shape, pages), qkv[row : row + 1].clone(), alone)[0], together[row])
 
 
@@ -133,19 +156,57 @@ def test_placing_first_and_attending_then_gives_the_same_bits(shape):
     kv, qkv = make_cache(shape, pages), make_qkv(shape, len(LENGTHS))
     other = kv.clone().as_strided(kv.shape, kv.stride())
     expected = run_kernel(shape, kv, qkv, rows)
-    rotation, norms = make_extras(shape)
-    terms = {
-        "scale": shape.head_dim**-0.5,
-        "window": shape.window,
-        "soft_cap": shape.soft_cap,
-        "rotation": rotation,
-        "norms": norms,
-    }
-    OneQuery(other, qkv, None, **terms).run(rows)
+    assert torch.equal(run_in_two(shape, other, qkv, rows), expected)
     assert torch.equal(kv, other)
-    out = torch.full_like(expected, float("nan"))
-    OneQuery(other, qkv[:, : shape.heads * shape.head_dim], out, placed=True, **terms).run(rows)
-    assert torch.equal(out, expected)
+
+
+# (token count, length) of each row: whole prompts, later parts of them, single tokens, nothing, blocks that end anywhere
+PARTS = [(1, 1), (70, 70), (0, 9), (5, 33), (64, 127), (1, 100), (33, 64), (2, 2), (23, 41), (9, 128)]
+
+
+@by_kernel
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("shape", [*SHAPES, *MANY_HEADS], ids=str)
+def test_tokens_get_the_same_bits_however_their_rows_are_cut(shape, workers, monkeypatch):
+    """One by one, in pieces, or all at once."""
+    monkeypatch.setattr(paged_attention, "workers", lambda: workers)
+    lengths = [length for _, length in PARTS]
+    _, tables, pages = make_rows(shape, lengths)
+    qkv = make_qkv(shape, sum(count for count, _ in PARTS))
+
+    def run(most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        kv, found, done = make_cache(shape, pages), [], [length - count for count, length in PARTS]
+        tokens = torch.tensor([0] + [count for count, _ in PARTS]).cumsum(0)[:-1]
+        while done != lengths:
+            counts = [min(most, length - begun) for length, begun in zip(lengths, done, strict=True)]
+            index = torch.cat([torch.arange(count) + first for first, count in zip(tokens, counts, strict=True)])
+            done = [begun + count for begun, count in zip(done, counts, strict=True)]
+            found.append((index, run_in_two(shape, kv, qkv[index], rows_of(tables, done, counts))))
+            tokens = tokens + torch.tensor(counts)
+        return kv, torch.cat([out for _, out in found])[torch.cat([index for index, _ in found]).argsort()]
+
+    expected_kv, expected = run(1)
+    assert not expected.isnan().any()
+    for most in (128, 7, 30):
+        kv, out = run(most)
+        assert torch.equal(kv, expected_kv) and torch.equal(out, expected)
+
+
+@by_kernel
+@pytest.mark.parametrize("window", [None, 20])
+def test_tokens_see_nothing_that_comes_later(window):
+    """What is not a number in later keys and values, or before the window, reaches nobody."""
+    shape = Shape(6, 2, 32, 16, window=window)
+    _, tables, pages = make_rows(shape, [90])
+    qkv = make_qkv(shape, 90)
+    clean = run_in_two(shape, make_cache(shape, pages), qkv, rows_of(tables, [90], [90]))
+    for spoilt in (0, 40, 70):
+        broken = qkv.clone()
+        broken[spoilt] = float("nan")
+        found = run_in_two(shape, make_cache(shape, pages), broken, rows_of(tables, [90], [90]))
+        end = 90 if window is None else min(90, spoilt + window)
+        assert found[spoilt:end].isnan().all() and not found[:spoilt].isnan().any()
+        assert torch.equal(found[:spoilt], clean[:spoilt]) and torch.equal(found[end:], clean[end:])
 
 
 @by_kernel
@@ -153,7 +214,7 @@ def test_placing_first_and_attending_then_gives_the_same_bits(shape):
 def test_many_rows_are_divided(workers, monkeypatch):
     """Far more than one thread is worth."""
     shape, lengths = Shape(6, 2, 32, 16), [200 + row for row in range(40)]
-    monkeypatch.setattr(one_query, "workers", lambda: workers)
+    monkeypatch.setattr(paged_attention, "workers", lambda: workers)
     rows, tables, pages = make_rows(shape, lengths)
     qkv, ours, theirs = make_qkv(shape, 40), make_cache(shape, pages), make_cache(shape, pages)
     found, expected = run_kernel(shape, ours, qkv, rows), run_torch(shape, theirs, qkv, tables, lengths)
@@ -202,7 +263,7 @@ def test_prompts_and_single_tokens_through_the_backend(rows, window, soft_cap, m
     query = torch.randn(len(batch.ids), 4, 32, generator=dice)
     found = CPUAttention().run(spec, query, kv, batch, 0, None)
     batch.plans.clear()
-    monkeypatch.setattr(one_query, "suits", lambda kv: False)
+    monkeypatch.setattr(paged_attention, "suits", lambda kv: False)
     torch.testing.assert_close(found, CPUAttention().run(spec, query, kv, batch, 0, None), atol=1e-5, rtol=1e-5)
 
 
@@ -211,7 +272,7 @@ def test_caches_that_are_not_for_the_kernel(monkeypatch):
     assert suits(kv) == (kernels() is not None)
     assert not suits(kv.double()) and not suits(kv.bfloat16()) and not suits(torch.zeros(3, 2, 2, 4, 24))
     assert not suits(torch.zeros(3, 2, 2, 4, 544)) and not suits(torch.zeros(3, 2, 2, 32, 4).transpose(3, 4))
-    monkeypatch.setattr(one_query, "kernels", lambda: None)
+    monkeypatch.setattr(paged_attention, "kernels", lambda: None)
     assert not suits(kv)
 
 

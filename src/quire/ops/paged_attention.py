@@ -1,5 +1,6 @@
-"""Attention of rows of one token on a CPU, by a kernel in C (`native/one_query.c`): head norms, rotation, the way into the
-cache and attention over pages are one call. Keys are read where they lie, whatever the order of their pages.
+"""Attention on a CPU by a kernel in C (`native/paged_attention.c`): head norms, rotation, the way into the cache and attention
+over pages are one call. Keys are read where they lie, whatever the order of their pages. A token's numbers are the same to the
+last bit in any company, and however its row is cut.
 
 No library at hand does it well: those that multiply repack every row's keys first, for three or four queries.
 """
@@ -13,7 +14,7 @@ from quire.ops.arguments import HeadNorms, Rotation
 from quire.ops.native import kernels, workers
 
 LAYER = struct.Struct("10q 10q 3d")  # as in C
-ROWS = struct.Struct("4q")
+ROWS = struct.Struct("5q")
 STEP, MOST_COMPONENTS = 16, 512  # of a head
 
 
@@ -26,19 +27,21 @@ def suits(kv: Tensor) -> bool:
 
 
 class Rows:
-    """Rows of one token in one cache group."""
+    """Rows of tokens in one cache group; a row may have none."""
 
-    def __init__(self, tables: Tensor, lengths: Tensor) -> None:
-        """tables [R, P] and lengths [R], the tokens themselves included, int32."""
-        assert tables.dtype == lengths.dtype == torch.int32 and tables.stride(1) == 1 and lengths.is_contiguous()
-        self._memory = tables, lengths
-        self.packed = ROWS.pack(tables.data_ptr(), lengths.data_ptr(), tables.stride(0), len(lengths))
+    def __init__(self, tables: Tensor, lengths: Tensor, starts: Tensor) -> None:
+        """tables [R, P], lengths [R], the tokens themselves included, and starts [R + 1] of the rows' tokens, int32."""
+        assert tables.dtype == lengths.dtype == starts.dtype == torch.int32 and len(starts) == len(lengths) + 1
+        assert tables.stride(1) == 1 and lengths.is_contiguous() and starts.is_contiguous()
+        self._memory = tables, lengths, starts
+        self.packed = ROWS.pack(*(tensor.data_ptr() for tensor in self._memory), tables.stride(0), len(lengths))
 
 
-class OneQuery:
+class PagedAttention:
     """One layer's attention on memory that stays: from the first rows of `qkv` [C, (heads + 2 * kv_heads) * head_dim] to those
-    of `out` [C, heads * head_dim]. Or, where tokens of one row see each other, in two calls: without an `out`, keys and values
-    go to the cache; `placed`, they are there, and `qkv` are queries alone. The numbers are the same in either way.
+    of `out` [C, heads * head_dim], where no row has several tokens. Where tokens of one row see each other, in two calls:
+    without an `out`, keys and values go to the cache; `placed`, they are there, and `qkv` are queries alone. The numbers are
+    the same in either way.
     """
 
     def __init__(

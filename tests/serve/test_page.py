@@ -1,0 +1,310 @@
+"""The page at `/` in a real browser: conversations."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from browser import Viewer, needs_browser, open_browser
+from server_process import ServerProcess, serving
+
+from tiny_model import make_model
+
+pytestmark = needs_browser
+WAITING = 120_000  # milliseconds; a page that works needs a second or two, one that looks for marks again and again, minutes
+ENDLESS = '{"ignore_eos": true, "temperature": 0}'
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with open_browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    model = make_model(tmp_path_factory.mktemp("page"), max_position_embeddings=4096)
+    with serving(model) as process:
+        process.url()
+        yield process
+
+
+@pytest.fixture
+def viewer(browser: Any, server: ServerProcess) -> Iterator[Viewer]:
+    """Nothing may go wrong in the page, and nothing may be asked of anybody but the server."""
+    opened = Viewer(browser, server.url())
+    opened.wait("document.querySelector('#model').value === 'tiny'")
+    yield opened
+    assert not opened.errors
+    assert all(url.startswith((opened.url, "data:")) for url in opened.requested)
+    opened.close()
+
+
+def test_a_chat_streams_stops_and_is_made_again(viewer: Viewer, server: ServerProcess) -> None:
+    page = viewer.page
+    viewer.set("Anything else", ENDLESS)
+    viewer.say("the quick brown fox")
+    page.wait_for_selector("#stop:not([hidden])")
+    first = viewer.wait("document.querySelector('.turn > .markdown').textContent")
+    viewer.wait(f"document.querySelector('.turn > .markdown').textContent.length > {len(first) + 20}")  # it goes on
+    page.keyboard.press("Escape")
+    viewer.wait_answered()
+    assert "stopped" in page.inner_text("#messages .facts, #messages footer >> nth=-1")
+    wait_idle(server)  # the server was told
+    assert page.input_value("#prompt") == "" and page.is_disabled("#send")
+
+    viewer.set("Most tokens", "12")
+    page.click("[title=Regenerate]")
+    viewer.wait_answered()
+    assert "12 tokens" in page.inner_text(".facts") and "cut by the limit" in page.inner_text(".facts")
+    assert "2 / 2" in page.inner_text("#messages footer >> nth=-1")
+    said = page.inner_text(".turn > .markdown >> nth=-1")
+    page.click("[title='Version before']")
+    assert "1 / 2" in page.inner_text("#messages footer >> nth=-1")
+    assert page.inner_text(".turn > .markdown >> nth=-1").startswith(said[:5])  # greedy: the same beginning
+
+
+def test_editing_the_last_message_asks_again(viewer: Viewer) -> None:
+    sent = viewer.answer_with({"content": "Good."})
+    viewer.ask("first question")
+    viewer.ask("second question")
+    viewer.page.press("#prompt", "ArrowUp")
+    viewer.page.fill(".edit textarea", "another question")
+    viewer.page.press(".edit textarea", "Enter")
+    viewer.wait_answered()
+    assert [message["content"] for message in sent[-1]["messages"]] == ["first question", "Good.", "another question"]
+    assert "second question" not in viewer.page.inner_text("#messages")
+
+
+def test_conversations_are_kept_and_settings_are_sent(viewer: Viewer) -> None:
+    page = viewer.page
+    sent = viewer.answer_with({"content": "Yes."})
+    viewer.set("System prompt", "You are a page.")
+    viewer.set("Temperature", "0.25")
+    viewer.set("Stop at", "END\nFIN")
+    viewer.set("Anything else", '{"min_tokens": 3}')
+    viewer.ask("about apples")
+    body = sent[0]
+    assert body["messages"][0] == {"role": "system", "content": "You are a page."}
+    assert (body["temperature"], body["stop"], body["min_tokens"]) == (0.25, ["END", "FIN"], 3)
+    assert "top_p" not in body and "seed" not in body  # the model's own defaults
+    page.keyboard.press("Alt+n")
+    viewer.ask("about pears")
+    page.reload()
+    viewer.wait("document.querySelectorAll('#chatList li').length === 2")
+    assert "about pears" in page.inner_text("#messages")
+    page.click("#chatList button:has-text('about apples')")
+    assert "about apples" in page.inner_text("#messages") and "Yes." in page.inner_text("#messages")
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.click("#chatList .current .quiet")
+    viewer.wait("document.querySelectorAll('#chatList li').length === 1")
+    page.reload()
+    viewer.wait("document.querySelectorAll('#chatList li').length === 1")
+
+
+def test_markdown_code_reasoning_and_tools_are_shown(viewer: Viewer) -> None:
+    page = viewer.page
+    text = "# Title\n\nSome **bold**, *em*, `code`.\n\n- one\n  - two\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n"
+    text += "```python\nx = 'y'  # why\n```\n"
+    call = {"index": 0, "id": "call_1", "function": {"name": "weather", "arguments": '{"city": "Ghent"}'}}
+    thought = [{"reasoning": "Let me think. "}, {"reasoning": "Done."}]
+    viewer.answer_with(*thought, *({"content": piece} for piece in text), {"tool_calls": [call]}, finish="tool_calls")
+    viewer.ask("go")
+    shown = page.locator("#messages .turn").last
+    assert not shown.locator("details").evaluate("node => node.open")
+    shown.locator("summary").click()
+    assert "Let me think. Done." in shown.inner_text()
+    body = shown.locator(".markdown").nth(1)
+    for inside in ("h3", "strong", "em", "p > code", "ul ul li", "th", "td", "pre .c-string", "pre .c-comment"):
+        assert body.locator(inside).count() >= 1, inside
+    assert body.locator("pre").inner_text() == "x = 'y'  # why"
+    assert page.inner_text(".call header") == "weather" and '"city": "Ghent"' in page.inner_text(".call pre")
+
+    sent = viewer.answer_with({"content": "It rains."})
+    page.fill(".results textarea", "rain")
+    page.click(".results button")
+    viewer.wait_answered()
+    assert "It rains." in page.inner_text("#messages")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.click("figure:has-text('why') [title=Copy]")
+    assert page.evaluate("navigator.clipboard.readText()") == "x = 'y'  # why"
+    asked = sent[0]["messages"]
+    assert asked[1]["tool_calls"][0]["function"]["name"] == "weather"
+    assert asked[2] == {"role": "tool", "tool_call_id": "call_1", "content": "rain"}
+
+
+HOSTILE = {
+    "script": "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'><svg onload='window.pwned = 1'>",
+    "raw": "<iframe srcdoc='<script>parent.pwned = 1</script>'></iframe><style>body { display: none }</style>"
+    "<base href=//evil.test><object data=x></object>",
+    "links": "[a](javascript:window.pwned=1) [b](JaVaScRiPt:window.pwned=1) [c](data:text/html,<script>) [d](vbscript:x) "
+    "[e](\x01javascript:window.pwned=1) [f]( java\nscript:window.pwned=1) <javascript:window.pwned=1> [ok](https://example.org/)",
+    "images": "![x](https://evil.test/pixel.png) ![y](javascript:window.pwned=1) [![z](https://evil.test/p.png)](javascript:1)",
+    "quotes": ">" * 30_000 + "\n" + "\n".join("> " * n + "x" for n in range(200)),
+    "lists": "\n".join(" " * n + "- x" for n in range(2000)),
+    "brackets": "[" * 60_000 + "](" * 20_000,
+    "stars": "*a **b " * 15_000 + "_" * 10_000 + "`" * 10_001,
+    "emphasis": "***" * 20_000 + "x",
+    "table": "|a" * 900 + "\n" + "|-" * 900 + "\n" + ("|b" * 900 + "\n") * 50,
+    "fences": "```\n" * 20_000,
+    "rules": "- " * 900 + "x\n" + "* " * 900 + "x\n",
+    "line": "x" * 1_000_000,
+    "words": "lorem ipsum " * 90_000,
+    "lines": "a\n" * 400_000,
+    "code": "```js\n" + "/*" * 300_000,
+    "strings": "```py\n" + "'\\" * 9_000 + '"""' * 500,
+    "unicode": "\u202e\u2066\ud83d\ude00\u0301" * 5_000,
+}
+
+
+def test_hostile_answers_run_nothing_and_do_not_freeze_the_page(viewer: Viewer) -> None:
+    page = viewer.page
+    page.evaluate("setInterval(() => { window.beats = (window.beats || 0) + 1; }, 20)")
+    for name, text in HOSTILE.items():
+        pieces = [text[at : at + 1 + len(text) // 40] for at in range(0, len(text), 1 + len(text) // 40)]
+        viewer.answer_with(*({"content": piece, "reasoning": piece[:100]} for piece in pieces))
+        viewer.say(f"{name}: {text[:2000]}")
+        page.wait_for_selector("#send:not([hidden])", timeout=WAITING)
+        beats = page.evaluate("window.beats")
+        viewer.wait(f"window.beats > {beats}")
+        assert page.evaluate("window.pwned") is None, name
+        assert page.locator("#messages :is(script, img, iframe, style, base, object, embed, link)").count() == 0, name
+        shown = "[...document.querySelectorAll('.turn > .markdown')].at(-1).textContent.length"
+        assert page.evaluate(shown) >= min(len(text) // 40, 100), name
+        page.keyboard.press("Alt+n")
+    page.click("#chatList button:has-text('links:')")
+    links = page.locator(".turn > .markdown a").evaluate_all("all => all.map((a) => [a.protocol, a.rel])")
+    assert links and all(protocol == "https:" and "noopener" in rel for protocol, rel in links)
+    page.reload()  # what was kept is shown again
+    viewer.wait("document.querySelectorAll('#messages .turn').length === 2")
+    assert page.evaluate("window.pwned") is None
+
+
+def test_html_cannot_be_made_in_the_page_at_all(viewer: Viewer) -> None:
+    page = viewer.page
+    assert page.evaluate("() => { try { document.body.innerHTML = '<b>x</b>'; } catch (e) { return e.name; } }") == "TypeError"
+    script = "const s = document.createElement('script'); s.append('window.pwned = 1'); document.body.append(s);"
+    page.evaluate(f"() => {{ {script} }}")
+    assert page.evaluate("window.pwned") is None
+    assert page.evaluate("fetch('https://evil.test/').catch((e) => e.name)") == "TypeError"
+    assert len(viewer.errors) >= 3, viewer.errors  # the policy said so
+    viewer.errors.clear()
+
+
+def test_exports_do_what_the_page_did(viewer: Viewer, tmp_path: Path) -> None:
+    page = viewer.page
+    viewer.answer_with({"content": "Fine."})
+    viewer.set("System prompt", 'It\'s a "page"\\ of\n\ttext: $HOME `x` 漢字 😀')
+    viewer.set("Temperature", "0")
+    viewer.set("Most tokens", "4")
+    viewer.set("Min p", "0.1")
+    viewer.set("Anything else", '{"ignore_eos": true, "logprobs": false}')
+    viewer.ask("what's up?")
+    page.click("#export")
+    stand_in = tmp_path / "curl"
+    stand_in.write_text('#!/bin/sh\nfor a in "$@"; do printf "%s\\0" "$a"; done\n')
+    stand_in.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    out = subprocess.run(["sh", "-c", page.inner_text("#exportText")], env=environment, capture_output=True, check=True).stdout
+    address, *options = out.decode().rstrip("\0").split("\0")
+    body = json.loads(options[options.index("-d") + 1])
+    assert body["messages"] == [
+        {"role": "system", "content": 'It\'s a "page"\\ of\n\ttext: $HOME `x` 漢字 😀'},
+        {"role": "user", "content": "what's up?"},
+    ]
+    answer = httpx.post(address, json=body, timeout=60).json()
+    assert answer["usage"]["completion_tokens"] == 4
+    page.click("#exportKinds button:has-text('Python')")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(page.inner_text("#exportText"), {})
+    assert printed.getvalue().rstrip("\n") == answer["choices"][0]["message"]["content"].rstrip("\n")
+
+
+def test_errors_are_told_and_the_conversation_goes_on(viewer: Viewer) -> None:
+    page = viewer.page
+    viewer.set("Top p", "7")
+    assert page.get_by_label("Top p").get_attribute("aria-invalid") == "true"
+    assert "top_p" in viewer.ask("hello")
+    assert page.is_visible("#messages .error")
+    viewer.errors.clear()  # the browser's line about 400
+    viewer.set("Top p", "")
+    viewer.answer_with({"content": "Now it works."})
+    page.click("[title=Regenerate]")
+    viewer.wait_answered()
+    assert "Now it works." in page.inner_text("#messages") and not page.is_visible("#messages .error")
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body="data: {}\n"))
+    assert "connection was lost" in viewer.ask("again")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_axe_finds_no_serious_fault(browser: Any, server: ServerProcess, scheme: str, width: int) -> None:
+    viewer = Viewer(browser, server.url(), viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page = viewer.page
+    text = "# Title\n\n> quote\n\n- [x] done\n\n[link](https://example.org) `code`\n\n|a|\n|-|\n|1|\n\n"
+    text += "```python\nif 1: 'a' # b\n```"
+    call = {"index": 0, "id": "call_1", "function": {"name": "weather", "arguments": '{"city": "Ghent"}'}}
+    viewer.answer_with({"reasoning": "Hm."}, {"content": text}, {"tool_calls": [call]})
+    _check(page, "welcome")
+    viewer.ask("go")
+    page.click("#messages summary")
+    _check(page, "chat")
+    page.click("#settingsToggle")
+    _check(page, "settings")
+    page.keyboard.press("Escape")
+    page.click("#export")
+    _check(page, "export")
+    page.keyboard.press("Escape")
+    page.click("#views a:has-text('Engine')")
+    page.wait_for_selector("#tiles")
+    _check(page, "engine")
+    overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert page.evaluate(overflow) <= 0
+    viewer.close()
+
+
+def _check(page: Any, where: str) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page).response["violations"]
+    serious = [(fault["id"], fault["nodes"][0]["html"]) for fault in found if fault["impact"] in ("serious", "critical")]
+    assert not serious, f"{where}: {serious}"
+
+
+def test_the_keyboard_is_enough(viewer: Viewer) -> None:
+    page = viewer.page
+    page.keyboard.press("Alt+e")
+    page.wait_for_selector("#engineView:not([hidden])")
+    page.keyboard.press("Alt+e")
+    page.wait_for_selector("#chatView:not([hidden])")
+    page.keyboard.press("Alt+s")
+    assert page.evaluate("document.activeElement.closest('#settings') !== null")
+    page.keyboard.press("Escape")
+    assert not page.is_visible("#settings")
+    page.keyboard.press("Alt+x")
+    assert page.is_visible("#exportDialog")
+    page.keyboard.press("Escape")
+    page.keyboard.press("Alt+k")
+    assert page.evaluate("document.activeElement.id") == "prompt"
+    page.keyboard.type("one")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two")
+    assert page.input_value("#prompt") == "one\ntwo"
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("?")
+    assert page.is_visible("#helpDialog")
+
+
+def wait_idle(server: ServerProcess) -> None:
+    with server.client() as client:
+        while "quire:num_requests_running{" in (told := client.get("/metrics").text):
+            line = next(line for line in told.splitlines() if line.startswith("quire:num_requests_running{"))
+            if float(line.rsplit(" ", 1)[1]) == 0:
+                return
