@@ -10,7 +10,7 @@ from quire.config.server_args import ServerArgs
 from quire.obs.http_metrics import HttpMetrics
 from quire.obs.metrics import Metrics
 from quire.serve.feed.feed import Feed
-from quire.serve.feed.ledger import Ledger
+from quire.serve.feed.ledger import PATIENCE, Ledger
 from quire.serve.feed.viewer import MOST_BYTES, MOST_WAITING, Viewer, ViewerStream, encode
 from quire.serve.lifecycle import ServerState, Service
 from quire.serve.limits import ServerLimits
@@ -58,13 +58,13 @@ def test_a_blocked_connection_loses_events_and_is_told_so():
         await asyncio.sleep(0.01)
         for i in range(1000):
             viewer.push(encode("step", {"i": i}))
+        viewer.end(encode("bye", {}))
         assert len(sent) == 2 and len(viewer._waiting) <= MOST_WAITING
         room.set()
         await asyncio.sleep(0.01)
-        kinds = [kind for message in sent[1:] for kind, _ in events_of(message["body"])]
-        assert kinds == ["step", "gap", "snapshot"]
-        viewer.end(encode("bye", {}))
         await task
+        kinds = [kind for message in sent[1:] for kind, _ in events_of(message["body"])]
+        assert kinds == ["step", "gap", "snapshot", "bye"]
         assert left == [viewer] and sent[-1]["more_body"] is False
 
     asyncio.run(go())
@@ -95,8 +95,8 @@ def make_feed(several, viewers):
     return Feed(state, several, ServerLimits(viewers=viewers)), llm, state
 
 
-def ask(feed, tenant=None):
-    return feed.events(SimpleNamespace(state=SimpleNamespace(tenant=tenant)))
+def ask(feed, tenant=None, method="GET"):
+    return feed.events(SimpleNamespace(method=method, state=SimpleNamespace(tenant=tenant)))
 
 
 def test_the_engine_is_watched_from_the_first_viewer_to_the_last():
@@ -109,6 +109,7 @@ def test_the_engine_is_watched_from_the_first_viewer_to_the_last():
         assert llm.viewer is not None
         feed._leave(streams[1]._viewer)
         assert llm.viewer is None and not llm.observers and feed._watch is None
+        assert (await ask(feed, method="HEAD")).status_code == 200 and feed._watch is None
 
     asyncio.run(go())
 
@@ -207,5 +208,5 @@ def test_what_nobody_speaks_of_again_is_forgotten():
     ledger.end(over("2", 12.0))
     ledger.tidy(13.0)
     assert ledger.open and ledger._ended
-    ledger.tidy(20.0)
+    ledger.tidy(13.0 + PATIENCE)
     assert not ledger.open and not ledger._ended

@@ -139,7 +139,7 @@ class Watch:
         now = self._clock()
         if now < self._next or not self.pending:
             return None
-        self._next = now + sight.EVERY
+        self._next = now + (sight.EVERY if len(self._running) <= sight.MANY else 2 * sight.EVERY)
         steps, self._steps = list(self._steps), deque(maxlen=sight.MOST_STEPS)
         skipped, self._skipped = self._skipped, 0
         told = list(self._moved)[:MOST_MOVED]

@@ -8,6 +8,7 @@ from quire.types.plan import Ints
 from quire.types.request import FinishReason
 
 EVERY = 0.25  # seconds between two sights, at least
+MANY = 64  # running requests: with more, sights are half as frequent
 MOST_STEPS = 64  # told one by one
 CELLS = 4096  # of the map of pages, at most
 

@@ -41,6 +41,8 @@ class Feed:
         service = self._state.service
         if service is None or self._state.draining:
             return _unavailable("the model is still loading" if service is None else "the server is shutting down")
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream")
         tenant = (getattr(request.state, "tenant", None) or "") if self._several else None
         own, left = sum(viewer.tenant == tenant for viewer in self._viewers), self._limits.viewers - len(self._viewers)
         if left <= (own if self._several else 0):

@@ -21,7 +21,7 @@ from quire.types.sight import PARTS, RequestSight
 
 MOST_ENDED = 4096  # answers that ended, and whose engine has not said so yet
 KEPT = 256  # finished requests, for those who come to look later
-PATIENCE = 5.0  # seconds for an engine to tell the end of a request that is over
+PATIENCE = 60.0  # seconds for an engine to tell the end of a request that is over: a step may be long
 # states -> what the time is that an engine lost in them
 _LOST = {
     "grammar": sight.GRAMMAR,

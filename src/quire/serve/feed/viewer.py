@@ -35,7 +35,7 @@ class Viewer:
         self._snapshot = snapshot
         self._waiting: deque[bytes] = deque()
         self._bytes = self._lost = self._number = 0
-        self._over = False
+        self._over, self._last = False, b""
         self._news = asyncio.Event()
 
     def push(self, *events: bytes) -> None:
@@ -55,8 +55,8 @@ class Viewer:
     def end(self, last: bytes) -> None:
         """After what waits, the viewer is told this and no more."""
         if not self._over:
-            self._over = True
-            self.push(last)
+            self._over, self._last = True, last
+            self._news.set()
 
     async def take(self) -> bytes:
         """What there is to send now; nothing when it is over."""
@@ -67,8 +67,11 @@ class Viewer:
         if self._lost:
             lost, self._lost = self._lost, 0
             return self._numbered([encode("gap", {"lost": lost}), self._snapshot()])
+        if not self._waiting and self._over:
+            last, self._last = self._last, b""
+            return self._numbered([last]) if last else b""
         if not self._waiting:
-            return b"" if self._over else b": alive\n\n"
+            return b": alive\n\n"
         events, self._waiting, self._bytes = self._waiting, deque(), 0
         return self._numbered(events)
 
