@@ -57,8 +57,10 @@ def write(scheme: str, directory: Path) -> Path:
             others[f"{at}.mlp.gate.weight"] = _normal((4, 128), generator, 0.5)
             others |= {f"{at}.self_attn.{name}_norm.weight": torch.ones(32) for name in ("q", "k")}
     stored, values = dict(others), dict(others)
-    for name, shape in shapes(moe).items():
-        weight = _normal(shape, generator)
+    matrices = {name: _normal(shape, generator) for name, shape in shapes(moe).items()}
+    if scheme.endswith("-head"):
+        matrices["lm_head"] = stored.pop("lm_head.weight")
+    for name, weight in matrices.items():
         writer = writers(name)
         if writer is None:
             stored[f"{name}.weight"] = values[f"{name}.weight"] = weight
@@ -362,6 +364,9 @@ SCHEMES: dict[str, tuple[dict[str, Any], Any]] = {
     "bnb-nf4-nested": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
                         "bnb_4bit_use_double_quant": True}, always(nf4(True))),
     "bnb-int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, always(bnb_int8)),
+    "gptq-head": (GPTQ | {"lm_head": True}, always(gptq(4, 32))),
+    "ct-fp8-head": (compressed("float-quantized", FLOAT8 | {"strategy": "channel"}, TOKEN8, ignore=[]),
+                    always(fp8("channel", dtype=torch.bfloat16))),
     "awq-moe": (AWQ, always(awq(32))),
     "ct-int4-moe": (compressed("pack-quantized", ints(4, 32)), always(packed(4, 32))),
     "fp8-block-moe": (BLOCKS, always(fp8("block", "weight_scale_inv"))),

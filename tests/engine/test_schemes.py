@@ -16,10 +16,11 @@ from quire.device.cpu.forms import adopt_forms
 from quire.device.cpu.prepare import multiply_by_layer
 from quire.dist.mesh import Position
 from quire.files.resolve import resolve_model
+from quire.layers.embedding import PlainHead
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts
 from quire.layers.quant.gguf import GGUFMethod
-from quire.layers.quant.stored import StoredExperts, StoredLinear
+from quire.layers.quant.stored import StoredExperts, StoredHead, StoredLinear
 from quire.load.load import load_weights
 from quire.models.registry import build_model
 from quire.prepare.shard import shard
@@ -30,7 +31,15 @@ from tiny_model import make_tokenizer
 FIRST, SECOND = [list(torch.randint(2, 320, (40,), generator=torch.Generator().manual_seed(seed))) for seed in (1, 2)]
 FIRST, SECOND = [int(token) for token in FIRST], [int(token) for token in SECOND]
 KEEPS = KEPT["cuda"] | {"experts"}
-WHOLE_NUMBERS = ("awq", "gptq", "gptq-8", "ct-int4-asymmetric", "ct-int8", "ct-w8a8", "bnb-int8")  # that a CPU multiplies by
+WHOLE_NUMBERS = (
+    "awq",
+    "gptq-head",
+    "gptq-8",
+    "ct-int4-asymmetric",
+    "ct-int8",
+    "ct-w8a8",
+    "bnb-int8",
+)  # that a CPU multiplies by
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +75,7 @@ def test_forms_give_the_numbers_of_the_model_they_stand_for(checkpoint, scheme):
     for got, wanted in zip(in_pieces(model, FIRST, SECOND), in_pieces(expected, FIRST, SECOND), strict=True):
         assert (got - wanted).abs().max() < 1e-3
     kept = [type(layer.method) for layer in model.modules() if isinstance(layer, Linear | Experts)]
+    assert isinstance(model.lm_head.method, StoredHead if scheme.endswith("-head") else PlainHead)
     quantized = kept.count(StoredLinear) + kept.count(StoredExperts)
     assert quantized == {"ct-several": 6}.get(
         scheme, 3 if scheme.endswith("-moe") else 8
@@ -191,6 +201,27 @@ def test_wrong_details_are_named(checkpoint, tmp_path, what):
         load(directory, KEEPS)
 
 
+@pytest.mark.parametrize(
+    "scheme",
+    ["awq", "gptq-8", "gptq-asymmetric", "ct-int4-asymmetric", "ct-several", "ct-w8a8", "fp8-tensor", "modelopt-nvfp4"],
+)
+def test_ranks_have_their_shares(checkpoint, scheme):
+    """Outputs of every part, or inputs."""
+    directory = checkpoint(scheme)
+    facts, whole = read_facts(resolve_model(directory)), floats(directory)
+    for rank in range(2):
+        model = build_model(facts)
+        shard(model, Position(rank, 2), Alone())
+        load_weights(model, facts, device="cpu", dtype="float32", quantization=facts.quantization, keeps=KEEPS)
+        for (path, layer), full in zip(model.named_modules(), whole.modules(), strict=True):
+            if isinstance(layer, Linear):
+                sections = zip(full.weight.split(layer.sections), layer.kept_outputs, strict=True)
+                rows = torch.cat([part[some.start : some.stop] for part, some in sections])
+                expected = rows[:, layer.kept_inputs.start : layer.kept_inputs.stop]
+                got = layer.method.matrix.dequantize() if isinstance(layer.method, StoredLinear) else layer.weight
+                assert torch.allclose(got, expected, atol=1e-6), path
+
+
 class Alone:
     """Of ranks that are never run."""
 
@@ -201,11 +232,20 @@ class Alone:
         return part
 
 
-def test_act_order_is_not_divided_along_its_inputs(checkpoint):
-    facts = read_facts(resolve_model(checkpoint("gptq-act-order")))
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        ("gptq-act-order", r"o_proj: groups of any inputs \(desc_act\) cannot be divided"),
+        ("ct-int4-act-order", r"o_proj: groups of any inputs \(weight_g_idx\) cannot be divided"),
+        ("ct-int4", r"down_proj.weight_scale: 0 to 96 of 192 inputs are not whole groups of 64"),
+        ("bnb-nf4", r"o_proj.weight lies row by row, and cannot be divided along its inputs"),
+    ],
+)
+def test_groups_are_not_divided(checkpoint, scheme, message):
+    facts = read_facts(resolve_model(checkpoint(scheme)))
     model = build_model(facts)
     shard(model, Position(0, 2), Alone())
-    with pytest.raises(ModelError, match=r"o_proj: groups of any inputs \(desc_act\) cannot be divided"):
+    with pytest.raises(ModelError, match=message):
         load_weights(model, facts, device="cpu", dtype="float32", quantization=facts.quantization, keeps=KEEPS)
 
 
@@ -248,7 +288,14 @@ def test_other_names_of_a_method_and_of_the_configuration(checkpoint, tmp_path):
         directory = damaged(source, tmp_path / place)
         settings = json.loads((directory / "config.json").read_text())
         config = settings.pop("quantization_config")
-        settings |= {"compression_config": config} if place != "text_config" else {"quantization_config": config}
+        settings |= {"compression_config": config}
+        if place == "text_config":
+            settings = {
+                "architectures": ["LlavaForConditionalGeneration"],
+                "model_type": "llava",
+                "text_config": settings,
+                "quantization_config": config,
+            }
         (directory / "config.json").write_text(json.dumps(settings))
         assert read_facts(resolve_model(directory)).quantization.method == "compressed-tensors"
     aside = damaged(checkpoint("awq"), tmp_path / "aside")

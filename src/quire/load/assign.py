@@ -60,7 +60,7 @@ def assign(table: Mapping[str, Claim | None], source: Source, renames: Renames, 
 def _check_type(name: str, tensor: Tensor, place: Tensor, where: str) -> None:
     """Floats of 16 bits and more become each other; what has few bits must be what was expected."""
     wide = place.is_floating_point() and place.dtype.itemsize > 1
-    if wide and not tensor.is_floating_point():
+    if wide and not (tensor.is_floating_point() and tensor.dtype.itemsize > 1):
         raise ModelError(f"{where}: tensor {name!r} is stored as {tensor.dtype}, where the model has floats")
     if not wide and tensor.dtype != place.dtype:
         raise ModelError(f"{where}: tensor {name!r} is stored as {tensor.dtype}, where {place.dtype} is expected")

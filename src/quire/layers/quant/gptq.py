@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from quire.layers.linear import Linear
 from quire.layers.quant.ints import GPTQLayout
 from quire.layers.quant.layout import Dim, check_group
 from quire.layers.quant.scheme import CheckpointScheme, Inventory, contains, get_int
-from quire.layers.quant.stored import StoredLinear, Target
+from quire.layers.quant.stored import Target
 from quire.types.errors import ModelError
 
 FORMATS = {"gptq": 1, "gptq_v2": 0}  # what is added to zero points
@@ -30,16 +29,6 @@ class GPTQScheme(CheckpointScheme):
         inside = config.get("modules_in_block_to_quantize") or []
         self._inside = [name for names in inside for name in (names if isinstance(names, list) else [names])]
         self._head = bool(config.get("lm_head"))
-
-    def linear(self, path: str, layer: Linear) -> StoredLinear | None:
-        method = super().linear(path, layer)
-        if (
-            method is not None
-            and layer.inputs < layer.all_inputs
-            and any("g_idx" in p.layout.raw for p in method.pieces.values())
-        ):
-            raise ModelError(f"{path}: groups of any inputs (desc_act) cannot be divided along the inputs")
-        return method
 
     def layout(self, name: str, outputs: int, inputs: int) -> GPTQLayout | None:
         config = self._of(self.checkpoint_name(name))

@@ -62,8 +62,9 @@ class AWQLayout:
 
     def convert(self, tensors: Mapping[str, Tensor], where: str) -> PackedInts:
         numbers = packed(self._in_order(tensors["qweight"]).mT, 4)
+        group = min(self.group, 2 * numbers.shape[-1])
         zeros = zeros_or_none(self._in_order(tensors["qzeros"]).mT, 4, f"{where}.qzeros") if "qzeros" in tensors else None
-        return PackedInts(4, self.group, numbers, tensors["scales"].mT.contiguous(), zeros, None)
+        return PackedInts(4, group, numbers, tensors["scales"].mT.contiguous(), zeros, None)
 
     def _in_order(self, words: Tensor) -> Tensor:
         places = torch.tensor(AWQ_PLACES, device=words.device)
@@ -90,7 +91,8 @@ class GPTQLayout:
         order = None
         if "g_idx" in tensors:
             numbers, order = by_groups(numbers, tensors["g_idx"], self.bits, self.group, f"{where}.g_idx")
-        return PackedInts(self.bits, self.group, numbers, tensors["scales"].mT.contiguous(), zeros, order)
+        group = min(self.group, numbers.shape[-1] * 8 // self.bits)
+        return PackedInts(self.bits, group, numbers, tensors["scales"].mT.contiguous(), zeros, order)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ class PackedLayout:
         groups = tensors.get("weight_g_idx")
         if groups is not None and not bool((groups == -1).all()):
             numbers, order = by_groups(numbers, groups, self.bits, self.group, f"{where}.weight_g_idx")
-        return PackedInts(self.bits, self.group, numbers, scale, zeros, order)
+        group = min(self.group, numbers.shape[-1] * 8 // self.bits)
+        return PackedInts(self.bits, group, numbers, scale, zeros, order)
 
 
 @dataclass(frozen=True)

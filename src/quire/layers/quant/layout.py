@@ -27,6 +27,8 @@ class Dim:
         """Which entries are of some outputs and inputs; whole: how many of both there are."""
         if self.along == "neither":
             return 0, self.per
+        if self.along == "inputs" and self.per >= whole[1]:
+            return 0, 1  # of all inputs, so of any
         some, total = (outputs, whole[0]) if self.along != "inputs" else (inputs, whole[1])
         start, stop = some.start, some.stop
         if self.along == "all":

@@ -24,7 +24,9 @@ from quire.ops.quantized import (
     quantized_linear_float,
     settled,
 )
+from quire.types.errors import ModelError
 
+ACT_ORDER = {"g_idx": "desc_act", "weight_g_idx": "weight_g_idx"}  # tensors that name each input's group -> who says so
 AT_ONCE = 1 << 26  # numbers of experts that are turned into a form together
 
 
@@ -65,6 +67,8 @@ class Piece:
     def claim(self, name: str, raw: Raw, view: Tensor) -> Claim:
         """view: all that the layer has of this tensor."""
         where, at, takes, done = f"{self.name}.{name}", raw.outputs, list[Take](), 0
+        if name in ACT_ORDER and len(self.inputs) < self.whole[1]:
+            raise ModelError(f"{self.name}: groups of any inputs ({ACT_ORDER[name]}) cannot be divided along the inputs")
         for rows in self.outputs if at is not None else self.outputs[:1]:
             ranges = raw.ranges(rows, self.inputs, self.whole, where)
             place = view
