@@ -1,12 +1,14 @@
-"""The page at `/` in a real browser: conversations."""
+"""The page at `/` in a real browser: conversations, the engine at work, keys, and a server that goes and comes back."""
 
-import contextlib
-import io
 import json
 import os
+import re
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,6 +21,7 @@ from tiny_model import make_model
 pytestmark = needs_browser
 WAITING = 120_000  # milliseconds; a page that works needs a second or two, one that looks for marks again and again, minutes
 ENDLESS = '{"ignore_eos": true, "temperature": 0}'
+LIVE = "feed.state === 'live'"
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +31,20 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    model = make_model(tmp_path_factory.mktemp("page"), max_position_embeddings=4096)
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("page"), max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[ServerProcess]:
     with serving(model) as process:
+        process.url()
+        yield process
+
+
+@pytest.fixture(scope="module")
+def keyed(model: Path, server: ServerProcess) -> Iterator[ServerProcess]:
+    with serving(model, "--api-key", "key-one", "key-two") as process:
         process.url()
         yield process
 
@@ -155,8 +169,8 @@ HOSTILE = {
     "fences": "```\n" * 20_000,
     "rules": "- " * 900 + "x\n" + "* " * 900 + "x\n",
     "line": "x" * 1_000_000,
-    "words": "lorem ipsum " * 90_000,
-    "lines": "a\n" * 400_000,
+    "words": "lorem ipsum " * 20_000,
+    "lines": "a\n" * 100_000,
     "code": "```js\n" + "/*" * 300_000,
     "strings": "```py\n" + "'\\" * 9_000 + '"""' * 500,
     "unicode": "\u202e\u2066\ud83d\ude00\u0301" * 5_000,
@@ -197,7 +211,7 @@ def test_html_cannot_be_made_in_the_page_at_all(viewer: Viewer) -> None:
     viewer.errors.clear()
 
 
-def test_exports_do_what_the_page_did(viewer: Viewer, tmp_path: Path) -> None:
+def test_exports_do_what_the_page_did(viewer: Viewer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = viewer.page
     viewer.answer_with({"content": "Fine."})
     viewer.set("System prompt", 'It\'s a "page"\\ of\n\ttext: $HOME `x` 漢字 😀')
@@ -221,10 +235,16 @@ def test_exports_do_what_the_page_did(viewer: Viewer, tmp_path: Path) -> None:
     answer = httpx.post(address, json=body, timeout=60).json()
     assert answer["usage"]["completion_tokens"] == 4
     page.click("#exportKinds button:has-text('Python')")
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(page.inner_text("#exportText"), {})
-    assert printed.getvalue().rstrip("\n") == answer["choices"][0]["message"]["content"].rstrip("\n")
+    made: dict[str, Any] = {}
+    completions = SimpleNamespace(create=lambda **given: made.update(given) or openai_answer)
+    openai_answer = SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content="Fine."))])
+    openai = SimpleNamespace(
+        OpenAI=lambda **given: made.update(given) or SimpleNamespace(chat=SimpleNamespace(completions=completions))
+    )
+    monkeypatch.setitem(sys.modules, "openai", openai)  # the client itself is tested elsewhere
+    exec(page.inner_text("#exportText"), {})
+    assert made.pop("base_url") == f"{viewer.url}/v1" and made.pop("api_key") == "none"
+    assert made.pop("extra_body") | made == body
 
 
 def test_errors_are_told_and_the_conversation_goes_on(viewer: Viewer) -> None:
@@ -243,9 +263,8 @@ def test_errors_are_told_and_the_conversation_goes_on(viewer: Viewer) -> None:
     assert "connection was lost" in viewer.ask("again")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
-def test_axe_finds_no_serious_fault(browser: Any, server: ServerProcess, scheme: str, width: int) -> None:
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
+def test_axe_finds_no_serious_fault(browser: Any, server: ServerProcess, width: int, scheme: str) -> None:
     viewer = Viewer(browser, server.url(), viewport={"width": width, "height": 800}, color_scheme=scheme)
     page = viewer.page
     text = "# Title\n\n> quote\n\n- [x] done\n\n[link](https://example.org) `code`\n\n|a|\n|-|\n|1|\n\n"
@@ -308,3 +327,112 @@ def wait_idle(server: ServerProcess) -> None:
             line = next(line for line in told.splitlines() if line.startswith("quire:num_requests_running{"))
             if float(line.rsplit(" ", 1)[1]) == 0:
                 return
+
+
+def give_key(viewer: Viewer, key: str) -> None:
+    viewer.page.wait_for_selector("#keyDialog[open]")
+    viewer.page.fill("#key", key)
+    viewer.page.press("#key", "Enter")
+
+
+def test_keys_and_what_each_sees(browser: Any, keyed: ServerProcess) -> None:
+    one, two = Viewer(browser, keyed.url()), Viewer(browser, keyed.url(), "/#engine")
+    assert "tiny" not in one.page.inner_text("body")  # open to all, and empty
+    give_key(one, "wrong")
+    one.wait("document.querySelector('#keyNote').textContent.includes('does not know')")
+    give_key(one, "key-one")
+    give_key(two, "key-two")
+    one.wait(LIVE)
+    two.wait(LIVE)
+    one.set("Anything else", ENDLESS)
+    one.say("secret words")
+    one.wait("feed.queue.running === 1 && [...feed.requests.values()].some((r) => r.state === 'decode')")
+    two.wait("feed.queue.running === 1")  # how many is told, which is not
+    two.wait("feed.map.includes('x')")
+    assert two.page.evaluate("feed.requests.size") == 0 and not two.page.evaluate("feed.map.some((c) => c === 'o')")
+    assert "secret" not in two.page.content() and "chatcmpl" not in two.page.content()
+    one.page.keyboard.press("Escape")
+    one.wait_answered()
+    two.wait("feed.queue.running === 0")
+    assert "key-one" not in one.page.evaluate("JSON.stringify(localStorage)")  # the key is the tab's
+    one.page.click("#export")
+    assert "$QUIRE_API_KEY" in one.page.inner_text("#exportText") and "key-one" not in one.page.inner_text("#exportText")
+    one.close()
+    two.close()
+
+
+def test_the_engine_at_work(viewer: Viewer, server: ServerProcess) -> None:
+    page = viewer.page
+    viewer.wait(LIVE)
+    viewer.set("Anything else", ENDLESS)
+    viewer.say("the quick brown fox jumps over the lazy dog " * 20)
+    page.click("#views a:has-text('Engine')")
+    page.wait_for_selector("#requests button")
+    viewer.wait("view.tiles.running.textContent.startsWith('1 /')")
+    viewer.wait("document.querySelector('#requests .state').textContent === 'decode'")
+    viewer.wait("feed.map.filter((c) => c === 'o').length > 3")
+    viewer.wait("feed.steps.length > 10 && feed.steps.some((step) => step.prompt > 100)")
+    page.click("#requests button")
+    viewer.wait("document.querySelector('#requestParts').textContent.includes('under way')")
+    page.keyboard.press("Escape")
+    engine = server.engine_pid()
+    os.kill(engine, signal.SIGKILL)  # the answer goes on with the next one
+    viewer.wait("feed.engine.restarts === 1 && feed.engine.state === 'ready'")
+    viewer.wait(f"feed.engine.pid !== {engine}")
+    assert "restart" in page.inner_text("#log")
+    drawn = page.evaluate("[...feed.requests.values()][0].drawn")
+    viewer.wait(f"[...feed.requests.values()][0].drawn > {drawn}")
+    page.click("#views a:has-text('Chat')")
+    page.keyboard.press("Escape")
+    viewer.wait_answered()
+
+    viewer.set("Most tokens", "7")
+    viewer.ask("again")
+    page.click(".facts >> nth=-1")  # how was it made?
+    page.wait_for_selector("#requestDialog[open]")
+    viewer.wait("document.querySelector('#requestFacts').textContent.includes('finished: length')")
+    told = page.evaluate("feed.requests.get(view.chosen)")
+    assert told["drawn"] == 7 and abs(sum(told["parts"].values()) - told["wall"]) < 1e-3
+    rows = page.locator("#requestParts tr").all_inner_texts()
+    shares = [float(found[1]) for row in rows if (found := re.search(r"([\d.]+) %", row))]
+    assert rows[-1].startswith("wall") and shares[-1] == 100 and abs(sum(shares[:-1]) - 100) < 0.05 * len(rows)
+    page.keyboard.press("Escape")
+    agrees_with_metrics(viewer, server)
+
+
+def agrees_with_metrics(viewer: Viewer, server: ServerProcess) -> None:
+    viewer.wait("feed.queue.running === 0")
+    viewer.page.wait_for_timeout(1200)  # the last `stats` is out
+    metrics = httpx.get(f"{server.url()}/metrics").text
+
+    def metric(name: str) -> float:
+        return sum(float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if re.match(rf"quire:{name}\{{", line))
+
+    stats = viewer.page.evaluate("feed.stats")
+    assert stats["generated_tokens"] == metric("generation_tokens_total") > 7
+    assert stats["prompt_tokens"] == metric("prompt_tokens_total") > 0
+    assert sum(stats["ttft"]) == metric("time_to_first_token_seconds_count")
+    assert sum(stats["finished"].values()) == metric("request_success_total")
+    assert stats["used_pages"] == 0 == viewer.page.evaluate("feed.pool.used")
+    shown = viewer.page.inner_text("#activity")
+    said = viewer.page.evaluate("count(feed.stats.generated_tokens)")
+    assert f"tokens generated\n{said}" in shown and "1 restarts" in shown
+
+
+def test_a_server_that_comes_back_is_connected_to_again(browser: Any, model: Path, keyed: ServerProcess) -> None:
+    viewer = Viewer(browser, keyed.url())
+    give_key(viewer, "key-two")
+    viewer.wait(LIVE)
+    port = keyed.url().rsplit(":", 1)[1]
+    keyed.process.kill()
+    keyed.wait()
+    viewer.wait("feed.state === 'lost' && document.querySelector('#pulseText').textContent === 'no connection'")
+    assert "connection was lost" in viewer.ask("anybody?")
+    with serving(model, "--api-key", "key-two", "--port", port) as back:
+        back.url()
+        viewer.wait(LIVE)
+        viewer.set("Most tokens", "3")
+        viewer.page.click("[title=Regenerate]")
+        viewer.wait_answered()
+        assert "3 tokens" in viewer.page.inner_text(".facts")
+    viewer.close()
