@@ -19,9 +19,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Tests that need a browser and find none say so where nobody overlooks it."""
-    reasons = {str(report.longrepr) for report in terminalreporter.stats.get("skipped", ())}
-    if missing := next((reason for reason in reasons if "NO BROWSER" in reason), None):
-        terminalreporter.write_line(missing[missing.index("NO BROWSER") :].rstrip("')"), red=True, bold=True)
+    skipped = [report.longrepr for report in terminalreporter.stats.get("skipped", ())]
+    reasons = {reason[2] for reason in skipped if isinstance(reason, tuple)}
+    for reason in (reason for reason in reasons if "NO BROWSER" in reason):
+        terminalreporter.write_line(reason, red=True, bold=True)
 
 
 @pytest.fixture(scope="session")

@@ -83,6 +83,15 @@ def test_a_chat_streams_stops_and_is_made_again(viewer: Viewer, server: ServerPr
     assert "1 / 2" in page.inner_text("#messages footer >> nth=-1")
     assert page.inner_text(".turn > .markdown >> nth=-1").startswith(said[:5])  # greedy: the same beginning
 
+    viewer.set("Most tokens", "")
+    viewer.say("and now")
+    page.wait_for_selector("#stop:not([hidden])")
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.click("#chatList .current .quiet")  # deleted while it is being written
+    viewer.wait_answered()
+    wait_idle(server)
+    assert page.locator("#chatList li").count() == 0 and page.is_visible("#welcome")
+
 
 def test_editing_the_last_message_asks_again(viewer: Viewer) -> None:
     sent = viewer.answer_with({"content": "Good."})

@@ -257,7 +257,7 @@ async function answerNow(turn) {
   }
   const { view: shown } = chats.live;
   chats.live = null;
-  chats.save(chat);
+  if (chats.all.includes(chat)) chats.save(chat); // it may have been deleted
   if (chat === chats.current) {
     inPlace(() => {
       shown.update(true);
