@@ -11,7 +11,7 @@ class Core:
 
     def __init__(self, chores: int) -> None:
         self.chores, self.has_unfinished, self.stats, self.steps = chores, False, None, 0
-        self.constraints = SimpleNamespace()
+        self.constraints, self.watch = SimpleNamespace(), None
         self.tokens, self.rows, self.waited, self.ahead = 0, 0, 0.0, False
 
     def idle(self) -> bool:
