@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from workload import EOS, Workload, run, workloads
 
 examples = settings(
-    max_examples=int(os.environ.get("QUIRE_EXAMPLES", "400")),
+    max_examples=int(os.environ.get("QUIRE_EXAMPLES", "200")),
     derandomize="QUIRE_EXAMPLES" not in os.environ,
     deadline=None,
     database=None,

@@ -48,10 +48,7 @@ def test_a_port_in_use_is_told_at_once(serve_model: Path) -> None:
         (["--kv-cache-memory-bytes", "1000"], 2, "the cache got 1000 bytes"),  # told by the engine process
         (["--tool-call-parser", "hermis"], 2, "there is no parser 'hermis' for tool calls; did you mean 'hermes'?"),
         (["--tool-parser-plugin", "nowhere.py"], 2, "the parser plugin 'nowhere.py' is not a Python file"),
-        (["--lora-modules", "a=b"], 2, "lora_modules=['a=b'] is not supported: LoRA"),
-        (["--no-auth", "--api-key", "k"], 2, "contradict"),
         (["--ssl-certfile", "x", "--ssl-keyfile", "y"], 2, "the TLS certificate or its key cannot be used"),
-        (["--prot", "1"], 2, "did you mean --port"),
     ],
 )
 def test_start_up_errors_are_one_line(serve_model: Path, flags: list[str], code: int, message: str) -> None:
