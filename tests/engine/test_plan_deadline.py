@@ -72,7 +72,7 @@ class Core:
     def __init__(self, ahead: bool) -> None:
         self.stats, self.tokens, self.rows, self.waited, self.steps, self.ahead = None, 1, 1, 0.0, 0, ahead
         self.joined: dict[str, int] = {}
-        self.constraints = SimpleNamespace(on_refused=None)
+        self.constraints, self.watch = SimpleNamespace(on_refused=None), None
 
     @property
     def has_unfinished(self) -> bool:
