@@ -9,7 +9,9 @@ machine is noisy for all, and a ratio compares neighbours in time. Quire and lla
 sequence, which is its default and faster than one for all. Prompts are random token ids, outputs are greedy and do not stop.
 Where prompts take several steps, what some requests have drawn when the last one gets its first token is not counted as
 decoded. Engines that are not installed are skipped;
-`--llama-python` names another interpreter that has llama-cpp-python.
+`--llama-python` names another interpreter that has llama-cpp-python. Quire alone, on a long prompt:
+
+    python benchmarks/cpu.py --engines quire --requests 1 --inputs 1900 --outputs 8
 """
 
 import argparse
@@ -33,11 +35,11 @@ Run = Callable[
 ]  # prompts, tokens out -> seconds to the first tokens, and to the rest
 
 
-def open_quire(model: str, dtype: str, requests: int) -> Run:
+def open_quire(model: str, dtype: str, requests: int, longest: int) -> Run:
     from quire import LLM, SamplingParams
 
     llm = LLM(
-        model, device="cpu", dtype=dtype, max_model_len=1024, max_num_seqs=requests, enable_prefix_caching=False,
+        model, device="cpu", dtype=dtype, max_model_len=longest, max_num_seqs=requests, enable_prefix_caching=False,
         kv_cache_memory_bytes=1 << 30,
     )  # fmt: skip
     engine = llm.llm_engine
@@ -129,12 +131,12 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def work(engine: str, model: str, threads: int, requests: int) -> None:
+def work(engine: str, model: str, threads: int, requests: int, longest: int) -> None:
     """The process of one engine: requests on stdin, answers on stdout, a JSON line each."""
     answers, sys.stdout = sys.stdout, sys.stderr
     opened = {
-        "quire": lambda: open_quire(model, "auto", requests),
-        "quire-float32": lambda: open_quire(model, "float32", requests),
+        "quire": lambda: open_quire(model, "auto", requests, longest),
+        "quire-float32": lambda: open_quire(model, "float32", requests, longest),
         "llama.cpp": lambda: open_llama(model, threads),
         "transformers": lambda: open_transformers(model, threads),
     }[engine]()
@@ -153,7 +155,7 @@ class Worker:
         python = options.llama_python if engine == "llama.cpp" else sys.executable
         environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
         command = [python, __file__, options.model, "--worker", engine, "--threads", str(options.threads)]
-        command += ["--requests", str(options.most or requests)]
+        command += ["--requests", str(options.most or requests), "--longest", str(max(1024, 2 * (options.inputs or 0)))]
         log = subprocess.DEVNULL if not options.verbose else None
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
@@ -209,14 +211,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", default="1,16,64")
     parser.add_argument("--most", type=int, help="Quire's max_num_seqs; default: as many requests as the workload has")
+    parser.add_argument("--inputs", type=int, default=None, help="tokens in, for longer prompts")
     parser.add_argument("--outputs", type=int, default=None, help="tokens out, for a shorter run")
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--llama-python", default=sys.executable)
     parser.add_argument("--verbose", action="store_true", help="show what the engines print")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--longest", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        work(options.worker, options.model, options.threads, int(options.requests))
+        work(options.worker, options.model, options.threads, int(options.requests), options.longest)
         return
     if options.model is None:
         from quire.files.resolve import resolve_model
@@ -230,7 +234,7 @@ def main() -> None:
         workers = [Worker(engine, requests, options) for engine in wanted]
         for seed in range(options.rounds + 1):  # the first is to warm up
             for worker in workers:
-                rates = worker.measure(requests, inputs, options.outputs or outputs, seed)
+                rates = worker.measure(requests, options.inputs or inputs, options.outputs or outputs, seed)
                 if seed:
                     found.setdefault((requests, worker.engine), []).append(rates)
                     print(

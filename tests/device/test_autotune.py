@@ -182,6 +182,18 @@ def test_without_libraries_torch_multiplies(monkeypatch):
     assert "openvino" not in choice._key()
 
 
+def test_what_was_found_with_our_kernels_is_not_for_an_installation_without(monkeypatch):
+    """Clang builds those for blocks, but not those for floats."""
+    monkeypatch.setattr(choice, "multiplies_floats", lambda: False)
+    monkeypatch.setattr(choice, "multiplies", lambda: True)
+    monkeypatch.setattr(choice, "measure", lambda: make(own=True, own_floats=False))
+    assert choice.runtime_for_blocks() == Runtime.OWN
+    choice.choose.cache_clear()
+    monkeypatch.setattr(choice, "multiplies", lambda: False)
+    monkeypatch.setattr(choice, "measure", lambda: make(own=False, openvino=False))
+    assert choice.runtime_for_blocks() is None
+
+
 def test_a_measurement_is_short_and_possible():
     found = choice.measure()
     assert {found.dequantize_from, found.dequantize_others_from} <= {*choice.ROWS, NEVER}

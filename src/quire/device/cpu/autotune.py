@@ -128,7 +128,7 @@ def _key() -> str:
     parts = platform.machine(), abilities, f"{torch.get_num_threads()} threads"
     there = {"torch": True, "openvino": has_openvino()}
     libraries = [f"{name} {version(name)}" for name in there if there[name]]
-    libraries.append(f"own kernels for floats: {multiplies_floats()}")
+    libraries.append(f"own kernels: {multiplies()}, for floats: {multiplies_floats()}")
     return ", ".join([*parts, *libraries, f"way {WAY}"])
 
 
