@@ -5,8 +5,25 @@
 
 #include <stddef.h>
 
-#define INLINE static inline __attribute__((always_inline))
+#include "vectors.h"
+
 #define AHEAD 1024 /* bytes of a matrix that are fetched before they are wanted */
+
+void gather_rows(const float *x, int64_t stride, int64_t first, int64_t end, int64_t inputs, float *out) {
+    for (int64_t row = first; row < end; row += 4) {
+        const float *from[4];
+        for (int64_t r = 0; r < 4; r++) from[r] = x + (row + r < end ? row + r : row) * stride; /* nobody reads those that are not there */
+        float *to = out + row * inputs;
+        int64_t k = 0;
+        for (; k + 4 <= inputs; k += 4) {
+            quad turned[4];
+            TURN(turned, from, k);
+            __builtin_memcpy(to + 4 * k, turned, sizeof turned);
+        }
+        for (; k < inputs; k++)
+            for (int64_t r = 0; r < 4; r++) to[4 * k + r] = from[r][k];
+    }
+}
 
 #if defined(__aarch64__)
 #include <arm_neon.h>
@@ -17,26 +34,6 @@
 #endif
 
 int can_multiply_floats(void) { return 1; }
-
-void gather_rows(const float *x, int64_t stride, int64_t first, int64_t end, int64_t inputs, float *out) {
-    for (int64_t row = first; row < end; row += 4) {
-        const float *from[4];
-        for (int64_t r = 0; r < 4; r++) from[r] = x + (row + r < end ? row + r : row) * stride; /* nobody reads those that are not there */
-        float *to = out + row * inputs;
-        int64_t k = 0;
-        for (; k + 4 <= inputs; k += 4) {
-            float32x4_t a = vld1q_f32(from[0] + k), b = vld1q_f32(from[1] + k), c = vld1q_f32(from[2] + k), d = vld1q_f32(from[3] + k);
-            float64x2_t ab = vreinterpretq_f64_f32(vzip1q_f32(a, b)), cd = vreinterpretq_f64_f32(vzip1q_f32(c, d));
-            float64x2_t ab_later = vreinterpretq_f64_f32(vzip2q_f32(a, b)), cd_later = vreinterpretq_f64_f32(vzip2q_f32(c, d));
-            vst1q_f32(to + 4 * k, vreinterpretq_f32_f64(vzip1q_f64(ab, cd)));
-            vst1q_f32(to + 4 * k + 4, vreinterpretq_f32_f64(vzip2q_f64(ab, cd)));
-            vst1q_f32(to + 4 * k + 8, vreinterpretq_f32_f64(vzip1q_f64(ab_later, cd_later)));
-            vst1q_f32(to + 4 * k + 12, vreinterpretq_f32_f64(vzip2q_f64(ab_later, cd_later)));
-        }
-        for (; k < inputs; k++)
-            for (int64_t r = 0; r < 4; r++) to[4 * k + r] = from[r][k];
-    }
-}
 
 INLINE void keep(float32x4_t sums, const Matrix *m, int64_t first, float *y) {
     if (m->bias) sums = vaddq_f32(sums, vld1q_f32(m->bias + first));
@@ -103,9 +100,6 @@ void multiply_float_tiles(const Matrix *m, const float *x, int64_t rows, float *
 #pragma GCC pop_options
 #endif
 #elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define JOINED(a, b) a##_##b
-#define SUFFIXED(a, b) JOINED(a, b)
-#define NAMED(name) SUFFIXED(name, LANES)
 #define TILES NAMED(multiply_tiles_of_floats)
 
 #pragma GCC push_options
@@ -121,30 +115,7 @@ void multiply_float_tiles(const Matrix *m, const float *x, int64_t rows, float *
 #undef LANES
 #pragma GCC pop_options
 
-typedef float quad __attribute__((vector_size(16)));
-#define TURN(a, b, ...) __builtin_shuffle(a, b, (__attribute__((vector_size(16))) int32_t){__VA_ARGS__})
-
 int can_multiply_floats(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
-
-void gather_rows(const float *x, int64_t stride, int64_t first, int64_t end, int64_t inputs, float *out) {
-    for (int64_t row = first; row < end; row += 4) {
-        const float *from[4];
-        for (int64_t r = 0; r < 4; r++) from[r] = x + (row + r < end ? row + r : row) * stride; /* nobody reads those that are not there */
-        float *to = out + row * inputs;
-        int64_t k = 0;
-        for (; k + 4 <= inputs; k += 4) {
-            quad v[4], turned[4];
-            for (int r = 0; r < 4; r++) __builtin_memcpy(&v[r], from[r] + k, sizeof v[r]);
-            quad low = TURN(v[0], v[1], 0, 4, 1, 5), high = TURN(v[0], v[1], 2, 6, 3, 7);
-            quad later_low = TURN(v[2], v[3], 0, 4, 1, 5), later_high = TURN(v[2], v[3], 2, 6, 3, 7);
-            turned[0] = TURN(low, later_low, 0, 1, 4, 5), turned[1] = TURN(low, later_low, 2, 3, 6, 7);
-            turned[2] = TURN(high, later_high, 0, 1, 4, 5), turned[3] = TURN(high, later_high, 2, 3, 6, 7);
-            __builtin_memcpy(to + 4 * k, turned, sizeof turned);
-        }
-        for (; k < inputs; k++)
-            for (int64_t r = 0; r < 4; r++) to[4 * k + r] = from[r][k];
-    }
-}
 
 void multiply_float_tiles(const Matrix *m, const float *x, int64_t rows, float *y, int64_t first, int64_t end) {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl"))
@@ -154,9 +125,6 @@ void multiply_float_tiles(const Matrix *m, const float *x, int64_t rows, float *
 }
 #else
 int can_multiply_floats(void) { return 0; }
-void gather_rows(const float *x, int64_t stride, int64_t first, int64_t end, int64_t inputs, float *out) {
-    (void)x, (void)stride, (void)first, (void)end, (void)inputs, (void)out;
-}
 void multiply_float_tiles(const Matrix *m, const float *x, int64_t rows, float *y, int64_t first, int64_t end) {
     (void)m, (void)x, (void)rows, (void)y, (void)first, (void)end;
 }

@@ -9,8 +9,8 @@
 #include <stddef.h>
 
 #include "thread_pool.h"
+#include "vectors.h"
 
-#define INLINE static inline __attribute__((always_inline))
 #define BLOCK 32           /* keys */
 #define FEW 16             /* values */
 #define TILE 4             /* keys, and at most so many queries, that are multiplied together */
@@ -38,17 +38,6 @@ typedef struct {
     float greatest, total;
 } State;
 
-typedef float quad __attribute__((vector_size(16)));
-typedef int32_t places __attribute__((vector_size(16)));
-#ifdef __clang__
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (places){__VA_ARGS__})
-#endif
-
-#define JOINED(a, b) a##_##b
-#define SUFFIXED(a, b) JOINED(a, b)
-#define NAMED(name) SUFFIXED(name, LANES)
 #define UNIT NAMED(run_unit)
 
 #define LANES 4 /* every CPU has them */

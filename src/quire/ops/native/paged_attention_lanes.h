@@ -153,12 +153,8 @@ INLINE void turn(const float *keys, int64_t count, int64_t dim, float *turned) {
         const float *key[4];
         for (int i = 0; i < 4; i++) key[i] = keys + least(t + i, count - 1) * dim;
         for (int64_t d = 0; d < dim; d += 4) {
-            quad v[4], low, high, later_low, later_high;
-            for (int i = 0; i < 4; i++) __builtin_memcpy(&v[i], key[i] + d, sizeof v[i]);
-            low = SHUFFLE(v[0], v[1], 0, 4, 1, 5), high = SHUFFLE(v[0], v[1], 2, 6, 3, 7);
-            later_low = SHUFFLE(v[2], v[3], 0, 4, 1, 5), later_high = SHUFFLE(v[2], v[3], 2, 6, 3, 7);
-            v[0] = SHUFFLE(low, later_low, 0, 1, 4, 5), v[1] = SHUFFLE(low, later_low, 2, 3, 6, 7);
-            v[2] = SHUFFLE(high, later_high, 0, 1, 4, 5), v[3] = SHUFFLE(high, later_high, 2, 3, 6, 7);
+            quad v[4];
+            TURN(v, key, d);
             for (int i = 0; i < 4; i++) __builtin_memcpy(turned + (d + i) * BLOCK + t, &v[i], sizeof v[i]);
         }
     }
