@@ -25,9 +25,25 @@ class Toy(CPUDevice):
     def note(self, tokens):
         self.steps.append(tokens)
 
+class Vague(CPUDevice):
+    def facts(self, memory=None):
+        return None
+
+class Broken(CPUDevice):
+    def __init__(self):
+        raise KeyError("toys")
+
 not_a_device = dict
 '''
-POINTS = "[quire.devices]\ntoy = toy_device:Toy\nwrong = toy_device:not_a_device\n"
+POINTS = """[quire.devices]
+toy = toy_device:Toy
+wrong = toy_device:not_a_device
+vague = toy_device:Vague
+broken = toy_device:Broken
+absent = toy_device:Absent
+quits = toy_that_quits:Toy
+cpu = toy_device:Broken
+"""
 PROMPT = {"prompt_token_ids": [5, 12, 19, 26, 33]}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
@@ -40,6 +56,7 @@ def toy(tmp_path, monkeypatch):
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-device\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(POINTS)
     (tmp_path / "toy_device.py").write_text(TOY)
+    (tmp_path / "toy_that_quits.py").write_text("import sys\nsys.exit(3)\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield
     sys.modules.pop("toy_device", None)
@@ -57,11 +74,23 @@ def test_a_device_of_another_package(toy, tmp_path):
     assert sys.modules["toy_device"].Toy.steps == [5, 1, 1, 1, 1, 1]
 
 
-def test_what_is_no_device(toy, tmp_path):
-    with pytest.raises(ConfigError, match="'wrong', toy_device:not_a_device, is not a subclass of quire"):
-        generate(make_model(tmp_path), "wrong")
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("wrong", "toy_device:not_a_device, cannot be used: it is not a subclass of quire.device.base.Device"),
+        ("vague", r"Vague, cannot be used: its facts\(\) gave None, not DeviceFacts"),
+        ("broken", "toy_device:Broken, cannot be used: KeyError: 'toys'"),
+        ("absent", "toy_device:Absent, cannot be used: AttributeError: "),
+        ("quits", "toy_that_quits:Toy, cannot be used: SystemExit: 3"),
+    ],
+)
+def test_what_is_no_device(name, why, toy, tmp_path):
+    with pytest.raises(ConfigError, match=f"the device '{name}', {why}"):
+        generate(make_model(tmp_path), name)
 
 
 def test_names_are_checked_before_anything_else(toy):
-    with pytest.raises(ConfigError, match="device must be one of auto, cpu, cuda, toy, wrong; got 'tpu'"):
+    with pytest.raises(
+        ConfigError, match="device must be one of auto, cpu, cuda, absent, broken, quits, toy, vague, wrong; got 'tpu'"
+    ):
         EngineArgs(model="nowhere", device="tpu")

@@ -212,3 +212,21 @@ def test_broken_scores(device, bad):
     assert (logits[0, 3].to(device) - peak - spread).isnan()
     peak, spread, _ = reference_score(logits, chosen)
     assert (logits[0, 3] - peak - spread).isnan()
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_scores_of_a_row_do_not_depend_on_the_rows_beside_it():
+    logits = torch.randn(16, 49153, generator=torch.Generator().manual_seed(5))
+    chosen = torch.arange(16)
+    together = reference_score(logits, chosen)
+    for row in range(16):
+        alone = reference_score(logits[row : row + 1], chosen[row : row + 1])
+        assert all(torch.equal(one[0], many[row]) for one, many in zip(alone, together, strict=True))

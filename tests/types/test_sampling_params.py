@@ -113,6 +113,9 @@ def test_beam_parameters_are_checked():
         BeamSearchParams(beam_width=0, max_tokens=3)
     with pytest.raises(InvalidParameter, match="max_tokens"):
         BeamSearchParams(beam_width=1, max_tokens=0)
+    for penalty in (400, -1e308):
+        with pytest.raises(InvalidParameter, match="length_penalty must be finite, at least -32, at most 32"):
+            BeamSearchParams(beam_width=1, max_tokens=1, length_penalty=penalty)
 
 
 def test_an_unknown_argument_is_named_with_the_nearest():

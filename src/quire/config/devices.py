@@ -14,8 +14,8 @@ KEEPS = {
 
 
 def brought_devices() -> dict[str, EntryPoint]:
-    """By name. Nothing is imported."""
-    return {point.name: point for point in entry_points(group=GROUP)}
+    """By name; those with a name of ours are not heeded. Nothing is imported."""
+    return {point.name: point for point in entry_points(group=GROUP) if point.name not in (AUTO, *OURS)}
 
 
 def check_device(name: str) -> None:

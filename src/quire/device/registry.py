@@ -3,11 +3,13 @@ point's name is the device's, and it leads to a subclass of `Device`. Nothing is
 """
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from quire.config.devices import brought_devices, check_device
 from quire.device.base import Device
-from quire.types.errors import ConfigError
+from quire.types.errors import ConfigError, QuireError
 
 if TYPE_CHECKING:
     from quire.config.facts import DeviceFacts
@@ -22,12 +24,23 @@ def open_device(name: str) -> Device:
         return device
     check_device(name)
     point = brought_devices()[name]
-    kind = point.load()
-    if not (isinstance(kind, type) and issubclass(kind, Device)):
-        raise ConfigError(f"the device {name!r}, {point.value}, is not a subclass of quire.device.base.Device")
-    brought = kind()
+    with _blamed(name, point.value):
+        kind = point.load()
+        if not (isinstance(kind, type) and issubclass(kind, Device)):
+            raise ConfigError("it is not a subclass of quire.device.base.Device")
+        brought = kind()
     brought.name = name
     return brought
+
+
+@contextmanager
+def _blamed(name: str, where: str) -> Iterator[None]:
+    """Whatever another package's device does wrong is an error that names it."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        why = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"the device {name!r}, {where}, cannot be used: {why}") from error
 
 
 def find_device() -> str:
@@ -39,9 +52,22 @@ def find_device() -> str:
 
 def describe(name: str) -> "DeviceFacts":
     """A device that this process will use."""
-    return open_device(name).facts()
+    return _facts(name)
 
 
 def describe_unseen(name: str) -> "DeviceFacts":
     """A device that another process will use: it is not asked."""
-    return open_device(name).facts(memory=0)
+    return _facts(name, memory=0)
+
+
+def _facts(name: str, **known: int) -> "DeviceFacts":
+    from quire.config.facts import DeviceFacts
+
+    device = open_device(name)
+    if name in DEVICES:
+        return device.facts(**known)
+    with _blamed(name, type(device).__qualname__):
+        facts = device.facts(**known)
+        if not isinstance(facts, DeviceFacts):
+            raise ConfigError(f"its facts() gave {facts!r}, not DeviceFacts")
+    return facts

@@ -267,6 +267,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, metaclass=_Named):
                 raise NotSupported(f"{name} cannot be used: {reason}", name)
 
 
+MOST_LENGTH_PENALTY = 32.0  # no length to this power is more than a float can hold
+
+
 class BeamSearchParams(msgspec.Struct):
     beam_width: int
     max_tokens: int
@@ -280,7 +283,7 @@ class BeamSearchParams(msgspec.Struct):
         _check_int("beam_width", self.beam_width, low=1, high=MOST_SEQUENCES)
         _check_int("max_tokens", self.max_tokens, low=1)
         _check_real("temperature", self.temperature, low=0.0, high=2.0)
-        _check_real("length_penalty", self.length_penalty)
+        _check_real("length_penalty", self.length_penalty, low=-MOST_LENGTH_PENALTY, high=MOST_LENGTH_PENALTY)
         if self.structured_outputs is not None:
             raise NotSupported("structured_outputs cannot be used: a beam search is not constrained", "structured_outputs")
 

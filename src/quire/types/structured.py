@@ -57,7 +57,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
         """Bytes of its text."""
         try:
             return len(msgspec.msgpack.encode(self))
-        except (OverflowError, TypeError) as error:
+        except (OverflowError, TypeError, UnicodeEncodeError) as error:
             name = self.constraint
             raise InvalidParameter(
                 f"{FIELD}.{name} cannot be passed on as an object ({error}): give it as text", FIELD

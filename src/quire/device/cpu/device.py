@@ -38,7 +38,7 @@ class CPUDevice(Device):
             free_bytes=available,
             page_size=PAGE,
             keeps_quantized=able,
-            keeps=KEEPS[self.name] if able else frozenset(),
+            keeps=KEEPS["cpu"] if able else frozenset(),
             quantized_page_size=NETWORK_PAGE,
             advice="" if able else libraries.ADVICE,
             reads_in_place=True,

@@ -47,7 +47,7 @@ class CUDADevice(Device):
             dtype=None,
             overlaps=True,
             reads_in_place=True,  # its figures were taken so
-            keeps=KEEPS[self.name],
+            keeps=KEEPS["cuda"],
             always_keeps=True,
         )
 
