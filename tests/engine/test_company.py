@@ -8,6 +8,7 @@ import torch
 from tiny import make_model, open_model
 
 from oracle import FAMILIES, make_checkpoint
+from quantized_checkpoints import write
 from quire import SamplingParams
 from quire.attn import cpu
 from quire.ops.native import kernels, run_decoders
@@ -54,6 +55,15 @@ def test_numbers_are_the_same_in_any_company(model, settings):
         (PROMPTS * 2, expected * 2),
     ):
         assert ask(llm, prompts) == answers
+
+
+@apart
+def test_a_quantized_checkpoint_with_a_head_of_floats(tmp_path):
+    directory = write("awq", tmp_path)
+    make_tokenizer(directory)
+    prompts = [[token % 300 for token in prompt] for prompt in PROMPTS[:4]]
+    alone = open_model(directory, enable_prefix_caching=False)
+    assert ask(open_model(directory), prompts) == [ask(alone, [prompt])[0] for prompt in prompts]
 
 
 @apart

@@ -49,7 +49,7 @@ def prepare(model: Decoder, setting: Setting) -> Prepared:
             layout = KVLayout.SPLIT
         if compiled is None and layers:
             multiply_by_layer(model)
-        elif layers:
+        elif isinstance(model.lm_head.method, GGUFHead):
             pack_blocks(model.lm_head)
         elif floats is not None:
             model.lm_head.use(PackedHead(model.lm_head, floats))
