@@ -179,10 +179,25 @@ def test_plan_of_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("80GiB", 80 * GIB), ("24GB", 24 * 10**9), ("512MiB", 2**29), ("1.5g", 1_500_000_000), ("7", 7)]
+    ("text", "value"),
+    [
+        ("80GiB", 80 * GIB),
+        ("24GB", 24 * 10**9),
+        ("512MiB", 2**29),
+        ("1.5g", 1_500_000_000),
+        ("7k", 7000),
+        ("2000000", 2_000_000),
+    ],
 )
 def test_sizes(text: str, value: int) -> None:
     assert read_size(text) == value
+
+
+@pytest.mark.parametrize("text", ["10", "24.5"])
+def test_a_size_without_a_unit_is_not_a_few_bytes(text: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", model, "--memory", text])
+    assert f"{text} would be bytes; say {text}GiB" in capsys.readouterr().err
 
 
 def test_the_package_is_a_command() -> None:

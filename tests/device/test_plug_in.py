@@ -1,11 +1,16 @@
 """A device that another package brings, through the front door."""
 
+import dataclasses
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.cli.main import main
 from quire.config.args import EngineArgs
+from quire.config.facts import DeviceFacts
 from quire.types.errors import ConfigError
 from tiny_model import make_model
 
@@ -35,7 +40,10 @@ class Broken(CPUDevice):
 
 not_a_device = dict
 '''
+PAGE = (Path(__file__).parents[2] / "docs" / "devices.md").read_text(encoding="utf-8")
+EXAMPLE = re.search(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[1]
 POINTS = """[quire.devices]
+mine = toy_device:MyDevice
 toy = toy_device:Toy
 wrong = toy_device:not_a_device
 vague = toy_device:Vague
@@ -55,7 +63,7 @@ def toy(tmp_path, monkeypatch):
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-device\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(POINTS)
-    (tmp_path / "toy_device.py").write_text(TOY)
+    (tmp_path / "toy_device.py").write_text(TOY + EXAMPLE)
     (tmp_path / "toy_that_quits.py").write_text("import sys\nsys.exit(3)\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield
@@ -72,6 +80,25 @@ def test_a_device_of_another_package(toy, tmp_path):
     model = make_model(tmp_path)
     assert generate(model, "toy") == generate(model, "cpu")
     assert sys.modules["toy_device"].Toy.steps == [5, 1, 1, 1, 1, 1]
+
+
+def test_the_device_of_the_documentation(toy, tmp_path):
+    """Its name is none of torch's; its memory is what it says."""
+    model = make_model(tmp_path)
+    llm = LLM(str(model), device="mine", max_num_seqs=2, gpu_memory_utilization=0.01)
+    [output] = llm.generate([PROMPT], GREEDY, use_tqdm=False)
+    assert output.outputs[0].token_ids == generate(model, "cpu")
+
+
+def test_a_plan_names_it(toy, tmp_path, capsys):
+    assert main(["plan", str(make_model(tmp_path)), "--device", "mine", "--memory", "8GiB"]) == 0
+    assert "mine, 8.00 GiB available" in capsys.readouterr().out
+
+
+def test_the_documentation_has_every_fact():
+    rows = PAGE.partition("## Facts")[2].splitlines()
+    named = {name for row in rows if row.startswith("| `") for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert named == {field.name for field in dataclasses.fields(DeviceFacts)}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +118,6 @@ def test_what_is_no_device(name, why, toy, tmp_path):
 
 def test_names_are_checked_before_anything_else(toy):
     with pytest.raises(
-        ConfigError, match="device must be one of auto, cpu, cuda, absent, broken, quits, toy, vague, wrong; got 'tpu'"
+        ConfigError, match="device must be one of auto, cpu, cuda, absent, broken, mine, quits, toy, vague, wrong; got 'tpu'"
     ):
         EngineArgs(model="nowhere", device="tpu")

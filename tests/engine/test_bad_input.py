@@ -48,7 +48,7 @@ def test_bad_prompts(llm, case):
 
 @pytest.mark.parametrize("length", [256, 300, 5000])
 def test_a_prompt_that_is_too_long_says_by_how_much(llm, length):
-    with pytest.raises(PromptTooLong, match=f"shorten it by at least {length - 255}"):
+    with pytest.raises(PromptTooLong, match=f"together\\): shorten the prompt by at least {length - 255}"):
         llm.generate({"prompt_token_ids": [5] * length}, OK, use_tqdm=False)
 
 

@@ -111,7 +111,11 @@ def test_too_long(http):
     assert error["message"].startswith(
         "This model's maximum context length is 256 tokens. However, you requested 57 output tokens"
     )
-    assert "200 tokens (257 together)" in error["message"]
+    assert error["message"].endswith(
+        "200 tokens (257 together): ask for at most 56 output tokens, or shorten the prompt by at least 1, "
+        "or raise max_model_len"
+    )
+    assert "shorten" not in refuse(http, prompt=[5] * 20, max_tokens=100_000)["message"], "it has not so many"
     assert error["param"] == "max_tokens"
     error = refuse(http, prompt=[5] * 256)
     assert error["message"].startswith("This model's maximum context length is 256 tokens.") and error["param"] == "prompt"

@@ -122,5 +122,20 @@ def test_an_unknown_argument_is_named_with_the_nearest():
     with pytest.raises(TypeError, match="SamplingParams has no argument 'temprature'; did you mean 'temperature'") as caught:
         SamplingParams(temprature=1.0)
     assert isinstance(caught.value, InvalidParameter) and caught.value.parameter == "temprature"
-    with pytest.raises(TypeError, match="no argument 'best_of'; it has n, "):
-        SamplingParams(0, best_of=2)
+    with pytest.raises(TypeError, match="no argument 'colour'; it has n, "):
+        SamplingParams(0, colour=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "successor"),
+    [
+        ("guided_json", r"structured_outputs=StructuredOutputsParams\(json=...\)"),
+        ("guided_decoding", r"structured_outputs=StructuredOutputsParams\(...\)"),
+        ("best_of", "all n choices are told"),
+        ("logits_processors", "not available yet"),
+        ("truncate_prompt_tokens", "tokenization_kwargs"),
+    ],
+)
+def test_arguments_that_vllm_has_or_had_name_what_there_is_instead(name, successor):
+    with pytest.raises(TypeError, match=f"no argument '{name}': .*{successor}"):
+        SamplingParams(**{name: 2})

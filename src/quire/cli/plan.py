@@ -28,6 +28,7 @@ from quire.models.registry import find_family
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError
 
+FEWEST_BYTES = 2**20  # that somebody means who gives no unit
 TYPICAL_LENGTHS = (512, 2048, 8192, 32768)
 _SIZE = re.compile(r"^(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?)(?P<binary>i?)B?$", re.IGNORECASE)
 
@@ -182,7 +183,10 @@ def read_size(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 80GiB, 24GB or 512MiB")
     power = " KMGT".index(match["unit"].upper() or " ")
-    return int(float(match["number"]) * (1024 if match["binary"] else 1000) ** power)
+    count = int(float(match["number"]) * (1024 if match["binary"] else 1000) ** power)
+    if text == match["number"] and count < FEWEST_BYTES:
+        raise argparse.ArgumentTypeError(f"{text} would be bytes; say {text}GiB")
+    return count
 
 
 def gib(count: int) -> str:

@@ -65,8 +65,8 @@ def render(plan: MemoryPlan) -> str:
 
 
 def _device(plan: MemoryPlan) -> str:
-    if plan.device == "cpu":
-        return f"cpu, {size(plan.memory)} available"
+    if plan.device != "cuda":
+        return f"{plan.device}, {size(plan.memory)} available"
     usable, reserved = size(plan.memory_usable), size(plan.reserved)
     return f"GPU with {size(plan.memory)}, of which {usable} may be used and {reserved} are the driver's"
 

@@ -76,5 +76,6 @@ def refuse(name: str, value: Any, table: dict[str, tuple[str, tuple[Any, ...]]] 
     reason, harmless = table[name]
     if value is None or any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in harmless):
         return
-    way_out = f"; leave it out or at {harmless[0]!r}" if harmless else "; leave it out"
-    raise ConfigError(f"{name}={value!r} is not supported: {reason}{way_out}")
+    told = [item for item in harmless if item not in ([], {}, (), "")][:1]  # a value that somebody would write
+    way_out = "leave it out" + "".join(f" or at {item!r}" for item in told)
+    raise ConfigError(f"{name}={value!r} is not supported: {reason}; {way_out}")

@@ -76,7 +76,7 @@ class Device:
     What is here suits any device that torch can name: the model runs layer by layer, as torch has it.
     """
 
-    name = ""  # as users say it; torch's name, too, unless `torch_device` says otherwise
+    name = ""  # as users say it
     records = False  # can it record a step and replay it? Then it has a `recorder`
     compiles = False  # are kernels compiled when they are first run? Then steps are run before the first request comes
 
@@ -87,10 +87,13 @@ class Device:
 
     @property
     def torch_device(self) -> "torch.device":
-        """Where tensors live."""
+        """Where tensors live: where torch has a device of this name, there, and otherwise on the host."""
         import torch
 
-        return torch.device(self.name)
+        try:
+            return torch.device(self.name)
+        except RuntimeError:
+            return torch.device("cpu")
 
     def start(self) -> None:
         """In the process that will run steps, after torch was imported."""

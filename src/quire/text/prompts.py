@@ -170,11 +170,12 @@ class PromptReader:
     def _too_long(self, tokens: int, asked: int | None, parameter: str) -> PromptTooLong:
         wanted = "at least 1 output token" if asked is None else f"{asked} output tokens"
         together = tokens + (1 if asked is None else asked)
-        fewer = "" if tokens >= self.max_model_len else ", ask for fewer output tokens"
+        over, room = together - self.max_model_len, self.max_model_len - tokens
+        ways = [f"ask for at most {room} output token{'s' * (room != 1)}"] if room > 0 else []
+        ways += [f"shorten the prompt by at least {over}"] if over < tokens else []
         return PromptTooLong(
             f"This model's maximum context length is {self.max_model_len} tokens. However, you requested {wanted} and your "
-            f"prompt has {tokens} tokens ({together} together): shorten it by at least {together - self.max_model_len}{fewer}, "
-            "or raise max_model_len",
+            f"prompt has {tokens} tokens ({together} together): {', or '.join([*ways, 'raise max_model_len'])}",
             parameter,
         )
 

@@ -60,6 +60,18 @@ class RepetitionDetectionParams(msgspec.Struct, forbid_unknown_fields=True):
 _IMMUTABLE = frozenset({int, float, bool, str, type(None), RequestOutputKind})
 
 
+_NOW = "its name is now structured_outputs=StructuredOutputsParams"
+# what vLLM's SamplingParams had or has, and where it went
+_GONE = {
+    **{f"guided_{kind}": f"{_NOW}({kind}=...)" for kind in (
+        "json", "regex", "choice", "grammar", "json_object", "whitespace_pattern")},
+    "guided_decoding": f"{_NOW}(...)",
+    "best_of": "all n choices are told",
+    "logits_processors": "custom logits processors are not available yet",
+    "truncate_prompt_tokens": 'it is in tokenization_kwargs={"truncate_prompt_tokens": ...} of generate() and chat()',
+}  # fmt: skip
+
+
 class _Named(msgspec.StructMeta):
     """Its classes say which argument they do not have, and which they have instead."""
 
@@ -67,6 +79,8 @@ class _Named(msgspec.StructMeta):
         unknown = [name for name in values if name not in cls.__struct_fields__]
         if not unknown:
             return super().__call__(*args, **values)
+        if (why := _GONE.get(unknown[0])) is not None and issubclass(cls, SamplingParams):
+            raise UnknownParameter(f"SamplingParams has no argument {unknown[0]!r}: {why}", unknown[0])
         near = difflib.get_close_matches(unknown[0], cls.__struct_fields__, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(cls.__struct_fields__)}"
         raise UnknownParameter(f"{cls.__name__} has no argument {unknown[0]!r}{hint}", unknown[0])
