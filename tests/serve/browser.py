@@ -40,7 +40,7 @@ def open_browser() -> Iterator[Any]:
 class Viewer:
     """One person with one browser profile. Whatever goes wrong in the page is remembered, and so is every request it makes."""
 
-    def __init__(self, browser: Any, url: str, path: str = "/", **options: Any) -> None:
+    def __init__(self, browser: Any, url: str, path: str = "/", before: str = "", **options: Any) -> None:
         self.context = browser.new_context(**options)
         self.context.set_default_timeout(PATIENCE * 1000)
         self.url = url
@@ -50,6 +50,7 @@ class Viewer:
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
         self.page.on("request", lambda request: self.requested.append(request.url))
+        self.page.add_init_script(before)
         self.page.goto(url + path)
 
     def say(self, text: str) -> None:

@@ -209,6 +209,20 @@ def test_hostile_answers_run_nothing_and_do_not_freeze_the_page(viewer: Viewer) 
     assert page.evaluate("window.pwned") is None
 
 
+def test_a_browser_that_keeps_nothing(browser: Any, server: ServerProcess) -> None:
+    refused = "get() { throw new DOMException('no', 'SecurityError'); }"
+    names = "localStorage", "sessionStorage"
+    viewer = Viewer(
+        browser, server.url(), before=";".join(f"Object.defineProperty(window, '{name}', {{ {refused} }})" for name in names)
+    )
+    viewer.wait("document.querySelector('#model').value === 'tiny'")
+    viewer.answer_with({"content": "as long as it is open"})
+    assert "as long as it is open" in viewer.ask("do you keep this?")
+    assert viewer.page.locator("#chatList > *").count() == 1
+    assert not viewer.errors
+    viewer.close()
+
+
 def test_html_cannot_be_made_in_the_page_at_all(viewer: Viewer) -> None:
     page = viewer.page
     assert page.evaluate("() => { try { document.body.innerHTML = '<b>x</b>'; } catch (e) { return e.name; } }") == "TypeError"

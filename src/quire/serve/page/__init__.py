@@ -19,7 +19,7 @@ _SCRIPT = re.compile(r'<script src="([\w.]+)"></script>')
 _STYLE = re.compile(r'<link rel="stylesheet" href="([\w.]+)">')
 _COMMENT = re.compile(r"^ *(?://.*|/\*\*? .*\*/)$| +// .*$", re.MULTILINE)
 _SPACE = re.compile(r"^\s+", re.MULTILINE)
-_CSS_SPACE = re.compile(r"(?<=[:;,{}]) | (?=[{}])")
+_CSS_SPACE = re.compile(r"(?<=[:;,{}])[ \n]|[ \n](?=[{}])")
 _POLICY = (
     "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"

@@ -110,24 +110,41 @@ function announce(text, quietly) {
 
 // ---- what the browser keeps
 
+/** Where a browser keeps nothing: in memory, as long as the page is there. */
+function storage(name) {
+  try {
+    return window[name].valueOf();
+  } catch {
+    return Object.create({
+      getItem(key) { return this[key] ?? null; },
+      setItem(key, value) { this[key] = value; },
+      removeItem(key) { delete this[key]; },
+    });
+  }
+}
+
+const local = storage("localStorage");
+const session = storage("sessionStorage");
+const ownKey = () => session.getItem("quire.key");
+
 const kept = {
   get(name, otherwise) {
     try {
-      return JSON.parse(localStorage.getItem(`quire.${name}`)) ?? otherwise;
+      return JSON.parse(local.getItem(`quire.${name}`)) ?? otherwise;
     } catch {
       return otherwise;
     }
   },
   set(name, value) {
     try {
-      localStorage.setItem(`quire.${name}`, JSON.stringify(value));
+      local.setItem(`quire.${name}`, JSON.stringify(value));
     } catch {
       announce("This browser has no room left: the conversation is not kept");
     }
   },
-  drop: (name) => localStorage.removeItem(`quire.${name}`),
+  drop: (name) => local.removeItem(`quire.${name}`),
   names: (prefix) =>
-    Object.keys(localStorage).filter((name) => name.startsWith(`quire.${prefix}`)).map((name) => name.slice(6)),
+    Object.keys(local).filter((name) => name.startsWith(`quire.${prefix}`)).map((name) => name.slice(6)),
 };
 
 // ---- calls to the server
@@ -141,7 +158,7 @@ class ServerError extends Error {
 
 async function call(path, options = {}) {
   for (;;) {
-    const key = sessionStorage.getItem("quire.key");
+    const key = ownKey();
     const headers = { ...(options.body && { "Content-Type": "application/json" }), ...(key && { Authorization: `Bearer ${key}` }) };
     const response = await fetch(BASE + path, { ...options, headers, cache: "no-store" });
     if (response.status === 401) await askForKey(key);
@@ -161,11 +178,11 @@ async function messageOf(response) {
 
 /** One dialog, however many calls wait for it. Resolves when there is another key than `refused`. */
 function askForKey(refused) {
-  if (sessionStorage.getItem("quire.key") !== refused) return Promise.resolve();
+  if (ownKey() !== refused) return Promise.resolve();
   askForKey.asked ??= new Promise((resolve) => {
     ui.keyNote.textContent = refused ? "The server does not know this key." : "This server answers to whoever has its key.";
     ui.keyDialog.addEventListener("close", () => {
-      sessionStorage.setItem("quire.key", ui.key.value.trim());
+      session.setItem("quire.key", ui.key.value.trim());
       askForKey.asked = null;
       resolve();
     }, { once: true });

@@ -101,7 +101,7 @@ function onKey(event) {
 }
 
 function forgetKey() {
-  sessionStorage.removeItem("quire.key");
+  session.removeItem("quire.key");
   location.reload();
 }
 
@@ -132,7 +132,7 @@ function begin() {
   ui.requestDialog.addEventListener("close", closeRequest);
   ui.steps.addEventListener("pointermove", (event) => point(event.offsetX));
   ui.steps.addEventListener("pointerleave", () => point(null));
-  ui.forgetKey.hidden = !sessionStorage.getItem("quire.key");
+  ui.forgetKey.hidden = !ownKey();
   addEventListener("pagehide", () => chats.live && chats.save(chats.live.chat));
   addEventListener("keydown", onKey);
   addEventListener("hashchange", showView);

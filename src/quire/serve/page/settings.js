@@ -107,7 +107,7 @@ function exportedBody() {
 
 function exportCurl() {
   const json = JSON.stringify(exportedBody(), null, 2).replaceAll("'", "'\\''");
-  const key = sessionStorage.getItem("quire.key") ? ' \\\n  -H "Authorization: Bearer $QUIRE_API_KEY"' : "";
+  const key = ownKey() ? ' \\\n  -H "Authorization: Bearer $QUIRE_API_KEY"' : "";
   return `curl ${location.origin}${BASE}/v1/chat/completions \\\n  -H 'Content-Type: application/json'${key} \\\n  -d '${json}'`;
 }
 
@@ -118,7 +118,7 @@ function exportPython() {
   const { own, other } = Object.groupBy(Object.entries(body), ([name]) => (OPENAI_FIELDS.has(name) ? "own" : "other"));
   if (other) own.push(["extra_body", Object.fromEntries(other)]);
   const lines = own.map(([name, value]) => `    ${name}=${pythonOf(value)},`);
-  const key = sessionStorage.getItem("quire.key");
+  const key = ownKey();
   return [
     `${key ? "import os\n" : ""}from openai import OpenAI\n`,
     `client = OpenAI(base_url="${location.origin}${BASE}/v1", api_key=${key ? 'os.environ["QUIRE_API_KEY"]' : '"none"'})`,
