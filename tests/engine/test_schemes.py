@@ -169,7 +169,22 @@ def filled(value):
     return change
 
 
+def byte(value):
+    def change(tensor):
+        tensor = tensor.clone()
+        tensor.view(torch.uint8).view(-1)[3] = value
+        return tensor
+
+    return change
+
+
+def told(state):
+    return lambda tensor: torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+
 AT = "model.layers.1.self_attn.k_proj"
+EXPERT = "model.layers.0.mlp.experts.2.up_proj"
+NESTED_STATE = f"{AT}.weight.quant_state.bitsandbytes__nf4"
 WRONG = {
     "zero scale": ("awq", {f"{AT}.scales": filled(0.0)}, {}, r"layers\.1\.self_attn\.k_proj\.scales has a scale of 0"),
     "scale not a number": ("ct-int4", {f"{AT}.weight_scale": filled(float("nan"))}, {}, r"k_proj\.weight_scale has .* of NaN"),
@@ -188,6 +203,48 @@ WRONG = {
     "uneven act-order": ("gptq-act-order", {f"{AT}.g_idx": lambda t: t * 0}, {}, r"k_proj\.g_idx does not put 32 inputs into"),
     "algorithm": ("modelopt-fp8", {}, {"quant_algo": "INT3"}, r"quant_algo 'INT3' is not read"),
     "sparse": ("ct-int4", {}, {"sparsity_config": {"format": "sparse-24-bitmask"}}, r"sparsity_config is not supported"),
+    "whole numbers as scales": ("gptq", {f"{AT}.scales": lambda t: t.to(torch.int32)}, {},
+                                r"model\.layers\.1\.self_attn\.k_proj\.scales is stored as I32, where floats are expected"),
+    "bytes as scales": ("ct-fp8-channel", {f"{AT}.weight_scale": lambda t: t.to(torch.uint8)}, {},
+                        r"k_proj\.weight_scale is stored as U8, where floats are expected"),
+    "act-order without its order": ("gptq-act-order", {f"{AT}.g_idx": lambda t: None}, {}, r"missing \(1\): .*k_proj\.g_idx"),
+    "no state": ("bnb-nf4-nested", {NESTED_STATE: lambda t: None}, {}, r"missing \(1\): .*k_proj\.weight\.quant_state"),
+    "state without an offset": ("bnb-nf4-nested", {NESTED_STATE: told({})}, {}, r"nested_offset must be a number, got None"),
+    "an offset in words": ("bnb-nf4-nested", {NESTED_STATE: told({"nested_offset": "x"})}, {}, r"a number, got 'x'"),
+    "a state that is a list": ("bnb-nf4-nested", {NESTED_STATE: told([1])}, {}, r"nf4 must be an object, got \[1\]"),
+    "a state of another matrix": ("bnb-nf4-nested", {NESTED_STATE: told({"shape": [7, 7]})}, {},
+                                  r"shape is \[7, 7\]; only \[64, 128\] is read"),
+    "SCB of 0": ("bnb-int8", {f"{AT}.SCB": filled(0.0)}, {}, r"k_proj\.SCB has a scale of 0, NaN or an infinity"),
+    "SCB not a number": ("bnb-int8", {f"{AT}.SCB": filled(float("nan"))}, {}, r"k_proj\.SCB has a scale of 0, NaN or an inf"),
+    "NaN in scales of nvfp4": ("ct-nvfp4", {f"{AT}.weight_scale": byte(0xFF)}, {}, r"k_proj\.weight_scale has a NaN"),
+    "a tiny divisor": ("ct-nvfp4", {f"{AT}.weight_global_scale": lambda t: t * 0 + 1e-45}, {}, r"global_scale is too small"),
+    "NaN in scales of mxfp4": ("ct-mxfp4", {f"{AT}.weight_scale": byte(255)}, {}, r"k_proj\.weight_scale has a scale of NaN"),
+    "NaN in fp8": ("fp8-block", {f"{AT}.weight": byte(0x7F)}, {}, r"model\.layers\.1\.self_attn\.k_proj\.weight has a NaN"),
+    "a scale of an expert": ("ct-int4-moe", {f"{EXPERT}.weight_scale": filled(float("nan"))}, {},
+                             r"^model\.layers\.0\.mlp\.experts\.2\.up_proj\.weight_scale has a scale of NaN"),
+    "no regular expression": ("ct-int4", {}, {"ignore": ["re:["]}, r"ignore: '\[' is not a regular expression .*unterminated"),
+    "none by GPTQ": ("gptq", {}, {"dynamic": {"+:(": {}}}, r"dynamic: '\(' is not a regular expression"),
+    "a long pattern": ("ct-int4", {}, {"ignore": ["re:" + "a" * 3000]}, r"ignore: 'aaa.*has more than 2,000 characters"),
+    "a part of a class's name": ("ct-int4", {}, {"config_groups": {"a": {"targets": ["Lin"], "weights": {"num_bits": 4,
+                                 "group_size": 64}}}}, r"unknown \(42\): "),
+    "groups in a list": ("ct-int4", {}, {"config_groups": [1]}, r"config_groups must be an object, got \[1\]"),
+    "a group in a word": ("ct-int4", {}, {"config_groups": {"a": "x"}}, r"quantization_config: a must be an object, got 'x'"),
+    "weights in a word": ("ct-int4", {}, {"config_groups": {"a": {"weights": "int4"}}}, r"weights must be an object"),
+    "activations in a list": ("ct-int4", {}, {"config_groups": {"a": {"weights": {}, "input_activations": [1]}}},
+                              r"input_activations must be an object, got \[1\]"),
+    "bits in a word": ("ct-w8a8", {}, {"config_groups": {"a": {"weights": {}, "input_activations": {"num_bits": "8"}}}},
+                       r"num_bits must be a whole number, got '8'"),
+    "a broken number of bits": ("ct-int4", {}, {"config_groups": {"a": {"weights": {"num_bits": 4.0}}}}, r"number, got 4\.0"),
+    "symmetric in a word": ("ct-int4", {}, {"config_groups": {"a": {"weights": {"symmetric": "false"}}}},
+                            r"symmetric must be true or false, got 'false'"),
+    "sparsity in a list": ("ct-int4", {}, {"sparsity_config": ["2:4"]}, r"sparsity_config must be an object"),
+    "a transform in a word": ("ct-int4", {}, {"transform_config": "hadamard"}, r"transform_config must be an object"),
+    "a block of no digit": ("fp8-block", {}, {"weight_block_size": ["²", 128]}, r"a block must be two numbers"),
+    "layers in a list": ("modelopt-fp8", {}, {"quantized_layers": [1]}, r"quantized_layers must be an object, got \[1\]"),
+    "a layer of 5": ("modelopt-fp8", {}, {"quantized_layers": {"a": 5}}, r"quantized_layers: a must be an object, got 5"),
+    "dynamic of 5": ("gptq", {}, {"dynamic": {"+:.*": 5}}, r"dynamic: \+:\.\* must be an object, got 5"),
+    "modules of 5": ("gptq", {}, {"modules_in_block_to_quantize": [[5]]}, r"modules_in_block_to_quantize must be a list"),
+    "double in a word": ("bnb-nf4", {}, {"bnb_4bit_use_double_quant": "no"}, r"double_quant must be true or false"),
     "state": ("bnb-nf4", {f"{AT}.weight.quant_state.bitsandbytes__nf4": lambda t: torch.tensor(list(b'{"blocksize": 128}'),
               dtype=torch.uint8)}, {}, r"blocksize is 128; only 64 is read"),
 }  # fmt: skip
@@ -202,8 +259,80 @@ def test_wrong_details_are_named(checkpoint, tmp_path, what):
 
 
 @pytest.mark.parametrize(
+    ("scheme", "config", "field"),
+    [
+        ("ct-int4", {"ignore": ["re:.*gate$", "re:([a-z._0-9]+)+X"]}, "ignore"),
+        ("gptq", {"dynamic": {"-:([a-z._0-9]+)+X": {}}}, "dynamic"),
+    ],
+)
+def test_patterns_that_take_forever_are_refused(checkpoint, tmp_path, monkeypatch, scheme, config, field):
+    monkeypatch.setattr("quire.layers.quant.patterns.SECONDS", 0.5)
+    directory = damaged(checkpoint(scheme), tmp_path / "slow", config=config)
+    with pytest.raises(
+        ModelError, match=rf"{field}: the pattern '\(\[a-z\._0-9\]\+\)\+X' takes too long to match model\.layers"
+    ):
+        load(directory, KEEPS)
+
+
+def test_patterns_choose_modules(checkpoint, tmp_path):
+    """Of GPTQ: what is said of one that fits is left out, or stored in another way."""
+    source = checkpoint("gptq")
+    values = load_file(source.parent / "floats" / "model.safetensors")
+    directory = damaged(source, tmp_path / "some", config={"bits": 8, "dynamic": {"-:.*k_proj": {}, "+:.*proj$": {"bits": 4}}})
+    found = load_file(directory / "model.safetensors")
+    found = {name: tensor for name, tensor in found.items() if ".k_proj." not in name}
+    found |= {name: tensor for name, tensor in values.items() if ".k_proj." in name}
+    save_file(found, directory / "model.safetensors")
+    got, wanted = (Sequences(each, 1, 40).step([(0, FIRST)])[0] for each in (load(directory, KEEPS), floats(source)))
+    assert (got - wanted).abs().max() < 1e-3
+
+
+def test_an_order_in_the_files_is_followed_whatever_is_said(checkpoint, tmp_path):
+    source = checkpoint("gptq-act-order")
+    directory = damaged(source, tmp_path / "silent", config={"desc_act": False})
+    got, wanted = (Sequences(each, 1, 40).step([(0, FIRST)])[0] for each in (load(directory, KEEPS), floats(source)))
+    assert (got - wanted).abs().max() < 1e-3
+    facts = read_facts(resolve_model(directory))
+    model = build_model(facts)
+    shard(model, Position(0, 2), Alone())
+    with pytest.raises(ModelError, match=r"o_proj: groups of any inputs \(g_idx\) cannot be divided"):
+        load_weights(model, facts, device="cpu", dtype="float32", quantization=facts.quantization, keeps=KEEPS)
+
+
+def test_an_output_of_zeros_has_no_scale(checkpoint, tmp_path):
+    """bitsandbytes stores the largest number of each."""
+    tensors = {f"{AT}.weight": lambda t: t * (torch.arange(len(t)) != 3)[:, None], f"{AT}.SCB": filled(0.0)}
+    model = load(damaged(checkpoint("bnb-int8"), tmp_path / "zeros", tensors))
+    assert not model.layers[1].self_attn.qkv.weight[128 + 3].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("quantization_config", 5, r"quantization_config must be an object, got 5"),
+        ("quantization_config", [], r"quantization_config must be an object, got \[\]"),
+        ("compression_config", "awq", r"compression_config must be an object, got 'awq'"),
+        ("quantization_config", {"quant_method": ["awq"]}, r"quant_method must be a string, got \['awq'\]"),
+        ("hf_quant_config.json", {"quantization": 5}, r"hf_quant_config\.json: quantization must be an object, got 5"),
+        ("quantize_config.json", {"bits": "x"}, r"bits must be a whole number, got 'x'"),
+    ],
+)
+def test_what_is_of_a_wrong_kind_is_not_absent(checkpoint, tmp_path, name, content, message):
+    floating = checkpoint("awq").parent / "floats"
+    settings = json.loads((floating / "config.json").read_text())
+    (tmp_path / "model.safetensors").symlink_to(floating / "model.safetensors")
+    if name.endswith(".json"):
+        (tmp_path / name).write_text(json.dumps(content))
+    else:
+        settings[name] = content
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
     "scheme",
-    ["awq", "gptq-8", "gptq-asymmetric", "ct-int4-asymmetric", "ct-several", "ct-w8a8", "fp8-tensor", "modelopt-nvfp4"],
+    ["awq", "gptq", "gptq-8", "gptq-asymmetric", "ct-int4-asymmetric", "ct-several", "ct-w8a8", "fp8-tensor", "modelopt-nvfp4"],
 )
 def test_ranks_have_their_shares(checkpoint, scheme):
     """Outputs of every part, or inputs."""

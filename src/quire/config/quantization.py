@@ -62,14 +62,18 @@ def quantization_table() -> dict[str, dict[str, Any]]:
 
 def read_quantization(config: Mapping[str, Any], directory: Path | None) -> Quantization | None:
     """config: config.json's; directory: where else it may be said. None = the weights are floats."""
+    for name in ("quantization_config", "compression_config"):
+        if not isinstance(config.get(name, {}), Mapping | None):
+            raise ModelError(f"{name} must be an object, got {shown(config[name])}")
     found = config.get("quantization_config") or config.get("compression_config")
     if found is None and directory is not None:
         found = _read_side_files(directory)
     if not found:
         return None
-    if not isinstance(found, Mapping):
-        raise ModelError(f"quantization_config must be an object, got {shown(found)}")
-    named = str(found.get("quant_method") or ("compressed-tensors" if "config_groups" in found else "")).lower()
+    named = found.get("quant_method") or ("compressed-tensors" if "config_groups" in found else "")
+    if not isinstance(named, str):
+        raise ModelError(f"quantization_config: quant_method must be a string, got {shown(named)}")
+    named = named.lower()
     method = ALIASES.get(named)
     if method is None:
         known = ", ".join(METHODS)
@@ -83,7 +87,9 @@ def _read_side_files(directory: Path) -> Mapping[str, Any] | None:
     if (directory / MODELOPT_FILE).is_file():
         found = read_json(directory / MODELOPT_FILE)
         inner = found.get("quantization")
-        return {"quant_method": "modelopt", **inner} if isinstance(inner, Mapping) else None
+        if inner is not None and not isinstance(inner, Mapping):
+            raise ModelError(f"{MODELOPT_FILE}: quantization must be an object, got {shown(inner)}")
+        return None if inner is None else {"quant_method": "modelopt", **inner}
     for name in SIDE_FILES:
         if (directory / name).is_file():
             found = read_json(directory / name)

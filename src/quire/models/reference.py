@@ -68,7 +68,11 @@ floats.
 - Modules that the files have in floats are taken as floats, whatever the lists say. A merged matrix (q, k, v) whose parts
   are stored differently becomes floats.
 - What is wrong in a detail is an error that names the tensor: groups that do not divide, a missing scale, one of 0 or NaN,
-  a wrong shape or type, act-order that is divided among devices.
+  a NaN among numbers of 8 bits, a wrong shape or type, act-order that is divided among devices. A field of
+  `quantization_config` of a wrong kind is an error that names it; so is a pattern that is no regular expression, or that
+  takes more than 20 s for the names of the model.
+- gptq: an order that the files have (`g_idx`) is followed whatever `desc_act` says. compressed-tensors: a target is a
+  module's whole name, `re:` and a pattern, or `Linear`.
 - Scales for a cache of 8 bits are left aside.
 - `quantization=` may repeat the method, by any of its names. On a checkpoint of floats `quantization="fp8"` rounds all
   matrices but embedding, head and routers as they are loaded: by output, with activations by token.

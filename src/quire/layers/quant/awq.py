@@ -7,7 +7,7 @@ import torch
 
 from quire.layers.quant.ints import AWQLayout
 from quire.layers.quant.layout import Dim, check_group
-from quire.layers.quant.scheme import CheckpointScheme, Inventory, contains, get_int, get_names
+from quire.layers.quant.scheme import CheckpointScheme, Inventory, contains, get_bool, get_int, get_names, get_text
 from quire.layers.quant.stored import Target
 from quire.types.errors import ModelError
 
@@ -19,11 +19,11 @@ class AWQScheme(CheckpointScheme):
         if bits != 4:
             raise ModelError(f"AWQ with {bits} bits is not known; 4 are")
         self._group = get_int(config, "group_size", "q_group_size", default=-1)
-        version = str(config.get("version") or "gemm").lower()
+        version = (get_text(config, "version") or "gemm").lower()
         if version != "gemm":
             raise ModelError(f"AWQ's layout {version!r} is not read; gemm is")
         self._not = get_names(config, "modules_to_not_convert")
-        self._head = bool(config.get("lm_head"))
+        self._head = get_bool(config, "lm_head")
 
     def layout(self, name: str, outputs: int, inputs: int) -> AWQLayout | None:
         if contains(self._not, self.checkpoint_name(name)) or (name == "lm_head" and not self._head):
@@ -37,6 +37,6 @@ class AWQScheme(CheckpointScheme):
             "qweight": self.raw(name, "qweight", (Dim("inputs"), eights), sizes, torch.int32),
             "scales": self.raw(name, "scales", (groups, Dim("outputs")), sizes),
         }
-        if self.config.get("zero_point", True) or self.has(name, "qzeros"):
+        if get_bool(self.config, "zero_point", True) or self.has(name, "qzeros"):
             raw["qzeros"] = self.raw(name, "qzeros", (groups, eights), sizes, torch.int32)
         return AWQLayout(raw, group)

@@ -8,7 +8,7 @@ import torch
 from quire.layers.quant.floats import BlockwiseLayout
 from quire.layers.quant.ints import Int8Layout
 from quire.layers.quant.layout import Dim, Layout, Raw
-from quire.layers.quant.scheme import DTYPES, MATRIX, CheckpointScheme, Inventory, contains, get_names
+from quire.layers.quant.scheme import DTYPES, MATRIX, CheckpointScheme, Inventory, contains, get_bool, get_names, get_text
 from quire.layers.quant.stored import Target
 from quire.ops.forms import Activation
 from quire.types.errors import ModelError
@@ -21,14 +21,14 @@ CODES = ("nf4", "fp4")
 class BitsAndBytesScheme(CheckpointScheme):
     def __init__(self, config: Mapping[str, Any], inventory: Inventory | None, target: Target) -> None:
         super().__init__(config, inventory, target)
-        self._eight, self._four = bool(config.get("load_in_8bit")), bool(config.get("load_in_4bit"))
+        self._eight, self._four = get_bool(config, "load_in_8bit"), get_bool(config, "load_in_4bit")
         if self._eight == self._four:
             raise ModelError("quantization_config: one of load_in_4bit and load_in_8bit must be true")
-        self._code = str(config.get("bnb_4bit_quant_type") or "fp4")
+        self._code = get_text(config, "bnb_4bit_quant_type") or "fp4"
         if self._four and self._code not in CODES:
             raise ModelError(f"quantization_config: bnb_4bit_quant_type must be nf4 or fp4, got {self._code!r}")
         self._not = get_names(config, "llm_int8_skip_modules")
-        self._nested = bool(config.get("bnb_4bit_use_double_quant"))
+        self._nested = get_bool(config, "bnb_4bit_use_double_quant")
 
     def layout(self, name: str, outputs: int, inputs: int) -> Layout | None:
         if name == "lm_head" or contains(self._not, self.checkpoint_name(name)):
@@ -59,7 +59,7 @@ class BitsAndBytesScheme(CheckpointScheme):
             raw["weight.nested_absmax"] = Raw((Dim("all", BLOCK * NESTED),), torch.float32)
             raw["weight.nested_quant_map"] = Raw((Dim("neither", 256),), torch.float32)
         told = self.info(name, state)
-        if told is not None:
-            raw[state] = Raw((Dim("neither", told.elements),), torch.uint8)
+        if told is not None or (self._nested and self.inventory is not None):
+            raw[state] = Raw((Dim("neither", 1 if told is None else told.elements),), torch.uint8)
         skipped = ("weight.quant_map",)
-        return BlockwiseLayout(raw, self._code, inputs, BLOCK, NESTED if self._nested else 0, state, skipped)
+        return BlockwiseLayout(raw, self._code, outputs, inputs, BLOCK, NESTED if self._nested else 0, state, skipped)

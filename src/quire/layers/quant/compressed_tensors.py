@@ -6,16 +6,28 @@ from typing import Any
 
 import torch
 
+from quire.files.reading import shown
 from quire.layers.quant.floats import Float4Layout
 from quire.layers.quant.fp8 import float8_layout, read_block
 from quire.layers.quant.ints import Int8Layout, PackedLayout
 from quire.layers.quant.layout import Dim, Layout, check_group
-from quire.layers.quant.scheme import MATRIX, CheckpointScheme, Inventory, get_names, matches_path
+from quire.layers.quant.patterns import Paths
+from quire.layers.quant.scheme import (
+    MATRIX,
+    CheckpointScheme,
+    Inventory,
+    as_object,
+    get_bool,
+    get_int,
+    get_names,
+    get_object,
+    get_text,
+)
 from quire.layers.quant.stored import Target
 from quire.ops.forms import Activation
 from quire.types.errors import ModelError
 
-CLASS = "linear"  # of every matrix here, as targets name it
+CLASS = "Linear"  # of every matrix here, as targets name it
 PACKED, PLAIN_INTS = "pack-quantized", ("int-quantized", "naive-quantized")
 PLAIN_FLOATS = ("float-quantized", "naive-quantized")
 STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
@@ -39,18 +51,21 @@ class CompressedTensorsScheme(CheckpointScheme):
     def __init__(self, config: Mapping[str, Any], inventory: Inventory | None, target: Target) -> None:
         super().__init__(config, inventory, target)
         for name in ("sparsity_config", "transform_config"):
-            found = config.get(name) or {}
-            if isinstance(found, Mapping) and (found.get("config_groups") or found.get("format", "dense") != "dense"):
-                raise ModelError(f"quantization_config: {name} is not supported: {found!r}")
-        self._ignore = get_names(config, "ignore")
-        groups = config.get("config_groups")
-        if not isinstance(groups, Mapping) or not groups:
+            found = get_object(config, name) or {}
+            if found.get("config_groups") or found.get("format", "dense") != "dense":
+                raise ModelError(f"quantization_config: {name} is not supported: {shown(found)}")
+        self._ignore = Paths("ignore", get_names(config, "ignore"))
+        groups = get_object(config, "config_groups")
+        if not groups:
             raise ModelError("quantization_config lacks config_groups, which say how modules are quantized")
-        self._groups = [(get_names(group, "targets"), read_group(name, group, config)) for name, group in groups.items()]
+        self._groups = [
+            (Paths(f"{name}: targets", get_names(as_object(name, group), "targets")), read_group(name, group, config))
+            for name, group in groups.items()
+        ]
 
     def layout(self, name: str, outputs: int, inputs: int) -> Layout | None:
         names = self.checkpoint_name(name)
-        if matches_path(self._ignore, names):
+        if self._ignore.match(names):
             return None
         weights = self._of(names)
         return None if weights is None else self._layout(weights, name, (outputs, inputs))
@@ -58,9 +73,9 @@ class CompressedTensorsScheme(CheckpointScheme):
     def _of(self, names: tuple[str, ...]) -> Weights | None:
         """Targets that name a module come before those that name all of a class."""
         for targets, weights in self._groups:
-            if matches_path(targets, names):
+            if targets.match(names):
                 return weights
-        return next((weights for targets, weights in self._groups if any(item.lower() in CLASS for item in targets)), None)
+        return next((weights for targets, weights in self._groups if CLASS in targets), None)
 
     def _layout(self, weights: Weights, name: str, sizes: tuple[int, int]) -> Layout:
         match weights.type, weights.bits, weights.format:
@@ -71,7 +86,7 @@ class CompressedTensorsScheme(CheckpointScheme):
             case "float", 8, kind if kind in PLAIN_FLOATS:
                 return self._float8(weights, name, sizes)
             case "float", 8, "mxfp8-quantized":
-                return float8_layout(self, name, sizes, "weight_scale", (1, 32), weights.activation)
+                return float8_layout(self, name, sizes, "weight_scale", (1, 32), weights.activation, powers=True)
             case "float", 4, "nvfp4-pack-quantized" | "mxfp4-pack-quantized":
                 return self._float4(weights, name, sizes)
         raise ModelError(f"{name}: {weights.type} of {weights.bits} bits in the format {weights.format!r} is not read")
@@ -132,7 +147,7 @@ class CompressedTensorsScheme(CheckpointScheme):
             "weight_scale": self.raw(name, "weight_scale", (Dim("outputs"), Dim("inputs", group)), sizes, kind),
         }
         if not nvidia:
-            return Float4Layout(raw, "weight_packed", "weight_scale", group)
+            return Float4Layout(raw, "weight_packed", "weight_scale", group, scales=("weight_scale",))
         factor = "weight_global_scale"
         raw[factor] = self.raw(name, factor, (), sizes, torch.float32)
         return Float4Layout(
@@ -140,40 +155,40 @@ class CompressedTensorsScheme(CheckpointScheme):
         )
 
 
-def read_group(name: str, group: Any, config: Mapping[str, Any]) -> Weights | None:
+def read_group(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -> Weights | None:
     """None = the modules are not quantized."""
-    if not isinstance(group, Mapping):
-        raise ModelError(f"quantization_config: {name} must be an object, got {group!r}")
-    weights = group.get("weights")
+    weights = get_object(group, "weights")
     if weights is None:
         return None
-    bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
-    size = weights.get("group_size")
-    strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
+    size = None if weights.get("group_size") is None else get_int(weights, "group_size")
+    strategy = get_text(weights, "strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
     if strategy not in STRATEGIES:
         raise ModelError(f"quantization_config: {name} has the unknown strategy {strategy!r}; known: {', '.join(STRATEGIES)}")
-    if strategy == "group" and not (isinstance(size, int) and size > 0):
-        raise ModelError(f"quantization_config: {name} has groups, but its group_size is {size!r}")
+    if strategy == "group" and (size is None or size <= 0):
+        raise ModelError(f"quantization_config: {name} has groups, but its group_size is {shown(size)}")
     return Weights(
-        format=str(group.get("format") or config.get("format") or "dense"),
-        bits=bits,
-        type=kind,
-        symmetric=bool(weights.get("symmetric", True)),
+        format=get_text(group, "format") or get_text(config, "format") or "dense",
+        bits=get_int(weights, "num_bits", default=8),
+        type=get_text(weights, "type") or "int",
+        symmetric=get_bool(weights, "symmetric", True),
         strategy=strategy,
-        group=size if isinstance(size, int) and size > 0 else 0,
+        group=size if size is not None and size > 0 else 0,
         block=read_block(weights.get("block_structure")) or ((128, 128) if strategy == "block" else None),
-        activation=read_activation(name, group.get("input_activations")),
+        activation=read_activation(name, get_object(group, "input_activations")),
     )
 
 
-def read_activation(name: str, given: Any) -> Activation:
+def read_activation(name: str, given: Mapping[str, Any] | None) -> Activation:
     """Those of 4 bits are not rounded: that needs other hardware, and is only more exact. A scale made for a whole tensor as it
     comes is made for each of its rows here."""
-    if given is None or given.get("num_bits", 8) != 8:
+    if given is None or get_int(given, "num_bits", default=8) != 8:
         return Activation.NONE
-    strategy = given.get("strategy") or "tensor"
+    strategy = get_text(given, "strategy") or "tensor"
     if strategy not in ("tensor", "token", "group", "tensor_group"):
         raise ModelError(f"quantization_config: {name} has activations with the unknown strategy {strategy!r}")
-    if not given.get("dynamic"):
+    dynamic = given.get("dynamic")
+    if dynamic not in (None, False, True, "local"):
+        raise ModelError(f"quantization_config: {name}: dynamic must be true or false, got {shown(dynamic)}")
+    if not dynamic:
         return Activation.TENSOR if given.get("type") == "float" else Activation.TOKEN
     return Activation.GROUP if strategy == "group" else Activation.TOKEN

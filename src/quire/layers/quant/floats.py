@@ -1,6 +1,7 @@
 """Numbers of 8 and 4 bits with a point, as checkpoints have them."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -8,7 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from quire.layers.quant.layout import Raw
+from quire.files.reading import shown, told
+from quire.layers.quant.layout import Raw, check_numbers
 from quire.ops.forms import Activation, Code, Float4, Float8, pack_nibbles, powers_of_two
 from quire.types.errors import ModelError
 
@@ -25,8 +27,9 @@ class Float8Layout:
     skipped: tuple[str, ...] = ()
     scales: tuple[str, ...] = ("weight_scale",)
 
-    def convert(self, tensors: Mapping[str, Tensor], where: str) -> Float8:  # noqa: ARG002
+    def convert(self, tensors: Mapping[str, Tensor], where: str) -> Float8:
         numbers, scale = tensors["weight"], tensors[self.scale]
+        check_numbers(numbers, f"{where}.weight")
         *lead, outputs, inputs = numbers.shape
         columns = self.columns or inputs
         scale = powers_of_two(scale) if scale.dtype == torch.uint8 else scale.float()
@@ -52,16 +55,22 @@ class Float4Layout:
     skipped: tuple[str, ...] = ()
     scales: tuple[str, ...] = ()
 
-    def convert(self, tensors: Mapping[str, Tensor], where: str) -> Float4:  # noqa: ARG002
+    def convert(self, tensors: Mapping[str, Tensor], where: str) -> Float4:
         numbers = tensors[self.numbers]
         *lead, outputs, _ = numbers.shape
         scale = tensors[self.scale].reshape(*lead, outputs, -1)
+        if scale.dtype == torch.float8_e4m3fn:
+            check_numbers(scale, f"{where}.{self.scale}")
         if scale.dtype == torch.float8_e8m0fnu:
             scale = scale.view(torch.uint8)
         factor = None
         if self.factor is not None:
             one = tensors[self.factor].float().reshape(*lead, 1, 1)
-            factor = (1 / one if self.divides else one).expand(*lead, outputs, 1).contiguous()
+            if self.divides:
+                one = 1 / one
+                if not bool(one.isfinite().all()):
+                    raise ModelError(f"{where}.{self.factor} is too small to divide by; the checkpoint is damaged")
+            factor = one.expand(*lead, outputs, 1).contiguous()
         return Float4("e2m1", self.group, numbers, scale, factor)
 
 
@@ -72,6 +81,7 @@ class BlockwiseLayout:
 
     raw: Mapping[str, Raw]
     code: str
+    outputs: int  # of the whole matrix
     inputs: int
     group: int
     nested: int  # scales that share one; 0 = none do
@@ -86,7 +96,8 @@ class BlockwiseLayout:
         scale = tensors["weight.absmax"]
         if self.nested:
             table, factors = tensors["weight.nested_quant_map"], tensors["weight.nested_absmax"]
-            scale = table[scale.int()] * factors.repeat_interleave(self.nested)[: len(scale)] + state.get("nested_offset", 0.0)
+            offset = state.get("nested_offset", 0.0)
+            scale = table[scale.int()] * factors.repeat_interleave(self.nested)[: len(scale)] + offset
         if not bool(scale.isfinite().all()):
             raise ModelError(f"{where}.weight.absmax has a scale that is not a number; the checkpoint is damaged")
         return Float4(cast(Code, self.code), self.group, pack_nibbles(numbers), scale.float().view(len(numbers), -1))
@@ -95,13 +106,18 @@ class BlockwiseLayout:
         if self.state not in tensors:
             return {}
         try:
-            state = dict(json.loads(bytes(tensors[self.state].tolist())))
-        except ValueError as error:
-            raise ModelError(f"{where}.{self.state} is not JSON: {error}") from error
-        expected = {"blocksize": self.group, "quant_type": self.code} | (
+            state = json.loads(bytes(tensors[self.state].tolist()))
+        except (ValueError, RecursionError) as error:
+            raise ModelError(f"{where}.{self.state} is not JSON ({told(error)})") from error
+        if not isinstance(state, dict):
+            raise ModelError(f"{where}.{self.state} must be an object, got {shown(state)}")
+        expected = {"blocksize": self.group, "quant_type": self.code, "shape": [self.outputs, self.inputs]} | (
             {"nested_blocksize": self.nested} if self.nested else {}
         )
         for name, value in expected.items():
             if state.get(name, value) != value:
-                raise ModelError(f"{where}.{self.state}: {name} is {state[name]!r}; only {value!r} is read")
+                raise ModelError(f"{where}.{self.state}: {name} is {shown(state[name])}; only {value!r} is read")
+        offset = state.get("nested_offset")
+        if self.nested and not (isinstance(offset, float | int) and math.isfinite(offset)):
+            raise ModelError(f"{where}.{self.state}: nested_offset must be a number, got {shown(offset)}")
         return state

@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.files.reading import shown
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear, Plain
 from quire.layers.moe import Experts, PlainExperts
 from quire.layers.quant.floats import Float8Layout
 from quire.layers.quant.layout import Dim
-from quire.layers.quant.scheme import MATRIX, ROUTERS, CheckpointScheme, Inventory, get_names
+from quire.layers.quant.scheme import MATRIX, ROUTERS, CheckpointScheme, Inventory, get_names, get_text
 from quire.layers.quant.stored import Target
 from quire.ops.forms import Activation
 from quire.ops.quantized import (
@@ -31,7 +32,7 @@ class Float8Scheme(CheckpointScheme):
     def __init__(self, config: Mapping[str, Any], inventory: Inventory | None, target: Target) -> None:
         super().__init__(config, inventory, target)
         self._block = read_block(config.get("weight_block_size"))
-        self._activation = str(config.get("activation_scheme") or "dynamic")
+        self._activation = get_text(config, "activation_scheme") or "dynamic"
         if self._activation not in ACTIVATIONS:
             raise ModelError(f"quantization_config: activation_scheme must be dynamic or static, got {self._activation!r}")
         self._not = get_names(config, "ignored_layers", "modules_to_not_convert")
@@ -55,9 +56,14 @@ def read_block(value: Any) -> tuple[int, int] | None:
     if value is None:
         return None
     parts = value.split("x") if isinstance(value, str) else value
-    if not isinstance(parts, list) or len(parts) != 2 or not all(str(part).strip().isdigit() and int(part) for part in parts):
-        raise ModelError(f"quantization_config: a block must be two numbers such as [128, 128], got {value!r}")
+    if not isinstance(parts, list) or len(parts) != 2 or not all(map(_is_size, parts)):
+        raise ModelError(f"quantization_config: a block must be two numbers such as [128, 128], got {shown(value)}")
     return int(parts[0]), int(parts[1])
+
+
+def _is_size(part: Any) -> bool:
+    digits = str(part).strip()
+    return digits.isascii() and digits.isdigit() and int(digits) > 0
 
 
 def float8_layout(
@@ -67,22 +73,22 @@ def float8_layout(
     scale: str,
     block: tuple[int, int],
     activation: Activation,
-    skipped: tuple[str, ...] = (),
+    powers: bool = False,
 ) -> Float8Layout:
-    """block: outputs and inputs that share a scale; 0 = all."""
+    """block: outputs and inputs that share a scale; 0 = all. powers: bytes are scales, too, as exponents."""
     rows, columns = block
     dims = [Dim("outputs", rows)] if rows else []
     dims += [Dim("inputs", columns)] if columns else []
+    info = scheme.info(name, scale)
+    kind = torch.float32 if info is None else torch.uint8 if powers and info.dtype == "U8" else None
     raw = {
         "weight": scheme.raw(name, "weight", MATRIX, sizes, torch.float8_e4m3fn),
-        scale: scheme.raw(name, scale, tuple(dims), sizes, None if scheme.info(name, scale) else torch.float32),
+        scale: scheme.raw(name, scale, tuple(dims), sizes, kind),
     }
     if activation is Activation.TENSOR:
         raw["input_scale"] = scheme.raw(name, "input_scale", (), sizes, torch.float32)
-        scales: tuple[str, ...] = (scale, "input_scale")
-    else:
-        scales, skipped = (scale,), (*skipped, "input_scale")
-    return Float8Layout(raw, scale, rows, columns, activation, skipped, scales)
+        return Float8Layout(raw, scale, rows, columns, activation, scales=(scale, "input_scale"))
+    return Float8Layout(raw, scale, rows, columns, activation, skipped=("input_scale",), scales=(scale,))
 
 
 # ---- made of floats ---------------------------------------------------------------------------------------------------------

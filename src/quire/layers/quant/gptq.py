@@ -1,14 +1,15 @@
 """GPTQ: 4 or 8 bits in groups, which may be of inputs that are not neighbours (act-order)."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from quire.files.reading import shown
 from quire.layers.quant.ints import GPTQLayout
 from quire.layers.quant.layout import Dim, check_group
-from quire.layers.quant.scheme import CheckpointScheme, Inventory, contains, get_int
+from quire.layers.quant.patterns import Patterns
+from quire.layers.quant.scheme import CheckpointScheme, Inventory, as_object, contains, get_bool, get_int, get_object, get_text
 from quire.layers.quant.stored import Target
 from quire.types.errors import ModelError
 
@@ -18,17 +19,16 @@ FORMATS = {"gptq": 1, "gptq_v2": 0}  # what is added to zero points
 class GPTQScheme(CheckpointScheme):
     def __init__(self, config: Mapping[str, Any], inventory: Inventory | None, target: Target) -> None:
         super().__init__(config, inventory, target)
-        kind = str(config.get("checkpoint_format") or config.get("format") or "gptq")
+        kind = get_text(config, "checkpoint_format") or get_text(config, "format") or "gptq"
         if kind not in FORMATS:
             raise ModelError(f"GPTQ's format {kind!r} is not read; {' and '.join(FORMATS)} are")
         self._added = FORMATS[kind]
-        dynamic = config.get("dynamic") or {}
-        if not isinstance(dynamic, Mapping):
-            raise ModelError(f"quantization_config: dynamic must be an object, got {dynamic!r}")
-        self._dynamic: Mapping[str, Any] = dynamic
-        inside = config.get("modules_in_block_to_quantize") or []
-        self._inside = [name for names in inside for name in (names if isinstance(names, list) else [names])]
-        self._head = bool(config.get("lm_head"))
+        get_int(config, "bits")
+        self._dynamic = read_dynamic(get_object(config, "dynamic") or {})
+        patterns = [pattern.removeprefix("+:").removeprefix("-:") for pattern in self._dynamic]
+        self._patterns = Patterns("dynamic", patterns)
+        self._inside = read_inside(config.get("modules_in_block_to_quantize"))
+        self._head = get_bool(config, "lm_head")
 
     def layout(self, name: str, outputs: int, inputs: int) -> GPTQLayout | None:
         config = self._of(self.checkpoint_name(name))
@@ -48,18 +48,39 @@ class GPTQScheme(CheckpointScheme):
             "qweight": self.raw(name, "qweight", (Dim("inputs", per), Dim("outputs")), sizes, torch.int32),
             "scales": self.raw(name, "scales", (groups, Dim("outputs")), sizes),
         }
-        symmetric = bool(config.get("sym", True))
-        if not symmetric or self.has(name, "qzeros"):
+        if not get_bool(config, "sym", True) or self.has(name, "qzeros"):
             raw["qzeros"] = self.raw(name, "qzeros", (groups, Dim("outputs", per)), sizes, torch.int32)
-        skipped: tuple[str, ...] = ("g_idx",)
-        if self.has(name, "g_idx") and group < inputs and config.get("desc_act"):
-            raw["g_idx"] = self.raw(name, "g_idx", (Dim("inputs"),), sizes, torch.int32)
-            skipped = ()
-        return GPTQLayout(raw, bits, group, self._added, skipped)
+        if group == inputs or self.inventory is None:
+            return GPTQLayout(raw, bits, group, self._added, skipped=("g_idx",))
+        shuffled = get_bool(config, "desc_act")
+        if shuffled or self.has(name, "g_idx"):  # where it is not said, every rank looks at them all
+            every = Dim("inputs") if shuffled else Dim("neither", inputs)
+            raw["g_idx"] = self.raw(name, "g_idx", (every,), sizes, torch.int32)
+        return GPTQLayout(raw, bits, group, self._added)
 
     def _of(self, names: tuple[str, ...]) -> Mapping[str, Any] | None:
         """What holds for a module; None = it is not quantized. The first pattern that fits decides."""
-        for pattern, changes in self._dynamic.items():
-            if any(re.match(pattern.removeprefix("+:").removeprefix("-:"), name) for name in names):
+        fits = [any(each) for each in zip(*map(self._patterns.match, names), strict=True)]
+        for (pattern, changes), here in zip(self._dynamic.items(), fits, strict=True):
+            if here:
                 return None if pattern.startswith("-:") or changes is False else {**self.config, **changes}
         return self.config
+
+
+def read_dynamic(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Changes by pattern; what is not quantized may have none."""
+    for pattern, changes in found.items():
+        if changes is not False and not pattern.startswith("-:"):
+            as_object(f"dynamic: {pattern}", changes)
+    return found
+
+
+def read_inside(found: Any) -> list[str]:
+    """Names, or lists of them."""
+    given = [] if found is None else found
+    each = (
+        [name for names in given for name in (names if isinstance(names, list) else [names])] if isinstance(given, list) else []
+    )
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in each):
+        raise ModelError(f"quantization_config: modules_in_block_to_quantize must be a list of names, got {shown(found)}")
+    return each

@@ -37,13 +37,18 @@ def zeros_or_none(zeros: Tensor, bits: int, where: str) -> Tensor | None:
     return zeros.to(torch.uint8).contiguous()
 
 
+def in_order(groups: Tensor, group: int) -> Tensor:
+    """What they are if neighbours are in a group."""
+    expected = torch.arange(groups.shape[-1], device=groups.device, dtype=groups.dtype) // group
+    return expected.expand(groups.shape)
+
+
 def by_groups(numbers: Tensor, groups: Tensor, bits: int, group: int, where: str) -> tuple[Tensor, Tensor | None]:
     """numbers [..., N, K], packed as a form has them; groups [..., K]: which group each input is in (act-order) -> numbers with
     the columns of a group side by side, and which inputs they are of."""
     order = groups.argsort(dim=-1, stable=True)
     inputs = groups.shape[-1]
-    expected = torch.arange(inputs, device=groups.device, dtype=groups.dtype) // group
-    if not torch.equal(groups.gather(-1, order), expected.expand(groups.shape)):
+    if not torch.equal(groups.gather(-1, order), in_order(groups, group)):
         raise ModelError(f"{where} does not put {group} inputs into each of {inputs // group} groups")
     if torch.equal(order, torch.arange(inputs, device=order.device).expand(order.shape)):
         return numbers, None
@@ -90,7 +95,11 @@ class GPTQLayout:
             zeros = zeros_or_none(found, self.bits, f"{where}.qzeros")
         order = None
         if "g_idx" in tensors:
-            numbers, order = by_groups(numbers, tensors["g_idx"], self.bits, self.group, f"{where}.g_idx")
+            groups = tensors["g_idx"]
+            if groups.shape[-1] * self.bits == numbers.shape[-1] * 8:
+                numbers, order = by_groups(numbers, groups, self.bits, self.group, f"{where}.g_idx")
+            elif not torch.equal(groups, in_order(groups, self.group)):
+                raise ModelError(f"{where}: groups of any inputs (g_idx) cannot be divided along the inputs")
         group = min(self.group, numbers.shape[-1] * 8 // self.bits)
         return PackedInts(self.bits, group, numbers, tensors["scales"].mT.contiguous(), zeros, order)
 
@@ -142,6 +151,8 @@ class Int8Layout:
         if scale.shape[-1] != count:
             scale = scale.repeat_interleave(count, -1)  # one for the tensor
         scale = (scale / self.divisor).reshape(*lead, outputs, inputs // group)
+        if not bool(scale.isfinite().all()) or bool(((scale == 0) & in_groups(numbers, group).any(-1)).any()):
+            raise ModelError(f"{where}.{self.scale} has a scale of 0, NaN or an infinity; the checkpoint is damaged")
         zeros = tensors.get("weight_zero_point")
         if zeros is None and not self.group and self.activation is not Activation.NONE:
             return Int8(numbers.contiguous(), scale.contiguous(), self.activation)

@@ -94,10 +94,17 @@ class Floats:
 
 def check_scales(layout: Layout, tensors: Mapping[str, Tensor], where: str) -> None:
     for name in layout.scales:
-        values = tensors[name].float()
+        found = tensors[name]
+        values = (found.view(torch.float8_e8m0fnu) if found.dtype == torch.uint8 else found).float()
         if not bool((values.isfinite() & (values != 0)).all()):
-            found = "NaN" if values.isnan().any() else "an infinity" if not values.isfinite().all() else "0"
-            raise ModelError(f"{where}.{name} has a scale of {found}; the checkpoint is damaged")
+            what = "NaN" if values.isnan().any() else "an infinity" if not values.isfinite().all() else "0"
+            raise ModelError(f"{where}.{name} has a scale of {what}; the checkpoint is damaged")
+
+
+def check_numbers(numbers: Tensor, where: str) -> None:
+    """Of float8_e4m3fn, where a NaN has all bits but the sign."""
+    if bool(((numbers.view(torch.uint8) & 127) == 127).any()):
+        raise ModelError(f"{where} has a NaN; the checkpoint is damaged")
 
 
 def check_group(inputs: int, group: int, where: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from quire.layers.quant.floats import Float4Layout
 from quire.layers.quant.fp8 import float8_layout
 from quire.layers.quant.layout import Dim, Layout, check_group
-from quire.layers.quant.scheme import CheckpointScheme, Inventory, contains, get_names
+from quire.layers.quant.scheme import CheckpointScheme, Inventory, as_object, contains, get_names, get_object, get_text
 from quire.layers.quant.stored import Target
 from quire.ops.forms import Activation
 from quire.types.errors import ModelError
@@ -28,10 +28,10 @@ MIXED = "MIXED_PRECISION"
 class ModelOptScheme(CheckpointScheme):
     def __init__(self, config: Mapping[str, Any], inventory: Inventory | None, target: Target) -> None:
         super().__init__(config, inventory, target)
-        self._algorithm = str(config.get("quant_algo") or "").upper()
+        self._algorithm = (get_text(config, "quant_algo") or "").upper()
         self._not = get_names(config, "exclude_modules", "ignore")
-        layers = config.get("quantized_layers") or {}
-        self._layers: Mapping[str, Any] = layers if isinstance(layers, Mapping) else {}
+        layers = get_object(config, "quantized_layers") or {}
+        self._layers = {layer: as_object(f"quantized_layers: {layer}", found) for layer, found in layers.items()}
         if self._algorithm not in (*FLOAT8, *FLOAT4, MIXED):
             known = ", ".join((*FLOAT8, *FLOAT4, MIXED))
             raise ModelError(
@@ -47,9 +47,9 @@ class ModelOptScheme(CheckpointScheme):
             found = next((self._layers[own] for own in names if own in self._layers), None)
             if found is None:
                 return None
-            algorithm = str(found.get("quant_algo")).upper()
+            algorithm = (get_text(found, "quant_algo") or "").upper()
         if algorithm in FLOAT8:
-            return float8_layout(self, name, sizes, "weight_scale", *FLOAT8[algorithm])
+            return float8_layout(self, name, sizes, "weight_scale", *FLOAT8[algorithm], powers=algorithm == "MXFP8")
         if algorithm not in FLOAT4:
             raise ModelError(f"{name}: the quant_algo {algorithm!r} is not read")
         check_group(inputs, GROUP, name)

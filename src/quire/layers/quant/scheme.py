@@ -1,7 +1,6 @@
 """What schemes of quantized checkpoints have in common. One says how a matrix is stored, by its name; which matrices are
 quantized at all is seen in the files."""
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from quire.files.reading import shown
 from quire.files.safetensors import TensorInfo
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
@@ -21,6 +21,7 @@ from quire.types.errors import ModelError
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E8M0": torch.float8_e8m0fnu,
           "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32}  # fmt: skip
 PLAIN = ("F32", "F16", "BF16")
+WHOLE_NUMBERS = ("U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL")
 ROUTERS = ("gate", "router")  # which choose experts: small, and nobody quantizes them
 ONE = Dim("neither", 1)
 MATRIX = (Dim("outputs"), Dim("inputs"))
@@ -57,7 +58,9 @@ class CheckpointScheme:
         for number, (name, part) in enumerate(parts.items()):
             whole = part.outputs, layer.all_inputs
             layout = found[name] or Floats({"weight": self.raw(name, "weight", MATRIX, whole)})
-            pieces[f"part{number}"] = Piece(name, layout, whole, tuple(rows for _, rows in part.kept), layer.kept_inputs)
+            pieces[f"part{number}"] = Piece(
+                name, layout, whole, tuple(rows for _, rows in part.kept), layer.kept_inputs, self.checkpoint_name(name)[:1]
+            )
         return StoredLinear(pieces, self.target)
 
     def embedding(self, path: str, layer: Embedding) -> None:  # noqa: ARG002
@@ -67,7 +70,14 @@ class CheckpointScheme:
         layout = None if layer.tied is not None else self._find(path, layer.total, layer.hidden_size)
         if layout is None:
             return None
-        piece = Piece(path, layout, (layer.total, layer.hidden_size), (layer.kept,), range(layer.hidden_size))
+        piece = Piece(
+            path,
+            layout,
+            (layer.total, layer.hidden_size),
+            (layer.kept,),
+            range(layer.hidden_size),
+            self.checkpoint_name(path)[:1],
+        )
         return StoredHead({"part0": piece}, self.target)
 
     def experts(self, path: str, layer: Experts) -> StoredExperts | None:
@@ -80,7 +90,8 @@ class CheckpointScheme:
         ):
             layout = self._find(f"{path}.0.{key}_proj", outputs, inputs)
             if layout is not None:
-                pieces[key] = Piece(f"{key}_proj", layout, (outputs, inputs), (rows,), columns)
+                called = tuple(self.checkpoint_name(f"{path}.{expert}.{key}_proj")[0] for expert in layer.kept)
+                pieces[key] = Piece(f"{key}_proj", layout, (outputs, inputs), (rows,), columns, called)
         if pieces and len(pieces) < 3:
             raise ModelError(f"{path}: only {' and '.join(pieces)} of its experts are quantized; all or none must be")
         return StoredExperts(pieces, self.target, stack=(len(layer.kept),)) if pieces else None
@@ -107,6 +118,8 @@ class CheckpointScheme:
         info = self.info(name, item)
         if info is None:
             return Raw(dims, dtype)
+        if dtype is None and info.dtype in WHOLE_NUMBERS:
+            raise ModelError(f"{self.checkpoint_name(name)[0]}.{item} is stored as {info.dtype}, where floats are expected")
         return Raw(_fit(dims, info.shape, *sizes), DTYPES.get(info.dtype) if dtype is None else dtype)
 
     def checkpoint_name(self, name: str) -> tuple[str, ...]:
@@ -141,16 +154,6 @@ def take_inventory(names: Iterable[tuple[str, str]], infos: Mapping[str, TensorI
     return Inventory(tensors, modules)
 
 
-def matches_path(patterns: Iterable[str], names: Iterable[str]) -> bool:
-    """`re:` and a regular expression from the beginning on, or the whole path."""
-    each = list(names)
-    return any(
-        re.match(pattern[3:], name) is not None if pattern.startswith("re:") else pattern == name
-        for pattern in patterns
-        for name in each
-    )
-
-
 def contains(patterns: Iterable[str], names: Iterable[str]) -> bool:
     """A part of the path, or a pattern with stars."""
     each = list(names)
@@ -164,18 +167,46 @@ def get_int(config: Mapping[str, Any], *names: str, default: int | None = None) 
         value = config.get(name)
         if value is not None:
             if isinstance(value, bool) or not isinstance(value, int):
-                raise ModelError(f"quantization_config: {name} must be a whole number, got {value!r}")
+                raise ModelError(f"quantization_config: {name} must be a whole number, got {shown(value)}")
             return value
     if default is None:
         raise ModelError(f"quantization_config lacks {names[0]!r}")
     return default
 
 
+def get_bool(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    value = config.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ModelError(f"quantization_config: {name} must be true or false, got {shown(value)}")
+    return value
+
+
+def get_text(config: Mapping[str, Any], name: str) -> str | None:
+    value = config.get(name)
+    if value is not None and not isinstance(value, str):
+        raise ModelError(f"quantization_config: {name} must be a string, got {shown(value)}")
+    return value
+
+
+def get_object(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    return None if config.get(name) is None else as_object(name, config[name])
+
+
+def as_object(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ModelError(f"quantization_config: {name} must be an object, got {shown(value)}")
+    return value
+
+
 def get_names(config: Mapping[str, Any], *names: str) -> list[str]:
     found: list[str] = []
     for name in names:
-        value = config.get(name) or []
+        value = config.get(name)
+        if value is None:
+            continue
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ModelError(f"quantization_config: {name} must be a list of names, got {value!r}")
+            raise ModelError(f"quantization_config: {name} must be a list of names, got {shown(value)}")
         found += value
     return found

@@ -59,6 +59,7 @@ class Piece:
     whole: tuple[int, int]  # outputs and inputs of it all
     outputs: tuple[range, ...]
     inputs: range
+    called: tuple[str, ...]  # by the checkpoint; of experts, each that is kept
 
     @property
     def kept(self) -> tuple[int, int]:
@@ -67,7 +68,7 @@ class Piece:
     def claim(self, name: str, raw: Raw, view: Tensor) -> Claim:
         """view: all that the layer has of this tensor."""
         where, at, takes, done = f"{self.name}.{name}", raw.outputs, list[Take](), 0
-        if name in ACT_ORDER and len(self.inputs) < self.whole[1]:
+        if name in ACT_ORDER and raw.dims[0].along == "inputs" and len(self.inputs) < self.whole[1]:
             raise ModelError(f"{self.name}: groups of any inputs ({ACT_ORDER[name]}) cannot be divided along the inputs")
         for rows in self.outputs if at is not None else self.outputs[:1]:
             ranges = raw.ranges(rows, self.inputs, self.whole, where)
@@ -78,9 +79,9 @@ class Piece:
             takes.append(Take(place, ranges))
         return Claim(raw.shape(*self.whole), tuple(takes)).simple
 
-    def convert(self, tensors: Mapping[str, Tensor]) -> Any:
-        check_scales(self.layout, tensors, self.name)
-        return self.layout.convert(tensors, self.name)
+    def convert(self, tensors: Mapping[str, Tensor], called: str) -> Any:
+        check_scales(self.layout, tensors, called)
+        return self.layout.convert(tensors, called)
 
 
 class Pieces(Method):
@@ -110,7 +111,7 @@ class Pieces(Method):
         return {name: layer.get_parameter(f"{key}_{name.replace('.', '_')}").data for name in piece.layout.raw}
 
     def convert(self, layer: Any) -> list[Any]:
-        return [piece.convert(self.tensors(layer, key)) for key, piece in self.pieces.items()]
+        return [piece.convert(self.tensors(layer, key), piece.called[0]) for key, piece in self.pieces.items()]
 
 
 class StoredLinear(Pieces):
@@ -197,11 +198,18 @@ class StoredExperts(Pieces):
         """A few experts at a time: on the way numbers take more room."""
         piece, tensors = self.pieces[key], self.tensors(layer, key)
         step = max(1, AT_ONCE // (piece.kept[0] * piece.kept[1]))
-        some = [
-            piece.convert({name: values[start : start + step] for name, values in tensors.items()})
-            for start in range(0, self.stack[0], step)
-        ]
-        return pile_up(some)
+        starts = range(0, self.stack[0], step)
+        return pile_up([self._convert_some(piece, tensors, range(start, min(start + step, self.stack[0]))) for start in starts])
+
+    def _convert_some(self, piece: Piece, tensors: Mapping[str, Tensor], some: range) -> Any:
+        try:
+            return piece.convert(
+                {name: values[some.start : some.stop] for name, values in tensors.items()}, piece.called[some[0]]
+            )
+        except ModelError:
+            for one in some if len(some) > 1 else ():  # which it is
+                self._convert_some(piece, tensors, range(one, one + 1))
+            raise
 
     def apply(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         return quantized_experts_forward(x, weights, experts, self.up, self.down, layer.activation)
