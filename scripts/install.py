@@ -60,7 +60,9 @@ def main(arguments: list[str]) -> int:
     command += ["--no-compile"]  # Python compiles what is imported, when it is: a small part of what is installed
     command += ["--progress-bar", "raw" if _reports_progress() else "off", *arguments]
     watch, began = Watch(), time.monotonic()
-    print(f"installing Quire and what it needs into {sys.prefix} (torch is large: minutes, once)", flush=True)
+    quire = any(argument.startswith("-e") for argument in arguments)
+    what = "Quire and what it needs" if quire else ", ".join(arguments)
+    print(f"installing {what} into {sys.prefix}{' (torch is large: minutes, once)' * quire}", flush=True)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     over = threading.Event()
     display = threading.Thread(target=_show, args=(watch, began, over), daemon=True)

@@ -150,8 +150,10 @@ def test_a_server_that_is_still_loading() -> None:
 
 def test_keys_and_headers() -> None:
     with FakeOpenAI(key="secret") as server:
-        with pytest.raises(EngineError, match="HTTP 401: Unauthorized"):
-            bench(server)
+        for model in (None, "fake"):
+            with pytest.raises(EngineError, match="HTTP 401: Unauthorized; give its key with --api-key or QUIRE_API_KEY"):
+                bench(server, model=model)
+        assert len(server.requests) == 2, "nothing is offered to a server that lets nobody in"
         headers = {"authorization": "Bearer secret", "x-team": "blue"}
         outcome = bench(server, headers=headers, request_id_prefix="run7-")
     assert all(record.ok for record in outcome.records)

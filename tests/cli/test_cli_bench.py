@@ -11,12 +11,14 @@ import pytest
 from fake_openai import Answer, FakeOpenAI
 from patience import PATIENCE
 from quire.bench.provenance import commit, without_secrets
+from quire.cli.bench_serve_settings import KEYS
 from quire.cli.main import main
 
 
 @pytest.fixture(autouse=True)
 def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    for name in KEYS:
+        monkeypatch.delenv(name, raising=False)
 
 
 def bench(server: FakeOpenAI, *flags: str) -> int:
@@ -157,8 +159,9 @@ def test_wrong_flags_are_told_before_anything_is_sent(flags: list[str], told: st
     assert err.count("\n") == 1
 
 
-def test_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "from-there")
+@pytest.mark.parametrize("name", KEYS)
+def test_the_key_of_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "from-there")
     with FakeOpenAI(key="from-there") as server:
         assert bench(server) == 0
 

@@ -58,8 +58,9 @@ import install
 install.PIP, install.LINE_EVERY = (sys.executable, {str(pip)!r}), 0.02
 sys.exit(install.main(sys.argv[1:]))
 """
-    done = subprocess.run([sys.executable, "-c", code, wanted], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code, "-e", wanted], capture_output=True, text=True, check=False)
     assert done.stdout.startswith("installing Quire and what it needs into ")
+    assert "(torch is large: minutes, once)\n" in done.stdout
     share = ": 50 %" if version == "26.1" else ""
     assert f"downloading torch-2.13.0 (890.1 MB){share} (1 packages so far), " in done.stdout
     if wanted == "good":
@@ -69,3 +70,16 @@ sys.exit(install.main(sys.argv[1:]))
         assert done.returncode == 1
         assert "Collecting torch" in done.stderr and "ERROR: no room" in done.stderr
         assert done.stderr.endswith("pip failed (exit code 1); its last lines are above\n")
+
+
+def test_what_is_not_quire_is_named() -> None:
+    code = f"""
+import sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import install
+install.PIP = (sys.executable, "-c", "pass")
+sys.exit(install.main(sys.argv[1:]))
+"""
+    line = [sys.executable, "-c", code, "mkdocs", "pymdown-extensions"]
+    told = subprocess.run(line, capture_output=True, text=True, check=True).stdout
+    assert told.startswith(f"installing mkdocs, pymdown-extensions into {sys.prefix}\n") and "torch" not in told

@@ -53,7 +53,12 @@ def test_the_page_for_everything_else() -> None:
     assert "loading" in Desk(loaded=False).ask("/").text
     assert "/docs" not in Desk(disable_fastapi_docs=True).ask("/").text
     assert "/llm/metrics" in Desk(root_path="/llm").ask("/llm/").text
-    assert Desk().ask("/", "POST").status_code == 405
+    assert "Authorization" not in page.text
+    keyed = Desk(api_key=["secret"]).ask("/", headers={"Authorization": "Bearer secret"}).text
+    assert '-H "Authorization: Bearer $QUIRE_API_KEY" ' in keyed and "secret" not in keyed
+    wrong = Desk().ask("/", "POST")
+    assert (wrong.status_code, wrong.json()["error"]["type"]) == (405, "MethodNotAllowedError")
+    assert wrong.json()["error"]["message"].endswith("there is GET")
     assert Desk(disable_page=True).ask("/").status_code == 404
 
 

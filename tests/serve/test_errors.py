@@ -148,9 +148,15 @@ def test_content_type(http):
 
 
 def test_no_such_route_and_method(http):
-    assert error_of(http.get("/v2/nothing"))["type"] == "NotFoundError"
+    for path in ("/v2/nothing", "/v1/nothing"):
+        error = error_of(http.post(path, json={}))
+        assert error["type"] == "NotFoundError" and error["message"].startswith("there is no such path here. There are /v1/")
     response = http.get("/v1/completions")
-    assert response.status_code == 405 and error_of(response)["code"] == 405
+    assert response.status_code == 405 and response.headers["allow"] == "POST"
+    error = error_of(response)
+    assert (error["type"], error["code"]) == ("MethodNotAllowedError", 405)
+    assert error["message"] == "GET is not a method of this path; there is POST"
+    assert "there is DELETE and GET" in error_of(http.put("/v1/responses/resp_1"))["message"]
 
 
 class Broken:

@@ -12,6 +12,7 @@ from quire.serve.protocol.completions import CompletionRequest
 from quire.serve.protocol.messages import CountTokensRequest, MessagesRequest
 from quire.serve.protocol.responses import ResponsesRequest
 from quire.serve.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
+from quire.serve.unknown_fields import MOST_NAMES, UnknownFields
 from serving import error_of
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -209,6 +210,22 @@ def test_the_table_has_all_documented_fields(model):
 def test_fields_that_nobody_knows_are_ignored_as_in_vllm(server, model):
     body = BASES[model]
     assert server.outcome(PATHS[model], {**body, "no_such_field": {"a": 1}}) == server.outcome(PATHS[model], body)
+
+
+def test_fields_that_nobody_knows_are_named_once_in_the_log(caplog):
+    fields, body = UnknownFields(), CompletionRequest(prompt="a")
+    for _ in range(2):
+        fields.tell(body, ["max_tokns", "line\nend", "x" * 10_000])
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 3 and "'max_tokns'" in said[0] and "did its client mean 'max_tokens'?" in said[0]
+    assert "'line\\nend'" in said[1] and "\n" not in said[1] and len(said[2]) < 200
+    fields.tell(body, [f"field_{i}_of_many" for i in range(200)])
+    assert len(caplog.records) == MOST_NAMES + 1, "and one that says so"
+
+
+def test_a_misspelt_field_reaches_the_log(server, caplog):
+    server.outcome(PATHS[CompletionRequest], {**BASES[CompletionRequest], "temprature": 0})
+    assert "'temprature', which is unknown and ignored; did its client mean 'temperature'?" in caplog.text
 
 
 def test_what_responses_left_out_once(server):

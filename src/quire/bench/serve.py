@@ -91,6 +91,8 @@ async def bench_serve(settings: ServeSettings) -> Outcome:
     server = MeasuredServer(client, settings.model)
     try:
         await server.wait_ready(settings.ready_timeout)
+        if settings.model is not None:
+            await server.check_key()
         server.model = model = settings.model or await server.first_model()
         alphabet = await _alphabet(settings, server)
         samples = await find(settings.dataset.name)(_with_warmups(settings), alphabet, server)

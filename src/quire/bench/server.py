@@ -10,7 +10,7 @@ from quire.bench.samples import WORDS
 from quire.types.errors import EngineError
 
 RETRY_SECONDS = 0.5
-UNAVAILABLE = 503
+UNAUTHORIZED, UNAVAILABLE = 401, 503
 CHARACTERS_PER_TOKEN = 4  # of English text, where nobody can count
 
 
@@ -50,13 +50,23 @@ class MeasuredServer:
         answer = await self._ask("/v1/models")
         said = answer.json()
         if answer.status != 200:
-            text = error_text(said, f"HTTP {answer.status}", answer.content)
-            raise EngineError(f"/v1/models of {self.client.origin} answers {text}")
+            raise self._refused(answer)
         models = said.get("data") if isinstance(said, dict) else None
         name = models[0].get("id") if isinstance(models, list) and models and isinstance(models[0], dict) else None
         if not isinstance(name, str):
             raise EngineError(f"/v1/models of {self.client.origin} lists no model; say which with --model")
         return name
+
+    async def check_key(self) -> None:
+        """Otherwise every request of the load would be told that none was given, or a wrong one."""
+        answer = await self._ask("/v1/models")
+        if answer.status == UNAUTHORIZED:
+            raise self._refused(answer)
+
+    def _refused(self, answer: WholeAnswer) -> EngineError:
+        text = error_text(answer.json(), f"HTTP {answer.status}", answer.content)
+        hint = "; give its key with --api-key or QUIRE_API_KEY" if answer.status == UNAUTHORIZED else ""
+        return EngineError(f"/v1/models of {self.client.origin} answers {text}{hint}")
 
     async def _ask(self, endpoint: str) -> WholeAnswer:
         try:

@@ -24,7 +24,7 @@ SERVER: Flags = (
     ),
     ("endpoint", f"(default /v1/completions; {CHAT} for chat)", {"metavar": "PATH"}),
     ("model", "the model's name in requests (default: the first of /v1/models)", {"metavar": "NAME"}),
-    ("api-key", "sent as a bearer token (default: OPENAI_API_KEY)", {"metavar": "KEY"}),
+    ("api-key", "sent as a bearer token (default: QUIRE_API_KEY, VLLM_API_KEY or OPENAI_API_KEY)", {"metavar": "KEY"}),
     ("header", "further headers", {"metavar": "NAME=VALUE", "nargs": "+", "action": "extend", "default": []}),
     ("insecure", "do not check the server's certificate", YES),
     ("request-timeout", "a request that takes longer, in seconds, has failed (default 21600)", X | {"default": 21600.0}),

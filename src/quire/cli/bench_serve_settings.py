@@ -13,6 +13,8 @@ from quire.bench.serve import ServeSettings
 from quire.cli.bench_serve_flags import CHAT, DATASET, SAMPLING
 from quire.types.errors import ConfigError
 
+KEYS = ("QUIRE_API_KEY", "VLLM_API_KEY", "OPENAI_API_KEY")
+
 
 def settings_of(namespace: argparse.Namespace) -> ServeSettings:
     if namespace.base_url is not None and (namespace.host is not None or namespace.port is not None):
@@ -81,7 +83,7 @@ def dataset_of(namespace: argparse.Namespace) -> DatasetOptions:
 
 
 def headers_of(namespace: argparse.Namespace) -> dict[str, str]:
-    key = namespace.api_key or os.environ.get("OPENAI_API_KEY")
+    key = namespace.api_key or next((os.environ[name] for name in KEYS if os.environ.get(name)), None)
     own = {"authorization": f"Bearer {key}"} if key else {}
     return own | {name.lower(): value for name, value in pairs(namespace.header, "--header").items()}
 

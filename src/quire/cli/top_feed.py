@@ -97,9 +97,11 @@ class TopFeed(threading.Thread):
             try:
                 if self._read():
                     failures = 0
-                self.trouble = "the server ended the stream"
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                self.trouble = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                    self.trouble = "the server ended the stream; trying again"
+            except OSError as error:
+                self.trouble = f"no connection: {error.strerror or error or 'it was lost'}; trying again"
+            except (http.client.HTTPException, ValueError):
+                self.trouble = "the answer cannot be read; trying again"
             self.wake.set()
             time.sleep(PAUSES[min(failures, len(PAUSES) - 1)])
             failures += 1
@@ -120,7 +122,7 @@ class TopFeed(threading.Thread):
             answer = connection.getresponse()
             if answer.status != http.client.OK:
                 self.refused = HOPELESS.get(answer.status)
-                self.trouble = f"the server says {answer.status}"
+                self.trouble = f"the server says {answer.status}; trying again"
                 return False
             kind = ""
             while line := answer.readline():

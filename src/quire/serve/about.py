@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from quire import __version__
-from quire.serve.auth import unauthorized
+from quire.serve.auth import KEY_VARIABLES, unauthorized
 from quire.serve.errors import error_body, json_response
 from quire.serve.lifecycle import ServerState
 from quire.serve.page import page
@@ -24,8 +24,8 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "llguidance", "triton", "uvi
 
 
 class About:
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
+    def __init__(self, state: ServerState, keyed: bool) -> None:
+        self._state, self._keyed = state, keyed
 
     @property
     def public(self) -> list[Route]:
@@ -49,7 +49,8 @@ class About:
         state = f"Version {__version__}. " + ("The model is loading." if service is None else "Ready.")
         root = settings.root_path.rstrip("/")
         tokenizer = None if service is None else service.llm.tokenizer
-        curl = _curl(str(request.base_url).rstrip("/"), chat=tokenizer is None or tokenizer.chat_template is not None)
+        chat = tokenizer is None or tokenizer.chat_template is not None
+        curl = _curl(str(request.base_url).rstrip("/"), chat, self._keyed)
         paths = [f"{root}{path}" for path in ("/docs", "/v1/models", "/metrics", "/health")]
         paths = paths[1:] if settings.disable_fastapi_docs else paths
         headers = {"Cache-Control": "no-store", "Vary": "Accept"}
@@ -74,12 +75,13 @@ class About:
         )
 
 
-def _curl(url: str, chat: bool) -> str:
+def _curl(url: str, chat: bool, keyed: bool) -> str:
     """A model without a chat template completes prompts only."""
     path, body = "/v1/completions", '{"prompt": "The capital of France is"}'
     if chat:
         path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
-    return f"curl {url}{path} -H 'Content-Type: application/json' \\\n     -d '{body}'"
+    key = f' -H "Authorization: Bearer ${KEY_VARIABLES[0]}"' if keyed else ""
+    return f"curl {url}{path} -H 'Content-Type: application/json'{key} \\\n     -d '{body}'"
 
 
 def _shown(name: str) -> str:

@@ -5,6 +5,7 @@ from typing import NoReturn
 from fastapi import APIRouter, Request
 
 from quire.serve.errors import HttpError
+from quire.serve.no_route import THERE
 from quire.serve.server import server_of
 
 router = APIRouter(include_in_schema=False)
@@ -18,7 +19,6 @@ ABSENT = {
     "/classify": _SCORES,
     "/v1/audio/transcriptions": _LISTENS, "/v1/audio/translations": _LISTENS, "/v1/audio/speech": "does not speak",
 }  # fmt: skip
-THERE = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /tokenize"
 
 
 async def refuse(request: Request) -> NoReturn:

@@ -18,6 +18,7 @@ from quire.serve.disconnect import ClientGone
 from quire.serve.errors import CLIENT_GONE, HttpError, error_response, install_error_handlers
 from quire.serve.ids import choose_id
 from quire.serve.limits import LIMITS, ServerLimits
+from quire.serve.no_route import install_no_route_handlers
 from quire.serve.server import Server
 
 logger = logging.getLogger(__name__)
@@ -36,16 +37,18 @@ def build_app(llm: AsyncLLM, settings: ServerArgs, limits: ServerLimits = LIMITS
     app.state.server = server = Server(llm, settings, limits, metrics)
     _ = server.formats  # chosen, and logged, now
     bounded = partial(Boundary, limits=limits)
-    for protocol in (completions, chat, responses, messages, models, tokenize, invocations):
-        app.include_router(protocol.router)
-        for route in protocol.router.routes:
-            if isinstance(route, JSONRoute):
-                app.shortcuts[route.path] = (route, bounded(route.answer))
-    app.include_router(responses.stored_router)
-    app.include_router(absent.router)
+    routers = [protocol.router for protocol in (completions, chat, responses, messages, models, tokenize, invocations)]
+    routers += [responses.stored_router, absent.router]
     if settings.enable_tokenizer_info_endpoint:
-        app.include_router(tokenize.info_router)
+        routers.append(tokenize.info_router)
+    routes = [*app.routes, *(route for router in routers for route in router.routes)]
+    for router in routers:
+        app.include_router(router)
+    for route in routes:
+        if isinstance(route, JSONRoute):
+            app.shortcuts[route.path] = (route, bounded(route.answer))
     install_error_handlers(app)
+    install_no_route_handlers(app, routes)
     app.add_middleware(bounded)
     return app
 

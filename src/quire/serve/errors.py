@@ -36,6 +36,7 @@ CLIENT_GONE = 499  # nobody reads it; access logs do
 _TYPES = {
     400: "BadRequestError",
     404: "NotFoundError",
+    405: "MethodNotAllowedError",
     422: "UnprocessableEntityError",
     500: "InternalServerError",
     501: "NotImplementedError",

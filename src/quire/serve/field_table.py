@@ -3,7 +3,7 @@
     works     a field of the protocol's model (serve/protocol/), unless it is one of HINTS
     hint      in HINTS: taken, and nothing follows from it
     refused   in REFUSED, or in the model of another protocol: an error, unless the value asks for nothing
-    unknown   no protocol here has it: ignored, as in vLLM, with a line at debug level
+    unknown   no protocol here has it: ignored, as in vLLM, with a warning in the log (serve/unknown_fields.py)
 
 `python -m quire.serve.field_table` writes docs/fields.md.
 """
@@ -242,7 +242,8 @@ _HEAD = """# Fields of requests
 
 Every field of every protocol, made from `src/quire/serve/field_table.py`: it works, it is a hint that changes no answer, or
 it is refused by name with what to send instead. A refused field may be sent with a value that asks for nothing: null, false, 0,
-something empty, or its default. Fields that no protocol has are ignored, as in vLLM; the log tells them at debug level.
+something empty, or its default. Fields that no protocol has (`max_tokns`) are ignored, as in vLLM; the server's log
+warns of each name once, of 64 names at most, with the nearest field.
 vLLM's sampling fields (`seed`, `min_p`, `structured_outputs` ...) mean the same in all four protocols that generate.
 """
 

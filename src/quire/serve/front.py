@@ -18,18 +18,19 @@ from uvicorn.protocols.utils import get_client_addr, get_path_with_query_string
 
 from quire.serve.about import About
 from quire.serve.auth import Guard, Keys, glance
-from quire.serve.errors import RETRY_AFTER, error_body, json_response, shaped
+from quire.serve.errors import RETRY_AFTER, error_body, error_response, json_response, shaped
 from quire.serve.feed.feed import Feed
 from quire.serve.health import Health
 from quire.serve.ids import RequestIds
 from quire.serve.lifecycle import ServerState
+from quire.serve.no_route import no_route
 
 access_logger = logging.getLogger("uvicorn.access")
 
 
 def build_front(state: ServerState, keys: Keys) -> ASGIApp:
     settings, health = state.settings, Health(state)
-    about = About(state)
+    about = About(state, keyed=len(keys) > 0)
     operations = [*health.routes, *about.routes, *Feed(state, several=len(keys) > 1).routes]
     inner = Operations(Gate(state), operations)
     front: ASGIApp = Meter(Guard(inner, keys, [*health.public, *about.public]), state, operations)
@@ -97,8 +98,7 @@ class Operations:
                 scope.update(child)
                 return await route.handle(scope, receive, send)
             if match is Match.PARTIAL:
-                body = error_body(405, f"{scope['method']} is not a method of this path")
-                return await json_response(body, 405)(scope, receive, send)
+                return await error_response(no_route(scope, [route]), scope)(scope, receive, send)
         return await self._app(scope, receive, send)
 
 

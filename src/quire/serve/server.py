@@ -1,7 +1,6 @@
 """What every endpoint needs: the engine, the settings, the names the model answers to. Made once, read by all."""
 
 import hashlib
-import logging
 import re
 import time
 from dataclasses import dataclass, field
@@ -20,9 +19,8 @@ from quire.serve.formats import ModelFormats, choose_formats
 from quire.serve.limits import LIMITS, ServerLimits, check_limits
 from quire.serve.protocol.fields import GenerationFields, RequestBody
 from quire.serve.response_store import ResponseStore
+from quire.serve.unknown_fields import UnknownFields
 from quire.types.errors import InvalidParameter
-
-logger = logging.getLogger(__name__)
 
 _PRINTABLE = re.compile(r"[\x21-\x7e]+")  # ids go into headers and logs
 
@@ -35,6 +33,7 @@ class Server:
     metrics: Metrics | None = None
     started: int = field(default_factory=lambda: int(time.time()))
     unparsed: Unparsed = field(default_factory=Unparsed)
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -82,7 +81,7 @@ class Server:
         if body.model is not None and body.model not in self.names:
             raise self.no_such_model(body.model)
         if unknown := check_fields(body):
-            logger.debug("fields that mean nothing here were ignored: %s", sorted(unknown))
+            self.unknown_fields.tell(body, unknown)
         return body.model or self.names[0]
 
 
