@@ -256,6 +256,14 @@ def mxfp4(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
     return {"weight_packed": low_first(codes), "weight_scale": (exponent + 127).to(torch.uint8)}, found * wide
 
 
+def mxfp8(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    groups = weight.view(len(weight), -1, 32)
+    exponent = (groups.abs().amax(-1) / 448).log2().ceil()
+    wide = torch.exp2(exponent).repeat_interleave(32, 1)
+    numbers = (weight / wide).to(torch.float8_e4m3fn)
+    return {"weight": numbers, "weight_scale": (exponent + 127).to(torch.uint8)}, numbers.float() * wide
+
+
 NF4 = torch.tensor([-1, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0, 0.0795803, 0.1609302,
                     0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1])  # fmt: skip
 
@@ -354,6 +362,7 @@ SCHEMES: dict[str, tuple[dict[str, Any], Any]] = {
                                                      "group_size": 16}), always(nvfp4(True))),
     "ct-mxfp4": (compressed("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
                  always(mxfp4)),
+    "ct-mxfp8": (compressed("mxfp8-quantized", FLOAT8 | {"strategy": "group", "group_size": 32}), always(mxfp8)),
     "ct-several": (SEVERAL, several),
     "fp8-tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, always(fp8("scalar", static=True))),
     "fp8-block": (BLOCKS, always(fp8("block", "weight_scale_inv"))),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.files.reading import shown, told
-from quire.layers.quant.layout import Raw, check_numbers
+from quire.layers.quant.layout import LARGEST, Raw, check_numbers
 from quire.ops.forms import Activation, Code, Float4, Float8, pack_nibbles, powers_of_two
 from quire.types.errors import ModelError
 
@@ -68,7 +68,7 @@ class Float4Layout:
             one = tensors[self.factor].float().reshape(*lead, 1, 1)
             if self.divides:
                 one = 1 / one
-                if not bool(one.isfinite().all()):
+                if not bool((one * LARGEST).isfinite().all()):
                     raise ModelError(f"{where}.{self.factor} is too small to divide by; the checkpoint is damaged")
             factor = one.expand(*lead, outputs, 1).contiguous()
         return Float4("e2m1", self.group, numbers, scale, factor)

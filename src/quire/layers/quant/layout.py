@@ -10,6 +10,8 @@ from torch import Tensor
 from quire.layers.claims import Ranges
 from quire.types.errors import ModelError
 
+LARGEST = 448.0 * 6.0  # that a scale is multiplied by: one of fp8, and a number of 4 bits
+
 
 @dataclass(frozen=True)
 class Dim:
@@ -96,8 +98,8 @@ def check_scales(layout: Layout, tensors: Mapping[str, Tensor], where: str) -> N
     for name in layout.scales:
         found = tensors[name]
         values = (found.view(torch.float8_e8m0fnu) if found.dtype == torch.uint8 else found).float()
-        if not bool((values.isfinite() & (values != 0)).all()):
-            what = "NaN" if values.isnan().any() else "an infinity" if not values.isfinite().all() else "0"
+        if not bool(((values * LARGEST).isfinite() & (values != 0)).all()):
+            what = "NaN" if values.isnan().any() else "0" if (values == 0).any() else "an infinity, or nearly"
             raise ModelError(f"{where}.{name} has a scale of {what}; the checkpoint is damaged")
 
 

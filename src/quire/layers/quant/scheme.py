@@ -24,6 +24,7 @@ PLAIN = ("F32", "F16", "BF16")
 WHOLE_NUMBERS = ("U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL")
 ROUTERS = ("gate", "router")  # which choose experts: small, and nobody quantizes them
 ONE = Dim("neither", 1)
+MOST = 1 << 31  # of a number in a configuration
 MATRIX = (Dim("outputs"), Dim("inputs"))
 
 
@@ -166,7 +167,7 @@ def get_int(config: Mapping[str, Any], *names: str, default: int | None = None) 
     for name in names:
         value = config.get(name)
         if value is not None:
-            if isinstance(value, bool) or not isinstance(value, int):
+            if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MOST:
                 raise ModelError(f"quantization_config: {name} must be a whole number, got {shown(value)}")
             return value
     if default is None:
