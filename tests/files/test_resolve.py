@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import errors
 
 from gguf_files import write_gguf
-from quire.files.resolve import ModelFiles, resolve_model, with_weights_on_disk
+from quire.files.resolve import ModelFiles, is_bare_name, resolve_model, with_weights_on_disk
 from quire.types.errors import ModelError, ModelNotFound
 
 
@@ -180,3 +180,14 @@ def test_a_typo_of_an_alias_is_recognized(hub: FakeHub) -> None:
     hub.error = errors.LocalEntryNotFoundError("x")
     with pytest.raises(ModelNotFound, match="Did you mean 'smollm2'"):
         resolve_model("smollm")
+
+
+@pytest.mark.parametrize(
+    ("name", "bare"),
+    [("gpt2", True), ("smollm2", False), ("org/name", False), ("./x", False), ("x.gguf", False)],
+)
+def test_a_name_without_an_organisation(name, bare, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert is_bare_name(name) is bare
+    (tmp_path / "gpt2").mkdir()
+    assert not is_bare_name("gpt2")

@@ -44,6 +44,7 @@ def test_a_port_in_use_is_told_at_once(serve_model: Path) -> None:
         (["--host", "0.0.0.0"], 2, "can be reached from other machines, and there is no API key"),
         (["--host", "no-such-host.invalid"], 2, "--host no-such-host.invalid"),
         (["./nothing"], 1, "./nothing: no such file or directory"),
+        (["nothing-here"], 1, "there is no directory 'nothing-here' here either"),
         (["--max-model-len", "9999999"], 2, "max_model_len"),
         (["--kv-cache-memory-bytes", "1000"], 2, "the cache got 1000 bytes"),  # told by the engine process
         (["--tool-call-parser", "hermis"], 2, "there is no parser 'hermis' for tool calls; did you mean 'hermes'?"),
@@ -51,13 +52,16 @@ def test_a_port_in_use_is_told_at_once(serve_model: Path) -> None:
         (["--ssl-certfile", "x", "--ssl-keyfile", "y"], 2, "the TLS certificate or its key cannot be used"),
     ],
 )
-def test_start_up_errors_are_one_line(serve_model: Path, flags: list[str], code: int, message: str) -> None:
-    model = [] if flags[0].startswith(".") else [str(serve_model)]
+def test_start_up_errors_are_one_line(
+    serve_model: Path, flags: list[str], code: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model = [str(serve_model)] if flags[0].startswith("-") else []
     done = run_line(*model, "--port", "0", "--device", "cpu", "--distributed-executor-backend", "fake", *flags)
     *before, last = done.stderr.splitlines()
     assert (done.returncode, message in last) == (code, True), done.stderr
     assert all("INFO [quire.serve.launch] listening on" in line for line in before)
-    assert not (before and "./nothing" in flags), "a model that is not there is told before anybody listens"
+    assert model or not before, "a model that is not there is told before anybody listens"
 
 
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from quire.config.conflicts import refuse_conflicts
 from quire.config.facts import DeviceFacts, ModelFacts, read_facts
 from quire.config.hf import read_json
 from quire.config.quantization import Quantization, choose_quantization
-from quire.files.resolve import check_on_disk, resolve_model
+from quire.files.resolve import check_on_disk, is_bare_name, resolve_model
 from quire.types.errors import ConfigError, RequestError
 from quire.types.sampling import LogprobsMode, SamplingParams
 
@@ -80,8 +80,12 @@ def resolve(
 
 
 def check_model(args: EngineArgs) -> None:
-    """Raises what is wrong with a model that would be found on this machine; nothing is fetched."""
-    check_on_disk(args.model, _wants_weights(args))
+    """Raises what is wrong with a model that would be found on this machine. A name without an organisation is most often a
+    slip: the hub is asked about it, for a few small files."""
+    if is_bare_name(args.model):
+        resolve_model(args.model, revision=args.revision, download_dir=args.download_dir, token=args.hf_token, weights=False)
+    else:
+        check_on_disk(args.model, _wants_weights(args))
 
 
 def _wants_weights(args: EngineArgs) -> bool:

@@ -70,6 +70,12 @@ def check_on_disk(model: str, weights: bool = True) -> None:
         resolve_model(model, weights=weights)
 
 
+def is_bare_name(model: str) -> bool:
+    """Could be nothing but a hub id without an organisation, of which there are few: gpt2."""
+    here = model in wheel.ALIASES or _must_be_here(model) or Path(model).expanduser().exists()
+    return not here and "/" not in model
+
+
 def with_weights_on_disk(files: ModelFiles) -> ModelFiles:
     """The same model with the weight files that are already here, all or none; nothing is fetched."""
     if files.format == "gguf" or files.weights:
