@@ -63,7 +63,8 @@ def commands() -> list[tuple[str, str]]:
 PYTHON = [one for one in snippets() if one.language == "python"]
 JSON = [one for one in snippets() if one.language == "json"]
 QUIRE = sorted({line for _, line in commands() if line.startswith("quire ")})
-CURL = [(where, line) for where, line in commands() if line.startswith("curl ")]
+ENDLESS = "/engine/events"  # test_feed.py reads it
+CURL = [(where, line) for where, line in commands() if line.startswith("curl ") and ENDLESS not in line]
 
 
 @pytest.fixture(scope="module")
