@@ -36,6 +36,10 @@ class Record:
         return self.sent - self.due
 
     @property
+    def overall(self) -> float:
+        return self.end - self.due
+
+    @property
     def tpot(self) -> float | None:
         """Time per token after the first; None where there is no second one."""
         if self.output_tokens < 2:
