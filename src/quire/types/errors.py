@@ -4,6 +4,7 @@ QuireError
 ├── RequestError(ValueError)        the client's request is wrong; nobody else notices            (HTTP 400)
 │   ├── InvalidParameter            one parameter has a bad value; `.parameter` names it
 │   │   └── UnknownParameter        (TypeError) there is none of that name
+│   ├── AdapterError                a LoRA adapter's files are missing, broken, or do not suit the model
 │   ├── PromptTooLong               the prompt cannot fit the context or the cache
 │   └── NotSupported                understood, but not done here     (HTTP 400 if it names a field, else 501)
 ├── ConfigError(ValueError)         the engine was asked to start with impossible settings
@@ -33,6 +34,10 @@ class InvalidParameter(RequestError):
 
 
 class UnknownParameter(InvalidParameter, TypeError):
+    pass
+
+
+class AdapterError(RequestError):
     pass
 
 

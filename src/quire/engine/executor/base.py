@@ -2,6 +2,7 @@
 
 from typing import Any, Protocol
 
+from quire.types.adapter import AdapterFacts, AdapterRef
 from quire.types.plan import StepPlan, StepResult, Words
 from quire.types.stats import DeviceCounts
 
@@ -30,6 +31,20 @@ class Executor(Protocol):
 
     def call(self, method: str, *args: Any) -> Any:
         """Anything else asked of the device side, by name; waits for the answer."""
+
+    def read_adapter(self, ref: AdapterRef) -> AdapterFacts:
+        """Reads and checks an adapter's files; it stays in the host's memory under its version until it is forgotten. May be
+        called from another thread, while steps run. Raises an AdapterError that names the file, the field or the tensor."""
+
+    def put_adapter(self, ref: AdapterRef, place: int) -> None:
+        """Host to device, between steps: rows of later steps whose place this is run with it. It was read, and not forgotten;
+        places begin at 1. Whoever was in the place is gone, so no tenant may have it."""
+
+    def drop_adapter(self, place: int) -> None:
+        """Its memory on the device is given back, between steps. No tenant may have the place; it may be empty already."""
+
+    def forget_adapter(self, version: str) -> None:
+        """Its memory on the host is given back; where it lies on the device it stays."""
 
     def stop(self) -> None:
         """Lets go of the device. No step may be submitted afterwards."""

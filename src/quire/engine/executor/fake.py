@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quire.engine.executor.fake_model import FakeModel, Words
+from quire.engine.executor.fake_model import FakeModel, Words, flavour
+from quire.files.adapter import find_adapter, read_config
+from quire.types.adapter import AdapterFacts, AdapterRef
 from quire.types.cache import CacheLayout
-from quire.types.errors import EngineDead, EngineError
+from quire.types.errors import AdapterError, EngineDead, EngineError
 from quire.types.plan import Admission, Ints, StepPlan, StepResult, TopLogprobs, spans
 from quire.types.plan import Words as Masks
 from quire.types.stats import NO_COUNTS, DeviceCounts
@@ -83,6 +85,9 @@ class FakeExecutor:
         self.cursor: Longs = np.zeros(max_seqs, np.int64)  # [slots] positions run so far, without drafts that were wrong
         self.bound: Longs = np.zeros(max_seqs, np.int64)  # [slots] the same, had all drafts been right
         self.seeds: Words = np.zeros(max_seqs, np.uint64)  # [slots]
+        self.flavours: Words = np.zeros(max_seqs, np.uint64)  # [slots] of their adapters
+        self.adapters: dict[int, str] = {}  # place -> version
+        self._read: dict[str, AdapterFacts] = {}  # version -> what was found
         self.tenants: dict[int, Admission] = {}
         self._special: set[int] = set()  # slots whose params ask for more than a token
         self._busy_until = 0.0
@@ -112,6 +117,26 @@ class FakeExecutor:
     def call(self, method: str, *args: Any) -> Any:
         raise EngineError(f"the fake executor has no method {method!r} (called with {len(args)} arguments)")
 
+    def read_adapter(self, ref: AdapterRef) -> AdapterFacts:
+        """Of the files only the configuration has to make sense."""
+        files = find_adapter(ref.path)
+        rank = read_config(files).get("r")
+        if type(rank) is not int or rank < 1:
+            raise AdapterError(f"{files.config}: r must be a whole number from 1 up, got {rank!r}", "lora_path")
+        self._read[ref.version] = AdapterFacts(rank, files.weights.stat().st_size)
+        return self._read[ref.version]
+
+    def put_adapter(self, ref: AdapterRef, place: int) -> None:
+        if ref.version not in self._read:
+            raise EngineError(f"{ref.path} was not read, so it cannot be put in place {place}")
+        self.adapters[place] = ref.version
+
+    def drop_adapter(self, place: int) -> None:
+        self.adapters.pop(place, None)
+
+    def forget_adapter(self, version: str) -> None:
+        self._read.pop(version, None)
+
     def stop(self) -> None:
         self._stopped = True
 
@@ -131,6 +156,7 @@ class FakeExecutor:
             self.tokens[slot, : len(tenant.tokens)] = tenant.tokens
             params = tenant.params
             self.known[slot], self.cursor[slot], self.bound[slot] = len(tenant.tokens), tenant.start, tenant.start
+            self.flavours[slot] = self._flavour(tenant)
             self.seeds[slot] = 0 if params.greedy else tenant.seed & 2**64 - 1
             if params.logprobs is not None or params.min_tokens:
                 self._special.add(slot)
@@ -144,6 +170,12 @@ class FakeExecutor:
             raise EngineError("page copies of one step depend on each other")
         self.cells[plan.copy_to] = self.cells[plan.copy_from]
         self.sums[plan.copy_to] = self.sums[plan.copy_from]
+
+    def _flavour(self, tenant: Admission) -> int:
+        place = tenant.extras.adapter
+        if place and place not in self.adapters:
+            raise EngineError(f"a row asks for adapter {place}, but that place is empty")
+        return flavour(self.adapters[place]) if place else 0
 
     # ---- the rows --------------------------------------------------------------------------------------------------------
 
@@ -189,6 +221,9 @@ class FakeExecutor:
         begin = plan.end - count
         if (count < 1).any() or (begin < self.cursor[slots]).any() or (begin > self.bound[slots]).any():
             raise EngineError("a row does not begin where its slot's last one ended")
+        for slot in slots[self.flavours[slots] != 0].tolist():
+            if self._flavour(self.tenants[slot]) != int(self.flavours[slot]):
+                raise EngineError(f"the adapter of slot {slot} was changed under its tenant")
         known = self.known[slots] + plan.drafts
         if (end > known).any() or (plan.sample != (end == known)).any():
             raise EngineError("a row ends after its last token, or samples before it")
@@ -237,7 +272,7 @@ class FakeExecutor:
         before, tokens = np.maximum(positions - 1, 0), self.tokens[slots, positions]
         for group, window in enumerate(self.model.windows):
             pages = self._pages(group, slots, index)
-            values = self.model.weights(group, tokens, positions)
+            values = self.model.weights(group, tokens, positions) + self.flavours[slots]
             if window != 1:
                 previous = self.cells[self._pages(group, slots, before // self.size), before % self.size]
                 values = values + np.where(positions > 0, previous, np.uint64(0))
@@ -251,7 +286,7 @@ class FakeExecutor:
         index, offset, before = positions // self.size, positions % self.size, positions[:1] - 1
         for group, window in enumerate(self.model.windows):
             pages = self._pages(group, np.full_like(positions, slot), index)
-            values = self.model.weights(group, self.tokens[slot, positions], positions)
+            values = self.model.weights(group, self.tokens[slot, positions], positions) + self.flavours[slot]
             if window != 1:
                 values = np.cumsum(values, dtype=np.uint64)
                 if before[0] >= 0:

@@ -2,9 +2,9 @@
 
 For every position each cache group stores one 64-bit cell, a function of the cell before it, the token and the position:
 
-    cell[g][p] = cell[g][p-1] + weight(g, token[p], p)                  (a window of 1 cannot see p-1 and starts at 0)
+    cell[g][p] = cell[g][p-1] + weight(g, token[p], p) + flavour       (a window of 1 cannot see p-1 and starts at 0)
     digest[g]  = sum of the cells visible from the last position        (all of them, or the last `window`)
-    next token = hash(digests, seed, position)
+    next token = hash(digests, seed, position)                          (the flavour is of the row's adapter, 0 without one)
 
 So a wrong page, table entry, copy or cursor changes the output, and the tokens of a request depend on nothing else.
 All arithmetic is modulo 2**64. `FakeModel.generate` does it one token at a time, without any cache: the oracle of the tests.
@@ -12,6 +12,7 @@ All arithmetic is modulo 2**64. `FakeModel.generate` does it one token at a time
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 import numpy as np
 import numpy.typing as npt
@@ -58,9 +59,18 @@ class FakeModel:
         return tokens
 
     def generate(
-        self, prompt: Sequence[int], *, seed: int, max_tokens: int, stop_ids: Collection[int] = (), min_tokens: int = 0
+        self,
+        prompt: Sequence[int],
+        *,
+        seed: int,
+        max_tokens: int,
+        stop_ids: Collection[int] = (),
+        min_tokens: int = 0,
+        adapter: str = "",
     ) -> list[int]:
-        """The answer to a prompt, from the definition above: up to `max_tokens` tokens, or to a stop id (which is included)."""
+        """The answer to a prompt, from the definition above: up to `max_tokens` tokens, or to a stop id (which is included).
+        `adapter`: the version of the one it runs with."""
+        added = flavour(adapter) if adapter else 0
         cells: list[list[int]] = [[] for _ in self.windows]
         answer: list[int] = []
         fed, following = 0, list(prompt)
@@ -69,7 +79,7 @@ class FakeModel:
                 for group, window in enumerate(self.windows):
                     before = cells[group][-1] if cells[group] and window != 1 else 0
                     weight = mix_one(token * TOKEN + fed * POSITION + GROUP * (group + 1))
-                    cells[group].append(before + weight & MASK)
+                    cells[group].append(before + weight + added & MASK)
                 fed += 1
             x = mix_one(seed + fed * SEED)
             for group, window in enumerate(self.windows):
@@ -96,6 +106,11 @@ class FakeModel:
         return next(
             (t % self.vocab_size for t in range(token, token + self.vocab_size) if t % self.vocab_size not in stop_ids), token
         )
+
+
+def flavour(version: str) -> int:
+    """What an adapter adds to every cell. Never 0."""
+    return int.from_bytes(sha256(version.encode()).digest()[:8], "little") | 1
 
 
 def mix(x: Words) -> Words:

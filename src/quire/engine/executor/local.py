@@ -6,7 +6,8 @@ from torch import AcceleratorError
 
 from quire.runner.flight import StepFlight
 from quire.runner.step import Runner
-from quire.types.errors import EngineDead, EngineError
+from quire.types.adapter import AdapterFacts, AdapterRef
+from quire.types.errors import AdapterError, EngineDead, EngineError
 from quire.types.plan import StepPlan, StepResult, Words
 from quire.types.stats import DeviceCounts
 
@@ -60,6 +61,18 @@ class LocalExecutor:
         if not callable(target):
             raise EngineError(f"a runner has no method {method!r}")
         return target(*args)
+
+    def read_adapter(self, ref: AdapterRef) -> AdapterFacts:
+        raise AdapterError(f"{ref.path}: adapters cannot be read from files yet")
+
+    def put_adapter(self, ref: AdapterRef, place: int) -> None:
+        raise EngineError(f"{ref.path} was not read, so it cannot be put in place {place}")
+
+    def drop_adapter(self, place: int) -> None:
+        pass
+
+    def forget_adapter(self, version: str) -> None:
+        pass
 
     def stop(self) -> None:
         self._runner.close()

@@ -1,0 +1,59 @@
+"""The files of a LoRA adapter, as PEFT writes them: a directory of adapter_config.json and the numbers beside it."""
+
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from quire.files.reading import read_object
+from quire.types.errors import AdapterError, ModelError
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+LARGEST_CONFIG = 16 << 20
+PIECE = 1 << 22
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    config: Path
+    weights: Path
+
+
+def find_adapter(path: str) -> AdapterFiles:
+    directory = Path(path)
+    try:
+        if not directory.is_dir():
+            raise AdapterError(f"{path}: there is no such directory; lora_path names the one with {CONFIG}", "lora_path")
+        config = directory / CONFIG
+        if not config.is_file():
+            raise AdapterError(f"{path}: there is no {CONFIG} in it, as PEFT writes it", "lora_path")
+        for name in WEIGHTS:
+            if (directory / name).is_file():
+                return AdapterFiles(config, directory / name)
+    except (OSError, ValueError) as error:
+        raise AdapterError(f"{path!r}: cannot be read: {error}", "lora_path") from error
+    raise AdapterError(f"{path}: there is neither {WEIGHTS[0]} nor {WEIGHTS[1]} in it", "lora_path")
+
+
+def read_config(files: AdapterFiles) -> dict[str, Any]:
+    try:
+        if files.config.stat().st_size > LARGEST_CONFIG:
+            raise AdapterError(f"{files.config}: is larger than any configuration ({LARGEST_CONFIG >> 20} MiB)", "lora_path")
+        return read_object(files.config) or {}
+    except (ModelError, OSError) as error:
+        raise AdapterError(str(error), "lora_path") from error
+
+
+def digest(path: str) -> str:
+    """The version of what is in the files now."""
+    files, found = find_adapter(path), sha256(b"quire adapter")
+    try:
+        for file in (files.config, files.weights):
+            found.update(file.stat().st_size.to_bytes(8, "little"))
+            with file.open("rb") as source:
+                while piece := source.read(PIECE):
+                    found.update(piece)
+    except OSError as error:
+        raise AdapterError(f"{file}: cannot be read: {error.strerror or error}", "lora_path") from error
+    return found.hexdigest()
