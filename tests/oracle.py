@@ -39,6 +39,13 @@ TINY: dict[str, Any] = {
 NOT_IN_OPT = ("intermediate_size", "num_key_value_heads", "initializer_range")
 OPT: dict[str, Any] = {**dict.fromkeys(NOT_IN_OPT), "ffn_dim": 80, "word_embed_proj_dim": 48, "init_std": 0.2, "dropout": 0.0}
 GPT2: dict[str, Any] = {"intermediate_size": None, "num_key_value_heads": None}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 32,
+    "truncate": False,
+}
 QWEN3_MOE: dict[str, Any] = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
 
@@ -157,6 +164,19 @@ FAMILIES: dict[str, Family] = {
             "activation_function": "relu",
         },
     ),
+    "gpt-oss": Family(
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            "head_dim": 16,
+            "sliding_window": 6,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": YARN,
+            "swiglu_alpha": 1.5,
+            "swiglu_limit": 0.9,
+        },
+    ),
     "mixtral": Family("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral-window-one-expert": Family(
         "MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 8}
@@ -171,13 +191,6 @@ FAMILIES: dict[str, Family] = {
 
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "rope_theta": 1e4,
-    "original_max_position_embeddings": 32,
-    "truncate": False,
-}
 
 # decoders that transformers runs over our cache
 FALLBACK: dict[str, Family] = {
@@ -190,11 +203,6 @@ FALLBACK: dict[str, Family] = {
     ),
     "glm4": Family("Glm4Config", "Glm4ForCausalLM", {"head_dim": 16}),
     "gpt-neox": Family("GPTNeoXConfig", "GPTNeoXForCausalLM", {"num_key_value_heads": None, "rotary_pct": 0.5}),
-    "gpt-oss": Family(
-        "GptOssConfig",
-        "GptOssForCausalLM",
-        {"head_dim": 16, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN},
-    ),
     "granite": Family(
         "GraniteConfig", "GraniteForCausalLM", {"attention_multiplier": 0.3, "logits_scaling": 3.0, "residual_multiplier": 0.5}
     ),
@@ -288,7 +296,7 @@ def make_checkpoint(family: Family, directory: Path) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # what initializes to a constant must still be able to betray a mistake
-            if parameter.ndim == 1:
+            if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             assert parameter.isfinite().all(), name
     model.save_pretrained(directory)

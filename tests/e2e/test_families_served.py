@@ -23,7 +23,7 @@ from tiny_model import VOCABULARY, make_tokenizer
 
 # one checkpoint of each architecture: the first of the table
 NATIVE = {family.model: name for name, family in reversed(FAMILIES.items())}
-SAMPLE = ("cohere2", "gpt-neox", "gpt-oss", "granite", "olmo2", "smollm3")
+SAMPLE = ("cohere2", "gpt-neox", "granite", "olmo2", "smollm3")
 WITH_EYES = ("Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration")
 ALL = {**FAMILIES, **FALLBACK, **COMPOSITES}
 NAMES = [*sorted(NATIVE.values()), *SAMPLE, *WITH_EYES]

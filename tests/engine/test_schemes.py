@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from oracle import Sequences, in_pieces
-from quantized_checkpoints import SCHEMES, mxfp4, write
+from quantized_checkpoints import SCHEMES, write
 from quire import LLM, SamplingParams
 from quire.config.devices import KEEPS as KEPT
 from quire.config.facts import read_facts
@@ -452,37 +452,3 @@ def test_random_weights_in_a_scheme(checkpoint):
         )
         assert Sequences(model, 1, 40).step([(0, FIRST)])[0].isfinite().all()
         assert isinstance(model.layers[0].self_attn.o_proj.method, StoredLinear)
-
-
-def test_experts_of_gpt_oss_become_floats(tmp_path):
-    """Through the fallback, which knows the model."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.GptOssConfig(
-        hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-        vocab_size=320, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, max_position_embeddings=64,
-        initializer_range=0.1, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    )  # fmt: skip
-    transformers.GptOssForCausalLM(config).save_pretrained(tmp_path / "floats")
-    found = load_file(tmp_path / "floats" / "model.safetensors")
-    stored = dict(found)
-    for name in [name for name in found if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        stack = stored.pop(name).mT  # [E, N, K]
-        parts = [mxfp4(name, expert.contiguous()) for expert in stack]
-        found[name] = torch.stack([value for _, value in parts]).mT.contiguous()
-        packed = torch.stack([part["weight_packed"] for part, _ in parts])
-        stored[f"{name}_blocks"] = packed.view(*packed.shape[:2], -1, 16)
-        stored[f"{name}_scales"] = torch.stack([part["weight_scale"] for part, _ in parts])
-    save_file(found, tmp_path / "floats" / "model.safetensors")
-    settings = json.loads((tmp_path / "floats" / "config.json").read_text())
-    (tmp_path / "quantized").mkdir()
-    save_file(stored, tmp_path / "quantized" / "model.safetensors")
-    (tmp_path / "quantized" / "config.json").write_text(
-        json.dumps(settings | {"quantization_config": {"quant_method": "mxfp4"}})
-    )
-    got, wanted = (Sequences(load(tmp_path / kind), 1, 40).step([(0, FIRST)])[0] for kind in ("quantized", "floats"))
-    assert (got - wanted).abs().max() < 1e-3
-    del stored[f"{name}_scales"]
-    save_file(stored, tmp_path / "quantized" / "model.safetensors")
-    with pytest.raises(ModelError, match=r"experts\.\w+_scales is missing"):
-        load(tmp_path / "quantized")

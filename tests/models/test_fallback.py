@@ -19,6 +19,7 @@ IDS = torch.randint(3, 199, (2, 40), generator=torch.Generator().manual_seed(0))
 # and some that are families of our own
 SERVED = FALLBACK | {
     "llama": FAMILIES["llama"],
+    "gpt-oss": FAMILIES["gpt-oss"],
     "gemma2": FAMILIES["gemma2"],
     "opt": FAMILIES["opt-norms-after-narrow"],
 }
@@ -38,8 +39,8 @@ def test_logits(tmp_path, name):
 
 
 def test_attention_is_as_the_model_describes_it(tmp_path):
-    make_checkpoint(FALLBACK["gpt-oss"], tmp_path)
-    specs = [attention.spec for attention in build_model(read_facts(resolve_model(tmp_path))).attentions]
+    make_checkpoint(SERVED["gpt-oss"], tmp_path)
+    specs = [attention.spec for attention in build_model(read_facts(resolve_model(tmp_path)), "transformers").attentions]
     assert [spec.window for spec in specs] == [6, None, 6]
     assert all(spec.sinks for spec in specs)
     make_checkpoint(SERVED["gemma2"], tmp_path)

@@ -5,6 +5,7 @@ import torch
 from kernel_support import DTYPES, close, numbers
 
 from quire.ops.activation import ACTIVATIONS
+from quire.ops.arguments import ClampedSwiglu, ExpertBiases
 from quire.ops.moe import reference_experts_forward, reference_route
 
 pytest.importorskip("triton")
@@ -69,6 +70,21 @@ def test_activations_of_experts(way, name, device):
     x, weights, chosen, up, down = problem(1, 4, 2, 24, 16, torch.float32, device)
     expected = reference_experts_forward(x, weights, chosen, up, down, name)
     close(way.experts_forward(x, weights, chosen, up, down, name), expected)
+
+
+@WAYS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("behind", [True, False])
+def test_biases_and_clamps(way, behind, dtype, device):
+    """As gpt-oss has them; a limit that many numbers are beyond. Without the second bias: another rank adds it."""
+    x, weights, chosen, up, down = problem(5, 6, 3, 40, 24, dtype, device)
+    first, second = (numbers(6, size, dtype=dtype, device=device, seed=size) for size in (48, 40))
+    biases, gating = ExpertBiases(first, second if behind else None), ClampedSwiglu(1.702, 0.5)
+    got = way.experts_forward(x, weights, chosen, up, down, gating, biases)
+    close(got, reference_experts_forward(x, weights, chosen, up, down, gating, biases))
+    x[1, 0] = torch.nan
+    broken = way.experts_forward(x, weights, chosen, up, down, gating, biases)
+    assert broken[1].isnan().all() and torch.equal(broken[0], got[0])
 
 
 def test_no_tokens(device):

@@ -55,7 +55,7 @@ def test_shares_that_are_not_alike(tmp_path, size, keys):
     close(logits, case.expected(IDS[0]))
 
 
-@pytest.mark.parametrize(("family", "size"), [("mixtral", 2), ("mixtral", 5), ("qwen3-moe", 4)])
+@pytest.mark.parametrize(("family", "size"), [("mixtral", 2), ("mixtral", 5), ("qwen3-moe", 4), ("gpt-oss", 3)])
 def test_whole_experts(checkpoint, family, size):
     case = checkpoint(family)
     models, _ = divided(case.facts, size, expert_parallel=True)

@@ -32,6 +32,10 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"rope_theta": 1e6, "rope_local_base_freq": 1e4, **_GEMMA_SHAPE, "sliding_window": 4096,
                     "sliding_window_pattern": 6, "query_pre_attn_scalar": 256, "num_attention_heads": 8,
                     "num_key_value_heads": 4, "vocab_size": 262208, "max_position_embeddings": 131072},
+    "gpt_oss": {"rope_theta": 1.5e5, "head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2, "rms_norm_eps": 1e-5,
+                "num_local_experts": 128, "num_experts_per_tok": 4, "attention_bias": True, "swiglu_alpha": 1.702,
+                "swiglu_limit": 7.0, "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                                                      "truncate": False, "original_max_position_embeddings": 4096}},
     "phi3": {"rope_theta": 1e4, "sliding_window": None},
     "gpt2": {"tie_word_embeddings": True},
     "opt": {"tie_word_embeddings": True},
@@ -94,6 +98,8 @@ def explicit_config(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
         shapes = {"hidden_act": "silu", **_SHAPES.get(str(merged["model_type"]), {})}
     spoken = {key: value for key, value in merged.items() if value is not None or key not in _NULL_IS_SILENT}
     config = {**shapes, **FAMILY_DEFAULTS.get(str(spoken.get("model_type")), {}), **spoken}
+    if spoken.get("rope_parameters") and "rope_scaling" not in spoken:
+        config.pop("rope_scaling", None)  # the file says it another way
     if isinstance(config.get("rope_parameters"), dict) and config.get("model_type") in FAMILY_DEFAULTS:
         config["rope_parameters"] = _complete(config["rope_parameters"], config)
     if "_sliding_window_pattern" in config:

@@ -22,7 +22,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "fp8": ("fbgemm_fp8",),
     "gptq": ("gptq_marlin", "auto_gptq"),
     "modelopt": ("modelopt_fp4", "modelopt_fp8", "modelopt_mixed", "modelopt_mxfp8"),
-    "mxfp4": (),
+    "mxfp4": ("gpt_oss_mxfp4",),
 }
 # method -> kinds of forms (`ops/forms.py`) that its matrices become
 FORMS: dict[str, tuple[str, ...]] = {
@@ -32,7 +32,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "fp8": ("fp8",),
     "gptq": ("int4", "int8"),
     "modelopt": ("fp8", "fp4"),
-    "mxfp4": (),  # gpt-oss, which the fallback runs, with floats
+    "mxfp4": (),  # gpt-oss's experts, which become floats
 }
 ALIASES = {alias: method for method, aliases in METHODS.items() for alias in (method, *aliases)}
 ONLINE = ("fp8",)  # may be made of floats as they are loaded

@@ -10,9 +10,10 @@ from quire.attn.batch import AdapterRows
 from quire.dist.collectives import Group, add_parts
 from quire.layers.claims import Claim, Claims, Take
 from quire.layers.linear import Linear
-from quire.layers.parameter import Method, MethodLayer
+from quire.layers.parameter import Method, MethodLayer, parameter
 from quire.layers.role import Role
 from quire.ops.activation import check_activation
+from quire.ops.arguments import ClampedSwiglu, ExpertBiases
 from quire.ops.moe import experts_forward, route
 
 
@@ -46,7 +47,9 @@ class PlainExperts(Method):
         if layer.fused:
             few, below = (kept.start, kept.stop), (inner + rows.start, inner + rows.stop)
             both = [Take(gates, (few, some, across)), Take(ups, (few, below, across))]
-            if len(rows) == inner:
+            if layer.paired:
+                both = [Take(up, (few, pairs_of(rows), across))]
+            elif len(rows) == inner:
                 both = [Take(up, (few, (0, 2 * inner), across))]
             gate_up = Claim((layer.total, 2 * inner, width), tuple(both)).simple
             back = Claim((layer.total, width, inner), (Take(down, (few, across, some)),)).simple
@@ -65,13 +68,21 @@ class PlainExperts(Method):
                     taken[place] = Claim(shape, (Take(stack[expert - kept.start], ranges),)).simple
         return taken
 
+    def finish(self, layer: "Experts") -> None:
+        if layer.paired:
+            part_pairs(layer.up.data)
+
     def apply(self, layer: "Experts", x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return experts_forward(x, weights, experts, layer.up, layer.down, layer.activation)
+        return experts_forward(x, weights, experts, layer.up, layer.down, layer.activation, layer.biases)
 
 
 class Experts(MethodLayer):
     """At `path` it takes `path.<e>.gate_proj.weight`, `path.<e>.up_proj.weight` and `path.<e>.down_proj.weight`, or all experts
-    at once: `path.gate_up_proj` [E, 2 * inner, hidden] and `path.down_proj` [E, hidden, inner], or both the other way round."""
+    at once: `path.gate_up_proj` [E, 2 * inner, hidden] and `path.down_proj` [E, hidden, inner], or both the other way round.
+
+    `paired`: all at once and the other way round, where a gate and its up are neighbours; and there are biases of both,
+    `path.gate_up_proj_bias` [E, 2 * inner] and `path.down_proj_bias` [E, hidden].
+    """
 
     up: nn.Parameter
     down: nn.Parameter
@@ -79,32 +90,54 @@ class Experts(MethodLayer):
     role = Role.EXPERT
     group: Group | None = None  # of the ranks whose outputs are to be added
 
-    def __init__(self, count: int, hidden_size: int, inner_size: int, activation: str) -> None:
+    def __init__(
+        self, count: int, hidden_size: int, inner_size: int, activation: str | ClampedSwiglu, *, paired: bool = False
+    ) -> None:
         super().__init__()
-        self.activation = check_activation(activation)
+        self.activation = check_activation(activation) if isinstance(activation, str) else activation
         self.total, self.hidden_size, self.total_inner = count, hidden_size, inner_size
-        self.fused = self.transposed = False  # how the checkpoint has them
+        self.paired = self.fused = self.transposed = paired  # how the checkpoint has them
         self.method: ExpertsMethod = PlainExperts()
         self.keep(range(count), range(inner_size))
 
     def keep(self, experts: range, inner: range) -> None:
         """Before anything is loaded: these experts, and these of what is between their matrices."""
         self.kept, self.kept_inner = experts, inner
+        self.up_bias = parameter(len(experts), 2 * len(inner)) if self.paired else None
+        # of the ranks that have a part of each expert, the first adds it
+        self.down_bias = parameter(len(experts), self.hidden_size) if self.paired and inner.start == 0 else None
         self.use(self.method)
 
     def use(self, method: ExpertsMethod) -> None:
         self.method = method
         self.declare(method.shapes(len(self.kept), self.hidden_size, len(self.kept_inner)), method.dtypes)
 
+    @property
+    def biases(self) -> ExpertBiases | None:
+        return None if self.up_bias is None else ExpertBiases(self.up_bias, self.down_bias)
+
     def arrange(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        if self.paired:
+            return
         self.fused = f"{path}.gate_up_proj" in shapes
         other = (self.total, self.total_inner, self.hidden_size)
         self.transposed = self.fused and shapes.get(f"{path}.down_proj") == other
 
     def claims(self, path: str) -> Claims:
-        return self.method.claims(self, path)
+        taken = self.method.claims(self, path)
+        if self.up_bias is not None:
+            few, across = (self.kept.start, self.kept.stop), (0, self.hidden_size)
+            pairs = Take(self.up_bias.data, (few, pairs_of(self.kept_inner)))
+            taken[f"{path}.gate_up_proj_bias"] = Claim((self.total, 2 * self.total_inner), (pairs,)).simple
+            taken[f"{path}.down_proj_bias"] = None  # another rank adds it
+            if self.down_bias is not None:
+                behind = Take(self.down_bias.data, (few, across))
+                taken[f"{path}.down_proj_bias"] = Claim((self.total, self.hidden_size), (behind,)).simple
+        return taken
 
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
+        if self.up_bias is not None:
+            part_pairs(self.up_bias.data)
         self.method.finish(self)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
@@ -118,16 +151,37 @@ class Experts(MethodLayer):
         return add_parts(self.method.apply(self, x, weights, experts), self.group)
 
 
+def pairs_of(rows: range) -> tuple[int, int]:
+    """Where the gates and ups of these are, if they are neighbours."""
+    return 2 * rows.start, 2 * rows.stop
+
+
+def part_pairs(stack: Tensor) -> None:
+    """[E, 2n, ...] with gate and up in turn: in place, and an expert at a time, to gates above ups."""
+    for one in stack:
+        one.copy_(torch.cat((one[0::2], one[1::2])))
+
+
 class MoE(nn.Module):
-    """Each token goes to its `top_k` experts. `renormalize`: their weights are made to add up to one."""
+    """Each token goes to its `top_k` experts. `renormalize`: their weights are made to add up to one. `biased`: the router has
+    a bias. `paired`: see `Experts`."""
 
     def __init__(
-        self, hidden_size: int, inner_size: int, activation: str, *, experts: int, top_k: int, renormalize: bool
+        self,
+        hidden_size: int,
+        inner_size: int,
+        activation: str | ClampedSwiglu,
+        *,
+        experts: int,
+        top_k: int,
+        renormalize: bool,
+        biased: bool = False,
+        paired: bool = False,
     ) -> None:
         super().__init__()
         self.top_k, self.renormalize = top_k, renormalize
-        self.gate = Linear(hidden_size, experts)
-        self.experts = Experts(experts, hidden_size, inner_size, activation)
+        self.gate = Linear(hidden_size, experts, bias=biased)
+        self.experts = Experts(experts, hidden_size, inner_size, activation, paired=paired)
 
     def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:  # noqa: ARG002 (its matrices have none)
         weights, chosen = route(self.gate(x), self.top_k, self.renormalize)

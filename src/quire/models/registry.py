@@ -19,6 +19,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "Gemma2ForCausalLM": "quire.models.gemma:Gemma2",
         "Gemma3ForCausalLM": "quire.models.gemma:Gemma3",
         "GemmaForCausalLM": "quire.models.gemma:Gemma",
+        "GptOssForCausalLM": "quire.models.gpt_oss:GptOss",
         "LlamaForCausalLM": "quire.models.llama:Llama",
         "MistralForCausalLM": "quire.models.llama:Llama",
         "MixtralForCausalLM": "quire.models.mixtral:Mixtral",

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.arguments import ClampedSwiglu
 from quire.types.errors import ModelError
 
 
@@ -42,8 +44,11 @@ def gated(x: Tensor, name: str) -> Tensor:
     return reference_gated(x, name)
 
 
-def reference_gated(x: Tensor, name: str) -> Tensor:
+def reference_gated(x: Tensor, name: str | ClampedSwiglu) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
+    if isinstance(name, ClampedSwiglu):
+        gate, up = gate.clamp(max=name.limit), up.clamp(-name.limit, name.limit)
+        return (up + 1).mul_(gate * torch.sigmoid(gate * name.alpha))
     return ACTIVATIONS[name](gate).mul_(up)
 
 

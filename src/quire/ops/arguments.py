@@ -25,6 +25,19 @@ class RowInputs:
 
 
 @dataclass(frozen=True)
+class ClampedSwiglu:
+    """Of a gate of at most `limit` and an up within ± limit: gate * sigmoid(alpha * gate) * (up + 1)."""
+
+    alpha: float
+    limit: float
+
+
+class ExpertBiases(NamedTuple):
+    up: Tensor  # [E, 2I] gate before up
+    down: Tensor | None  # [E, H]; None = another rank adds them
+
+
+@dataclass(frozen=True)
 class HeadNorms:
     """Root-mean-square norms of every query head and of every key head."""
 

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.activation import reference_gated
+from quire.ops.arguments import ClampedSwiglu, ExpertBiases
 
 
 def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -21,7 +22,15 @@ def reference_route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tens
     return (weights / weights.sum(-1, keepdim=True) if renormalize else weights), experts
 
 
-def experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
+def experts_forward(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    activation: str | ClampedSwiglu,
+    biases: ExpertBiases | None = None,
+) -> Tensor:
     """x [T, H], weights and experts [T, top_k], up [E, 2I, H] (gate above up), down [E, H, I] -> [T, H].
 
     A token's contributions are added in an order of its own, so the other tokens cannot change its result.
@@ -29,11 +38,19 @@ def experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, dow
     if x.is_cuda:
         from quire.ops.kernels import moe
 
-        return moe.experts_forward(x, weights, experts, up, down, activation)
-    return reference_experts_forward(x, weights, experts, up, down, activation)
+        return moe.experts_forward(x, weights, experts, up, down, activation, biases)
+    return reference_experts_forward(x, weights, experts, up, down, activation, biases)
 
 
-def reference_experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
+def reference_experts_forward(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    activation: str | ClampedSwiglu,
+    biases: ExpertBiases | None = None,
+) -> Tensor:
     top_k = experts.shape[1]
     flat = experts.flatten()  # [T * top_k]
     order = flat.argsort(stable=True)  # slots grouped by expert
@@ -46,7 +63,9 @@ def reference_experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: T
         if count == 0:
             continue
         mine = tokens[start : start + count]
-        y = F.linear(reference_gated(F.linear(x[mine], up[expert]), activation), down[expert])
+        before = None if biases is None else biases.up[expert]
+        behind = None if biases is None or biases.down is None else biases.down[expert]
+        y = F.linear(reference_gated(F.linear(x[mine], up[expert], before), activation), down[expert], behind)
         out.index_add_(0, mine, y.float() * share[start : start + count])
         start += count
     return out.to(x.dtype)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.activation import gated, reference_gated
+from quire.ops.arguments import ClampedSwiglu, ExpertBiases
 from quire.ops.forms import Activation, Float8, Int8, PackedInts, in_groups
 from quire.ops.linear import linear_float
 from quire.ops.moe import experts_forward
@@ -40,14 +41,22 @@ def quantized_gated_linear(x: Tensor, matrix: Any, bias: Tensor | None, activati
     return gated(quantized_linear(x, matrix, bias), activation)
 
 
-def quantized_experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: Any, down: Any, activation: str) -> Tensor:
+def quantized_experts_forward(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    up: Any,
+    down: Any,
+    activation: str | ClampedSwiglu,
+    biases: ExpertBiases | None = None,
+) -> Tensor:
     """x [T, H], weights and experts [T, top_k], up [E, 2I, H] (gate above up) and down [E, H, I] of any form -> [T, H].
 
     A token's contributions are added in an order of its own, so the other tokens cannot change its result.
     """
     if x.is_cuda:
         return experts_forward(
-            rounded(x, up), weights, experts, dequantized(up, x.dtype), dequantized(down, x.dtype), activation
+            rounded(x, up), weights, experts, dequantized(up, x.dtype), dequantized(down, x.dtype), activation, biases
         )
     top_k = experts.shape[1]
     flat = experts.flatten()  # [T * top_k]
@@ -60,8 +69,10 @@ def quantized_experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: A
     for expert, count in enumerate(counts):
         if count:
             mine = tokens[start : start + count]
-            inner = reference_gated(quantized_linear(x[mine], up.cut(expert)), activation)
-            out.index_add_(0, mine, quantized_linear(inner, down.cut(expert)).float() * share[start : start + count])
+            before = None if biases is None else biases.up[expert]
+            behind = None if biases is None or biases.down is None else biases.down[expert]
+            inner = reference_gated(quantized_linear(x[mine], up.cut(expert), before), activation)
+            out.index_add_(0, mine, quantized_linear(inner, down.cut(expert), behind).float() * share[start : start + count])
             start += count
     return out.to(x.dtype)
 

@@ -23,6 +23,7 @@ SCHEMES: Mapping[str, str] = MappingProxyType(
         "gguf": "quire.layers.quant.gguf:GGUFScheme",
         "gptq": "quire.layers.quant.gptq:GPTQScheme",
         "modelopt": "quire.layers.quant.modelopt:ModelOptScheme",
+        "mxfp4": "quire.layers.quant.mxfp4:MXFP4Scheme",
     }
 )
 

@@ -116,11 +116,12 @@ class OnlineExperts(PlainExperts):
     matrices: tuple[Any, Any]
 
     def finish(self, layer: Experts) -> None:
+        super().finish(layer)
         self.matrices = quantize_float8(layer.up.data), quantize_float8(layer.down.data)
         layer.hold(self)
 
     def apply(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return quantized_experts_forward(x, weights, experts, *self.matrices, layer.activation)
+        return quantized_experts_forward(x, weights, experts, *self.matrices, layer.activation, layer.biases)
 
 
 class RoundedLinear(Plain):
@@ -132,6 +133,7 @@ class RoundedLinear(Plain):
 
 class RoundedExperts(PlainExperts):
     def finish(self, layer: Experts) -> None:
+        super().finish(layer)
         up, down = (dequantized(quantize_float8(stack.data), stack.dtype) for stack in (layer.up, layer.down))
         layer.hold(PlainExperts(), up=up, down=down)
 

@@ -96,11 +96,14 @@ class Floats:
 
 def check_scales(layout: Layout, tensors: Mapping[str, Tensor], where: str) -> None:
     for name in layout.scales:
-        found = tensors[name]
-        values = (found.view(torch.float8_e8m0fnu) if found.dtype == torch.uint8 else found).float()
-        if not bool(((values * LARGEST).isfinite() & (values != 0)).all()):
-            what = "NaN" if values.isnan().any() else "0" if (values == 0).any() else "an infinity, or nearly"
-            raise ModelError(f"{where}.{name} has a scale of {what}; the checkpoint is damaged")
+        check_scale(tensors[name], f"{where}.{name}")
+
+
+def check_scale(found: Tensor, where: str) -> None:
+    values = (found.view(torch.float8_e8m0fnu) if found.dtype == torch.uint8 else found).float()
+    if not bool(((values * LARGEST).isfinite() & (values != 0)).all()):
+        what = "NaN" if values.isnan().any() else "0" if (values == 0).any() else "an infinity, or nearly"
+        raise ModelError(f"{where} has a scale of {what}; the checkpoint is damaged")
 
 
 def check_numbers(numbers: Tensor, where: str) -> None:

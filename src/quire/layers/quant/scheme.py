@@ -84,6 +84,8 @@ class CheckpointScheme:
     def experts(self, path: str, layer: Experts) -> StoredExperts | None:
         inner, width, pieces = layer.total_inner, layer.hidden_size, dict[str, Piece]()
         across = range(width)
+        if self.has(path, "gate_up_proj"):  # all experts in one tensor: of floats, which is checked when it is read
+            return None
         for key, outputs, inputs, rows, columns in (
             ("gate", inner, width, layer.kept_inner, across),
             ("up", inner, width, layer.kept_inner, across),

@@ -212,7 +212,7 @@ class StoredExperts(Pieces):
             raise
 
     def apply(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return quantized_experts_forward(x, weights, experts, self.up, self.down, layer.activation)
+        return quantized_experts_forward(x, weights, experts, self.up, self.down, layer.activation, layer.biases)
 
 
 def pile_up(stacks: Sequence[Any]) -> Any:

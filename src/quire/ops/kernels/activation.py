@@ -1,9 +1,12 @@
 """The activation of one half of each row times the other half."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.arguments import ClampedSwiglu
 from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.math import cdiv, tanh
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
@@ -20,6 +23,14 @@ KINDS = {
     "relu": "relu",
     "relu2": "relu2",
 }
+CLAMPED = "clamped_swiglu"
+
+
+def constants_of(gating: str | ClampedSwiglu) -> dict[str, Any]:
+    """For kernels that know `gate_by`; "" = nothing is gated."""
+    if isinstance(gating, ClampedSwiglu):
+        return {"KIND": CLAMPED, "ALPHA": gating.alpha, "LIMIT": gating.limit}
+    return {"KIND": KINDS[gating] if gating else "", "ALPHA": 0.0, "LIMIT": 0.0}
 
 
 @triton.jit
@@ -35,6 +46,20 @@ def activate(x, KIND: tl.constexpr):
     else:
         y = tl.maximum(x, 0.0)
     return y
+
+
+@triton.jit
+def gate_by(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
+    """gate and up, rounded to DTYPE as a product's output would be -> float32."""
+    gate = gate.to(DTYPE).to(tl.float32)
+    up = up.to(DTYPE).to(tl.float32)
+    if KIND == "clamped_swiglu":
+        gate = tl.where(gate > LIMIT, LIMIT, gate)  # what is not a number stays so
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        value = (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
+    else:
+        value = activate(gate, KIND).to(DTYPE).to(tl.float32) * up
+    return value
 
 
 @launched

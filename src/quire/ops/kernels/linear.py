@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, dtype
 
-from quire.ops.kernels.activation import KINDS, activate
+from quire.ops.kernels.activation import KINDS, gate_by
 from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.math import cdiv
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
@@ -57,10 +57,10 @@ def pair_rows(first, outputs, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def pair_values(both, PAIRS: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
+def pair_values(both, PAIRS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
     """both [2 * PAIRS] = g0 u0 g1 u1 ... -> activation(gate) * up [PAIRS]."""
     gate, up = tl.split(tl.reshape(both, (PAIRS, 2)))
-    return activate(gate.to(DTYPE).to(tl.float32), KIND).to(DTYPE).to(tl.float32) * up.to(DTYPE).to(tl.float32)
+    return gate_by(gate, up, KIND, ALPHA, LIMIT, DTYPE)
 
 
 @launched
@@ -92,7 +92,7 @@ def _linear(
     if BIAS:
         value += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
     if KIND != "":
-        value = pair_values(value, BLOCK_N, KIND, out.dtype.element_ty)
+        value = pair_values(value, BLOCK_N, KIND, 0.0, 0.0, out.dtype.element_ty)
     tl.store(out + n, value.to(out.dtype.element_ty), mask=n < outputs)
 
 

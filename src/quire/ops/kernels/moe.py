@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.arguments import ClampedSwiglu, ExpertBiases
 from quire.ops.kernels import moe_few, moe_many
 from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.math import power_of_two
@@ -69,9 +70,17 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
     return weights, chosen
 
 
-def experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
+def experts_forward(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    activation: str | ClampedSwiglu,
+    biases: ExpertBiases | None = None,
+) -> Tensor:
     if not len(x):
         return torch.empty_like(x)
     few = experts.numel() <= FEW_SLOTS
     forward = moe_few.experts_forward if few else moe_many.experts_forward
-    return forward(x.contiguous(), weights, experts, up, down, activation)
+    return forward(x.contiguous(), weights, experts, up, down, activation, biases)

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.kernels.activation import KINDS
+from quire.ops.arguments import ClampedSwiglu, ExpertBiases
+from quire.ops.kernels.activation import constants_of
 from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.linear import eighths, pair_rows, pair_values, stream
 from quire.ops.kernels.math import cdiv, power_of_two
@@ -32,11 +33,15 @@ def _up(
     x,  # [T, INNER]
     experts,  # [T * TOP_K]
     matrices,  # [E, 2 * outputs, INNER] gate above up
+    biases,  # [E, 2 * outputs]
     out,  # [T * TOP_K, outputs]
     outputs,
     INNER: tl.constexpr,
     TOP_K: tl.constexpr,
+    BIAS: tl.constexpr,
     KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
@@ -48,7 +53,9 @@ def _up(
     expert = tl.load(experts + slot)
     row, inside = pair_rows(first, outputs, BLOCK_N)
     both = stream(x + slot // TOP_K * INNER, matrices + expert * 2 * outputs * INNER, row, inside, INNER, BLOCK_K, False)
-    value = pair_values(both, BLOCK_N, KIND, out.dtype.element_ty)
+    if BIAS:
+        both += tl.load(biases + expert * 2 * outputs + row, mask=inside, other=0.0).to(tl.float32)
+    value = pair_values(both, BLOCK_N, KIND, ALPHA, LIMIT, out.dtype.element_ty)
     n = first + tl.arange(0, BLOCK_N)
     tl.store(out + slot * outputs + n, value.to(out.dtype.element_ty), mask=n < outputs)
 
@@ -60,10 +67,12 @@ def _down(
     weights,  # [T * TOP_K] float32
     experts,  # [T * TOP_K]
     matrices,  # [E, outputs, INNER]
+    biases,  # [E, outputs]
     out,  # [T, outputs]
     outputs,
     INNER: tl.constexpr,
     TOP_K: tl.constexpr,
+    BIAS: tl.constexpr,
     TOP_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -89,23 +98,37 @@ def _down(
         part = tl.load(parts + begin, mask=inside[:, None] & (k < INNER - begin)[None, :], other=0.0)
         acc += eighths(tile.to(tl.float32) * part.to(tl.float32))
         tile = coming
-    value = tl.sum(tl.reshape(tl.sum(acc, 1) * weight, (BLOCK_N, TOP_BLOCK)), 1)
+    each = tl.sum(acc, 1)
+    if BIAS:
+        each += tl.load(biases + expert * outputs + output, mask=inside, other=0.0).to(tl.float32)
+    value = tl.sum(tl.reshape(each * weight, (BLOCK_N, TOP_BLOCK)), 1)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(out + tl.program_id(0) * outputs + n, value.to(out.dtype.element_ty), mask=n < outputs)
 
 
-def experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
+def experts_forward(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    activation: str | ClampedSwiglu,
+    biases: ExpertBiases | None = None,
+) -> Tensor:
     tokens, top_k = experts.shape
+    before, behind = biases or (None, None)
     _, size, inner_size = down.shape
     inner = x.new_empty(tokens * top_k, inner_size)
     out = torch.empty_like(x)
     _up[(tokens * top_k, cdiv(inner_size, UP.outputs))](
-        x, experts, up, inner, inner_size, INNER=size, TOP_K=top_k, KIND=KINDS[activation],
+        x, experts, up, up if before is None else before, inner, inner_size, INNER=size, TOP_K=top_k,
+        BIAS=before is not None, **constants_of(activation),
         BLOCK_N=UP.outputs, BLOCK_K=256 * UP.warps, num_warps=UP.warps, **overlapping(),
     )  # fmt: skip
     program = DOWN if tokens == 1 else DOWN_MORE
     _down[(tokens, cdiv(size, program.outputs))](
-        inner, weights, experts, down, out, size, INNER=inner_size, TOP_K=top_k, TOP_BLOCK=power_of_two(top_k),
+        inner, weights, experts, down, down if behind is None else behind, out, size, INNER=inner_size, TOP_K=top_k,
+        BIAS=behind is not None, TOP_BLOCK=power_of_two(top_k),
         BLOCK_N=program.outputs, BLOCK_K=256 * program.warps, num_warps=program.warps, **overlapping(),
     )  # fmt: skip
     return out

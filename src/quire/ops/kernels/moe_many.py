@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.kernels.activation import KINDS, activate
+from quire.ops.arguments import ClampedSwiglu, ExpertBiases
+from quire.ops.kernels.activation import constants_of, gate_by
 from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.math import cdiv, power_of_two
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
@@ -108,6 +109,7 @@ def sort_slots(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _product(
     x,  # [rows, INNER]
     matrices,  # [EXPERTS, outputs, INNER]; gated: [EXPERTS, 2 * outputs, INNER], gate above up
+    biases,  # [EXPERTS, as many as a matrix has rows]
     out,  # [slots, outputs]
     order,  # [slots] slots sorted by expert
     ends,  # [EXPERTS]
@@ -115,7 +117,10 @@ def _product(
     INNER: tl.constexpr,
     EXPERTS: tl.constexpr,
     SHARING: tl.constexpr,  # slots that read the same row of x
+    BIAS: tl.constexpr,
     KIND: tl.constexpr,  # an activation: the matrices are gated. "": they are plain
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -150,10 +155,12 @@ def _product(
             a = tl.load(rows + done, mask=(at < stop)[:, None] & inside, other=0.0)
             b = tl.load(columns + done, mask=(n < high)[:, None] & inside, other=0.0)
             acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+        if BIAS:
+            acc += tl.load(biases + expert.to(tl.int64) * high + row, mask=n < high, other=0.0).to(tl.float32)[None, :]
         value = acc.to(out.dtype.element_ty)
         if KIND != "":
             gate, up = tl.split(tl.reshape(value, (BLOCK_M, BLOCK_N // 2, 2)))
-            value = (activate(gate.to(tl.float32), KIND).to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+            value = gate_by(gate, up, KIND, ALPHA, LIMIT, out.dtype.element_ty).to(out.dtype.element_ty)
             n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         tl.store(out + slot[:, None] * outputs + n[None, :], value, mask=(at < stop)[:, None] & (n < outputs)[None, :])
 
@@ -180,7 +187,14 @@ def blocks(rows: float, dtype: torch.dtype) -> Blocks:
 
 
 def product(
-    x: Tensor, matrices: Tensor, order: Tensor, ends: Tensor, block: Blocks, sharing: int, activation: str = ""
+    x: Tensor,
+    matrices: Tensor,
+    biases: Tensor | None,
+    order: Tensor,
+    ends: Tensor,
+    block: Blocks,
+    sharing: int,
+    activation: str | ClampedSwiglu = "",
 ) -> Tensor:
     """x [slots / sharing, inner], matrices [E, outputs, inner] -> [slots, outputs]: each slot's row through its expert.
 
@@ -191,8 +205,8 @@ def product(
     out = x.new_empty(slots, outputs)
     most = min(slots, slots // block.m + experts)  # tiles that could have rows
     _product[(cdiv(high, block.n), most)](
-        x, matrices, out, order, ends, outputs, INNER=inner, EXPERTS=experts, SHARING=sharing,
-        KIND=KINDS[activation] if activation else "", EXPERT_BLOCK=power_of_two(experts),
+        x, matrices, matrices if biases is None else biases, out, order, ends, outputs, INNER=inner, EXPERTS=experts,
+        SHARING=sharing, BIAS=biases is not None, **constants_of(activation), EXPERT_BLOCK=power_of_two(experts),
         BLOCK_M=block.m, BLOCK_N=block.n, BLOCK_K=block.k, num_warps=block.warps, num_stages=block.stages,
         **overlapping(),
     )  # fmt: skip
@@ -221,13 +235,22 @@ def _weighted_sum(
     tl.store(out + token * size + at, acc.to(out.dtype.element_ty), mask=at < size)
 
 
-def experts_forward(x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
+def experts_forward(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    activation: str | ClampedSwiglu,
+    biases: ExpertBiases | None = None,
+) -> Tensor:
     tokens, top_k = experts.shape
+    before, behind = biases or (None, None)
     out = torch.empty_like(x)
     block = blocks(experts.numel() / len(up), x.dtype)
     order, ends = sort_slots(experts.flatten(), len(up))
-    inner = product(x, up, order, ends, block, top_k, activation)
-    y = product(inner, down, order, ends, block, 1)
+    inner = product(x, up, before, order, ends, block, top_k, activation)
+    y = product(inner, down, behind, order, ends, block, 1)
     size = x.shape[1]
     _weighted_sum[(tokens, cdiv(size, SUM_BLOCK))](y, weights, out, size, TOP_K=top_k, BLOCK=SUM_BLOCK, **overlapping())
     return out

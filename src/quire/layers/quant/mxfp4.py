@@ -1,0 +1,93 @@
+"""gpt-oss's experts in mxfp4: `gate_up_proj_blocks` [E, 2 * inner, hidden / 32, 16], where a gate and its up are neighbours,
+`down_proj_blocks` [E, hidden, inner / 32, 16], and `_scales` of the same without the last dimension. They become floats."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.layers.claims import Claim, Claims, Take
+from quire.layers.embedding import Embedding, Head
+from quire.layers.linear import Linear
+from quire.layers.moe import Experts, PlainExperts, pairs_of, part_pairs
+from quire.layers.parameter import Method
+from quire.layers.quant.layout import check_group, check_scale
+from quire.layers.quant.scheme import Inventory
+from quire.layers.quant.stored import Target
+from quire.ops.forms import Float4
+from quire.types.errors import ModelError
+
+GROUP, BYTES = 32, 16  # numbers that share a scale, and what they take
+STACKS = ("gate_up_proj", "down_proj")
+PARTS = ("blocks", "scales")
+
+
+class MXFP4Experts(Method):
+    """A rank that has a part of each expert reads whole blocks, and leaves out what is not its own."""
+
+    def __init__(self, layer: Experts, called: str, target: Target) -> None:
+        for name, inputs in zip(STACKS, (layer.hidden_size, layer.total_inner), strict=True):
+            check_group(inputs, GROUP, f"{called}.{name}")
+        self._called, self._target = called, target
+        self._inner = range(layer.kept_inner.start // GROUP, -(-layer.kept_inner.stop // GROUP))  # blocks
+        self.dtypes = {f"{name}_{part}": torch.uint8 for name in STACKS for part in PARTS}
+
+    def shapes(self, count: int, hidden_size: int, inner_size: int) -> Mapping[str, tuple[int, ...]]:
+        up, down = (count, 2 * inner_size, hidden_size // GROUP), (count, hidden_size, len(self._inner))
+        both = zip(STACKS, (up, down), strict=True)
+        return {f"{name}_{part}": (*shape, BYTES) if part == "blocks" else shape for name, shape in both for part in PARTS}
+
+    def claims(self, layer: Experts, path: str) -> Claims:
+        hidden, inner, few = layer.hidden_size, layer.total_inner, (layer.kept.start, layer.kept.stop)
+        wholes = (layer.total, 2 * inner, hidden // GROUP), (layer.total, hidden, inner // GROUP)
+        ours = (
+            (few, pairs_of(layer.kept_inner), (0, hidden // GROUP)),
+            (few, (0, hidden), (self._inner.start, self._inner.stop)),
+        )
+        taken: Claims = {}
+        for name, whole, ranges in zip(STACKS, wholes, ours, strict=True):
+            blocks, scales = (layer.get_parameter(f"{name}_{part}").data for part in PARTS)
+            taken[f"{path}.{name}_blocks"] = Claim((*whole, BYTES), (Take(blocks, (*ranges, (0, BYTES))),)).simple
+            taken[f"{path}.{name}_scales"] = Claim(whole, (Take(scales, ranges),)).simple
+        return taken
+
+    def finish(self, layer: Experts) -> None:
+        up, down = (self._dequantize(layer, name) for name in STACKS)
+        part_pairs(up)
+        first = layer.kept_inner.start - self._inner.start * GROUP
+        down = down[..., first : first + len(layer.kept_inner)].contiguous()
+        layer.hold(PlainExperts(), up=up, down=down)
+
+    def _dequantize(self, layer: Experts, name: str) -> Tensor:
+        """An expert at a time: on the way numbers take more room."""
+        blocks, scales = (layer.get_parameter(f"{name}_{part}").data for part in PARTS)
+        check_scale(scales, f"{self._called}.{name}_scales")
+        self._target.dequantized[Float4.kind] += 1
+        out = torch.empty(*blocks.shape[:2], blocks.shape[2] * GROUP, dtype=self._target.dtype, device=blocks.device)
+        for place, numbers, scale in zip(out, blocks.flatten(2), scales, strict=True):
+            place.copy_(Float4("e2m1", GROUP, numbers, scale).dequantize())
+        return out
+
+
+class MXFP4Scheme:
+    """All but the experts are floats; random experts (no inventory) are, too."""
+
+    def __init__(self, config: Mapping[str, Any], inventory: Inventory | None, target: Target) -> None:  # noqa: ARG002
+        self._inventory, self._target = inventory, target
+
+    def linear(self, path: str, layer: Linear) -> None:  # noqa: ARG002
+        return None
+
+    def embedding(self, path: str, layer: Embedding) -> None:  # noqa: ARG002
+        return None
+
+    def head(self, path: str, layer: Head) -> None:  # noqa: ARG002
+        return None
+
+    def experts(self, path: str, layer: Experts) -> MXFP4Experts | None:
+        if self._inventory is None or f"{path}.gate_up_proj" in self._inventory.tensors:
+            return None
+        if not layer.paired:
+            raise ModelError(f"{path}: mxfp4 is read for the experts of gpt-oss only")
+        return MXFP4Experts(layer, self._inventory.names.get(path, path), self._target)
