@@ -380,7 +380,7 @@ class Sequences:
             rows=tuple(shapes),
             logit_index=torch.arange(len(ids) if kept is None else sum(kept), device=self.device),
             groups=tuple(groups),
-            adapters=AdapterRows(torch.tensor(self.adapters, device=self.device)[slots], tuple({*self.adapters} - {0}))
+            adapters=AdapterRows(np.array(self.adapters)[slots.cpu()], torch.device(self.device))
             if any(self.adapters)
             else None,
         )
@@ -392,7 +392,7 @@ class Sequences:
             counts = kept
         with torch.inference_mode():
             hidden = self.model(batch)
-            logits = self.model.logits(hidden[batch.logit_index])
+            logits = self.model.logits(hidden[batch.logit_index], batch.final.adapters)
         assert logits.dtype == torch.float32
         return list(logits.split(counts))
 

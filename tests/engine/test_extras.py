@@ -8,9 +8,11 @@ import torch
 from tiny import open_model
 from transformers import LlamaForCausalLM
 
+from adapters import write_adapter
 from quire import SamplingParams, llm_engine
 from quire.engine.assemble import start_core
-from quire.prepare.adapt import LowRank
+from quire.files.adapter import digest
+from quire.types.adapter import AdapterRef
 from quire.types.prompts import Extras, Prompt
 
 IDS = [5 + i * 7 % 300 for i in range(21)]
@@ -22,31 +24,38 @@ def prompts(*extras: Extras) -> list[Prompt]:
     return [Prompt(None, IDS, extras=each) for each in extras]
 
 
-def additions(number: int) -> dict[str, LowRank]:
+def addition(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     random = torch.Generator().manual_seed(number)
-    down, up = (torch.randn(shape, generator=random) for shape in ((2, 32), (32, 2)))
-    return {MATRIX: LowRank(down, up)}
+    return torch.randn(2, 32, generator=random), torch.randn(32, 2, generator=random)
+
+
+def write(directory, number: int) -> AdapterRef:
+    down, up = addition(number)
+    tensors = {f"base_model.model.model.{MATRIX}.lora_{half}.weight": values for half, values in (("A", down), ("B", up))}
+    path = write_adapter(directory / str(number), tensors, lora_alpha=2)
+    return AdapterRef(number, digest(path), path)
 
 
 def expected(directory, number: int) -> list[int]:
     model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
     if number:
-        [added] = additions(number).values()
-        model.get_submodule(f"model.{MATRIX}").weight.data += added.up @ added.down
+        down, up = addition(number)
+        model.get_submodule(f"model.{MATRIX}").weight.data += up @ down
     with torch.inference_mode():
         found = model.generate(torch.tensor([IDS]), max_new_tokens=12, min_new_tokens=12, do_sample=False)
     return found[0, len(IDS) :].tolist()
 
 
 @pytest.mark.parametrize(("device", "depth"), [("cpu", 0), ("cpu", 1), pytest.param("cuda", 1, marks=pytest.mark.gpu)])
-def test_rows_run_with_their_own_adapters(tiny_model, monkeypatch, device, depth):
+def test_rows_run_with_their_own_adapters(tiny_model, monkeypatch, tmp_path, device, depth):
     monkeypatch.setattr(llm_engine, "start_core", partial(start_core, adapters=(2, 4)))
     llm = open_model(tiny_model, dtype="float32", device=device)
     core = llm.llm_engine.core
     core.depth = depth
     for number in (1, 2):
-        found = {name: LowRank(one.down.to(device), one.up.to(device)) for name, one in additions(number).items()}
-        core.executor.call("put_adapter", number, found)
+        ref = write(tmp_path, number)
+        core.executor.read_adapter(ref)
+        core.executor.put_adapter(ref, number)
     wanted = [2, 0, 1, 2, 0]
     answers = {number: expected(tiny_model, number) for number in (0, 1, 2)}
     assert len({tuple(answer) for answer in answers.values()}) == 3
@@ -60,7 +69,7 @@ def test_rows_run_with_their_own_adapters(tiny_model, monkeypatch, device, depth
 def test_an_adapter_without_room_is_not_passed_over(tiny_model):
     llm = open_model(tiny_model)
     [output] = llm.generate(prompts(Extras(adapter=1)), GREEDY, use_tqdm=False)
-    assert output.outputs[0].finish_reason == "error" and "room for 0" in output.outputs[0].error
+    assert output.outputs[0].finish_reason == "error" and "where there is none" in output.outputs[0].error
     assert llm.generate(prompts(Extras()), GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected(tiny_model, 0)
 
 

@@ -7,48 +7,59 @@ import torch
 from lockstep import divided, together
 
 from oracle import Sequences, in_pieces
-from quire.device.cpu.compiled import compile_body
+from quire.attn.batch import AdapterRows
+from quire.layers.adapter import LinearBank, LinearNumbers, LowRank
 from quire.load.assign import rename
 from quire.load.load import load_weights
 from quire.models.registry import build_model
-from quire.prepare.adapt import LowRank, adapt
-from quire.types.errors import ModelError
+from quire.prepare.adapt import Addition, adapt
+from quire.types.errors import ConfigError
 
 IDS = torch.randint(3, 199, (3, 20), generator=torch.Generator().manual_seed(0)).tolist()
 FAMILIES = ["llama-biases-tied", "phi3", "gpt2", "gemma2", "opt", "opt-norms-after-narrow", "qwen3-moe-some-layers"]
 WANTED = [2, 0, 1]  # the adapters of three rows
 
 
-def additions(case, places, number):
+def additions(case, sites, number, dora=False):
     """To every other matrix, of a rank of its own, and what becomes of transformers' model with them."""
     merged = copy.deepcopy(case.reference)
     random = torch.Generator().manual_seed(number)
     found = {}
     for name, weight in merged.named_parameters():
         path = (rename(name, case.model.renames) or "").removesuffix(".weight")
-        if path not in places or (len(found) % 2 == number % 2 and "layers.1" in path):
+        if path not in sites or sites[path].kind != "linear" or (len(found) % 2 == number % 2 and "layers.1" in path):
             continue
-        outputs, inputs = places[path].shape
+        outputs, inputs = sites[path].shapes[path]
         rank = 1 + len(found) % 3
         up, down = (torch.randn(shape, generator=random) * 0.3 for shape in ((outputs, rank), (rank, inputs)))
-        found[path] = LowRank(down, up)
-        product = up @ down
-        weight.data += product if weight.shape == product.shape and "c_" not in name else product.t()
+        magnitude = torch.rand(outputs, generator=random) + 1 if dora else None
+        found[path] = Addition(down, up, magnitude)
+        across = weight.shape != (outputs, inputs) or "c_" in name
+        total = (weight.data.t() if across else weight.data) + up @ down
+        if magnitude is not None:
+            total = total * (magnitude / total.norm(dim=1))[:, None]
+        weight.data = total.t().contiguous() if across else total
     assert len(found) >= len(case.facts.layers)
     return found, merged
 
 
-def adapted(case, model):
-    adapters = adapt(model, 2, 4, device=torch.device("cpu"), dtype=torch.float32)
-    merged = [case.reference]
+def room(model):
+    return adapt(model, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def adapted(case, model, dora=False):
+    adapters = room(model)
+    merged, packed = [case.reference], []
     for number in (1, 2):
-        found, reference = additions(case, adapters._places, number)
-        adapters.put(number, found)
+        found, reference = additions(case, adapters.sites, number, dora)
+        packed.append(adapters.pack(found))
         merged.append(reference)
+    model.put_all = lambda: [adapters.put(place, each) for place, each in enumerate(packed, 1)]
     return adapters, merged
 
 
 def run(model):
+    model.put_all()
     sequences = Sequences(model, 3, 20)
     sequences.adapters = WANTED
     first = sequences.step([(row, IDS[row][:12]) for row in range(3)])
@@ -72,11 +83,13 @@ def test_every_row_has_its_own_adapter(checkpoint, family):
     check(run(model), merged)
 
 
-@pytest.mark.parametrize("family", ["llama-biases-tied", "phi3", "gpt2"])
-def test_a_rank_adds_its_share(checkpoint, family):
+@pytest.mark.parametrize(
+    ("family", "dora"), [("llama-biases-tied", False), ("llama-biases-tied", True), ("phi3", False), ("gpt2", True)]
+)
+def test_a_rank_adds_its_share(checkpoint, family, dora):
     case = checkpoint(family)
     models, _ = divided(case.facts, 3)
-    merged, *_ = [adapted(case, model)[1] for model in models]
+    merged, *_ = [adapted(case, model, dora)[1] for model in models]
     check(together(models, run), merged)
 
 
@@ -85,25 +98,38 @@ def test_without_an_adapter_nothing_changes(checkpoint):
     model = build_model(case.facts)
     adapters, _ = adapted(case, model)
     load_weights(model, case.facts, device="cpu", dtype="float32")
+    model.put_all()
     for ours, theirs in zip(*(in_pieces(m, IDS[0] * 2, IDS[1] * 2) for m in (model, case.model)), strict=True):
         assert torch.equal(ours, theirs)
-    adapters.remove(2)
+    adapters.drop(2)
     runs = [Sequences(model, 1, 20) for _ in range(2)]
     runs[0].adapters = [2]
     assert torch.equal(*(run.step([(0, IDS[0])])[0] for run in runs))
 
 
-def test_what_does_not_fit_is_named(checkpoint):
-    model = build_model(checkpoint("qwen3-moe").facts)
-    adapters = adapt(model, 1, 4, device=torch.device("cpu"), dtype=torch.float32)
-    q_proj, good = "layers.0.self_attn.q_proj", LowRank(torch.ones(4, 48), torch.ones(96, 4))
-    adapters.put(1, {q_proj: good})
-    for number, found, message in (
-        (2, {q_proj: good}, "room for 1 adapters"),
-        (1, {"layers.0.mlp.gate": good}, "'layers.0.mlp.gate' is not a matrix"),
-        (1, {q_proj: LowRank(torch.ones(4, 47), torch.ones(96, 4))}, "96 x 4 times 4 x 47, the matrix 96 x 48"),
-        (1, {q_proj: LowRank(torch.ones(5, 48), torch.ones(96, 5))}, "rank 5; there is room for 4"),
-    ):
-        with pytest.raises(ModelError, match=message):
-            adapters.put(number, found)
-    assert compile_body(model.run_blocks, 48, whole=True, paged=False) is None  # a compiled body knows no rows
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", [1, 8, 33])
+def test_what_is_added_to_a_row_depends_on_no_other(dtype, rank):
+    dice = torch.Generator().manual_seed(rank)
+    bank = LinearBank()
+    for place in (1, 2):
+        down, up = (torch.randn(shape, generator=dice).to(dtype) for shape in ((rank, 96), (80, rank)))
+        bank.places[place] = LinearNumbers((LowRank(16, down, up),))
+    x, out = (torch.randn(70, columns, generator=dice).to(dtype) for columns in (96, 96))
+    places = torch.randint(0, 4, (70,), generator=dice).clamp(max=2)
+    places[:3] = 0
+
+    def add(rows):
+        return bank.add(out[rows], x[rows], AdapterRows(places[rows].numpy(), torch.device("cpu")), None)
+
+    together = add(torch.arange(70))
+    for row in range(70):
+        assert torch.equal(add(torch.tensor([row]))[0], together[row]), row
+    assert torch.equal(together[places == 0], out[places == 0])
+    some = torch.randperm(70, generator=dice)[:37]
+    assert torch.equal(add(some), together[some])
+
+
+def test_models_without_layers_of_ours_have_no_room(checkpoint):
+    with pytest.raises(ConfigError, match="a model of a family of our own"):
+        room(build_model(checkpoint("llama").facts, "transformers"))

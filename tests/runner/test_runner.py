@@ -244,7 +244,7 @@ def test_an_exception_in_a_step_leaves_the_runner_usable(runner, monkeypatch):
     driver = Driver(runner)
     parts = driver.admit(a, 11)
 
-    def fall(_):
+    def fall(*_):
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:

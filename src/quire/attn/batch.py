@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.attn.shared_prefix import FindSharedPrefix, SharedPrefix, nothing_shared
+from quire.types.plan import spans
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,24 @@ class GroupView:
 
 @dataclass(frozen=True)
 class AdapterRows:
-    """Which adapter each token's row has asked for; 0 = none."""
+    """The place of the adapter that each token's row has asked for; 0 = none."""
 
-    index: Tensor  # [T] int64
-    present: tuple[int, ...]  # host copy: those of them that are not 0
+    places: npt.NDArray[np.int64]  # [T] on the host
+    device: torch.device  # of the batch
 
-    def take(self, tokens: Tensor) -> "AdapterRows":
-        return AdapterRows(self.index[tokens], self.present)
+    @cached_property
+    def groups(self) -> tuple[tuple[int, Tensor | None], ...]:
+        """Places that are asked for, and by which tokens [n] int64; None = by all."""
+        places = np.unique(self.places).tolist()
+        if len(places) == 1:
+            return tuple((place, None) for place in places if place)
+        return tuple((place, self._tokens_of(place)) for place in places if place)
+
+    def take(self, tokens: npt.NDArray[np.integer]) -> "AdapterRows":
+        return AdapterRows(self.places[tokens], self.device)
+
+    def _tokens_of(self, place: int) -> Tensor:
+        return torch.from_numpy(np.flatnonzero(self.places == place)).to(self.device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -81,9 +94,15 @@ def keep_last(batch: Batch, counts: npt.NDArray[np.int64], starts: Tensor, index
         rows=tuple(zip(first.tolist(), counts.tolist(), (length for _, _, length in batch.rows), strict=True)),
         groups=tuple(GroupView(view.tables, view.write[index], _among(view.alike, counts == 1)) for view in batch.groups),
         plans={},
-        adapters=None if batch.adapters is None else batch.adapters.take(index),
+        adapters=None if batch.adapters is None else batch.adapters.take(_last_of(batch, counts)),
     )
     return replace(batch, kept=LogitTokens(index, part))
+
+
+def without_adapters(batch: Batch) -> Batch:
+    """Of rows that ask for none."""
+    kept = batch.kept
+    return replace(batch, adapters=None, kept=None if kept is None else replace(kept, batch=replace(kept.batch, adapters=None)))
 
 
 @dataclass(frozen=True)
@@ -111,7 +130,7 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Part:
         groups=tuple(GroupView(view.tables[index], view.write[tokens]) for view in batch.groups),
         plans={},
         kept=None,
-        adapters=None if batch.adapters is None else batch.adapters.take(tokens),
+        adapters=None if batch.adapters is None else batch.adapters.take(tokens.numpy()),
     )
     if len(final) < len(tokens):
         counts = np.array([batch.final.rows[row][1] for row in rows], np.int64)
@@ -132,6 +151,12 @@ def _tokens_of(batch: Batch, rows: Sequence[int]) -> tuple[Tensor, tuple[tuple[i
     edges = np.cumsum([0, *(count for _, count, _ in taken)])
     shapes = tuple((start, count, length) for start, (_, count, length) in zip(edges.tolist(), taken, strict=False))
     return tokens, shapes, torch.from_numpy(edges.astype(np.int32))
+
+
+def _last_of(batch: Batch, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The last counts[r] tokens of each row, among all."""
+    ends = np.array([start + count for start, count, _ in batch.rows], np.int64)
+    return spans(ends - counts, counts).astype(np.int64)
 
 
 def _among(find: FindSharedPrefix, chosen: npt.NDArray[np.bool_]) -> FindSharedPrefix:

@@ -31,7 +31,9 @@ def find_adapter(path: str) -> AdapterFiles:
         for name in WEIGHTS:
             if (directory / name).is_file():
                 return AdapterFiles(config, directory / name)
-    except (OSError, ValueError) as error:
+    except AdapterError:
+        raise
+    except (OSError, ValueError) as error:  # a null character in it, among others
         raise AdapterError(f"{path!r}: cannot be read: {error}", "lora_path") from error
     raise AdapterError(f"{path}: there is neither {WEIGHTS[0]} nor {WEIGHTS[1]} in it", "lora_path")
 

@@ -1,42 +1,159 @@
-"""Low-rank additions to linear layers, of which each row of a batch has one or none."""
+"""What adapters add to a layer. Each row of a batch has one or none; a layer's bank has what is its own of each, by place.
 
-from collections.abc import Sequence
+Here is the reference in torch: rows of one adapter are gathered, multiplied by its two narrow matrices, and added to what the
+layer made of them. Rows without an adapter are not touched, and an adapter without additions to a layer costs nothing there.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from quire.attn.batch import AdapterRows
+from quire.ops.activation import gated
+
+TOGETHER = 16  # rows on a CPU that are one product: a row's sums are then the same whoever is beside it
+
+Numbers = TypeVar("Numbers")
+
+
+class Bank(Generic[Numbers]):
+    """The numbers of every adapter that is on the device and has some for the layer."""
+
+    def __init__(self) -> None:
+        self.places: dict[int, Numbers] = {}
+
+    def of(self, rows: AdapterRows | None) -> Iterator[tuple[Numbers, Tensor | None]]:
+        """Those that some rows ask for, and the tokens that do; None = all do."""
+        if rows is not None:
+            for place, tokens in rows.groups:
+                if place in self.places:
+                    yield self.places[place], tokens
 
 
 @dataclass(frozen=True)
-class BankPart:
-    """The additions to some of a layer's outputs, which are one matrix in the checkpoint."""
+class LowRank:
+    """An addition to some of a layer's outputs: up @ down."""
 
     start: int  # of those outputs
-    down: Tensor  # [adapters, rank, inputs]
-    up: Tensor  # [adapters, outputs, rank]
+    down: Tensor  # [rank, inputs]
+    up: Tensor  # [outputs, rank], multiplied by the adapter's scale
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, inputs] -> [n, outputs]."""
+        return times(times(x, self.down), self.up)
 
 
-class LinearBank:
-    """All adapters of one layer; number n is at n - 1."""
+@dataclass(frozen=True)
+class LinearNumbers:
+    """One adapter's numbers for a linear layer, or a head: gain * (the layer without its bias + parts) + bias."""
 
-    def __init__(self, parts: Sequence[BankPart]) -> None:
-        self.parts = tuple(parts)
+    parts: tuple[LowRank, ...] = ()
+    gain: Tensor | None = None  # [outputs] of DoRA: new length of each of the matrix's rows, by its old one
+    bias: Tensor | None = None  # [outputs] to be added behind it
+    whole: Tensor | None = None  # [outputs, inputs] a matrix that stands in the layer's place
 
-    def add(self, out: Tensor, x: Tensor, rows: AdapterRows | None) -> Tensor:
-        """out [T, outputs], which it may overwrite, with what each row's adapter makes of x [T, inputs]. It can be overridden.
+    def change(self, out: Tensor, x: Tensor, own: Tensor | None) -> Tensor:
+        """out [n, outputs] of x [n, inputs]; own [outputs]: the layer's bias. May overwrite `out`."""
+        if self.whole is not None:
+            out = times(x, self.whole).to(out.dtype)
+            out = out if own is None else out.add_(own)
+        for part in self.parts:
+            out[:, part.start : part.start + len(part.up)] += part(x)
+        if self.gain is not None:
+            out = out.mul_(self.gain) if own is None else out.sub_(own).mul_(self.gain).add_(own)
+        return out if self.bias is None else out.add_(self.bias)
 
-        A row gets the same numbers whoever is beside it asks for which adapter: of others' it gets nothing times zero.
-        """
-        if has_torch_function_unary(x):
-            return handle_torch_function(LinearBank.add, (x,), self, out, x, rows)
-        if rows is None:
-            return out
-        for adapter in rows.present:
-            theirs = (rows.index != adapter).unsqueeze(1)
-            for part in self.parts:
-                inner = (x @ part.down[adapter - 1].t()).masked_fill_(theirs, 0.0)
-                outputs = part.up.shape[1]
-                out[:, part.start : part.start + outputs] += inner @ part.up[adapter - 1].t()
+
+class LinearBank(Bank[LinearNumbers]):
+    def add(self, out: Tensor, x: Tensor, rows: AdapterRows | None, own: Tensor | None) -> Tensor:
+        """out [T, outputs], which it may overwrite, of x [T, inputs], with what each row's adapter makes of it."""
+        flat, given = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1])
+        for numbers, tokens in self.of(rows):
+            if tokens is None:
+                given = numbers.change(given, flat, own)
+            else:
+                given[tokens] = numbers.change(given[tokens], flat[tokens], own)
+        return given.view(out.shape)
+
+
+@dataclass(frozen=True)
+class EmbeddingNumbers:
+    """`whole` in place of the layer's rows, `down` and `up` beside them, or both."""
+
+    down: Tensor | None = None  # [tokens, rank]
+    up: Tensor | None = None  # [size, rank], multiplied by the adapter's scale
+    whole: Tensor | None = None  # [tokens, size]
+
+
+class EmbeddingBank(Bank[EmbeddingNumbers]):
+    def add(self, x: Tensor, ids: Tensor, rows: AdapterRows | None, theirs: Tensor | None = None) -> Tensor:
+        """x [T, size], which it may overwrite, of ids [T]. theirs [T]: tokens whose rows another rank has."""
+        for numbers, tokens in self.of(rows):
+            some = slice(None) if tokens is None else tokens
+            found = x[some] if numbers.whole is None else F.embedding(ids[some], numbers.whole).to(x.dtype)
+            if numbers.down is not None and numbers.up is not None:
+                found = found + times(F.embedding(ids[some], numbers.down), numbers.up)
+            x[some] = found if theirs is None else found.masked_fill(theirs[some].unsqueeze(1), 0.0)
+        return x
+
+
+@dataclass(frozen=True)
+class ExpertsNumbers:
+    """Additions to every expert's two matrices; None = there is none to that one."""
+
+    up: tuple[Tensor, Tensor] | None = None  # down [E, rank, hidden], up [E, 2 * inner, rank]
+    down: tuple[Tensor, Tensor] | None = None  # down [E, rank, inner], up [E, hidden, rank]
+
+
+class FloatExperts(Protocol):
+    @property
+    def up(self) -> Tensor:
+        """[E, 2 * inner, hidden], gate above up."""
+
+    @property
+    def down(self) -> Tensor:
+        """[E, hidden, inner]."""
+
+    @property
+    def activation(self) -> str: ...
+
+
+class ExpertsBank(Bank[ExpertsNumbers]):
+    def replace(
+        self, out: Tensor, x: Tensor, weights: Tensor, experts: Tensor, rows: AdapterRows | None, layer: FloatExperts
+    ) -> Tensor:
+        """out [T, H] of x [T, H], where tokens whose adapter has additions to experts are run anew with them."""
+        for numbers, tokens in self.of(rows):
+            some = slice(None) if tokens is None else tokens
+            out[some] = _run_experts(x[some], weights[some], experts[some], layer, numbers)
         return out
+
+
+def _run_experts(x: Tensor, weights: Tensor, experts: Tensor, layer: FloatExperts, numbers: ExpertsNumbers) -> Tensor:
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for expert in sorted({*experts.flatten().tolist()}):
+        mine, which = (experts == expert).nonzero(as_tuple=True)
+        some = x[mine]
+        inner = times(some, layer.up[expert])
+        if numbers.up is not None:
+            inner = inner + times(times(some, numbers.up[0][expert]), numbers.up[1][expert])
+        inner = gated(inner, layer.activation)
+        back = times(inner, layer.down[expert])
+        if numbers.down is not None:
+            back = back + times(times(inner, numbers.down[0][expert]), numbers.down[1][expert])
+        out.index_add_(0, mine, back.float() * weights[mine, which].unsqueeze(1))
+    return out.to(x.dtype)
+
+
+def times(x: Tensor, matrix: Tensor) -> Tensor:
+    """x [n, inner], matrix [outputs, inner] -> [n, outputs]. On a CPU libraries choose their way by the number of rows, and
+    another way adds in another order; so there it is always the same number."""
+    if x.device.type != "cpu":
+        return F.linear(x.to(matrix.dtype), matrix)
+    rows, x = len(x), x.to(matrix.dtype)
+    x = F.pad(x, (0, 0, 0, -rows % TOGETHER)).view(-1, TOGETHER, x.shape[1])
+    return torch.bmm(x, matrix.t().expand(len(x), -1, -1)).flatten(0, 1)[:rows]

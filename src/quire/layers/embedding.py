@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.attn.batch import AdapterRows
 from quire.dist.collectives import Group
+from quire.layers.adapter import EmbeddingBank, LinearBank
 from quire.layers.claims import Claims, rows_of
 from quire.layers.parameter import Method, MethodLayer, parameter
 from quire.layers.role import Role
@@ -39,6 +41,7 @@ class Embedding(MethodLayer):
     role = Role.VOCABULARY
     weight: nn.Parameter | None
     group: Group | None = None  # of the ranks that have the other rows
+    bank: EmbeddingBank | None = None  # of the adapters that rows may ask for
 
     def __init__(self, count: int, size: int, scale: float = 1.0) -> None:
         super().__init__()
@@ -63,14 +66,19 @@ class Embedding(MethodLayer):
         kind = torch.float32 if self.weight is None else self.weight.dtype
         self.scale = torch.tensor(self.scale, dtype=kind).item()
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """ids [T] -> [T, size]."""
         if self.group is None:
             x = self.method.look_up(self, ids)
+            if adapters is not None and self.bank is not None:
+                x = self.bank.add(x, ids, adapters)
         else:
             own = ids - self.kept.start
             theirs = (own < 0) | (own >= len(self.kept))
-            x = self.method.look_up(self, own.masked_fill(theirs, 0)).masked_fill(theirs.unsqueeze(1), 0.0)
+            own = own.masked_fill(theirs, 0)
+            x = self.method.look_up(self, own).masked_fill(theirs.unsqueeze(1), 0.0)
+            if adapters is not None and self.bank is not None:
+                x = self.bank.add(x, own, adapters, theirs)
             x = self.group.add(x)
         return x if self.scale == 1.0 else x * self.scale
 
@@ -115,6 +123,7 @@ class Head(MethodLayer):
     role = Role.VOCABULARY
     weight: nn.Parameter | None
     group: Group | None = None  # of the ranks that have the other tokens
+    bank: LinearBank | None = None  # of the adapters that rows may ask for
 
     def __init__(
         self,
@@ -153,9 +162,11 @@ class Head(MethodLayer):
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
         self.method.finish(self)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """hidden [P, H] -> [P, V] float32."""
         logits = self.method.apply(self, hidden)
+        if adapters is not None and self.bank is not None:
+            logits = self.bank.add(logits, hidden, adapters, self.bias)
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.soft_cap is not None:

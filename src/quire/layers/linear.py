@@ -154,8 +154,8 @@ class Linear(MethodLayer):
     def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """x [..., inputs] -> [..., outputs]."""
         out = self.method.apply(self, x)
-        if self.bank is not None:
-            out = self.bank.add(out, x, adapters)
+        if adapters is not None and self.bank is not None:
+            out = self.bank.add(out, x, adapters, self.bias)
         return out if self.group is None else add_parts(out, self.group)
 
     def gated(self, x: Tensor, activation: str, adapters: AdapterRows | None = None) -> Tensor:

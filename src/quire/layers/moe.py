@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from quire.attn.batch import AdapterRows
 from quire.dist.collectives import Group, add_parts
+from quire.layers.adapter import ExpertsBank
 from quire.layers.claims import Claim, Claims, Take
 from quire.layers.linear import Linear
 from quire.layers.parameter import Method, MethodLayer, parameter
@@ -89,6 +90,7 @@ class Experts(MethodLayer):
 
     role = Role.EXPERT
     group: Group | None = None  # of the ranks whose outputs are to be added
+    bank: ExpertsBank | None = None  # of the adapters that rows may ask for
 
     def __init__(
         self, count: int, hidden_size: int, inner_size: int, activation: str | ClampedSwiglu, *, paired: bool = False
@@ -140,15 +142,21 @@ class Experts(MethodLayer):
             part_pairs(self.up_bias.data)
         self.method.finish(self)
 
-    def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """x [T, H], weights and experts [T, top_k] -> [T, H]."""
         if self.group is None:
-            return self.method.apply(self, x, weights, experts)
+            return self._run(x, weights, experts, adapters)
         if len(self.kept) < self.total:  # an expert of another rank counts for nothing
             experts = experts - self.kept.start
             theirs = (experts < 0) | (experts >= len(self.kept))
             weights, experts = weights.masked_fill(theirs, 0.0), experts.masked_fill(theirs, 0)
-        return add_parts(self.method.apply(self, x, weights, experts), self.group)
+        return add_parts(self._run(x, weights, experts, adapters), self.group)
+
+    def _run(self, x: Tensor, weights: Tensor, experts: Tensor, adapters: AdapterRows | None) -> Tensor:
+        out = self.method.apply(self, x, weights, experts)
+        if adapters is not None and self.bank is not None:
+            out = self.bank.replace(out, x, weights, experts, adapters, self)
+        return out
 
 
 def pairs_of(rows: range) -> tuple[int, int]:
@@ -183,7 +191,7 @@ class MoE(nn.Module):
         self.gate = Linear(hidden_size, experts, bias=biased)
         self.experts = Experts(experts, hidden_size, inner_size, activation, paired=paired)
 
-    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:  # noqa: ARG002 (its matrices have none)
-        weights, chosen = route(self.gate(x), self.top_k, self.renormalize)
-        out: Tensor = self.experts(x, weights, chosen)
+    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        weights, chosen = route(self.gate(x, adapters), self.top_k, self.renormalize)
+        out: Tensor = self.experts(x, weights, chosen, adapters)
         return out

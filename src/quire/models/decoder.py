@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from quire.attn.batch import Batch
+from quire.attn.batch import AdapterRows, Batch
 from quire.layers.attention import Attention, SelfAttention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.mlp import GatedMLP
@@ -70,12 +70,12 @@ class Decoder(nn.Module):
         return self.norm.add(x, residual)[0]
 
     def embed(self, batch: Batch) -> Tensor:
-        x: Tensor = self.embed_tokens(batch.ids)
+        x: Tensor = self.embed_tokens(batch.ids, batch.adapters)
         return x
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """hidden [P, H] -> [P, V] float32."""
-        out: Tensor = self.lm_head(hidden)
+        out: Tensor = self.lm_head(hidden, adapters)
         return out
 
     def make_embedding(self, facts: "ModelFacts") -> Embedding:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from quire.attn.batch import Batch
+from quire.attn.batch import AdapterRows, Batch
 from quire.files.reading import told
 from quire.layers.attention import Attention, keep
 from quire.load.source import Source, read_whole
@@ -118,7 +118,7 @@ class Fallback(Decoder):
         self.step.batch = None
         return keep(out[0], batch)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:  # noqa: ARG002 (it has no room for any)
         self.given.hidden = hidden[None]
         ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
         out: Tensor = self.head(input_ids=ids, use_cache=False).logits

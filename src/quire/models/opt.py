@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from quire.attn.batch import Batch
+from quire.attn.batch import AdapterRows, Batch
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import Embedding, Head, PositionEmbedding
 from quire.layers.linear import Linear
@@ -50,14 +50,14 @@ class OPT(Decoder):
         self.project_out = Linear(width, narrow) if narrow != width else None
 
     def embed(self, batch: Batch) -> Tensor:
-        x: Tensor = self.embed_tokens(batch.ids)
+        x: Tensor = self.embed_tokens(batch.ids, batch.adapters)
         if self.project_in is not None:
-            x = self.project_in(x)
+            x = self.project_in(x, batch.adapters)
         positions: Tensor = self.embed_positions(batch.positions + FIRST_POSITION)
         return x + positions
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return super().logits(hidden if self.project_out is None else self.project_out(hidden))
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        return super().logits(hidden if self.project_out is None else self.project_out(hidden, adapters), adapters)
 
     def make_embedding(self, facts: "ModelFacts") -> Embedding:
         return Embedding(facts.vocab_size, embedding_size(facts))

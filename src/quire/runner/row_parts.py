@@ -3,6 +3,7 @@
 A new part is a class, and a line in `make_parts`.
 """
 
+from collections.abc import Set
 from dataclasses import replace
 from typing import Protocol
 
@@ -10,7 +11,6 @@ import numpy as np
 
 from quire.attn.batch import AdapterRows, Batch
 from quire.runner.sampler.stage import Tenancy
-from quire.runner.transfer import upload
 from quire.types.errors import EngineError
 from quire.types.plan import Admission, Ints, StepPlan
 
@@ -26,34 +26,34 @@ class RowPart(Tenancy, Protocol):
 
 
 class AdapterPart:
-    """The adapters that tenants have asked for, by number."""
+    """The adapters that tenants have asked for, by place."""
 
-    def __init__(self, slots: int, room: int) -> None:
-        """`room`: no number is larger."""
-        self._numbers, self._room = np.zeros(slots, np.int64), room
+    def __init__(self, slots: int, filled: Set[int]) -> None:
+        """`filled`: places that have one, at any time."""
+        self._places, self._filled = np.zeros(slots, np.int64), filled
         self._adapted: set[int] = set()  # slots that have one
 
     def admit(self, slot: int, admission: Admission) -> None:
         self.retire(slot)
         if admission.extras.adapter:
-            self._numbers[slot] = admission.extras.adapter
+            self._places[slot] = admission.extras.adapter
             self._adapted.add(slot)
 
     def retire(self, slot: int) -> None:
-        self._numbers[slot] = 0
+        self._places[slot] = 0
         self._adapted.discard(slot)
 
     def active(self, slots: Ints) -> bool:
         return bool(self._adapted) and not self._adapted.isdisjoint(slots.tolist())
 
     def attach(self, batch: Batch, plan: StepPlan) -> Batch:
-        numbers = self._numbers[plan.slot]
-        present = [number for number in np.unique(numbers).tolist() if number]
-        if present[-1] > self._room:
-            raise EngineError(f"a row asks for adapter {present[-1]}, but there is room for {self._room}")
-        index = upload(np.repeat(numbers, plan.count), batch.ids.device)
-        return replace(batch, adapters=AdapterRows(index, tuple(present)))
+        places = self._places[plan.slot]
+        for place in {*places.tolist()} - {0}:
+            if place not in self._filled:
+                raise EngineError(f"a row asks for the adapter in place {place}, where there is none")
+        return replace(batch, adapters=AdapterRows(np.repeat(places, plan.count), batch.ids.device))
 
 
-def make_parts(slots: int, adapters: int) -> tuple[RowPart, ...]:
+def make_parts(slots: int, adapters: Set[int]) -> tuple[RowPart, ...]:
+    """`adapters`: places that have one, at any time."""
     return (AdapterPart(slots, adapters),)

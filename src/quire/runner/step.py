@@ -4,7 +4,7 @@ It does what the plan says, in the plan's order, and decides nothing. It does no
 """
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,8 @@ from quire.device.base import Device, Setting
 from quire.load.load import load_weights
 from quire.models.decoder import Decoder
 from quire.models.registry import build_model
-from quire.prepare.adapt import Adapters, LowRank, adapt
+from quire.prepare.adapt import adapt
+from quire.runner.adapters import Shelf
 from quire.runner.batch import Built, build_batch
 from quire.runner.buckets import MOST_TOKENS
 from quire.runner.draft.base import Drafter
@@ -77,7 +78,8 @@ class Runner:
         """`adapters`: room for so many, of at most that rank."""
         self._facts = facts
         self._room = adapters
-        self._adapters: Adapters | None = None
+        self._shelf: Shelf | None = None  # of adapters
+        self._reserved = 0  # bytes on the device that adapters will take
         self._parts: tuple[RowPart, ...] = ()
         self._drafter, self._drafts = drafter, 0 if drafter is None else drafter.most
         self._device = device
@@ -111,8 +113,7 @@ class Runner:
     def load(self) -> None:
         model = build_model(self._facts, self._model_impl)
         count, rank = self._room
-        if count:
-            self._adapters = adapt(model, count, rank, device=self._device.torch_device, dtype=self._dtype)
+        adapters = adapt(model, device=self._device.torch_device, dtype=self._dtype) if count else None
         load_weights(
             model, self._facts, device=self._device.torch_device, dtype=self._dtype, load_format=self._load_format,
             seed=self._seed, keep_quantized=self._keep_quantized, quantization=self._quantization, keeps=self._keeps,
@@ -121,12 +122,16 @@ class Runner:
         prepared = self._device.prepare(model, setting)
         model.body, self._kv_layout = prepared.body, prepared.kv_layout
         self._model = model
+        if adapters is not None:
+            self._reserved = count * adapters.bytes_of(rank)
+            budget = self._reserved if self._device.torch_device.type != "cpu" else None
+            self._shelf = Shelf(adapters, model, count, rank, budget)
 
-    def put_adapter(self, number: int, additions: Mapping[str, LowRank]) -> None:
-        """See `Adapters.put`. Between steps."""
-        if self._adapters is None:
+    @property
+    def shelf(self) -> Shelf:
+        if self._shelf is None:
             raise EngineError("the runner has no room for adapters")
-        self._adapters.put(number, additions)
+        return self._shelf
 
     def warm_up(self) -> None:
         """Runs the steps that traffic is made of, so that no request has to wait for a kernel, where kernels are compiled."""
@@ -151,7 +156,7 @@ class Runner:
             if kv_cache_memory_bytes <= 0:
                 raise ConfigError(f"kv_cache_memory_bytes must be positive, got {kv_cache_memory_bytes}")
             return kv_cache_memory_bytes
-        reserve = allowance(self._max_seqs, self._facts.vocab_size) if self._recording else 0
+        reserve = self._reserved + (allowance(self._max_seqs, self._facts.vocab_size) if self._recording else 0)
         return self._device.budget(gpu_memory_utilization, self._profile_run, reserve)
 
     def allocate(self, pages: int, max_model_len: int) -> None:
@@ -165,7 +170,7 @@ class Runner:
         slots = Slots(self._max_seqs, max_model_len, groups, page_size, device, self._drafts, self._device.updates())
         sampler = Sampler(self._max_seqs, self._facts.vocab_size, device, self._logprobs_mode, self._drafts)
         self._tenants = slots, kv, sampler
-        self._parts = make_parts(self._max_seqs, self._room[0])
+        self._parts = make_parts(self._max_seqs, set() if self._shelf is None else self._shelf.filled)
         planners = fixed_plans(model, len(self._layout.groups)) if self._recording else None
         self.graphs = (
             None
@@ -176,7 +181,7 @@ class Runner:
         )
 
     def close(self) -> None:
-        self._model = self._tenants = self.graphs = None
+        self._model = self._tenants = self.graphs = self._shelf = None
         gc.collect()
         self._device.close()
 
@@ -217,7 +222,8 @@ class Runner:
             drawn_from = hidden[batch.logit_index] if len(plan.outputs.draw) else hidden[:0]
             follow = None if self._drafter is None else prepare(plan, slots, batch, built.rows, drawn_from)
             if len(drawn_from):
-                draw = partial(self._draw, model.logits(drawn_from), built.rows, follow)
+                adapters = None if batch.adapters is None else batch.adapters.take(plan.outputs.draw)
+                draw = partial(self._draw, model.logits(drawn_from, adapters), built.rows, follow)
         elif isinstance(replayed, Tensor):
             draw = Drawn(replayed, of_all=True)
         elif len(replayed.rows.slots):
@@ -268,5 +274,6 @@ def _report_prompts(
             piece = index[first : first + PROMPT_PIECE]
             states, at = upload_together([final[piece], tokens[piece]], slots.device)
             targets = slots.tokens[slot, built.batch.positions[at] + 1].long()
-            reports.append((row, sampler.logprobs.of_prompt(model.logits(hidden[states]), targets, slot)))
+            adapters = None if built.batch.adapters is None else built.batch.adapters.take(tokens[piece])
+            reports.append((row, sampler.logprobs.of_prompt(model.logits(hidden[states], adapters), targets, slot)))
     return reports

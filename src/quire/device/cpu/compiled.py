@@ -15,11 +15,13 @@ logger = logging.getLogger(__name__)
 Compiled = DecoderNetwork | Segments
 
 
-def compile_body(body: Callable[[Any, Any], Any], columns: int, *, whole: bool, paged: bool) -> Compiled | None:
+def compile_body(
+    body: Callable[[Any, Any], Any], columns: int, *, whole: bool, paged: bool, held: bool = False
+) -> Compiled | None:
     """`body` is a decoder's way from embedded tokens [T, columns] to its last hidden states.
 
     `whole`: it will not be run itself any more, and what it holds in matrices of floats is given back. `paged`: its cache can
-    be as a network wants it.
+    be as a network wants it. `held`: nothing is given back nevertheless.
     """
     try:
         trace = write_down(body, columns)
@@ -33,7 +35,7 @@ def compile_body(body: Callable[[Any, Any], Any], columns: int, *, whole: bool, 
         except RuntimeError as reason:  # OpenVINO's errors
             logger.warning("OpenVINO cannot run the model, so it is compiled in pieces: %s", reason)
     runtime = _runtime(blocks=not whole, floats=trace.has_floats)
-    return None if runtime is None else Segments(trace, runtime, whole=whole)
+    return None if runtime is None else Segments(trace, runtime, whole=whole, held=held)
 
 
 def _runtime(*, blocks: bool, floats: bool) -> Runtime | None:

@@ -1,13 +1,14 @@
 """What a CPU makes of a model: a compiled body where it can be had, packed matrices, and memory that goes back."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attn.batch import Batch, take_rows
+from quire.attn.batch import Batch, take_rows, without_adapters
 from quire.device.base import Body, Prepared, Setting
 from quire.device.cpu import gemm
 from quire.device.cpu.autotune import NEVER, dequantize_from, runtime_for_blocks, runtime_for_floats
@@ -23,11 +24,12 @@ from quire.device.cpu.segments import Segments
 from quire.device.cpu.session import KEPT_OF_PRODUCT
 from quire.layers.claims import Claims
 from quire.layers.embedding import Head
-from quire.layers.linear import Linear
+from quire.layers.linear import Linear, Plain
 from quire.layers.parameter import Method
 from quire.layers.quant.gguf import GGUFHead, GGUFMethod, GGUFRows
 from quire.load.load import Filling, find_rows
 from quire.models.decoder import Decoder
+from quire.ops.activation import gated
 from quire.types.cache import KVLayout, can_divide
 
 
@@ -37,17 +39,20 @@ def prepare(model: Decoder, setting: Setting) -> Prepared:
     layout, whole = KVLayout.LINES, setting.dtype == torch.float32 and not isinstance(model, Filling)
     layers = kept_in_blocks(model)
     floats = runtime_for_floats() if whole else None
+    adapted = any(isinstance(layer, Linear) and layer.bank is not None for layer in model.modules())
     if layers or floats is not None:
         compiled = compile_body(
-            model.run_blocks, setting.facts.hidden_size, whole=not layers, paged=suits_networks(setting)
+            model.run_blocks, setting.facts.hidden_size, whole=not layers, paged=suits_networks(setting), held=adapted
         )  # fmt: skip
         if compiled is not None:
             body = CompiledBody(model.run_blocks, compiled)
-            if isinstance(compiled, Segments) and compiled.too_many == NEVER:
+            if isinstance(compiled, Segments) and compiled.too_many == NEVER and not adapted:
                 let_go([method for _, method in layers])
         if isinstance(compiled, DecoderNetwork):
             layout = KVLayout.SPLIT
-        if compiled is None and layers:
+        if adapted and compiled is not None and floats is not None:
+            pack_floats(model, floats)
+        if (compiled is None or adapted) and layers:
             multiply_by_layer(model)
         elif isinstance(model.lm_head.method, GGUFHead):
             pack_blocks(model.lm_head)
@@ -68,15 +73,24 @@ class CompiledBody:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """Where rows of one token are for the compiled body whatever is beside them, they are run apart, and last: they may
-        read keys that the others write, but not the other way round (`DeviceFacts.single_rows_share`)."""
+        read keys that the others write, but not the other way round (`DeviceFacts.single_rows_share`). Rows with an adapter
+        are for the decoder itself; they and those without read nothing of each other's."""
+        if batch.adapters is not None:
+            places = batch.adapters.places[[start for start, _, _ in batch.rows]]
+            plain = np.flatnonzero(places == 0).tolist()
+            return self._run_apart(x, batch, plain) if plain else self.blocks(x, batch)
         if self.compiled.suit(batch):
             return self.compiled(x, batch)
         some = self.compiled.find_rows(batch)
-        if not some:
-            return self.blocks(x, batch)
+        return self._run_apart(x, batch, some) if some else self.blocks(x, batch)
+
+    def _run_apart(self, x: Tensor, batch: Batch, last: Sequence[int]) -> Tensor:
+        """The others, and then these."""
         out = x.new_empty(len(batch.final.ids), x.shape[1])
-        for rows in (sorted({*range(len(batch.rows))} - {*some}), some):
+        for rows in (sorted({*range(len(batch.rows))} - {*last}), last):
             part = take_rows(batch, rows)
+            if part.batch.adapters is not None and not part.batch.adapters.groups:
+                part = replace(part, batch=without_adapters(part.batch))
             out[part.final] = self(x[part.tokens], part.batch)[: len(part.final)]
         return out
 
@@ -118,6 +132,31 @@ def hold_once(model: Decoder, setting: Setting) -> None:
     rows = None if embedding is None or stored is None else stored.cut(embedding.kept, range(embedding.size))
     if embedding is not None and rows is not None:
         embedding.use(GGUFRows(rows))
+
+
+class PackedLinear(Method):
+    """As `PackedHead`, for layers that are also run by themselves: a row's sums are then the same whoever is beside it."""
+
+    def __init__(self, layer: Linear, runtime: Runtime) -> None:
+        self._product = gemm.Gemm(layer.weight, layer.bias, runtime)
+
+    def shapes(self, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
+        return {}
+
+    def claims(self, layer: Linear, path: str) -> Claims:  # noqa: ARG002
+        return {}
+
+    def apply(self, layer: Linear, x: Tensor) -> Tensor:  # noqa: ARG002
+        return self._product(x)
+
+    def apply_gated(self, layer: Linear, x: Tensor, activation: str) -> Tensor:
+        return gated(self.apply(layer, x), activation)
+
+
+def pack_floats(model: Decoder, runtime: Runtime) -> None:
+    for layer in model.modules():
+        if isinstance(layer, Linear) and isinstance(layer.method, Plain):
+            layer.use(PackedLinear(layer, runtime))
 
 
 def kept_in_blocks(model: Decoder) -> list[tuple[Linear, GGUFMethod]]:

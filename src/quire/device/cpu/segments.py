@@ -29,8 +29,9 @@ class Stage:
 
 
 class Segments:
-    def __init__(self, trace: Trace, runtime: Runtime, *, whole: bool) -> None:
-        """`whole`: the decoder will not be run itself any more, and what it holds in matrices of floats is given back."""
+    def __init__(self, trace: Trace, runtime: Runtime, *, whole: bool, held: bool = False) -> None:
+        """`whole`: the decoder will not be run itself any more, and what it holds in matrices of floats is given back, unless
+        it is `held` nevertheless."""
         pieces, self._first, self._last = trace.pieces, trace.first, trace.last
         # tokens: from there on the decoder itself is faster
         self.too_many = NEVER if whole else dequantize_from(trace.quickly)
@@ -43,7 +44,7 @@ class Segments:
             made = [symbol for step in piece.steps for symbol in step.outputs]
             kept = [symbol for symbol in made if symbol in later or symbol in sources[i]]
             session = _compile(piece, kept, runtime, scratch)
-            if whole:
+            if whole and not held:
                 _give_back(piece)
             dead = {*wanted[i], *kept} - later
             self._stages.append(Stage(session, tuple(piece.read), tuple(kept), tuple(piece.behind), tuple(dead)))

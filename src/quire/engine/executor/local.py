@@ -7,7 +7,7 @@ from torch import AcceleratorError
 from quire.runner.flight import StepFlight
 from quire.runner.step import Runner
 from quire.types.adapter import AdapterFacts, AdapterRef
-from quire.types.errors import AdapterError, EngineDead, EngineError
+from quire.types.errors import EngineDead, EngineError
 from quire.types.plan import StepPlan, StepResult, Words
 from quire.types.stats import DeviceCounts
 
@@ -63,16 +63,19 @@ class LocalExecutor:
         return target(*args)
 
     def read_adapter(self, ref: AdapterRef) -> AdapterFacts:
-        raise AdapterError(f"{ref.path}: adapters cannot be read from files yet")
+        return self._runner.shelf.read(ref)
 
     def put_adapter(self, ref: AdapterRef, place: int) -> None:
-        raise EngineError(f"{ref.path} was not read, so it cannot be put in place {place}")
+        try:
+            self._runner.shelf.put(ref, place)
+        except AcceleratorError as error:
+            raise _dead(error) from error
 
     def drop_adapter(self, place: int) -> None:
-        pass
+        self._runner.shelf.drop(place)
 
     def forget_adapter(self, version: str) -> None:
-        pass
+        self._runner.shelf.forget(version)
 
     def stop(self) -> None:
         self._runner.close()

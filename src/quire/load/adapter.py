@@ -1,0 +1,259 @@
+"""Adapters in PEFT's format: its tensors become additions to the matrices of a model, or an error that names the tensor.
+
+    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
+    '- prefix -----' '- module, as transformers calls it -' '- half -'
+
+What an adapter targets is read off its tensors: `target_modules` says how they came about, and has nothing to add.
+"""
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quire.files.adapter import AdapterFiles, find_adapter, read_config
+from quire.files.reading import shown, told
+from quire.files.safetensors import read_header
+from quire.load.adapter_config import AdapterConfig, interpret
+from quire.load.adapter_experts import ExpertTensors
+from quire.load.assign import Renames, rename
+from quire.load.safetensors import DTYPES
+from quire.prepare.adapt import Addition, ExpertsSite, HeadSite, LinearSite, Site
+from quire.types.errors import AdapterError, ModelError
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "base_model.model."
+# the end of a tensor's name -> what it is
+HALVES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(rf"\.{end}$"), kind)
+    for end, kind in (
+        (r"lora_A(\.default)?\.weight", "down"),
+        (r"lora_B(\.default)?\.weight", "up"),
+        (r"lora_B(\.default)?\.bias", "added"),
+        (r"lora_embedding_A(\.default)?", "down"),
+        (r"lora_embedding_B(\.default)?", "up"),
+        (r"lora_magnitude_vector(\.default)?(\.weight)?", "magnitude"),
+        (r"base_layer\.weight", "base"),
+        (r"(base_layer\.|modules_to_save\.(default\.)?)?bias", "bias"),
+        (r"(modules_to_save\.(default\.)?)?weight", "whole"),
+    )
+)
+HALF_OF = {"down": "lora_A", "up": "lora_B"}
+
+
+@dataclass(frozen=True)
+class Named:
+    """A tensor, and what the file calls it."""
+
+    name: str
+    values: Tensor
+
+    def wrong(self, message: str) -> AdapterError:
+        return AdapterError(f"tensor {shown(self.name)} {message}", "lora_path")
+
+
+@dataclass(frozen=True)
+class Model:
+    """What there is to add to. parameters: those that layers hold as floats, by their own names."""
+
+    sites: Mapping[str, Site]
+    renames: Renames
+    parameters: Mapping[str, Tensor]
+    max_rank: int
+
+
+def read_adapter(path: str, model: Model) -> tuple[Mapping[str, Addition], int]:
+    """By the matrix's path in the checkpoint after renames; and the largest rank. AdapterError = it cannot be run."""
+    files = find_adapter(path)
+    config = interpret(read_config(files), str(files.config))
+    try:
+        return Reader(config, model).read(_read_tensors(files))
+    except AdapterError as error:
+        raise AdapterError(f"{path}: {error}", "lora_path") from error
+
+
+def _read_tensors(files: AdapterFiles) -> dict[str, Tensor]:
+    try:
+        if files.weights.suffix == ".safetensors":
+            return _read_safetensors(files.weights)
+        found = torch.load(files.weights, map_location="cpu", weights_only=True)
+    except ModelError as error:
+        raise AdapterError(str(error), "lora_path") from error
+    except Exception as error:  # of torch's reader, whatever the file made it stumble over
+        raise AdapterError(f"{files.weights.name} cannot be read: {told(error)}", "lora_path") from error
+    if not isinstance(found, dict) or not all(isinstance(values, Tensor) for values in found.values()):
+        raise AdapterError(f"{files.weights.name} is not a table of tensors", "lora_path")
+    return found
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Not mapped: whoever writes a new version over it must not pull it from under us."""
+    found: dict[str, Tensor] = {}
+    with path.open("rb") as file:
+        for name, info in read_header(path).items():
+            if info.dtype not in DTYPES:
+                raise AdapterError(f"tensor {shown(name)} is stored as {info.dtype}, which cannot be read", "lora_path")
+            raw = bytearray(info.nbytes)
+            file.seek(info.offset)
+            if file.readinto(raw) != info.nbytes:
+                raise AdapterError(f"{path.name} was changed while it was read", "lora_path")
+            kind = DTYPES[info.dtype]
+            values = torch.frombuffer(raw, dtype=kind) if raw else torch.empty(0, dtype=kind)
+            found[name] = values.view(info.shape)
+    return found
+
+
+class Reader:
+    def __init__(self, config: AdapterConfig, model: Model) -> None:
+        self._config, self._model = config, model
+        self._largest = 0
+
+    def read(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Addition], int]:
+        modules: dict[str, dict[str, Named]] = defaultdict(dict)
+        for name, values in tensors.items():
+            named = Named(name, _checked(name, values))
+            module, kind = _parse(named)
+            if kind in modules[module]:
+                raise named.wrong("is there twice, under another name")
+            modules[module][kind] = named
+        found: dict[str, Addition] = {}
+        experts = ExpertTensors(self)
+        for module, halves in modules.items():
+            first = next(iter(halves.values()))
+            ours = rename(f"{module}.weight", self._model.renames)
+            if ours is None:
+                logger.info("%s is of a part of the model that is not run, and is left aside", first.name)
+                continue
+            path = ours.removesuffix(".weight")
+            place = experts.find(path, self._model.sites)
+            if place is not None:
+                experts.add(place, *self._halves(module, halves, first), module)
+                continue
+            addition = self._addition(path, module, halves, first)
+            if addition is not None:
+                found[path] = addition
+        found |= experts.finish(self._model.sites)
+        if not found:
+            raise AdapterError("it has no tensors that add anything to the model", "lora_path")
+        return found, max(self._largest, 1)
+
+    def _addition(self, path: str, module: str, halves: dict[str, Named], first: Named) -> Addition | None:
+        site = self._model.sites.get(path)
+        if site is None:
+            self._check_nothing(path, halves)
+            return None
+        if isinstance(site, ExpertsSite):
+            raise first.wrong("adds to experts in a way that is not known")
+        outputs, inputs = site.shapes[path]
+        addition = Addition()
+        if "down" in halves or "up" in halves:
+            down, up = self._halves(module, halves, first)
+            self.check_rank(down, down.values.shape[0] if down.values.ndim == 2 else 0, module)
+            rank = self._config.rank_of(module)
+            self._check_shape(down, (rank, inputs), site)
+            self._check_shape(up, (outputs, rank), site)
+            addition = replace(addition, down=down.values, up=scaled(up, self._config.scale_of(module)))
+        for kind, shape in (("magnitude", (outputs,)), ("added", (outputs,)), ("bias", (outputs,))):
+            if kind in halves:
+                self._check_shape(halves[kind], shape, site)
+        if "magnitude" in halves:
+            if not self._config.dora or addition.down is None or not isinstance(site, LinearSite | HeadSite):
+                raise halves["magnitude"].wrong("is of DoRA, which goes with use_dora, lora_A and lora_B of a linear layer")
+            addition = replace(addition, magnitude=halves["magnitude"].values)
+        elif self._config.dora and addition.down is not None:
+            raise first.wrong("has no lora_magnitude_vector beside it, though use_dora is true")
+        if "added" in halves:
+            if addition.down is None or not isinstance(site, LinearSite | HeadSite):
+                raise halves["added"].wrong("has no lora_A and lora_B of a linear layer beside it")
+            addition = replace(addition, added=scaled(halves["added"], self._config.scale_of(module)))
+        if "bias" in halves:
+            if not isinstance(site, LinearSite | HeadSite) or not site.biased:
+                raise halves["bias"].wrong("is a bias for a layer that has none")
+            addition = replace(addition, bias=halves["bias"].values)
+        return self._with_whole(path, site, halves, addition)
+
+    def _with_whole(self, path: str, site: Site, halves: dict[str, Named], addition: Addition) -> Addition | None:
+        """A saved copy counts as it is; the one that PEFT writes beside additions only if it is not the model's own."""
+        whole, outputs, inputs = halves.get("whole"), *site.shapes[path]
+        shape = (inputs, outputs) if site.kind == "embedding" else (outputs, inputs)
+        if whole is not None and site.kind not in ("head", "embedding"):
+            raise whole.wrong("is a whole matrix (modules_to_save); only of head and embedding can an adapter have its own")
+        if whole is None and "base" in halves and site.kind in ("head", "embedding"):
+            self._check_shape(halves["base"], shape, site)
+            own = self._model.parameters.get(f"{path}.weight")
+            if own is not None and not torch.equal(own.cpu(), halves["base"].values.to(own.dtype)):
+                whole = halves["base"]
+        if whole is not None:
+            self._check_shape(whole, shape, site)
+            addition = replace(addition, whole=whole.values)
+        return None if all(value is None for value in vars(addition).values()) else addition
+
+    def _check_nothing(self, path: str, halves: dict[str, Named]) -> None:
+        """A layer without matrices may come with the bias that it has anyway: with bias="all" all are saved."""
+        for kind, named in halves.items():
+            own = self._model.parameters.get(f"{path}.bias")
+            if kind != "bias" or own is None:
+                raise named.wrong("is for a layer that the model does not have, or that adapters cannot change")
+            if not torch.equal(own.cpu(), named.values.to(own.dtype)):
+                raise named.wrong("is the bias of a norm, which adapters cannot change")
+
+    def _halves(self, module: str, halves: dict[str, Named], first: Named) -> tuple[Named, Named]:
+        for half, other in (("down", "up"), ("up", "down")):
+            if half in halves and other not in halves:
+                raise halves[half].wrong(f"has no {HALF_OF[other]} beside it ({shown(module)} needs both)")
+        if "down" not in halves:
+            raise first.wrong("is nothing that an adapter can have for experts")
+        return halves["down"], halves["up"]
+
+    def scale_of(self, module: str) -> float:
+        return self._config.scale_of(module)
+
+    def check_rank(self, named: Named, rank: int, module: str, merged: int = 1) -> None:
+        expected = self._config.rank_of(module)
+        if rank != expected:
+            raise named.wrong(f"has rank {rank}, where adapter_config.json says {expected}")
+        if rank > self._model.max_rank * merged:
+            raise named.wrong(f"has rank {rank}; max_lora_rank is {self._model.max_rank}")
+        self._largest = max(self._largest, rank)
+
+    def _check_shape(self, named: Named, shape: tuple[int, ...], site: Site) -> None:
+        found = tuple(named.values.shape)
+        if found == shape:
+            return
+        vocabulary = {"embedding": 1, "head": 0}.get(site.kind)
+        tokens = None if vocabulary is None else next(iter(site.shapes.values()))[vocabulary]
+        if tokens in shape and len(found) == len(shape) and found[shape.index(tokens)] > tokens:
+            more = found[shape.index(tokens)] - tokens
+            raise named.wrong(f"has {more} tokens more than the model's {tokens:,}: added vocabulary cannot be run")
+        raise named.wrong(f"has shape {list(found)}, where the model needs {list(shape)}")
+
+
+def scaled(named: Named, scale: float) -> Tensor:
+    values = named.values.float() * scale
+    if not torch.isfinite(values).all():
+        raise named.wrong(f"is too large for its scale of {scale:g}")
+    return values
+
+
+def _parse(named: Named) -> tuple[str, str]:
+    """The module, as transformers calls it, and what the tensor is of it."""
+    name = named.name.removeprefix(PREFIX)
+    for pattern, kind in HALVES:
+        if (match := pattern.search(name)) is not None:
+            return name[: match.start()], kind
+    raise named.wrong("is not of a kind that LoRA adapters have (lora_A, lora_B, ...)")
+
+
+def _checked(name: str, values: Tensor) -> Tensor:
+    named = Named(name, values)
+    if not values.is_floating_point() or values.dtype.itemsize < 2:
+        raise named.wrong(f"is stored as {str(values.dtype).removeprefix('torch.')}, where floats are needed")
+    if not torch.isfinite(values).all():
+        raise named.wrong("has numbers that are not finite (NaN or infinity)")
+    return values

@@ -1,0 +1,67 @@
+"""The runner's shelf of adapters: what was read lies in the host's memory by version, and is put to places on the device."""
+
+from threading import Lock
+
+import torch
+
+from quire.load.adapter import Model, read_adapter
+from quire.models.decoder import Decoder
+from quire.prepare.adapt import Adapters, PackedAdapter
+from quire.types.adapter import AdapterFacts, AdapterRef
+from quire.types.errors import AdapterError, EngineError
+
+
+class Shelf:
+    """`room`: places, from 1 on. `budget`: bytes on the device that adapters may take together; None = as many as there are.
+
+    Reading may happen in other threads while steps run; everything else is between steps.
+    """
+
+    def __init__(self, adapters: Adapters, model: Decoder, room: int, max_rank: int, budget: int | None = None) -> None:
+        self._adapters, self._room, self._budget = adapters, room, budget
+        self._model = Model(adapters.sites, model.renames, dict(model.named_parameters()), max_rank)
+        self._held: dict[str, PackedAdapter] = {}
+        self._lock = Lock()
+        self._taken: dict[int, int] = {}  # place -> bytes
+        self.filled: set[int] = set()
+
+    def read(self, ref: AdapterRef) -> AdapterFacts:
+        additions, rank = read_adapter(ref.path, self._model)
+        try:
+            packed = self._adapters.pack(additions)
+        except (MemoryError, RuntimeError) as error:  # torch has the second for the first
+            raise AdapterError(f"{ref.path}: there is no memory for it: {error}", "lora_path") from error
+        if not torch.isfinite(packed.flat).all():
+            kind = str(packed.flat.dtype).removeprefix("torch.")
+            raise AdapterError(f"{ref.path}: it has numbers that are too large for {kind}", "lora_path")
+        with self._lock:
+            self._held[ref.version] = packed
+        return AdapterFacts(rank, packed.flat.nbytes)
+
+    def put(self, ref: AdapterRef, place: int) -> None:
+        with self._lock:
+            packed = self._held.get(ref.version)
+        if packed is None:
+            raise EngineError(f"{ref.path} was not read, so it cannot be put in place {place}")
+        if not 1 <= place <= self._room:
+            raise EngineError(f"there is room for {self._room} adapters, so none can have the place {place}")
+        self.drop(place)
+        size = packed.flat.nbytes
+        free = size if self._budget is None else self._budget - sum(self._taken.values())
+        if size > free:
+            raise AdapterError(f"{ref.path}: it takes {size:,} bytes on the device, where {free:,} are free", "lora_path")
+        try:
+            self._adapters.put(place, packed)
+        except torch.OutOfMemoryError as error:
+            raise AdapterError(f"{ref.path}: the device has no memory for its {size:,} bytes", "lora_path") from error
+        self.filled.add(place)
+        self._taken[place] = size
+
+    def drop(self, place: int) -> None:
+        self.filled.discard(place)
+        self._taken.pop(place, None)
+        self._adapters.drop(place)
+
+    def forget(self, version: str) -> None:
+        with self._lock:
+            self._held.pop(version, None)

@@ -1,0 +1,215 @@
+"""Adapters that PEFT wrote: beside each other and beside rows without, they make what PEFT makes of them."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+from adapters import Q_PROJ, halves, open_shelf, put, write_adapter, write_with_peft
+from oracle import Sequences
+from quire.types.adapter import AdapterRef
+from quire.types.errors import AdapterError
+
+peft = pytest.importorskip("peft")
+
+IDS = torch.randint(3, 199, (3, 20), generator=torch.Generator().manual_seed(0)).tolist()
+WANTED = [2, 0, 1]  # the places of three rows' adapters
+ALL = {"target_modules": "all-linear"}
+EXPERTS = {
+    "target_modules": ["q_proj", "o_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
+BOTH_ENDS = {"target_modules": ["v_proj", "embed_tokens", "lm_head"]}
+CASES = {
+    "llama": (ALL, {"target_modules": r".*\.(1|2)\..*_proj", "use_dora": True}),
+    "llama-biases-tied": (ALL | {"bias": "all"}, {"target_modules": ["q_proj", "down_proj"], "lora_bias": True}),
+    "llama3-rope": (BOTH_ENDS, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}),
+    "mistral-window": (
+        ALL | {"rank_pattern": {r"layers\.[01]\.self_attn.*": 5}, "alpha_pattern": {"up_proj": 9}},
+        {"target_modules": ["k_proj", "gate_proj"], "use_rslora": True},
+    ),
+    "qwen2": (ALL | {"bias": "lora_only"}, {"target_modules": ["lm_head", "o_proj"], "use_dora": True}),
+    "qwen3": (ALL, BOTH_ENDS),
+    "phi3": (ALL, {"target_modules": ["qkv_proj"], "use_dora": True}),
+    "gemma": (ALL, {"target_modules": ["embed_tokens", "up_proj"]}),
+    "gemma2": (ALL, {"target_modules": ["lm_head", "k_proj"]}),
+    "gemma3": (ALL, {"target_modules": ["down_proj"]}),
+    "opt": (ALL | {"bias": "lora_only"}, {"target_modules": ["fc1", "out_proj"]}),
+    "opt-norms-after-narrow": (ALL, {"target_modules": ["fc2", "project_in", "project_out"]}),
+    "gpt2": (ALL | {"fan_in_fan_out": True}, {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True}),
+    "mixtral": (EXPERTS, {"target_modules": ["k_proj"]}),
+    "qwen3-moe-some-layers": (EXPERTS, ALL),
+}
+
+
+def run(model):
+    sequences = Sequences(model, 3, 20)
+    sequences.adapters = WANTED
+    first = sequences.step([(row, IDS[row][:12]) for row in range(3)])
+    later = sequences.step([(row, IDS[row][12:]) for row in (2, 0, 1)], kept=[1, 8, 0])
+    return [first[0], first[1], first[2], later[0], later[1]]
+
+
+@pytest.mark.parametrize("family", CASES)
+@pytest.mark.filterwarnings("ignore")
+def test_every_row_has_its_own(checkpoint, tmp_path, family):
+    case = checkpoint(family)
+    model, shelf = open_shelf(case)
+    expected = [case.reference]
+    for place, config in enumerate(CASES[family], 1):
+        directory = tmp_path / str(place)
+        expected.append(write_with_peft(copy.deepcopy(case.reference), directory, place, r=place + 2, lora_alpha=7, **config))
+        put(shelf, directory, place)
+    with torch.inference_mode():
+        logits = [expected[WANTED[row]](torch.tensor([IDS[row]])).logits[0].float() for row in range(3)]
+    wanted = [*(each[:12] for each in logits), logits[2][-1:], logits[0][12:]]
+    for ours, theirs in zip(run(model), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
+
+
+def test_places_are_taken_and_given_back(checkpoint, tmp_path):
+    case = checkpoint("llama")
+    model, shelf = open_shelf(case)
+    paths = [write_adapter(tmp_path / str(seed), halves(Q_PROJ, 48, 48, seed=seed)) for seed in range(2)]
+
+    def answer(place):
+        sequences = Sequences(model, 1, 20)
+        sequences.adapters = [place]
+        return sequences.step([(0, IDS[0])])[0]
+
+    put(shelf, paths[0], 1)
+    first, plain = answer(1), answer(0)
+    put(shelf, paths[1], 1)
+    second = answer(1)
+    put(shelf, paths[0], 2)
+    assert torch.equal(answer(2), first) and torch.equal(answer(1), second) and torch.equal(answer(0), plain)
+    assert not torch.equal(first, second) and not torch.equal(first, plain)
+    shelf.drop(2)
+    shelf.drop(2)
+    assert torch.equal(answer(2), plain) and shelf.filled == {1}
+
+
+def test_a_bin_file_and_other_widths(checkpoint, tmp_path):
+    case = checkpoint("llama")
+    _, shelf = open_shelf(case)
+    found = halves(Q_PROJ, 48, 48)
+    path = write_adapter(tmp_path, {name: values.bfloat16() for name, values in found.items()})
+    assert shelf.read(AdapterRef(1, "a", path)).rank == 2
+    (tmp_path / "adapter_model.safetensors").unlink()
+    torch.save(found, tmp_path / "adapter_model.bin")
+    assert shelf.read(AdapterRef(1, "b", path)).bytes == 2 * 2 * 64 * 4
+    (tmp_path / "adapter_model.bin").write_bytes(b"not a file of torch's")
+    with pytest.raises(AdapterError, match=r"adapter_model\.bin cannot be read"):
+        shelf.read(AdapterRef(1, "c", path))
+
+
+GOOD = halves(Q_PROJ, 48, 48)
+A, B = GOOD
+BAD = {
+    "r must be a whole number": (GOOD, {"r": 0}),
+    "lora_alpha must be a number": (GOOD, {"lora_alpha": "x"}),
+    "peft_type is 'LOHA'": (GOOD, {"peft_type": "LOHA"}),
+    "layer_replication is": (GOOD, {"layer_replication": [[0, 2]]}),
+    "trainable_token_indices is": (GOOD, {"trainable_token_indices": [1]}),
+    "init_lora_weights is 'pissa'": (GOOD, {"init_lora_weights": "pissa"}),
+    "is not a regular expression": (GOOD, {"rank_pattern": {"(": 3}}),
+    "has rank 2, where adapter_config.json says 3": (GOOD, {"r": 3}),
+    "has rank 32; max_lora_rank is 16": (halves(Q_PROJ, 48, 48, rank=32), {"r": 32}),
+    rf"{A}.* has no lora_B beside it": ({A: GOOD[A]}, {}),
+    rf"{B}.* has no lora_A beside it": ({B: GOOD[B]}, {}),
+    rf"{A}.* has shape \[2, 47\], where the model needs \[2, 48\]": (GOOD | {A: GOOD[A][:, :47]}, {}),
+    rf"{B}.* has shape \[47, 2\]": (GOOD | {B: GOOD[B][:47]}, {}),
+    rf"{A}.* has numbers that are not finite": (GOOD | {A: GOOD[A].index_fill(1, torch.tensor([3]), torch.nan)}, {}),
+    rf"{B}.* has numbers that are not finite": (GOOD | {B: GOOD[B] * torch.inf}, {}),
+    rf"{A}.* is stored as int32": (GOOD | {A: GOOD[A].int()}, {}),
+    r"layers\.9\..* is for a layer that the model does not have": (halves(Q_PROJ.replace("1", "9"), 48, 48), {}),
+    r"wrong_proj.* is for a layer that the model does not have": (halves(Q_PROJ.replace("q_", "wrong_"), 48, 48), {}),
+    "is not of a kind that LoRA adapters have": (GOOD | {f"{Q_PROJ}.lora_C": GOOD[A] + 1}, {}),
+    "has no lora_magnitude_vector beside it": (GOOD, {"use_dora": True}),
+    "is a bias for a layer that has none": (GOOD | {f"{Q_PROJ}.bias": torch.ones(48)}, {}),
+    r"input_layernorm.weight.* adapters cannot change": (
+        {"base_model.model.model.layers.0.input_layernorm.weight": torch.ones(48)}, {},
+    ),
+    r"q_proj.weight.* is a whole matrix \(modules_to_save\)": ({f"{Q_PROJ}.weight": torch.ones(48, 48)}, {}),
+    "has 5 tokens more than the model's 199: added vocabulary": ({"base_model.model.lm_head.weight": torch.ones(204, 48)}, {}),
+    "no tensors that add anything": ({}, {}),
+    "too large for its scale": (GOOD | {B: GOOD[B] * 1e38}, {"lora_alpha": 1e6}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_is_wrong_is_named(bad_shelf, tmp_path, message):
+    tensors, config = BAD[message]
+    with pytest.raises(AdapterError, match=message):
+        bad_shelf.read(AdapterRef(1, "bad", write_adapter(tmp_path, tensors, **config)))
+
+
+@pytest.fixture(scope="module")
+def bad_shelf(checkpoint):
+    return open_shelf(checkpoint("llama"))[1]
+
+
+def test_files_that_are_no_adapters(bad_shelf, tmp_path):
+    path = write_adapter(tmp_path, GOOD)
+    whole = (tmp_path / "adapter_model.safetensors").read_bytes()
+    for name, content, message in (
+        ("adapter_model.safetensors", whole[:-9], "truncated"),
+        ("adapter_model.safetensors", b"12345678", "broken safetensors file"),
+        ("adapter_config.json", b"{", "cannot be read as JSON"),
+        ("adapter_config.json", b"[]", "must be a JSON object"),
+    ):
+        before = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(AdapterError, match=message):
+            bad_shelf.read(AdapterRef(1, "bad", path))
+        (tmp_path / name).write_bytes(before)
+    for missing in ("adapter_model.safetensors", "adapter_config.json"):
+        (tmp_path / missing).unlink()
+        with pytest.raises(AdapterError, match=missing):
+            bad_shelf.read(AdapterRef(1, "bad", path))
+    for nowhere in (tmp_path / "nowhere", "\0"):
+        with pytest.raises(AdapterError):
+            bad_shelf.read(AdapterRef(1, "bad", str(nowhere)))
+
+
+def test_experts_one_by_one_and_as_they_once_were(checkpoint, tmp_path):
+    """Each expert's matrices by themselves, of different ranks; and all in one, with inputs and outputs the other way round."""
+    case = checkpoint("qwen3-moe")
+    model, shelf = open_shelf(case)
+    path, merged = "model.layers.1.mlp.experts", copy.deepcopy(case.reference)
+    experts = merged.get_submodule(path)
+    dice, tensors = torch.Generator().manual_seed(0), {}
+    for expert, name, rank in ((0, "gate_proj", 2), (0, "up_proj", 1), (3, "down_proj", 2), (5, "up_proj", 3)):
+        outputs, inputs = (48, 24) if name == "down_proj" else (24, 48)
+        down, up = torch.randn(rank, inputs, generator=dice), torch.randn(outputs, rank, generator=dice)
+        module = f"{path}.{expert}.{name}"
+        tensors |= {f"base_model.model.{module}.lora_A.weight": down, f"base_model.model.{module}.lora_B.weight": up}
+        weight = experts.down_proj if name == "down_proj" else experts.gate_up_proj
+        start = 24 if name == "up_proj" else 0
+        weight.data[expert, start : start + outputs] += up @ down * 4 / rank
+    ranks = {f"experts.{expert}.{name}": rank for expert, name, rank in ((0, "up_proj", 1), (5, "up_proj", 3))}
+    put(shelf, write_adapter(tmp_path / "single", tensors, rank_pattern=ranks), 1)
+
+    older = copy.deepcopy(case.reference)
+    experts, rank = older.get_submodule(path), 2
+    down = torch.randn(6 * rank, 48, generator=dice), torch.randn(48, rank * 6, generator=dice)  # of gate_up_proj [6, 48, 48]
+    back = torch.randn(6 * rank, 48, generator=dice), torch.randn(24, rank * 6, generator=dice)  # of down_proj [6, 48, 24]
+    for (low, high), weight in ((down, experts.gate_up_proj), (back, experts.down_proj)):
+        both = low.view(6, rank, -1), high.view(-1, rank, 6)
+        weight.data += torch.einsum("eri,ore->eio", *both) * 2
+    prefix = f"base_model.model.{path}"
+    tensors = {
+        f"{prefix}.lora_A.weight": back[0],
+        f"{prefix}.lora_B.weight": back[1],
+        f"{prefix}.base_layer.lora_A.weight": down[0],
+        f"{prefix}.base_layer.lora_B.weight": down[1],
+    }
+    put(shelf, write_adapter(tmp_path / "older", tensors), 2)
+    with torch.inference_mode():
+        expected = [each(torch.tensor([IDS[0]])).logits[0] for each in (case.reference, merged, older)]
+    for place in (0, 1, 2):
+        sequences = Sequences(model, 1, 20)
+        sequences.adapters = [place]
+        torch.testing.assert_close(sequences.step([(0, IDS[0])])[0], expected[place], atol=2e-5, rtol=2e-5)
+    assert len({json.dumps(each.argmax(-1).tolist()) for each in expected}) == 3
