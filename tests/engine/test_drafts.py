@@ -110,6 +110,8 @@ def test_memory_is_measured_with_all_drafts(tiny_model, monkeypatch):
     llm = open_model(tiny_model, max_num_seqs=4, max_num_batched_tokens=64)
     runner, drawn = llm.llm_engine.core.executor._runner, []
     logits = runner._model.logits
-    monkeypatch.setattr(runner._model, "logits", lambda hidden, adapters: (drawn.append(len(hidden)), logits(hidden, adapters))[1])
+    monkeypatch.setattr(
+        runner._model, "logits", lambda hidden, adapters: (drawn.append(len(hidden)), logits(hidden, adapters))[1]
+    )
     runner._profile_run()
     assert drawn == [4 * (1 + oracle.most)]

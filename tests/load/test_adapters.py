@@ -39,6 +39,7 @@ CASES = {
     "opt-norms-after-narrow": (ALL, {"target_modules": ["fc2", "project_in", "project_out"]}),
     "gpt2": (ALL | {"fan_in_fan_out": True}, {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True}),
     "mixtral": (EXPERTS, {"target_modules": ["k_proj"]}),
+    "gpt-oss": (EXPERTS, ALL),
     "qwen3-moe-some-layers": (EXPERTS, ALL),
 }
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.attn.batch import AdapterRows
-from quire.ops.activation import gated
+from quire.ops.activation import reference_gated
+from quire.ops.arguments import ClampedSwiglu, ExpertBiases
 
 TOGETHER = 16  # rows on a CPU that are one product: a row's sums are then the same whoever is beside it
 
@@ -119,7 +120,10 @@ class FloatExperts(Protocol):
         """[E, hidden, inner]."""
 
     @property
-    def activation(self) -> str: ...
+    def activation(self) -> str | ClampedSwiglu: ...
+
+    @property
+    def biases(self) -> ExpertBiases | None: ...
 
 
 class ExpertsBank(Bank[ExpertsNumbers]):
@@ -134,15 +138,19 @@ class ExpertsBank(Bank[ExpertsNumbers]):
 
 
 def _run_experts(x: Tensor, weights: Tensor, experts: Tensor, layer: FloatExperts, numbers: ExpertsNumbers) -> Tensor:
-    out = torch.zeros_like(x, dtype=torch.float32)
+    out, biases = torch.zeros_like(x, dtype=torch.float32), layer.biases
     for expert in sorted({*experts.flatten().tolist()}):
         mine, which = (experts == expert).nonzero(as_tuple=True)
         some = x[mine]
         inner = times(some, layer.up[expert])
+        if biases is not None:
+            inner = inner + biases.up[expert]
         if numbers.up is not None:
             inner = inner + times(times(some, numbers.up[0][expert]), numbers.up[1][expert])
-        inner = gated(inner, layer.activation)
+        inner = reference_gated(inner, layer.activation)
         back = times(inner, layer.down[expert])
+        if biases is not None and biases.down is not None:
+            back = back + biases.down[expert]
         if numbers.down is not None:
             back = back + times(times(inner, numbers.down[0][expert]), numbers.down[1][expert])
         out.index_add_(0, mine, back.float() * weights[mine, which].unsqueeze(1))

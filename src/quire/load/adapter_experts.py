@@ -69,6 +69,8 @@ class ExpertTensors:
             self._stacks.setdefault(site.path, []).append(pair)
             return
         self.terms.check_rank(down, rank, module)
+        if site.together:
+            raise down.wrong("is of one expert, where the model has all in one parameter")
         if expert >= site.count:
             raise down.wrong(f"is of expert {expert}; the model has {site.count}")
         outputs, inputs = (site.hidden, site.inner) if matrix == "down_proj" else (site.inner, site.hidden)

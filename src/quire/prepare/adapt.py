@@ -220,6 +220,7 @@ class ExpertsSite:
     def __init__(self, path: str, layer: Experts) -> None:
         self.path, self._layer = path, layer
         self.count, self.hidden, self.inner = layer.total, layer.hidden_size, layer.total_inner
+        self.together = layer.paired  # are its experts only to be had all at once?
         self.shapes = {path: (self.hidden, self.hidden)}
         self._bank = layer.bank = ExpertsBank()
 
@@ -234,8 +235,9 @@ class ExpertsSite:
         some, numbers = slice(experts.start, experts.stop), Numbers()
         if addition.gate_up is not None:
             down, up = addition.gate_up
-            gate = up[some, inner.start : inner.stop]
-            both = torch.cat([gate, up[some, self.inner + inner.start : self.inner + inner.stop]], dim=1)
+            up = up[some]
+            gates, ups = (up[:, 0::2], up[:, 1::2]) if self._layer.paired else (up[:, : self.inner], up[:, self.inner :])
+            both = torch.cat([gates[:, inner.start : inner.stop], ups[:, inner.start : inner.stop]], dim=1)
             numbers |= {"up.down": down[some], "up.up": both}
         if addition.back is not None:
             down, up = addition.back
