@@ -121,4 +121,6 @@ def test_the_process_tells_what_it_is_at(tiny_model, traces, caplog, capsys):
         run(llm.wait_ready(), llm)
     told = capsys.readouterr().err
     for work in ("importing torch", "loading weights"):
-        assert re.search(rf"^\(engine \d+\) INFO quire\.engine\.process: {work}.* \(\d+ s\)$", told, re.M), told
+        assert re.search(rf"^\(engine \d+\) [-\d]+ [:.\d]+ INFO \[quire\.engine\.process\] {work}.* \(\d+ s\)$", told, re.M), (
+            told
+        )

@@ -1,6 +1,7 @@
 """What clients are told when something is wrong, and what they are not told."""
 
 import asyncio
+import gzip
 import logging
 
 import pytest
@@ -145,6 +146,15 @@ def test_content_type(http):
     assert response.status_code == 400 and "application/json" in error_of(response)["message"]
     good = http.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": "Application/JSON; charset=utf-8"})
     assert good.status_code == 200
+
+
+def test_encoded_bodies_are_refused_by_name(http):
+    packed = http.post(
+        "/v1/completions", content=gzip.compress(b'{"prompt": "a"}'), headers={**JSON, "content-encoding": "gzip"}
+    )
+    assert packed.status_code == 415 and "'gzip'" in packed.json()["error"]["message"]
+    plain = http.post("/v1/completions", content=b'{"prompt": "a"}', headers={**JSON, "content-encoding": "identity"})
+    assert plain.status_code == 200
 
 
 def test_no_such_route_and_method(http):

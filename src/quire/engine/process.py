@@ -41,6 +41,7 @@ FAREWELL = 2.0  # seconds for the last report to leave
 CALLS = ("reset_prefix_cache",)
 
 logger = logging.getLogger("quire.engine.process")  # __name__ is __main__ here, and would not have the level of quire
+LINE = logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s [%(name)s] %(message)s", "%Y-%m-%d %H:%M:%S")  # as the server's
 
 
 class Pulse(threading.Thread):
@@ -193,7 +194,9 @@ class EngineLoop:
 def start(command: ipc.StartEngine, watch: Stopwatch) -> tuple[EngineCore, ipc.Ready]:
     from quire.engine.assemble import resolve_here, start_core
 
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler()
+    handler.setFormatter(LINE)
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("quire").setLevel(command.log_level)
     with shown(tell=logger.info):
         config = resolve_here(command.args, watch, serving=True)
@@ -215,7 +218,8 @@ def start(command: ipc.StartEngine, watch: Stopwatch) -> tuple[EngineCore, ipc.R
 
 def _tell(line: str) -> None:
     """As logged, also before we are told the level: a display asks the environment whether it is to be quiet."""
-    print(f"INFO {logger.name}: {line}", file=sys.stderr, flush=True)
+    record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (), None)
+    print(LINE.format(record), file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -124,3 +124,6 @@ def _check_content_type(request: Request) -> None:
     kind = request.headers.get("content-type", "").split(";", 1)[0].strip().lower()
     if kind != "application/json":
         raise HttpError(400, f"the content type must be application/json, got {kind or 'none'!r}", "content-type")
+    coding = request.headers.get("content-encoding", "").strip().lower()
+    if coding not in ("", "identity"):
+        raise HttpError(415, f"bodies are read as they are: send none in the encoding {coding!r}", "content-encoding")

@@ -7,6 +7,9 @@
 #define MOST 64            /* helpers */
 #define AWAKE 200000       /* nanoseconds that a helper waits before it sleeps */
 #define LOOKS 64           /* between two looks at the clock */
+#define PATIENT_RUNS 3     /* that are mostly waiting, one after another: then the machine is busy, and the caller works alone */
+#define ALONE 10000000     /* nanoseconds that it does so the first time; twice as many when nothing has changed */
+#define LONGEST_ALONE 640000000
 #if defined(__x86_64__)    /* looks after which another thread may have the core: a pause is much longer there */
 #define PATIENCE 256
 #else
@@ -17,7 +20,9 @@ static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER, lock = PTHREAD_MUTEX_IN
 static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
 static _Atomic uint32_t latest; /* number of the latest job */
 static _Atomic int left, sleeping;
-static int helpers, watching_forks;
+static _Atomic int64_t waited; /* nanoseconds of a run that somebody has waited beyond patience */
+static int64_t alone_until, alone_for = ALONE;
+static int helpers, watching_forks, slow_runs;
 static Job job;
 static void *context;
 
@@ -56,10 +61,33 @@ static void *help(void *unused) {
     return NULL;
 }
 
+/* One look of somebody who waits; `since` is when patience ended, or 0. */
+static inline void wait_on(int64_t looks, int64_t *since) {
+    pause_briefly();
+    if (looks % PATIENCE != 0) return;
+    if (!*since) *since = now();
+    sched_yield();
+}
+
+static inline void note_wait(int64_t since) {
+    if (since) atomic_fetch_add_explicit(&waited, now() - since, memory_order_relaxed);
+}
+
 static void wait_for_helpers(void) {
-    for (int64_t looks = 1; atomic_load_explicit(&left, memory_order_acquire) > 0; looks++) {
-        pause_briefly();
-        if (looks % PATIENCE == 0) sched_yield();
+    int64_t since = 0;
+    for (int64_t looks = 1; atomic_load_explicit(&left, memory_order_acquire) > 0; looks++) wait_on(looks, &since);
+    note_wait(since);
+}
+
+/* Threads that have to share their cores with others mostly wait for one another. What is computed is the same with one. */
+static void judge(int64_t begun) {
+    int64_t end = now();
+    if (2 * atomic_load_explicit(&waited, memory_order_relaxed) < end - begun) {
+        slow_runs = 0, alone_for = ALONE;
+    } else if (++slow_runs >= PATIENT_RUNS) {
+        slow_runs = PATIENT_RUNS - 1; /* one more after the pause tells whether it is still so */
+        alone_until = end + alone_for;
+        alone_for = alone_for < LONGEST_ALONE ? 2 * alone_for : LONGEST_ALONE;
     }
 }
 
@@ -92,6 +120,13 @@ void run_together(Job work, void *with, int workers) {
         work(with, 1);
         return;
     }
+    int64_t begun = now();
+    if (begun < alone_until) {
+        work(with, 1);
+        pthread_mutex_unlock(&busy);
+        return;
+    }
+    atomic_store_explicit(&waited, 0, memory_order_relaxed);
     if (helpers < workers - 1) start_helpers(workers - 1);
     if (helpers > 0) {
         job = work, context = with;
@@ -105,6 +140,7 @@ void run_together(Job work, void *with, int workers) {
     }
     work(with, helpers + 1);
     wait_for_helpers();
+    judge(begun);
     pthread_mutex_unlock(&busy);
 }
 
@@ -116,7 +152,7 @@ void meet(Meeting *meeting, int workers) {
         atomic_store_explicit(&meeting->round, round + 1, memory_order_release);
         return;
     }
-    for (int64_t looks = 1; atomic_load_explicit(&meeting->round, memory_order_acquire) == round; looks++)
-        if (looks % PATIENCE == 0) sched_yield();
-        else pause_briefly();
+    int64_t since = 0;
+    for (int64_t looks = 1; atomic_load_explicit(&meeting->round, memory_order_acquire) == round; looks++) wait_on(looks, &since);
+    note_wait(since);
 }
