@@ -50,9 +50,11 @@ def prepare(model: Decoder, setting: Setting) -> Prepared:
                 let_go([method for _, method in layers])
         if isinstance(compiled, DecoderNetwork):
             layout = KVLayout.SPLIT
-        if adapted and compiled is not None and floats is not None:
-            pack_floats(model, floats)
-        if (compiled is None or adapted) and layers:
+        if compiled is not None and adapted:
+            multiply_few_rows(model)
+            if floats is not None:
+                pack_floats(model, floats)
+        if compiled is None and layers:
             multiply_by_layer(model)
         elif isinstance(model.lm_head.method, GGUFHead):
             pack_blocks(model.lm_head)
@@ -167,6 +169,10 @@ def kept_in_blocks(model: Decoder) -> list[tuple[Linear, GGUFMethod]]:
 def multiply_by_layer(model: Decoder) -> None:
     """Layers that are run by themselves multiply few rows by copies of their blocks in whole numbers."""
     pack_blocks(model.lm_head)
+    multiply_few_rows(model)
+
+
+def multiply_few_rows(model: Decoder) -> None:
     runtime = runtime_for_blocks()
     for layer, method in kept_in_blocks(model):
         method.few = None if runtime is None else FewRows(layer, method, runtime)
