@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-MEASUREMENTS = ("serve", "throughput", "latency", "startup")
+MEASUREMENTS = ("serve", "throughput", "latency", "startup", "steps")
 
 
 def add_parser(subparsers: Any) -> None:

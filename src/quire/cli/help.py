@@ -12,7 +12,7 @@ SERVING = COMMON | {
     "gpu_memory_utilization", "max_num_seqs", "served_model_name", "chat_template", "host", "port", "api_key",
     "tool_call_parser", "reasoning_parser",
 }  # fmt: skip
-LONG_SECTIONS = ("engine: ", "server: ", "sampling")  # how titles of sections begin that are shortened
+LONG_SECTIONS = ("engine: ", "server: ", "sampling", "generated traffic")  # how titles of sections begin that are shortened
 # the names of sections that users of vLLM know
 KNOWN_AS = {
     "modelconfig": "engine: model", "loadconfig": "engine: model", "cacheconfig": "engine: cache and memory",

@@ -10,7 +10,7 @@ from quire import __version__
 from quire.cli.parser import CommandParser
 from quire.types.errors import ConfigError, QuireError, RequestError
 
-COMMANDS = ("serve", "run", "chat", "plan", "models", "top", "bench")
+COMMANDS = ("serve", "run", "chat", "plan", "simulate", "models", "top", "bench")
 EXAMPLES = """examples:
   quire chat                               talk with the small default model
   quire run smollm2 "The capital of France is"

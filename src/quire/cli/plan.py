@@ -62,12 +62,21 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def make_plan(args: EngineArgs, memory: int | None) -> MemoryPlan:
+    return plan_for(*resolve_for(args, memory))
+
+
+def resolve_for(args: EngineArgs, memory: int | None, serving: bool = True) -> tuple[Config, int]:
+    """The configuration of an engine on a device with so much memory, which need not be there; and how much that is."""
     facts = read_plan_facts(args)
     kind = args.device if args.device != "auto" else "cuda" if memory is not None else "cpu"
     if kind == "cuda" and memory is None:
         raise ConfigError("a plan for a GPU needs its memory; add --memory, such as --memory 80GiB")
     total = memory if memory is not None else available_host_bytes()
-    config = resolve(args, lambda: kind, lambda name: open_device(name).facts(memory=total), facts, serving=True)
+    return resolve(args, lambda: kind, lambda name: open_device(name).facts(memory=total), facts, serving=serving), total
+
+
+def plan_for(config: Config, total: int) -> MemoryPlan:
+    args, facts, kind = config.args, config.facts, config.device
     element = DTYPE_BYTES[config.dtype]
     layout = make_layout(facts.layers, config.page_size, element)
     weights, held_as = _weights(config, facts, element)

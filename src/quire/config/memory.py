@@ -4,6 +4,7 @@ The runner measures what it can; these formulas are what can be known before any
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from quire.files.gguf import GGML_TYPES, GGUFTensor
@@ -39,17 +40,46 @@ def kept_weight_bytes(tensors: Iterable[GGUFTensor]) -> int:
     return total + (embedding if tied else 0)
 
 
-def estimate_parameters(hf: Mapping[str, Any]) -> int:
-    """Parameters of a decoder with these shapes; biases and norms are left out (well under one percent)."""
+@dataclass(frozen=True)
+class ParameterParts:
+    """Parameters by who is multiplied by them; biases and norms are left out (well under one percent)."""
+
+    dense: int  # all layers: by every token
+    expert: int  # one expert of every layer: by tokens that are sent to it
+    experts: int  # of a layer
+    experts_per_token: int
+    head: int  # by tokens that are drawn from
+    embedding: int  # by nobody; 0 where the head's matrix is also used for it
+    query_width: int  # of all heads of a layer
+    hidden_width: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert * self.experts + self.head + self.embedding
+
+
+def parameter_parts(hf: Mapping[str, Any]) -> ParameterParts:
+    """Of a decoder with these shapes."""
     shape = _Shape(hf)
     attention = shape.hidden * (shape.query + 2 * shape.kv) + shape.query * shape.hidden
     matrices = 3 if shape.gated else 2
-    if shape.experts:
-        mlp = shape.experts * matrices * shape.hidden * shape.expert_width + shape.hidden * shape.experts
-    else:
-        mlp = matrices * shape.hidden * shape.width
-    embeddings = shape.vocabulary * shape.hidden * (1 if hf.get("tie_word_embeddings") else 2)
-    return shape.layers * (attention + mlp) + embeddings
+    mlp = shape.hidden * shape.experts if shape.experts else matrices * shape.hidden * shape.width
+    expert = matrices * shape.hidden * shape.expert_width if shape.experts else 0
+    table = shape.vocabulary * shape.hidden
+    return ParameterParts(
+        dense=shape.layers * (attention + mlp),
+        expert=shape.layers * expert,
+        experts=shape.experts,
+        experts_per_token=shape.experts_per_token,
+        head=table,
+        embedding=0 if hf.get("tie_word_embeddings") else table,
+        query_width=shape.query,
+        hidden_width=shape.hidden,
+    )
+
+
+def estimate_parameters(hf: Mapping[str, Any]) -> int:
+    return parameter_parts(hf).total
 
 
 def activation_bytes(hf: Mapping[str, Any], *, element_bytes: int, tokens: int, rows: int) -> int:

@@ -1,0 +1,70 @@
+"""Steps of an engine, measured one by one: what a simulation is calibrated with. Knows sizes and seconds, no engine."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+KIND = "steps"
+FIELDS = ("rows", "tokens", "keys", "pairs", "seconds")
+
+
+@dataclass(frozen=True)
+class StepPoint:
+    """`keys` are looked at by rows of one token, `pairs` are those of a query and a key in longer rows."""
+
+    rows: int
+    tokens: int
+    keys: float
+    pairs: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of the loop: its step, and what the processor did beside it."""
+
+    point: StepPoint
+    host: float  # seconds
+
+
+def summarize(turns: Iterable[tuple[Any, Turn]]) -> list[StepPoint]:
+    """Medians over the turns with the same label."""
+    groups: dict[Any, list[StepPoint]] = defaultdict(list)
+    for label, turn in turns:
+        groups[label].append(turn.point)
+    return [
+        StepPoint(
+            points[0].rows,
+            points[0].tokens,
+            sum(point.keys for point in points) / len(points),
+            sum(point.pairs for point in points) / len(points),
+            median(point.seconds for point in points),
+        )
+        for points in groups.values()
+    ]
+
+
+def host_times(turns: Iterable[Turn]) -> tuple[float, float]:
+    """Seconds of the processor for a step, and for each of its rows: the line through the medians of the fewest and the most
+    rows."""
+    groups: dict[int, list[float]] = defaultdict(list)
+    for turn in turns:
+        groups[turn.point.rows].append(max(0.0, turn.host))
+    if not groups:
+        return 0.0, 0.0
+    few, many = min(groups), max(groups)
+    least, most = median(groups[few]), median(groups[many])
+    row = max(0.0, (most - least) / (many - few)) if many > few else 0.0
+    return max(0.0, least - few * row), row
+
+
+def as_json(points: Iterable[StepPoint]) -> list[dict[str, Any]]:
+    return [asdict(point) for point in points]
+
+
+def lines(points: Iterable[StepPoint], host: tuple[float, float]) -> list[str]:
+    found = [f"{'rows':>6}{'tokens':>8}{'keys':>10}{'pairs':>12}{'ms':>10}"]
+    found += [f"{p.rows:>6}{p.tokens:>8}{p.keys:>10,.0f}{p.pairs:>12,.0f}{1000 * p.seconds:>10.3f}" for p in points]
+    return [*found, f"processor beside a step: {1e6 * host[0]:.0f} µs, and {1e6 * host[1]:.2f} µs for each row"]

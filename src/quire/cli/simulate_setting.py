@@ -1,0 +1,138 @@
+"""What is simulated: one engine as `quire serve` would configure it, on a card or with measured step times."""
+
+import argparse
+import dataclasses
+
+from quire.cache.layout import make_layout
+from quire.cli.plan import gib, plan_for, resolve_for
+from quire.cli.plan_text import MemoryPlan
+from quire.config.args import EngineArgs
+from quire.config.config import Config
+from quire.config.facts import DTYPE_BYTES
+from quire.config.memory import parameter_parts
+from quire.sched.budget import Budget, StepBudget, TimedBudget
+from quire.sched.scheduler import AHEAD, Scheduler
+from quire.sim.analytic import AnalyticTiming
+from quire.sim.cards import Card, find_card, read_rate
+from quire.sim.measured import read_measured
+from quire.sim.replica import Device, Replica, Timing
+from quire.sim.shapes import windows_of
+from quire.sim.trace import Trace
+from quire.types.cache import CacheLayout
+from quire.types.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One replica, and what it runs on."""
+
+    config: Config
+    plan: MemoryPlan
+    timing: Timing
+    told: str  # about the device
+
+    def replica(self, pages: int) -> Replica:
+        """`pages` are enough for everybody at once."""
+        device = Device(self.config.max_seqs, self.timing, windows_of(self.config.facts.layers))
+        return Replica(
+            make_scheduler(self.config, self.plan, pages),
+            self.plan.page_size,
+            device,
+            self.timing.host,
+            self.config.depth,
+            self.plan.pages,
+        )
+
+    def pages_for(self, trace: Trace) -> int:
+        """Twice of what all its requests together can ever use, and what a scheduler counts as plenty: with more it would
+        decide the same."""
+        size, most = self.plan.page_size, self.plan.max_model_len
+        used = sum(min(arrival.length + arrival.output, most) // size + 1 + AHEAD for arrival in trace.arrivals)
+        return 2 * used * len(layout_of(self.config).groups) + 4 * AHEAD * self.config.max_seqs
+
+
+def layout_of(config: Config) -> CacheLayout:
+    return make_layout(config.facts.layers, config.page_size, DTYPE_BYTES[config.dtype])
+
+
+def make_scheduler(config: Config, plan: MemoryPlan, pages: int) -> Scheduler:
+    """As `engine/assemble.py` makes it, with at most so many pages."""
+    layout = layout_of(config)
+    budget: Budget | None = None
+    if config.steps_follow_load and config.device_facts.times_steps:
+        budget = TimedBudget(config.max_batched_tokens)
+    elif config.steps_follow_load:
+        budget = StepBudget.following(config.max_batched_tokens, layout.bytes_per_page, config.facts.parameters)
+    return Scheduler(
+        layout,
+        pages=min(plan.pages, pages),
+        max_model_len=plan.max_model_len,
+        max_batched_tokens=config.max_batched_tokens,
+        max_seqs=config.max_seqs,
+        chunk_cap=config.chunk_cap,
+        chunked=config.chunked,
+        prefix_caching=config.prefix_caching,
+        policy=config.policy,
+        budget=budget,
+        single_rows_share=config.device_facts.single_rows_share,
+        in_one_piece=config.device_facts.reads_in_place,
+    )
+
+
+def make_setting(args: EngineArgs, namespace: argparse.Namespace) -> Setting:
+    if namespace.timing is not None:
+        if namespace.card or namespace.bandwidth or namespace.flops:
+            raise ConfigError("--timing says how long steps take; drop --card, --bandwidth and --flops, or drop it")
+        return _measured(args, namespace)
+    card = _card(namespace)
+    if args.device not in ("auto", "cuda"):
+        raise ConfigError(f"--card is a GPU, and --device is {args.device}; measure others with `quire bench steps`")
+    config, total = resolve_for(dataclasses.replace(args, device="cuda"), card.memory, serving=not namespace.offline)
+    plan = _fitting(plan_for(config, total))
+    timing = AnalyticTiming(
+        card,
+        parameter_parts(config.facts.hf),
+        layers=len(config.facts.layers),
+        weight_bytes=plan.weights_loaded / plan.parameters,
+        kv_bytes=sum(plan.bytes_per_token.values()),
+        element_bytes=DTYPE_BYTES[config.dtype],
+    )
+    told = (
+        f"{card.name}: {gib(card.memory)}, {card.bandwidth / 1e12:g} TB/s, {card.flops / 1e12:g} TFLOP/s; step times computed"
+    )
+    return Setting(config, plan, timing, told)
+
+
+def _card(namespace: argparse.Namespace) -> Card:
+    """A known one, but for what is said otherwise."""
+    rates = {name: read_rate(name, text) for name in ("bandwidth", "flops") if (text := getattr(namespace, name)) is not None}
+    if namespace.card is not None:
+        known = find_card(namespace.card)
+        memory = known.memory if namespace.memory is None else namespace.memory
+        return Card(known.name, memory, rates.get("bandwidth", known.bandwidth), rates.get("flops", known.flops))
+    missing = [name for name in ("bandwidth", "flops") if name not in rates]
+    if namespace.memory is None or missing:
+        raise ConfigError(
+            "which device? --card h100 (or another), --timing FILE of `quire bench steps`, or all of --memory, --bandwidth and "
+            "--flops"
+        )
+    return Card("a card", namespace.memory, rates["bandwidth"], rates["flops"])
+
+
+def _measured(args: EngineArgs, namespace: argparse.Namespace) -> Setting:
+    """Device and cache are as they were where it was measured, unless it is said otherwise."""
+    found = read_measured(namespace.timing)
+    if args.device not in ("auto", found.device):
+        raise ConfigError(f"--timing {namespace.timing} was measured on {found.device!r}, not on {args.device!r}")
+    args = dataclasses.replace(args, device=found.device, block_size=args.block_size or found.page_size)
+    if args.num_gpu_blocks_override is None and args.kv_cache_memory_bytes is None and namespace.memory is None:
+        args = dataclasses.replace(args, num_gpu_blocks_override=found.pages * found.page_size // (args.block_size or 1))
+    config, total = resolve_for(args, namespace.memory or found.memory or None, serving=not namespace.offline)
+    told = f"{found.device}, {found.machine}; step times measured with {found.model}"
+    return Setting(config, _fitting(plan_for(config, total)), found.timing, told)
+
+
+def _fitting(plan: MemoryPlan) -> MemoryPlan:
+    if not plan.fits:
+        raise ConfigError(f"{plan.model} does not fit: {'; '.join(plan.advice)}")
+    return plan

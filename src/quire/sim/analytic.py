@@ -1,0 +1,77 @@
+"""How long a step takes, from a card's numbers and a model's shapes alone.
+
+    products     reading the matrices once, and multiplying every token by them: where both take about as long, neither is as
+                 fast as it could be alone, so it is the root of the squares
+    attention    the slower of reading the keys and values and multiplying by them; what rows of one token share is read once
+    layers       what each costs however few tokens there are: launches, and small products that do not fill a card
+
+The shares of a card's stated numbers that are reached in practice were chosen so that runs recorded on an H200 come out
+(`docs/simulate.md` has them side by side); of other cards nobody has measured them here.
+"""
+
+from dataclasses import dataclass
+from math import hypot
+
+from quire.config.memory import ParameterParts
+from quire.sim.cards import Card
+from quire.sim.shapes import StepShape
+
+READING = 0.82  # of the stated bandwidth
+READING_KEYS = 0.75
+MULTIPLYING = 0.69  # of the stated operations
+ATTENDING = 0.50
+LAYER, EXPERTS = 15e-6, 13e-6  # seconds; the second in addition, where tokens are sorted by experts
+LINK = 8e-6  # seconds of a small all-reduce between cards of one machine
+LINK_BYTES = 300e9  # per second, of a large one
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """What planning, starting and taking in a step costs the processor. On a GPU it runs beside the step before."""
+
+    step: float = 0.0003  # seconds
+    row: float = 1e-6
+
+    def seconds(self, rows: int) -> float:
+        return self.step + self.row * rows
+
+
+class AnalyticTiming:
+    """`weight_bytes` of a parameter as it lies in memory; `cards` share the model's matrices and cache (tensor parallel)."""
+
+    def __init__(
+        self,
+        card: Card,
+        parts: ParameterParts,
+        *,
+        layers: int,
+        weight_bytes: float,
+        kv_bytes: int,
+        element_bytes: int,
+        cards: int = 1,
+    ) -> None:
+        bandwidth, flops = card.bandwidth * cards, card.flops * cards
+        self.host = HostTime()
+        self._parts = parts
+        self._byte = weight_bytes / (bandwidth * READING)  # seconds for a parameter, for reading
+        self._operation = 1 / (flops * MULTIPLYING)
+        self._attended = 4 * parts.query_width * layers / (flops * ATTENDING)  # of a query and a key
+        self._key = kv_bytes / (bandwidth * READING_KEYS)  # of a token in all layers
+        self._fixed = layers * (LAYER + EXPERTS * bool(parts.experts))
+        self._summed = 0.0  # of a token's hidden state, over the cards, twice in a layer
+        if cards > 1:
+            self._fixed += 2 * layers * LINK
+            self._summed = 2 * layers * parts.hidden_width * element_bytes * 2 * (cards - 1) / cards / LINK_BYTES
+
+    def seconds(self, shape: StepShape) -> float:
+        parts, tokens = self._parts, shape.tokens
+        reading = (parts.dense + parts.head) * self._byte
+        operations = 2 * (parts.dense * tokens + parts.head * shape.draws)
+        if parts.experts:
+            idle = (1 - parts.experts_per_token / parts.experts) ** tokens  # the share of experts that nobody asks
+            reading += parts.expert * parts.experts * (1 - idle) * self._byte
+            operations += 2 * parts.expert * parts.experts_per_token * tokens
+        products = hypot(reading, operations * self._operation)
+        singles = max(shape.own_keys * self._key, shape.single_keys * self._attended)
+        others = max(shape.prompt_keys * self._key, shape.pairs * self._attended)
+        return self._fixed + products + singles + others + self._summed * tokens

@@ -1,0 +1,148 @@
+"""How long a step takes, from steps that were measured: a file of `quire bench steps`.
+
+    seconds = prompt(tokens) + (single(n) - prompt(n)) + key · keys + pair · pairs          n rows of one token
+
+`single` is measured with rows of one token, `prompt` with one row of all tokens; between measured sizes a line is drawn. What a
+key costs is learnt from equal steps with other contexts.
+"""
+
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.bench.steps import FIELDS, KIND, StepPoint
+from quire.sim.analytic import HostTime
+from quire.sim.shapes import StepShape
+from quire.types.errors import ConfigError
+
+FEWEST = 2  # sizes that make a curve
+
+
+class Curve:
+    """Lines between points, going on beyond the last as they came to it. It never falls: that is noise."""
+
+    def __init__(self, points: Sequence[tuple[float, float]]) -> None:
+        self._xs, self._ys = [], list[float]()
+        for x, y in sorted(points):
+            self._xs.append(x)
+            self._ys.append(max(y, self._ys[-1] if self._ys else 0.0))
+
+    def __call__(self, x: float) -> float:
+        xs, ys = self._xs, self._ys
+        if x <= xs[0]:
+            return ys[0]
+        i = min(bisect_right(xs, x), len(xs) - 1)
+        return ys[i - 1] + (ys[i] - ys[i - 1]) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])
+
+
+@dataclass(frozen=True)
+class Sized:
+    size: int
+    looked_at: float  # keys, or pairs
+    seconds: float
+
+
+class MeasuredTiming:
+    def __init__(self, points: Sequence[StepPoint], host: HostTime) -> None:
+        singles = [Sized(point.rows, point.keys, point.seconds) for point in points if point.tokens == point.rows]
+        prompts = [Sized(point.tokens, point.pairs, point.seconds) for point in points if point.rows == 1 < point.tokens]
+        for what, found in (("rows of one token", singles), ("one row of several tokens", prompts)):
+            if len({point.size for point in found}) < FEWEST:
+                raise ConfigError(f"it has steps with {what} in fewer than {FEWEST} sizes; measure with `quire bench steps`")
+        self.host = host
+        self._key, self._pair = _slope(singles), _slope(prompts)
+        self._single, self._prompt = _curve(singles, self._key), _curve(prompts, self._pair)
+
+    def seconds(self, shape: StepShape) -> float:
+        looking = self._key * shape.single_keys + self._pair * shape.pairs
+        if shape.tokens == shape.rows:
+            return self._single(shape.rows) + looking
+        own = self._single(shape.singles) - self._prompt(shape.singles) if shape.singles else 0.0
+        return self._prompt(shape.tokens) + max(0.0, own) + looking
+
+
+@dataclass(frozen=True)
+class MeasuredFile:
+    """Step times, and what they were measured with."""
+
+    timing: MeasuredTiming
+    model: str
+    device: str
+    machine: str
+    page_size: int
+    pages: int
+    memory: int  # bytes of the device, 0 = not known
+
+
+def read_measured(path: Path) -> MeasuredFile:
+    where = f"--timing {path}"
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read {where}: {error}") from None
+    kind = result.get("kind") if isinstance(result, dict) else None
+    if kind != KIND:
+        raise ConfigError(f"{where}: kind is {kind!r}, not {KIND!r}; `quire bench steps` writes such a file")
+    points, parts = result.get("points"), {}
+    if not isinstance(points, list):
+        raise ConfigError(f"{where}: points must be a list, got {str(points)[:60]}")
+    for name in ("host", "engine", "machine"):
+        parts[name] = result.get(name)
+        if not isinstance(parts[name], dict):
+            raise ConfigError(f"{where}: {name} must be an object, got {str(parts[name])[:60]}")
+    host = HostTime(*(_number(f"{where}: host", parts["host"], name) for name in ("step", "row")))
+    found = [_point(f"{where}: point {i}", point) for i, point in enumerate(points, 1)]
+    try:
+        timing = MeasuredTiming(found, host)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    engine, sizes = parts["engine"], dict[str, int]()
+    for name, least in (("block_size", 1), ("num_pages", 1), ("device_memory", 0)):
+        sizes[name] = int(_number(f"{where}: engine", engine, name))
+        if sizes[name] < least:
+            raise ConfigError(f"{where}: engine: {name} must be at least {least}, got {sizes[name]}")
+    if not isinstance(engine.get("device"), str):
+        raise ConfigError(f"{where}: engine: device must be a name, got {engine.get('device')!r}")
+    machine = parts["machine"].get("gpu") or parts["machine"].get("cpu") or "an unknown machine"
+    return MeasuredFile(
+        timing, str(result.get("model_id")), engine["device"], str(machine),
+        sizes["block_size"], sizes["num_pages"], sizes["device_memory"],
+    )  # fmt: skip
+
+
+def _point(where: str, point: Any) -> StepPoint:
+    if not isinstance(point, dict):
+        raise ConfigError(f"{where} must be an object, got {str(point)[:60]}")
+    values = {name: _number(where, point, name) for name in FIELDS}
+    rows, tokens = int(values["rows"]), int(values["tokens"])
+    if not 1 <= rows <= tokens:
+        raise ConfigError(f"{where}: rows must be 1 or more and tokens no fewer, got {rows} and {tokens}")
+    return StepPoint(rows, tokens, values["keys"], values["pairs"], values["seconds"])
+
+
+def _number(where: str, values: dict[str, Any], name: str) -> float:
+    value = values.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ConfigError(f"{where}: {name} must be a number of 0 or more, got {value!r}")
+    return float(value)
+
+
+def _slope(points: Sequence[Sized]) -> float:
+    """Seconds for each that is looked at: least squares over steps of equal size. 0 where contexts do not differ."""
+    above = below = 0.0
+    for size in {point.size for point in points}:
+        alike = [point for point in points if point.size == size]
+        middle = sum(point.looked_at for point in alike) / len(alike)
+        mean = sum(point.seconds for point in alike) / len(alike)
+        above += sum((point.looked_at - middle) * (point.seconds - mean) for point in alike)
+        below += sum((point.looked_at - middle) ** 2 for point in alike)
+    return max(0.0, above / below) if below else 0.0
+
+
+def _curve(points: Sequence[Sized], each: float) -> Curve:
+    sizes = sorted({point.size for point in points})
+    rest = {size: [point.seconds - each * point.looked_at for point in points if point.size == size] for size in sizes}
+    return Curve([(size, max(0.0, sum(values) / len(values))) for size, values in rest.items()])

@@ -1,0 +1,203 @@
+"""Recorded and generated traffic: when requests come, how long they are, and which beginnings they share.
+
+What a prompt says does not matter, only which prompts begin alike. So a prompt is *blocks*: (content, tokens), where equal
+content stands for equal tokens, and content that nobody else has for everything else. Its tokens are written when it arrives.
+"""
+
+import csv
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import chain, islice, repeat
+from pathlib import Path
+from typing import Any
+
+from quire.types.errors import ConfigError
+
+FORMATS = ("azure", "mooncake", "sharegpt")
+SUFFIXES = {".csv": "azure", ".jsonl": "mooncake", ".json": "sharegpt"}
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+MOONCAKE_BLOCK = 512  # tokens that a hash stands for
+MOST_TOKENS = 1 << 24  # of one request: more is a slip
+Blocks = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    at: float  # seconds after the first
+    blocks: Blocks  # content, tokens
+    output: int  # tokens
+    echo: int = 0  # the content of its answer
+
+    @property
+    def length(self) -> int:
+        return sum(tokens for _, tokens in self.blocks)
+
+    def prompt(self) -> tuple[int, ...]:
+        """Its content is its token."""
+        return tuple(chain.from_iterable(repeat(content, tokens) for content, tokens in self.blocks))
+
+
+@dataclass(frozen=True)
+class Trace:
+    name: str
+    arrivals: list[Arrival]  # in the order of time
+
+    def __post_init__(self) -> None:
+        if not self.arrivals:
+            raise ConfigError(f"{self.name} holds no requests")
+
+    def faster(self, factor: float) -> "Trace":
+        """The same requests, coming so many times as fast."""
+        if not 0 < factor < float("inf"):
+            raise ConfigError(f"--speedup must be above 0, got {factor:g}")
+        if factor == 1:
+            return self
+        sooner = [Arrival(arrival.at / factor, arrival.blocks, arrival.output, arrival.echo) for arrival in self.arrivals]
+        return Trace(f"{self.name}, {factor:g} times as fast", sooner)
+
+
+class Contents:
+    """Numbers for contents: those of a trace's own ids, and new ones for what nobody shares."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, int] = {}
+        self._next = 1  # 0 is what nobody asks for again
+
+    def new(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    def of(self, name: int) -> int:
+        found = self._known.get(name)
+        if found is None:
+            found = self._known[name] = self.new()
+        return found
+
+
+def format_of(path: Path, asked: str) -> str:
+    if asked != "auto":
+        return asked
+    if path.suffix.lower() not in SUFFIXES:
+        names = ", ".join(f"{suffix} is {name}" for suffix, name in SUFFIXES.items())
+        raise ConfigError(f"--trace {path}: its name does not say what it is ({names}); add --trace-format {'|'.join(FORMATS)}")
+    return SUFFIXES[path.suffix.lower()]
+
+
+def read_trace(path: Path, kind: str, limit: int | None) -> Trace:
+    """Azure's or Mooncake's. No more than `limit` requests, the first ones."""
+    read = {"azure": _azure, "mooncake": _mooncake}[kind]
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return Trace(path.name, list(_from_zero(islice(read(str(path), file), limit))))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read --trace {path}: {error}") from None
+
+
+def _from_zero(arrivals: Iterable[tuple[str, Arrival]]) -> Iterator[Arrival]:
+    begin, last = 0.0, None
+    for where, arrival in arrivals:
+        if last is None:
+            begin = last = arrival.at
+        if arrival.at < last:
+            raise ConfigError(f"{where}: its timestamp is before that of the request above it; sort the file by time")
+        last = arrival.at
+        yield Arrival(arrival.at - begin, arrival.blocks, arrival.output, arrival.echo)
+
+
+def _azure(name: str, lines: Iterable[str]) -> Iterator[tuple[str, Arrival]]:
+    """TIMESTAMP,ContextTokens,GeneratedTokens: a date with time, or seconds. Nothing is told of shared beginnings."""
+    rows, contents = csv.reader(lines), Contents()
+    try:
+        head = [cell.strip().lstrip("\ufeff") for cell in next(rows, [])]
+        missing = [column for column in AZURE_COLUMNS if column not in head]
+        if missing:
+            raise ConfigError(f"{name} line 1: the column {missing[0]} is missing; Azure has {','.join(AZURE_COLUMNS)}")
+        stamp, context, generated = (head.index(column) for column in AZURE_COLUMNS)
+        zoned: bool | None = None
+        for cells in rows:
+            if not any(cell.strip() for cell in cells):
+                continue
+            where = f"{name} line {rows.line_num}"
+            if len(cells) <= max(stamp, context, generated):
+                raise ConfigError(f"{where} has {len(cells)} columns instead of {len(head)}")
+            at, aware = _moment(where, cells[stamp])
+            if zoned is not None and aware != zoned:
+                raise ConfigError(f"{where}: TIMESTAMP {cells[stamp].strip()!r} is of another kind than those above it")
+            zoned = aware
+            length = _tokens(where, "ContextTokens", _whole(cells[context]), 1)
+            output = _tokens(where, "GeneratedTokens", _whole(cells[generated]), 0)
+            yield where, Arrival(at, ((contents.new(), length),), max(1, output))
+    except csv.Error as error:
+        raise ConfigError(f"{name} line {rows.line_num} is not CSV: {error}") from None
+
+
+def _moment(where: str, text: str) -> tuple[float, bool]:
+    """Seconds, and whether they are of a known time zone."""
+    text = text.strip()
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            moment = datetime.fromisoformat(text)
+        except ValueError:
+            raise ConfigError(f"{where}: TIMESTAMP {text!r} is neither a date with time nor a number of seconds") from None
+        if moment.tzinfo is not None:
+            return moment.timestamp(), True
+        return (moment - datetime(1970, 1, 1)).total_seconds(), False
+    if not 0 <= seconds < float("inf"):
+        raise ConfigError(f"{where}: TIMESTAMP must be 0 or more seconds, got {text}")
+    return seconds, False
+
+
+def _mooncake(name: str, lines: Iterable[str]) -> Iterator[tuple[str, Arrival]]:
+    """A JSON object a line: timestamp (milliseconds), input_length, output_length, hash_ids (each 512 tokens of the prompt)."""
+    contents = Contents()
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        where = f"{name} line {number}"
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where} is not JSON: {error}") from None
+        if not isinstance(line, dict):
+            raise ConfigError(f"{where} is not a JSON object")
+        stamp = line.get("timestamp")
+        if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp < float("inf"):
+            raise ConfigError(f"{where}: timestamp must be a number of milliseconds, 0 or more, got {stamp!r}")
+        length = _tokens(where, "input_length", line.get("input_length"), 1)
+        output = _tokens(where, "output_length", line.get("output_length"), 0)
+        hashes = line.get("hash_ids", [])
+        if not isinstance(hashes, list) or not all(type(item) is int for item in hashes):
+            raise ConfigError(f"{where}: hash_ids must be a list of whole numbers, got {str(hashes)[:60]}")
+        blocks, left = [], length
+        for item in hashes:
+            count = min(MOONCAKE_BLOCK, left)
+            if not count:
+                raise ConfigError(
+                    f"{where}: hash_ids has {len(hashes)} blocks of {MOONCAKE_BLOCK} tokens, too many for input_length {length}"
+                )
+            blocks.append((contents.of(item), count))
+            left -= count
+        if left:
+            blocks.append((contents.new(), left))
+        yield where, Arrival(stamp / 1000, tuple(blocks), max(1, output))
+
+
+def _whole(text: str) -> Any:
+    try:
+        return int(text)
+    except ValueError:
+        return text.strip()
+
+
+def _tokens(where: str, field: str, value: Any, least: int) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is not int or value < least:
+        raise ConfigError(f"{where}: {field} must be a whole number of {least} or more, got {value!r}")
+    if value > MOST_TOKENS:
+        raise ConfigError(f"{where}: {field} is {value}; no request has more than {MOST_TOKENS} tokens")
+    return value

@@ -1,0 +1,146 @@
+"""`quire simulate` and `quire bench steps` from the command line, with a config.json and nothing else."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.cli.main import main
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "vocab_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 2048, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("model")
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    return str(directory)
+
+
+def simulate(model: str, *flags: str) -> int:
+    return main(["simulate", model, *flags])
+
+
+def test_json_table_and_report(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.html"
+    flags = ["--card", "l4", "--num-prompts", "40", "--request-rate", "200", "--input-len", "100", "--prefix-len", "64"]
+    assert simulate(model, *flags, "--replicas", "2", "--html", str(report)) == 0
+    table = capsys.readouterr().out
+    assert "40 of 40" in table and "Time to first token" in table and "requests placed by load" in table
+    assert simulate(model, *flags, "--replicas", "2", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["kind"], result["completed"], result["replicas"]) == ("simulation", 40, 2)
+    assert result["total_output_tokens"] == 40 * 128
+    assert 0 < result["p50_ttft_ms"] <= result["p99_ttft_ms"]
+    assert result["prefix_cache_hit_rate"] > 0.3
+    assert sum(load["requests"] for load in result["per_replica"]) == 40
+    text = report.read_text(encoding="utf-8")
+    assert text.count("<svg") == text.count("</svg>") == 6 and text.count("<polyline") == 7
+    assert not re.findall(r"(?:src|href)=|https?://|@import|url\(|<script", text)
+
+
+def test_the_fewest_replicas(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--card", "l4", "--num-prompts", "100", "--request-rate", "1000", "--output-len", "8", "--max-num-seqs", "2"]
+    assert simulate(model, *flags, "--slo-ttft", "8", "--slo-percentile", "95", "--json") == 0
+    needed = json.loads(capsys.readouterr().out)["slo"]
+    count = needed["replicas_needed"]
+    assert count > 1 and needed["within"] >= 0.95
+    tried = {trial["replicas"]: trial["kept"] for trial in needed["trials"]}
+    assert tried[count] and not tried[count - 1]
+    assert simulate(model, *flags, "--slo-ttft", "8", "--slo-percentile", "95", "--replicas", str(count - 1), "--json") == 0
+    fewer = json.loads(capsys.readouterr().out)["slo"]
+    assert fewer["within"] < 0.95 and fewer["replicas_needed"] is None
+    assert simulate(model, *flags, "--slo-ttft", "0.001", "--max-replicas", "2") == 1
+    assert "more than 2 replicas" in capsys.readouterr().out
+
+
+def test_traces(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mooncake = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 1200, "output_length": 4, "hash_ids": [1, 2, 3]}
+    mooncake.write_text("\n".join(json.dumps(line | {"timestamp": 1000 * i}) for i in range(6)))
+    assert simulate(model, "--card", "t4", "--trace", str(mooncake), "--speedup", "10", "--limit", "5", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["num_prompts"], result["total_input_tokens"]) == (5, 6000)
+    assert result["prefix_cache_hit_rate"] == pytest.approx(4 * 1184 / 6000)  # whole pages of 16
+    assert 0.4 < result["duration"] < 0.6
+    azure = tmp_path / "trace.csv"
+    azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0.5,5000,10\n1.5,100,10\n")
+    assert simulate(model, "--card", "t4", "--trace", str(azure), "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["completed"], result["refused"]) == (1, 1)  # 5,000 tokens are more than the model's context
+    assert "none is left to be drawn" in next(iter(result["refusals"]))
+    talks = tmp_path / "talks.json"
+    talks.write_text(json.dumps([{"conversations": [{"value": "why " * 10}, {"value": "so " * 10}]}]))
+    assert simulate(model, "--card", "t4", "--trace", str(talks)) == 2
+    assert "there is no tokenizer" in (told := capsys.readouterr().err) and "--chars-per-token 4" in told
+    assert simulate(model, "--card", "t4", "--trace", str(talks), "--chars-per-token", "4", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["total_input_tokens"] == 10
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ([], "which device? --card h100 (or another), --timing FILE of `quire bench steps`, or all of --memory"),
+        (["--card", "h1000"], "--card 'h1000' is not known; there are a10"),
+        (["--bandwidth", "1TB/s", "--flops", "1T"], "which device?"),
+        (["--card", "l4", "--bandwidth", "fast"], "--bandwidth 'fast' is not a rate such as 4.8TB/s"),
+        (["--card", "l4", "--timing", "x.json"], "drop --card"),
+        (["--card", "l4", "--device", "cpu"], "--card is a GPU, and --device is cpu"),
+        (["--card", "l4", "--replicas", "0"], "--replicas must be at least 1, got 0"),
+        (["--card", "l4", "--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
+        (["--card", "l4", "--slo-ttft", "-1"], "--slo-ttft must be above 0 milliseconds, got -1"),
+        (
+            ["--card", "l4", "--slo-ttft", "1", "--slo-percentile", "0"],
+            "--slo-percentile must be above 0 and at most 100",
+        ),
+        (["--card", "l4", "--request-rate", "0"], "--request-rate must be above 0, or inf; got 0.0"),
+        (["--card", "l4", "--workload", "mixd"], "--workload 'mixd' is not known; did you mean mixed?"),
+        (["--card", "l4", "--workload", "mixed", "--request-rate", "3"], "drop --trace and --request-rate"),
+        (["--card", "l4", "--workload", "mixed", "--input-len", "3"], "--input-len does not apply to --workload; drop it"),
+        (["--card", "l4", "--speedup", "3"], "--speedup does not apply to generated traffic; drop it"),
+        (["--card", "l4", "--trace", "x.csv", "--turns", "3"], "--turns does not apply to a trace of Azure; drop it"),
+        (["--card", "l4", "--trace", "x.csv", "--request-rate", "3"], "says when its requests come; drop --request-rate"),
+        (["--card", "l4", "--trace", "x.csv"], "cannot read --trace x.csv"),
+        (["--card", "l4", "--memory", "1MiB"], "does not fit: "),
+        (["--card", "l4", "--num-prompts", "2", "--html", "/nowhere/x.html"], "cannot write --html /nowhere/x.html"),
+    ],
+)
+def test_mistakes(model: str, flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(model, *flags) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.startswith("quire simulate: ") and error.count("\n") == 1
+
+
+def test_measured_steps_are_a_device(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The executor without a model takes no time, but its engine is measured all the same."""
+    path = tmp_path / "steps.json"
+    engine = ["--model", model, "--distributed-executor-backend", "fake", "--max-num-seqs", "4"]
+    steps = ["--rows", "1", "4", "--prompts", "8", "32", "--contexts", "16", "64", "--repeats", "4"]
+    assert main(["bench", "steps", *engine, "--max-num-batched-tokens", "64", *steps, "--output-json", str(path)]) == 0
+    assert "processor beside a step" in capsys.readouterr().out
+    result = json.loads(path.read_text())
+    assert [(point["rows"], point["tokens"]) for point in result["points"]] == [(1, 1), (4, 4)] * 2 + [(1, 8), (1, 32)] * 2
+    pairs = [point["pairs"] for point in result["points"][4:]]
+    assert pairs == [8 * 9 / 2, 32 * 33 / 2, 64 * 8 + 8 * 9 / 2, 64 * 32 + 32 * 33 / 2]
+    assert simulate(model, "--timing", str(path), "--num-prompts", "5", "--input-len", "50", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["completed"] == 5 and "step times measured with" in found["device"]
+    assert simulate(model, "--timing", str(path), "--device", "cuda") == 2
+    assert "was measured on 'cpu', not on 'cuda'" in capsys.readouterr().err
+
+
+def test_no_torch_is_imported(model: str) -> None:
+    code = (
+        "import sys; from quire.cli.main import main;"
+        f"code = main(['simulate', {model!r}, '--card', 'l4', '--num-prompts', '3']);"
+        "print(code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 False"

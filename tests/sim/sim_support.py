@@ -1,0 +1,46 @@
+"""Small replicas with simple step times, and the figures that come of them."""
+
+from dataclasses import dataclass
+
+from quire.cache.layout import make_layout
+from quire.sched.scheduler import Scheduler
+from quire.sim.analytic import HostTime
+from quire.sim.fleet import Fleet, Run
+from quire.sim.replica import Device, Replica
+from quire.sim.router import ROUTERS
+from quire.sim.shapes import StepShape
+from quire.sim.trace import Arrival, Trace
+from quire.types.cache import LayerCache
+
+PAGE = 4
+LAYOUT = make_layout([LayerCache(1, 8, None)], PAGE, 2)
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """A step takes a second, and a tenth for each token."""
+
+    host: HostTime
+
+    def seconds(self, shape: StepShape) -> float:
+        return 1.0 + 0.1 * shape.tokens
+
+
+def replica(*, pages: int = 200, max_seqs: int = 4, budget: int = 64, depth: int = 0, host: float = 0.0, **more) -> Replica:
+    scheduler = Scheduler(
+        LAYOUT, pages=pages, max_model_len=more.pop("max_model_len", 200), max_batched_tokens=budget, max_seqs=max_seqs, **more
+    )
+    timing = PerToken(HostTime(host, 0.0))
+    return Replica(scheduler, PAGE, Device(max_seqs, timing, ((None, 1.0),)), timing.host, depth)
+
+
+def simulate(trace: Trace, replicas: int = 1, name: str = "round-robin", most: int | None = None, **numbers) -> Run:
+    return Fleet([replica(**numbers) for _ in range(replicas)], ROUTERS[name](replicas), most).run(trace)
+
+
+def trace(*arrivals: tuple[float, tuple[tuple[int, int], ...], int]) -> Trace:
+    return Trace("a test", [Arrival(at, blocks, output) for at, blocks, output in arrivals])
+
+
+def alone(at: float, length: int, output: int, content: int = 1) -> tuple[float, tuple[tuple[int, int], ...], int]:
+    return at, ((content, length),), output
