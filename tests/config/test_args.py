@@ -74,7 +74,7 @@ def test_what_is_not_a_number(text: str) -> None:
         ({"max_modle_len": 5}, r"unknown engine argument 'max_modle_len'; did you mean max_model_len"),
         ({"xyzzy": 5}, r"unknown engine argument 'xyzzy'$"),
         ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2 is not supported: .*one device.*at 1"),
-        ({"speculative_config": {"model": "x"}}, r"not available yet; leave it out$"),
+        ({"speculative_config": {"model": "x"}}, r"speculative_config.method 'draft_model' is not built"),
         ({"kv_cache_dtype": "fp8"}, r"kv_cache_dtype='fp8' is not supported"),
         ({"trust_remote_code": 0}, r"trust_remote_code must be true or false"),
         ({"rope_scaling": {"rope_type": "yarn"}}, r"hf_overrides replaces it"),

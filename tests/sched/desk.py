@@ -7,6 +7,7 @@ from workload import StrictExecutor, layout_of
 from quire.engine.core import EngineCore
 from quire.engine.executor.fake import Faults
 from quire.engine.executor.fake_model import FakeModel
+from quire.sched.draft.speculation import Speculation
 from quire.sched.scheduler import Scheduler
 from quire.types.outputs import TokenDelta
 from quire.types.plan import Admission, StepPlan
@@ -32,22 +33,29 @@ class Desk:
         budget_rule=None,
         drafts=0,
         wrong=3,
+        host=False,
+        adaptive=False,
+        clock=lambda: 7.0,
         **more,
     ):
-        """Every `wrong`th draft is."""
+        """Every `wrong`th draft is. `host`: drafts come with the plans."""
         layout = self.layout = layout_of(windows, SIZE)
         self.model = FakeModel.of(layout, vocab_size=50)
         numbers = {"pages": pages, "max_seqs": max_seqs, "max_model_len": max_model_len}
-        self.scheduler = Scheduler(layout, max_batched_tokens=budget, budget=budget_rule, drafts=drafts, **numbers, **more)
+        self.speculation = Speculation(self, drafts, adaptive=adaptive) if host else None
+        self.scheduler = Scheduler(
+            layout, max_batched_tokens=budget, budget=budget_rule, drafts=0 if host else drafts, speculation=self.speculation,
+            **numbers, **more,
+        )  # fmt: skip
+        self.wrong, self.finished_texts = wrong, []
 
         def guess(tenant: Admission, position: int) -> list[int]:
-            text = self.executor.tokens[tenant.slot, :position].tolist()
-            right = self.model.generate(text, seed=tenant.seed, max_tokens=drafts)
-            return [(token + ((position + i) % wrong == 0)) % 50 for i, token in enumerate(right)]
+            return self.guess(self.executor.tokens[tenant.slot, :position].tolist(), tenant.seed, drafts)
 
         faults = faults or Faults()
-        self.executor = StrictExecutor(layout, self.model, faults=faults, guess=guess if drafts else None, **numbers)
-        self.core = EngineCore(self.scheduler, self.executor, depth, clock=lambda: 7.0)
+        asked = guess if drafts and not host else None
+        self.executor = StrictExecutor(layout, self.model, faults=faults, guess=asked, **numbers)
+        self.core = EngineCore(self.scheduler, self.executor, depth, clock=clock)
         self.plans: list[StepPlan] = []
         self.heard: dict[str, list[TokenDelta]] = defaultdict(list)
         self.specs: dict[str, EngineRequest] = {}
@@ -58,6 +66,18 @@ class Desk:
             return submit(plan)
 
         self.executor.submit = remember
+
+    def guess(self, text: list[int], seed: int, most: int) -> list[int]:
+        right = self.model.generate(text, seed=seed, max_tokens=most)
+        return [(token + ((len(text) + i) % self.wrong == 0)) % 50 for i, token in enumerate(right)]
+
+    def propose(self, text, most: int) -> list[int]:
+        """As a drafter of the host, for requests that differ in their prompts."""
+        spec = next(spec for spec in self.specs.values() if spec.prompt == tuple(text.tokens[: text.prompt]))
+        return self.guess(text.tokens.tolist(), spec.seed, most)
+
+    def finished(self, text) -> None:
+        self.finished_texts.append((text.tokens[text.prompt :].tolist(), text.scope))
 
     def add(
         self, name, prompt, max_tokens=4, *, stop=(), eos=(), priority=0, salt=(), tenant="", fork_of=None, hold=False, **params

@@ -12,6 +12,7 @@ from quire.engine.core import EngineCore
 from quire.engine.executor.fake import FakeExecutor, Faults, Guess
 from quire.engine.executor.fake_model import FakeModel
 from quire.sched.budget import StepBudget
+from quire.sched.draft.speculation import Speculation
 from quire.sched.scheduler import Scheduler
 from quire.types.cache import CacheLayout, LayerCache
 from quire.types.errors import EngineError
@@ -73,6 +74,7 @@ class Workload:
     faults: Faults
     drafts: int
     wrong: int  # every so manyth draft is; 1 = all
+    host: bool  # who drafts
 
     def answer(self, spec: EngineRequest) -> list[int]:
         return whole_answer(self.model, spec)
@@ -90,6 +92,22 @@ class Workload:
             return [(token + (place % self.wrong == 0)) % VOCABULARY for place, token in right]
 
         return guess
+
+
+class Oracle:
+    """Knows the answers of a workload, on the host, and is wrong now and then."""
+
+    def __init__(self, work: Workload) -> None:
+        self._work = work
+        self._texts = [[*visit.spec.prompt, *work.answer(visit.spec)] for visit in work.visits]
+
+    def propose(self, text, most):
+        known = text.tokens.tolist()
+        right = next((each for each in self._texts if each[: len(known)] == known), [*known, 0, 1, 2])
+        following = enumerate(right[len(known) : len(known) + most], len(known))
+        return [(token + (place % self._work.wrong == 0)) % VOCABULARY for place, token in following]
+
+    def finished(self, text) -> None: ...
 
 
 def whole_answer(model: FakeModel, spec: EngineRequest) -> list[int]:
@@ -205,6 +223,7 @@ def workloads(draw, faulty: bool = False) -> Workload:
         faults=faults,
         drafts=draw(st.sampled_from((0, 0, 1, 2, 3))),
         wrong=draw(st.sampled_from((1, 2, 3, 5, 100))),
+        host=draw(st.booleans()),
     )
 
 
@@ -213,11 +232,12 @@ def run(work: Workload) -> dict[str, Heard]:
     scheduler = Scheduler(
         work.layout, pages=work.pages, max_model_len=MAX_MODEL_LEN, max_batched_tokens=work.budget, max_seqs=work.max_seqs,
         chunk_cap=work.chunk_cap, chunked=work.chunked, prefix_caching=work.prefix_caching, policy=work.policy,
-        budget=work.follows, drafts=work.drafts,
+        budget=work.follows, drafts=0 if work.host else work.drafts,
+        speculation=Speculation(Oracle(work), work.drafts, adaptive=False) if work.host and work.drafts else None,
     )  # fmt: skip
     executor = StrictExecutor(
         work.layout, work.model, pages=work.pages, max_seqs=work.max_seqs, max_model_len=MAX_MODEL_LEN, faults=work.faults,
-        guess=work.guesser() if work.drafts else None,
+        guess=work.guesser() if work.drafts and not work.host else None,
     )  # fmt: skip
     core = EngineCore(scheduler, executor, work.depth, clock=lambda: 1.0)
     heard: dict[str, Heard] = defaultdict(Heard)

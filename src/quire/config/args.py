@@ -17,12 +17,13 @@ from quire.config.fields import FLAG, NAMES, NUMBER, OBJECT, REAL, TEXT, TOKEN, 
 from quire.config.flags import add_flags, add_hidden_flags, kind_of
 from quire.config.hints import HINT_SHORT_FLAGS, HINTS, take_hint, taken_for
 from quire.config.refused import REFUSED, SHORT_FLAGS, refuse
+from quire.config.speculative import SpeculativeConfig, read_speculative
 from quire.config.structured import checked_structured_outputs
 from quire.types.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2"
 _MODEL, _LENGTHS, _CACHE, _SCHEDULER, _OTHER = "model", "lengths and sampling", "cache and memory", "scheduler", "other"
-_PROCESS = "engine process (servers and AsyncLLM)"
+_SPECULATION, _PROCESS = "speculation", "engine process (servers and AsyncLLM)"
 
 
 T = TypeVar("T", bound=type)
@@ -144,6 +145,14 @@ class EngineArgs:
         None, FLAG, _SCHEDULER, "plan a step while the last one runs; default: on with CUDA"
     )
 
+    speculative_config: dict[str, Any] | None = setting(
+        None, OBJECT, _SPECULATION, "who guesses tokens ahead, so that a step may bring several: method (ngram, suffix, "
+        "synthetic, custom_class or a plug-in's), num_speculative_tokens and more: speculation.md", short="-sc",
+    )  # fmt: skip
+    spec_method: str | None = setting(None, TEXT, _SPECULATION, "speculative_config's method")
+    spec_model: str | None = setting(None, TEXT, _SPECULATION, "speculative_config's model")
+    spec_tokens: int | None = setting(None, NUMBER, _SPECULATION, "speculative_config's num_speculative_tokens", low=0)
+
     engine_dead_after: float = setting(10.0, REAL, _PROCESS, "restart an engine that is silent for so many seconds", above=1.0)
     engine_hang_timeout: float = setting(300.0, REAL, _PROCESS, "restart an engine whose step takes so many seconds", above=0.0)
     engine_start_timeout: float = setting(1800.0, REAL, _PROCESS, "give up a start after so many seconds", above=0.0)
@@ -162,7 +171,12 @@ class EngineArgs:
             value = taken_for(field.name, getattr(self, field.name))
             setattr(self, field.name, spec_of(field).check(field.name, value, optional))
         self.structured_outputs_config = checked_structured_outputs(self.structured_outputs_config)
+        self.speculation()
         check_device(self.device)
+
+    def speculation(self) -> SpeculativeConfig | None:
+        """What speculative_config and its flags ask for together."""
+        return read_speculative(self.speculative_config, self.spec_method, self.spec_model, self.spec_tokens)
 
     @classmethod
     def from_kwargs(cls, **values: Any) -> "EngineArgs":

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from quire.config.args import EngineArgs
 from quire.config.facts import DeviceFacts, ModelFacts
 from quire.config.quantization import Quantization
+from quire.config.speculative import SpeculativeConfig
 from quire.types.sampling import LogprobsMode
 
 Policy = Literal["fcfs", "priority"]
@@ -30,6 +31,7 @@ class Config:
     chunked: bool
     prefix_caching: bool
     policy: Policy
+    speculation: SpeculativeConfig | None
     depth: int  # steps planned ahead of the one whose results are awaited
     seed: int
     max_logprobs: int

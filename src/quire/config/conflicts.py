@@ -75,6 +75,22 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda c: f"load_format is gguf, but {c.facts.files.name} is not a GGUF file; use auto",
     ),
     Conflict(
+        "steps planned ahead of drafts",
+        lambda c: c.speculation is not None and c.depth > 0,
+        lambda c: (
+            f"async_scheduling plans steps before the last one's tokens are known, but "
+            f"{c.speculation and c.speculation.method} drafts from them; drop async_scheduling, or speculative_config"
+        ),
+    ),
+    Conflict(
+        "more drafts than a step has room for",
+        lambda c: c.speculation is not None and c.speculation.num_speculative_tokens >= c.max_batched_tokens,
+        lambda c: (
+            f"num_speculative_tokens {c.speculation and c.speculation.num_speculative_tokens} and a token before them do not "
+            f"fit a step of max_num_batched_tokens {c.max_batched_tokens}. Lower the first or raise the second"
+        ),
+    ),
+    Conflict(
         "a tokenizer that is not wanted",
         lambda c: c.args.skip_tokenizer_init and c.args.tokenizer is not None,
         lambda c: f"tokenizer {c.args.tokenizer!r} was given together with skip_tokenizer_init; drop one of them",

@@ -11,7 +11,6 @@ from quire.types.errors import ConfigError
 # reason -> {name: harmless values besides None}
 _ONE_DEVICE = "the engine runs on one device for now"
 _NO_LORA = "LoRA adapters are not available yet"
-_NO_SPECULATION = "speculative decoding is not available yet"
 _TEXT_ONLY = "only text models are served for now"
 _NO_OFFLOAD = "offloading is not available yet"
 _NOT_MEASURED = "it is not measured yet"
@@ -40,7 +39,6 @@ _TABLE: _Groups = (
         "prefill_context_parallel_size": (1,), "nnodes": (1,), "node_rank": (0,), "device_ids": (),
     }),
     (_NO_LORA, {"enable_lora": (False,), "lora_modules": ([],), "default_mm_loras": ({},), "lora_target_modules": ([],)}),
-    (_NO_SPECULATION, {"speculative_config": ({},), "spec_method": (), "spec_model": (), "spec_tokens": (0,)}),
     ("reasoning is parsed by the server: quire serve has these", {"reasoning_parser": ("",), "reasoning_parser_plugin": ("",)}),
     (_TEXT_ONLY, {"mm_encoder_only": (False,)}),
     ("disaggregation is not available yet", {"kv_transfer_config": ({},), "kv_events_config": ({},),
@@ -67,7 +65,6 @@ SHORT_FLAGS = {
     "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",
     "data_parallel_size": "-dp",
-    "speculative_config": "-sc",
 }
 
 

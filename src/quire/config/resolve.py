@@ -68,6 +68,7 @@ def resolve(
         chunked=args.enable_chunked_prefill,
         prefix_caching=args.enable_prefix_caching,
         policy=cast(Policy, args.scheduling_policy),
+        speculation=args.speculation(),
         depth=choose_depth(args, device),
         seed=args.seed,
         max_logprobs=args.max_logprobs,
@@ -180,8 +181,9 @@ def choose_following(args: EngineArgs, facts: ModelFacts, device: DeviceFacts) -
 
 
 def choose_depth(args: EngineArgs, device: DeviceFacts) -> int:
-    overlap = device.overlaps if args.async_scheduling is None else args.async_scheduling
-    return int(overlap)
+    """Drafters of the host have to know all tokens before they guess the next."""
+    usual = device.overlaps and args.speculation() is None
+    return int(usual if args.async_scheduling is None else args.async_scheduling)
 
 
 def choose_names(args: EngineArgs) -> tuple[str, ...]:

@@ -25,6 +25,8 @@ from quire.engine.timeline import Stopwatch, Timeline
 from quire.grammar.lanes import GrammarLanes
 from quire.progress import doing
 from quire.sched.budget import Budget, StepBudget, TimedBudget
+from quire.sched.draft.make import make_drafter
+from quire.sched.draft.speculation import Speculation
 from quire.sched.scheduler import Scheduler
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError
@@ -96,6 +98,7 @@ def start_core(
         budget = TimedBudget(config.max_batched_tokens)
     elif config.steps_follow_load:
         budget = StepBudget.following(config.max_batched_tokens, layout.bytes_per_page, facts.parameters)
+    speculation = _speculation(config)
     drafts = 0 if drafter is None else drafter.most
     scheduler = Scheduler(
         layout,
@@ -111,10 +114,25 @@ def start_core(
         single_rows_share=config.device_facts.single_rows_share,
         in_one_piece=config.device_facts.reads_in_place,
         drafts=drafts,
+        speculation=speculation,
     )
-    core = EngineCore(scheduler, executor, config.depth, _grammars(config, drafts))
+    most = drafts if speculation is None else speculation.most
+    core = EngineCore(scheduler, executor, config.depth, _grammars(config, most))
     watch.lap("scheduler")
     return StartedCore(core, capacity.max_model_len, capacity.pages, watch.read())
+
+
+def _speculation(config: Config) -> Speculation | None:
+    asked = config.speculation
+    if asked is None:
+        return None
+    return Speculation(
+        make_drafter(asked, config.facts.vocab_size),
+        asked.num_speculative_tokens,
+        adaptive=asked.adaptive,
+        largest_batch=asked.disable_by_batch_size,
+        schedule=asked.num_speculative_tokens_per_batch_size,
+    )
 
 
 def _grammars(config: Config, drafts: int) -> GrammarLanes:
@@ -159,6 +177,7 @@ def start_local(
         quantization=config.quantization,
         keeps=config.device_facts.keeps if config.keep_quantized else frozenset(),
         drafter=drafter,
+        drafts=0 if config.speculation is None else config.speculation.num_speculative_tokens,
         adapters=adapters,
     )
     executor = LocalExecutor(runner)

@@ -3,7 +3,7 @@
 Grammars live in processes of their own (`grammar/`) and hear of tokens here; the scheduler hears here who has to wait for them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from quire.sched.thinking import forced_end
 from quire.types.errors import NotSupported, RequestError
 from quire.types.outputs import TokenDelta
 from quire.types.plan import StepResult, Words
-from quire.types.request import EngineRequest
+from quire.types.request import EngineRequest, Request
 from quire.types.structured import StructuredOutputsParams
 
 GRAMMAR_WAIT = 0.005  # seconds, while there is nothing else to do
@@ -55,8 +55,11 @@ class Constraints:
             else:
                 self.supported().tell(delta.request_id, delta.token_ids)
 
-    def expect(self, scheduled: Scheduled, result: StepResult) -> None:
-        """What the device drafts behind the tokens that were noted."""
+    def expect(self, scheduled: Scheduled, result: StepResult, drafted: Iterable[Request] = ()) -> None:
+        """What the device drafts behind the tokens that were noted, or the host for requests."""
+        for request in drafted if self.grammars else ():
+            if request.constrained:
+                self.supported().guess(request.spec.id, request.drafting.tokens)
         for row, drafts in result.drafts.items() if self.grammars else ():
             self.supported().guess(scheduled.requests[row].spec.id, drafts.tolist())
 

@@ -160,7 +160,8 @@ class EngineCore:
             self._tell(self.scheduler.commit(scheduled, result))
             if self.watch is not None:
                 self.watch.landed()
-            self.constraints.expect(scheduled, result)
+            speculation = self.scheduler.speculation
+            self.constraints.expect(scheduled, result, () if speculation is None else speculation.landed(scheduled, result))
             self.constraints.send()
 
     def _fail(self, scheduled: Scheduled, error: Exception) -> None:

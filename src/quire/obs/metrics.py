@@ -94,6 +94,17 @@ class Metrics:
             losses := board.add(
                 Counter("grammar_losses", "Times the grammar process was lost; its requests go on with another")
             ),
+            board.add(Counter("spec_decode_num_drafts", "Rows with drafts that were verified")),
+            board.add(Counter("spec_decode_num_draft_tokens", "Drafts that were verified")),
+            board.add(Counter("spec_decode_num_accepted_tokens", "Drafts that were right")),
+        )
+        self.accepted_per_position = board.add(
+            Counter(
+                "spec_decode_num_accepted_tokens_per_pos",
+                "Drafts that were right, by their place in the row",
+                ("position",),
+                (("0",),),
+            )
         )
         self.preemptions, self.grammar_losses = preemptions, losses
         self.prompt_tokens = board.add(Counter("prompt_tokens", "Prompt tokens taken in"))
@@ -147,6 +158,9 @@ class Metrics:
             last = NOTHING  # another engine, which counts from zero
         for counter, new, old in zip(self._counters, _counted(stats), _counted(last), strict=True):
             counter.add(new - old)
+        for place, new in enumerate(stats.drafts.per_position):
+            old = last.drafts.per_position[place] if place < len(last.drafts.per_position) else 0
+            self.accepted_per_position.add(new - old, str(place))
         self._last = stats
 
     def on_arrival(self, request: Arrived) -> None:
@@ -216,7 +230,7 @@ def _counted(stats: Stats) -> tuple[int, ...]:
     device = stats.device
     return (
         stats.queries, stats.hits, stats.preemptions, device.compilations, device.loads, device.captures, device.replays,
-        device.misses, stats.grammar_losses,
+        device.misses, stats.grammar_losses, stats.drafts.rows, stats.drafts.tokens, stats.drafts.accepted,
     )  # fmt: skip
 
 

@@ -44,6 +44,7 @@ Prometheus' own collectors add the API process (`process_*`), the interpreter (`
 | Do prompts repeat? | `quire:prefix_cache_hits_total` / `quire:prefix_cache_queries_total` |
 | Is the engine well? | `quire:engine_heartbeat_age_seconds` below 3; `quire:engine_restarts_total` does not grow |
 | Is the tool format right? | `quire:tool_calls_total` by `outcome`: `broken` and `text` stay few |
+| Do drafts pay? | `quire:spec_decode_num_accepted_tokens_total` per `quire:spec_decode_num_drafts_total` |
 | On a GPU, is it warm? | under steady traffic only `quire:graph_replays_total` grows, not captures, misses or compilations |
 """
 

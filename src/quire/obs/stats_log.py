@@ -8,7 +8,7 @@ from collections import deque
 
 from quire.types.errors import ConfigError
 from quire.types.news import Arrived, OutputNews
-from quire.types.stats import Stats
+from quire.types.stats import NO_DRAFTS, Stats
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +26,14 @@ class StatsLog:
         self._prompt_tokens = self._generated = self._preemptions = 0
         self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_REQUESTS)  # prompt tokens, and how many were cached
         self._was_idle = True
+        self._drafts = self._drafts_told = NO_DRAFTS  # since the start of the engine, and by the last line
 
     def on_step(self, stats: Stats, tokens_in_step: int, now: float) -> None:  # noqa: ARG002
         before = 0 if self._stats is None or stats.preemptions < self._stats.preemptions else self._stats.preemptions
         self._preemptions += stats.preemptions - before
-        self._stats = stats
+        if stats.drafts.rows < self._drafts.rows:
+            self._drafts_told = NO_DRAFTS  # another engine, which counts from zero
+        self._stats, self._drafts = stats, stats.drafts
 
     def on_arrival(self, request: Arrived) -> None:
         """Told by its tokens."""
@@ -60,8 +63,33 @@ class StatsLog:
             100 * (1 - stats.free_pages / stats.pages) if stats.pages else 0.0,
             100 * self._hit_rate(),
         )
+        self._log_drafts(seconds)
         self._since, self._was_idle = now, idle
         self._prompt_tokens = self._generated = self._preemptions = 0
+
+    def _log_drafts(self, seconds: float) -> None:
+        """Told only if there were any."""
+        before, now = self._drafts_told, self._drafts
+        rows, tokens, accepted = now.rows - before.rows, now.tokens - before.tokens, now.accepted - before.accepted
+        self._drafts_told = now
+        if not rows:
+            return
+        old = before.per_position or (0,) * len(now.per_position)
+        rates = [(new - past) / rows for new, past in zip(now.per_position, old, strict=True)]
+        while rates and not rates[-1]:
+            rates.pop()
+        logger.info(
+            "SpecDecoding metrics: Mean acceptance length: %.2f, Accepted throughput: %.2f tokens/s, "
+            "Drafted throughput: %.2f tokens/s, "
+            "Accepted: %d tokens, Drafted: %d tokens, Per-position acceptance rate: %s, Avg Draft acceptance rate: %.1f%%",
+            1 + accepted / rows,
+            accepted / seconds,
+            tokens / seconds,
+            accepted,
+            tokens,
+            ", ".join(f"{rate:.3f}" for rate in rates) or "0.000",
+            100 * accepted / tokens,
+        )
 
     def _hit_rate(self) -> float:
         tokens = sum(prompt for prompt, _ in self._recent)

@@ -6,7 +6,8 @@
                                              [ drafts ..... )      what the device expects to come stands behind it
 
 Token values live on the device only: the host knows how many there are, never which. Once a slot has run drafts it knows only
-how many there are at most, and `position` on the device says where the slot stands.
+how many there are at most, and `position` on the device says where the slot stands. Drafts that come with plans are the
+exception: whoever sends them knows all tokens, and says in the next row how many of them were right.
 """
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from quire.device.updates import DeviceUpdates
 from quire.runner.prefixes import Prefixes
 from quire.types.errors import EngineError
-from quire.types.plan import Admission, Ints, StepPlan
+from quire.types.plan import Admission, Ints, StepPlan, spans
 
 
 class Slots:
@@ -28,13 +29,15 @@ class Slots:
         device: torch.device,
         drafts: int = 0,
         updates: DeviceUpdates | None = None,
+        told: bool = False,
     ) -> None:
-        """`length` is the most tokens a tenant may run; the one drawn last has a place after them, and so many drafts."""
+        """`length` is the most tokens a tenant may run; the one drawn last has a place after them, and so many drafts. `told`:
+        these come with the plans."""
         self.device = device
         self.updates = updates or DeviceUpdates()
         self.length = length
         self.page_size = page_size
-        self.drafts = drafts
+        self.drafts, self.told = drafts, told
         self.tokens = torch.zeros(slots, length + 1 + drafts, dtype=torch.int32, device=device)  # [S, L]
         self.position = torch.zeros(slots, dtype=torch.int64, device=device)  # [S] run so far, where the slot is `loose`
         width = -(-length // page_size)
@@ -50,6 +53,8 @@ class Slots:
         self.retire(plan.retired)
         self._admit(plan.admitted)
         self._give(plan)
+        if self.told:
+            self._settle(plan)
         self._write_tables(plan)
 
     def retire(self, slots: Ints) -> None:
@@ -69,9 +74,21 @@ class Slots:
     def _give(self, plan: StepPlan) -> None:
         """Tokens that follow a tenant's last without having been drawn."""
         if len(plan.given_slot):
-            self.known += np.bincount(plan.given_slot, minlength=len(self.known))
+            self.known[plan.given_slot] = plan.given_position + 1  # of a slot's several, the last
             index = plan.given_slot.astype(np.int64) * self.tokens.shape[1] + plan.given_position
             self.updates.scatter(self.tokens, index, plan.given_token)
+
+    def _settle(self, plan: StepPlan) -> None:
+        """A row behind drafts says how many were right by where it begins; and its own drafts are written down."""
+        if self.loose.any():
+            behind = self.loose[plan.slot]
+            draws = behind & plan.sample
+            self.cursor[plan.slot[behind]] = (plan.end - plan.count)[behind]
+            self.known[plan.slot[draws]] = (plan.end - plan.drafts)[draws]
+            self.loose[plan.slot] = False
+        if len(plan.draft_token):
+            index = np.repeat(plan.slot.astype(np.int64) * self.tokens.shape[1], plan.drafts)
+            self.updates.scatter(self.tokens, index + spans(plan.end - plan.drafts, plan.drafts), plan.draft_token)
 
     def _write_tables(self, plan: StepPlan) -> None:
         """A new tenant's table is written whole: beyond its pages it leads nowhere."""

@@ -73,15 +73,17 @@ class Runner:
         quantization: "Quantization | None" = None,
         keeps: frozenset[str] = frozenset(),
         drafter: Drafter | None = None,
+        drafts: int = 0,
         adapters: tuple[int, int] = (0, 0),
     ) -> None:
-        """`adapters`: room for so many, of at most that rank."""
+        """`drafts`: rows of plans bring so many of them along, unless a `drafter` makes them here. `adapters`: room for so
+        many, of at most that rank."""
         self._facts = facts
         self._room = adapters
         self._shelf: Shelf | None = None  # of adapters
         self._reserved = 0  # bytes on the device that adapters will take
         self._parts: tuple[RowPart, ...] = ()
-        self._drafter, self._drafts = drafter, 0 if drafter is None else drafter.most
+        self._drafter, self._drafts = drafter, drafts if drafter is None else drafter.most
         self._device = device
         self._dtype = DTYPES[dtype]
         self._layout = layout
@@ -167,7 +169,8 @@ class Runner:
         for layer, view, group in kv.views():
             model.attentions[layer].bind(view, group)
         groups, page_size = len(self._layout.groups), self._layout.page_size
-        slots = Slots(self._max_seqs, max_model_len, groups, page_size, device, self._drafts, self._device.updates())
+        told = self._drafter is None and self._drafts > 0
+        slots = Slots(self._max_seqs, max_model_len, groups, page_size, device, self._drafts, self._device.updates(), told)
         sampler = Sampler(self._max_seqs, self._facts.vocab_size, device, self._logprobs_mode, self._drafts)
         self._tenants = slots, kv, sampler
         self._parts = make_parts(self._max_seqs, set() if self._shelf is None else self._shelf.filled)
@@ -210,17 +213,19 @@ class Runner:
         pooled: Tensor | None = None
         plain = not len(plan.masked) and sampler.plain(plan.slot)
         parts = [part for part in self._parts if part.active(plan.slot)]
-        told = parts or len(plan.outputs.prompt_logprobs) or len(plan.outputs.pool)  # graphs draw, and nothing else
-        replayed = None if self.graphs is None or told else self.graphs.run(plan, plain)
+        outputs, drafted = plan.outputs, bool(plan.drafts.any())
+        more = parts or drafted or len(outputs.prompt_logprobs) or len(outputs.pool)  # graphs draw, and nothing else
+        replayed = None if self.graphs is None or more else self.graphs.run(plan, plain)
         draw: Drawn | Callable[[Masks | None], Drawn] | None = None
         if replayed is None:
             built = build_batch(plan, slots, parts)
             batch, hidden = built.batch, model(built.batch)
             prompts = _report_prompts(plan, built, hidden, model, slots, sampler)
-            if len(plan.outputs.pool):
-                pooled = hidden[upload(_final(plan.outputs.pool, plan, built), hidden.device)].float()
-            drawn_from = hidden[batch.logit_index] if len(plan.outputs.draw) else hidden[:0]
-            follow = None if self._drafter is None else prepare(plan, slots, batch, built.rows, drawn_from)
+            if len(outputs.pool):
+                pooled = hidden[upload(_final(outputs.pool, plan, built), hidden.device)].float()
+            drawn_from = hidden[batch.logit_index] if len(outputs.draw) else hidden[:0]
+            verified = drafted or self._drafter is not None
+            follow = prepare(plan, slots, batch, built.rows, drawn_from) if verified else None
             if len(drawn_from):
                 adapters = None if batch.adapters is None else batch.adapters.take(plan.outputs.draw)
                 draw = partial(self._draw, model.logits(drawn_from, adapters), built.rows, follow)
@@ -237,7 +242,7 @@ class Runner:
         assert self._tenants is not None
         slots, _, sampler = self._tenants
         drawn = sampler.sample(logits, rows, masks)
-        return drawn if follow is None or self._drafter is None else follow.follow(drawn, slots, self._drafter)
+        return drawn if follow is None else follow.follow(drawn, slots, self._drafter)
 
     @torch.inference_mode()
     def idle(self) -> bool:

@@ -3,6 +3,7 @@
 Nearly every row is one token that is drawn after: of those only request and end are noted. The other rows are `odd`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import repeat
 
@@ -46,6 +47,7 @@ class PlanBuilder:
         self._page: list[int] = []
         self._targets: list[int] = []
         self._forced: list[tuple[int, int, int]] = []
+        self._drafts: list[int] = []
 
     def admit(self, request: Request, start: int) -> None:
         """The end-of-text ids of a constrained request are its grammar's matter."""
@@ -81,6 +83,10 @@ class PlanBuilder:
     def give(self, request: Request, start: int) -> None:
         """The device has not seen the request's tokens from position `start` on."""
         self._forced += [(request.slot, start + i, token) for i, token in enumerate(request.tokens[start:])]
+
+    def draft(self, tokens: Iterable[int]) -> None:
+        """What the latest row is expected to draw."""
+        self._drafts += tokens
 
     def copy(self, source: int, target: int) -> None:
         self.sources.append(source)
@@ -137,6 +143,7 @@ class PlanBuilder:
             given_slot=given[:, 0],
             given_position=given[:, 1],
             given_token=given[:, 2],
+            draft_token=_ints(self._drafts),
         )
         return Scheduled(plan, requests, tuple(i for i, odd in self._odd.items() if odd.draws != 1))
 

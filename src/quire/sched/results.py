@@ -13,6 +13,7 @@ from quire.sched.stop import finish, next_check
 from quire.types.outputs import TokenDelta
 from quire.types.plan import Floats, StepResult, TopLogprobs
 from quire.types.request import FinishReason, Request
+from quire.types.stats import NO_DRAFTS, DraftCounts
 
 
 class Brought(NamedTuple):
@@ -29,6 +30,12 @@ NOTHING = Brought()
 class Results:
     def __init__(self, tables: Tables, roster: Roster) -> None:
         self._tables, self._roster = tables, roster
+        self._rows = self._drafted = 0  # with drafts
+        self._accepted: list[int] = []  # by their place in the row
+
+    @property
+    def drafts(self) -> DraftCounts:
+        return DraftCounts(self._rows, self._drafted, sum(self._accepted), tuple(self._accepted)) if self._rows else NO_DRAFTS
 
     def commit(self, scheduled: Scheduled, result: StepResult) -> list[TokenDelta]:
         """What a step brought."""
@@ -62,6 +69,8 @@ class Results:
             self._tables.forget(request)
         if not useful:
             return []
+        if drafts:
+            self._count(request, drafts, max(0, len(ids) - 1))
         scores: tuple[TopLogprobs, ...] = ()
         if i in result.prompt_logprobs:
             scores = (result.prompt_logprobs[i],)
@@ -83,6 +92,17 @@ class Results:
         if not sample:
             return [delta(request, [], brought=brought)] if scores else []
         return [self._consider(request, taken, ending, brought)]
+
+    def _count(self, request: Request, drafts: int, accepted: int) -> None:
+        drafting = request.drafting
+        drafting.rows += 1
+        drafting.drafted += drafts
+        drafting.accepted += accepted
+        self._rows += 1
+        self._drafted += drafts
+        self._accepted += [0] * (drafts - len(self._accepted))
+        for place in range(accepted):
+            self._accepted[place] += 1
 
     def _consider(
         self, request: Request, tokens: list[int], ending: tuple[FinishReason, int | None] | None, brought: Brought = NOTHING
@@ -137,8 +157,13 @@ def delta(
     """What the front half hears of a request."""
     return TokenDelta(
         request.spec.id, tokens, request.finished, stop, error, *brought,
-        request.cached, request.scheduled_at, request.preemptions,
+        request.cached, request.scheduled_at, request.preemptions, drafts_of(request),
     )  # fmt: skip
+
+
+def drafts_of(request: Request) -> tuple[int, int, int] | None:
+    drafting = request.drafting
+    return (drafting.rows, drafting.drafted, drafting.accepted) if drafting.rows else None
 
 
 def _each_token(scores: TopLogprobs | None, count: int) -> tuple[TopLogprobs, ...]:

@@ -25,6 +25,7 @@ class Roster:
         self._tables = tables
         self.max_seqs = max_seqs
         self.on_move: Callable[[Request, Place], None] | None = None  # told where requests go, while somebody watches
+        self.on_leave: Callable[[Request], None] | None = None  # told of requests that have ended
         self.order = Order(policy)
         self.running = Running(self.order)
         self.queue = Queue(self.order, self.running)
@@ -107,6 +108,8 @@ class Roster:
         for child in self.forks.orphans(request):
             self.queue.push(child)
         self._move(request, "gone")
+        if self.on_leave is not None:
+            self.on_leave(request)
 
     @property
     def unready(self) -> int:

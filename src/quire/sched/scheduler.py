@@ -15,11 +15,12 @@ token last. What a row of one token writes is read in its own step only on devic
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 from quire.cache.tables import Tables
 from quire.sched.budget import Budget, StepBudget
+from quire.sched.draft.speculation import Speculation
 from quire.sched.forks import common_prefix
 from quire.sched.limits import RequestLimits
 from quire.sched.plan_builder import PlanBuilder, Scheduled
@@ -55,10 +56,11 @@ class Scheduler:
         single_rows_share: bool = False,
         in_one_piece: bool = True,
         drafts: int = 0,
+        speculation: Speculation | None = None,
     ) -> None:
         """`budget`: how many tokens a step has, where that is not always `max_batched_tokens`. `single_rows_share`: within a
         step, the device lets other rows read what a row of one token writes. `in_one_piece`: see `Pool`. `drafts`: how many
-        tokens the device guesses ahead, to be verified by the next row."""
+        tokens the device guesses ahead, to be verified by the next row. `speculation`: the host guesses them instead."""
         if max_seqs < 1:
             raise ConfigError(f"max_seqs must be at least 1, got {max_seqs}")
         self._limits = RequestLimits(layout, pages, max_model_len, max_batched_tokens, chunk_cap, chunked)
@@ -69,7 +71,7 @@ class Scheduler:
         self._roster = self.roster = roster = Roster(self._tables, policy, max_seqs)
         self._running, self._queue, self._forks, self._live = roster.running, roster.queue, roster.forks, roster.live
         self.ready, self.suspend, self.release, self.check = roster.ready, roster.suspend, roster.release, roster.check
-        results = Results(self._tables, roster)
+        results = self._results = Results(self._tables, roster)
         self.commit, self.fail = results.commit, results.fail
         self._paused: set[Request] = set()  # they get no row in the next step
         self._filling: list[Request] = []  # their latest rows may fill pages that are not published yet
@@ -78,6 +80,10 @@ class Scheduler:
         self._blocked: tuple[Request, int, int] | None = None  # who did not fit, and when that was
         self._single_rows_share = single_rows_share
         self._drafts = drafts
+        self.speculation = speculation
+        if speculation is not None:
+            roster.on_leave = speculation.forget
+        self._granted: Mapping[Request, int] = {}  # drafts of the host, of the step that is being planned
         self._ahead = AHEAD * layout.page_size if self._tables.keeps_all and pages >= 4 * AHEAD * max_seqs else 0
         self._owed = 0  # by the latest plan
         self._step = self._queries = self._hits = 0
@@ -171,6 +177,7 @@ class Scheduler:
             queries=self._queries,
             hits=self._hits,
             preemptions=self._roster.preemptions,
+            drafts=self._results.drafts,
         )
 
     # ---- planning --------------------------------------------------------------------------------------------------------
@@ -184,6 +191,9 @@ class Scheduler:
         for child in self._forks.wake():
             self._queue.push(child)
         self._make_way(plan)
+        if self.speculation is not None:
+            self.speculation.grant(self._running)
+            self._granted = self.speculation.granted
         left = self._advance(plan)
         self._admit(plan, left, now)
         self._pool.drop(plan.sources)
@@ -199,7 +209,10 @@ class Scheduler:
 
     def took(self, scheduled: Scheduled, seconds: float) -> None:
         """So long was the device busy with a step."""
-        self._budget.took(len(scheduled.requests), scheduled.plan.tokens, seconds)
+        plan = scheduled.plan
+        self._budget.took(len(scheduled.requests), plan.tokens - int(plan.drafts.sum()), seconds)
+        if self.speculation is not None:
+            self.speculation.took(scheduled, seconds)
 
     def _backlog(self) -> int:
         """Prompt tokens that wait, as far as it matters."""
@@ -223,20 +236,23 @@ class Scheduler:
 
         Only those after a request give way to it, so the list may lose its end while we go through it.
         """
-        left, requests, ends = self._room, plan.requests, plan.ends
+        left, requests, ends, granted = self._room, plan.requests, plan.ends, self._granted
         for request in self._running:
             if not left:
                 break
             end = request.computed + 1
-            if end <= request.fast_until:  # what `_place` does, for one token: most rows of most steps
+            if (
+                end <= request.fast_until and request not in granted
+            ):  # what `_place` does, for one token: most rows of most steps
                 request.computed = end
                 requests.append(request)
                 ends.append(end)
                 left -= 1
                 continue
-            count = 0 if request in self._paused else self._limits.row_length(request, left)
+            count = 0 if request in self._paused or self._unsettled(request) else self._limits.row_length(request, left)
             if count and self._cover(request, request.computed + count, plan):
-                drafts = self._guesses(request, left, plan) if self._drafts and request.known == 1 else 0
+                most = granted.get(request, self._drafts) if request.known == 1 else 0
+                drafts = self._guesses(request, most, left, plan) if most else 0
                 self._place(request, count + drafts, plan, drafts)
                 left -= count + drafts
         return left
@@ -286,20 +302,26 @@ class Scheduler:
             request.known = 1
             request.loose += drafts
             if not request.spec.params.needs_masks and not self._drafts:
-                request.fast_until = min(request.covered, request.limit - 1)
+                request.fast_until = 0 if drafts else min(request.covered, request.limit - 1)
         else:
             request.chunks += 1
             plan.owed += self._tables.demand(request, len(request.tokens))
         (self._filling if count > 1 or self._single_rows_share else self._filling_later).append(request)
         plan.row(request, count, request.computed, 1 + drafts if sample else 0, masked)
+        if drafts and self.speculation is not None:
+            plan.draft(self.speculation.tokens(request, drafts))
 
-    def _guesses(self, request: Request, left: int, plan: PlanBuilder) -> int:
+    def _unsettled(self, request: Request) -> bool:
+        """Drafts of the host are told by their positions: where a row with drafts has ended has to be known before the next."""
+        return self.speculation is not None and request.loose > 0
+
+    def _guesses(self, request: Request, most: int, left: int, plan: PlanBuilder) -> int:
         """How many drafts follow its one known token: what there is room for, at nobody's cost."""
         if not request.drew:
             return 0
         end = request.computed + 1
         room = min(left, self._limits.chunk, left_to_think(request)) - 1
-        drafts = min(self._drafts, room, request.limit - 1 - end)
+        drafts = min(most, room, request.limit - 1 - end)
         if drafts > 0 and end + drafts > request.covered:
             self._tables.trim(request)
             grown = self._tables.grow(request, end + drafts)

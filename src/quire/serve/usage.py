@@ -27,7 +27,7 @@ def timing_of(metrics: RequestMetrics | None) -> Timing | None:
     first, last, tokens = metrics.first_token_ts, metrics.last_token_ts, metrics.num_generation_tokens
     generation = _between(first, last)
     running = _between(scheduled, last)
-    return {
+    timing: Timing = {
         "time_to_first_token_ms": _between(queued, first),
         "generation_time_ms": generation,
         "queue_time_ms": _between(queued, scheduled),
@@ -36,6 +36,15 @@ def timing_of(metrics: RequestMetrics | None) -> Timing | None:
         "tokens_per_second": tokens / running * 1000 if running else None,
         "preemptions": metrics.num_preemptions,
     }
+    if metrics.num_spec_steps:
+        timing["speculative_decoding"] = {
+            "num_spec_steps": metrics.num_spec_steps,
+            "num_draft_tokens": metrics.num_draft_tokens,
+            "num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
+            "mean_acceptance_length": 1 + metrics.num_accepted_draft_tokens / metrics.num_spec_steps,
+            "draft_acceptance_rate": metrics.num_accepted_draft_tokens / metrics.num_draft_tokens,
+        }
+    return timing
 
 
 def _between(start: float, end: float) -> float | None:

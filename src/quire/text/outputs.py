@@ -188,6 +188,8 @@ class RequestAnswer:
             self._note_prompt(delta)
         if delta.preemptions > metrics.num_preemptions:
             metrics.num_preemptions = delta.preemptions
+        if delta.drafts is not None:
+            choice.count_drafts(delta.drafts, metrics)
         if not count:
             return
         if not metrics.first_token_ts:
@@ -299,6 +301,7 @@ class _GrowingChoice:
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     last_token_ts: float = 0.0
+    drafts: tuple[int, int, int] = (0, 0, 0)  # as the engine counts them
     sent: _Sent = field(default_factory=_Sent)
 
     def __post_init__(self) -> None:
@@ -315,6 +318,14 @@ class _GrowingChoice:
             )
         self._interval = params.stream_interval or 1
         self._stops = StopStrings(params.stops, include=params.include_stop_str_in_output) if params.stops else None
+
+    def count_drafts(self, drafts: tuple[int, int, int], metrics: RequestMetrics) -> None:
+        """A restarted engine counts from zero."""
+        before = self.drafts if all(new >= old for new, old in zip(drafts, self.drafts, strict=True)) else (0, 0, 0)
+        self.drafts = drafts
+        metrics.num_spec_steps += drafts[0] - before[0]
+        metrics.num_draft_tokens += drafts[1] - before[1]
+        metrics.num_accepted_draft_tokens += drafts[2] - before[2]
 
     def feed(self, delta: TokenDelta) -> None:
         if self._detokenizer is None and self.logprobs is None:

@@ -29,6 +29,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cached_tokens: int = 0
     scheduled_at: float = 0.0
     preemptions: int = 0
+    drafts: tuple[int, int, int] | None = None  # rows that had any, drafts, and those that were right, so far
 
 
 @dataclass
@@ -108,6 +109,9 @@ class RequestMetrics:
     first_token_latency: float = 0.0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    num_spec_steps: int = 0  # steps in which it had drafts
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
 
 
 @dataclass

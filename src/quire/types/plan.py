@@ -64,7 +64,7 @@ class StepPlan:
 
     Order of effects on the device: retire, admit, given tokens, tables, copies, then the rows.
 
-    A row is "`count` more tokens of `slot`", of which the last `drafts` are what the device itself expects to come. A row that
+    A row is "`count` more tokens of `slot`", of which the last `drafts` are what host or device expects to come. A row that
     reaches the last known token draws: there, and behind every draft. The drafts that were drawn are accepted, up to the first
     that was not; so a row brings 1 to 1 + drafts tokens, and where the next row begins is known to the device first. `end` is
     what it is at most.
@@ -95,6 +95,9 @@ class StepPlan:
     given_slot: Ints = field(default_factory=_none)  # [given]
     given_position: Ints = field(default_factory=_none)  # [given]
     given_token: Ints = field(default_factory=_none)  # [given]
+    draft_token: Ints = field(
+        default_factory=_none
+    )  # [sum of drafts] where the host expects them, row by row; none = the device does
 
     @cached_property
     def tokens(self) -> int:

@@ -12,6 +12,7 @@ There is no phase: a fresh prompt, a chunk of a long one, a resumed request and 
 """
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -49,6 +50,20 @@ class EngineRequest:
 
 
 @dataclass(eq=False, slots=True)
+class Drafting:
+    """What is expected of a request, and how that went."""
+
+    tokens: Sequence[int] = ()  # expected behind the first `at` of its tokens
+    at: int = -1
+    rest: Sequence[int] = ()  # of what was expected before and has come so far: what should come next
+    rows: int = 0  # that had drafts
+    drafted: int = 0
+    accepted: int = 0
+    first: float = -1.0  # how often the first draft is right, of late; below 0 = not known
+    later: float = -1.0  # and how often the next one, if all before it were
+
+
+@dataclass(eq=False, slots=True)
 class Request:
     """One request's mutable state; only the scheduler and the cache groups write it."""
 
@@ -75,6 +90,7 @@ class Request:
     admitted: int = -1  # step of the latest admission
     scheduled_at: float = 0.0  # first time in a batch, 0 = never
     finished: FinishReason | None = None
+    drafting: Drafting = field(default_factory=Drafting)
     thought: bool = False  # its reasoning is known to be over; matters only if that has a budget
 
     def __post_init__(self) -> None:

@@ -21,6 +21,18 @@ class DeviceCounts(msgspec.Struct, frozen=True, array_like=True):
 NO_COUNTS = DeviceCounts()
 
 
+class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Of rows with drafts, since the start of the engine process."""
+
+    rows: int = 0
+    tokens: int = 0
+    accepted: int = 0
+    per_position: tuple[int, ...] = ()  # accepted, by their place behind the last known token
+
+
+NO_DRAFTS = DraftCounts()
+
+
 class Stats(msgspec.Struct, frozen=True, array_like=True):
     running: int
     waiting: int  # parked children included
@@ -31,6 +43,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     preemptions: int
     device: DeviceCounts = NO_COUNTS
     grammar_losses: int = 0  # of grammar processes
+    drafts: DraftCounts = NO_DRAFTS
 
 
 class Observer(OutputObserver, Protocol):

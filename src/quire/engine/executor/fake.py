@@ -183,6 +183,7 @@ class FakeExecutor:
         slots, count = plan.slot.astype(np.int64), plan.count.astype(np.int64)
         end = self.cursor[slots] + count
         self._check_rows(plan, slots, end, count)
+        self._expect(plan, slots, end)
         fresh = np.isin(slots, [tenant.slot for tenant in plan.admitted])
         single = (count == 1) & ~fresh  # these read only what earlier steps wrote; the others may read each other, in order
         self._write(slots[single], end[single] - 1, lost)
@@ -227,6 +228,13 @@ class FakeExecutor:
         known = self.known[slots] + plan.drafts
         if (end > known).any() or (plan.sample != (end == known)).any():
             raise EngineError("a row ends after its last token, or samples before it")
+
+    def _expect(self, plan: StepPlan, slots: Longs, end: Longs) -> None:
+        """Drafts that come with the plan."""
+        if len(plan.draft_token):
+            if (end != plan.end)[plan.drafts > 0].any() or len(plan.draft_token) != plan.drafts.sum():
+                raise EngineError("drafts were told of a slot that does not stand where they belong")
+            self.tokens[np.repeat(slots, plan.drafts), spans(end - plan.drafts, plan.drafts)] = plan.draft_token
 
     def _draw(self, plan: StepPlan, slots: Longs, positions: Ints, masks: Masks | None) -> Ints:
         """slots and positions [draws] of the new tokens -> them."""

@@ -33,11 +33,13 @@ class Verification:
     drafts: Tensor  # [N] int64 the draft behind each draw, or NO_DRAFT
     hidden: Tensor  # [N, H] what the draws are from
 
-    def follow(self, drawn: Drawn, slots: Slots, drafter: Drafter) -> Drawn:
-        """Moves the slots on, and has their next tokens guessed."""
+    def follow(self, drawn: Drawn, slots: Slots, drafter: Drafter | None) -> Drawn:
+        """Moves the slots on, and has their next tokens guessed if that is done here."""
         lengths = accept(drawn.result[:, : len(self.drafts)], self.first, self.drafts)
         slot, newest = self.rows.slot[self.first], self.rows.end[self.first] + lengths - 1
         slots.position[slot] = newest
+        if drafter is None:
+            return replace(drawn, lengths=lengths)
         guesses = drafter.propose(slot, newest + 1, slots.tokens, self.hidden[self.first + lengths - 1]).int()
         places = newest[:, None] + 1 + torch.arange(drafter.most, device=newest.device)
         slots.tokens[slot[:, None], places] = guesses

@@ -21,6 +21,16 @@ class Usage(TypedDict):
     completion_tokens_details: NotRequired[CompletionTokens]
 
 
+class Drafts(TypedDict):
+    """Of a request that had any."""
+
+    num_spec_steps: int  # steps in which it had some
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    mean_acceptance_length: float  # tokens that such a step brought
+    draft_acceptance_rate: float
+
+
 class Timing(TypedDict):
     """Milliseconds; None where there is nothing to measure. queue + prefill = time to the first token."""
 
@@ -31,3 +41,4 @@ class Timing(TypedDict):
     mean_itl_ms: float | None
     tokens_per_second: float | None  # from the first time in a batch
     preemptions: int
+    speculative_decoding: NotRequired[Drafts]
