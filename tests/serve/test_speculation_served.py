@@ -5,8 +5,10 @@ import os
 import signal
 
 import pytest
+from server_process import body, serving, wait_for
 
 from serving import Running, events_of
+from tiny_model import make_model
 
 SPECULATION = {
     "method": "ngram",
@@ -41,61 +43,83 @@ BODIES = [
 
 
 @pytest.fixture(scope="module")
-def speculating(serve_model):
-    running = Running(serve_model, speculative_config=SPECULATION)
-    yield running
-    running.wait_idle()
-    running.close()
+def servers(tmp_path_factory):
+    """Without and with."""
+    directory = make_model(tmp_path_factory.mktemp("speculating"), max_position_embeddings=1024)
+    both = [Running(directory, max_num_batched_tokens=256, **args) for args in ({}, {"speculative_config": SPECULATION})]
+    yield both
+    for running in both:
+        running.wait_idle()
+        running.close()
 
 
-def answer(http, body, **more):
-    response = http.post("/v1/chat/completions", json={"messages": HELLO, **body, **more})
+@pytest.fixture
+def http(servers):
+    return servers[0].http
+
+
+@pytest.fixture
+def speculating(servers):
+    return servers[1]
+
+
+def answer(http, asked):
+    response = http.post("/v1/chat/completions", json={"messages": HELLO, **asked})
     assert response.status_code == 200, response.text
     return response.json()
 
 
 def choices(told):
-    """Without ids that are made up for every answer."""
-    return json.loads(json.dumps(told["choices"]).replace("chatcmpl-tool-", "")) if not any(
-        choice["message"].get("tool_calls") for choice in told["choices"]
-    ) else [[call["function"] for call in choice["message"]["tool_calls"]] for choice in told["choices"]]  # fmt: skip
+    """Without the names that calls are given; logprobs to three digits."""
+    for choice in told["choices"]:
+        for call in choice["message"].get("tool_calls") or ():
+            del call["id"]
+    return json.loads(json.dumps(told["choices"]), parse_float=lambda text: round(float(text), 3))
 
 
 def test_answers_are_the_same(http, speculating):
-    for body in BODIES:
-        assert choices(answer(speculating.http, body)) == choices(answer(http, body))
-        streamed = "".join(
-            choice["delta"].get("content") or ""
-            for event in events_of(
-                speculating.http.post("/v1/chat/completions", json={"messages": HELLO, **body, "n": 1, "stream": True}).text
-            )[:-1]
-            for choice in event["choices"]
-        )
-        if "tools" not in body:
-            whole = answer(http, {**body, "n": 1})["choices"][0]["message"]["content"]
-            assert streamed == whole
+    for asked in BODIES:
+        assert choices(answer(speculating.http, asked)) == choices(answer(http, asked))
+    asked = {"messages": HELLO, **BODIES[2], "stream": True}
+    told = events_of(speculating.http.post("/v1/chat/completions", json=asked).text)[:-1]
+    streamed = "".join(choice["delta"].get("content") or "" for event in told for choice in event["choices"])
+    assert streamed == answer(http, BODIES[2])["choices"][0]["message"]["content"]
 
 
-def metric(http, name):
-    lines = [line for line in http.get("/metrics").text.splitlines() if line.startswith(f"quire:spec_decode_{name}_total{{")]
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
-
-
-def test_it_is_told(speculating):
-    http = speculating.http
-    drafts, tokens, accepted = (metric(http, name) for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"))
-    told = answer(http, BODIES[0])
+def test_it_is_told_with_the_answer(speculating):
+    before = speculating.llm.stats.drafts
+    asked = {"json": {"messages": HELLO, **BODIES[0]}, "headers": {"x-request-metrics": "1"}}
+    told = speculating.http.post("/v1/chat/completions", **asked).json()
+    after, counted = speculating.llm.stats.drafts, told["metrics"]["speculative_decoding"]
     assert told["usage"]["completion_tokens"] == 40
-    assert metric(http, "num_drafts") > drafts and metric(http, "num_draft_tokens") > tokens
-    assert metric(http, "num_accepted_tokens_per_pos") == metric(http, "num_accepted_tokens") > accepted
+    assert counted["num_spec_steps"] == after.rows - before.rows > 0
+    assert counted["num_draft_tokens"] == after.tokens - before.tokens
+    assert counted["num_accepted_draft_tokens"] == after.accepted - before.accepted
+    assert counted["mean_acceptance_length"] > 1 and 0 < counted["draft_acceptance_rate"] <= 1
+
+
+def test_it_is_told_in_metrics_and_the_log(serve_model):
+    """By `quire serve` as it is called, with the executor that needs no model."""
+    flags = ("--speculative-config.method", "synthetic", "--speculative-config.adaptive", "false", "--spec-tokens", "3")
+    rates = ("--speculative-config.synthetic_acceptance_rates", "[1.0]")
+    with serving(serve_model, *flags, *rates, QUIRE_LOG_STATS_INTERVAL="0.2") as server, server.client() as http:
+        first, second = (http.post("/v1/completions", json=body(40, False)).json() for _ in range(2))
+        assert first["choices"][0]["token_ids"] == second["choices"][0]["token_ids"]
+        lines = [line for line in http.get("/metrics").text.splitlines() if line.startswith("quire:spec_decode_")]
+        values = {line.partition("{")[0][18:]: float(line.rpartition(" ")[2]) for line in lines if "per_pos" not in line}
+        placed = [float(line.rpartition(" ")[2]) for line in lines if "per_pos" in line]
+        assert values["num_accepted_tokens_total"] == sum(placed) >= 28
+        assert values["num_draft_tokens_total"] >= values["num_accepted_tokens_total"] >= 2 * values["num_drafts_total"]
+        assert len(placed) == 3
+        wait_for(lambda: "SpecDecoding metrics: Mean acceptance length: " in server.log())
 
 
 def test_a_killed_engine_changes_nothing(http, speculating):
-    body = {"temperature": 0.8, "seed": 8, "max_tokens": 150, "ignore_eos": True}
-    whole = answer(http, body)["choices"][0]["message"]["content"]
+    asked = {"temperature": 0.8, "seed": 8, "max_tokens": 150, "ignore_eos": True}
+    whole = answer(http, asked)["choices"][0]["message"]["content"]
     text, killed = "", False
     with speculating.http.stream(
-        "POST", "/v1/chat/completions", json={"messages": HELLO, **body, "stream": True}, timeout=120
+        "POST", "/v1/chat/completions", json={"messages": HELLO, **asked, "stream": True}, timeout=120
     ) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):

@@ -17,12 +17,8 @@ class NgramDrafter:
         places, _ = matches(tokens, self._least, self._most)
         if not len(places):
             return ()
-        long = places[
-            places <= len(tokens) - most
-        ]  # the latest that has as much as is asked for, or else the one with the most
-        place = int(long[-1] if len(long) else places[0])
-        drafts: list[int] = tokens[place : place + most].tolist()
-        return drafts
+        drafts: list[int] = tokens[int(places[-1]) :][:most].tolist()  # as it went on the last time
+        return (drafts * most)[:most]  # and where the text ends: over again, for it is in a loop
 
     def finished(self, text: Text) -> None:
         """Nothing is kept of it."""

@@ -116,8 +116,9 @@ class SuffixDrafter:
         drafts: list[int] = []
         likely, most = 1.0, min(most, int(self._factor * length))
         while len(places) and len(drafts) < most:
-            places = places[places < len(tokens)]
-            nexts = tokens[places]
+            known = tokens[np.minimum(places, len(tokens) - 1)]
+            ahead = np.array([GAP, *drafts], np.int32)  # behind the end of the text itself: what was drafted
+            nexts = np.where(places < len(tokens), known, ahead[np.maximum(places - len(tokens) + 1, 0)])
             values, counts = np.unique(nexts[nexts != GAP], return_counts=True)
             if not len(values):
                 break
