@@ -105,7 +105,7 @@ def alike(got, wanted) -> None:
 def test_the_same_tokens_with_every_drafter(expected, name):
     directory, prompts, params, answers = expected
     llm = open_model(
-        directory, dtype="float32", max_num_seqs=6, num_gpu_blocks_override=60, max_num_batched_tokens=24,
+        directory, dtype="float32", max_num_seqs=6, num_gpu_blocks_override=40, max_num_batched_tokens=24,
         speculative_config={**DRAFTERS[name], "adaptive": False},
     )  # fmt: skip
     core = llm.llm_engine.core

@@ -98,7 +98,12 @@ def test_python(snippet: Snippet, request: pytest.FixtureRequest, monkeypatch: p
         code = code.replace(ADDRESS, request.getfixturevalue("url"))
     if " LLM(" in code:
         llm = request.getfixturevalue("shared_llm")
-        monkeypatch.setattr(quire, "LLM", lambda model: llm if model == "smollm2" else LLM(model), raising=False)
+
+        def open_model(model: str, **args: object) -> LLM:
+            EngineArgs(model=model, **args)
+            return llm if model == "smollm2" else LLM(model, **args)
+
+        monkeypatch.setattr(quire, "LLM", open_model, raising=False)
     if "EngineArgs(" in code:
         small = request.getfixturevalue("small")
         monkeypatch.setattr(quire, "EngineArgs", lambda model: EngineArgs(model={"smollm2": str(small)}[model]), raising=False)
