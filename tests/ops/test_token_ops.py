@@ -32,17 +32,19 @@ def test_the_residual_is_added_before_the_norm():
     assert torch.equal(normed, rms_norm(x + residual, weight, 1e-6))
 
 
-def test_rotation_turns_pairs_and_leaves_the_rest():
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_turns_pairs_and_leaves_the_rest(interleaved):
     angles = torch.outer(torch.arange(10.0), torch.tensor([1.0, 0.1]))
     x = torch.randn(3, 2, 6)
     positions = torch.tensor([0, 7, 3])
     out = x.clone()
-    turn(out, *Rotation(angles.cos(), angles.sin()).rows(positions))
+    turn(out, *Rotation(angles.cos(), angles.sin(), interleaved).rows(positions), interleaved)
     assert torch.equal(out[0], x[0])  # position 0 does not turn
     assert torch.equal(out[..., 4:], x[..., 4:])
-    pairs = torch.complex(x[..., :2], x[..., 2:4]) * torch.exp(1j * angles[positions]).unsqueeze(1)
-    torch.testing.assert_close(out[..., :2], pairs.real)
-    torch.testing.assert_close(out[..., 2:4], pairs.imag)
+    first, second = ([0, 2], [1, 3]) if interleaved else ([0, 1], [2, 3])
+    pairs = torch.complex(x[..., first], x[..., second]) * torch.exp(1j * angles[positions]).unsqueeze(1)
+    torch.testing.assert_close(out[..., first], pairs.real)
+    torch.testing.assert_close(out[..., second], pairs.imag)
 
 
 @pytest.mark.parametrize(

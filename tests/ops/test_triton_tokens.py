@@ -40,7 +40,11 @@ def test_gated(name, shape, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("turned", [None, 1.0, 0.75, 0.5], ids=["no rotation", "whole heads", "three quarters", "half"])
+@pytest.mark.parametrize(
+    "turned",
+    [None, 1.0, 0.75, 0.5, -1.0, -0.5],
+    ids=["no rotation", "whole heads", "three quarters", "half", "neighbours", "half, neighbours"],
+)
 @pytest.mark.parametrize("offset", [None, 0.0, 1.0], ids=["no norm", "norm", "offset norm"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "page_size"), [(6, 2, 16, 4), (9, 3, 24, 16), (1, 1, 128, 32), (5, 5, 80, 1)]
@@ -54,8 +58,8 @@ def test_heads(heads, kv_heads, head_dim, page_size, offset, turned, dtype, devi
     )
     rotation = norms = None
     if turned is not None:
-        angles = torch.outer(torch.arange(31.0), torch.rand(int(head_dim * turned) // 2)).to(device)
-        rotation = Rotation(angles.cos(), angles.sin())
+        angles = torch.outer(torch.arange(31.0), torch.rand(int(head_dim * abs(turned)) // 2)).to(device)
+        rotation = Rotation(angles.cos(), angles.sin(), interleaved=turned < 0)
     if offset is not None:
         weights = (numbers(head_dim, dtype=dtype, device=device, seed=seed) for seed in (3, 4))
         norms = HeadNorms(*weights, 1e-5, offset)

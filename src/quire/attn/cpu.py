@@ -146,6 +146,9 @@ class CPUAttention(AttentionBackend):
         self, spec: AttentionSpec, heads: Heads, qkv: Tensor, kv: Tensor, batch: Batch, group: int, final: bool
     ) -> Tensor:
         if all_by_kernel(spec, kv):
+            if heads.rotation is not None and heads.rotation.interleaved:  # the kernel turns by halves alone
+                Lanes(qkv, kv).prepare(batch.positions, heads.rotation, heads.norms)
+                heads = Heads(sinks=heads.sinks)
             return attend_by_kernel(spec, heads, qkv, kv, batch, group, final)
         lanes = self._lanes
         if lanes is None or lanes.qkv is not qkv or lanes.kv is not kv:

@@ -65,6 +65,11 @@ class HeadDivision:
         own = divide(group, Position(position.rank - first, ranks.count(key)))
         return range(key * group + own.start, key * group + own.stop), range(key, key + 1)
 
+    def holders(self, position: Position) -> int:
+        """How many ranks have the key heads of this one."""
+        ranks = [rank * self.keys // position.size for rank in range(position.size)]
+        return ranks.count(ranks[position.rank]) if position.size > self.keys else 1
+
     def cut_queries(self, position: Position) -> range:
         return _times(self.share(position)[0], self.size)
 

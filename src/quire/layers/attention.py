@@ -1,6 +1,7 @@
 """Self-attention: projections, optional norms and rotation around a core that owns the way to the cache."""
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +11,16 @@ from quire.attn.backend import AttentionBackend, AttentionSpec, Heads, choose_ba
 from quire.attn.batch import AdapterRows, Batch
 from quire.dist.mesh import HeadDivision
 from quire.layers.claims import Claims, rows_of
-from quire.layers.linear import Linear, MergedLinear
+from quire.layers.head_norms import HeadLayerNorm, WidthNorms
+from quire.layers.linear import HeadsLinear, Linear, MergedLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter import parameter
 from quire.layers.role import Role
 from quire.layers.rope import Rope
 from quire.ops.arguments import HeadNorms
 from quire.ops.kv import kv_write
+from quire.ops.norm import rms_norm
+from quire.ops.qkv import turn
 from quire.types.cache import LayerCache
 from quire.types.errors import EngineError
 
@@ -57,9 +61,11 @@ class Attention(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """`fused`: the checkpoint stores q, k and v as one matrix at `<path>.qkv`. `q_norm`, `k_norm`: applied per head.
+    """`fused`: the checkpoint stores q, k and v as one matrix at `<path>.qkv`, one behind the other or "by key head".
 
-    `last`: of its model, so that behind it only those tokens go on that the batch keeps.
+    `q_norm`, `k_norm`: applied per head; `norm_last`: after the rotation. `width_norm`: an epsilon, of norms over all heads.
+    `clip`: what the projections give is kept within it. `last`: of its model, so that behind it only those tokens go on that
+    the batch keeps.
     """
 
     def __init__(
@@ -71,10 +77,13 @@ class SelfAttention(nn.Module):
         *,
         bias: bool = False,
         out_bias: bool = False,
-        fused: bool = False,
+        fused: bool | Literal["by key head"] = False,
         transposed: bool = False,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
+        q_norm: RMSNorm | HeadLayerNorm | None = None,
+        k_norm: RMSNorm | HeadLayerNorm | None = None,
+        norm_last: bool = False,
+        width_norm: float | None = None,
+        clip: float | None = None,
         scale: float | None = None,
         soft_cap: float | None = None,
         sinks: bool = False,
@@ -85,16 +94,20 @@ class SelfAttention(nn.Module):
         sizes = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
         self.division = HeadDivision(heads, kv_heads, head_dim)
         cuts = self.division.cut_queries, self.division.cut_keys, self.division.cut_keys
-        if fused:
+        if fused == "by key head":
+            self.qkv: Linear = HeadsLinear(hidden_size, self.division, bias=bias, transposed=transposed)
+        elif fused:
             three = tuple(sizes.values())
-            self.qkv: Linear = Linear(
+            self.qkv = Linear(
                 hidden_size, sum(three), bias=bias, transposed=transposed, role=Role.COLUMN, sections=three, cuts=cuts
             )
         else:
             self.qkv = MergedLinear(hidden_size, sizes, bias=bias, role=Role.COLUMN, cuts=cuts)
         self.o_proj = Linear(heads * head_dim, hidden_size, bias=out_bias, transposed=transposed, role=Role.ROW, cuts=cuts[:1])
         assert (q_norm is None) == (k_norm is None)
-        self.q_norm, self.k_norm = q_norm, k_norm
+        self.q_norm, self.k_norm, self.norm_last, self.clip = q_norm, k_norm, norm_last, clip
+        self.width_norms = None if width_norm is None else WidthNorms(self.division, width_norm)
+        self.prepares = norm_last or clip is not None or width_norm is not None or isinstance(q_norm, HeadLayerNorm)
         self.norms: HeadNorms | None = None
         self.rope = rope
         self.last = last
@@ -107,6 +120,9 @@ class SelfAttention(nn.Module):
         self.kept_heads = queries
         self.core.spec = replace(self.core.spec, heads=len(queries), kv_heads=len(keys))
         self.sinks = parameter(len(queries)) if self.core.spec.sinks else None
+        for norm, heads in ((self.q_norm, queries), (self.k_norm, keys)):
+            if isinstance(norm, HeadLayerNorm):
+                norm.keep_heads(heads)
 
     def claims(self, path: str) -> Claims:
         if self.sinks is None:
@@ -114,16 +130,20 @@ class SelfAttention(nn.Module):
         return {f"{path}.sinks": rows_of((self.division.queries,), [(self.sinks.data, self.kept_heads)])}
 
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
-        if self.q_norm is not None and self.k_norm is not None:
+        if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm) and not self.norm_last:
             self.norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
 
     @property
     def heads(self) -> Heads:
-        return Heads(None if self.rope is None else self.rope.table, self.norms, self.sinks)
+        """What `prepare_heads` leaves to do."""
+        return Heads(None if self.rope is None or self.norm_last else self.rope.table, self.norms, self.sinks)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H] -> [T, H], or less if it is the last."""
-        out: Tensor = self.o_proj(attend_heads(self, self.qkv(x, batch.adapters), batch), self.adapters_behind(batch))
+        qkv = self.qkv(x, batch.adapters)
+        if self.prepares:
+            qkv = prepare_heads(self, qkv, batch)
+        out: Tensor = self.o_proj(attend_heads(self, qkv, batch), self.adapters_behind(batch))
         return out
 
     def adapters_behind(self, batch: Batch) -> AdapterRows | None:
@@ -133,6 +153,31 @@ class SelfAttention(nn.Module):
     def select_residual(self, residual: Tensor, batch: Batch) -> Tensor:
         """What goes past it [T, H] -> the part that belongs to what comes out of it."""
         return keep(residual, batch) if self.last else residual
+
+
+def prepare_heads(attention: SelfAttention, qkv: Tensor, batch: Batch) -> Tensor:
+    """What kernels do not do to heads. qkv [T, (heads + 2 * kv_heads) * head_dim] is overwritten. It can be overridden."""
+    if has_torch_function_unary(qkv):
+        return handle_torch_function(prepare_heads, (qkv,), attention, qkv, batch)
+    spec, rope = attention.core.spec, attention.rope
+    lanes = qkv.view(len(qkv), -1, spec.head_dim)
+    turning = lanes[:, : spec.heads + spec.kv_heads]
+    query, key = turning[:, : spec.heads], turning[:, spec.heads :]
+    if attention.width_norms is not None:
+        normed = attention.width_norms(query.flatten(1), key.flatten(1))
+        query.copy_(normed[0].view_as(query))
+        key.copy_(normed[1].view_as(key))
+    if attention.clip is not None:
+        qkv.clamp_(-attention.clip, attention.clip)
+    if attention.norm_last and rope is not None:
+        cos, sin = (table[batch.positions].unsqueeze(1) for table in (rope.table.cos, rope.table.sin))
+        turn(turning, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+    for norm, heads in ((attention.q_norm, query), (attention.k_norm, key)):
+        if isinstance(norm, HeadLayerNorm):
+            heads.copy_(norm(heads))
+        elif norm is not None and attention.norm_last:
+            heads.copy_(rms_norm(heads, norm.weight, norm.eps, norm.offset))
+    return qkv
 
 
 def attend_heads(attention: SelfAttention, qkv: Tensor, batch: Batch) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quire.attn.batch import AdapterRows
 from quire.dist.collectives import Group, add_parts
-from quire.dist.mesh import Cut, evenly
+from quire.dist.mesh import Cut, HeadDivision, evenly
 from quire.layers.adapter import LinearBank
 from quire.layers.claims import Claim, Claims, Take, rows_of
 from quire.layers.parameter import Method, MethodLayer, parameter
@@ -163,6 +163,38 @@ class Linear(MethodLayer):
         if self.bank is None or adapters is None:
             return self.method.apply_gated(self, x, activation)
         return gated(self(x, adapters), activation)
+
+
+class HeadsLinear(Linear):
+    """q, k and v in one matrix of the checkpoint: for one key head after the other its query heads, itself and its values."""
+
+    def __init__(self, inputs: int, division: HeadDivision, *, bias: bool = False, transposed: bool = False) -> None:
+        queries, keys = division.queries * division.size, division.keys * division.size
+        cuts = division.cut_queries, division.cut_keys, division.cut_keys
+        super().__init__(
+            inputs,
+            queries + 2 * keys,
+            bias=bias,
+            transposed=transposed,
+            role=Role.COLUMN,
+            sections=(queries, keys, keys),
+            cuts=cuts,
+        )
+        self.division = division
+
+    def parts(self, path: str) -> Mapping[str, Part]:
+        size, group = self.division.size, self.division.queries // self.division.keys
+        kept, at = list[tuple[int, range]](), 0
+        for some, each, first in zip(self.kept_outputs, (group, 1, 1), (0, group, group + 1), strict=True):
+            for head in range(some.start // size, some.stop // size):
+                row = (head // each * (group + 2) + first + head % each) * size
+                start, rows = at, range(row, row + size)
+                if kept and kept[-1][1].stop == row:
+                    start, before = kept.pop()
+                    rows = range(before.start, rows.stop)
+                kept.append((start, rows))
+                at += size
+        return {path: Part(sum(self.sections), tuple(kept))}
 
 
 class MergedLinear(Linear):

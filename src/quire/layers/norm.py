@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -44,11 +45,17 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    def __init__(self, size: int, eps: float, bias: bool = True, weight: bool = True) -> None:
+    """`offset` is added to the stored weight when it is loaded."""
+
+    def __init__(self, size: int, eps: float, bias: bool = True, weight: bool = True, offset: float = 0.0) -> None:
         super().__init__()
-        self.size, self.eps = size, check_epsilon(eps)
+        self.size, self.eps, self.offset = size, check_epsilon(eps), offset
         self.weight = parameter(size) if weight else None
         self.bias = parameter(size) if bias else None
+
+    def finish(self, device: torch.device) -> None:  # noqa: ARG002
+        if self.weight is not None and self.offset:
+            self.weight.data += self.offset
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)

@@ -56,6 +56,9 @@ def _linear(s: Scheme) -> Frequencies:
 
 
 def _dynamic(s: Scheme) -> Frequencies:
+    alpha = s.parameters.get("alpha")
+    if alpha:  # of Hunyuan: the base is stretched once and for all
+        return _inverse(s.base * alpha ** (s.dim / (s.dim - 2)), s.dim), 1.0
     factor = s.need("factor")
     longest = max(s.max_position, s.trained)
     return _inverse(s.base * (factor * longest / s.trained - (factor - 1)) ** (s.dim / (s.dim - 2)), s.dim), 1.0
@@ -102,6 +105,8 @@ def _longrope(s: Scheme) -> Frequencies:
     if len(factors) != s.dim // 2:
         raise ModelError(f"longrope needs {s.dim // 2} factors for heads that turn {s.dim} components, got {len(factors)}")
     attention = s.parameters.get("attention_factor")
+    if attention is None:  # Phi-MoE says it of either factors
+        attention = s.parameters.get("long_mscale" if s.max_position > s.original else "short_mscale")
     if attention is None:
         attention = 1.0 if s.stretch <= 1 else math.sqrt(1 + math.log(s.stretch) / math.log(s.original))
     powers = s.base ** (torch.arange(0, s.dim, 2, dtype=torch.float32, device="cpu") / s.dim)
@@ -138,15 +143,24 @@ class Rope(nn.Module):
 
     table: Rotation
 
-    def __init__(self, head_dim: int, max_position: int, hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        head_dim: int,
+        max_position: int,
+        hf: Mapping[str, Any],
+        parameters: Mapping[str, Any],
+        *,
+        interleaved: bool = False,
+    ) -> None:
         super().__init__()
+        self.interleaved = interleaved
         kind = parameters["rope_type"]
         if kind not in SCHEMES:
             raise ModelError(f"unknown rope type {kind!r}; known are {', '.join(SCHEMES)}")
         trained = hf.get("max_position_embeddings") or max_position
         original = hf.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings") or trained
         self.scheme = Scheme(
-            dim=int(head_dim * parameters["partial_rotary_factor"]),
+            dim=int(head_dim * parameters["partial_rotary_factor"] + 1e-6),  # a quotient of whole numbers may be short of it
             base=float(parameters["rope_theta"]),
             trained=int(trained),
             original=int(original),
@@ -157,4 +171,4 @@ class Rope(nn.Module):
 
     def finish(self, device: torch.device) -> None:
         angles = torch.arange(self.scheme.max_position, device=device).float().unsqueeze(1) * self.frequencies.to(device)
-        self.table = Rotation(angles.cos() * self.factor, angles.sin() * self.factor)
+        self.table = Rotation(angles.cos() * self.factor, angles.sin() * self.factor, self.interleaved)

@@ -46,6 +46,7 @@ class Decoder(nn.Module):
     # (pattern, replacement) applied in order to each checkpoint name with re.sub; a replacement of None = do not read it
     renames: tuple[tuple[str, str | None], ...] = ((r"^model\.", ""), (r"rotary_emb\.inv_freq$", None))
     tied: ClassVar[bool] = False  # when the configuration does not say
+    interleaved: ClassVar[bool] = False  # neighbouring components of a head turn together, not those of its halves
     recordable: ClassVar[bool] = True  # on a GPU its launches depend on the batch's shape alone, and the host waits for none
 
     def __init__(self, facts: "ModelFacts") -> None:
@@ -114,5 +115,7 @@ class Decoder(nn.Module):
         """The rotation of layer `index`; layers of one type share one table."""
         if layer_type not in self.ropes:
             parameters = rope_parameters(facts.hf, layer_type)
-            self.ropes[layer_type] = Rope(facts.layers[index].head_dim, facts.max_position, facts.hf, parameters)
+            self.ropes[layer_type] = Rope(
+                facts.layers[index].head_dim, facts.max_position, facts.hf, parameters, interleaved=self.interleaved
+            )
         return self.ropes[layer_type]

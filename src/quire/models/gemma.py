@@ -7,13 +7,13 @@ the layers with a window by another base than those without.
 import logging
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from quire.attn.batch import Batch
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import Norm, RMSNorm
+from quire.models.blocks import SandwichBlock
 from quire.models.decoder import Decoder
 from quire.types.errors import ModelError
 
@@ -53,25 +53,6 @@ class Gemma(Decoder):
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
         activation = facts.hf.get("hidden_activation") or "gelu_pytorch_tanh"  # an old hidden_act of "gelu" means this one too
         return GatedMLP(facts.hidden_size, facts.hf["intermediate_size"], activation)
-
-
-class SandwichBlock(nn.Module):
-    """A norm before and a norm after both attention and feed-forward."""
-
-    def __init__(self, norms: tuple[Norm, Norm, Norm, Norm], self_attn: SelfAttention, mlp: nn.Module) -> None:
-        super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = norms[:2]
-        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norms[2:]
-        self.self_attn = self_attn
-        self.mlp = mlp
-
-    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-        """x [T, H] is not yet in the residual stream [T, H]; neither is the x that comes back. The last block gives less."""
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.post_attention_layernorm(self.self_attn(x, batch))
-        x, residual = self.pre_feedforward_layernorm.add(x, self.self_attn.select_residual(residual, batch))
-        x = self.mlp(x, self.self_attn.adapters_behind(batch))
-        return self.post_feedforward_layernorm(x), residual
 
 
 class Gemma2(Gemma):

@@ -51,6 +51,7 @@ class HeadNorms:
 class Rotation:
     cos: Tensor  # [max_position, rotary_dim / 2] float32
     sin: Tensor  # [max_position, rotary_dim / 2] float32
+    interleaved: bool = False  # components 2i and 2i + 1 turn together; otherwise i and i + rotary_dim / 2
     _latest: tuple[Tensor, Tensor, Tensor] | None = None  # positions, and `rows` of them: the layers of a step ask for the same
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,8 +59,13 @@ class Rotation:
         latest = self._latest
         if latest is None or latest[0] is not positions:
             cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-            self._latest = latest = positions, torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+            join = self._interleave if self.interleaved else torch.cat
+            self._latest = latest = positions, join((cos, cos), dim=-1), join((-sin, sin), dim=-1)
         return latest[1:]
+
+    @staticmethod
+    def _interleave(two: tuple[Tensor, Tensor], dim: int) -> Tensor:
+        return torch.stack(two, dim).flatten(-2)
 
 
 @dataclass(frozen=True)

@@ -42,25 +42,32 @@ class Lanes:
         self.target = KVTarget(kv, lanes[:, heads:].view(-1, 2, kv_heads, head_dim))
 
     def place(self, write: Tensor, positions: Tensor, rotation: Rotation | None, norms: HeadNorms | None) -> Tensor:
+        self.prepare(positions, rotation, norms)
+        self.target.put(write)
+        return self.query
+
+    def prepare(self, positions: Tensor, rotation: Rotation | None, norms: HeadNorms | None) -> None:
+        """Norms and turns queries and keys in place."""
         if norms is not None:
             self.query.copy_(reference_rms_norm(self.query, norms.query, norms.eps, norms.offset))
             self.key.copy_(reference_rms_norm(self.key, norms.key, norms.eps, norms.offset))
         if rotation is not None:
-            turn(self.turning, *rotation.rows(positions))
-        self.target.put(write)
-        return self.query
+            turn(self.turning, *rotation.rows(positions), rotation.interleaved)
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotary position embedding: turns the first rotary_dim components of each head in place, by halves (the pairing that
-    Hugging Face checkpoints are stored for); the others stay. Computed in float32.
+def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> None:
+    """Rotary position embedding: turns the first rotary_dim components of each head in place, by halves (the pairing that most
+    Hugging Face checkpoints are stored for) or interleaved; the others stay. Computed in float32.
 
-    x [T, heads, head_dim]; cos and sin [T, 1, rotary_dim] float32, the sines of the first half negative.
+    x [T, heads, head_dim]; cos and sin [T, 1, rotary_dim] float32, the sines of each pair's first component negative.
     """
     size = cos.shape[-1]
     turning = x if size == x.shape[-1] else x[..., :size]
     wide = turning if turning.dtype == torch.float32 else turning.float()
-    swapped = torch.cat(wide.chunk(2, dim=-1)[::-1], dim=-1)
+    if interleaved:
+        swapped = wide.view(*wide.shape[:-1], -1, 2).flip(-1).flatten(-2)
+    else:
+        swapped = torch.cat(wide.chunk(2, dim=-1)[::-1], dim=-1)
     turned = torch.mul(wide, cos, out=wide).addcmul_(swapped, sin)
     if turned is not turning:
         turning.copy_(turned)

@@ -7,6 +7,7 @@ from quire.dist.collectives import Group
 from quire.dist.mesh import Position, divide, evenly
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import Embedding, Head
+from quire.layers.head_norms import WidthNorms
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts
 from quire.layers.role import Role
@@ -44,3 +45,6 @@ def _keep_share(layer: nn.Module, position: Position, group: Group) -> None:
             layer.group = group
         case SelfAttention():
             layer.keep_heads(*layer.division.share(position))
+        case WidthNorms():
+            layer.keep_heads(*layer.division.share(position))
+            layer.group, layer.holders = group, layer.division.holders(position)

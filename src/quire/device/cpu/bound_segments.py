@@ -25,8 +25,9 @@ class BoundAttention:
         core = attention.core
         self._attention, self._qkv, self._out, self._kv, self._group = attention, qkv, out, core.bound(), core.group
         self._call: paged_attention.PagedAttention | None = None
-        if attention.sinks is None and paged_attention.suits(self._kv):
-            rotation = None if attention.rope is None else attention.rope.table
+        rotation = None if attention.rope is None else attention.rope.table
+        by_halves = rotation is None or not rotation.interleaved
+        if attention.sinks is None and by_halves and paged_attention.suits(self._kv):
             self._call = paged_attention.PagedAttention(
                 self._kv, qkv, out,
                 scale=core.spec.scale, window=core.spec.window, soft_cap=core.spec.soft_cap, rotation=rotation,

@@ -130,6 +130,8 @@ def find_form(spec: AttentionSpec, rotation: Rotation | None, norms: HeadNorms |
     """None = such a layer is not for the plugin."""
     if spec.soft_cap is not None or spec.window is not None or sinks is not None:
         return None
+    if rotation is not None and rotation.interleaved:
+        return None
     turned = 0 if rotation is None else 2 * rotation.cos.shape[1]
     form = Form(spec.heads, spec.kv_heads, spec.head_dim, spec.scale, turned, None if norms is None else norms.eps)
     return form if agrees(form) else None

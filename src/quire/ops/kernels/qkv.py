@@ -3,7 +3,7 @@
 A program takes a few heads of one token. Behind the query heads lie the key heads, then the value heads, in the order of a
 page's lanes: head - HEADS is the lane.
 
-    a head   [ first half of the pairs | second half | rest: does not turn ]
+    a head   [ first half of the pairs | second half | rest: does not turn ]       or, interleaved, [ pair | pair ... | rest ]
 """
 
 import triton
@@ -49,6 +49,7 @@ def _place_heads(
     PAGE_SIZE: tl.constexpr,
     HALF: tl.constexpr,
     ROTATE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
@@ -65,13 +66,15 @@ def _place_heads(
     REST: tl.constexpr = HEAD_DIM - 2 * HALF
     pair = tl.arange(0, HALF_BLOCK)
     in_half = pair < HALF
+    first_at = 2 * pair if INTERLEAVED else pair
+    second_at = 2 * pair + 1 if INTERLEAVED else HALF + pair
     rest_at = 2 * HALF + tl.arange(0, REST_BLOCK)
     in_rest = rest_at < HEAD_DIM
     source = qkv + token * qkv_stride + head[:, None] * HEAD_DIM
     KIND: tl.constexpr = qkv.dtype.element_ty
     whole = exists[:, None] & in_half[None, :]
-    first = tl.load(source + pair[None, :], mask=whole, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF + pair[None, :], mask=whole, other=0.0).to(tl.float32)
+    first = tl.load(source + first_at[None, :], mask=whole, other=0.0).to(tl.float32)
+    second = tl.load(source + second_at[None, :], mask=whole, other=0.0).to(tl.float32)
     rest = first
     rest_whole = whole
     if REST > 0:
@@ -83,8 +86,8 @@ def _place_heads(
             squares += tl.sum(rest * rest, 1)
         factor = tl.rsqrt(squares / HEAD_DIM + eps)
         keep = is_value[:, None]
-        one = _normed(first, factor, query_weight, key_weight, pair, in_half, offset, is_query, KIND)
-        two = _normed(second, factor, query_weight, key_weight, HALF + pair, in_half, offset, is_query, KIND)
+        one = _normed(first, factor, query_weight, key_weight, first_at, in_half, offset, is_query, KIND)
+        two = _normed(second, factor, query_weight, key_weight, second_at, in_half, offset, is_query, KIND)
         first = tl.where(keep, first, one)
         second = tl.where(keep, second, two)
         if REST > 0:
@@ -101,14 +104,14 @@ def _place_heads(
     lane = head - HEADS
     target = kv + (place // PAGE_SIZE) * page_stride + (lane[:, None] * PAGE_SIZE + place % PAGE_SIZE) * HEAD_DIM
     to_cache = whole & ~is_query[:, None]
-    tl.store(target + pair[None, :], first.to(kv.dtype.element_ty), mask=to_cache)
-    tl.store(target + HALF + pair[None, :], second.to(kv.dtype.element_ty), mask=to_cache)
+    tl.store(target + first_at[None, :], first.to(kv.dtype.element_ty), mask=to_cache)
+    tl.store(target + second_at[None, :], second.to(kv.dtype.element_ty), mask=to_cache)
     if REST > 0:
         tl.store(target + rest_at[None, :], rest.to(kv.dtype.element_ty), mask=rest_whole & ~is_query[:, None])
     if ROTATE or NORM:
         back = whole & is_query[:, None]
-        tl.store(source + pair[None, :], first.to(KIND), mask=back)
-        tl.store(source + HALF + pair[None, :], second.to(KIND), mask=back)
+        tl.store(source + first_at[None, :], first.to(KIND), mask=back)
+        tl.store(source + second_at[None, :], second.to(KIND), mask=back)
     if NORM and REST > 0:
         tl.store(source + rest_at[None, :], rest.to(KIND), mask=rest_whole & is_query[:, None])
 
@@ -128,7 +131,8 @@ def place_heads(
             qkv, kv, write, positions, cos, sin, query_weight, key_weight, qkv.stride(0), kv.stride(0),
             0.0 if norms is None else norms.eps, 0.0 if norms is None else norms.offset,
             HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size, HALF=half,
-            ROTATE=rotation is not None, NORM=norms is not None, HALF_BLOCK=power_of_two(half),
+            ROTATE=rotation is not None, INTERLEAVED=rotation is not None and rotation.interleaved,
+            NORM=norms is not None, HALF_BLOCK=power_of_two(half),
             REST_BLOCK=power_of_two(max(head_dim - 2 * half, 1)), HEAD_BLOCK=HEADS_PER_PROGRAM,
             **overlapping(),
         )  # fmt: skip

@@ -1,0 +1,85 @@
+"""Blocks that differ from Llama's in where their norms and sums are.
+
+x [T, H] is not yet in the residual stream [T, H]; neither is the x that comes back. The last block gives less.
+"""
+
+from torch import Tensor, nn
+
+from quire.attn.batch import Batch
+from quire.layers.attention import SelfAttention
+from quire.layers.norm import Norm
+from quire.models.decoder import Block
+
+
+class SandwichBlock(nn.Module):
+    """A norm before and a norm after both attention and feed-forward."""
+
+    def __init__(self, norms: tuple[Norm, Norm, Norm, Norm], self_attn: SelfAttention, mlp: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = norms[:2]
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norms[2:]
+        self.self_attn = self_attn
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.post_attention_layernorm(self.self_attn(x, batch))
+        x, residual = self.pre_feedforward_layernorm.add(x, self.self_attn.select_residual(residual, batch))
+        x = self.mlp(x, self.self_attn.adapters_behind(batch))
+        return self.post_feedforward_layernorm(x), residual
+
+
+class ParallelBlock(nn.Module):
+    """Attention and feed-forward beside each other, behind one norm or one each."""
+
+    def __init__(self, input_layernorm: Norm, self_attn: SelfAttention, mlp: nn.Module, mlp_norm: Norm | None = None) -> None:
+        super().__init__()
+        self.input_layernorm = input_layernorm
+        self.self_attn = self_attn
+        self.mlp = mlp
+        self.post_attention_layernorm = mlp_norm
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        attended = self.self_attn(x, batch)
+        residual = self.self_attn.select_residual(residual, batch)
+        if self.post_attention_layernorm is None:
+            x = self.self_attn.select_residual(x, batch)
+        else:
+            x = self.post_attention_layernorm(residual)
+        return attended + self.mlp(x, self.self_attn.adapters_behind(batch)), residual
+
+
+class PostNormBlock(nn.Module):
+    """What attention and feed-forward give is normed, what they are given is not."""
+
+    def __init__(
+        self, self_attn: SelfAttention, post_attention_layernorm: Norm, mlp: nn.Module, post_feedforward_layernorm: Norm
+    ) -> None:
+        super().__init__()
+        self.self_attn = self_attn
+        self.post_attention_layernorm = post_attention_layernorm
+        self.mlp = mlp
+        self.post_feedforward_layernorm = post_feedforward_layernorm
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        x = self.post_attention_layernorm(self.self_attn(total, batch))
+        total = x + self.self_attn.select_residual(total, batch)
+        return self.post_feedforward_layernorm(self.mlp(total, self.self_attn.adapters_behind(batch))), total
+
+
+class ScaledBlock(Block):
+    """Llama's, but what each half gives is multiplied by `scale`."""
+
+    def __init__(
+        self, input_layernorm: Norm, self_attn: SelfAttention, post_attention_layernorm: Norm, mlp: nn.Module, scale: float
+    ) -> None:
+        super().__init__(input_layernorm, self_attn, post_attention_layernorm, mlp)
+        self.scale = scale
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, batch) * self.scale
+        x, residual = self.post_attention_layernorm.add(x, self.self_attn.select_residual(residual, batch))
+        return self.mlp(x, self.self_attn.adapters_behind(batch)) * self.scale, residual
