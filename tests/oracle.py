@@ -5,14 +5,18 @@ architecture, its configuration class and what makes it interesting.
 """
 
 import json
-from dataclasses import dataclass, field
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from family import Family
+from more_families import MORE
 from quire.attn.batch import AdapterRows, Batch, GroupView, keep_last
 from quire.config.facts import ModelFacts, read_facts
 from quire.files.resolve import resolve_model
@@ -21,6 +25,7 @@ from quire.models.decoder import Decoder
 from quire.models.registry import build_model
 
 PAGE_SIZE = 4
+ORIGINAL = "original"  # of a checkpoint that was rewritten: where it is kept as transformers wrote it
 
 TINY: dict[str, Any] = {
     "vocab_size": 199,
@@ -47,15 +52,6 @@ YARN: dict[str, Any] = {
     "truncate": False,
 }
 QWEN3_MOE: dict[str, Any] = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
-
-
-@dataclass(frozen=True)
-class Family:
-    config: str  # class name in transformers
-    model: str  # class name in transformers, the architecture of the checkpoint
-    settings: dict[str, Any] = field(default_factory=dict)  # over TINY; None removes a setting
-    text: str | None = None  # where those are of a nested text model: its model_type, and
-    around: dict[str, Any] = field(default_factory=dict)  # the settings around it
 
 
 FAMILIES: dict[str, Family] = {
@@ -187,32 +183,28 @@ FAMILIES: dict[str, Family] = {
         "Qwen3MoeForCausalLM",
         {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], "attention_bias": True},
     ),
+    **MORE,
 }
 
 
-EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-
-# decoders that transformers runs over our cache
+# decoders that transformers runs over our cache; of these some are families of our own
 FALLBACK: dict[str, Family] = {
-    "cohere2": Family(
-        "Cohere2Config", "Cohere2ForCausalLM", {"sliding_window": 7, "num_hidden_layers": 4, "sliding_window_pattern": 2}
+    **{name: MORE[name] for name in ("cohere2", "exaone4", "glm4", "gpt-neox", "granite", "olmo2", "qwen2-moe", "smollm3")},
+    "apertus": Family("ApertusConfig", "ApertusForCausalLM"),
+    "dots1": Family(
+        "Dots1Config",
+        "Dots1ForCausalLM",
+        {
+            "head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+        },
     ),
-    "ernie4_5": Family("Ernie4_5Config", "Ernie4_5ForCausalLM", {"head_dim": 16}),
-    "exaone4": Family(
-        "Exaone4Config", "Exaone4ForCausalLM", {"sliding_window": 6, "num_hidden_layers": 4, "sliding_window_pattern": 4}
-    ),
-    "glm4": Family("Glm4Config", "Glm4ForCausalLM", {"head_dim": 16}),
-    "gpt-neox": Family("GPTNeoXConfig", "GPTNeoXForCausalLM", {"num_key_value_heads": None, "rotary_pct": 0.5}),
-    "granite": Family(
-        "GraniteConfig", "GraniteForCausalLM", {"attention_multiplier": 0.3, "logits_scaling": 3.0, "residual_multiplier": 0.5}
-    ),
-    "helium": Family("HeliumConfig", "HeliumForCausalLM", {"head_dim": 8}),
-    "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM"),
-    "phi": Family("PhiConfig", "PhiForCausalLM"),
-    "qwen2-moe": Family("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**EXPERTS, "shared_expert_intermediate_size": 32}),
-    "smollm3": Family("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layer_interval": 2, "num_hidden_layers": 4}),
-    "stablelm": Family("StableLmConfig", "StableLmForCausalLM", {"partial_rotary_factor": 0.5}),
-    "starcoder2": Family("Starcoder2Config", "Starcoder2ForCausalLM", {"sliding_window": 9}),
+    "vaultgemma": Family("VaultGemmaConfig", "VaultGemmaForCausalLM", {"head_dim": 16, "sliding_window": 7}),
 }
 
 
@@ -299,7 +291,32 @@ def make_checkpoint(family: Family, directory: Path) -> None:
             if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             assert parameter.isfinite().all(), name
+        for name, buffer in model.named_buffers():
+            if "correction" in name:
+                buffer.normal_(0.0, 0.1)
     model.save_pretrained(directory)
+    if family.alias is not None:
+        original = directory / ORIGINAL
+        original.mkdir()
+        for file in ("config.json", "model.safetensors"):
+            shutil.copy(directory / file, original / file)
+        save_file(family.alias.tensors(load_file(original / "model.safetensors")), directory / "model.safetensors")
+        config = family.alias.config(json.loads((original / "config.json").read_text()))
+        (directory / "config.json").write_text(json.dumps(config | {"architectures": [family.alias.architecture]}))
+
+
+def open_reference(directory: Path) -> Any:
+    """transformers' model of a checkpoint, in float32."""
+    import transformers
+
+    directory = directory / ORIGINAL if (directory / ORIGINAL).is_dir() else directory
+    architecture = json.loads((directory / "config.json").read_text())["architectures"][0]
+    model = getattr(transformers, architecture).from_pretrained(
+        directory,
+        dtype=torch.float32,
+        attn_implementation="eager",  # the one that leaves nothing out
+    )
+    return model.eval()
 
 
 @dataclass(frozen=True)
@@ -318,22 +335,10 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Path, impl: str = "auto") -> Checkpoint:
-    import transformers
-
-    architecture = json.loads((directory / "config.json").read_text())["architectures"][0]
-    reference = (
-        getattr(transformers, architecture)
-        .from_pretrained(
-            directory,
-            dtype=torch.float32,
-            attn_implementation="eager",  # the one that leaves nothing out
-        )
-        .eval()
-    )
     facts = read_facts(resolve_model(directory))
     model = build_model(facts, impl)
     load_weights(model, facts, device="cpu", dtype="float32")
-    return Checkpoint(directory, facts, reference, model)
+    return Checkpoint(directory, facts, open_reference(directory), model)
 
 
 class Sequences:

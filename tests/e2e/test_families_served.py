@@ -16,18 +16,19 @@ import pytest
 import torch
 
 from forked_engines import nursery
-from oracle import COMPOSITES, FALLBACK, FAMILIES, make_checkpoint
+from more_families import MORE
+from oracle import COMPOSITES, FALLBACK, FAMILIES, make_checkpoint, open_reference
 from quire.models import registry
 from serving import NAME, Running, events_of
 from tiny_model import VOCABULARY, make_tokenizer
 
 # one checkpoint of each architecture: the first of the table
-NATIVE = {family.model: name for name, family in reversed(FAMILIES.items())}
-SAMPLE = ("cohere2", "gpt-neox", "granite", "olmo2", "smollm3")
+NATIVE = {family.architecture: name for name, family in reversed(FAMILIES.items())}
+SAMPLE = ("apertus", "dots1", "vaultgemma")
 WITH_EYES = ("Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration")
 ALL = {**FAMILIES, **FALLBACK, **COMPOSITES}
-NAMES = [*sorted(NATIVE.values()), *SAMPLE, *WITH_EYES]
-STRUCTURED = ("llama", "gpt-neox")
+NAMES = [*sorted({*NATIVE.values()} - {*MORE}), *SAMPLE, *WITH_EYES]
+STRUCTURED = ("llama", "apertus")
 NEW_TOKENS = 20
 PROMPTS = [
     torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (37, 9)
@@ -78,16 +79,13 @@ def engines(tmp_path_factory):
 
 @contextlib.contextmanager
 def served(name: str, directory: Path, command: tuple[str, ...]) -> Iterator[Case]:
-    import transformers
-
     settings = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     family = ALL[name]
     make_checkpoint(replace(family, settings=family.settings | settings), directory)
     tokenizer = make_tokenizer(directory)
-    reference = getattr(transformers, family.model).from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     running = Running(directory, command, dtype="float32", max_num_batched_tokens=16)
     try:
-        yield Case(running.http, reference.eval(), [tokenizer.token_to_id("0"), tokenizer.token_to_id("1")])
+        yield Case(running.http, open_reference(directory), [tokenizer.token_to_id("0"), tokenizer.token_to_id("1")])
         running.wait_idle()
     finally:
         running.close()
@@ -104,6 +102,14 @@ def test_served(tmp_path, engines, name):
         check_protocols(case)
         if name in STRUCTURED:
             check_structured(case)
+
+
+@pytest.mark.parametrize("name", sorted({*NATIVE.values()} & {*MORE}))
+def test_more_served(tmp_path, engines, name):
+    with served(name, tmp_path, engines) as case:
+        (first, logprobs), (second, _) = (case.expected(prompt) for prompt in PROMPTS)
+        check_batch(case, first, second)
+        check_prefix_hit_and_logprobs(case, first, logprobs)
 
 
 def check_batch(case: Case, first: list[int], second: list[int]) -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from oracle import CLIP, COMPOSITES, Family, make_checkpoint, open_checkpoint
+from family import Family
+from oracle import CLIP, COMPOSITES, make_checkpoint, open_checkpoint
 from quire import LLM, SamplingParams
 from quire.config.facts import read_facts
 from quire.files.resolve import resolve_model

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from oracle import FALLBACK, FAMILIES, TINY, Family, Sequences, in_pieces, make_checkpoint, open_checkpoint
+from family import Family
+from oracle import FALLBACK, FAMILIES, TINY, Sequences, in_pieces, make_checkpoint, open_checkpoint
 from quire.config.facts import read_facts
 from quire.files.resolve import resolve_model
 from quire.load.load import load_weights
@@ -58,12 +59,13 @@ def test_transformers_shows_no_progress(tmp_path, capfd):
     assert capfd.readouterr().err == "" and logging.is_progress_bar_enabled()
 
 
-def test_an_old_configuration(tmp_path):
+@pytest.mark.parametrize("impl", ["transformers", "quire"])
+def test_an_old_configuration(tmp_path, impl):
     make_checkpoint(FALLBACK["gpt-neox"], tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps(config | {"rotary_pct": 0.25, "rotary_emb_base": 500}))
-    case = open_checkpoint(tmp_path)
+    case = open_checkpoint(tmp_path, impl)
     close(Sequences(case.model, 1, 40).step([(0, IDS[0])])[0], case.expected(IDS[0]))
 
 
@@ -72,7 +74,7 @@ def test_half_precision_and_random_weights(tmp_path):
     facts = read_facts(resolve_model(tmp_path))
 
     def logits(**options):
-        model = build_model(facts)
+        model = build_model(facts, "transformers")
         load_weights(model, facts, device="cpu", **options)
         return model, Sequences(model, 1, 40).step([(0, IDS[0])])[0]
 
@@ -100,7 +102,7 @@ def test_weights_that_do_not_fit(tmp_path, change, message):
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     facts = read_facts(resolve_model(tmp_path))
-    model = build_model(facts)
+    model = build_model(facts, "transformers")
     with pytest.raises(ModelError, match=message):
         load_weights(model, facts, device="cpu", dtype="float32")
 
@@ -149,7 +151,9 @@ REFUSED = {
     "latent attention": (Family("MiniCPM3Config", "MiniCPM3ForCausalLM"), "kv_lora_rank"),
     "length-bound rope": (
         Family(
-            "Olmo2Config", "Olmo2ForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+            "Olmo2Config",
+            "Olmo2ForCausalLM",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
         ),
         "rope type dynamic in transformers changes with the longest",
     ),
@@ -170,7 +174,7 @@ def test_refused(tmp_path, reason):
     family, message = REFUSED[reason]
     write_config(family, tmp_path)
     with pytest.raises(ModelError, match=message):
-        build_model(read_facts(resolve_model(tmp_path, weights=False)))
+        build_model(read_facts(resolve_model(tmp_path, weights=False)), "transformers")
 
 
 @pytest.mark.parametrize(
@@ -185,13 +189,13 @@ def test_what_transformers_does_not_know(tmp_path, changes, message):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(
-        ModelError, match=r"no model family serves NovelForCausalLM \(known are .*Qwen3MoeForCausalLM\).*" + message
+        ModelError, match=r"no model family serves NovelForCausalLM \(known are .*Qwen3MoeForCausalLM.*\).*" + message
     ):
         build_model(read_facts(resolve_model(tmp_path, weights=False)))
 
 
 def test_without_transformers_the_message_says_what_to_install(tmp_path, monkeypatch):
-    write_config(FALLBACK["olmo2"], tmp_path)
+    write_config(FALLBACK["apertus"], tmp_path)
     for name in [name for name in sys.modules if name.startswith("quire.models.fallback")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from oracle import FAMILIES, Family, Sequences, in_pieces, make_checkpoint, open_checkpoint
+from family import Family
+from oracle import FAMILIES, Sequences, in_pieces, make_checkpoint, open_checkpoint
 from quire.load.load import load_weights
 from quire.models.registry import build_model
 
@@ -13,7 +14,7 @@ IDS = torch.randint(3, 199, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
 def close(ours, theirs):
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -22,7 +22,15 @@ _NAMES = {  # the same thing is called differently in older families
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "max_position": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length"),
+    "max_position": (
+        "max_position_embeddings",
+        "n_positions",
+        "n_ctx",
+        "max_seq_len",
+        "max_sequence_length",
+        "seq_length",
+        "model_max_length",
+    ),
     "vocab_size": ("vocab_size",),
 }
 # whose configs are silent about more than that: the reason is told, not the first name that is missing

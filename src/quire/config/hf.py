@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quire.config.dialects import common_words
 from quire.files.reading import read_object, shown
 from quire.types.errors import ModelError
 
@@ -16,6 +17,7 @@ from quire.types.errors import ModelError
 _GEMMA_SHAPE = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
 _QWEN2_VL = {"rope_theta": 1e6, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 80,
              "rms_norm_eps": 1e-5}  # fmt: skip
+_GLM = {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7}
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"rope_theta": 1e4},
     "mistral": {"rope_theta": 1e4, "sliding_window": 4096},
@@ -39,6 +41,41 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "phi3": {"rope_theta": 1e4, "sliding_window": None},
     "gpt2": {"tie_word_embeddings": True},
     "opt": {"tie_word_embeddings": True},
+    "arcee": {"rope_theta": 1e4, "rms_norm_eps": 1e-5},
+    "cohere": {"rope_theta": 5e5},
+    "cohere2": {"rope_theta": 1e4, "sliding_window": 4096, "sliding_window_pattern": 4},
+    "ernie4_5": {"rope_theta": 5e5, "head_dim": 128, "rms_norm_eps": 1e-5},
+    "exaone": {"rope_theta": 1e4},
+    "exaone4": {"rope_theta": 1e4, "sliding_window": 4096, "sliding_window_pattern": 4, "rms_norm_eps": 1e-5},
+    "falcon": {"rope_theta": 1e4, "max_position_embeddings": 2048},
+    "glm": _GLM, "glm4": _GLM,
+    "gpt_bigcode": {"multi_query": True, "tie_word_embeddings": True},
+    "gpt_neox": {"rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    "gptj": {"rope_theta": 1e4, "rotary_dim": 64},
+    "granite": {"rope_theta": 1e4},
+    "helium": {"rope_theta": 1e5, "head_dim": 128, "rms_norm_eps": 1e-8},
+    "hunyuan_v1_dense": {"rope_theta": 1e4, "rms_norm_eps": 1e-5},
+    "nemotron": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "olmo": {"rope_theta": 1e4},
+    "olmo2": {"rope_theta": 1e4, "rms_norm_eps": 1e-5},
+    "olmo3": {"rope_theta": 5e5, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+    "phi": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "seed_oss": {"rope_theta": 1e4, "head_dim": 128},
+    "smollm3": {"rope_theta": 2e6, "use_sliding_window": False},
+    "stablelm": {"rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    "starcoder2": {"rope_theta": 1e4},
+    "baichuan": {"rope_theta": 1e4},
+    "internlm2": {"rope_theta": 1e4}, "internlm3": {"rope_theta": 1e4},
+    "minicpm": {"rope_theta": 1e4, "tie_word_embeddings": True},
+    "dbrx": {"rope_theta": 1e4},
+    "ernie4_5_moe": {"rope_theta": 5e5, "rms_norm_eps": 1e-5},
+    "glm4_moe": {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
+    "granitemoe": {"rope_theta": 1e4}, "granitemoeshared": {"rope_theta": 1e4},
+    "hunyuan_v1_moe": {"rope_theta": 1e4, "rms_norm_eps": 1e-5},
+    "minimax_m2": {"rope_theta": 5e6, "head_dim": 128},
+    "olmoe": {"rope_theta": 1e4, "rms_norm_eps": 1e-5, "norm_topk_prob": False},
+    "phimoe": {"rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    "qwen2_moe": {"rope_theta": 1e4, "use_sliding_window": False, "sliding_window": 4096, "norm_topk_prob": False},
 }  # fmt: skip
 # what a config nested in another one may leave out besides: sizes that equal its class's
 _SHAPES: dict[str, dict[str, Any]] = {
@@ -100,6 +137,7 @@ def explicit_config(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
     config = {**shapes, **FAMILY_DEFAULTS.get(str(spoken.get("model_type")), {}), **spoken}
     if spoken.get("rope_parameters") and "rope_scaling" not in spoken:
         config.pop("rope_scaling", None)  # the file says it another way
+    config |= common_words(config)
     if isinstance(config.get("rope_parameters"), dict) and config.get("model_type") in FAMILY_DEFAULTS:
         config["rope_parameters"] = _complete(config["rope_parameters"], config)
     if "_sliding_window_pattern" in config:

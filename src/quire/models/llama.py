@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from quire.layers.attention import SelfAttention
-from quire.layers.mlp import GatedMLP
+from quire.layers.mlp import MLP, GatedMLP
 from quire.models.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -41,3 +41,49 @@ class Phi3(Decoder):
 
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
         return GatedMLP(facts.hidden_size, facts.hf["intermediate_size"], facts.hf["hidden_act"], fused=True)
+
+
+class Arcee(Llama):
+    """Its feed-forward has no gate."""
+
+    def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
+        hf = facts.hf
+        return MLP(facts.hidden_size, hf["intermediate_size"], hf.get("hidden_act", "relu2"), bias=bool(hf.get("mlp_bias")))
+
+
+class Ernie45(Decoder):
+    interleaved = True
+    tied = True
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
+        bias = bool(facts.hf.get("use_bias"))
+        return self.attention(facts, index, bias=bias, out_bias=bias)
+
+    def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
+        hf = facts.hf
+        return GatedMLP(facts.hidden_size, hf["intermediate_size"], hf["hidden_act"], bias=bool(hf.get("use_bias")))
+
+
+class Helium(Decoder):
+    interleaved = True
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
+        return self.attention(facts, index, bias=bool(facts.hf.get("attention_bias")))
+
+
+class SeedOss(Decoder):
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
+        hf = facts.hf
+        return self.attention(facts, index, bias=hf.get("attention_bias", True), out_bias=bool(hf.get("attention_out_bias")))
+
+
+class SmolLM3(Decoder):
+    """Some layers know nothing of positions."""
+
+    tied = True
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
+        hf = facts.hf
+        bias, turned = bool(hf.get("attention_bias")), hf.get("no_rope_layers")
+        turns = turned[index] if turned else (index + 1) % hf.get("no_rope_layer_interval", 4)
+        return self.attention(facts, index, bias=bias, out_bias=bias, **({} if turns else {"rope": None}))

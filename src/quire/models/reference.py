@@ -29,7 +29,9 @@ _OTHERS = """
 **Other decoders of `transformers`** run through the fallback (`pip install 'quire[transformers]'`, or
 `model_impl="transformers"` by choice), with Quire's cache and attention. They are traced and probed before they are
 trusted: a model that would not give its own tokens there is refused with the reason. Code from a model's repository is
-never run. Encoders, encoder-decoders, recurrent models and pooling are not served.
+never run: `BaichuanForCausalLM`, `ChatGLMModel`, `ExaoneForCausalLM`, `InternLM2ForCausalLM`, `InternLM3ForCausalLM` and
+`MiniCPMForCausalLM` are families of ours; their tokenizers may be code, too, and are then not to be had
+(`--skip-tokenizer-init`). Encoders, encoder-decoders, recurrent models and pooling are not served.
 
 ## Weights
 

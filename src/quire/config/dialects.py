@@ -1,0 +1,94 @@
+"""What families call by names of their own, or leave unsaid, in the words of most: beside their own, not instead of them."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+Config = Mapping[str, Any]
+
+
+def _falcon(config: Config) -> Config:
+    """num_kv_heads is said even where it is not meant."""
+    if config.get("new_decoder_architecture"):
+        return {"num_key_value_heads": config.get("num_kv_heads")}
+    return {"num_key_value_heads": 1 if config.get("multi_query", True) else None, "num_kv_heads": None}
+
+
+def _gpt_bigcode(config: Config) -> Config:
+    """num_key_value_heads is that of another number of heads in some files."""
+    return {"num_key_value_heads": 1 if config.get("multi_query", True) else None}
+
+
+def _gpt_neox(config: Config) -> Config:
+    names = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
+    return {common: config[own] for own, common in names.items() if config.get(own) is not None}
+
+
+def _gptj(config: Config) -> Config:
+    turned, width, heads = (config.get(name) for name in ("rotary_dim", "n_embd", "n_head"))
+    if not (isinstance(turned, int) and isinstance(width, int) and isinstance(heads, int) and width and heads):
+        return {}
+    return {"partial_rotary_factor": turned * heads / width}
+
+
+def _chatglm(config: Config) -> Config:
+    groups = config.get("multi_query_group_num") if config.get("multi_query_attention") else None
+    names = {"padded_vocab_size": "vocab_size", "kv_channels": "head_dim", "seq_length": "max_position_embeddings"}
+    common = {ours: config[own] for own, ours in names.items() if config.get(own) is not None}
+    ratio = config.get("rope_ratio") or 1.0
+    return {**common, "num_key_value_heads": groups, "rope_theta": 1e4 * ratio, "partial_rotary_factor": 0.5}
+
+
+def _dbrx(config: Config) -> Config:
+    attention = config.get("attn_config")
+    if not isinstance(attention, Mapping):
+        return {}
+    names = {"kv_n_heads": "num_key_value_heads", "rope_theta": "rope_theta"}
+    return {common: attention[own] for own, common in names.items() if attention.get(own) is not None}
+
+
+def _minicpm(config: Config) -> Config:
+    """Granite's multipliers, said differently."""
+    scale = {"embedding_multiplier": config.get("scale_emb", 1.0)}
+    depth, layers, width, base = (config.get(n) for n in ("scale_depth", "num_hidden_layers", "hidden_size", "dim_model_base"))
+    if isinstance(depth, int | float) and isinstance(layers, int) and layers > 0:
+        scale["residual_multiplier"] = depth / layers**0.5
+    if isinstance(width, int) and isinstance(base, int) and base > 0:
+        scale["logits_scaling"] = width / base
+    heads = config.get("num_attention_heads")
+    if isinstance(width, int) and isinstance(heads, int) and width >= heads > 0:
+        scale["attention_multiplier"] = (width // heads) ** -0.5
+    return scale
+
+
+def _minimax_m2(config: Config) -> Config:
+    turned, size = config.get("rotary_dim"), config.get("head_dim")
+    if not isinstance(turned, int) or not isinstance(size, int) or not size:
+        return {}
+    return {"partial_rotary_factor": turned / size}
+
+
+def _olmo3(config: Config) -> Config:
+    """Only layers without a window are stretched."""
+    return {"rope_local_base_freq": config["rope_theta"]}
+
+
+_DIALECTS: Mapping[str, Callable[[Config], Config]] = MappingProxyType(
+    {
+        "chatglm": _chatglm,
+        "dbrx": _dbrx,
+        "falcon": _falcon,
+        "gpt_bigcode": _gpt_bigcode,
+        "gpt_neox": _gpt_neox,
+        "gptj": _gptj,
+        "minicpm": _minicpm,
+        "minimax_m2": _minimax_m2,
+        "olmo3": _olmo3,
+    }
+)
+
+
+def common_words(config: Config) -> Config:
+    """By the model_type of a configuration, what it says in words of its own."""
+    translate = _DIALECTS.get(str(config.get("model_type")))
+    return {} if translate is None else translate(config)

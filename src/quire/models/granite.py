@@ -1,0 +1,64 @@
+"""Granite 3: Llama with multipliers on embeddings, on attention scores, on what each half of a block gives, and on logits;
+also with experts.
+"""
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from quire.layers.attention import SelfAttention
+from quire.layers.embedding import Embedding, Head
+from quire.layers.mlp import GatedMLP
+from quire.layers.routed_moe import RoutedMoE
+from quire.models.blocks import ScaledBlock
+from quire.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from quire.config.facts import ModelFacts
+
+
+class Granite(Decoder):
+    def make_embedding(self, facts: "ModelFacts") -> Embedding:
+        return Embedding(facts.vocab_size, facts.hidden_size, scale=facts.hf.get("embedding_multiplier", 1.0))
+
+    def make_block(self, facts: "ModelFacts", index: int) -> nn.Module:
+        norms, scale = (self.make_norm(facts), self.make_norm(facts)), facts.hf.get("residual_multiplier", 1.0)
+        return ScaledBlock(norms[0], self.make_attention(facts, index), norms[1], self.make_mlp(facts, index), scale)
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
+        bias = bool(facts.hf.get("attention_bias"))
+        return self.attention(facts, index, bias=bias, out_bias=bias, scale=facts.hf.get("attention_multiplier", 1.0))
+
+    def make_head(self, facts: "ModelFacts") -> Head:
+        tied = self.embed_tokens if facts.hf.get("tie_word_embeddings", self.tied) else None
+        return Head(facts.vocab_size, facts.hidden_size, tied=tied, scale=1.0 / facts.hf.get("logits_scaling", 1.0))
+
+
+class GraniteMoE(Granite):
+    """Some have an expert for every token beside the others."""
+
+    renames = (
+        *Granite.renames,
+        (r"\.block_sparse_moe\.input_linear\.weight$", ".mlp.experts.gate_up_proj"),
+        (r"\.block_sparse_moe\.output_linear\.weight$", ".mlp.experts.down_proj"),
+        (r"\.block_sparse_moe\.router\.layer\.", ".mlp.gate."),
+        (r"\.shared_mlp\.input_linear\.", ".mlp.shared_expert.gate_up."),
+        (r"\.shared_mlp\.output_linear\.", ".mlp.shared_expert.down_proj."),
+    )
+
+    def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
+        hf = facts.hf
+        shared = hf.get("shared_intermediate_size")
+        return RoutedMoE(
+            facts.hidden_size,
+            hf["intermediate_size"],
+            hf["hidden_act"],
+            experts=hf["num_local_experts"],
+            top_k=hf["num_experts_per_tok"],
+            renormalize=True,
+            shared=GatedMLP(facts.hidden_size, shared, hf["hidden_act"], fused=True) if shared else None,
+        )
+
+
+class MiniCPM(Granite):
+    """The same multipliers under other names (`config/dialects.py`)."""

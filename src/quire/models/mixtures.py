@@ -1,0 +1,182 @@
+"""Families with a mixture of experts whose attention is another family's."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from quire.layers.attention import SelfAttention
+from quire.layers.embedding import Head
+from quire.layers.mlp import GatedMLP
+from quire.layers.moe import MoE
+from quire.layers.norm import LayerNorm, Norm
+from quire.layers.routed_moe import RoutedMoE
+from quire.models.decoder import Decoder
+from quire.models.llama import Ernie45, Llama, Qwen2
+from quire.models.mixtral import Mixtral
+from quire.models.olmo import Olmo2
+
+if TYPE_CHECKING:
+    from quire.config.facts import ModelFacts
+
+
+class Qwen2MoE(Qwen2):
+    """Every token goes through a shared expert too, as far as a gate lets it."""
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
+        return self.attention(facts, index, bias=facts.hf.get("qkv_bias", True))
+
+    def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:
+        hf = facts.hf
+        if index in (hf.get("mlp_only_layers") or ()) or (index + 1) % hf.get("decoder_sparse_step", 1):
+            return super().make_mlp(facts, index)
+        return RoutedMoE(
+            facts.hidden_size,
+            hf["moe_intermediate_size"],
+            hf["hidden_act"],
+            experts=hf["num_experts"],
+            top_k=hf["num_experts_per_tok"],
+            renormalize=bool(hf.get("norm_topk_prob")),
+            shared=GatedMLP(facts.hidden_size, hf["shared_expert_intermediate_size"], hf["hidden_act"]),
+            shared_gated=True,
+        )
+
+
+class OlmoE(Olmo2):
+    """OLMo 2's attention in Llama's block."""
+
+    def make_block(self, facts: "ModelFacts", index: int) -> nn.Module:
+        return Decoder.make_block(self, facts, index)
+
+    def differences(self, facts: "ModelFacts", index: int) -> dict[str, Any]:
+        return super().differences(facts, index) | {"clip": facts.hf.get("clip_qkv")}
+
+    def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
+        hf = facts.hf
+        return MoE(
+            facts.hidden_size,
+            hf["intermediate_size"],
+            hf["hidden_act"],
+            experts=hf["num_experts"],
+            top_k=hf["num_experts_per_tok"],
+            renormalize=bool(hf.get("norm_topk_prob")),
+        )
+
+
+class PhiMoE(Mixtral):
+    """Layer norms, biases, and experts that are chosen one after the other."""
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
+        bias = bool(facts.hf.get("attention_bias"))
+        return self.attention(facts, index, bias=bias, out_bias=bias)
+
+    def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
+        hf = facts.hf
+        return RoutedMoE(
+            facts.hidden_size,
+            hf["intermediate_size"],
+            hf["hidden_act"],
+            experts=hf["num_local_experts"],
+            top_k=hf["num_experts_per_tok"],
+            renormalize=False,
+            scoring="sparsemixer",
+            tolerance=hf.get("router_jitter_noise", 0.01),
+        )
+
+    def make_norm(self, facts: "ModelFacts", size: int | None = None) -> Norm:
+        return LayerNorm(size or facts.hidden_size, facts.hf.get("rms_norm_eps", 1e-5))
+
+    def make_head(self, facts: "ModelFacts") -> Head:
+        tied = self.embed_tokens if facts.hf.get("tie_word_embeddings", self.tied) else None
+        return Head(facts.vocab_size, facts.hidden_size, tied=tied, bias=bool(facts.hf.get("lm_head_bias")))
+
+
+class MiniMaxM2(Mixtral):
+    """Scores are sigmoids, corrected for the choice; queries and keys are normed over all heads."""
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
+        return self.attention(facts, index, width_norm=facts.hf.get("rms_norm_eps", 1e-6))
+
+    def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
+        hf = facts.hf
+        return RoutedMoE(
+            facts.hidden_size,
+            hf["intermediate_size"],
+            hf["hidden_act"],
+            experts=hf["num_local_experts"],
+            top_k=hf["num_experts_per_tok"],
+            renormalize=True,
+            scoring="sigmoid",
+            correction=(hf["num_local_experts"],),
+        )
+
+
+class Ernie45MoE(Ernie45):
+    renames = (
+        *Ernie45.renames,
+        (r"^mtp_", None),  # draft layers
+        (r"\.mlp\.(gate\.)?moe_statics\.", ".mlp."),
+        (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),
+    )
+
+    def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:
+        hf = facts.hf
+        first, last, every = (
+            hf.get("moe_layer_start_index", 1),
+            hf.get("moe_layer_end_index", -1),
+            hf.get("moe_layer_interval", 1),
+        )
+        if (index + 1) % every or index < first or index > (len(facts.layers) - 1 if last == -1 else last):
+            return super().make_mlp(facts, index)
+        inner, shared = hf["moe_intermediate_size"], hf.get("moe_num_shared_experts", 2)
+        bias = bool(hf.get("use_bias"))
+        return RoutedMoE(
+            facts.hidden_size,
+            inner,
+            hf["hidden_act"],
+            experts=hf["moe_num_experts"],
+            top_k=hf["moe_k"],
+            renormalize=True,
+            correction=(1, hf["moe_num_experts"]),
+            shared=GatedMLP(facts.hidden_size, inner * shared, hf["hidden_act"], bias=bias) if shared else None,
+        )
+
+
+class Glm4MoE(Llama):
+    """GLM 4.5: the first layers are dense. Layers behind the last are for drafts."""
+
+    renames: tuple[tuple[str, str | None], ...] = (
+        *Decoder.renames,
+        (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.e_score_correction_bias"),
+        (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),
+    )
+
+    def __init__(self, facts: "ModelFacts") -> None:
+        super().__init__(facts)
+        count = len(facts.layers)
+        drafts = "|".join(str(count + i) for i in range(facts.hf.get("num_nextn_predict_layers") or 1))
+        self.renames = (*self.renames, (rf"^layers\.({drafts})\.", None))
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
+        norms, head_dim = dict[str, Norm](), facts.layers[index].head_dim
+        if facts.hf.get("use_qk_norm"):
+            norms = {name: self.make_norm(facts, head_dim) for name in ("q_norm", "k_norm")}
+        return self.attention(facts, index, bias=bool(facts.hf.get("attention_bias")), **norms)
+
+    def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:
+        hf = facts.hf
+        if index < hf.get("first_k_dense_replace", 1):
+            return super().make_mlp(facts, index)
+        inner, shared = hf["moe_intermediate_size"], hf.get("n_shared_experts", 1)
+        return RoutedMoE(
+            facts.hidden_size,
+            inner,
+            hf["hidden_act"],
+            experts=hf["n_routed_experts"],
+            top_k=hf["num_experts_per_tok"],
+            renormalize=hf.get("norm_topk_prob", True),
+            scoring="sigmoid",
+            correction=(hf["n_routed_experts"],),
+            groups=(hf.get("n_group", 1), hf.get("topk_group", 1)),
+            scale=hf.get("routed_scaling_factor", 1.0),
+            shared=GatedMLP(facts.hidden_size, inner * shared, hf["hidden_act"]) if shared else None,
+        )

@@ -1,0 +1,76 @@
+"""Llama under other names: architectures whose code is in the repositories of their models, and is never run."""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quire.layers.attention import SelfAttention
+from quire.layers.embedding import Head
+from quire.layers.mlp import GatedMLP
+from quire.models.decoder import Decoder
+from quire.types.errors import ModelError
+
+if TYPE_CHECKING:
+    from quire.config.facts import ModelFacts
+
+NORMED_HEAD = 125696  # the vocabulary of Baichuan 2, whose head is normed
+
+
+class InternLM2(Decoder):
+    renames = (
+        *Decoder.renames,
+        (r"^tok_embeddings\.", "embed_tokens."),
+        (r"^output\.", "lm_head."),
+        (r"\.attention_norm\.", ".input_layernorm."),
+        (r"\.ffn_norm\.", ".post_attention_layernorm."),
+        (r"\.attention\.wqkv\.", ".self_attn.qkv."),
+        (r"\.attention\.wo\.", ".self_attn.o_proj."),
+        (r"\.feed_forward\.w1\.", ".mlp.gate_proj."),
+        (r"\.feed_forward\.w2\.", ".mlp.down_proj."),
+        (r"\.feed_forward\.w3\.", ".mlp.up_proj."),
+    )
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
+        bias = bool(facts.hf.get("bias"))
+        return self.attention(facts, index, bias=bias, out_bias=bias, fused="by key head")
+
+
+class InternLM3(Decoder):
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
+        return self.attention(facts, index, bias=bool(facts.hf.get("qkv_bias")), out_bias=bool(facts.hf.get("bias")))
+
+    def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
+        hf = facts.hf
+        return GatedMLP(facts.hidden_size, hf["intermediate_size"], hf["hidden_act"], bias=bool(hf.get("bias")))
+
+
+class NormedHead(Head):
+    """Each token's row is brought to length one."""
+
+    def finish(self, device: torch.device) -> None:
+        if self.weight is not None:
+            self.weight.data = F.normalize(self.weight.data.float()).to(self.weight.dtype)
+        super().finish(device)
+
+
+class Baichuan(Decoder):
+    """Of 7B."""
+
+    renames = (*Decoder.renames, (r"\.self_attn\.W_pack\.", ".self_attn.qkv."))
+
+    def __init__(self, facts: "ModelFacts") -> None:
+        if "max_position_embeddings" not in facts.hf:
+            raise ModelError(
+                "models of 13B know positions by a bias on attention (ALiBi), which is not supported; those of 7B are"
+            )
+        super().__init__(facts)
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
+        return self.attention(facts, index, fused=True)
+
+    def make_head(self, facts: "ModelFacts") -> Head:
+        if facts.vocab_size == NORMED_HEAD:
+            return NormedHead(facts.vocab_size, facts.hidden_size)
+        return super().make_head(facts)

@@ -1,0 +1,47 @@
+"""Other ways to choose a token's experts than by the softmax of its router's logits. In torch, on any device."""
+
+import torch
+from torch import Tensor
+
+
+def route_by_scores(
+    scores: Tensor,
+    top_k: int,
+    *,
+    correction: Tensor | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    renormalize: bool = True,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """scores [T, experts] float32 -> weights [T, top_k] float32 and expert ids [T, top_k].
+
+    `correction` [experts] counts in the choice, not in the weights. Of several groups only the experts of the `top_groups` best
+    are chosen from: those whose two best experts are best together.
+    """
+    ranked = scores if correction is None else scores + correction
+    if groups > 1:
+        by_group = ranked.view(len(ranked), groups, -1)
+        best = by_group.topk(2, dim=-1).values.sum(-1).topk(top_groups, dim=-1).indices
+        chosen = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, True)
+        ranked = by_group.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(1)
+    experts = ranked.topk(top_k, dim=-1).indices
+    weights = scores.gather(1, experts)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min_(1e-12)
+    return weights * scale, experts
+
+
+def route_sparsemixer(logits: Tensor, top_k: int, tolerance: float) -> tuple[Tensor, Tensor]:
+    """As Phi-MoE was trained: one expert after the other, each weighed against those that come near it.
+
+    logits [T, experts] float32 -> weights [T, top_k] float32 and expert ids [T, top_k].
+    """
+    weights, experts, left = [], [], logits
+    for _ in range(top_k):
+        most, best = left.max(dim=-1, keepdim=True)
+        far = (most - logits) / torch.maximum(logits.abs(), most) > 2 * tolerance
+        weights.append(left.masked_fill(far, float("-inf")).softmax(-1).gather(-1, best))
+        experts.append(best)
+        left = left.scatter(-1, best, float("-inf"))
+    return torch.cat(weights, -1), torch.cat(experts, -1)

@@ -1,0 +1,153 @@
+"""More families of our own (see oracle.py): their logits obey all laws, the whole engine runs them once."""
+
+from typing import Any
+
+import other_names
+from family import Family
+
+PLAIN: dict[str, Any] = {"num_key_value_heads": None, "intermediate_size": None}
+BY_TYPE: dict[str, Any] = {
+    "full_attention": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 32,
+        "attention_factor": 1.2,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GRANITE: dict[str, Any] = {
+    "attention_multiplier": 0.3,
+    "logits_scaling": 3.0,
+    "residual_multiplier": 0.5,
+    "embedding_multiplier": 2.0,
+}
+GLM_MOE: dict[str, Any] = {
+    "head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+}
+
+MORE: dict[str, Family] = {
+    "arcee": Family("ArceeConfig", "ArceeForCausalLM", {"mlp_bias": True}),
+    "cohere": Family("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.5}),
+    "cohere-head-norms": Family("CohereConfig", "CohereForCausalLM", {"use_qk_norm": True, "attention_bias": True}),
+    "cohere2": Family(
+        "Cohere2Config", "Cohere2ForCausalLM", {"sliding_window": 7, "num_hidden_layers": 4, "sliding_window_pattern": 2}
+    ),
+    "ernie4_5": Family("Ernie4_5Config", "Ernie4_5ForCausalLM", {"head_dim": 16}),
+    "ernie4_5-biases": Family("Ernie4_5Config", "Ernie4_5ForCausalLM", {"head_dim": 8, "use_bias": True}),
+    "exaone4": Family(
+        "Exaone4Config", "Exaone4ForCausalLM", {"sliding_window": 6, "num_hidden_layers": 4, "sliding_window_pattern": 4}
+    ),
+    "exaone4-no-windows": Family(
+        "Exaone4Config", "Exaone4ForCausalLM", {"sliding_window": None, "layer_types": ["full_attention"] * 3}
+    ),
+    "falcon": Family("FalconConfig", "FalconForCausalLM", PLAIN),
+    "falcon-new": Family("FalconConfig", "FalconForCausalLM", {**PLAIN, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-new-one-norm": Family(
+        "FalconConfig",
+        "FalconForCausalLM",
+        {**PLAIN, "new_decoder_architecture": True, "num_kv_heads": 3, "num_ln_in_parallel_attn": 1, "ffn_hidden_size": 80},
+    ),
+    "falcon-in-turn": Family(
+        "FalconConfig", "FalconForCausalLM", {**PLAIN, "parallel_attn": False, "multi_query": False, "bias": True}
+    ),
+    "glm": Family("GlmConfig", "GlmForCausalLM", {"head_dim": 16}),
+    "glm4": Family("Glm4Config", "Glm4ForCausalLM", {"head_dim": 16}),
+    "gpt-bigcode": Family("GPTBigCodeConfig", "GPTBigCodeForCausalLM", PLAIN),
+    "gpt-bigcode-many-keys": Family("GPTBigCodeConfig", "GPTBigCodeForCausalLM", {**PLAIN, "multi_query": False}),
+    "gpt-neox": Family("GPTNeoXConfig", "GPTNeoXForCausalLM", {"num_key_value_heads": None, "rotary_pct": 0.5}),
+    "gpt-neox-in-turn": Family(
+        "GPTNeoXConfig",
+        "GPTNeoXForCausalLM",
+        {"num_key_value_heads": None, "use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True},
+    ),
+    "gptj": Family("GPTJConfig", "GPTJForCausalLM", {**PLAIN, "rotary_dim": 4}),
+    "granite": Family("GraniteConfig", "GraniteForCausalLM", GRANITE),
+    "helium": Family("HeliumConfig", "HeliumForCausalLM", {"head_dim": 8}),
+    "hunyuan": Family(
+        "HunYuanDenseV1Config",
+        "HunYuanDenseV1ForCausalLM",
+        {"head_dim": 8, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}},
+    ),
+    "nemotron": Family("NemotronConfig", "NemotronForCausalLM"),
+    "olmo": Family("OlmoConfig", "OlmoForCausalLM", {"clip_qkv": 1.0}),
+    "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM"),
+    "olmo3": Family(
+        "Olmo3Config", "Olmo3ForCausalLM", {"sliding_window": 7, "num_hidden_layers": 4, "rope_parameters": BY_TYPE}
+    ),
+    "phi": Family("PhiConfig", "PhiForCausalLM", {"hidden_size": 96}),
+    "phi-head-norms": Family("PhiConfig", "PhiForCausalLM", {"qk_layernorm": True}),
+    "seed-oss": Family("SeedOssConfig", "SeedOssForCausalLM", {"head_dim": 16}),
+    "smollm3": Family("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layer_interval": 2, "num_hidden_layers": 4}),
+    "stablelm": Family("StableLmConfig", "StableLmForCausalLM", {"partial_rotary_factor": 0.5}),
+    "stablelm-parallel-head-norms": Family(
+        "StableLmConfig",
+        "StableLmForCausalLM",
+        {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True, "hidden_size": 96},
+    ),
+    "starcoder2": Family("Starcoder2Config", "Starcoder2ForCausalLM", {"sliding_window": 9}),
+    # mixtures of experts
+    "dbrx": Family(
+        "DbrxConfig",
+        "DbrxForCausalLM",
+        {
+            **dict.fromkeys(("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")),
+            **PLAIN,
+            "d_model": 48,
+            "n_heads": 6,
+            "n_layers": 3,
+            "max_seq_len": 128,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 1e4},
+            "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+        },
+    ),
+    "ernie4_5-moe": Family(
+        "Ernie4_5_MoeConfig",
+        "Ernie4_5_MoeForCausalLM",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 2},
+    ),
+    "glm4-moe": Family("Glm4MoeConfig", "Glm4MoeForCausalLM", {**GLM_MOE, "use_qk_norm": True}),
+    "glm4-moe-groups": Family(
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        {**GLM_MOE, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "attention_bias": True},
+    ),
+    "granite-moe": Family("GraniteMoeConfig", "GraniteMoeForCausalLM", {**GRANITE, **LOCAL}),
+    "granite-moe-shared": Family(
+        "GraniteMoeSharedConfig", "GraniteMoeSharedForCausalLM", {**GRANITE, **LOCAL, "shared_intermediate_size": 32}
+    ),
+    "hunyuan-moe": Family("HunYuanMoEV1Config", "HunYuanMoEV1ForCausalLM", {"num_experts": 4, "moe_topk": 2, "head_dim": 16}),
+    "minimax-m2": Family("MiniMaxM2Config", "MiniMaxM2ForCausalLM", {**LOCAL, "head_dim": 16, "partial_rotary_factor": 0.5}),
+    "olmoe": Family("OlmoeConfig", "OlmoeForCausalLM", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 1.0}),
+    "phi-moe": Family("PhimoeConfig", "PhimoeForCausalLM", {**LOCAL, "attention_bias": True, "lm_head_bias": True}),
+    "qwen2-moe": Family(
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {**EXPERTS, "shared_expert_intermediate_size": 32, "num_hidden_layers": 4, "mlp_only_layers": [1]},
+    ),
+    # code of which is in model repositories
+    "baichuan": Family("LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 6}, alias=other_names.BAICHUAN),
+    "baichuan-older-spelling": Family(
+        "LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 6}, alias=other_names.BAICHUAN_OLDER
+    ),
+    "chatglm": Family("GlmConfig", "GlmForCausalLM", {"head_dim": 8}, alias=other_names.CHATGLM),
+    "chatglm-older": Family("GlmConfig", "GlmForCausalLM", {"head_dim": 8}, alias=other_names.CHATGLM_OLDER),
+    "exaone": Family("LlamaConfig", "LlamaForCausalLM", alias=other_names.EXAONE),
+    "internlm2": Family("LlamaConfig", "LlamaForCausalLM", alias=other_names.INTERNLM2),
+    "internlm3": Family(
+        "LlamaConfig", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}, alias=other_names.INTERNLM3
+    ),
+    "minicpm": Family(
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {**GRANITE, "attention_multiplier": 8**-0.5, "tie_word_embeddings": True},
+        alias=other_names.MINICPM,
+    ),
+    "phi-moe-other-spelling": Family("PhimoeConfig", "PhimoeForCausalLM", LOCAL, alias=other_names.PHIMOE),
+}

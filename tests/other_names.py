@@ -1,0 +1,151 @@
+"""Checkpoints that transformers wrote, under the names of architectures whose code is in model repositories."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from family import Alias, Tensors
+
+Config = dict[str, Any]
+
+
+def renamed(*pairs: tuple[str, str]) -> Callable[[Tensors], Tensors]:
+    def rename(tensors: Tensors) -> Tensors:
+        found = {}
+        for name, tensor in tensors.items():
+            for pattern, replacement in pairs:
+                name = re.sub(pattern, replacement, name)
+            found[name] = tensor
+        return found
+
+    return rename
+
+
+def merged(target: str, by_key_head: int = 0) -> Callable[[Tensors], Tensors]:
+    """q, k and v become one tensor, one behind the other or for each of so many key heads."""
+
+    def merge(tensors: Tensors) -> Tensors:
+        found = {name: tensor for name, tensor in tensors.items() if not re.search(r"\.[qkv]_proj\.", name)}
+        for name in tensors:
+            if ".q_proj." in name:
+                three = [tensors[name.replace(".q_proj.", f".{part}_proj.")] for part in "qkv"]
+                if by_key_head:
+                    three = [part.unflatten(0, (by_key_head, -1)) for part in three]
+                joined = torch.cat(three, dim=1 if by_key_head else 0)
+                found[name.replace("q_proj", target)] = (joined.flatten(0, 1) if by_key_head else joined).contiguous()
+        return found
+
+    return merge
+
+
+def chain(*steps: Callable[[Tensors], Tensors]) -> Callable[[Tensors], Tensors]:
+    def run(tensors: Tensors) -> Tensors:
+        for step in steps:
+            tensors = step(tensors)
+        return tensors
+
+    return run
+
+
+def reconfigured(model_type: str, *without: str, **more: Any) -> Callable[[Config], Config]:
+    def change(config: Config) -> Config:
+        return {name: value for name, value in config.items() if name not in without} | {"model_type": model_type} | more
+
+    return change
+
+
+def baichuan(architecture: str) -> Alias:
+    return Alias(architecture, reconfigured("baichuan", "num_key_value_heads"), merged("W_pack"))
+
+
+def chatglm(architecture: str) -> Alias:
+    def config(given: Config) -> Config:
+        common = ("hidden_size", "num_attention_heads", "bos_token_id", "eos_token_id", "pad_token_id", "dtype")
+        return {
+            **{name: given[name] for name in common},
+            "model_type": "chatglm",
+            "num_layers": given["num_hidden_layers"],
+            "ffn_hidden_size": given["intermediate_size"],
+            "kv_channels": given["head_dim"],
+            "multi_query_attention": True,
+            "multi_query_group_num": given["num_key_value_heads"],
+            "padded_vocab_size": given["vocab_size"],
+            "seq_length": given["max_position_embeddings"],
+            "add_qkv_bias": True,
+            "layernorm_epsilon": given["rms_norm_eps"],
+            "original_rope": True,
+            "tie_word_embeddings": False,
+        }
+
+    names = renamed(
+        (r"^model\.embed_tokens\.", "transformer.embedding.word_embeddings."),
+        (r"^lm_head\.", "transformer.output_layer."),
+        (r"^model\.norm\.", "transformer.encoder.final_layernorm."),
+        (r"^model\.layers\.", "transformer.encoder.layers."),
+        (r"\.self_attn\.o_proj\.", ".self_attention.dense."),
+        (r"\.self_attn\.", ".self_attention."),
+        (r"\.gate_up_proj\.", ".dense_h_to_4h."),
+        (r"\.down_proj\.", ".dense_4h_to_h."),
+    )
+    return Alias(architecture, config, chain(merged("query_key_value"), names))
+
+
+BAICHUAN, BAICHUAN_OLDER = baichuan("BaichuanForCausalLM"), baichuan("BaiChuanForCausalLM")
+CHATGLM, CHATGLM_OLDER = chatglm("ChatGLMForConditionalGeneration"), chatglm("ChatGLMModel")
+EXAONE = Alias(
+    "ExaoneForCausalLM",
+    lambda config: reconfigured(
+        "exaone",
+        *("num_hidden_layers", "hidden_act", "rms_norm_eps", "head_dim"),
+        num_layers=config["num_hidden_layers"],
+        activation_function="silu",
+        layer_norm_epsilon=config["rms_norm_eps"],
+    )(config),
+    renamed(
+        (r"^model\.embed_tokens\.", "transformer.wte."),
+        (r"^model\.norm\.", "transformer.ln_f."),
+        (r"^model\.layers\.", "transformer.h."),
+        (r"\.input_layernorm\.", ".ln_1."),
+        (r"\.post_attention_layernorm\.", ".ln_2."),
+        (r"\.self_attn\.o_proj\.", ".attn.attention.out_proj."),
+        (r"\.self_attn\.", ".attn.attention."),
+        (r"\.gate_proj\.", ".c_fc_0."),
+        (r"\.up_proj\.", ".c_fc_1."),
+        (r"\.down_proj\.", ".c_proj."),
+    ),
+)
+INTERNLM2 = Alias(
+    "InternLM2ForCausalLM",
+    reconfigured("internlm2", bias=False),
+    chain(
+        merged("wqkv", by_key_head=2),
+        renamed(
+            (r"^model\.embed_tokens\.", "model.tok_embeddings."),
+            (r"^lm_head\.", "output."),
+            (r"\.input_layernorm\.", ".attention_norm."),
+            (r"\.post_attention_layernorm\.", ".ffn_norm."),
+            (r"\.self_attn\.o_proj\.", ".attention.wo."),
+            (r"\.self_attn\.", ".attention."),
+            (r"\.mlp\.gate_proj\.", ".feed_forward.w1."),
+            (r"\.mlp\.down_proj\.", ".feed_forward.w2."),
+            (r"\.mlp\.up_proj\.", ".feed_forward.w3."),
+        ),
+    ),
+)
+INTERNLM3 = Alias(
+    "InternLM3ForCausalLM", reconfigured("internlm3", "attention_bias", "mlp_bias", bias=True, qkv_bias=True), dict
+)
+MINICPM = Alias(
+    "MiniCPMForCausalLM",
+    lambda config: reconfigured(
+        "minicpm",
+        *("attention_multiplier", "logits_scaling", "residual_multiplier", "embedding_multiplier", "tie_word_embeddings"),
+        scale_emb=config["embedding_multiplier"],
+        scale_depth=config["residual_multiplier"] * config["num_hidden_layers"] ** 0.5,
+        dim_model_base=16,
+    )(config),
+    dict,
+)
+PHIMOE = Alias("PhiMoEForCausalLM", reconfigured("phimoe"), dict)
