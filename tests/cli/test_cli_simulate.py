@@ -5,10 +5,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from quire.cli.main import main
+from quire.cli.simulate_setting import make_scheduler
+from quire.config.args import EngineArgs
+from quire.engine.assemble import resolve_here, start_core
+from quire.engine.timeline import Stopwatch
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -109,6 +114,11 @@ def test_traces(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--card", "l4", "--trace", "x.csv", "--request-rate", "3"], "says when its requests come; drop --request-rate"),
         (["--card", "l4", "--trace", "x.csv"], "cannot read --trace x.csv"),
         (["--card", "l4", "--memory", "1MiB"], "does not fit: "),
+        (["--card", "l4", "--distributed-executor-backend", "fake"], "is another stand-in for a device; drop it"),
+        (
+            ["--card", "l4", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'],
+            "speculative_config is not simulated: a draft's luck is not known; drop it",
+        ),
         (["--card", "l4", "--num-prompts", "2", "--html", "/nowhere/x.html"], "cannot write --html /nowhere/x.html"),
     ],
 )
@@ -134,6 +144,22 @@ def test_measured_steps_are_a_device(model: str, tmp_path: Path, capsys: pytest.
     assert found["completed"] == 5 and "step times measured with" in found["device"]
     assert simulate(model, "--timing", str(path), "--device", "cuda") == 2
     assert "was measured on 'cpu', not on 'cuda'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("serving", [False, True])
+def test_the_scheduler_is_made_as_the_engine_makes_it(model: str, serving: bool) -> None:
+    args = EngineArgs(model=model, distributed_executor_backend="fake", max_num_seqs=5, long_prefill_token_threshold=64)
+    config = resolve_here(args, Stopwatch(), serving=serving)
+    started = start_core(config)
+    plan = SimpleNamespace(pages=started.pages, max_model_len=started.max_model_len)
+    ours, theirs = make_scheduler(config, plan, started.pages), started.core.scheduler
+    for name in ("_drafts", "_ahead", "_single_rows_share"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert vars(ours._limits) == vars(theirs._limits) and vars(ours.roster.order) == vars(theirs.roster.order)
+    assert type(ours._budget) is type(theirs._budget)
+    assert (ours.pool.pages, ours.roster.max_seqs) == (theirs.pool.pages, theirs.roster.max_seqs)
+    assert ours._tables.prefix_caching == theirs._tables.prefix_caching
+    started.core.stop()
 
 
 def test_no_torch_is_imported(model: str) -> None:

@@ -74,6 +74,7 @@ def test_mooncake(tmp_path) -> None:
             MOONCAKE.replace("27482", "null"),
             "line 1: timestamp must be a number of milliseconds, 0 or more, got",
         ),
+        ("a.jsonl", MOONCAKE.replace("27482", "1" + 400 * "0"), "line 1: timestamp must be a number of milliseconds"),
         ("a.jsonl", MOONCAKE.replace("27482", "Infinity"), "line 1: timestamp must be a number of milliseconds"),
         ("a.jsonl", MOONCAKE.replace("[46, 47]", '"46"'), "line 2: hash_ids must be a list of whole numbers, got 46"),
         ("a.jsonl", MOONCAKE.replace("1500", "600"), None),

@@ -89,6 +89,12 @@ def test_what_could_never_run_is_refused_and_told() -> None:
     assert (figures.completed, figures.requests, sum(figures.refused.values())) == (1, 2, 1)
 
 
+def test_an_answer_ends_where_the_context_does() -> None:
+    (visit,) = simulate(trace(alone(0.0, 190, 50)), depth=1).visits
+    assert (visit.output, visit.refused) == (10, "")
+    assert visit.tpot == pytest.approx(1.1)
+
+
 def test_no_more_at_once_than_allowed() -> None:
     run = simulate(trace(*(alone(0.0, 10, 2, content=i) for i in range(1, 5))), replicas=2, most=2)
     assert [visit.at for visit in run.visits] == pytest.approx([0.0, 0.0, 3.1, 3.1])

@@ -57,6 +57,8 @@ def run(namespace: argparse.Namespace) -> int:
             raise ConfigError(f"the model was given twice: {namespace.model_tag!r} and --model {args.model!r}; drop one")
         args = dataclasses.replace(args, model=namespace.model_tag)
     objectives = _objectives(namespace)
+    if namespace.html is not None:
+        _check_writable(namespace.html)
     with shown(), doing("reading the model's configuration"):
         setting = make_setting(args, namespace)
     with shown(), doing("reading the traffic"):
@@ -79,6 +81,14 @@ def _objectives(namespace: argparse.Namespace) -> Objectives | None:
     if namespace.slo_ttft is None and namespace.slo_tpot is None:
         return None
     return Objectives(namespace.slo_ttft, namespace.slo_tpot, namespace.slo_percentile)
+
+
+def _check_writable(path: Path) -> None:
+    """Before hours are simulated for it."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"cannot write --html {path}: {error}") from None
 
 
 def make_trace(namespace: argparse.Namespace, config: Config) -> Trace:

@@ -13,7 +13,6 @@ from quire.sim.objectives import Objectives, Search
 from quire.sim.page import page
 from quire.sim.tables import latency_cells, lines, load_cells, rows_of, trial_cells
 from quire.sim.trace import Trace
-from quire.types.errors import ConfigError
 
 MOST_LINES = 16  # replicas that are listed on a terminal
 Facts = list[tuple[str, str]]
@@ -76,10 +75,7 @@ def report(namespace: argparse.Namespace, outcome: Outcome) -> None:
     if namespace.html is not None:
         title = f"{outcome.setting.plan.model}: a simulation"
         text = page(title, outcome.facts, outcome.run, figures, outcome.search, outcome.objectives)
-        try:
-            namespace.html.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write --html {namespace.html}: {error}") from None
+        namespace.html.write_text(text, encoding="utf-8")
     if namespace.json:
         print(json.dumps(outcome.as_dict(figures), indent=2))
         return

@@ -21,6 +21,15 @@ from quire.sim.trace import Trace
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError
 
+# engine arguments that would change what is simulated, and are not, with what to do instead
+NOT_SIMULATED = {
+    "data_parallel_size": "say --replicas instead",
+    "tensor_parallel_size": "a replica is one device here",
+    "pipeline_parallel_size": "a replica is one device here",
+    "speculative_config": "a draft's luck is not known; drop it",
+    "enable_lora": "no request has an adapter; drop it",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
@@ -80,6 +89,11 @@ def make_scheduler(config: Config, plan: MemoryPlan, pages: int) -> Scheduler:
 
 
 def make_setting(args: EngineArgs, namespace: argparse.Namespace) -> Setting:
+    for field in dataclasses.fields(args):
+        if field.name in NOT_SIMULATED and getattr(args, field.name) not in (None, False, 1, {}):
+            raise ConfigError(f"{field.name} is not simulated: {NOT_SIMULATED[field.name]}")
+    if args.distributed_executor_backend == "fake":
+        raise ConfigError("distributed_executor_backend='fake' is another stand-in for a device; drop it")
     if namespace.timing is not None:
         if namespace.card or namespace.bandwidth or namespace.flops:
             raise ConfigError("--timing says how long steps take; drop --card, --bandwidth and --flops, or drop it")

@@ -117,6 +117,9 @@ class Fleet:
                 if delta.finish_reason is not None:
                     visit.last, visit.preemptions = now, delta.preemptions
                     ended.append(visit)
+        for name, tokens in replica.ended:  # a row of one that ended may still be in flight: it is told again
+            visits[int(name)].output = tokens
+        replica.ended.clear()
         if deltas:
             self._router.heard(deltas)
         for name, why in replica.refused:

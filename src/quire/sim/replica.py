@@ -74,6 +74,7 @@ class Replica:
         self.due: float | None = None
         self.steps: list[StepRecord] = []
         self.refused: list[tuple[str, str]] = []  # id, why
+        self.ended: list[tuple[str, int]] = []  # id, tokens of the answer, which the context may have cut short
         self.turns = 0
         self.joined: dict[str, int] = {}  # the turn in which a request was taken in
         self._inbox: list[EngineRequest] = []
@@ -140,7 +141,11 @@ class Replica:
         scheduled, result, _ = self._flights.popleft()
         busy, self._busy_since = now - self._busy_since, now
         self.scheduler.took(scheduled, busy)
+        left = len(self.scheduler.roster.live)
         deltas = self.scheduler.commit(scheduled, result)
+        if len(self.scheduler.roster.live) < left:
+            finished = (request for request in scheduled.requests if request.finished is not None)
+            self.ended += [(request.spec.id, len(request.tokens) - len(request.spec.prompt)) for request in finished]
         pool, live, running = self.scheduler.pool, self.scheduler.roster.live, self.scheduler.roster.running
         self.steps.append(
             StepRecord(

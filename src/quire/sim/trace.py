@@ -19,6 +19,7 @@ FORMATS = ("azure", "mooncake", "sharegpt")
 SUFFIXES = {".csv": "azure", ".jsonl": "mooncake", ".json": "sharegpt"}
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE_BLOCK = 512  # tokens that a hash stands for
+MOST_MILLISECONDS = 1e16  # of a timestamp
 MOST_TOKENS = 1 << 24  # of one request: more is a slip
 Blocks = tuple[tuple[int, int], ...]
 
@@ -165,7 +166,7 @@ def _mooncake(name: str, lines: Iterable[str]) -> Iterator[tuple[str, Arrival]]:
         if not isinstance(line, dict):
             raise ConfigError(f"{where} is not a JSON object")
         stamp = line.get("timestamp")
-        if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp < float("inf"):
+        if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp < MOST_MILLISECONDS:
             raise ConfigError(f"{where}: timestamp must be a number of milliseconds, 0 or more, got {stamp!r}")
         length = _tokens(where, "input_length", line.get("input_length"), 1)
         output = _tokens(where, "output_length", line.get("output_length"), 0)
