@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from quire.obs.reader import Metric
 
 Messages = list[dict[str, Any]]
+RANK_METHODS = ("check_health", "describe_rank")
 
 
 class LLM(NotBuilt):
@@ -172,8 +173,24 @@ class LLM(NotBuilt):
         return self._metrics.read()
 
     def get_world_size(self, include_dp: bool = True) -> int:  # noqa: ARG002
-        """Devices: one."""
-        return 1
+        """Ranks that share the model."""
+        return self.llm_engine.config.ranks
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls one of RANK_METHODS on every rank; the answers in the order of ranks."""
+        if not isinstance(method, str):
+            raise NotSupported("llm.collective_rpc takes the name of a method: no code is sent to ranks", "method")
+        if method not in RANK_METHODS:
+            raise InvalidParameter(f"ranks have no method {method!r}; they have {', '.join(RANK_METHODS)}", "method")
+        if timeout is not None or args or kwargs:
+            raise NotSupported(f"llm.collective_rpc: {method} takes no arguments, and is answered at once", "args")
+        return self.llm_engine.core.executor.call_all(method)
 
     def reset_prefix_cache(self) -> bool:
         return self.llm_engine.reset_prefix_cache()

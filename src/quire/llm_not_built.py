@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 from quire.types.errors import NotSupported
 
 _POOLING = "only text generation is built, and this model generates text"
-_ONE_PROCESS = "the engine has one worker, in this process: llm.llm_engine"
+_NO_CODE = "no code is sent to ranks; llm.collective_rpc calls their own methods"
 _NO_PROFILER = "profile the process itself, for instance with torch.profiler around the calls"
 _KEPT = "weights stay as they were loaded"
 
@@ -26,11 +26,8 @@ class NotBuilt:
     def reward(self, *_: Any, **__: Any) -> NoReturn:
         _refuse("reward", _POOLING)
 
-    def collective_rpc(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse("collective_rpc", _ONE_PROCESS)
-
     def apply_model(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse("apply_model", _ONE_PROCESS)
+        _refuse("apply_model", _NO_CODE)
 
     def start_profile(self, *_: Any, **__: Any) -> NoReturn:
         _refuse("start_profile", _NO_PROFILER)

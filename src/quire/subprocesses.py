@@ -1,10 +1,12 @@
-"""Processes that we start: how they find our code, how they end with us, and how long they have worked."""
+"""Processes that we start: how they find our code, what memory they share with us, how they end with us or otherwise, and how
+long they have worked."""
 
 import ctypes
 import os
 import signal
 import site
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -30,6 +32,33 @@ def end_with_parent() -> None:
     """This process is killed when the thread that started it ends, however that comes about, and even while it is stopped."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def nameless_memory(name: str, size: int = 0) -> int:
+    """A file without a name, which is gone with the last process that has it open. What was never written takes no memory.
+    `name`: for whoever looks at a process."""
+    if hasattr(os, "memfd_create"):
+        memory = os.memfd_create(name)
+    else:
+        with tempfile.TemporaryFile() as file:
+            memory = os.dup(file.fileno())
+    os.ftruncate(memory, size)
+    return memory
+
+
+def ending(code: int) -> str:
+    """How a process ended, by its `Popen.returncode`."""
+    if code >= 0:
+        return f"exit code {code}"
+    return f"signal {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"signal {-code}"
+
+
+def is_stopped(pid: int) -> bool:
+    """By SIGSTOP and its kin; False where that cannot be known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
 
 
 def processor_time(pid: int) -> float | None:

@@ -184,7 +184,7 @@ def test_a_model_that_is_not_there(tmp_path, monkeypatch):
 
 ARGS = [
     ({"max_model_length": 5}, "max_model_len"),
-    ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+    ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
     ({"enable_lora": True}, "enable_lora"),
     ({"dtype": "int3"}, "dtype"),
     ({"max_model_len": 10000}, "256 positions"),

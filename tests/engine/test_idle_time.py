@@ -10,13 +10,16 @@ class Core:
     """Has `chores` to do in idle time; has work when told so, for one step."""
 
     def __init__(self, chores: int) -> None:
-        self.chores, self.has_unfinished, self.stats, self.steps = chores, False, None, 0
+        self.chores, self.has_unfinished, self.stats, self.steps, self.checks = chores, False, None, 0, 0
         self.constraints, self.watch = SimpleNamespace(), None
         self.tokens, self.rows, self.waited, self.ahead = 0, 0, 0.0, False
 
     def idle(self) -> bool:
         self.chores -= 1
         return self.chores >= 0
+
+    def check(self) -> None:
+        self.checks += 1
 
     def step(self) -> list:
         self.steps += 1
@@ -52,5 +55,5 @@ def test_idle_time_is_used_until_nothing_is_left_to_prepare():
     link.engine.run()
     # a lull, two chores and the answer that there is none; a real wait, in which work comes; then again
     assert link.waits == [LULL, 0, 0, IDLE_WAIT, IDLE_WAIT, LULL, 0, IDLE_WAIT]
-    assert core.steps == 1
+    assert core.steps == 1 and core.checks == 7
     assert pulse.busy_since == 0.0

@@ -84,6 +84,9 @@ class Core:
     def idle(self) -> bool:
         return False
 
+    def check(self) -> None:
+        pass
+
     def step(self) -> list:
         self.steps += 1
         self.waited = 0.03

@@ -21,6 +21,7 @@ from quire.config.memory import CUDA_CONTEXT_BYTES, activation_bytes, host_cache
 from quire.config.quantization import FORMS, estimate_quantized_bytes, quantized_bytes
 from quire.config.resolve import resolve
 from quire.device.registry import open_device
+from quire.dist.mesh import largest_share
 from quire.files.gguf import read_gguf_shards
 from quire.files.resolve import resolve_model, with_weights_on_disk
 from quire.files.safetensors import read_header
@@ -78,16 +79,16 @@ def resolve_for(args: EngineArgs, memory: int | None, serving: bool = True) -> t
 def plan_for(config: Config, total: int) -> MemoryPlan:
     args, facts, kind = config.args, config.facts, config.device
     element = DTYPE_BYTES[config.dtype]
-    layout = make_layout(facts.layers, config.page_size, element)
+    layout = make_layout(largest_share(facts.layers, config.ranks), config.page_size, element)
     weights, held_as = _weights(config, facts, element)
     steps = activation_bytes(facts.hf, element_bytes=element, tokens=config.max_batched_tokens, rows=config.max_seqs)
     usable = int(total * args.gpu_memory_utilization) if kind == "cuda" else total
     reserved = CUDA_CONTEXT_BYTES if kind == "cuda" else 0
     left = usable - weights - steps - reserved
-    cache = args.kv_cache_memory_bytes or (left if kind == "cuda" else host_cache_bytes(left))
+    cache = args.kv_cache_memory_bytes or (left if kind == "cuda" else host_cache_bytes(left)) // config.ranks
     pages, length, problems = _fit(config, layout, cache, usable / total)
-    if args.kv_cache_memory_bytes and cache > left:
-        problems.append(f"kv_cache_memory_bytes asks for {gib(cache)}, but only {gib(left)} are left")
+    if args.kv_cache_memory_bytes and cache * config.ranks > left:
+        problems.append(f"kv_cache_memory_bytes asks for {gib(cache * config.ranks)}, but only {gib(left)} are left")
     sizes = sorted({size for size in TYPICAL_LENGTHS if size < length} | ({length} if length else set()))
     return MemoryPlan(
         model=facts.files.name,
@@ -109,6 +110,7 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
         **_per_kind(facts, element),
         page_size=config.page_size,
         bytes_per_page=layout.bytes_per_page,
+        ranks=config.ranks,
         cache=max(0, cache),
         pages=pages,
         positions=facts.max_position,

@@ -27,6 +27,7 @@ class MemoryPlan:
     bytes_per_token: dict[str, int]  # by the same kinds
     page_size: int
     bytes_per_page: int
+    ranks: int  # processes that share the model; pages and cache are of each
     cache: int
     pages: int
     positions: int  # max_position of the model
@@ -50,9 +51,8 @@ def render(plan: MemoryPlan) -> str:
     ]
     for kind, per_token in plan.bytes_per_token.items():
         lines.append(("Cache per token", f"{size(per_token)} in {plan.layers[kind]} layers with {kind}"))
-    lines.append(
-        ("Cache", f"{size(plan.cache)}: {plan.pages:,} pages of {plan.page_size} tokens, {size(plan.bytes_per_page)} each")
-    )
+    cache = f"{size(plan.cache)}: {plan.pages:,} pages of {plan.page_size} tokens, {size(plan.bytes_per_page)} each"
+    lines.append(("Cache", cache if plan.ranks == 1 else f"{cache}, in each of {plan.ranks} ranks"))
     lines.append(("Context", f"{plan.max_model_len:,} tokens (the model was made for {plan.positions:,})"))
     for length, requests in plan.concurrency.items():
         lines.append(("At once", f"{_requests(requests, plan.max_seqs)} of {length:,} tokens"))

@@ -16,7 +16,7 @@ from quire.config.devices import check_device
 from quire.config.fields import FLAG, NAMES, NUMBER, OBJECT, REAL, TEXT, TOKEN, setting, spec_of
 from quire.config.flags import add_flags, add_hidden_flags, kind_of
 from quire.config.hints import HINT_SHORT_FLAGS, HINTS, take_hint, taken_for
-from quire.config.refused import REFUSED, SHORT_FLAGS, refuse
+from quire.config.refused import REFUSED, SHORT_FLAGS, refuse, refuse_value
 from quire.config.speculative import SpeculativeConfig, read_speculative
 from quire.config.structured import checked_structured_outputs
 from quire.types.errors import ConfigError
@@ -24,6 +24,7 @@ from quire.types.errors import ConfigError
 DEFAULT_MODEL = "smollm2"
 _MODEL, _LENGTHS, _CACHE, _SCHEDULER, _OTHER = "model", "lengths and sampling", "cache and memory", "scheduler", "other"
 _SPECULATION, _PROCESS = "speculation", "engine process (servers and AsyncLLM)"
+_RANKS = "several processes"
 
 
 T = TypeVar("T", bound=type)
@@ -159,16 +160,26 @@ class EngineArgs:
     max_engine_restarts: int = setting(6, NUMBER, _PROCESS, "most restarts within engine_restart_window", low=0)
     engine_restart_window: float = setting(600.0, REAL, _PROCESS, "seconds in which restarts are counted", above=0.0)
 
-    distributed_executor_backend: str | None = setting(
-        None, TEXT, _OTHER, "uni: one device in the engine process (the default); fake: no model, for tests of all the rest",
-        choices=("uni", "fake"),
+    tensor_parallel_size: int = setting(
+        1, NUMBER, _RANKS, "processes that share the model's matrices and attention heads, evenly or not; on CPUs", low=1,
+        short="-tp",
     )  # fmt: skip
+    enable_expert_parallel: bool = setting(
+        False, FLAG, _RANKS, "each of them has some of the experts, instead of a part of each", short="-ep"
+    )
+    distributed_executor_backend: str | None = setting(
+        None, TEXT, _RANKS,
+        "auto: as many processes as there are ranks; mp: the same; uni: one; fake: no model, for tests of all the rest",
+        choices=("auto", "mp", "uni", "fake"),
+    )  # fmt: skip
+
     disable_log_stats: bool = setting(False, FLAG, _OTHER, "no periodic throughput line")
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             optional = field.default is None
             value = taken_for(field.name, getattr(self, field.name))
+            refuse_value(field.name, value)
             setattr(self, field.name, spec_of(field).check(field.name, value, optional))
         self.structured_outputs_config = checked_structured_outputs(self.structured_outputs_config)
         self.speculation()

@@ -38,3 +38,8 @@ class Config:
     logprobs_mode: LogprobsMode
     default_sampling: dict[str, Any]  # SamplingParams fields
     served_names: tuple[str, ...]
+
+    @property
+    def ranks(self) -> int:
+        """Processes that share the model's matrices."""
+        return self.args.tensor_parallel_size

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.config.config import Config
+from quire.config.facts import count_experts, count_heads
 from quire.types.errors import ConfigError
 
 
@@ -88,6 +89,45 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda c: (
             f"num_speculative_tokens {c.speculation and c.speculation.num_speculative_tokens} and a token before them do not "
             f"fit a step of max_num_batched_tokens {c.max_batched_tokens}. Lower the first or raise the second"
+        ),
+    ),
+    Conflict(
+        "drafts of ranks",
+        lambda c: c.speculation is not None and c.ranks > 1,
+        lambda c: f"speculative_config cannot be had with tensor_parallel_size={c.ranks} yet; leave one of them out",
+    ),
+    Conflict(
+        "ranks on a device that has none",
+        lambda c: c.ranks > 1 and c.device != "cpu",
+        lambda c: f"tensor_parallel_size={c.ranks} is built for CPUs, and the device is {c.device}; leave it at 1",
+    ),
+    Conflict(
+        "ranks in one process",
+        lambda c: c.ranks > 1 and c.args.distributed_executor_backend in ("uni", "fake"),
+        lambda c: (
+            f"distributed_executor_backend={c.args.distributed_executor_backend!r} has one rank, and tensor_parallel_size is "
+            f"{c.ranks}; leave one of them out"
+        ),
+    ),
+    Conflict(
+        "more ranks than heads",
+        lambda c: c.ranks > count_heads(c.facts),
+        lambda c: (
+            f"tensor_parallel_size={c.ranks}: the model's {count_heads(c.facts)} attention heads cannot be divided among so "
+            f"many ranks; {count_heads(c.facts)} is the most"
+        ),
+    ),
+    Conflict(
+        "no experts to divide",
+        lambda c: c.args.enable_expert_parallel and not count_experts(c.facts),
+        lambda c: f"enable_expert_parallel: {c.facts.architecture} has no experts; leave it out",
+    ),
+    Conflict(
+        "more ranks than experts",
+        lambda c: c.args.enable_expert_parallel and 0 < count_experts(c.facts) < c.ranks,
+        lambda c: (
+            f"enable_expert_parallel: {count_experts(c.facts)} experts cannot be divided among {c.ranks} ranks; without it "
+            "each has a part of every expert"
         ),
     ),
     Conflict(

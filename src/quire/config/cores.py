@@ -20,10 +20,10 @@ def wait_politely(environ: MutableMapping[str, str] = os.environ) -> None:
         environ["GOMP_SPINCOUNT"] = SPINS
 
 
-def threads_wanted(environ: MutableMapping[str, str] = os.environ) -> int:
-    """Of a CPU engine: what OMP_NUM_THREADS says, else one for each core that is ours."""
+def threads_wanted(environ: MutableMapping[str, str] = os.environ, ranks: int = 1) -> int:
+    """Of a CPU engine: what OMP_NUM_THREADS says, else one for each core that is ours. Ranks share the cores."""
     asked = environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    return int(asked) if asked.isdigit() and int(asked) > 0 else usable_cores()
+    return int(asked) if asked.isdigit() and int(asked) > 0 else max(1, usable_cores() // ranks)
 
 
 def usable_cores(root: Path = Path("/")) -> int:

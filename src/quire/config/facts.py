@@ -33,6 +33,7 @@ _NAMES = {  # the same thing is called differently in older families
     ),
     "vocab_size": ("vocab_size",),
 }
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # whose configs are silent about more than that: the reason is told, not the first name that is missing
 _ALIBI = "they know positions by a bias on attention (ALiBi)"
 _OWN_ATTENTION = "their attention is of a kind of its own, which the paged cache does not serve"
@@ -88,6 +89,16 @@ class DeviceFacts:
     overlaps: bool = False  # a step runs while the host plans the next one
     single_rows_share: bool = False  # within a step other rows may read what a row of one token writes
     reads_in_place: bool = False  # keys of one sequence had better lie in one piece of memory
+
+
+def count_heads(facts: ModelFacts) -> int:
+    return next(int(facts.hf[name]) for name in _NAMES["heads"] if facts.hf.get(name) is not None)
+
+
+def count_experts(facts: ModelFacts) -> int:
+    """Of a layer; 0 = there are none."""
+    counts = (facts.hf.get(name) for name in EXPERT_COUNTS)
+    return next((count for count in counts if isinstance(count, int) and count > 0), 0)
 
 
 def read_facts(files: ModelFiles, hf_overrides: Mapping[str, Any] | None = None) -> ModelFacts:

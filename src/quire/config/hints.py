@@ -12,7 +12,7 @@ from quire.types.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _OWN_KERNELS = "kernels and CUDA graphs are chosen by the engine (enforce_eager turns graphs off)"
-_ONE_DEVICE = "there is one device, and nothing to divide among several"
+_ONE_WAY = "ranks are processes of one machine, and there is one way in which they meet"
 _PAGES = "pages are taken on demand, and preempted requests are run again"
 _STEPS = "the scheduler fills its steps by itself"
 _NO_MEDIA = "only text is taken, and media are refused when they come"
@@ -30,9 +30,9 @@ _TABLE: tuple[tuple[str, dict[str, Kind]], ...] = (
         "linear_backend": TEXT, "enable_flashinfer_autotune": FLAG, "disable_cascade_attn": FLAG,
         "kv_sharing_fast_prefill": FLAG, "mm_encoder_attn_backend": TEXT,
     }),
-    (_ONE_DEVICE, {
+    (_ONE_WAY, {
         "disable_custom_all_reduce": FLAG, "disable_nccl_for_dp_synchronization": FLAG, "max_parallel_loading_workers": TEXT,
-        "enable_expert_parallel": FLAG, "all2all_backend": TEXT, "eplb_config": OBJECT, "expert_placement_strategy": TEXT,
+        "all2all_backend": TEXT, "eplb_config": OBJECT, "expert_placement_strategy": TEXT,
         "enable_dbo": FLAG, "ubatch_size": TEXT, "dbo_decode_token_threshold": TEXT, "dbo_prefill_token_threshold": TEXT,
         "data_parallel_address": TEXT, "data_parallel_rpc_port": TEXT, "data_parallel_backend": TEXT, "master_addr": TEXT,
         "master_port": TEXT, "cp_kv_cache_interleave_size": TEXT, "dcp_kv_cache_interleave_size": TEXT,
@@ -71,7 +71,6 @@ HINT_SHORT_FLAGS = {
     "optimization_level": "-O",
     "compilation_config": "-cc",
     "attention_config": "-ac",
-    "enable_expert_parallel": "-ep",
     "data_parallel_address": "-dpa",
     "data_parallel_rpc_port": "-dpp",
     "data_parallel_backend": "-dpb",
@@ -79,7 +78,6 @@ HINT_SHORT_FLAGS = {
 
 # values of fields that are there: what they are taken for
 TAKEN_FOR: dict[str, dict[Any, str]] = {
-    "distributed_executor_backend": {"mp": "uni"},
     "model_impl": {"vllm": "quire"},
     "load_format": dict.fromkeys(("hf", "fastsafetensors", "instanttensor", "runai_streamer"), "auto"),
 }

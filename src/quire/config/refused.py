@@ -9,7 +9,7 @@ from typing import Any
 from quire.types.errors import ConfigError
 
 # reason -> {name: harmless values besides None}
-_ONE_DEVICE = "the engine runs on one device for now"
+_NOT_DIVIDED = "of the ways to use several devices only tensor_parallel_size is built"
 _NO_LORA = "LoRA adapters are not available yet"
 _TEXT_ONLY = "only text models are served for now"
 _NO_OFFLOAD = "offloading is not available yet"
@@ -31,8 +31,8 @@ _TABLE: _Groups = (
     (_NO_OFFLOAD, {"kv_offloading_size": (), "cpu_offload_gb": (0, 0.0), "cpu_offload_params": (), "offload_group_size": (0,)}),
     (_NOT_REPLACED, {"scheduler_cls": (), "worker_cls": ("auto",), "worker_extension_cls": ("",), "io_processor_plugin": (),
                      "additional_config": ({},)}),
-    (_ONE_DEVICE, {
-        "tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), "data_parallel_size": (1,),
+    (_NOT_DIVIDED, {
+        "pipeline_parallel_size": (1,), "data_parallel_size": (1,),
         "data_parallel_size_local": (1,), "data_parallel_start_rank": (0,), "data_parallel_rank": (0,),
         "data_parallel_hybrid_lb": (False,), "data_parallel_external_lb": (False,),
         "data_parallel_multi_port_external_lb": (False,), "enable_eplb": (False,), "decode_context_parallel_size": (1,),
@@ -62,10 +62,24 @@ def table_of(groups: _Groups) -> dict[str, tuple[str, tuple[Any, ...]]]:
 
 REFUSED = table_of(_TABLE)
 SHORT_FLAGS = {
-    "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",
     "data_parallel_size": "-dp",
 }
+
+
+# values of fields that are there: why they cannot be had
+REFUSED_VALUES: dict[str, dict[Any, str]] = {
+    "distributed_executor_backend": {
+        "ray": "ranks are processes of one machine for now; mp starts them",
+        "external_launcher": "ranks are started by the engine; mp does so",
+    },
+}
+
+
+def refuse_value(name: str, value: Any) -> None:
+    reason = REFUSED_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
+    if reason is not None:
+        raise ConfigError(f"{name}={value!r} is not supported: {reason}")
 
 
 def refuse(name: str, value: Any, table: dict[str, tuple[str, tuple[Any, ...]]] = REFUSED) -> None:

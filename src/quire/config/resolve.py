@@ -10,14 +10,13 @@ from typing import Any, cast
 from quire.config.args import EngineArgs
 from quire.config.config import Config, Policy
 from quire.config.conflicts import refuse_conflicts
-from quire.config.facts import DeviceFacts, ModelFacts, read_facts
+from quire.config.facts import DeviceFacts, ModelFacts, count_experts, read_facts
 from quire.config.hf import read_json
 from quire.config.quantization import Quantization, choose_quantization
 from quire.files.resolve import check_on_disk, is_bare_name, resolve_model
 from quire.types.errors import ConfigError, RequestError
 from quire.types.sampling import LogprobsMode, SamplingParams
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # sampling defaults a checkpoint may bring: generation_config.json's name -> SamplingParams' name
 SAMPLING_DEFAULTS = {
     "temperature": "temperature",
@@ -176,7 +175,7 @@ def choose_batch(args: EngineArgs, default: tuple[int, int], max_model_len: int)
 def choose_following(args: EngineArgs, facts: ModelFacts, device: DeviceFacts) -> bool:
     """Not where each token is for a few of the matrices: short steps would read all of them for few tokens. Where steps are
     timed, that is measured with them."""
-    experts = not device.times_steps and any(facts.hf.get(name) for name in EXPERT_COUNTS)
+    experts = not device.times_steps and count_experts(facts) > 0
     return args.max_num_batched_tokens is None and args.enable_chunked_prefill and not experts
 
 

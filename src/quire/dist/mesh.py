@@ -1,8 +1,9 @@
 """Where a rank stands among those that share a model's matrices."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+from quire.types.cache import LayerCache
 from quire.types.errors import ConfigError
 
 GRAINS = (256, 32, 8)  # numbers that had better stay together: blocks of quantized matrices, and what processors load at once
@@ -16,6 +17,7 @@ class Position:
     expert_parallel: bool = False  # each rank has whole experts; otherwise each has a part of every expert
 
 
+ALONE = Position(0, 1)
 Cut = Callable[[Position], range]  # which numbers along a dimension are a rank's
 
 
@@ -57,13 +59,13 @@ class HeadDivision:
             raise ConfigError(f"{self.queries} attention heads cannot be divided among {position.size} ranks")
         group = self.queries // self.keys
         if position.size <= self.keys:
-            keys = divide(self.keys, position)
+            keys = share_keys(self.keys, position)
             return _times(keys, group), keys
         ranks = [rank * self.keys // position.size for rank in range(position.size)]  # the key head of each
-        key = ranks[position.rank]
-        first = ranks.index(key)
-        own = divide(group, Position(position.rank - first, ranks.count(key)))
-        return range(key * group + own.start, key * group + own.stop), range(key, key + 1)
+        keys = share_keys(self.keys, position)
+        first = ranks.index(keys.start)
+        own = divide(group, Position(position.rank - first, ranks.count(keys.start)))
+        return range(keys.start * group + own.start, keys.start * group + own.stop), keys
 
     def holders(self, position: Position) -> int:
         """How many ranks have the key heads of this one."""
@@ -75,6 +77,28 @@ class HeadDivision:
 
     def cut_keys(self, position: Position) -> range:
         return _times(self.share(position)[1], self.size)
+
+
+def share_keys(count: int, position: Position) -> range:
+    """A rank's of so many key heads: some, or one that others have as well."""
+    if position.size <= count:
+        return divide(count, position)
+    key = position.rank * count // position.size
+    return range(key, key + 1)
+
+
+def share_layers(layers: Sequence[LayerCache], position: Position) -> tuple[LayerCache, ...]:
+    """What a rank's cache holds of each."""
+    if position.size == 1:
+        return tuple(layers)
+    return tuple(replace(layer, kv_heads=len(share_keys(layer.kv_heads, position))) for layer in layers)
+
+
+def largest_share(layers: Sequence[LayerCache], size: int) -> tuple[LayerCache, ...]:
+    """What the cache of the rank holds that has most of them: pages are counted by it."""
+    if size == 1:
+        return tuple(layers)
+    return tuple(replace(layer, kv_heads=-(-layer.kv_heads // size)) for layer in layers)
 
 
 def _times(some: range, factor: int) -> range:

@@ -13,16 +13,19 @@ from quire.cache.capacity import Capacity, fit, pages_for
 from quire.cache.layout import make_layout
 from quire.config.args import EngineArgs
 from quire.config.config import Config
-from quire.config.cores import wait_politely
+from quire.config.cores import threads_wanted, wait_politely
 from quire.config.facts import DeviceFacts, ModelFacts
 from quire.config.resolve import resolve
+from quire.device.base import Device
 from quire.device.registry import describe, find_device, open_device
+from quire.dist.mesh import ALONE, Position, largest_share, share_layers
 from quire.engine.core import EngineCore
 from quire.engine.executor.base import Executor
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
 from quire.engine.timeline import Stopwatch, Timeline
 from quire.grammar.lanes import GrammarLanes
+from quire.models.registry import find_family
 from quire.progress import doing
 from quire.sched.budget import Budget, StepBudget, TimedBudget
 from quire.sched.draft.make import make_drafter
@@ -32,13 +35,17 @@ from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
+    from quire.dist.collectives import Group
+    from quire.engine.executor.workers import Workers
     from quire.runner.draft.base import Drafter
+    from quire.runner.step import Runner
 
 logger = logging.getLogger(__name__)
 
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 FAKE_LATENCY = "QUIRE_FAKE_LATENCY"  # environment: how many seconds a step of the fake executor takes
 MOST_FAKE_PAGES = 1 << 17
+SOONER = 0.9  # of the time after which an engine counts as hung: a rank that hangs is named before
 
 
 @dataclass(frozen=True)
@@ -87,9 +94,8 @@ def start_core(
     """`watch` runs since whatever belongs to the start began; it is stopped here. `drafter` guesses tokens ahead. `adapters`:
     room for so many, of at most that rank."""
     watch = watch or Stopwatch()
-    # rope tables are made for the longest context that can come, so a shorter one may choose finer factors
-    facts = replace(config.facts, max_position=config.max_model_len)
-    layout = make_layout(facts.layers, config.page_size, ELEMENT_BYTES[config.dtype])
+    facts = bounded_facts(config)
+    layout = make_layout(largest_share(facts.layers, config.ranks), config.page_size, ELEMENT_BYTES[config.dtype])
     local = partial(start_local, drafter=drafter, adapters=adapters)
     start = start_fake if config.args.distributed_executor_backend == "fake" else local
     executor, capacity = start(config, facts, layout, watch)
@@ -150,22 +156,101 @@ def start_local(
     drafter: "Drafter | None" = None,
     adapters: tuple[int, int] = (0, 0),
 ) -> tuple[Executor, Capacity]:
-    """The model in this process."""
-    import_torch()
-    with doing("importing the model's code"):
-        from quire.engine.executor.local import LocalExecutor
-        from quire.runner.step import Runner
+    """The model in this process, or the first rank's share of it."""
+    workers = None if config.ranks == 1 else start_workers(config, drafter, adapters)  # which import torch while we do
+    try:
+        import_torch()
+        with doing("importing the model's code"):
+            from quire.engine.executor.local import LocalExecutor
+            from quire.engine.executor.ranks import RanksExecutor, join_group
 
-    watch.lap("imports")
-    args, device = config.args, open_device(config.device)
+        watch.lap("imports")
+        args, device = config.args, start_device(config)
+        if config.device_facts.advice and facts.files.format == "gguf" and args.dtype == "auto":
+            logger.warning("%s, or say dtype='float32' to have it this way", config.device_facts.advice)
+        if workers is None:
+            executor = LocalExecutor(make_runner(config, device, drafter=drafter, adapters=adapters))
+        else:
+            position = Position(0, config.ranks, args.enable_expert_parallel)
+            executor = RanksExecutor(make_runner(config, device, position, join_group(workers, position)), workers)
+        with doing("loading weights"):
+            executor.call("load")
+        watch.lap("load weights")
+        with doing("warming up"):
+            executor.call("warm_up")
+        watch.lap("warm-up")
+        with doing("measuring memory"):
+            budget = min(executor.call_all("profile", args.gpu_memory_utilization, args.kv_cache_memory_bytes))
+        if args.kv_cache_memory_bytes is None:
+            budget //= config.ranks  # of one machine, and each sees all of its memory
+        watch.lap("profile")
+        capacity = _fit(config, layout, budget, args.num_gpu_blocks_override)
+        with doing("allocating the cache"):
+            executor.call("allocate", capacity.pages, capacity.max_model_len)
+        watch.lap("allocate cache")
+    except BaseException:
+        if workers is not None:
+            workers.end()
+        raise
+    return executor, capacity
+
+
+def start_workers(config: Config, drafter: "Drafter | None", adapters: tuple[int, int]) -> "Workers":
+    """The other ranks' processes, which begin to import what they need."""
+    from quire.engine.executor.workers import Workers
+
+    args, facts = config.args, config.facts
+    if args.model_impl == "transformers" or find_family(facts) is None:
+        raise ConfigError(
+            f"tensor_parallel_size={config.ranks}: {facts.architecture} is run by transformers here, and only models of a "
+            "family of our own can be divided; leave it at 1"
+        )
+    if drafter is not None or adapters[0]:
+        raise ConfigError(f"tensor_parallel_size={config.ranks} cannot be had with drafts or adapters; leave it at 1")
+    told = replace(
+        args,
+        model=str(facts.files.path.absolute()),
+        revision=None,
+        device=config.device,
+        block_size=config.page_size,
+        max_num_batched_tokens=config.max_batched_tokens,
+        max_num_seqs=config.max_seqs,
+    )
+    return Workers(told, config.ranks, SOONER * args.engine_hang_timeout)
+
+
+def start_device(config: Config) -> Device:
+    import torch
+
+    device = open_device(config.device)
     device.start()
-    if config.device_facts.advice and facts.files.format == "gguf" and args.dtype == "auto":
-        logger.warning("%s, or say dtype='float32' to have it this way", config.device_facts.advice)
-    runner = Runner(
+    if config.ranks > 1:
+        torch.set_num_threads(threads_wanted(ranks=config.ranks))
+    return device
+
+
+def bounded_facts(config: Config) -> ModelFacts:
+    """Rope tables are made for the longest context that can come, so a shorter one may choose finer factors."""
+    return replace(config.facts, max_position=config.max_model_len)
+
+
+def make_runner(
+    config: Config,
+    device: Device,
+    position: Position = ALONE,
+    group: "Group | None" = None,
+    drafter: "Drafter | None" = None,
+    adapters: tuple[int, int] = (0, 0),
+) -> "Runner":
+    """Of the whole model, or of a rank's share of it."""
+    from quire.runner.step import Runner
+
+    args, facts = config.args, bounded_facts(config)
+    return Runner(
         facts,
         device=device,
         dtype=config.dtype,
-        layout=layout,
+        layout=make_layout(share_layers(facts.layers, position), config.page_size, ELEMENT_BYTES[config.dtype]),
         max_seqs=config.max_seqs,
         max_batched_tokens=config.max_batched_tokens,
         load_format=args.load_format,
@@ -179,22 +264,9 @@ def start_local(
         drafter=drafter,
         drafts=0 if config.speculation is None else config.speculation.num_speculative_tokens,
         adapters=adapters,
+        position=position,
+        group=group,
     )
-    executor = LocalExecutor(runner)
-    with doing("loading weights"):
-        executor.call("load")
-    watch.lap("load weights")
-    with doing("warming up"):
-        executor.call("warm_up")
-    watch.lap("warm-up")
-    with doing("measuring memory"):
-        budget = executor.call("profile", args.gpu_memory_utilization, args.kv_cache_memory_bytes)
-    watch.lap("profile")
-    capacity = _fit(config, layout, budget, args.num_gpu_blocks_override)
-    with doing("allocating the cache"):
-        executor.call("allocate", capacity.pages, capacity.max_model_len)
-    watch.lap("allocate cache")
-    return executor, capacity
 
 
 def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch) -> tuple[Executor, Capacity]:

@@ -7,7 +7,6 @@ killed: the journal is a file without a name.
 import errno
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from typing import IO
 from quire.config.args import EngineArgs
 from quire.engine import ipc
 from quire.frames import Mailbox
-from quire.subprocesses import environment
+from quire.subprocesses import ending, environment
 from quire.types.errors import ConfigError
 
 COMMAND = (sys.executable, "-P", "-m", "quire.engine.process")  # -P: what lies in the working directory is not imported
@@ -104,9 +103,7 @@ class Child:
     def ending(self) -> str | None:
         """How the process ended; None while it lives."""
         code = self._process.poll()
-        if code is None or code >= 0:
-            return None if code is None else f"exit code {code}"
-        return f"signal {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"signal {-code}"
+        return None if code is None else ending(code)
 
     def last_words(self) -> str:
         """The end of its log, for a message."""

@@ -108,6 +108,10 @@ class EngineCore:
         """For moments without work: lets the executor prepare for some. False = it has nothing left to prepare."""
         return self.executor.idle()
 
+    def check(self) -> None:
+        """For moments without work: raises EngineDead if the executor is lost."""
+        self.executor.check()
+
     def stop(self) -> None:
         """Lets the executor go. Requests that are not finished by now get no answer."""
         self._flights.clear()

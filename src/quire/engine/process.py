@@ -28,7 +28,7 @@ from quire.engine.plan_deadline import PlanDeadline
 from quire.engine.timeline import Stopwatch
 from quire.frames import Mailbox
 from quire.progress import doing, shown
-from quire.types.errors import QuireError, RequestError
+from quire.types.errors import EngineDead, QuireError, RequestError
 from quire.types.request import EngineRequest
 
 BEAT_EVERY = 0.25  # seconds
@@ -121,6 +121,7 @@ class EngineLoop:
                 if not self._link.wait(patience if preparing else wait):
                     self._pulse.busy_since = time.monotonic() if preparing else 0.0
                     preparing, patience = preparing and self._core.idle(), 0
+                    self._core.check()
                     continue
             preparing, patience = True, LULL
             self._pulse.busy_since = time.monotonic()
@@ -273,6 +274,10 @@ def _serve(link: Link, pulse: Pulse, journal: Journal, watch: Stopwatch) -> int:
     link.send(ready)
     try:
         engine.run()
+    except EngineDead as error:  # told by the parent
+        link.send(ipc.Failed(type(error).__name__, str(error)))
+        core.stop()
+        return 1
     except Exception:
         logger.exception("the engine's loop failed")
         journal.write(core.scheduler.unfinished)  # those that only wait may be the cause as well

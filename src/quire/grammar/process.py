@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import weakref
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy.typing as npt
 
 from quire.frames import Mailbox
 from quire.grammar import wire
-from quire.subprocesses import environment, with_us
+from quire.subprocesses import environment, nameless_memory, with_us
 
 COMMAND = (sys.executable, "-P", "-m", "quire.grammar.worker")
 Words = npt.NDArray[np.uint32]
@@ -26,7 +25,7 @@ class Process:
         with contextlib.ExitStack() as cleaning:
             cleaning.callback(theirs.close)
             rows = start.rows * (1 + start.drafts)
-            memory = _shared_memory(4 * rows * words)
+            memory = nameless_memory("quire-masks", 4 * rows * words)
             cleaning.callback(os.close, memory)
             handed = (theirs.fileno(), memory)
             self._child = subprocess.Popen(
@@ -54,14 +53,3 @@ def _end(child: "subprocess.Popen[bytes]", connection: socket.socket) -> int:
     connection.close()
     child.kill()
     return child.wait()
-
-
-def _shared_memory(size: int) -> int:
-    """A file without a name. What was never written takes no memory."""
-    if hasattr(os, "memfd_create"):
-        memory = os.memfd_create("quire-masks")
-    else:
-        with tempfile.TemporaryFile() as file:
-            memory = os.dup(file.fileno())
-    os.ftruncate(memory, size)
-    return memory

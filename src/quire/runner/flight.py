@@ -56,6 +56,12 @@ class StepFlight:
             tensors += report.tensors
         self._download = Download(tensors)
 
+    def drawn_ids(self) -> Ints | None:
+        """What the step drew, draw by draw; None = nothing, or not yet."""
+        if self._drawn is None:
+            return None
+        return self._drawn.result[0, : len(self._plan.draw_row)].cpu().numpy()
+
     def result(self) -> StepResult:
         if self._result is None:
             self._result = self._read()

@@ -4,7 +4,9 @@ It does what the plan says, in the plan's order, and decides nothing. It does no
 """
 
 import gc
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,10 +15,13 @@ import torch
 from torch import Tensor
 
 from quire.device.base import Device, Setting
+from quire.dist.collectives import Group
+from quire.dist.mesh import ALONE, Position, share_layers
 from quire.load.load import load_weights
 from quire.models.decoder import Decoder
 from quire.models.registry import build_model
 from quire.prepare.adapt import adapt
+from quire.prepare.shard import shard
 from quire.runner.adapters import Shelf
 from quire.runner.batch import Built, build_batch
 from quire.runner.buckets import MOST_TOKENS
@@ -75,10 +80,17 @@ class Runner:
         drafter: Drafter | None = None,
         drafts: int = 0,
         adapters: tuple[int, int] = (0, 0),
+        position: Position = ALONE,
+        group: Group | None = None,
     ) -> None:
         """`drafts`: rows of plans bring so many of them along, unless a `drafter` makes them here. `adapters`: room for so
-        many, of at most that rank."""
+        many, of at most that rank. `position`: whose share of the model this is, where several ranks have one; `layout` is that
+        of its share of the cache, and the ranks meet through `group`."""
         self._facts = facts
+        self._position, self._group = position, group
+        self._layers = facts.layers if group is None else share_layers(facts.layers, position)
+        self._parameters = 0  # that were loaded
+        self._untold: Rows | None = None  # of the latest step, where another rank draws
         self._room = adapters
         self._shelf: Shelf | None = None  # of adapters
         self._reserved = 0  # bytes on the device that adapters will take
@@ -114,13 +126,17 @@ class Runner:
 
     def load(self) -> None:
         model = build_model(self._facts, self._model_impl)
+        if self._group is not None:
+            shard(model, self._position, self._group)
         count, rank = self._room
         adapters = adapt(model, device=self._device.torch_device, dtype=self._dtype) if count else None
         load_weights(
             model, self._facts, device=self._device.torch_device, dtype=self._dtype, load_format=self._load_format,
             seed=self._seed, keep_quantized=self._keep_quantized, quantization=self._quantization, keeps=self._keeps,
         )  # fmt: skip
-        setting = Setting(self._facts, self._dtype, self._layout, self._load_format)
+        self._parameters = sum(parameter.numel() for parameter in model.parameters())  # a device may keep them elsewhere
+        facts = self._facts if self._group is None else replace(self._facts, layers=self._layers)
+        setting = Setting(facts, self._dtype, self._layout, self._load_format)
         prepared = self._device.prepare(model, setting)
         model.body, self._kv_layout = prepared.body, prepared.kv_layout
         self._model = model
@@ -165,7 +181,7 @@ class Runner:
         """The cache of `pages` usable pages (the null page comes on top), and slots for contexts of max_model_len."""
         model = self._loaded()
         device = self._device.torch_device
-        kv = KVBuffers(self._layout, self._facts.layers, pages, self._dtype, self._device.allocate, self._kv_layout)
+        kv = KVBuffers(self._layout, self._layers, pages, self._dtype, self._device.allocate, self._kv_layout)
         for layer, view, group in kv.views():
             model.attentions[layer].bind(view, group)
         groups, page_size = len(self._layout.groups), self._layout.page_size
@@ -184,7 +200,7 @@ class Runner:
         )
 
     def close(self) -> None:
-        self._model = self._tenants = self.graphs = self._shelf = None
+        self._model = self._tenants = self.graphs = self._shelf = self._group = None
         gc.collect()
         self._device.close()
 
@@ -226,9 +242,14 @@ class Runner:
             drawn_from = hidden[batch.logit_index] if len(outputs.draw) else hidden[:0]
             verified = drafted or self._drafter is not None
             follow = prepare(plan, slots, batch, built.rows, drawn_from) if verified else None
+            self._untold = None
             if len(drawn_from):
                 adapters = None if batch.adapters is None else batch.adapters.take(plan.outputs.draw)
-                draw = partial(self._draw, model.logits(drawn_from, adapters), built.rows, follow)
+                logits = model.logits(drawn_from, adapters)
+                if self._position.rank == 0:
+                    draw = partial(self._draw, logits, built.rows, follow)
+                else:
+                    self._untold = built.rows
         elif isinstance(replayed, Tensor):
             draw = Drawn(replayed, of_all=True)
         elif len(replayed.rows.slots):
@@ -243,6 +264,30 @@ class Runner:
         slots, _, sampler = self._tenants
         drawn = sampler.sample(logits, rows, masks)
         return drawn if follow is None else follow.follow(drawn, slots, self._drafter)
+
+    @torch.inference_mode()
+    def take_drawn(self, ids: Ints) -> None:
+        """Of several ranks the first one draws; the others are told what the latest step drew, before the next is launched."""
+        rows, self._untold = self._untold, None
+        if rows is None or len(ids) != len(rows.slots):
+            raise EngineError(f"{len(ids)} drawn tokens came for {0 if rows is None else len(rows.slots)} draws")
+        rows.tokens[rows.slot, rows.end] = upload(ids, rows.tokens.device)
+
+    def describe_rank(self) -> dict[str, int]:
+        """What this process has of the model."""
+        model = self._loaded()
+        return {
+            "rank": self._position.rank,
+            "ranks": self._position.size,
+            "pid": os.getpid(),
+            "threads": torch.get_num_threads(),
+            "parameters": self._parameters,
+            "heads": model.attentions[0].spec.heads,
+            "kv_heads": model.attentions[0].spec.kv_heads,
+        }
+
+    def check_health(self) -> None:
+        """Answers."""
 
     @torch.inference_mode()
     def idle(self) -> bool:

@@ -29,8 +29,15 @@ class Executor(Protocol):
         """Told when there is nothing to run: it may prepare for later steps, a fraction of a second at a time. False = no more
         to prepare."""
 
+    def check(self) -> None:
+        """Asked now and then while there is nothing to run. Raises EngineDead if no step could be run any more."""
+
     def call(self, method: str, *args: Any) -> Any:
-        """Anything else asked of the device side, by name; waits for the answer."""
+        """Anything else asked of the device side, by name; waits for the answer. Where several ranks share a model, each is
+        asked, and the first one's answer returned."""
+
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        """The same, with the answers of all ranks in their order."""
 
     def read_adapter(self, ref: AdapterRef) -> AdapterFacts:
         """Reads and checks an adapter's files; it stays in the host's memory under its version until it is forgotten. May be

@@ -114,8 +114,14 @@ class FakeExecutor:
     def idle(self) -> bool:
         return False
 
+    def check(self) -> None:
+        pass
+
     def call(self, method: str, *args: Any) -> Any:
         raise EngineError(f"the fake executor has no method {method!r} (called with {len(args)} arguments)")
+
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        return [self.call(method, *args)]
 
     def read_adapter(self, ref: AdapterRef) -> AdapterFacts:
         """Of the files only the configuration has to make sense."""

@@ -1,5 +1,6 @@
 """The executor that runs the device half in this process."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import AcceleratorError
@@ -55,12 +56,22 @@ class LocalExecutor:
         except AcceleratorError as error:
             raise _dead(error) from error
 
+    def check(self) -> None:
+        pass
+
     def call(self, method: str, *args: Any) -> Any:
-        """Calls a public method of the runner by name."""
+        return self.find(method)(*args)
+
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        return [self.call(method, *args)]
+
+    def find(self, method: str) -> Callable[..., Any]:
+        """A public method of the runner."""
         target = None if method.startswith("_") else getattr(self._runner, method, None)
         if not callable(target):
             raise EngineError(f"a runner has no method {method!r}")
-        return target(*args)
+        found: Callable[..., Any] = target
+        return found
 
     def read_adapter(self, ref: AdapterRef) -> AdapterFacts:
         return self._runner.shelf.read(ref)

@@ -1,0 +1,80 @@
+"""What the first rank and the others say to each other beside the parts of their sums: msgpack frames with their length in
+front. Nothing received is ever executed or unpickled."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from quire.config.args import EngineArgs
+from quire.types.plan import Ints, StepPlan
+
+ARRAYS = ("<i4", "<i8", "<u4", "<f4", "|b1")
+
+
+class _RankFrame(msgspec.Struct, array_like=True, tag=True):
+    pass
+
+
+# ---- from the first rank
+
+
+class StartRank(_RankFrame):
+    args: EngineArgs  # with which any process comes to the same configuration
+    rank: int
+
+
+class RunStep(_RankFrame):
+    """The first rank alone draws: `drawn` is what the step before drew, if it did."""
+
+    drawn: Ints | None
+    plan: StepPlan
+
+
+class CallRank(_RankFrame):
+    """One of a runner's public methods, by name. The answer is an Answer."""
+
+    method: str
+    args: list[Any]
+
+
+# ---- to it
+
+
+class Answer(_RankFrame):
+    value: Any
+
+
+class RankFailed(_RankFrame):
+    """Its last words."""
+
+    kind: str
+    message: str
+    step: int | None  # in which it failed; None = before there were any
+
+
+Command = StartRank | RunStep | CallRank
+Report = Answer | RankFailed
+
+
+def _from_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.shape, np.ascontiguousarray(value).data)
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} cannot be sent to another rank")
+
+
+def _to_array(kind: Any, value: Any) -> Any:
+    if getattr(kind, "__origin__", kind) is not np.ndarray:
+        raise TypeError(f"a {kind} cannot be received from another rank")
+    dtype, shape, data = value
+    if dtype not in ARRAYS:
+        raise TypeError(f"an array of {dtype} cannot be received; only {', '.join(ARRAYS)} can")
+    return np.frombuffer(data, dtype).reshape(shape).copy()  # one that may be written to
+
+
+encode: Callable[[Command | Report], bytes] = msgspec.msgpack.Encoder(enc_hook=_from_array).encode
+decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command, dec_hook=_to_array).decode
+decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report, dec_hook=_to_array).decode

@@ -1,0 +1,128 @@
+"""A rank other than the first: `python -m quire.engine.executor.worker PARENT SOCKET MEMORY RANK:SOCKET,...`, started by
+`workers.py` alone.
+
+It does what the first rank says: makes its share of the model and runs the plans that the first rank runs. What comes of a step
+it does not draw itself but is told. Ctrl-C is the first rank's matter.
+"""
+
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from quire.config.cores import wait_politely
+from quire.engine.executor import wire
+from quire.engine.executor.workers import LOST
+from quire.frames import Frames
+from quire.subprocesses import WITH_US, end_with_parent
+from quire.types.errors import QuireError
+
+if TYPE_CHECKING:
+    from quire.runner.step import Runner
+
+FAILED = 1
+logger = logging.getLogger("quire.engine.executor.worker")
+
+
+class RankLost(Exception):
+    """Another rank is gone, and the first one knows which."""
+
+
+class Others:
+    """A rank that is not the first ends with the others, and waits for them as long as they live."""
+
+    def lost(self, rank: int) -> NoReturn:
+        raise RankLost(f"rank {rank} is gone")
+
+    def late(self, ranks: Sequence[int], seconds: float) -> None:
+        pass
+
+
+class Rank:
+    def __init__(self, memory: int, peers: Mapping[int, socket.socket]) -> None:
+        self._memory, self._peers = memory, peers
+        self._runner: Runner | None = None
+        self.step: int | None = None  # that is run
+
+    def obey(self, command: wire.Command) -> wire.Report | None:
+        match command:
+            case wire.StartRank():
+                self._runner = self._start(command)
+            case wire.RunStep(drawn, plan):
+                self.step = plan.step
+                if drawn is not None:
+                    self._started.take_drawn(drawn)
+                self._started.launch(plan)
+            case wire.CallRank(method, args):
+                return wire.Answer(self._call(method, args))
+        return None
+
+    @property
+    def _started(self) -> "Runner":
+        assert self._runner is not None
+        return self._runner
+
+    def _start(self, command: wire.StartRank) -> "Runner":
+        from quire.dist.mesh import Position
+        from quire.dist.shared_memory import SharedMemoryGroup
+        from quire.engine.assemble import make_runner, resolve_here, start_device
+        from quire.engine.timeline import Stopwatch
+
+        config = resolve_here(command.args, Stopwatch())
+        position = Position(command.rank, config.ranks, command.args.enable_expert_parallel)
+        group = SharedMemoryGroup(position, self._memory, self._peers, Others())
+        return make_runner(config, start_device(config), position, group)
+
+    def _call(self, method: str, args: Sequence[Any]) -> Any:
+        value = getattr(self._started, method)(*args)
+        if method == "allocate":  # the last thing before the first step
+            gc.collect()
+            gc.freeze()
+        return value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parent, connection, memory, ends, *options = sys.argv[1:] if argv is None else argv
+    if WITH_US in options:
+        end_with_parent()
+    if os.getppid() != int(parent):  # it ended before that
+        return LOST
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("quire").setLevel(logging.ERROR)  # whatever else there is to say, the first rank says as well
+    pairs = [end.split(":") for end in ends.split(",")]
+    for inherited in (connection, memory, *(fd for _, fd in pairs)):
+        os.set_inheritable(int(inherited), False)
+    frames = Frames(socket.socket(fileno=int(connection)))
+    wait_politely()
+    rank = Rank(int(memory), {int(other): socket.socket(fileno=int(fd)) for other, fd in pairs})
+    try:
+        return _serve(frames, rank)
+    except (RankLost, OSError):  # OSError: of the connection
+        return LOST
+
+
+def _serve(frames: Frames, rank: Rank) -> int:
+    while True:
+        while (frame := frames.next()) is None:
+            if not frames.receive():
+                return 0
+        try:
+            report = rank.obey(wire.decode_command(frame))
+        except RankLost:
+            raise
+        except Exception as error:
+            if not isinstance(error, QuireError):
+                logger.exception("a rank failed")
+            frames.send(wire.encode(wire.RankFailed(type(error).__name__, str(error), rank.step)))
+            return FAILED
+        if report is not None:
+            frames.send(wire.encode(report))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

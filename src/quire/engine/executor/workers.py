@@ -1,0 +1,216 @@
+"""The processes of all ranks but the first, as the first one has them. Importing this imports no torch.
+
+    first rank ──── StartRank, CallRank, RunStep ────► a rank          one connection each
+    first rank ◄─── Answer, RankFailed ────────────── a rank
+    any rank   ◄─── a byte for every turn ──────────► any other        `dist/shared_memory.py`
+
+A rank ends with this process, however that ends: by a signal of the system, and by the end of its connections.
+"""
+
+import contextlib
+import itertools
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from quire.config.args import EngineArgs
+from quire.engine import ipc
+from quire.engine.executor import wire
+from quire.frames import Frames
+from quire.subprocesses import ending, environment, is_stopped, nameless_memory, with_us
+from quire.types.errors import EngineDead, QuireError
+
+COMMAND = (sys.executable, "-P", "-m", "quire.engine.executor.worker")
+LOST = 3  # the exit code of a rank that ends because another one is gone
+LOOK = 0.5  # seconds between looks at those who are waited for
+STOPPED = 2.0  # seconds that a stopped process may keep the others waiting
+LAST_WORDS = 1.0  # seconds for the cause of a loss to show
+SENDING = 30.0  # seconds for a message to find room: a rank reads whenever it waits
+
+
+class Worker:
+    """One rank."""
+
+    def __init__(self, rank: int, process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
+        self.rank, self.process = rank, process
+        self.failure: wire.RankFailed | None = None
+        self.answers: list[Any] = []
+        self.closed = False  # its connection
+        self.socket, self._frames = connection, Frames(connection)
+        connection.settimeout(SENDING)
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (process {self.process.pid})"
+
+    def send(self, frame: bytes) -> None:
+        """OSError = it does not read, or is gone."""
+        self._frames.send(frame)
+
+    def take_in(self) -> None:
+        """Whatever it has said."""
+        while not self.closed and _wait([self], 0.0):
+            try:
+                self.closed = not self._frames.receive()
+            except OSError:
+                self.closed = True
+        while (frame := self._frames.next()) is not None:
+            match wire.decode_report(frame):
+                case wire.Answer(value):
+                    self.answers.append(value)
+                case wire.RankFailed() as failure:
+                    self.failure = failure
+
+
+class Workers:
+    """`memory` and `peers` are the first rank's own ends of what joins all ranks."""
+
+    def __init__(self, args: EngineArgs, size: int, hang_timeout: float) -> None:
+        """args: see `StartRank`. hang_timeout: seconds that a rank may keep the others waiting for its part of a sum."""
+        self._hang_timeout = hang_timeout
+        self._dead: str | None = None  # why
+        workers: list[Worker] = []
+        self._workers: Sequence[Worker] = workers
+        with contextlib.ExitStack() as handed:
+            self.memory = nameless_memory("quire-ranks")
+            ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
+            self.peers = ends[0]
+            self.end = weakref.finalize(self, _end, os.getpid(), workers, self.peers, self.memory)
+            for first, second in itertools.combinations(range(size), 2):
+                ends[first][second], ends[second][first] = socket.socketpair()
+            for end in itertools.chain.from_iterable(ends[rank].values() for rank in range(1, size)):
+                handed.callback(end.close)
+            try:
+                for rank in range(1, size):
+                    workers.append(_start(rank, self.memory, ends[rank]))
+                    workers[-1].send(wire.encode(wire.StartRank(args, rank)))
+            except BaseException:
+                self.end()
+                raise
+
+    def check(self) -> None:
+        """Raises why, if a rank is lost."""
+        if self._dead is not None:
+            raise EngineDead(self._dead)
+        if not self.end.alive:
+            raise EngineDead("the ranks have been stopped")
+        for worker in self._workers:
+            if worker.process.poll() is not None:
+                self.lost(worker.rank)
+
+    def give_up(self, reason: str) -> EngineDead:
+        """From now on `check` says so: the ranks are not in step any more."""
+        self._dead = self._dead or reason
+        return EngineDead(self._dead)
+
+    def send(self, command: wire.Command) -> None:
+        frame = wire.encode(command)
+        for worker in self._workers:
+            try:
+                worker.send(frame)
+            except TimeoutError:
+                raise self.give_up(f"{worker.name} has not read for {SENDING:.0f} s") from None
+            except OSError:
+                self.lost(worker.rank)
+
+    def answers(self) -> list[Any]:
+        """Of all, to one CallRank, in the order of ranks. They may take their time."""
+        began = time.monotonic()
+        while late := [worker for worker in self._workers if not worker.answers]:
+            heard = _wait(late, LOOK)
+            for worker in late:
+                worker.take_in()
+                if worker.failure is not None or worker.closed:
+                    self.lost(worker.rank)
+            if not heard:
+                self._refuse_stopped(late, time.monotonic() - began)
+        return [worker.answers.pop(0) for worker in self._workers]
+
+    # ---- those who are waited for
+
+    def lost(self, rank: int) -> NoReturn:
+        """Names who failed, and how: ranks that end only because another one did are not the cause."""
+        deadline = time.monotonic() + LAST_WORDS
+        while True:
+            codes = {worker: worker.process.poll() for worker in self._workers}
+            for worker in self._workers:
+                worker.take_in()
+            told = [worker for worker in self._workers if worker.failure is not None]
+            if told:
+                raise self._failed(told[0])
+            ended = [(worker, code) for worker, code in codes.items() if code is not None]
+            for worker, code in ended:
+                if code != LOST:
+                    raise self.give_up(f"{worker.name} ended with {ending(code)}")
+            if time.monotonic() > deadline:
+                [worker] = [worker for worker in self._workers if worker.rank == rank]
+                raise self.give_up(f"{worker.name} has closed its connections")
+            time.sleep(0.01)
+
+    def late(self, ranks: Sequence[int], seconds: float) -> None:
+        late = [worker for worker in self._workers if worker.rank in ranks]
+        self._refuse_stopped(late, seconds)
+        if seconds > self._hang_timeout:
+            names = " and ".join(worker.name for worker in late)
+            raise self.give_up(f"{names} kept the other ranks waiting for {seconds:.1f} s (engine_hang_timeout)")
+
+    def _refuse_stopped(self, late: Iterable[Worker], seconds: float) -> None:
+        for worker in late:
+            if seconds >= STOPPED and is_stopped(worker.process.pid):
+                raise self.give_up(f"{worker.name} is stopped (SIGSTOP), and kept the other ranks waiting for {seconds:.1f} s")
+
+    def _failed(self, worker: Worker) -> QuireError:
+        """A start fails as that of one process would."""
+        failure = worker.failure
+        assert failure is not None
+        where = "" if failure.step is None else f" in step {failure.step}"
+        dead = self.give_up(f"{worker.name} failed{where}: {failure.kind}: {failure.message}")
+        if failure.step is not None:
+            return dead
+        return ipc.start_error(ipc.Failed(failure.kind, f"{worker.name}: {failure.message}"))
+
+
+def _wait(workers: Iterable[Worker], seconds: float) -> bool:
+    """Until one of them has said something, or is gone."""
+    waiting = select.poll()
+    for worker in workers:
+        waiting.register(worker.socket, select.POLLIN)
+    return bool(waiting.poll(1000 * seconds))
+
+
+def _start(rank: int, memory: int, peers: dict[int, socket.socket]) -> Worker:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        ends = [f"{other}:{end.fileno()}" for other, end in peers.items()]
+        try:
+            process = subprocess.Popen(
+                [*COMMAND, str(os.getpid()), str(theirs.fileno()), str(memory), ",".join(ends), *with_us()],
+                pass_fds=[theirs.fileno(), memory, *(end.fileno() for end in peers.values())],
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C is for the first rank
+            )
+        except BaseException:
+            ours.close()
+            raise
+    return Worker(rank, process, ours)
+
+
+def _end(owner: int, workers: Sequence[Worker], peers: dict[int, socket.socket], memory: int) -> None:
+    if os.getpid() != owner:  # a fork of it
+        return
+    for worker in workers:
+        worker.process.kill()
+    for worker in workers:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.process.wait(10.0)
+        worker.socket.close()
+    for end in peers.values():
+        end.close()
+    os.close(memory)

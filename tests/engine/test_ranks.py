@@ -1,0 +1,139 @@
+"""A model divided among ranks gives the tokens of one process, whatever is asked of it. Ranks are processes here, too."""
+
+import pytest
+import torch
+from tiny import TEXT, open_model
+
+from forked_ranks import rank_nursery
+from oracle import TINY
+from quire import LLM, SamplingParams
+from quire.engine.executor import workers
+from quire.sampling_params import StructuredOutputsParams
+from quire.types.errors import ConfigError, InvalidParameter, NotSupported
+
+GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.5, max_tokens=16, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=7, max_tokens=16, ignore_eos=True)
+PROMPTS = [
+    torch.randint(3, TINY["vocab_size"], (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (33, 5, 18, 49)
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked(tmp_path_factory):
+    with rank_nursery(tmp_path_factory.mktemp("nursery")) as command, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "COMMAND", command)
+        yield
+
+
+def family_engine(directory, **args) -> LLM:
+    defaults = {
+        "skip_tokenizer_init": True, "device": "cpu", "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64,
+        "kv_cache_memory_bytes": 4 << 20,
+    }  # fmt: skip
+    return LLM(str(directory), **(defaults | args))
+
+
+def ids(llm, prompts, params):
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert not any(choice.error for output in outputs for choice in output.outputs)
+    return [[list(choice.token_ids) for choice in output.outputs] for output in outputs]
+
+
+# key heads fewer than ranks, heads that are not divided evenly; whole experts, and parts of each
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "mixtral", "qwen3-moe"])
+def test_ranks_give_the_tokens_of_one_process(checkpoint, name):
+    directory = checkpoint(name).directory
+    alone = family_engine(directory)
+    prompts, params = PROMPTS * 2, [GREEDY] * len(PROMPTS) + [SEEDED] * len(PROMPTS)
+    expected = ids(alone, prompts, params)
+    held = alone.collective_rpc("describe_rank")[0]["parameters"]
+    for size in (2, 3):
+        experts = (name, size) in (("mixtral", 3), ("qwen3-moe", 2))
+        llm = family_engine(directory, tensor_parallel_size=size, enable_expert_parallel=experts, async_scheduling=size == 3)
+        try:
+            assert ids(llm, prompts, params) == expected
+            told = llm.collective_rpc("describe_rank")
+            assert [rank["rank"] for rank in told] == list(range(size)) and llm.get_world_size() == size
+            assert sum(rank["heads"] for rank in told) == 6 and len({rank["pid"] for rank in told}) == size
+            assert all(rank["parameters"] < 0.8 * held for rank in told)
+        finally:
+            llm.llm_engine.shutdown()
+    alone.llm_engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def divided(tiny_model):
+    llm = open_model(tiny_model, distributed_executor_backend="mp", tensor_parallel_size=2)
+    yield llm
+    llm.llm_engine.shutdown()
+
+
+def test_grammars_and_several_answers(divided, shared_llm):
+    for rules in ({"regex": "(fox|dog) [a-z]{3}"}, {"json": {"type": "object", "properties": {"a": {"type": "integer"}}}}):
+        params = SamplingParams(
+            temperature=0.8, seed=3, n=3, max_tokens=30, structured_outputs=StructuredOutputsParams(**rules), bad_words=["lazy"]
+        )
+        assert ids(divided, TEXT, params) == ids(shared_llm, TEXT, params)
+    assert ids(divided, TEXT, GREEDY) == ids(shared_llm, TEXT, GREEDY)
+
+
+def test_logprobs_are_close_and_of_the_same_tokens(divided, shared_llm):
+    params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=4, prompt_logprobs=3, ignore_eos=True)
+    for ours, theirs in zip(*(llm.generate(TEXT, params, use_tqdm=False) for llm in (divided, shared_llm)), strict=True):
+        assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+        for here, there in zip(
+            [*ours.prompt_logprobs[1:], *ours.outputs[0].logprobs],
+            [*theirs.prompt_logprobs[1:], *theirs.outputs[0].logprobs],
+            strict=True,
+        ):
+            assert here.keys() == there.keys()
+            assert all(abs(here[token].logprob - there[token].logprob) < 1e-4 for token in here)
+
+
+def test_prefix_hits(divided, shared_llm):
+    shared = "a page is a page, a quire is a gathering of pages "
+    divided.generate(shared, GREEDY, use_tqdm=False)
+    [output] = divided.generate(shared + "the fox", GREEDY, use_tqdm=False)
+    assert output.num_cached_tokens > 0
+    assert list(output.outputs[0].token_ids) == ids(shared_llm, [shared + "the fox"], GREEDY)[0][0]
+    assert divided.reset_prefix_cache()
+
+
+def test_preemption(tiny_model, shared_llm):
+    llm = open_model(tiny_model, tensor_parallel_size=3, num_gpu_blocks_override=20, max_model_len=64)
+    try:
+        prompts = [text[:20] for text in TEXT] * 2
+        assert ids(llm, prompts, SEEDED) == ids(shared_llm, prompts, SEEDED)
+        assert llm.llm_engine.core.stats.preemptions > 0
+    finally:
+        llm.llm_engine.shutdown()
+
+
+def test_what_ranks_can_be_asked(divided, shared_llm):
+    assert divided.collective_rpc("check_health") == [None, None]
+    assert shared_llm.collective_rpc("check_health") == [None]
+    with pytest.raises(InvalidParameter, match="ranks have no method 'close'; they have check_health"):
+        divided.collective_rpc("close")
+    with pytest.raises(NotSupported, match="no code is sent"):
+        divided.collective_rpc(lambda worker: worker)
+    with pytest.raises(NotSupported, match="takes no arguments"):
+        divided.collective_rpc("check_health", args=(1,))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("llama", {"tensor_parallel_size": 7}, "6 attention heads cannot be divided among so many ranks; 6 is the most"),
+        ("llama", {"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "'uni' has one rank"),
+        ("llama", {"tensor_parallel_size": 2, "distributed_executor_backend": "fake"}, "'fake' has one rank"),
+        ("llama", {"tensor_parallel_size": 2, "model_impl": "transformers"}, "only models of a family of our own"),
+        ("llama", {"enable_expert_parallel": True}, "LlamaForCausalLM has no experts"),
+        ("mixtral", {"enable_expert_parallel": True, "tensor_parallel_size": 6}, "5 experts cannot be divided among 6 ranks"),
+        ("llama", {"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1"),
+        ("llama", {"distributed_executor_backend": "ray"}, "'ray' is not supported: ranks are processes of one machine"),
+        ("llama", {"distributed_executor_backend": "external_launcher"}, "is not supported: ranks are started by the engine"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(checkpoint, name, args, message):
+    with pytest.raises(ConfigError, match=message):
+        family_engine(checkpoint(name).directory, **args)
