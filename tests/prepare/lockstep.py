@@ -29,7 +29,7 @@ class Member:
         self.all, self.rank = all_ranks, rank
 
     def exchange(self, part):
-        self.all.parts[self.rank] = part
+        self.all.parts[self.rank] = part.clone()  # whoever laid it down may write over it when the others have it
         self.wait()
         parts = list(self.all.parts)
         self.wait()

@@ -13,6 +13,7 @@ from more_families import MORE
 from oracle import FAMILIES, Sequences, in_pieces, make_checkpoint, open_checkpoint
 from quire.config.facts import read_facts
 from quire.device.cpu.compiled import compile_body
+from quire.device.cpu.prepare import CompiledBody
 from quire.dist.mesh import HeadDivision, Position, evenly
 from quire.files.resolve import resolve_model
 from quire.layers.embedding import Head
@@ -140,10 +141,20 @@ def test_random_weights_of_ranks_are_slices_of_the_whole_models(checkpoint):
     close(logits, whole_logits(facts, IDS[0], load_format="dummy", seed=5))
 
 
-def test_a_share_runs_layer_by_layer(checkpoint):
-    """What is compiled for a CPU has no place where ranks could meet."""
-    [model, _], _ = divided(checkpoint("llama").facts, 2)
-    assert compile_body(model.run_blocks, 48, whole=True, paged=False) is None
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_compiled_shares_meet_where_layers_do(checkpoint, family):
+    case = checkpoint(family)
+    models, group = divided(case.facts, 2)
+    for model in models:
+        compiled = compile_body(model.run_blocks, 48, whole=True, paged=False)
+        if compiled is None:
+            pytest.skip("nothing is compiled on this CPU")
+        model.body = CompiledBody(model.run_blocks, compiled)
+    for logits, ids in zip(together(models, lambda model: in_pieces(model, *IDS)), IDS, strict=True):
+        close(logits, case.expected(ids))
+    assert group.sums == 6 * (1 + 2 * len(case.facts.layers))
+    [few] = together(models, lambda model: Sequences(model, 1, 40).step([(0, IDS[0])], kept=[2]))
+    close(few, case.expected(IDS[0])[-2:])
 
 
 def test_one_rank_has_all_of_it(checkpoint):

@@ -10,6 +10,7 @@ from torch import Tensor
 from quire.attn.batch import Batch
 from quire.attn.cpu import batch_rows
 from quire.device.cpu.session import Call
+from quire.dist.collectives import Group
 from quire.layers.attention import SelfAttention, attend_heads
 from quire.ops import paged_attention
 
@@ -46,6 +47,19 @@ class BoundAttention:
             self._out[:rows] = attend_heads(self._attention, self._qkv[:rows], batch)
 
 
+class BoundSum:
+    """A sum over ranks in a track, from `part` to `total`, each [C, columns]."""
+
+    stale = False
+
+    def __init__(self, group: Group, part: Tensor, total: Tensor) -> None:
+        self._group, self._part, self._total = group, part, total
+
+    def run(self, batch: Batch) -> None:
+        rows = len(batch.rows)
+        self._total[:rows] = self._group.add(self._part[:rows])
+
+
 class Memory:
     """Matrices with C rows, which can be used again when they are given back. It has to outlive the calls bound to it."""
 
@@ -66,10 +80,10 @@ class Memory:
 
 
 class BoundSegments:
-    """Stages in order, each with the attention behind it, for up to C rows."""
+    """Stages in order, each with the attention or the sum behind it, for up to C rows."""
 
     def __init__(
-        self, source: Tensor, result: Tensor, stages: Sequence[tuple[Bind, BoundAttention | None]], memory: Memory
+        self, source: Tensor, result: Tensor, stages: Sequence[tuple[Bind, BoundAttention | BoundSum | None]], memory: Memory
     ) -> None:
         self._source, self._result, self._memory = source, result, memory  # [C, columns]
         self._binds = [bind for bind, _ in stages]

@@ -28,7 +28,7 @@ def compile_body(
     except Untraceable as reason:
         logger.info("the model runs layer by layer: %s cannot be compiled", reason)
         return None
-    attending = find_forms(trace) if paged and not whole and choose().openvino else None
+    attending = find_forms(trace) if paged and not whole and not trace.divided and choose().openvino else None
     if attending:
         try:
             return DecoderNetwork(trace, attending)

@@ -1,5 +1,5 @@
-"""A decoder of float32 numbers on a CPU, compiled in pieces: what is between two attentions (`trace.py`) is one call, of
-Quire's own kernels or of OpenVINO. Steps in which every row is one token run on memory that stays (`track.py`).
+"""A decoder of float32 numbers on a CPU, compiled in pieces: what is between two attentions or sums over ranks (`trace.py`) is
+one call, of Quire's own kernels or of OpenVINO. Steps in which every row is one token run on memory that stays (`track.py`).
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.attn.batch import Batch
 from quire.device.cpu.autotune import NEVER, dequantize_from
-from quire.device.cpu.bound_segments import BoundAttention, BoundSegments, Memory, room_for
+from quire.device.cpu.bound_segments import BoundAttention, BoundSegments, BoundSum, Memory, room_for
 from quire.device.cpu.graph import Graph, Runtime
 from quire.device.cpu.program import Scratch
 from quire.device.cpu.session import Call, Session
@@ -81,9 +81,12 @@ class Segments:
         for stage in self._stages:
             values.update((symbol, memory.take(symbol.columns)) for symbol in stage.made)
             bind = partial(_bind, stage.session, [values[s] for s in stage.read], [values[s] for s in stage.made])
-            attending = None
+            attending: BoundAttention | BoundSum | None = None
             for between in stage.behind:
-                if between.attention is None:  # all tokens are kept
+                if between.group is not None:
+                    values[between.target] = memory.take(between.target.columns)
+                    attending = BoundSum(between.group, values[between.source], values[between.target])
+                elif between.attention is None:  # all tokens are kept
                     values[between.target] = values[between.source]
                 else:
                     values[between.target] = memory.take(between.target.columns)

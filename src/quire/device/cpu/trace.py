@@ -1,5 +1,6 @@
 """A decoder's forward written down: it is run once with symbols in place of tensors. What happens to them is noted, operator
-by operator; an attention ends a piece, for it goes through the cache. Behind the last one, tokens may be left out.
+by operator; an attention ends a piece, for it goes through the cache, and so does a sum over ranks. Behind the last attention,
+tokens may be left out.
 
     embedding | norm qkv | attention | o_proj add norm gate_up silu mul down add norm qkv | attention | ... norm
               '- piece -'             '---------------------- piece ---------------------'
@@ -18,6 +19,7 @@ from quire.attn.batch import Batch
 from quire.device.cpu import gemm
 from quire.device.cpu.graph import CONTRIB, Graph
 from quire.device.cpu.product import emit, repack
+from quire.dist.collectives import Group, add_parts
 from quire.layers.attention import SelfAttention, attend_heads, keep
 from quire.layers.linear import Linear
 from quire.layers.quant.gguf import GGUFMethod
@@ -59,13 +61,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Between:
-    """What is done behind a piece: an attention, or the choice of the tokens that are kept."""
+    """What is done behind a piece: an attention, a sum over the ranks of a group, or the choice of the tokens that are kept."""
 
     attention: SelfAttention | None
     source: "Symbol"
     target: "Symbol"
+    group: Group | None = None
 
     def do(self, x: Tensor, batch: Batch) -> Tensor:
+        if self.group is not None:
+            return self.group.add(x)
         return keep(x, batch) if self.attention is None else attend_heads(self.attention, x, batch)
 
 
@@ -191,12 +196,25 @@ def _attend(attention: SelfAttention, qkv: Symbol, batch: Batch) -> Symbol:  # n
     return target
 
 
+def _add_parts(part: Symbol, group: Group) -> Symbol:
+    target = Symbol(part.pieces, part.columns)
+    part.pieces[-1].behind.append(Between(None, part, target, group))
+    part.pieces.append(Piece())
+    return target
+
+
 def _keep(x: Symbol, batch: Batch) -> Symbol:  # noqa: ARG001
     """x went past the latest attention, and is thinned out beside it."""
-    if len(x.pieces) == 1 or any(x in step.outputs for step in x.pieces[-1].steps):
+    since, found = list[Symbol](), None
+    for piece in reversed(x.pieces):
+        if any(between.attention is not None for between in piece.behind):
+            found = piece
+            break
+        since += [symbol for step in piece.steps for symbol in step.outputs] + [between.target for between in piece.behind]
+    if found is None or x in since:
         raise Untraceable("leaving out tokens anywhere else")
     target = Symbol(x.pieces, x.columns)
-    x.pieces[-2].behind.append(Between(None, x, target))
+    found.behind.append(Between(None, x, target))
     return target
 
 
@@ -208,6 +226,7 @@ OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.silu: _silu,
     F.gelu: _gelu,
     attend_heads: _attend,
+    add_parts: _add_parts,
     keep: _keep,
 }
 
@@ -224,6 +243,11 @@ class Trace:
     def has_floats(self) -> bool:
         """Is any of its matrices of floats?"""
         return any(step.matrix is not None for piece in self.pieces for step in piece.steps)
+
+    @property
+    def divided(self) -> bool:
+        """Has each rank a share of it?"""
+        return any(between.group is not None for piece in self.pieces for between in piece.behind)
 
     @property
     def quickly(self) -> bool:
