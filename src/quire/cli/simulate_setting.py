@@ -147,6 +147,8 @@ def _measured(args: EngineArgs, namespace: argparse.Namespace) -> Setting:
 
 
 def _fitting(plan: MemoryPlan) -> MemoryPlan:
+    if plan.ranks > 1:
+        raise ConfigError(f"steps of {plan.ranks} ranks are not simulated; leave tensor_parallel_size at 1")
     if not plan.fits:
         raise ConfigError(f"{plan.model} does not fit: {'; '.join(plan.advice)}")
     return plan
