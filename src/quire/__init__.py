@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from quire.config.args import EngineArgs as EngineArgs
     from quire.llm import LLM as LLM
     from quire.llm_engine import LLMEngine as LLMEngine
+    from quire.types.adapter import LoRARequest as LoRARequest
     from quire.types.outputs import CompletionOutput as CompletionOutput
     from quire.types.outputs import RequestOutput as RequestOutput
     from quire.types.prompts import PromptType as PromptType
@@ -38,6 +39,7 @@ _HOMES = {
     "StructuredOutputsParams": "quire.types.structured",
     "RequestOutput": "quire.types.outputs",
     "CompletionOutput": "quire.types.outputs",
+    "LoRARequest": "quire.types.adapter",
     "PromptType": "quire.types.prompts",
     "TextPrompt": "quire.types.prompts",
     "TokensPrompt": "quire.types.prompts",

@@ -19,6 +19,8 @@ from quire.config.config import Config
 from quire.config.resolve import resolve
 from quire.device.registry import describe_unseen
 from quire.engine import ipc
+from quire.engine.adapter_client import AdapterClient
+from quire.engine.adapter_names import AdapterNames
 from quire.engine.child import COMMAND, Child
 from quire.engine.client import EngineClient
 from quire.engine.supervisor import State
@@ -29,9 +31,10 @@ from quire.text.inputs import InputProcessor, PreparedRequest
 from quire.text.open import open_tokenizer
 from quire.text.outputs import OutputProcessor, RequestAnswer
 from quire.text.tokenizer import Tokenizer
+from quire.types.adapter import LoRARequest
 from quire.types.errors import EngineError, QuireError, RequestError
 from quire.types.outputs import RequestOutput, TokenDelta
-from quire.types.prompts import Prompt, PromptType
+from quire.types.prompts import NO_EXTRAS, Extras, Prompt, PromptType
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 from quire.types.sight import Sight
@@ -82,7 +85,9 @@ class AsyncLLM:
         self.pages = 0  # of the cache; 0 until the engine is ready
         self.timeline: Timeline | None = None  # of the latest start of the engine process
         self._viewer: Callable[[Sight], None] | None = None
+        self.adapters = AdapterNames(config.max_loras > 0)
         self._client = EngineClient(_engine_args(config), self, command, spare)
+        self._adapters = AdapterClient(self.adapters, self._client)
         try:
             self.tokenizer = open_tokenizer(config)
         except BaseException:
@@ -171,6 +176,7 @@ class AsyncLLM:
         sampling_params: SamplingParams,
         request_id: str,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         cache_tenant: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
@@ -179,6 +185,7 @@ class AsyncLLM:
         """Outputs as they come (sampling_params.output_kind says which), the last one with `finished`.
 
         A bad request raises RequestError before the first output. Leaving the generator ends the request in the engine.
+        `lora_request` is loaded if it is new; a `Prompt` may bring its adapter along.
         Requests that come in the same turn of the event loop begin together, but for those that are sent `at_once`.
         """
         arrived = time.monotonic()
@@ -186,7 +193,8 @@ class AsyncLLM:
             await self.wait_ready()
         self._attend()
         self._client.check()
-        prepared = await self._prepare(prompt, sampling_params, request_id, priority, cache_tenant)
+        extras = NO_EXTRAS if lora_request is None else (await self._adapters.use(lora_request)).extras
+        prepared = await self._prepare(prompt, sampling_params, request_id, priority, cache_tenant, extras)
         stream = self._open(prepared, trace_headers, arrived, at_once)
         try:
             answer, finished = stream.answer, False
@@ -221,6 +229,30 @@ class AsyncLLM:
         """Forgets all cached content. False, and nothing is forgotten, while a request runs."""
         self._attend()
         return bool(await self._client.call("reset_prefix_cache"))
+
+    # ---- adapters -------------------------------------------------------------------------------------------------------
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Loads an adapter before anybody asks for it, or again (`load_inplace`): requests that have begun keep what they
+        have. Raises why it cannot be loaded; nothing has changed then."""
+        self._attend()
+        return bool(await self._adapters.use(lora_request))
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """False if there is none. Requests that have begun with it go on."""
+        return self._adapters.remove(lora_id)
+
+    def adapters_in_use(self) -> tuple[int, list[str], list[str]]:
+        """How many there may be on the device, and the names of those that open requests wait for and run with."""
+        return self.config.max_loras, *self._outputs.adapters()
+
+    async def list_loras(self) -> set[int]:
+        return self.adapters.keys
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Keeps an adapter on the device, whoever else is asked for. False if there is none."""
+        self._attend()
+        return await self._adapters.pin(lora_id)
 
     # ---- text -----------------------------------------------------------------------------------------------------------
 
@@ -274,6 +306,7 @@ class AsyncLLM:
         self.prompts.max_model_len = ready.max_model_len
         self.pages = ready.pages
         self.timeline = ready.timeline
+        self._adapters.tell_again()
 
     def on_deltas(self, deltas: Sequence[TokenDelta]) -> None:
         absorbed = self._outputs.absorb(deltas)
@@ -307,14 +340,20 @@ class AsyncLLM:
     # ---- inside ---------------------------------------------------------------------------------------------------------
 
     async def _prepare(
-        self, prompt: PromptType | Prompt, params: SamplingParams, request_id: str, priority: int, tenant: str | None
+        self,
+        prompt: PromptType | Prompt,
+        params: SamplingParams,
+        request_id: str,
+        priority: int,
+        tenant: str | None,
+        extras: Extras,
     ) -> PreparedRequest:
         """The engine gets numbers for ids: a user may use an id again while the engine still talks of its last bearer."""
         arrival, serial = time.time(), f"{next(self._serials):x}"
 
         def prepare() -> PreparedRequest:
             return self._inputs.prepare(
-                request_id, prompt, params, arrival=arrival, priority=priority, tenant=tenant, engine_id=serial
+                request_id, prompt, params, arrival=arrival, priority=priority, tenant=tenant, engine_id=serial, extras=extras
             )
 
         return prepare() if _is_quick(prompt, params) else await self.aside.thread(prepare)

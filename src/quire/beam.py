@@ -26,12 +26,13 @@ _names = itertools.count()
 
 
 def search_beams(
-    engine: LLMEngine, prompts: Sequence[PromptType], params: BeamSearchParams, use_tqdm: bool, extras: Extras = NO_EXTRAS
+    engine: LLMEngine, prompts: Sequence[PromptType], params: BeamSearchParams, use_tqdm: bool, extras: Sequence[Extras] = ()
 ) -> list[BeamSearchOutput]:
     rescaled = params.temperature not in (0.0, 1.0)  # then every logprob is needed to normalize again
     step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1 if rescaled else 2 * params.beam_width)
     first = SamplingParams(temperature=0.0, max_tokens=1)
-    asked = [engine.prepare("beam", prompt, first, extras=extras).requests[0] for prompt in prompts]
+    each = zip(prompts, extras or [NO_EXTRAS] * len(prompts), strict=True)
+    asked = [engine.prepare("beam", prompt, first, extras=extra).requests[0] for prompt, extra in each]
     searches = [BeamSearch(one.prompt, params, engine.inputs.eos_ids, engine.max_model_len) for one in asked]
     texts = engine.outputs.tools_for(step)[1]
     held: list[list[str]] = [[] for _ in searches]  # by place: the requests whose pages hold the beams of the latest round

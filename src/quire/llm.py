@@ -14,10 +14,11 @@ from quire.llm_not_built import NotBuilt
 from quire.obs.offline import OfflineMetrics
 from quire.progress import shown
 from quire.step_loop import interrupts_between_steps, little_garbage_collection
-from quire.text.inputs import PreparedRequest, read_extras
+from quire.text.inputs import PreparedRequest, refuse_media
 from quire.text.prompts import ChatOptions
 from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
+from quire.types.adapter import LoRARequest
 from quire.types.errors import InvalidParameter, NotSupported
 from quire.types.outputs import BeamSearchOutput, RequestOutput
 from quire.types.prompts import Extras, PromptType
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, Any]]
 RANK_METHODS = ("check_health", "describe_rank")
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM(NotBuilt):
@@ -55,7 +57,7 @@ class LLM(NotBuilt):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        lora_request: Any = None,
+        lora_request: Adapters = None,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Any = None,
@@ -64,17 +66,18 @@ class LLM(NotBuilt):
 
         Everything is checked before anything runs. A request that fails while running comes back with finish_reason
         "error" and its reason in `outputs[i].error`; the others are not touched. `tokenization_kwargs` say how prompts become
-        tokens: add_special_tokens, truncation, max_length ... (`text/tokenization.py`).
+        tokens: add_special_tokens, truncation, max_length ... (`text/tokenization.py`). `lora_request`: the adapter of all
+        prompts, or a list with one or None for each.
         """
-        extras = read_extras(lora_request, mm_processor_kwargs)
-        return self._run(self._prepare(prompts, sampling_params, priority, tokenization_kwargs, extras), use_tqdm)
+        refuse_media(mm_processor_kwargs)
+        return self._run(self._prepare(prompts, sampling_params, priority, tokenization_kwargs, lora_request), use_tqdm)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        lora_request: Any = None,
+        lora_request: Adapters = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -93,8 +96,8 @@ class LLM(NotBuilt):
             chat_template, chat_template_content_format, add_generation_prompt, continue_final_message, tools,
             chat_template_kwargs, tokenization_kwargs,
         )  # fmt: skip
-        extras = {"lora_request": lora_request, "mm_processor_kwargs": mm_processor_kwargs}
-        return self.generate(self._render(messages, options), sampling_params, use_tqdm=use_tqdm, **extras)
+        refuse_media(mm_processor_kwargs)
+        return self.generate(self._render(messages, options), sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def preprocess_chat(self, messages: Messages | Sequence[Messages], **options: Any) -> list[PromptType]:
         """The prompts that `chat` makes of conversations; the options are those of `chat` from chat_template on."""
@@ -112,14 +115,14 @@ class LLM(NotBuilt):
         prompts: PromptType | Sequence[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        lora_request: Any = None,
+        lora_request: Adapters = None,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Any = None,
     ) -> list[str]:
         """Takes requests in without running them; `wait_for_completion` does. Returns their ids."""
-        extras = read_extras(lora_request, mm_processor_kwargs)
-        prepared = self._prepare(prompts, sampling_params, priority, tokenization_kwargs, extras)
+        refuse_media(mm_processor_kwargs)
+        prepared = self._prepare(prompts, sampling_params, priority, tokenization_kwargs, lora_request)
         self._waiting += prepared
         return [one.id for one in prepared]
 
@@ -141,18 +144,19 @@ class LLM(NotBuilt):
         self,
         prompts: PromptType | Sequence[PromptType],
         params: BeamSearchParams,
-        lora_request: Any = None,
+        lora_request: Adapters = None,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The `beam_width` best continuations of each prompt, best first. At most `concurrency_limit` prompts at a time."""
-        batch, extras = _as_batch(prompts), read_extras(lora_request)
+        batch = _as_batch(prompts)
+        extras = self._extras_for(lora_request, len(batch))
         if concurrency_limit is not None and (type(concurrency_limit) is not int or concurrency_limit < 1):
             raise InvalidParameter(f"concurrency_limit must be at least 1, got {concurrency_limit!r}", "concurrency_limit")
         size = concurrency_limit or max(1, len(batch))
         found: list[BeamSearchOutput] = []
         for i in range(0, len(batch), size):
-            found += search_beams(self.llm_engine, batch[i : i + size], params, use_tqdm, extras)
+            found += search_beams(self.llm_engine, batch[i : i + size], params, use_tqdm, extras[i : i + size])
         return found
 
     def get_tokenizer(self) -> Tokenizer:
@@ -201,7 +205,7 @@ class LLM(NotBuilt):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
         tokenization_kwargs: Mapping[str, Any] | None,
-        extras: Extras,
+        lora_request: Adapters,
     ) -> list[PreparedRequest]:
         batch = _as_batch(prompts)
         how = Tokenization.of(tokenization_kwargs) if tokenization_kwargs else None
@@ -209,12 +213,19 @@ class LLM(NotBuilt):
         priorities = list(priority) if priority is not None else [0] * len(batch)
         if len(priorities) != len(batch):
             raise InvalidParameter(f"priority has {len(priorities)} entries for {len(batch)} prompts", "priority")
-        prepared = []
-        for prompt, one, rank in zip(batch, params, priorities, strict=True):
-            ready = self.llm_engine.prepare(str(next(self._ids)), prompt, one, priority=rank, how=how, extras=extras)
+        extras, prepared = self._extras_for(lora_request, len(batch)), []
+        for prompt, one, rank, extra in zip(batch, params, priorities, extras, strict=True):
+            ready = self.llm_engine.prepare(str(next(self._ids)), prompt, one, priority=rank, how=how, extras=extra)
             ready.params.output_kind = RequestOutputKind.FINAL_ONLY
             prepared.append(ready)
         return prepared
+
+    def _extras_for(self, lora_request: Adapters, count: int) -> list[Extras]:
+        if isinstance(lora_request, list | tuple):
+            if len(lora_request) != count:
+                raise InvalidParameter(f"lora_request has {len(lora_request)} entries for {count} prompts", "lora_request")
+            return [self.llm_engine.extras_of(one) for one in lora_request]
+        return [self.llm_engine.extras_of(cast(LoRARequest | None, lora_request))] * count
 
     def _params_for(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None:

@@ -7,21 +7,22 @@ import logging
 import time
 import warnings
 from collections.abc import Iterable
-from typing import Any
 
 from quire.config.args import EngineArgs
 from quire.config.config import Config
 from quire.config.model_config import ModelConfig
+from quire.engine.adapter_names import AdapterNames, NamedAdapter
 from quire.engine.assemble import resolve_here, start_core
 from quire.engine.core import EngineCore
 from quire.engine.timeline import Stopwatch
 from quire.grammar.schema import unenforced
 from quire.progress import doing
-from quire.text.inputs import InputProcessor, PreparedRequest, read_extras
+from quire.text.inputs import InputProcessor, PreparedRequest
 from quire.text.open import open_tokenizer
 from quire.text.outputs import OutputProcessor
 from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
+from quire.types.adapter import LoRARequest
 from quire.types.errors import RequestError
 from quire.types.outputs import RequestOutput
 from quire.types.prompts import NO_EXTRAS, Extras, PromptType
@@ -41,6 +42,7 @@ class LLMEngine:
         self.core: EngineCore = started.core
         self.timeline = started.timeline
         self.max_model_len = started.max_model_len
+        self.adapters = AdapterNames(config.max_loras > 0)
         self.inputs = InputProcessor.of(config, self.tokenizer, self.max_model_len)
         self.outputs = OutputProcessor(self.tokenizer, page_size=config.page_size if config.prefix_caching else 0)
         logger.info("ready after %s", self.timeline)
@@ -56,11 +58,11 @@ class LLMEngine:
         prompt: PromptType,
         params: SamplingParams,
         arrival_time: float | None = None,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> None:
         """Checks and queues one request; a RequestError leaves the engine as it was."""
-        extras = read_extras(lora_request)
+        extras = self.extras_of(lora_request)
         self.submit(self.prepare(request_id, prompt, params, arrival_time, priority, extras=extras))
 
     def prepare(
@@ -106,6 +108,56 @@ class LLMEngine:
         """Ends requests at once; they give no further output. Unknown ids are ignored."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         self.core.abort([inner for request_id in ids for inner in self.outputs.forget(request_id)])
+
+    # ---- adapters --------------------------------------------------------------------------------------------------------
+
+    def extras_of(self, lora_request: LoRARequest | None) -> Extras:
+        """What a request with this adapter brings along. One that is new is loaded; raises why it cannot be."""
+        if lora_request is None:
+            return NO_EXTRAS
+        known = self.adapters.known(self.adapters.check(lora_request))
+        return (known or self._load(lora_request)).extras
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Loads an adapter before anybody asks for it, or again (`load_inplace`): requests that run keep what they have."""
+        return self.extras_of(lora_request).lora is not None
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """False if there is none. Requests that run with it go on."""
+        adapter = self.adapters.of_key(lora_id)
+        if adapter is not None:
+            self._retire(self.adapters.remove(adapter.name))
+        return adapter is not None
+
+    def list_loras(self) -> set[int]:
+        return self.adapters.keys
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keeps an adapter on the device, whoever else is asked for. False if there is none."""
+        adapter = self.adapters.of_key(lora_id)
+        if adapter is not None:
+            self._wait_loaded(adapter, pinned=True)
+            self.adapters.pin(adapter.name)
+        return adapter is not None
+
+    def _load(self, lora_request: LoRARequest) -> NamedAdapter:
+        found = self.adapters.look(lora_request)
+        self._wait_loaded(found, found.pinned)
+        self._retire(self.adapters.put(found))
+        return found
+
+    def _wait_loaded(self, adapter: NamedAdapter, pinned: bool) -> None:
+        told: list[RequestError | None] = []
+        self.core.adapters.load(adapter.ref, pinned, told.append)
+        while not told:
+            self.core.adapters.turn()
+            self.core.adapters.wait()
+        if told[0] is not None:
+            raise told[0]
+
+    def _retire(self, version: str | None) -> None:
+        if version is not None:
+            self.core.retire_adapter(version)
 
     @property
     def model_config(self) -> ModelConfig:

@@ -115,8 +115,8 @@ def test_the_constructor_knows_vllms_other_names_as_well(caplog: pytest.LogCaptu
     args = AsyncEngineArgs(model="m", pipeline_parallel_size=1, trust_remote_code=True, disable_log_requests=True)
     assert args == EngineArgs(model="m")
     assert "trust_remote_code=True changes nothing" in caplog.text and "disable_log_requests=True" in caplog.text
-    with pytest.raises(ConfigError, match="enable_lora=True is not supported"):
-        EngineArgs(enable_lora=True)
+    with pytest.raises(ConfigError, match="enable_prompt_embeds=True is not supported"):
+        EngineArgs(enable_prompt_embeds=True)
     with pytest.raises(ConfigError, match="did you mean max_model_len"):
         EngineArgs(max_modle_len=5)
 
@@ -224,8 +224,8 @@ def test_refused_flags_on_the_command_line() -> None:
         from_line("-pp 2")
     with pytest.raises(ConfigError, match="'ray' is not supported"):
         from_line("--distributed-executor-backend ray")
-    with pytest.raises(ConfigError, match="enable_lora=True"):
-        from_line("--enable-lora")
+    with pytest.raises(ConfigError, match="enable_prompt_embeds=True"):
+        from_line("--enable-prompt-embeds")
 
 
 def test_typos_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import TEXT, open_model
 
-from quire import LLM, SamplingParams
+from quire import LLM, LoRARequest, SamplingParams
 from quire.types.errors import (
     ConfigError,
     InvalidParameter,
@@ -81,8 +81,12 @@ def test_wrong_calls(llm):
         llm.generate(TEXT, OK, priority=[1])
     with pytest.raises(InvalidParameter, match="priority must be an integer"):
         llm.generate(TEXT, OK, priority=["a", "b", "c"])
-    with pytest.raises(NotSupported, match="LoRA"):
+    with pytest.raises(InvalidParameter, match="must be a LoRARequest"):
         llm.generate(TEXT, OK, lora_request=object())
+    with pytest.raises(NotSupported, match="started without enable_lora"):
+        llm.generate(TEXT, OK, lora_request=LoRARequest("a", 1, "somewhere"))
+    with pytest.raises(InvalidParameter, match="lora_request has 1 entries for 3 prompts"):
+        llm.generate(TEXT, OK, lora_request=[None])
     with pytest.raises(InvalidParameter, match="sampling_params"):
         llm.generate(TEXT[0], [{"temperature": 0}])
     llm.llm_engine.add_request("twice", TEXT[0], OK)
@@ -185,7 +189,9 @@ def test_a_model_that_is_not_there(tmp_path, monkeypatch):
 ARGS = [
     ({"max_model_length": 5}, "max_model_len"),
     ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
-    ({"enable_lora": True}, "enable_lora"),
+    ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras 2 is less than max_loras 4"),
+    ({"enable_lora": True, "lora_dtype": "bfloat16"}, "lora_dtype bfloat16 differs from dtype float32"),
+    ({"lora_modules": ["a=b"]}, "quire serve takes it"),
     ({"dtype": "int3"}, "dtype"),
     ({"max_model_len": 10000}, "256 positions"),
     ({"block_size": 3}, "block_size"),

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Fast
 
 from patience import PATIENCE
 from quire.config.server_args import ServerArgs
+from quire.engine.adapter_names import AdapterNames
 from quire.obs.metrics import Metrics
 from quire.serve.app import build_app
 from quire.text.helper.wire import Cut, Parse
@@ -98,6 +99,7 @@ class ScriptedLLM:
         )  # fmt: skip
         self.prompts = self.inputs.prompts
         self.default_sampling: dict[str, Any] = {}
+        self.adapters = AdapterNames(enabled=False)
         facts = SimpleNamespace(eos_ids=(), parameters=1)
         args = SimpleNamespace(model="scripted", revision=None, structured_outputs_config={})
         self.config = SimpleNamespace(

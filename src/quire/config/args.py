@@ -22,9 +22,12 @@ from quire.config.structured import checked_structured_outputs
 from quire.types.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2"
+_FLOATS = ("half", "float16", "bfloat16", "float", "float32")
+FLOAT_NAMES = {"half": "float16", "float": "float32"}  # other spellings
 _MODEL, _LENGTHS, _CACHE, _SCHEDULER, _OTHER = "model", "lengths and sampling", "cache and memory", "scheduler", "other"
 _SPECULATION, _PROCESS = "speculation", "engine process (servers and AsyncLLM)"
 _RANKS = "several processes"
+_ADAPTERS = "LoRA adapters"
 
 
 T = TypeVar("T", bound=type)
@@ -72,7 +75,7 @@ class EngineArgs:
     )
     dtype: str = setting(
         "auto", TEXT, _MODEL, "of weights and cache; auto: float32 on CPU, bfloat16 (or the checkpoint's float16) on CUDA",
-        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
+        choices=("auto", *_FLOATS),
     )  # fmt: skip
     quantization: str | None = setting(
         None,
@@ -153,6 +156,18 @@ class EngineArgs:
     spec_method: str | None = setting(None, TEXT, _SPECULATION, "speculative_config's method")
     spec_model: str | None = setting(None, TEXT, _SPECULATION, "speculative_config's model")
     spec_tokens: int | None = setting(None, NUMBER, _SPECULATION, "speculative_config's num_speculative_tokens", low=0)
+
+    enable_lora: bool = setting(False, FLAG, _ADAPTERS, "requests may ask for LoRA adapters")
+    max_loras: int = setting(1, NUMBER, _ADAPTERS, "most adapters on the device, and so in one step", low=1)
+    max_lora_rank: int = setting(
+        16, NUMBER, _ADAPTERS, "largest rank of an adapter; a limit only, nothing is padded to it", low=1
+    )
+    max_cpu_loras: int | None = setting(
+        None, NUMBER, _ADAPTERS, "most adapters in the host's memory, those on the device among them; default: max_loras", low=1
+    )
+    lora_dtype: str = setting(
+        "auto", TEXT, _ADAPTERS, "of adapters: the model's, whatever their files have", choices=("auto", *_FLOATS)
+    )
 
     engine_dead_after: float = setting(10.0, REAL, _PROCESS, "restart an engine that is silent for so many seconds", above=1.0)
     engine_hang_timeout: float = setting(300.0, REAL, _PROCESS, "restart an engine whose step takes so many seconds", above=0.0)

@@ -38,6 +38,8 @@ class Config:
     logprobs_mode: LogprobsMode
     default_sampling: dict[str, Any]  # SamplingParams fields
     served_names: tuple[str, ...]
+    max_loras: int = 0  # adapters on the device; 0: none can be asked for
+    max_cpu_loras: int = 0  # in the host's memory, those among them
 
     @property
     def ranks(self) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from quire.config.args import FLOAT_NAMES
 from quire.config.config import Config
 from quire.config.facts import count_experts, count_heads
 from quire.types.errors import ConfigError
@@ -139,6 +140,31 @@ CONFLICTS: tuple[Conflict, ...] = (
         "a template without a tokenizer",
         lambda c: c.args.skip_tokenizer_init and c.args.chat_template is not None,
         lambda c: "chat_template was given together with skip_tokenizer_init; drop one of them",  # noqa: ARG005
+    ),
+    Conflict(
+        "less memory for adapters than places",
+        lambda c: c.max_loras > c.max_cpu_loras,
+        lambda c: (
+            f"max_cpu_loras {c.max_cpu_loras} is less than max_loras {c.max_loras}, and those on the device are in the host's "
+            "memory, too. Raise it, or leave it out"
+        ),
+    ),
+    Conflict(
+        "adapters in another type",
+        lambda c: c.max_loras > 0 and FLOAT_NAMES.get(c.args.lora_dtype, c.args.lora_dtype) not in ("auto", c.dtype),
+        lambda c: (
+            f"lora_dtype {c.args.lora_dtype} differs from dtype {c.dtype}: adapters are added in the model's. Leave it at auto"
+        ),
+    ),
+    *(
+        Conflict(
+            f"adapters with {name}",
+            lambda c, name=name: c.max_loras > 0 and (getattr(c.args, name, None) or 1) > 1,  # type: ignore[misc]
+            lambda c, name=name: (  # type: ignore[misc]
+                f"enable_lora cannot be used with {name} {getattr(c.args, name)}: adapters are on one device. Leave one out"
+            ),
+        )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     ),
 )  # fmt: skip
 

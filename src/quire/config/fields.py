@@ -76,6 +76,13 @@ NAMES = Kind(
 LIST = Kind(
     "a list of strings", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value), str, "TEXT"
 )
+MODULES = Kind(
+    "a list of name=path or of objects",
+    lambda value: isinstance(value, list) and all(isinstance(item, str | Mapping) for item in value),
+    str,
+    "NAME=PATH",
+)
+LISTS = (LIST, MODULES)
 TOKEN = Kind("a string, or true for the stored one", lambda value: isinstance(value, str | bool), str, "TOKEN")
 
 
@@ -101,7 +108,7 @@ class Spec:
                 value = read_number(value)
             except ValueError as error:
                 raise ConfigError(f"{name}: {error}") from None
-        if self.kind is LIST and isinstance(value, list) and len(value) == 1:
+        if self.kind in LISTS and isinstance(value, list) and len(value) == 1:
             value = read_list(name, value[0])
         if not self.kind.accepts(value):
             raise ConfigError(f"{name} must be {self.kind.name}, got {value!r}")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from quire.config.fields import FLAG, LIST, NAMES, OBJECT, TEXT, Kind, spec_of
+from quire.config.fields import FLAG, LIST, LISTS, NAMES, OBJECT, TEXT, Kind, spec_of
 from quire.config.hints import TAKEN_FOR
 from quire.config.refused import REFUSED_VALUES
 
@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser, owner: type, title: str) -> None:
                 options |= {"choices": (*spec.choices, *others), "metavar": f"{{{','.join(spec.choices)}}}"}
             if spec.kind is NAMES:
                 options["nargs"] = "+"
-            if spec.kind is LIST:
+            if spec.kind in LISTS:
                 options |= {"nargs": "+", "action": "extend"}
         groups[spec.group].add_argument(flag_of(field.name), *([spec.short] if spec.short else []), **options)
 

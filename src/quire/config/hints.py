@@ -16,7 +16,7 @@ _ONE_WAY = "ranks are processes of one machine, and there is one way in which th
 _PAGES = "pages are taken on demand, and preempted requests are run again"
 _STEPS = "the scheduler fills its steps by itself"
 _NO_MEDIA = "only text is taken, and media are refused when they come"
-_NO_ADAPTERS = "there are no LoRA adapters, so it bounds nothing"
+_ADAPTERS = "nothing is reserved for adapters beyond what they have, and there is one device to have them"
 _LOADING = "weights are mapped from their files"
 _GONE = "vLLM has dropped it as well"
 # why it changes nothing -> {name: kind of its value}
@@ -58,8 +58,7 @@ _TABLE: tuple[tuple[str, dict[str, Kind]], ...] = (
         "language_model_only": FLAG, "disable_mm_preprocessor_cache": FLAG, "disable_chunked_mm_input": FLAG,
         "interleave_mm_strings": FLAG, "skip_mm_profiling": FLAG, "video_pruning_rate": TEXT,
     }),
-    (_NO_ADAPTERS, {"max_loras": TEXT, "max_lora_rank": TEXT, "max_cpu_loras": TEXT, "lora_dtype": TEXT,
-                    "fully_sharded_loras": FLAG, "specialize_active_lora": FLAG}),
+    (_ADAPTERS, {"fully_sharded_loras": FLAG, "specialize_active_lora": FLAG, "lora_extra_vocab_size": TEXT}),
     ("all metrics are shown", {"show_hidden_metrics_for_version": TEXT}),
     ("grammars are followed by llguidance", {"guided_decoding_backend": TEXT, "guided_decoding_disable_fallback": FLAG}),
     ("requests are logged by the server, and only if asked to", {"disable_log_requests": FLAG}),

@@ -10,7 +10,7 @@ from quire.types.errors import ConfigError
 
 # reason -> {name: harmless values besides None}
 _NOT_DIVIDED = "of the ways to use several devices only tensor_parallel_size is built"
-_NO_LORA = "LoRA adapters are not available yet"
+_WHOLE_ADAPTERS = "an adapter is used whole, by requests that ask for it"
 _TEXT_ONLY = "only text models are served for now"
 _NO_OFFLOAD = "offloading is not available yet"
 _NOT_MEASURED = "it is not measured yet"
@@ -38,7 +38,8 @@ _TABLE: _Groups = (
         "data_parallel_multi_port_external_lb": (False,), "enable_eplb": (False,), "decode_context_parallel_size": (1,),
         "prefill_context_parallel_size": (1,), "nnodes": (1,), "node_rank": (0,), "device_ids": (),
     }),
-    (_NO_LORA, {"enable_lora": (False,), "lora_modules": ([],), "default_mm_loras": ({},), "lora_target_modules": ([],)}),
+    (_WHOLE_ADAPTERS, {"default_mm_loras": ({},), "lora_target_modules": ([],), "enable_tower_connector_lora": (False,)}),
+    ("names of adapters are the server's: quire serve takes it; offline give lora_request", {"lora_modules": ([],)}),
     ("reasoning is parsed by the server: quire serve has these", {"reasoning_parser": ("",), "reasoning_parser_plugin": ("",)}),
     (_TEXT_ONLY, {"mm_encoder_only": (False,)}),
     ("disaggregation is not available yet", {"kv_transfer_config": ({},), "kv_events_config": ({},),

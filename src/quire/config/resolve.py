@@ -3,11 +3,12 @@
 A rule only decides what the user left open. What was asked for and cannot be had is a row in `conflicts.py`.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from quire.config.args import EngineArgs
+from quire.config.args import FLOAT_NAMES, EngineArgs
 from quire.config.config import Config, Policy
 from quire.config.conflicts import refuse_conflicts
 from quire.config.facts import DeviceFacts, ModelFacts, count_experts, read_facts
@@ -16,6 +17,8 @@ from quire.config.quantization import Quantization, choose_quantization
 from quire.files.resolve import check_on_disk, is_bare_name, resolve_model
 from quire.types.errors import ConfigError, RequestError
 from quire.types.sampling import LogprobsMode, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 # sampling defaults a checkpoint may bring: generation_config.json's name -> SamplingParams' name
 SAMPLING_DEFAULTS = {
@@ -27,7 +30,6 @@ SAMPLING_DEFAULTS = {
     "max_new_tokens": "max_tokens",
 }
 UNSTABLE_IN_FLOAT16 = ("gemma2", "gemma3_text")
-_DTYPES = {"half": "float16", "float": "float32"}
 
 
 def resolve(
@@ -74,7 +76,10 @@ def resolve(
         logprobs_mode=cast(LogprobsMode, args.logprobs_mode),
         default_sampling=sampling,
         served_names=choose_names(args),
+        max_loras=args.max_loras if args.enable_lora else 0,
+        max_cpu_loras=(args.max_cpu_loras or args.max_loras) if args.enable_lora else 0,
     )
+    warn_without_adapters(args)
     refuse_conflicts(config)
     return config
 
@@ -140,7 +145,7 @@ def choose_device(args: EngineArgs, find_device: Callable[[], str]) -> str:
 
 def choose_dtype(args: EngineArgs, facts: ModelFacts, device: DeviceFacts) -> str:
     if args.dtype != "auto":
-        return _DTYPES.get(args.dtype, args.dtype)
+        return FLOAT_NAMES.get(args.dtype, args.dtype)
     stable = facts.hf.get("model_type") not in UNSTABLE_IN_FLOAT16
     return device.dtype or ("float16" if facts.dtype == "float16" and stable else "bfloat16")
 
@@ -183,6 +188,13 @@ def choose_depth(args: EngineArgs, device: DeviceFacts) -> int:
     """Drafters of the host have to know all tokens before they guess the next."""
     usual = device.overlaps and args.speculation() is None
     return int(usual if args.async_scheduling is None else args.async_scheduling)
+
+
+def warn_without_adapters(args: EngineArgs) -> None:
+    names = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype")
+    given = [name for name in names if getattr(args, name) != getattr(EngineArgs, name)]
+    if given and not args.enable_lora:
+        logger.warning("%s: changes nothing without enable_lora", ", ".join(given))
 
 
 def choose_names(args: EngineArgs) -> tuple[str, ...]:

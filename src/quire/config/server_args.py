@@ -8,9 +8,10 @@ loopback, answers no other origin, and drains for half a minute. The engine's ow
 import argparse
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from quire.config.args import nearest
-from quire.config.fields import FLAG, LIST, NUMBER, OBJECT, REAL, TEXT, setting, spec_of
+from quire.config.fields import FLAG, LIST, MODULES, NUMBER, OBJECT, REAL, TEXT, setting, spec_of
 from quire.config.flags import add_flags, add_hidden_flags, kind_of
 from quire.config.hints import take_hint
 from quire.config.refused import refuse
@@ -18,7 +19,7 @@ from quire.config.server_refused import SERVER_HINTS, SERVER_REFUSED, SERVER_SHO
 from quire.types.errors import ConfigError
 
 _BIND, _SECURITY, _ANSWERS, _RUN, _SEEN = "where it listens", "who may ask", "answers", "running", "what is seen of it"
-_TOOLS = "tools and reasoning"
+_TOOLS, _ADAPTERS = "tools and reasoning", "LoRA adapters (with --enable-lora)"
 _LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
@@ -84,6 +85,23 @@ class ServerArgs:
     )  # fmt: skip
     default_chat_template_kwargs: dict[str, object] = setting(
         {}, OBJECT, _TOOLS, 'variables for the chat template, under those of the request: {"enable_thinking": false}'
+    )
+
+    lora_modules: list[Any] = setting(
+        [], MODULES, _ADAPTERS,
+        'adapters and their directories: name=path, or {"name": ..., "path": ..., "base_model_name": ...}',
+    )  # fmt: skip
+    allow_runtime_lora_updating: bool = setting(
+        False, FLAG, _ADAPTERS, "/v1/load_lora_adapter and /v1/unload_lora_adapter; or VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+    )
+    allowed_lora_path: str | None = setting(
+        None, TEXT, _ADAPTERS, "the folder that clients may load adapters from; default: whatever the server can read"
+    )
+    lora_resolver_dir: str | None = setting(
+        None, TEXT, _ADAPTERS, "a folder whose folders are adapters, found by name; default: VLLM_LORA_RESOLVER_CACHE_DIR"
+    )
+    lora_resolver: list[str] = setting(
+        [], LIST, _ADAPTERS, "resolvers of installed packages (entry points quire.lora_resolvers) to be asked for other names"
     )
 
     shutdown_timeout: float = setting(

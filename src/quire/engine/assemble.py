@@ -89,11 +89,12 @@ def start_core(
     config: Config,
     watch: Stopwatch | None = None,
     drafter: "Drafter | None" = None,
-    adapters: tuple[int, int] = (0, 0),
+    adapters: tuple[int, int] | None = None,
 ) -> StartedCore:
     """`watch` runs since whatever belongs to the start began; it is stopped here. `drafter` guesses tokens ahead. `adapters`:
-    room for so many, of at most that rank."""
+    room for so many, of at most that rank, if that is not what the configuration says."""
     watch = watch or Stopwatch()
+    adapters = adapters or (config.max_loras, config.args.max_lora_rank)
     facts = bounded_facts(config)
     layout = make_layout(largest_share(facts.layers, config.ranks), config.page_size, ELEMENT_BYTES[config.dtype])
     local = partial(start_local, drafter=drafter, adapters=adapters)
@@ -123,7 +124,8 @@ def start_core(
         speculation=speculation,
     )
     most = drafts if speculation is None else speculation.most
-    core = EngineCore(scheduler, executor, config.depth, _grammars(config, most))
+    room = (config.max_loras, config.max_cpu_loras)
+    core = EngineCore(scheduler, executor, config.depth, _grammars(config, most), adapters=room)
     watch.lap("scheduler")
     return StartedCore(core, capacity.max_model_len, capacity.pages, watch.read())
 

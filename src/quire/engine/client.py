@@ -19,6 +19,7 @@ from quire.config.args import EngineArgs
 from quire.engine import ipc
 from quire.engine.child import COMMAND, Child
 from quire.engine.supervisor import Supervisor, SupervisorLimits
+from quire.types.adapter import AdapterRef
 from quire.types.errors import EngineDead, EngineError, QuireError
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest, FinishReason
@@ -73,7 +74,7 @@ class EngineClient:
         self._open: dict[str, _OpenRequest] = {}
         self._suspects: deque[_OpenRequest] = deque()
         self._probe: _OpenRequest | None = None  # the suspect whose progress is awaited
-        self._calls: dict[int, tuple[ipc.CallMethod, asyncio.Future[Any]]] = {}
+        self._calls: dict[int, tuple[ipc.CallMethod | ipc.LoadAdapter, asyncio.Future[Any]]] = {}
         self._numbers = itertools.count()
         self._outbox: deque[_OpenRequest] = deque()  # to be sent
         self._sending = False  # the rest of them has its turn soon
@@ -127,16 +128,31 @@ class EngineClient:
 
     async def call(self, method: str, *args: Any) -> Any:
         """A method of the engine core; waits for an engine if there is none now."""
-        self.check()
-        number = next(self._numbers)
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[number] = (ipc.CallMethod(number, method, list(args)), future)
+        return await self._answer(ipc.CallMethod(next(self._numbers), method, list(args)))
+
+    async def load_adapter(self, ref: AdapterRef, pinned: bool) -> None:
+        """Returns when the engine has read it; raises why it cannot."""
+        await self._answer(ipc.LoadAdapter(next(self._numbers), ref, pinned))
+
+    def tell(self, method: str, *args: Any) -> None:
+        """As `call`, without waiting; nothing happens if there is no engine now."""
         if self.supervisor.state == "ready":
-            self.supervisor.send(self._calls[number][0])
+            self.supervisor.send(ipc.CallMethod(next(self._numbers), method, list(args)))
+
+    def pin_again(self, ref: AdapterRef) -> None:
+        """What an engine before this one had pinned."""
+        self.supervisor.send(ipc.LoadAdapter(next(self._numbers), ref, pinned=True))
+
+    async def _answer(self, command: ipc.CallMethod | ipc.LoadAdapter) -> Any:
+        self.check()
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[command.id] = (command, future)
+        if self.supervisor.state == "ready":
+            self.supervisor.send(command)
         try:
             return await future
         finally:
-            del self._calls[number]
+            del self._calls[command.id]
 
     def check(self) -> None:
         """Raises EngineDead if there is no engine and never will be."""
@@ -197,7 +213,7 @@ class EngineClient:
                     if error is None:
                         future.set_result(value)
                     else:
-                        future.set_exception(EngineError(error))
+                        future.set_exception(ipc.reply_error(answer))
 
     def on_lost(self, in_flight: set[str]) -> None:
         for name, entry in self._open.items():

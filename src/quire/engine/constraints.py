@@ -28,7 +28,7 @@ class Constraints:
 
     def __init__(self, scheduler: Scheduler, grammars: GrammarLanes | None, tell: Callable[[list[TokenDelta]], None]) -> None:
         self.grammars, self._scheduler, self._tell = grammars, scheduler, tell
-        self.on_refused: Callable[[str, RequestError], None] | None = None  # told of requests whose grammar cannot be followed
+        self.on_refused: Callable[[str, RequestError], None] | None = None  # told of requests whose grammar or adapter is bad
 
     @property
     def losses(self) -> int:
@@ -109,13 +109,17 @@ class Constraints:
         for name, error in news.failed:
             self._tell(self._scheduler.end(name, error))
         for name, error in news.refused:
-            why = refusal(error)
-            ending = self._scheduler.end(name, str(why))
-            if self.on_refused is None:
-                self._tell(ending)
-            else:
-                grammars.close(name)
-                self.on_refused(name, why)
+            self.refuse(name, refusal(error))
+
+    def refuse(self, name: str, why: RequestError) -> None:
+        """Ends a request that was added and turned out to be wrong."""
+        ending = self._scheduler.end(name, str(why))
+        if self.on_refused is None:
+            self._tell(ending)
+            return
+        if self.grammars:
+            self.grammars.close(name)
+        self.on_refused(name, why)
 
     def _jump(self, grammars: GrammarLanes, depth: int, ahead: bool) -> None:
         """Where a grammar leaves no choice, tokens are taken without being drawn.

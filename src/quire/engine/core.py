@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from quire.engine.adapters import AdapterDesk
 from quire.engine.constraints import Constraints
 from quire.engine.executor.base import Executor, Flight
 from quire.engine.watch import Watch
@@ -26,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """`depth` is how many steps may be in flight while the next one is planned: 0 is synchronous, 1 overlaps CPU and device."""
+    """`depth` is how many steps may be in flight while the next one is planned: 0 is synchronous, 1 overlaps CPU and device.
+    `adapters`: how many there may be on the device, and in the host's memory."""
 
     def __init__(
         self,
@@ -35,9 +37,11 @@ class EngineCore:
         depth: int,
         grammars: GrammarLanes | None = None,
         clock: Callable[[], float] = time.monotonic,
+        adapters: tuple[int, int] = (0, 0),
     ) -> None:
         self.scheduler, self.executor, self.depth, self._clock = scheduler, executor, depth, clock
         self.constraints = Constraints(scheduler, grammars, self._tell)
+        self.adapters = AdapterDesk(scheduler.roster, executor, *adapters, self.constraints.refuse)
         self._flights: deque[tuple[Scheduled, Flight]] = deque()
         self._deltas: list[TokenDelta] = []  # to be handed out by the next step
         self._busy_since = 0.0  # the device with the first of them
@@ -47,12 +51,16 @@ class EngineCore:
         self.before_admission: Callable[[list[str]], None] | None = None  # told who runs when new ones join, before they do
 
     def add(self, request: EngineRequest) -> None:
-        """A request with a grammar runs when that is compiled. If it cannot be, or cannot be followed in reasonable time,
-        `constraints.on_refused` is told, or a last delta tells."""
+        """A request with a grammar runs when that is compiled, one with an adapter when that is on the device. If the grammar
+        cannot be compiled or followed in reasonable time, or the adapter be read, `constraints.on_refused` is told, or a last
+        delta tells."""
         if request.params.needs_masks:
             self.constraints.supported()
+        if request.extras.lora is not None:
+            self.adapters.supported()
         self.scheduler.add(request)
         self.constraints.open(request)
+        self.adapters.open(request)
 
     def abort(self, ids: Iterable[str]) -> None:
         """Ends requests now; the next step says so with their last delta. Unknown and finished ids are ignored."""
@@ -64,6 +72,10 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         return self.scheduler.reset_prefix_cache()
 
+    def retire_adapter(self, version: str) -> None:
+        """No request will ask for it any more."""
+        self.adapters.retire(version)
+
     def be_watched(self, watched: bool) -> None:
         if self.watch is not None:
             self.watch.stop()
@@ -71,7 +83,7 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished or bool(self._deltas)
+        return self.scheduler.has_unfinished or bool(self._deltas) or self.adapters.busy
 
     @property
     def ahead(self) -> bool:
@@ -81,12 +93,14 @@ class EngineCore:
     @property
     def stats(self) -> Stats:
         return msgspec.structs.replace(
-            self.scheduler.stats, device=self.executor.counts, grammar_losses=self.constraints.losses
-        )
+            self.scheduler.stats, device=self.executor.counts, grammar_losses=self.constraints.losses,
+            adapter_reads=self.adapters.reads, adapter_puts=self.adapters.puts,
+        )  # fmt: skip
 
     def step(self) -> list[TokenDelta]:
         """One turn of the loop: plan and submit a step, take in those that are due."""
         self.constraints.before_plan(self.depth, self.ahead)
+        self.adapters.turn()
         scheduled = self.scheduler.schedule(self._clock())
         self.tokens, self.rows = (0, 0) if scheduled is None else (scheduled.plan.tokens, len(scheduled.plan.slot))
         self.waited = 0.0
@@ -98,7 +112,7 @@ class EngineCore:
             self._submit(scheduled)
             self.scheduler.publish()
         elif not self._flights and not self._deltas:
-            self.constraints.wait()
+            (self.adapters if self.adapters.reading else self.constraints).wait()
         while len(self._flights) > self.depth or (self._flights and scheduled is None):
             self._land(*self._flights.popleft())
         deltas, self._deltas = self._deltas, []
@@ -116,6 +130,7 @@ class EngineCore:
         """Lets the executor go. Requests that are not finished by now get no answer."""
         self._flights.clear()
         self.constraints.stop()
+        self.adapters.stop()
         self.executor.stop()
 
     def _submit(self, scheduled: Scheduled) -> None:

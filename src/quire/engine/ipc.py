@@ -20,6 +20,7 @@ import numpy as np
 from quire.config.args import EngineArgs
 from quire.engine.timeline import Timeline
 from quire.types import errors
+from quire.types.adapter import AdapterRef
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
 from quire.types.sight import Sight
@@ -85,6 +86,14 @@ class CallMethod(_EngineFrame):
     args: list[Any]
 
 
+class LoadAdapter(_EngineFrame):
+    """The reply comes when it is read, and found good or not."""
+
+    id: int
+    ref: AdapterRef
+    pinned: bool
+
+
 class Watch(_EngineFrame):
     """Somebody looks at the engine now, or nobody any more."""
 
@@ -143,11 +152,13 @@ class Refused(_EngineFrame):
 
 
 class Reply(_EngineFrame):
-    """The answer to a Call; `error` says why there is none."""
+    """The answer to a Call; `error` says why there is none, `kind` and `parameter` whether that is the client's fault."""
 
     id: int
     value: Any
     error: str | None = None
+    kind: str = ""
+    parameter: str | None = None
 
 
 class Failed(_EngineFrame):
@@ -157,7 +168,7 @@ class Failed(_EngineFrame):
     message: str
 
 
-Command = StartEngine | Add | Abort | CallMethod | Watch | Stop
+Command = StartEngine | Add | Abort | CallMethod | LoadAdapter | Watch | Stop
 Report = Ready | StepReport | Seen | Beat | Refused | Reply | Failed
 
 
@@ -185,10 +196,19 @@ decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report, dec_h
 
 def request_error(refused: Refused) -> errors.QuireError:
     """The same error the engine raised."""
-    kind = getattr(errors, refused.kind, None)
+    return _request_error(refused.kind, refused.message, refused.parameter)
+
+
+def reply_error(reply: Reply) -> errors.QuireError:
+    """The same error the engine raised."""
+    return _request_error(reply.kind, str(reply.error), reply.parameter) if reply.kind else errors.EngineError(reply.error)
+
+
+def _request_error(name: str, message: str, parameter: str | None) -> errors.QuireError:
+    kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, errors.RequestError):
-        return kind(refused.message, refused.parameter)
-    return errors.EngineError(f"{refused.kind}: {refused.message}")
+        return kind(message, parameter)
+    return errors.EngineError(f"{name}: {message}")
 
 
 def start_error(failed: Failed) -> errors.QuireError:

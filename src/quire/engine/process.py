@@ -38,7 +38,7 @@ LULL = 50  # milliseconds without work before idle time is used: who asks one th
 ADMISSION = 0.0015  # seconds that it takes longer to plan and start a step with newcomers
 LARGE_REPORT = 0.02  # seconds that the loop waits for one that does not leave at once; what is left then leaves later
 FAREWELL = 2.0  # seconds for the last report to leave
-CALLS = ("reset_prefix_cache",)
+CALLS = ("reset_prefix_cache", "retire_adapter")
 
 logger = logging.getLogger("quire.engine.process")  # __name__ is __main__ here, and would not have the level of quire
 LINE = logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s [%(name)s] %(message)s", "%Y-%m-%d %H:%M:%S")  # as the server's
@@ -164,6 +164,8 @@ class EngineLoop:
                 self._core.abort(ids)
             case ipc.CallMethod(number, method, args):
                 self._link.send(self._call(number, method, args))
+            case ipc.LoadAdapter(number, ref, pinned):
+                self._core.adapters.load(ref, pinned, partial(self._loaded, number))
             case ipc.Watch(on):
                 self._core.be_watched(on)
             case ipc.Stop():
@@ -182,6 +184,10 @@ class EngineLoop:
 
     def _refuse(self, name: str, error: RequestError, added: bool = False) -> None:
         self._link.send(ipc.Refused(name, type(error).__name__, str(error), error.parameter, added))
+
+    def _loaded(self, number: int, error: RequestError | None) -> None:
+        kind, parameter = ("", None) if error is None else (type(error).__name__, error.parameter)
+        self._link.send(ipc.Reply(number, error is None, None if error is None else str(error), kind, parameter))
 
     def _call(self, number: int, method: str, args: list[Any]) -> ipc.Reply:
         if method not in CALLS:

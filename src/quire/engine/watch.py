@@ -159,7 +159,7 @@ class Watch:
         self._pages.walk(running, self._roster.tenants)
         first, cells = self._pages.next_piece()
         return Sight(
-            now, steps, skipped, [_tell(record) for record in told], self._roster.unready,
+            now, steps, skipped, [_tell(record) for record in told], self._roster.compiling,
             [request.spec.id for request in running], row[[request.slot for request in running]],
             _ints([request.computed for request in running]), _ints(drawn),
             first, cells, self._pages.tenants, self._pages.pool.blank, self._pages.pool.cached, guesses,
@@ -270,9 +270,9 @@ class PageMap:
 
 
 def _state(request: Request, place: Place) -> RequestState:
-    if place == "unready":
+    if place == "unready" and "grammar" in request.lacks:
         return "grammar"
-    if place == "waiting":
+    if place in ("unready", "waiting"):
         return "waiting" if request.admitted < 0 else "preempted"
     if place == "running":
         return "prompt" if request.known > 1 or not request.drew else "decode"
@@ -307,6 +307,7 @@ def _tell(record: _Watched) -> RequestSight:
         spec.id, spec.tenant, record.state, record.since, record.seen, record.fresh, len(spec.prompt), request.cached,
         len(request.tokens) - len(spec.prompt), record.drafted, record.accepted, request.limit - len(spec.prompt),
         spec.params.needs_masks, request.preemptions, record.parts, request.finished,
+        spec.extras.lora_name,
     )  # fmt: skip
 
 

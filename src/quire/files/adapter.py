@@ -1,5 +1,6 @@
 """The files of a LoRA adapter, as PEFT writes them: a directory of adapter_config.json and the numbers beside it."""
 
+import time
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -12,6 +13,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 LARGEST_CONFIG = 16 << 20
 PIECE = 1 << 22
+SETTLED = 0.1  # seconds: a file that was written more recently may be written again without its times telling
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,17 @@ def digest(path: str) -> str:
     except OSError as error:
         raise AdapterError(f"{file}: cannot be read: {error.strerror or error}", "lora_path") from error
     return found.hexdigest()
+
+
+def stamp(path: str) -> str:
+    """Size, place and time of the files: as long as it is the same, so is the digest. Empty if it does not tell, because they
+    are too new."""
+    files, told, newest = find_adapter(path), list[str](), 0
+    try:
+        for file in (files.config, files.weights):
+            found = file.stat()
+            newest = max(newest, found.st_mtime_ns, found.st_ctime_ns)
+            told.append(f"{found.st_dev}.{found.st_ino}.{found.st_size}.{found.st_mtime_ns}.{found.st_ctime_ns}")
+    except OSError as error:
+        raise AdapterError(f"{file}: cannot be read: {error.strerror or error}", "lora_path") from error
+    return " ".join(told) if newest + SETTLED * 1e9 < time.time_ns() else ""

@@ -4,7 +4,8 @@ An observer: the engine's numbers come with every step, the requests' times with
 somebody looks (gauges) is read from the engine at that moment. Each server has its own registry; nothing is global.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -33,6 +34,9 @@ STEP_TOKENS = tuple(float(n) for n in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 20
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
+AdaptersInUse = tuple[int, Sequence[str], Sequence[str]]  # how many there may be; names of requests that wait, and that run
+
+
 class Engine(Protocol):
     """What is read of the engine when metrics are asked for."""
 
@@ -53,6 +57,7 @@ class Metrics:
         board = self.board = Board(f"{prefix}:", {"model_name": model_name, "engine": "0"})
         self._cache_info = {name: str(value) for name, value in cache_info.items()}
         self._last = NOTHING
+        self.adapters: Callable[[], AdaptersInUse] | None = None  # asked when somebody looks
         self._add_state(board)
         self._add_tokens(board)
         self._add_times(board)
@@ -78,6 +83,12 @@ class Metrics:
         self.cache_config = board.add(Gauge("cache_config_info", "How the cache is set up", tuple(self._cache_info)))
         self.cache_config.set(1, *self._cache_info.values())
         self.heartbeat = board.add(Gauge("engine_heartbeat_age_seconds", "Since the engine process was last heard of"))
+        self.lora_info = board.add(
+            Gauge(
+                "lora_requests_info", "Adapters of open requests: waiting for their first token, or running; when (Unix time)",
+                ("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+            )
+        )  # fmt: skip
         self.restarts = board.add(Counter("engine_restarts", "Times the engine process was restarted"))
         self.replayed = board.add(Counter("requests_replayed", "Requests continued in a restarted engine"))
 
@@ -97,6 +108,8 @@ class Metrics:
             board.add(Counter("spec_decode_num_drafts", "Rows with drafts that were verified")),
             board.add(Counter("spec_decode_num_draft_tokens", "Drafts that were verified")),
             board.add(Counter("spec_decode_num_accepted_tokens", "Drafts that were right")),
+            board.add(Counter("lora_reads", "Adapters read from files")),
+            board.add(Counter("lora_loads", "Adapters put on the device")),
         )
         self.accepted_per_position = board.add(
             Counter(
@@ -107,6 +120,10 @@ class Metrics:
             )
         )
         self.preemptions, self.grammar_losses = preemptions, losses
+        by_adapter = ("lora_name",)
+        self.lora_requests = board.add(Counter("lora_requests", "Requests with an adapter that ended", by_adapter))
+        self.lora_prompt = board.add(Counter("lora_prompt_tokens", "Prompt tokens of requests with an adapter", by_adapter))
+        self.lora_generated = board.add(Counter("lora_generation_tokens", "Tokens generated with an adapter", by_adapter))
         self.prompt_tokens = board.add(Counter("prompt_tokens", "Prompt tokens taken in"))
         self.generation_tokens = board.add(Counter("generation_tokens", "Tokens generated"))
         self.by_source = board.add(
@@ -184,6 +201,10 @@ class Metrics:
         for reason in request.reasons:
             self.success.add(1, reason)
         metrics, params = request.metrics, request.params
+        if request.lora_name:
+            self.lora_requests.add(1, request.lora_name)
+            self.lora_prompt.add(request.prompt_tokens, request.lora_name)
+            self.lora_generated.add(sum(request.generated), request.lora_name)
         self.request_prompt.observe(request.prompt_tokens)
         self.request_computed.observe(request.prompt_tokens - request.cached_tokens)
         self.request_generated.observe_all(request.generated)
@@ -221,6 +242,10 @@ class Metrics:
         self.waiting_by_reason.set(0, "deferred")
         self.cache_usage.set(1 - stats.free_pages / stats.pages if stats.pages else 0)
         self.heartbeat.set(engine.heartbeat_age)
+        if self.adapters is not None:
+            most, waiting, running = self.adapters()
+            self.lora_info.values.clear()
+            self.lora_info.set(time.time(), str(most), ",".join(waiting), ",".join(running))
         self.restarts.values[()] = float(engine.restarts)
         self.replayed.values[()] = float(engine.replayed)
 
@@ -231,6 +256,7 @@ def _counted(stats: Stats) -> tuple[int, ...]:
     return (
         stats.queries, stats.hits, stats.preemptions, device.compilations, device.loads, device.captures, device.replays,
         device.misses, stats.grammar_losses, stats.drafts.rows, stats.drafts.tokens, stats.drafts.accepted,
+        stats.adapter_reads, stats.adapter_puts,
     )  # fmt: skip
 
 

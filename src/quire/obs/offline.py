@@ -24,6 +24,8 @@ class OfflineMetrics:
                 "enable_prefix_caching": config.prefix_caching,
             },
         )
+        if config.max_loras:
+            self._metrics.adapters = lambda: (config.max_loras, *engine.outputs.adapters())
         engine.outputs.observe(self._metrics)
 
     def read(self) -> list[Metric]:

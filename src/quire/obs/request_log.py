@@ -22,7 +22,8 @@ class RequestLog:
         """Steps are not requests."""
 
     def on_arrival(self, request: Arrived) -> None:
-        logger.info("Received request %s: params: %s, lora_request: None.", request.request_id, request.params)
+        lora = request.lora_name or None
+        logger.info("Received request %s: params: %s, lora_request: %s.", request.request_id, request.params, lora)
         if logger.isEnabledFor(logging.DEBUG):
             text = None if request.prompt is None else self._cut(request.prompt)
             ids = list(self._cut(request.prompt_ids))

@@ -62,7 +62,7 @@ class PlanBuilder:
                 seed=spec.seed,
                 stop_ids=tuple(sorted(spec.stop_ids - spec.eos_ids if request.constrained else spec.stop_ids)),
                 bad_words=spec.bad_words,
-                extras=spec.extras,
+                extras=replace(spec.extras, adapter=request.place) if request.place else spec.extras,
             )
         )
 

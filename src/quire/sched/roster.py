@@ -15,7 +15,7 @@ from quire.cache.tables import Tables
 from quire.sched.forks import Forks
 from quire.sched.queue import Order, Policy, Queue, Running
 from quire.types.errors import EngineError
-from quire.types.request import EngineRequest, FinishReason, Request
+from quire.types.request import EngineRequest, FinishReason, Lack, Request
 
 Place = Literal["unready", "waiting", "running", "gone"]
 
@@ -25,7 +25,7 @@ class Roster:
         self._tables = tables
         self.max_seqs = max_seqs
         self.on_move: Callable[[Request, Place], None] | None = None  # told where requests go, while somebody watches
-        self.on_leave: Callable[[Request], None] | None = None  # told of requests that have ended
+        self.on_leave: list[Callable[[Request], None]] = []  # told of every end, whatever it is
         self.order = Order(policy)
         self.running = Running(self.order)
         self.queue = Queue(self.order, self.running)
@@ -37,7 +37,7 @@ class Roster:
         self.forced: dict[Request, int] = {}  # running ones with tokens the device has not been told, from this position on
         self.retired: list[int] = []  # slots whose leaving the device has not been told
         self.arrivals = self.departures = self.preemptions = 0  # departures: from a slot
-        self._unready: set[Request] = set()  # their grammar is being compiled
+        self._unready: set[Request] = set()  # they lack something: their grammar, their adapter
 
     def add(self, spec: EngineRequest, limit: int) -> None:
         self.release([spec.id])
@@ -47,22 +47,35 @@ class Roster:
         self.live[spec.id] = request
         self.tenants[spec.tenant] = self.tenants.get(spec.tenant, 0) + 1
         if request.constrained:
+            request.lacks.add("grammar")
+        if spec.extras.lora is not None:
+            request.lacks.add("adapter")
+        if request.lacks:
             self._unready.add(request)
             self._move(request, "unready")
         else:
             self._line_up(request)
 
-    def ready(self, name: str) -> None:
-        """The request's grammar is there: it may run. Unknown and finished ids are ignored."""
+    def ready(self, name: str, lack: Lack = "grammar") -> None:
+        """What the request lacked is there; with all of it, it may run. Unknown and finished ids are ignored."""
         request = self.live.get(name)
-        if request in self._unready:
+        if request is None or lack not in request.lacks:
+            return
+        request.lacks.discard(lack)
+        if request.lacks:
+            self._move(request, "unready")
+        else:
             self._unready.discard(request)
             self._line_up(request)
 
     def suspend(self, name: str) -> None:
         """The request's grammar is lost: it waits until that is `ready` again. What its rows in flight draw does not count."""
         request = self.live.get(name)
-        if request is None or request in self._unready:
+        if request is None:
+            return
+        waits = bool(request.lacks)
+        request.lacks.add("grammar")
+        if waits:
             return
         if request.rows:
             self.discarded.add(request)
@@ -107,13 +120,14 @@ class Roster:
             self._withdraw(request)
         for child in self.forks.orphans(request):
             self.queue.push(child)
+        for tell in self.on_leave:
+            tell(request)
         self._move(request, "gone")
-        if self.on_leave is not None:
-            self.on_leave(request)
 
     @property
-    def unready(self) -> int:
-        return len(self._unready)
+    def compiling(self) -> int:
+        """How many wait for their grammar."""
+        return sum("grammar" in request.lacks for request in self._unready)
 
     def place(self, request: Request) -> Place:
         if request.finished is not None:

@@ -82,7 +82,7 @@ class Scheduler:
         self._drafts = drafts
         self.speculation = speculation
         if speculation is not None:
-            roster.on_leave = speculation.forget
+            roster.on_leave.append(speculation.forget)
         self._granted: Mapping[Request, int] = {}  # drafts of the host, of the step that is being planned
         self._ahead = AHEAD * layout.page_size if self._tables.keeps_all and pages >= 4 * AHEAD * max_seqs else 0
         self._owed = 0  # by the latest plan

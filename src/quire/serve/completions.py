@@ -37,7 +37,7 @@ async def create_completion(request: CompletionRequest, raw: Request) -> Respons
 
 
 async def _prepare(server: Server, raw: Request, request: CompletionRequest) -> GenerationJob:
-    model = server.check(request)
+    model = await server.check(request)
     check_request(request)
     job = make_job(server, raw, request, "cmpl", model, await read_prompts(server, request))
     await tell_unenforced(raw, job.params[0].structured_outputs)

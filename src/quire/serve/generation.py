@@ -5,7 +5,7 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fastapi import Request
 
@@ -53,13 +53,13 @@ class GenerationJob:
 def make_job(
     server: Server, raw: Request, request: GenerationFields, prefix: str, model: str, prompts: Sequence[Prompt]
 ) -> GenerationJob:
-    llm, defaults = server.llm, server.llm.default_sampling
+    llm, defaults, extras = server.llm, server.llm.default_sampling, server.extras(model)
     params = [sampling_params(request, max_tokens_for(request, llm.prompts, prompt, defaults), defaults) for prompt in prompts]
     traced = {name: raw.headers[name] for name in _TRACE_HEADERS if name in raw.headers}
     return GenerationJob(
         id=answer_id(prefix, raw, request),
         model=model,
-        prompts=list(prompts),
+        prompts=[replace(prompt, extras=extras) for prompt in prompts] if extras.lora else list(prompts),
         params=params,
         priority=priority_of(raw, request, llm.config.policy),
         cache_tenant=getattr(raw.state, "tenant", None),

@@ -31,6 +31,7 @@ from quire.obs.metrics import Metrics
 from quire.obs.request_log import RequestLog
 from quire.obs.stats_log import StatsLog, log_interval, log_periodically
 from quire.obs.tracing import Tracing, make_exporter
+from quire.serve.adapters import check_adapters, load_modules
 from quire.serve.app import build_app
 from quire.serve.auth import Keys, check_exposure, find_keys
 from quire.serve.formats import check_parsers
@@ -59,6 +60,7 @@ def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float, sp
     set_http_levels(settings.uvicorn_log_level, not settings.disable_uvicorn_access_log, [path for path in quiet if path])
     interval = log_interval()
     check_parsers(settings)
+    check_adapters(settings, engine_args.enable_lora)
     keys = find_keys(settings, os.environ)
     check_model(engine_args)
     addresses = find_addresses(settings)
@@ -212,11 +214,14 @@ class ServerLaunch:
         threading.Thread(target=make, name="quire-load", daemon=True).start()
         self._llm = await made
         await self._llm.wait_ready()
+        await load_modules(self._llm, self._settings)
         return self._llm
 
     def _observe(self, llm: AsyncLLM) -> Metrics:
         settings, args = self._settings, self._engine_args
         metrics = Metrics(settings.metrics_prefix, llm.config.served_names[0], llm.max_model_len, _cache_info(llm))
+        if llm.adapters.enabled:
+            metrics.adapters = llm.adapters_in_use
         llm.observers.append(metrics)
         if not args.disable_log_stats:
             log = StatsLog(time.monotonic(), llm.config.device)

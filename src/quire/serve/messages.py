@@ -25,7 +25,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {400: {"model": AnthropicErrorBody}, 
 @router.post("/v1/messages", responses=_ERRORS)
 async def create_message(request: MessagesRequest, raw: Request) -> Response:
     server = server_of(raw)
-    server.check(request)
+    await server.check(request)
     chat = to_chat(request, thinks=server.formats.end_id is not None)
     try:
         turn = await prepare_turn(server, raw, chat, "msg", "toolu_", TERMS)
@@ -40,7 +40,7 @@ async def create_message(request: MessagesRequest, raw: Request) -> Response:
 @router.post("/v1/messages/count_tokens", responses=_ERRORS)
 async def count_tokens(request: CountTokensRequest, raw: Request) -> Response:
     server = server_of(raw)
-    server.check(request)
+    await server.check(request)
     rendered = await render_turn(server, to_chat(request, thinks=server.formats.end_id is not None), TERMS)
     return json_response({"input_tokens": len(rendered.prompt.ids)})
 

@@ -2,6 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 
+from quire.engine.adapter_names import NamedAdapter
 from quire.serve.errors import json_response
 from quire.serve.protocol.errors import ErrorBody
 from quire.serve.protocol.models import ModelCard, ModelList
@@ -13,16 +14,28 @@ router = APIRouter(tags=["OpenAI"])
 @router.get("/v1/models", responses={200: {"model": ModelList}})
 async def list_models(raw: Request) -> Response:
     server = server_of(raw)
-    models: ModelList = {"object": "list", "data": [_card(server, name) for name in server.names]}
+    cards = [_card(server, name) for name in server.names]
+    cards += [_adapter_card(server, adapter) for adapter in server.adapters.all]
+    models: ModelList = {"object": "list", "data": cards}
     return json_response(models)
 
 
 @router.get("/v1/models/{model:path}", responses={200: {"model": ModelCard}, 404: {"model": ErrorBody}})
 async def show_model(model: str, raw: Request) -> Response:
     server = server_of(raw)
+    adapter = None if model in server.names else server.adapters.get(model)
+    if adapter is not None:
+        return json_response(_adapter_card(server, adapter))
     if model not in server.names:
         raise server.no_such_model(model)
     return json_response(_card(server, model))
+
+
+def _adapter_card(server: Server, adapter: NamedAdapter) -> ModelCard:
+    """As vLLM's: the root is where the adapter is, the parent the model that it adds to."""
+    card = _card(server, adapter.name)
+    parent = adapter.base_model_name or server.names[0]
+    return {**card, "created": adapter.created, "root": adapter.ref.path, "parent": parent}
 
 
 def _card(server: Server, name: str) -> ModelCard:

@@ -52,7 +52,7 @@ _DELTAS = {
 @router.post("/v1/responses", responses=_ERRORS)
 async def create_response(request: ResponsesRequest, raw: Request) -> Response:
     server = server_of(raw)
-    server.check(request)
+    await server.check(request)
     if request.background and (request.stream or request.store is False):
         raise InvalidParameter("background needs a response that is stored and not streamed", "background")
     if request.background and not server.responses.may_run(_tenant(raw), server.limits.background_responses):

@@ -12,6 +12,7 @@ import quire
 from quire.async_llm import AsyncLLM
 from quire.config.server_args import ServerArgs
 from quire.obs.metrics import Metrics
+from quire.serve.adapters import ServedAdapters
 from quire.serve.body import Unparsed
 from quire.serve.errors import HttpError, request_id_of
 from quire.serve.field_table import check_fields
@@ -21,7 +22,9 @@ from quire.serve.protocol.fields import GenerationFields, RequestBody
 from quire.serve.response_store import ResponseStore
 from quire.serve.unknown_fields import UnknownFields
 from quire.types.errors import InvalidParameter
+from quire.types.prompts import NO_EXTRAS, Extras
 
+MOST_NAMES = 20  # that an error tells
 _PRINTABLE = re.compile(r"[\x21-\x7e]+")  # ids go into headers and logs
 
 
@@ -72,13 +75,30 @@ class Server:
     def told_cached(self, tokens: int) -> int | None:
         return tokens if self.settings.enable_prompt_tokens_details else None
 
-    def no_such_model(self, name: str) -> HttpError:
-        return HttpError(404, f"The model `{name}` does not exist. This server has `{'`, `'.join(self.names)}`.", "model")
+    @cached_property
+    def adapters(self) -> ServedAdapters:
+        return ServedAdapters(self.llm, self.settings)
 
-    def check(self, body: RequestBody) -> str:
+    def extras(self, model: str) -> Extras:
+        """What a request to this model brings along: the adapter, if it is the name of one."""
+        if model in self.names:
+            return NO_EXTRAS
+        adapter = self.adapters.get(model)
+        if adapter is None:
+            raise self.no_such_model(model)
+        return adapter.extras
+
+    def no_such_model(self, name: str) -> HttpError:
+        names = [*self.names, *(adapter.name for adapter in self.adapters.all)]
+        more = "" if len(names) <= MOST_NAMES else f" and {len(names) - MOST_NAMES} more"
+        return HttpError(
+            404, f"The model `{name:.200}` does not exist. This server has `{'`, `'.join(names[:MOST_NAMES])}`{more}.", "model"
+        )
+
+    async def check(self, body: RequestBody) -> str:
         """Refuses what can be refused without looking at the prompt; returns the model's name for the answer."""
         check_limits(body, self.limits)
-        if body.model is not None and body.model not in self.names:
+        if body.model is not None and body.model not in self.names and await self.adapters.find(body.model) is None:
             raise self.no_such_model(body.model)
         if unknown := check_fields(body):
             self.unknown_fields.tell(body, unknown)

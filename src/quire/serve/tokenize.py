@@ -54,7 +54,7 @@ async def tokenize(request: TokenizeRequest, raw: Request) -> Response:
 
 
 async def _encode(server: Server, request: TokenizeTextRequest | TokenizeChatRequest) -> list[int]:
-    server.check(request)
+    await server.check(request)
     if isinstance(request, TokenizeChatRequest):
         read_tool_use(request.tools, "none", None)
         cut = Cut(server.limits.prompt_tokens)
@@ -68,7 +68,7 @@ async def _encode(server: Server, request: TokenizeTextRequest | TokenizeChatReq
 @router.post("/detokenize", responses={200: {"model": DetokenizeAnswer}, 400: {"model": ErrorBody}})
 async def detokenize(request: DetokenizeRequest, raw: Request) -> Response:
     server = server_of(raw)
-    server.check(request)
+    await server.check(request)
     refuse_more("tokens", len(request.tokens), server.limits.detokenize_tokens, "token ids")
     if server.llm.tokenizer is None:
         raise RequestError("there is no tokenizer: the server was started with skip_tokenizer_init")

@@ -80,7 +80,7 @@ async def render_turn(server: Server, request: ChatRequest, terms: Terms = ()) -
 
 
 async def _render(server: Server, request: ChatRequest, terms: Terms) -> Rendered:
-    model = server.check(request)
+    model = await server.check(request)
     check_request(request)
     use = read_tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
     _check_tools(request, use)

@@ -6,6 +6,7 @@ Knows nothing of scheduling: what leaves this file is tokens, resolved parameter
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from quire.config.config import Config
 from quire.text.prompts import PromptReader
 from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
+from quire.types.adapter import LoRARequest
 from quire.types.errors import InvalidParameter, NotSupported
 from quire.types.prompts import NO_EXTRAS, Extras, Prompt, PromptType
 from quire.types.request import EngineRequest
@@ -34,6 +36,15 @@ class PreparedRequest:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     requests: tuple[EngineRequest, ...]
+
+    @property
+    def lora_name(self) -> str:
+        return self.requests[0].extras.lora_name
+
+    @cached_property
+    def lora_request(self) -> LoRARequest | None:
+        extras = self.requests[0].extras
+        return None if extras.lora is None else LoRARequest(extras.lora_name, extras.lora.key, extras.lora.path)
 
 
 class InputProcessor:
@@ -190,13 +201,10 @@ class InputProcessor:
         return (self.seed * 0x9E3779B97F4A7C15 + (next(self._unseeded) + 1) * 0xD1B54A32D192ED03) & _MASK64
 
 
-def read_extras(lora_request: Any = None, mm_processor_kwargs: Any = None) -> Extras:
-    """What vLLM's calls take beside a prompt and its parameters; what is not built is refused by name."""
-    if lora_request is not None:
-        raise NotSupported("lora_request cannot be used: LoRA adapters are not available yet", "lora_request")
+def refuse_media(mm_processor_kwargs: Any = None) -> None:
+    """What vLLM's calls take beside a prompt and its parameters, and is not built, is refused by name."""
     if mm_processor_kwargs:
         raise NotSupported("mm_processor_kwargs cannot be used: prompts are text", "mm_processor_kwargs")
-    return NO_EXTRAS
 
 
 def fan_out(base: EngineRequest, n: int) -> tuple[EngineRequest, ...]:

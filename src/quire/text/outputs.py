@@ -71,7 +71,7 @@ class OutputProcessor:
         self._answers[prepared.id] = answer
         for choice, request in zip(answer.choices, prepared.requests, strict=True):
             self._owners[request.id] = (answer, choice)
-        arrival = Arrived(prepared.id, prepared.prompt, prepared.prompt_ids, prepared.params)
+        arrival = Arrived(prepared.id, prepared.prompt, prepared.prompt_ids, prepared.params, prepared.lora_name)
         for observer in self._observers:
             try:
                 observer.on_arrival(arrival)
@@ -105,6 +105,12 @@ class OutputProcessor:
         answer.metrics.finished_ts = now = time.monotonic()
         self._tell(OutputNews(now, finished=[answer.finish()]))
         return [r.id for r in answer.prepared.requests if self._owners.pop(r.id, None) is not None]
+
+    def adapters(self) -> tuple[list[str], list[str]]:
+        """The names of adapters whose requests wait for their first token, and of those that have it."""
+        named = [(answer.prepared.lora_name, answer.metrics.first_token_ts) for answer in self._answers.values()]
+        waiting = {name for name, begun in named if name and not begun}
+        return sorted(waiting), sorted({name for name, begun in named if name and begun})
 
     def process(self, deltas: Iterable[TokenDelta]) -> Processed:
         absorbed = self.absorb(deltas)
@@ -227,6 +233,7 @@ class RequestAnswer:
             texts=tuple(choice.text for choice in self.choices),
             trace_headers=self._trace_headers,
             engine_ids=tuple(request.id for request in self.prepared.requests),
+            lora_name=self.prepared.lora_name,
         )
 
     def emit(self) -> RequestOutput:
@@ -243,6 +250,7 @@ class RequestAnswer:
             outputs=[choice.take(self._delta) for choice in choices],
             finished=not self.unfinished,
             metrics=self.metrics,
+            lora_request=self.prepared.lora_request,
             num_cached_tokens=self.cached_tokens,
             num_cache_creation_tokens=self._created_tokens(),
             pooled=self._pooled,
@@ -366,6 +374,7 @@ class _GrowingChoice:
             logprobs=None if self.logprobs is None else self.logprobs[sent.logprobs :],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            lora_request=self.prepared.lora_request,
             error=self.error,
         )
         sent = self.sent

@@ -4,7 +4,7 @@ Knows nothing of requests: what leaves this file is a `Prompt`. Beside an event 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +45,9 @@ class PromptReader:
     # ---- reading
 
     def read(self, prompt: Any, how: Tokenization | None = None, extras: Extras = NO_EXTRAS) -> Prompt:
-        """A user's prompt in any form (`PromptType`). `how` is asked for by tokenization_kwargs; a `Prompt` has its extras."""
+        """A user's prompt in any form (`PromptType`). `how` is asked for by tokenization_kwargs; a `Prompt` may have extras."""
         if isinstance(prompt, Prompt):
-            return prompt
+            return prompt if extras == NO_EXTRAS else replace(prompt, extras=extras)
         given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
         if unknown := set(given) - _KEYS:
             raise InvalidParameter(

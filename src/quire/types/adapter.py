@@ -1,5 +1,6 @@
 """LoRA adapters: what a user says of one, and what of it travels to the device."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,7 @@ class AdapterRef:
     key: int  # lora_int_id
     version: str
     path: str  # its directory
+    stamp: str = dataclasses.field(default="", compare=False)  # of the files: while it is the same, so is their digest
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ class Arrived:
     prompt: str | None
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    lora_name: str = ""  # of its adapter
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Finished:
     texts: tuple[str, ...]
     trace_headers: Mapping[str, str] | None = None
     engine_ids: tuple[str, ...] = ()  # one per choice
+    lora_name: str = ""  # of its adapter
 
 
 @dataclass

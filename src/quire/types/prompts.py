@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
+from quire.types.adapter import AdapterRef
+
 
 class TextPrompt(TypedDict):
     prompt: str
@@ -23,13 +25,16 @@ class Extras:
     """What a request brings along beside tokens and sampling parameters, from where its prompt is read to the rows of the
     device: `Prompt`, `EngineRequest` and `Admission` carry it as a whole, so that a field here travels by itself."""
 
-    adapter: int = 0  # the number of the adapter that its tokens run with; 0 = none
+    adapter: int = 0  # on the device: the place of the adapter that its tokens run with; 0 = none
     pool: bool = False  # the hidden state of the prompt's last token is wanted: the delta with the first token has it
+    lora: AdapterRef | None = None  # the adapter itself; its place is known when it is on the device
+    lora_name: str = ""  # as users call it
 
     @property
     def salt(self) -> tuple[str, ...]:
         """What of it cached keys and values depend on."""
-        return (f"adapter={self.adapter}",) if self.adapter else ()
+        adapter = self.adapter if self.lora is None else self.lora.version
+        return (f"adapter={adapter}",) if adapter else ()
 
 
 NO_EXTRAS = Extras()

@@ -20,6 +20,7 @@ from quire.types.prompts import NO_EXTRAS, Extras
 from quire.types.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
+Lack = Literal["grammar", "adapter"]
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ class Request:
     finished: FinishReason | None = None
     drafting: Drafting = field(default_factory=Drafting)
     thought: bool = False  # its reasoning is known to be over; matters only if that has a budget
+    lacks: set[Lack] = field(default_factory=set)  # what it waits for before it may be in the queue
+    place: int = 0  # of its adapter on the device
 
     def __post_init__(self) -> None:
         self.known = len(self.tokens)

@@ -46,6 +46,7 @@ class RequestSight(msgspec.Struct, array_like=True, gc=False):
     preemptions: int
     parts: list[float]  # seconds by PARTS, up to `since`
     reason: FinishReason | None = None
+    adapter: str = ""  # its name
 
 
 class Sight(msgspec.Struct, array_like=True):

@@ -44,6 +44,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     device: DeviceCounts = NO_COUNTS
     grammar_losses: int = 0  # of grammar processes
     drafts: DraftCounts = NO_DRAFTS
+    adapter_reads: int = 0  # from files to the host's memory
+    adapter_puts: int = 0  # from there to the device
 
 
 class Observer(OutputObserver, Protocol):

@@ -69,7 +69,7 @@ class Entry:
             "key": seen.key, "id": answer, "index": index, "choice": self.choice, "state": seen.state,
             "since": seen.since, "arrived": self.arrived, "prompt": seen.prompt, "cached": seen.cached,
             "drawn": seen.drawn, "drafted": seen.drafted, "accepted": seen.accepted, "max_tokens": seen.max_tokens,
-            "grammar": seen.grammar, "preemptions": seen.preemptions,
+            "grammar": seen.grammar, "adapter": seen.adapter or None, "preemptions": seen.preemptions,
             "parts": {name: before + now for name, before, now in parts if before or now},
         }  # fmt: skip
         if seen.state == "finished":

@@ -1,0 +1,130 @@
+"""The adapters that can be asked for: names and numbers → versions. It lives where requests are made, not in the engine, so an
+engine that is restarted has nothing to remember: every request brings the version it wants along.
+
+    load     a name gets a version; under a name that is there only with load_inplace
+    use      what a request with a name runs with: the version that the name has now, until the request ends
+    remove   the name is gone; requests that have begun go on
+
+Nothing is read here but digests, and not by itself (`look`): who waits for files decides where.
+"""
+
+import time
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+
+from quire.files.adapter import digest, stamp
+from quire.types.adapter import AdapterRef, LoRARequest
+from quire.types.errors import AdapterError, InvalidParameter, NotSupported
+from quire.types.prompts import Extras
+
+
+@dataclass(frozen=True)
+class NamedAdapter:
+    name: str
+    ref: AdapterRef
+    base_model_name: str | None = None
+    pinned: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def extras(self) -> Extras:
+        return Extras(lora=self.ref, lora_name=self.name)
+
+
+class AdapterNames:
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self._named: dict[str, NamedAdapter] = {}
+        self._keys: dict[int, str] = {}  # number -> name
+        self._fresh_keys = count(1)
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._named
+
+    @property
+    def all(self) -> list[NamedAdapter]:
+        """Oldest first."""
+        return list(self._named.values())
+
+    @property
+    def keys(self) -> set[int]:
+        return set(self._keys)
+
+    def find(self, name: str) -> NamedAdapter | None:
+        return self._named.get(name)
+
+    def of_key(self, key: int) -> NamedAdapter | None:
+        return self._named.get(self._keys.get(key, ""))
+
+    def fresh_key(self) -> int:
+        return next(key for key in self._fresh_keys if key not in self._keys)
+
+    # ---- loading ---------------------------------------------------------------------------------------------------------
+
+    def check(self, lora: object) -> LoRARequest:
+        """Raises what can be known to be wrong without a look at the files."""
+        if not isinstance(lora, LoRARequest):
+            raise InvalidParameter(f"lora_request must be a LoRARequest, got {type(lora).__name__}", "lora_request")
+        if not self.enabled:
+            raise NotSupported("lora_request cannot be used: the engine was started without enable_lora", "lora_request")
+        owner = self._keys.get(lora.lora_int_id, lora.lora_name)
+        if owner != lora.lora_name:
+            raise InvalidParameter(
+                f"lora_int_id {lora.lora_int_id} is the adapter {owner!r}; give {lora.lora_name!r} another one", "lora_request"
+            )
+        there = self._named.get(lora.lora_name)
+        if there is not None and not lora.load_inplace and there.ref.path != absolute(lora.lora_path):
+            raise InvalidParameter(
+                f"the adapter {lora.lora_name!r} was loaded from another path; say load_inplace to replace it, or use another "
+                "name",
+                "lora_request",
+            )
+        return lora
+
+    def known(self, lora: LoRARequest) -> NamedAdapter | None:
+        """What its name means, unless it is new or to be loaded again. After `check`."""
+        return None if lora.load_inplace else self._named.get(lora.lora_name)
+
+    def look(self, lora: LoRARequest) -> NamedAdapter:
+        """What the files are now. It reads them whole, so it may take a while; it changes nothing here."""
+        path = absolute(lora.lora_path)
+        before = stamp(path)
+        version = digest(path)
+        there = self._named.get(lora.lora_name)
+        key = lora.lora_int_id if there is None else there.ref.key
+        ref = AdapterRef(key, version, path, before if stamp(path) == before else "")
+        return NamedAdapter(lora.lora_name, ref, lora.base_model_name, there is not None and there.pinned)
+
+    def put(self, adapter: NamedAdapter) -> str | None:
+        """From now on the name means this. Returns the version that nobody can ask for any more, if there is one."""
+        old = self._named.get(adapter.name)
+        if old is None and self._keys.get(adapter.ref.key, adapter.name) != adapter.name:
+            raise AdapterError(f"lora_int_id {adapter.ref.key} was taken by another adapter meanwhile", "lora_request")
+        self._named[adapter.name] = adapter
+        self._keys[adapter.ref.key] = adapter.name
+        return None if old is None else self._orphaned(old.ref.version)
+
+    def pin(self, name: str) -> None:
+        if name in self._named:
+            self._named[name] = replace(self._named[name], pinned=True)
+
+    def remove(self, name: str) -> str | None:
+        """As `put`."""
+        adapter = self._named.pop(name)
+        del self._keys[adapter.ref.key]
+        return self._orphaned(adapter.ref.version)
+
+    @property
+    def pinned(self) -> list[AdapterRef]:
+        return [adapter.ref for adapter in self._named.values() if adapter.pinned]
+
+    def _orphaned(self, version: str) -> str | None:
+        return None if any(adapter.ref.version == version for adapter in self._named.values()) else version
+
+
+def absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())

@@ -1,0 +1,363 @@
+"""Which adapters are on the device, which in the host's memory, and which requests wait for one.
+
+    asked for ──► read, in a thread, while steps run ──► host ──► in a place, between two steps ──► device
+                                                          ▲                                          │
+                                                          └── nobody holds it, and room is needed ───┘
+
+A request whose adapter has a place holds it until it ends, however it ends; until then it is out of the queue and in nobody's
+way. An adapter is a version of its files: another version under the same name is another adapter here, so an update never
+reaches a request that has begun. Which names there are is not known here (`adapter_names`).
+
+Places go to whoever has waited longest. While somebody waits for one, those whose adapter has a place pass, but only PASSES of
+them: an adapter that many ask for does not keep the others out for ever.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from quire.engine.adapter_reader import AdapterReader, Outcome
+from quire.engine.executor.base import Executor
+from quire.sched.queue import Rank
+from quire.sched.roster import Roster
+from quire.types.adapter import AdapterFacts, AdapterRef
+from quire.types.errors import AdapterError, EngineDead, EngineError, NotSupported, RequestError
+from quire.types.request import EngineRequest, Request
+
+WAIT = 0.005  # seconds, while there is nothing else to do
+PASSES = 64  # requests
+LAST: Rank = (1 << 63, 0)  # of those that nobody waits for
+
+logger = logging.getLogger(__name__)
+
+Tell = Callable[[RequestError | None], None]  # why it could not be loaded, or None: it was
+
+
+@dataclass(eq=False, slots=True)
+class _Kept:
+    """An adapter that somebody holds, waits for or has asked to be loaded, or that is still there."""
+
+    ref: AdapterRef
+    facts: AdapterFacts | None = None  # in the host's memory, then
+    reading: bool = False
+    place: int = 0
+    pinned: bool = False
+    retired: bool = False  # nobody can ask for it any more
+    holders: int = 0  # requests
+    waiting: dict[str, Rank] = field(default_factory=dict)  # requests
+    told: list[Tell] = field(default_factory=list)  # to be told when it is loaded
+    used: int = 0  # when it was, the latest time
+
+    @property
+    def rank(self) -> Rank:
+        return min(self.waiting.values(), default=LAST)
+
+    @property
+    def idle(self) -> bool:
+        return not (self.holders or self.pinned)
+
+    @property
+    def wanted(self) -> bool:
+        return bool(self.waiting or self.told) or (self.pinned and not self.place)
+
+
+class AdapterDesk:
+    """`places` on the device and room for `host` adapters in memory, those on the device among them. `refuse` ends a request
+    that cannot have its adapter."""
+
+    def __init__(
+        self, roster: Roster, executor: Executor, places: int, host: int, refuse: Callable[[str, RequestError], None]
+    ) -> None:
+        self._roster, self._executor, self._refuse = roster, executor, refuse
+        self.places, self._host = places, max(places, host)
+        self._kept: dict[str, _Kept] = {}  # by version
+        self._line: dict[str, _Kept] = {}  # those of them that are wanted and not there
+        self._in_memory: dict[str, _Kept] = {}  # or on the way
+        self._seated: dict[int, _Kept] = {}  # by place
+        self._free = list(range(places, 0, -1))
+        self._reader = AdapterReader(lambda ref: executor.read_adapter(ref))
+        self._news = False  # something has changed since the latest turn
+        self._short = False  # somebody waits for a place
+        self._passed = 0  # requests, meanwhile
+        self._times = count(1)
+        self.reads = self.puts = 0
+        if places:
+            roster.on_leave.append(self._left)
+
+    # ---- requests --------------------------------------------------------------------------------------------------------
+
+    def supported(self) -> None:
+        if not self.places:
+            raise NotSupported("lora_request cannot be used: this engine was started without enable_lora", "lora_request")
+
+    def open(self, spec: EngineRequest) -> None:
+        """A request that the scheduler has. If it has an adapter, it runs when that has a place."""
+        ref = spec.extras.lora
+        if ref is None:
+            return
+        kept = self._keep(ref)
+        if kept.place and not (self._short and self._passed >= PASSES):
+            self._passed += self._short
+            self._hold(kept, spec.id)
+            return
+        kept.waiting[spec.id] = self._roster.order.rank(self._roster.live[spec.id])
+        self._line[ref.version] = kept
+        self._news = True
+
+    def _left(self, request: Request) -> None:
+        """A request has ended."""
+        ref = request.spec.extras.lora
+        kept = None if ref is None else self._kept.get(ref.version)
+        if kept is None:
+            return
+        if request.spec.id in kept.waiting:
+            del kept.waiting[request.spec.id]
+            if not kept.wanted:
+                self._line.pop(kept.ref.version, None)
+        elif request.place:
+            kept.holders -= 1
+            kept.used = next(self._times)
+            request.place = 0
+        self._settle(kept)
+        self._news = True
+
+    def _hold(self, kept: _Kept, name: str) -> None:
+        kept.holders += 1
+        kept.used = next(self._times)
+        self._roster.live[name].place = kept.place
+        self._roster.ready(name, "adapter")
+
+    # ---- loading without a request ---------------------------------------------------------------------------------------
+
+    def load(self, ref: AdapterRef, pinned: bool, tell: Tell) -> None:
+        """Reads an adapter, and puts it on the device if there is a place for it; a pinned one stays there. `tell` hears of
+        it once, perhaps at once."""
+        try:
+            self.supported()
+        except NotSupported as error:
+            tell(error)
+            return
+        kept = self._keep(ref)
+        others = sum(other.pinned for other in self._kept.values() if other is not kept)
+        if pinned and others >= self.places:
+            self._settle(kept)
+            tell(AdapterError(_all_pinned(self.places), "lora_request"))
+            return
+        kept.retired, kept.pinned = False, kept.pinned or pinned
+        if kept.facts is not None and (kept.place or not kept.pinned):
+            tell(None)
+            return
+        kept.told.append(tell)
+        self._line[ref.version] = kept
+        self._news = True
+
+    def retire(self, version: str) -> None:
+        """Nobody will ask for this version any more: it goes when the last that holds it has ended."""
+        kept = self._kept.get(version)
+        if kept is not None:
+            kept.retired, kept.pinned = True, False
+            if not kept.wanted:
+                self._line.pop(version, None)
+            self._settle(kept)
+            self._news = True
+
+    # ---- turns -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Is there something to be done though no request may want it?"""
+        return self._reader.pending > 0 or (self._news and bool(self._line))
+
+    @property
+    def reading(self) -> bool:
+        return self._reader.pending > 0
+
+    def wait(self) -> None:
+        self._reader.wait(WAIT)
+
+    def turn(self) -> None:
+        """Between two steps: takes in what was read, fills places, and says what to read next."""
+        if self._reader.pending:
+            for ref, outcome in self._reader.take():
+                self._came(ref, outcome)
+        if self._news:
+            self._news = self._short = False
+            self._fetch()
+            self._fill()
+            if self._short and sum(kept.pinned for kept in self._seated.values()) == self.places:
+                error = AdapterError(_all_pinned(self.places), "lora_request")
+                for kept in [each for each in self._in_order() if not each.pinned]:
+                    self._fail(kept, error)
+            self._trim()
+
+    def stop(self) -> None:
+        self._reader.stop()
+
+    def check(self) -> None:
+        """Raises EngineError unless everything is where it is said to be, and nobody holds what no request has. For tests."""
+        held = [r.spec.extras.lora.version for r in self._roster.live.values() if r.place and r.spec.extras.lora]
+        for version, kept in self._kept.items():
+            if kept.holders != held.count(version):
+                raise EngineError(
+                    f"adapter {version:.8} has {kept.holders} holders, but {held.count(version)} requests have it"
+                )
+            if kept.place and self._seated.get(kept.place) is not kept:
+                raise EngineError(f"adapter {version:.8} is not in its place")
+            if (version in self._in_memory) != (kept.facts is not None or kept.reading):
+                raise EngineError(f"adapter {version:.8} is not in memory, or is there unknown")
+        if sorted([*self._free, *self._seated]) != list(range(1, self.places + 1)):
+            raise EngineError(f"places are lost or doubled: free {self._free}, taken {list(self._seated)}")
+
+    # ---- inside ----------------------------------------------------------------------------------------------------------
+
+    def _keep(self, ref: AdapterRef) -> _Kept:
+        if ref.version not in self._kept:
+            self._kept[ref.version] = _Kept(ref, used=next(self._times))
+        return self._kept[ref.version]
+
+    def _came(self, ref: AdapterRef, outcome: Outcome) -> None:
+        kept = self._kept[ref.version]
+        kept.reading, self._news = False, True
+        if isinstance(outcome, RequestError):
+            del self._in_memory[ref.version]
+            self._fail(kept, outcome)
+            return
+        kept.facts = outcome
+        self.reads += 1
+        self._settle(kept)
+
+    def _fill(self) -> None:
+        """Places for those who wait, in order."""
+        for kept in self._in_order():
+            if kept.facts is None:
+                self._short = self._short or (bool(kept.waiting) and not kept.reading)  # there is no room to read it
+                continue
+            needed = bool(kept.waiting) or kept.pinned  # otherwise it was only to be read, and takes a place that is free
+            behind = self._short and bool(kept.waiting)
+            if behind or (not kept.place and (needed or self._free) and not self._seat(kept)):
+                self._short = self._short or bool(kept.waiting)
+                _tell_all(kept, None)
+                if needed or kept.ref.version not in self._line:
+                    continue
+            for name in list(kept.waiting):
+                self._hold(kept, name)
+                self._passed = 0
+            kept.waiting.clear()
+            del self._line[kept.ref.version]
+            _tell_all(kept, None)
+
+    def _fetch(self) -> None:
+        """Asks for what those in line need, as far as there is room for it."""
+        room = True
+        for kept in self._in_order():
+            if kept.facts is not None or kept.reading:
+                continue
+            room = room and self._make_room(kept)
+            if room or kept.told:  # who waits to hear whether it can be loaded at all is not kept waiting by others
+                kept.reading = True
+                self._in_memory[kept.ref.version] = kept
+                self._reader.ask(kept.ref)
+
+    def _in_order(self) -> Iterator[_Kept]:
+        return iter(sorted(self._line.values(), key=lambda kept: kept.rank) if self._line else ())
+
+    def _seat(self, kept: _Kept) -> bool:
+        """Puts it on the device, in the place of one that nobody holds if need be. False if there is none, or it cannot be."""
+        while self._free or self._evict():
+            try:
+                self._executor.put_adapter(kept.ref, self._free[-1])
+            except AdapterError as error:  # more room is needed than a place
+                if self._evict():
+                    continue
+                if not any(other.holders for other in self._seated.values()):
+                    self._fail(kept, error)
+                return False
+            except EngineDead:
+                raise
+            except Exception as error:
+                logger.exception("an adapter could not be put on the device")
+                self._fail(kept, AdapterError(f"{kept.ref.path}: {type(error).__name__}: {error}", "lora_request"))
+                return False
+            kept.place = self._free.pop()
+            self._seated[kept.place] = kept
+            self.puts += 1
+            return True
+        return False
+
+    def _evict(self) -> bool:
+        """Frees the place of whoever was not held for the longest time."""
+        victim = min((kept for kept in self._seated.values() if kept.idle), key=lambda kept: kept.used, default=None)
+        if victim is not None:
+            self._unseat(victim)
+        return victim is not None
+
+    def _unseat(self, kept: _Kept) -> None:
+        self._executor.drop_adapter(kept.place)
+        del self._seated[kept.place]
+        self._free.append(kept.place)
+        kept.place = 0
+
+    def _make_room(self, wanted: _Kept) -> bool:
+        """Room in memory for one more."""
+        while len(self._in_memory) >= self._host:
+            if self._forget_idle():
+                continue
+            last = max((kept for kept in self._line.values() if kept.facts is not None and kept.idle and not kept.told),
+                       key=lambda kept: kept.rank, default=None)  # fmt: skip
+            if last is None or last.rank <= wanted.rank:
+                return False
+            self._forget(last)
+        return True
+
+    def _trim(self) -> None:
+        while len(self._in_memory) > self._host and self._forget_idle():
+            pass
+
+    def _forget_idle(self) -> bool:
+        """Gives back the memory of whoever was not held for the longest time, and that nobody waits for."""
+        idle = (kept for kept in self._in_memory.values() if kept.idle and not kept.wanted and not kept.reading)
+        victim = min(idle, key=lambda kept: kept.used, default=None)
+        if victim is not None:
+            self._discard(victim)
+        return victim is not None
+
+    def _forget(self, kept: _Kept) -> None:
+        if kept.place:
+            self._unseat(kept)
+        if kept.facts is not None:
+            kept.facts = None
+            del self._in_memory[kept.ref.version]
+            self._executor.forget_adapter(kept.ref.version)
+
+    def _settle(self, kept: _Kept) -> None:
+        """What nobody wants and cannot be asked for, or never was there, goes."""
+        if kept.idle and not kept.wanted and not kept.reading and (kept.retired or kept.facts is None):
+            self._discard(kept)
+
+    def _discard(self, kept: _Kept) -> None:
+        self._forget(kept)
+        del self._kept[kept.ref.version]
+
+    def _fail(self, kept: _Kept, error: RequestError) -> None:
+        """Nobody can have it."""
+        self._news = True
+        self._line.pop(kept.ref.version, None)
+        names = list(kept.waiting)
+        kept.waiting.clear()
+        kept.pinned = False
+        if not kept.holders and not kept.reading:
+            self._discard(kept)
+        for name in names:
+            self._refuse(name, error)
+        _tell_all(kept, error)
+
+
+def _tell_all(kept: _Kept, error: RequestError | None) -> None:
+    told, kept.told = kept.told, []
+    for tell in told:
+        tell(error)
+
+
+def _all_pinned(places: int) -> str:
+    return f"no adapter can be put on the device: all {places} places have pinned ones; raise max_loras, or remove one of them"

@@ -1,0 +1,160 @@
+"""Adapters that a server has: from its start (--lora-modules), through /v1/load_lora_adapter, or found by a resolver.
+
+Their names are models' names; a request with one runs with the version that the name has when it comes.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from fastapi import APIRouter, Request, Response
+from starlette.responses import PlainTextResponse
+
+from quire.async_llm import AsyncLLM
+from quire.config.lora_modules import read_modules
+from quire.config.server_args import ServerArgs
+from quire.engine.adapter_names import NamedAdapter, absolute
+from quire.serve.body import JSONRoute
+from quire.serve.errors import HttpError
+from quire.serve.lora_resolvers import LoRAResolver, make_resolvers
+from quire.serve.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
+from quire.serve.protocol.errors import ErrorBody
+from quire.types.adapter import LoRARequest
+from quire.types.errors import ConfigError, InvalidParameter, RequestError
+
+logger = logging.getLogger(__name__)
+
+router = APIRouter(route_class=JSONRoute, tags=["LoRA"])
+closed_router = APIRouter(include_in_schema=False)
+
+ALLOW_VARIABLES = ("QUIRE_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_RUNTIME_LORA_UPDATING")
+FOLDER_VARIABLES = ("QUIRE_LORA_RESOLVER_CACHE_DIR", "VLLM_LORA_RESOLVER_CACHE_DIR")
+
+
+def updates_allowed(settings: ServerArgs, environment: Mapping[str, str] = os.environ) -> bool:
+    asked = any(environment.get(name, "").lower() in ("1", "true") for name in ALLOW_VARIABLES)
+    return settings.allow_runtime_lora_updating or asked
+
+
+def resolver_folder(settings: ServerArgs, environment: Mapping[str, str] = os.environ) -> str | None:
+    return settings.lora_resolver_dir or next((environment[name] for name in FOLDER_VARIABLES if environment.get(name)), None)
+
+
+def check_adapters(settings: ServerArgs, enabled: bool) -> None:
+    """Raises what is wrong with the server's settings, before anything is loaded."""
+    read_modules(settings.lora_modules)
+    for name in ("lora_modules", "lora_resolver", "lora_resolver_dir", "allow_runtime_lora_updating"):
+        if getattr(settings, name) and not enabled:
+            raise ConfigError(f"{name} needs enable_lora")
+    if enabled:
+        make_resolvers(settings.lora_resolver, resolver_folder(settings))
+
+
+class ServedAdapters:
+    def __init__(self, llm: AsyncLLM, settings: ServerArgs) -> None:
+        self._llm, self._names = llm, llm.adapters
+        self._allowed = settings.allowed_lora_path
+        self._resolvers: list[LoRAResolver] = []
+        if self._names.enabled:
+            self._resolvers = make_resolvers(settings.lora_resolver, resolver_folder(settings))
+        self._finding: dict[str, asyncio.Task[NamedAdapter | None]] = {}
+
+    @property
+    def all(self) -> list[NamedAdapter]:
+        return self._names.all
+
+    def get(self, name: str) -> NamedAdapter | None:
+        return self._names.find(name)
+
+    async def find(self, name: str) -> NamedAdapter | None:
+        """One that is there, or that a resolver knows. Who asks for the same one meanwhile waits for the same answer."""
+        found = self._names.find(name)
+        if found is not None or not self._resolvers:
+            return found
+        if name not in self._finding:
+            self._finding[name] = task = asyncio.create_task(self._resolve(name))
+            task.add_done_callback(lambda _: self._finding.pop(name, None))
+        return await asyncio.shield(self._finding[name])
+
+    async def load(self, name: str, path: str, inplace: bool, base: str | None = None) -> None:
+        there = self._names.find(name)
+        if there is not None and not inplace:
+            raise InvalidParameter(
+                f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
+                "'load_inplace' to True.",
+                "lora_name",
+            )
+        if name in self._llm.config.served_names:
+            raise InvalidParameter(f"{name!r} is the name of the model itself; give the adapter another one", "lora_name")
+        key = self._names.fresh_key() if there is None else there.ref.key
+        await self._llm.add_lora(LoRARequest(name, key, path, base, load_inplace=inplace))
+
+    async def load_from_client(self, name: str, path: str, inplace: bool) -> None:
+        if self._allowed is not None and not await asyncio.to_thread(_inside, absolute(path), self._allowed):
+            raise InvalidParameter("lora_path is outside of the folder that adapters may be loaded from", "lora_path")
+        await self.load(name, path, inplace)
+
+    async def unload(self, name: str) -> None:
+        adapter = self._names.find(name)
+        if adapter is None:
+            raise HttpError(404, f"The lora adapter '{name}' cannot be found.", "lora_name")
+        await self._llm.remove_lora(adapter.ref.key)
+
+    async def _resolve(self, name: str) -> NamedAdapter | None:
+        for resolver in self._resolvers:
+            try:
+                found = await resolver.resolve_lora(self._llm.config.served_names[0], name)
+            except RequestError:
+                raise
+            except Exception:
+                logger.exception("a resolver of adapters failed")
+                continue
+            if found is not None:
+                if self._names.find(name) is None:
+                    await self.load(name, found.lora_path, inplace=False, base=found.base_model_name)
+                return self._names.find(name)
+        return None
+
+
+async def load_modules(llm: AsyncLLM, settings: ServerArgs) -> None:
+    """What the server has from its start: one that cannot be loaded ends it."""
+    adapters = ServedAdapters(llm, settings)
+    for module in read_modules(settings.lora_modules):
+        try:
+            await adapters.load(module.name, module.path, inplace=False, base=module.base_model_name)
+        except RequestError as error:
+            raise ConfigError(f"lora_modules: {module.name} cannot be loaded: {error}") from error
+        logger.info("loaded adapter %s from %s", module.name, module.path)
+
+
+@router.post("/v1/load_lora_adapter", responses={400: {"model": ErrorBody}})
+async def load_adapter(request: LoadAdapterRequest, raw: Request) -> Response:
+    adapters: ServedAdapters = raw.app.state.server.adapters
+    await adapters.load_from_client(request.lora_name, request.lora_path, request.load_inplace)
+    return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter", responses={404: {"model": ErrorBody}})
+async def unload_adapter(request: UnloadAdapterRequest, raw: Request) -> Response:
+    adapters: ServedAdapters = raw.app.state.server.adapters
+    await adapters.unload(request.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
+
+
+async def _closed(_: Request) -> Response:
+    raise HttpError(
+        404, "adapters cannot be loaded or unloaded here: start the server with --enable-lora --allow-runtime-lora-updating"
+    )
+
+
+for _path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+    closed_router.add_api_route(_path, _closed, methods=["POST"], response_model=None)
+
+
+def _inside(path: str, folder: str) -> bool:
+    try:
+        return Path(path).resolve().is_relative_to(Path(folder).expanduser().resolve())
+    except OSError:
+        return False

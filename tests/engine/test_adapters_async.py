@@ -1,0 +1,129 @@
+"""Adapters through AsyncLLM and LLM, on engines without a model."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from async_support import collect, open_async, run, until
+
+from adapter_files import write_adapter
+from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams
+from quire.types.errors import AdapterError, InvalidParameter, NotSupported
+
+PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
+SOME = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+TEXT = "the quick brown fox"
+
+
+@pytest.fixture
+def adapters(tmp_path):
+    return {name: LoRARequest(name, i, str(write_adapter(tmp_path / name, name))) for i, name in enumerate("abc", start=1)}
+
+
+async def ask(llm, name, lora=None, params=PARAMS, prompt=TEXT):
+    return (await collect(llm, prompt, params, name, lora_request=lora))[-1]
+
+
+def test_offline_one_adapter_or_one_for_each(tiny_model, adapters):
+    a, b, _ = adapters.values()
+    llm = LLM(str(tiny_model), device="cpu", distributed_executor_backend="fake", enable_lora=True, block_size=4)
+
+    def tokens(lora, prompts=TEXT):
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, PARAMS, use_tqdm=False, lora_request=lora)]
+
+    [plain], [first], [second] = tokens(None), tokens(a), tokens(b)
+    assert len({tuple(plain), tuple(first), tuple(second)}) == 3
+    assert tokens([b, None, a, b], [TEXT] * 4) == [second, plain, first, second]  # with one place
+    [output] = llm.generate(TEXT, PARAMS, use_tqdm=False, lora_request=a)
+    assert output.lora_request == a and output.outputs[0].lora_request.lora_path == a.lora_path
+    many = SamplingParams(n=3, temperature=1, seed=5, max_tokens=12, ignore_eos=True)
+    [alone], [with_a] = llm.generate(TEXT, many, use_tqdm=False), llm.generate(TEXT, many, use_tqdm=False, lora_request=a)
+    assert [one.token_ids for one in alone.outputs] != [one.token_ids for one in with_a.outputs]
+    beams = BeamSearchParams(beam_width=2, max_tokens=3)
+    found = llm.beam_search([TEXT, TEXT], beams, lora_request=[a, None])
+    assert found[0].sequences[0].tokens != found[1].sequences[0].tokens
+    assert found[0].sequences[0].tokens == llm.beam_search([TEXT], beams, lora_request=a)[0].sequences[0].tokens
+    engine = llm.llm_engine
+    assert engine.list_loras() == {1, 2} and engine.pin_lora(2) and not engine.pin_lora(9)
+    with pytest.raises(AdapterError, match="all 1 places have pinned"):
+        llm.llm_engine.pin_lora(1)
+    assert engine.remove_lora(2) and not engine.remove_lora(2) and engine.list_loras() == {1}
+    assert engine.add_lora(adapters["c"]) and engine.list_loras() == {1, 3}
+    with pytest.raises(AdapterError, match="r must be a whole number"):
+        llm.generate(TEXT, PARAMS, lora_request=LoRARequest("bad", 4, str(write_adapter(folder_of(a) / "bad", "x", rank=-1))))
+    assert engine.list_loras() == {1, 3}
+    engine.core.step()
+    engine.core.adapters.check()
+    engine.core.scheduler.check()
+    engine.shutdown()
+
+
+def folder_of(lora):
+    return Path(lora.lora_path).parent
+
+
+def test_an_engine_without_adapters_says_so(tiny_model, adapters):
+    llm = open_async(tiny_model)
+
+    async def scene():
+        with pytest.raises(NotSupported, match="enable_lora"):
+            await ask(llm, "r", adapters["a"])
+        with pytest.raises(NotSupported, match="enable_lora"):
+            await llm.add_lora(adapters["a"])
+        assert await llm.list_loras() == set() and not await llm.remove_lora(1)
+
+    run(scene(), llm)
+
+
+def test_updates_and_unloading_while_requests_run(tiny_model, adapters):
+    llm = open_async(tiny_model, enable_lora=True, max_loras=2, max_cpu_loras=2)
+    a, b, c = adapters.values()
+
+    async def scene():
+        one, two, three = [(await ask(llm, f"{i}", lora)).outputs[0].token_ids for i, lora in enumerate((a, b, None))]
+        assert len({tuple(one), tuple(two), tuple(three)}) == 3
+        whole = (await ask(llm, "whole", a, LONG)).outputs[0].token_ids
+        running = asyncio.create_task(ask(llm, "long", a, LONG))
+        await until(lambda: llm.adapters_in_use()[2] == ["a"])
+        write_adapter(folder_of(a) / "a", "another")
+        assert (await ask(llm, "same", a)).outputs[0].token_ids == one  # nobody said that it is to be loaded again
+        newer = LoRARequest("a", 1, a.lora_path, load_inplace=True)
+        fresh = (await ask(llm, "new", newer)).outputs[0].token_ids
+        assert fresh not in (one, two, three)
+        assert (await ask(llm, "new name", a)).outputs[0].token_ids == fresh
+        assert (await running).outputs[0].token_ids == whole
+        running = asyncio.create_task(ask(llm, "long", b, LONG))
+        await until(lambda: llm.adapters_in_use()[2] == ["b"])
+        assert await llm.remove_lora(2) and await llm.list_loras() == {1}
+        assert len((await running).outputs[0].token_ids) == 120
+        write_adapter(folder_of(a) / "a", "bad", rank=0)
+        with pytest.raises(AdapterError, match="r must be a whole number"):
+            await llm.add_lora(newer)
+        assert (await ask(llm, "still", a)).outputs[0].token_ids == fresh
+        with pytest.raises(InvalidParameter, match="lora_int_id 1 is the adapter 'a'"):
+            await ask(llm, "taken", LoRARequest("c", 1, c.lora_path))
+
+    run(scene(), llm)
+
+
+def test_a_lost_engine_costs_no_stream_its_adapter(tiny_model, adapters, monkeypatch):
+    monkeypatch.setenv("QUIRE_FAKE_LATENCY", "0.01")
+    llm = open_async(tiny_model, enable_lora=True, max_loras=2)
+    a, b, c = adapters.values()
+
+    async def scene():
+        loras = [a, b, c, None, a]
+        expected = [(await ask(llm, f"x{i}", lora, SOME)).outputs[0].token_ids for i, lora in enumerate(loras)]
+        assert await llm.pin_lora(2)
+        tasks = [asyncio.create_task(ask(llm, f"y{i}", lora, SOME)) for i, lora in enumerate(loras)]
+        await until(lambda: len(llm.adapters_in_use()[2]) == 2)
+        os.kill(llm.engine_pid, signal.SIGKILL)
+        outputs = await asyncio.gather(*tasks)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        assert llm.restarts == 1 and llm.replayed >= 3
+        assert await llm.list_loras() == {1, 2, 3}
+
+    run(scene(), llm)

@@ -1,0 +1,216 @@
+"""Adapters over HTTP: models by their names, loaded, replaced and unloaded while the server runs. The engine needs no model."""
+
+import threading
+
+import pytest
+
+from adapter_files import write_adapter
+from quire.config.server_args import ServerArgs
+from quire.obs.metrics import Metrics
+from quire.serve.adapters import check_adapters, load_modules, updates_allowed
+from quire.types.errors import ConfigError
+from serving import Running, error_of, events_of
+
+BODY = {"prompt": "the quick brown fox", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+SEEDED = {"temperature": 1, "seed": 7}
+ALLOWED = {"allow_runtime_lora_updating": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    for name in ("a", "b", "found"):
+        write_adapter(folder / name, name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def running(serve_model, folder):
+    running = Running(serve_model, distributed_executor_backend="fake", enable_lora=True, max_loras=1, max_cpu_loras=2)
+    settings = ServerArgs(
+        lora_modules=[f"a={folder / 'a'}", {"name": "b", "path": str(folder / "b"), "base_model_name": "base"}]
+    )
+    running.call(load_modules(running.llm, settings))
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def http(running):
+    yield running.http
+    running.wait_idle()
+
+
+def text(http, model=None, **more):
+    answer = http.post("/v1/completions", json=BODY | ({} if model is None else {"model": model}) | more)
+    assert answer.status_code == 200, answer.text
+    assert model is None or answer.json()["model"] == model
+    return answer.json()["choices"][0]["text"]
+
+
+def load(http, name, path, **more):
+    return http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)} | more)
+
+
+def test_adapters_are_models(http, folder):
+    cards = {card["id"]: card for card in http.get("/v1/models").json()["data"]}
+    assert list(cards) == ["tiny", "also-tiny", "a", "b"]
+    assert (cards["a"]["parent"], cards["a"]["root"]) == ("tiny", str(folder / "a")) and cards["b"]["parent"] == "base"
+    assert cards["tiny"]["parent"] is None and http.get("/v1/models/a").json() == cards["a"]
+    assert len({text(http, name) for name in ("tiny", "a", "b")}) == 3
+    assert text(http, "a") == text(http, "a") != text(http)
+
+
+def test_every_protocol_takes_them(http):
+    said = {"messages": [{"role": "user", "content": "fox"}], "temperature": 0}
+    answers = {}
+    for model in ("tiny", "a", "b"):
+        chat = http.post("/v1/chat/completions", json={**said, "model": model, "max_tokens": 6}).json()
+        response = http.post(
+            "/v1/responses", json={"input": "fox", "model": model, "max_output_tokens": 6, "temperature": 0}
+        ).json()
+        message = http.post("/v1/messages", json={**said, "model": model, "max_tokens": 6}).json()
+        assert (chat["model"], response["model"], message["model"]) == (model, model, model)
+        streamed = events_of(http.post("/v1/completions", json=BODY | {"model": model, "stream": True}).text)
+        assert "".join(event["choices"][0]["text"] for event in streamed[:-1]) == text(http, model)
+        assert {event["model"] for event in streamed[:-1]} == {model}
+        several = http.post("/v1/completions", json=BODY | {"model": model, "prompt": ["fox", "dog"], "n": 2} | SEEDED).json()
+        beams = http.post(
+            "/v1/completions", json={"prompt": "fox", "model": model, "use_beam_search": True, "n": 2, "max_tokens": 3}
+        )
+        answers[model] = (
+            chat["choices"][0]["message"]["content"], str(response["output"][0]["content"]), str(message["content"]),
+            str([choice["text"] for choice in several["choices"]]), str([choice["text"] for choice in beams.json()["choices"]]),
+        )  # fmt: skip
+        assert http.post("/tokenize", json={"prompt": "fox", "model": model}).status_code == 200
+    assert all(len(set(column)) == 3 for column in zip(*answers.values(), strict=True))
+
+
+def test_loading_replacing_and_unloading(running, folder):
+    write_adapter(folder / "c", "1")
+    with running.serve(ServerArgs(**ALLOWED)) as http:
+        assert error_of(http.post("/v1/completions", json=BODY | {"model": "c"}))["code"] == 404
+        answer = load(http, "c", folder / "c")
+        assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'c' added successfully.")
+        first = text(http, "c")
+        assert "already been loaded" in error_of(load(http, "c", folder / "c"))["message"]
+        write_adapter(folder / "c", "2")
+        assert load(http, "c", folder / "c", load_inplace=True).status_code == 200
+        assert text(http, "c") not in (first, text(http))
+        assert "the model itself" in error_of(load(http, "tiny", folder / "c"))["message"]
+        gone = http.post("/v1/unload_lora_adapter", json={"lora_name": "c"})
+        assert (gone.status_code, gone.text) == (200, "Success: LoRA adapter 'c' removed successfully.")
+        assert error_of(http.post("/v1/completions", json=BODY | {"model": "c"}))["code"] == 404
+        assert error_of(http.post("/v1/unload_lora_adapter", json={"lora_name": "c"}))["code"] == 404
+        for body in ({}, {"lora_name": "c"}, {"lora_name": "", "lora_path": "x"}, {"lora_name": 1, "lora_path": "x"}):
+            assert error_of(http.post("/v1/load_lora_adapter", json=body))["code"] == 400
+    running.wait_idle()
+
+
+def test_unloading_while_a_stream_runs(running, folder):
+    long = BODY | {"model": "long", "max_tokens": 200}
+    write_adapter(folder / "long", "1")
+    with running.serve(ServerArgs(**ALLOWED)) as http:
+        load(http, "long", folder / "long")
+        whole = text(http, **long)
+        with http.stream("POST", "/v1/completions", json=long | {"stream": True}) as stream:
+            lines = stream.iter_lines()
+            first = next(lines)
+            assert http.post("/v1/unload_lora_adapter", json={"lora_name": "long"}).status_code == 200
+            assert "long" not in http.get("/v1/models").text
+            streamed = events_of("\n\n".join(line for line in [first, *lines] if line))
+        assert "".join(event["choices"][0]["text"] for event in streamed[:-1]) == whole
+    running.wait_idle()
+
+
+def test_bad_adapters_are_400s(running, folder, tmp_path):
+    write_adapter(folder / "bad", "1", rank=0)
+    write_adapter(tmp_path / "outside", "1")
+    (folder / "link").symlink_to(tmp_path / "outside")
+    with running.serve(ServerArgs(**ALLOWED, allowed_lora_path=str(folder))) as http:
+        for path, told in (
+            (folder / "bad", "r must be a whole number"), (folder / "nothing", "no such directory"),
+            (folder, "adapter_config.json"),
+            (tmp_path / "outside", "outside of the folder"), (folder / "link", "outside of the folder"),
+            (folder / ".." / "x", "outside of the folder"),
+        ):  # fmt: skip
+            error = error_of(load(http, "x", path))
+            assert (error["code"], error["param"]) == (400, "lora_path") and told in error["message"], error
+            assert str(tmp_path) not in error["message"]
+        assert text(http, "a") and "x" not in {card["id"] for card in http.get("/v1/models").json()["data"]}
+    running.wait_idle()
+
+
+def test_only_with_the_flag(http, running):
+    error = error_of(load(http, "x", "y"))
+    assert error["code"] == 404 and "--allow-runtime-lora-updating" in error["message"]
+    assert updates_allowed(ServerArgs(), {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"})
+    assert not updates_allowed(ServerArgs(), {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"})
+
+
+def test_names_in_a_folder_are_found(running, folder):
+    with running.serve(ServerArgs(lora_resolver_dir=str(folder))) as http:
+        answers: list[str] = []
+        threads = [threading.Thread(target=lambda: answers.append(text(http, "found"))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(set(answers)) == 1 and answers[0] != text(http) and len(answers) == 4
+        assert "found" in http.get("/v1/models").text
+        for name in ("nothing", "..", ".", "../" + folder.name + "/a", "/etc", "x" * 200, "a\0b", ""):
+            assert error_of(http.post("/v1/completions", json=BODY | {"model": name}))["code"] == 404, name
+    running.wait_idle()
+
+
+def test_a_refused_grammar_gives_the_adapter_back(http):
+    bad = {"structured_outputs": {"grammar": "root ::= nothing"}}
+    for _ in range(3):
+        assert error_of(http.post("/v1/completions", json=BODY | {"model": "a"} | bad))["code"] == 400
+        assert text(http, "b")  # there is one place
+    yes = text(http, "a", structured_outputs={"choice": ["yes"]}, max_tokens=20)
+    assert yes == "yes"
+
+
+def test_adapters_are_counted_and_seen(running, http):
+    metrics = Metrics("vllm", "tiny", 100, {})
+    metrics.adapters = running.llm.adapters_in_use
+    running.llm.observers.append(metrics)
+    text(http, "a")
+    told = metrics.render(running.llm)[0].decode()
+    running.llm.observers.remove(metrics)
+    assert 'vllm:lora_requests_total{engine="0",lora_name="a",model_name="tiny"} 1.0' in told
+    assert 'lora_generation_tokens_total{engine="0",lora_name="a",model_name="tiny"} 8.0' in told
+    labels = 'engine="0",max_lora="1",model_name="tiny",running_lora_adapters="",waiting_lora_adapters=""'
+    assert f"lora_requests_info{{{labels}}}" in told
+    seen: list[object] = []
+    running.llm.watch(lambda sight: seen.extend(request.adapter for request in sight.requests))
+    try:
+        text(http, "b", max_tokens=100)
+    finally:
+        running.wait_idle()
+        running.llm.watch(None)
+    assert set(seen) <= {"b"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_modules": ["a"]}, "neither name=path nor a JSON object"),
+        ({"lora_modules": ['{"name": "a"}']}, "has no path"),
+        ({"lora_modules": ['{"name": "a", "path": "b", "rank": 3}']}, "unknown rank"),
+        ({"lora_modules": ["a=b", "a=c"]}, "two adapters 'a'"),
+        ({"lora_resolver": ["nobody"]}, "no installed package brings 'nobody'"),
+        ({"lora_resolver_dir": "/nowhere/at/all"}, "is not a directory"),
+    ],
+)
+def test_settings_that_cannot_be(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        check_adapters(ServerArgs(**settings), enabled=True)
+
+
+def test_settings_need_adapters(running, folder):
+    with pytest.raises(ConfigError, match="lora_modules needs enable_lora"):
+        check_adapters(ServerArgs(lora_modules=["a=b"]), enabled=False)
+    with pytest.raises(ConfigError, match=r"x cannot be loaded: .*no such directory"):
+        running.call(load_modules(running.llm, ServerArgs(lora_modules=[f"x={folder / 'nothing'}"])))
