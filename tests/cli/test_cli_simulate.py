@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 
@@ -47,6 +48,8 @@ def test_json_table_and_report(model: str, tmp_path: Path, capsys: pytest.Captur
     assert result["prefix_cache_hit_rate"] > 0.3
     assert sum(load["requests"] for load in result["per_replica"]) == 40
     text = report.read_text(encoding="utf-8")
+    for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ElementTree.fromstring(drawing)
     assert text.count("<svg") == text.count("</svg>") == 6 and text.count("<polyline") == 7
     assert not re.findall(r"(?:src|href)=|https?://|@import|url\(|<script", text)
 

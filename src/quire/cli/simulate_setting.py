@@ -109,7 +109,6 @@ def make_setting(args: EngineArgs, namespace: argparse.Namespace) -> Setting:
         layers=len(config.facts.layers),
         weight_bytes=plan.weights_loaded / plan.parameters,
         kv_bytes=sum(plan.bytes_per_token.values()),
-        element_bytes=DTYPE_BYTES[config.dtype],
     )
     told = (
         f"{card.name}: {gib(card.memory)}, {card.bandwidth / 1e12:g} TB/s, {card.flops / 1e12:g} TFLOP/s; step times computed"
@@ -147,8 +146,6 @@ def _measured(args: EngineArgs, namespace: argparse.Namespace) -> Setting:
 
 
 def _fitting(plan: MemoryPlan) -> MemoryPlan:
-    if plan.ranks > 1:
-        raise ConfigError(f"steps of {plan.ranks} ranks are not simulated; leave tensor_parallel_size at 1")
     if not plan.fits:
         raise ConfigError(f"{plan.model} does not fit: {'; '.join(plan.advice)}")
     return plan

@@ -51,7 +51,6 @@ class ParameterParts:
     head: int  # by tokens that are drawn from
     embedding: int  # by nobody; 0 where the head's matrix is also used for it
     query_width: int  # of all heads of a layer
-    hidden_width: int
 
     @property
     def total(self) -> int:
@@ -74,7 +73,6 @@ def parameter_parts(hf: Mapping[str, Any]) -> ParameterParts:
         head=table,
         embedding=0 if hf.get("tie_word_embeddings") else table,
         query_width=shape.query,
-        hidden_width=shape.hidden,
     )
 
 

@@ -21,8 +21,6 @@ READING_KEYS = 0.75
 MULTIPLYING = 0.69  # of the stated operations
 ATTENDING = 0.50
 LAYER, EXPERTS = 15e-6, 13e-6  # seconds; the second in addition, where tokens are sorted by experts
-LINK = 8e-6  # seconds of a small all-reduce between cards of one machine
-LINK_BYTES = 300e9  # per second, of a large one
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class HostTime:
 
 
 class AnalyticTiming:
-    """`weight_bytes` of a parameter as it lies in memory; `cards` share the model's matrices and cache (tensor parallel)."""
+    """`weight_bytes` of a parameter as it lies in memory, `kv_bytes` of a token in all layers."""
 
     def __init__(
         self,
@@ -47,10 +45,8 @@ class AnalyticTiming:
         layers: int,
         weight_bytes: float,
         kv_bytes: int,
-        element_bytes: int,
-        cards: int = 1,
     ) -> None:
-        bandwidth, flops = card.bandwidth * cards, card.flops * cards
+        bandwidth, flops = card.bandwidth, card.flops
         self.host = HostTime()
         self._parts = parts
         self._byte = weight_bytes / (bandwidth * READING)  # seconds for a parameter, for reading
@@ -58,10 +54,6 @@ class AnalyticTiming:
         self._attended = 4 * parts.query_width * layers / (flops * ATTENDING)  # of a query and a key
         self._key = kv_bytes / (bandwidth * READING_KEYS)  # of a token in all layers
         self._fixed = layers * (LAYER + EXPERTS * bool(parts.experts))
-        self._summed = 0.0  # of a token's hidden state, over the cards, twice in a layer
-        if cards > 1:
-            self._fixed += 2 * layers * LINK
-            self._summed = 2 * layers * parts.hidden_width * element_bytes * 2 * (cards - 1) / cards / LINK_BYTES
 
     def seconds(self, shape: StepShape) -> float:
         parts, tokens = self._parts, shape.tokens
@@ -74,4 +66,4 @@ class AnalyticTiming:
         products = hypot(reading, operations * self._operation)
         singles = max(shape.own_keys * self._key, shape.single_keys * self._attended)
         others = max(shape.prompt_keys * self._key, shape.pairs * self._attended)
-        return self._fixed + products + singles + others + self._summed * tokens
+        return self._fixed + products + singles + others
