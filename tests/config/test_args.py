@@ -80,7 +80,11 @@ def test_what_is_not_a_number(text: str) -> None:
         ({"distributed_executor_backend": "ray"}, r"'ray' is not supported: ranks are processes of one machine"),
         ({"distributed_executor_backend": "spark"}, r"must be one of auto, mp, uni, fake"),
         ({"speculative_config": {"model": "x"}}, r"speculative_config.method 'draft_model' is not built"),
-        ({"kv_cache_dtype": "fp8"}, r"kv_cache_dtype='fp8' is not supported"),
+        ({"kv_cache_dtype": "fp4"}, r"kv_cache_dtype must be one of auto, .*fp8_e5m2; got 'fp4'"),
+        (
+            {"kv_cache_dtype_skip_layers": ["0"]},
+            r"kv_cache_dtype_skip_layers=\['0'\] is not supported: the caches of all layers",
+        ),
         ({"trust_remote_code": 0}, r"trust_remote_code must be true or false"),
         ({"rope_scaling": {"rope_type": "yarn"}}, r"hf_overrides replaces it"),
         ({"load_format": "pt"}, r"load_format must be one of"),

@@ -382,7 +382,8 @@ def test_groups_are_not_divided(checkpoint, scheme, message):
         load_weights(model, facts, device="cpu", dtype="float32", quantization=facts.quantization, keeps=KEEPS)
 
 
-def test_scales_of_a_cache_of_8_bits_are_left_aside(checkpoint, tmp_path):
+def test_scales_of_a_cache_of_8_bits_are_left_aside(checkpoint, tmp_path, caplog):
+    caplog.set_level("INFO", "quire")
     source = checkpoint("fp8-tensor")
     directory = damaged(source, tmp_path / "more", config={"kv_cache_scheme": {"num_bits": 8, "type": "float"}})
     found = load_file(directory / "model.safetensors")
@@ -392,6 +393,7 @@ def test_scales_of_a_cache_of_8_bits_are_left_aside(checkpoint, tmp_path):
     save_file(found, directory / "model.safetensors")
     got, wanted = (Sequences(each, 1, 40).step([(0, FIRST)])[0] for each in (load(directory, KEEPS), floats(source)))
     assert (got - wanted).abs().max() < 1e-3
+    assert caplog.text.count("has scales for a cache of 8 bits (kv_cache_dtype='fp8'); this one has the model's type") == 1
 
 
 @pytest.mark.parametrize(

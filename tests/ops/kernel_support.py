@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from quire.ops.kv import kv_scales, round_kv
+
 # what the interpreter can do, and what only a GPU shows
 DTYPES = [torch.float32, *(pytest.param(kind, marks=pytest.mark.gpu) for kind in (torch.float16, torch.bfloat16))]
 
@@ -14,3 +16,14 @@ def close(got, expected):
 
 def numbers(*shape, dtype, device, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def float8_cache(kv, kind):
+    """A cache [pages, 2, kv_heads, page_size, head_dim] rounded to 8 bits, as one with scales behind each page's numbers."""
+    pages, _, heads, page_size, head_dim = kv.shape
+    raw = torch.zeros(pages, 2 * heads * page_size * (head_dim + 4) + 16, dtype=torch.uint8, device=kv.device)
+    packed = raw[:, : 2 * heads * page_size * head_dim].view(kind).view(kv.shape)
+    numbers, scales = round_kv(kv, kind)
+    packed.view(torch.uint8).copy_(numbers.view(torch.uint8))
+    kv_scales(packed).copy_(scales)
+    return packed

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from kernel_support import DTYPES
+from kernel_support import DTYPES, float8_cache
 from test_paged_attention import make_batch
 
 from quire.attn import launch, work_split
@@ -77,9 +77,11 @@ def sharing(batch, page_size):
     return dataclasses.replace(batch, groups=(found,), plans={})
 
 
-def compare(spec, rows, page_size, dtype, device):
+def compare(spec, rows, page_size, dtype, device, kind=None):
+    """kind: of a cache of 8 bits."""
     batch, query, kv, sinks = inputs(spec, rows, page_size, dtype, device)
-    expected = ReferenceAttention().run(spec, query.float(), kv.float(), batch, 0, sinks)
+    kv = kv if kind is None else float8_cache(kv, kind)
+    expected = ReferenceAttention().run(spec, query.float(), kv.float() if kind is None else kv, batch, 0, sinks)
     out = backend.TritonAttention().run(spec, query, kv, batch, 0, sinks)
     assert out.dtype == dtype
     loose = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
@@ -92,6 +94,24 @@ def compare(spec, rows, page_size, dtype, device):
 @pytest.mark.parametrize(("name", "page_size"), [*((name, 4) for name in SPECS), ("plain", 16), ("sinks and window", 16)])
 def test_ragged_rows(name, page_size, dtype, device):
     compare(SPECS[name], ROWS, page_size, dtype, device)
+
+
+@pytest.mark.usefixtures("small_splits")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("name", ["shared heads, odd head", "long window", "sinks and window"])
+def test_a_cache_of_8_bits(name, kind, dtype, device):
+    compare(SPECS[name], ROWS, 4, dtype, device, kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("name", LARGE)
+def test_real_shapes_in_8_bits(name, kind, dtype, device):
+    rows = [(1, 5000), (1, 256), (300, 300), (130, 1700), (1, 257), (17, 4000), (1, 1), (2, 513), (600, 5000)]
+    for changes in ({}, {"window": 512}, {"window": 128, "sinks": True}):
+        compare(dataclasses.replace(LARGE[name], **changes), rows, 16, dtype, device, kind)
 
 
 @pytest.mark.gpu
@@ -154,7 +174,9 @@ def test_long_rows_over_a_copy_of_their_keys(name, copied, blocks, dtype, device
     monkeypatch.setattr(backend, "DEEP", 200)
     monkeypatch.setattr(backend, "COPIED", copied)
     monkeypatch.setattr(backend, "reads_in_blocks", lambda spec, kv: True)
-    batch = compare(SPECS[name], [(9, 9), (1, 270), (37, 161), (130, 130), (3, 52), (5, 260), (2, 200)], 16, dtype, device)
+    kind = torch.float8_e4m3fn if name == "sinks" else None
+    rows = [(9, 9), (1, 270), (37, 161), (130, 130), (3, 52), (5, 260), (2, 200)]
+    batch = compare(SPECS[name], rows, 16, dtype, device, kind)
     (plan,) = batch.plans["triton", 0]
     assert (len(plan.copies), plan.keys, plan.copied) == (blocks, blocks * 128, max(copied, blocks * 128))
 
@@ -225,7 +247,8 @@ PREFIXES = [([0, 1, 3, 4, 6, 12, 2], 16), ([1, 3, 6, 12], 32), ([7, 8, 9, 10], 2
 def test_rows_that_begin_alike(name, dtype, device):
     spec = SPECS[name]
     batch, query, kv, sinks = inputs(spec, FAMILY, 4, dtype, device, PREFIXES)
-    expected = ReferenceAttention().run(spec, query.float(), kv.float(), batch, 0, sinks)
+    kv = float8_cache(kv, torch.float8_e5m2) if name == "sinks" else kv
+    expected = ReferenceAttention().run(spec, query.float(), kv if name == "sinks" else kv.float(), batch, 0, sinks)
     together = sharing(batch, 4)
     out = backend.TritonAttention().run(spec, query, kv, together, 0, sinks)
     (plan,) = together.plans["triton", 0]

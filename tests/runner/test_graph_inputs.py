@@ -118,10 +118,7 @@ class Layer:
     def __init__(self, group, fixed, window):
         self.group = group
         self.backend = type("Backend", (), {"fixed": staticmethod(lambda spec, dtype: fixed)})
-        self.spec = type("Spec", (), {"window": window})
-
-    def bound(self):
-        return np.zeros(0)
+        self.spec, self.dtype = type("Spec", (), {"window": window}), None
 
 
 @pytest.mark.parametrize("recordable", [True, False])

@@ -70,24 +70,26 @@ class Heads:
     rotation: Rotation | None = None
     norms: HeadNorms | None = None
     sinks: Tensor | None = None  # [heads]
+    cache_scales: Tensor | None = None  # [2, kv_heads] float32, of keys and values: the checkpoint's, for a cache of 8 bits
 
 
 class AttentionBackend:
     """One for each layer, so that it may keep views of the layer's cache."""
 
     def refuse(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> list[str]:
-        """Why this backend cannot serve such a layer; empty = it can."""
+        """Why this backend cannot serve such a layer, whose queries have that type; empty = it can."""
         raise NotImplementedError
 
-    def plan(self, batch: Batch, group: int, spec: AttentionSpec, kv: Tensor) -> None:
+    def plan(self, batch: Batch, group: int, spec: AttentionSpec, query: Tensor, kv: Tensor) -> None:
         """Prepares `run` for the layers of one cache group, into batch.plans. Run does it itself if nobody did before.
 
-        `kv` is the cache of any of these layers.
+        `query` and `kv` are those of any of these layers.
         """
         raise NotImplementedError
 
     def run(self, spec: AttentionSpec, query: Tensor, kv: Tensor, batch: Batch, group: int, sinks: Tensor | None) -> Tensor:
-        """query [T, heads, head_dim], kv [pages, 2, kv_heads, page_size, head_dim] (this batch's keys are in) -> like query."""
+        """query [T, heads, head_dim], kv [pages, 2, kv_heads, page_size, head_dim] (this batch's keys are in) of the same type,
+        or of 8 bits with scales (`ops/kv.py`) -> like query."""
         raise NotImplementedError
 
     def run_heads(
@@ -95,7 +97,8 @@ class AttentionBackend:
     ) -> Tensor:
         """qkv [T, (heads + 2 * kv_heads) * head_dim], which it may overwrite: keys and values go to their pages, and queries
         attend -> [T, heads * head_dim], or those of the final tokens alone."""
-        query = place_heads(qkv, kv, batch.groups[group].write, batch.positions, heads.rotation, heads.norms)
+        write = batch.groups[group].write
+        query = place_heads(qkv, kv, write, batch.positions, heads.rotation, heads.norms, heads.cache_scales)
         if final:
             query, batch = batch.keep(query), batch.final
         return self.run(spec, query, kv, batch, group, heads.sinks).flatten(1)

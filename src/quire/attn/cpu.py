@@ -98,7 +98,7 @@ class CPUAttention(AttentionBackend):
     def refuse(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> list[str]:  # noqa: ARG002
         return [] if device.type == "cpu" else [f"it runs on CPUs, not on {device.type}"]
 
-    def plan(self, batch: Batch, group: int, spec: AttentionSpec, kv: Tensor) -> None:
+    def plan(self, batch: Batch, group: int, spec: AttentionSpec, query: Tensor, kv: Tensor) -> None:  # noqa: ARG002
         tables, plain = batch.groups[group].tables, spec.soft_cap is None and not spec.sinks
         by_kernel, in_place = not spec.sinks and paged_attention.suits(kv), kv_lines(kv) is not None
         plan: list[Piece | Several] = []
@@ -117,7 +117,7 @@ class CPUAttention(AttentionBackend):
 
     def run(self, spec: AttentionSpec, query: Tensor, kv: Tensor, batch: Batch, group: int, sinks: Tensor | None) -> Tensor:
         if ("cpu", group) not in batch.plans:
-            self.plan(batch, group, spec, kv)
+            self.plan(batch, group, spec, query, kv)
         if self._kv is not kv:
             self._look_at(kv)
         plan: list[Piece | Several] = batch.plans["cpu", group]
@@ -154,7 +154,7 @@ class CPUAttention(AttentionBackend):
         if lanes is None or lanes.qkv is not qkv or lanes.kv is not kv:
             lanes = Lanes(qkv, kv)
             self._lanes = lanes if qkv.numel() <= KEPT_ELEMENTS else None  # larger ones are not the same memory again
-        query = lanes.place(batch.groups[group].write, batch.positions, heads.rotation, heads.norms)
+        query = lanes.place(batch.groups[group].write, batch.positions, heads.rotation, heads.norms, heads.cache_scales)
         if final:
             query, batch = batch.keep(query), batch.final
         return self.run(spec, query, kv, batch, group, heads.sinks).flatten(1)

@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.attn import work_split
 from quire.attn.backend import AttentionSpec
 from quire.attn.batch import Batch
-from quire.ops.kv import lies_by_page
+from quire.ops.kv import MANTISSA_BITS, kv_scales, lies_by_page
 
 MERGED_AT_ONCE = 16
 
@@ -77,11 +77,12 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def reads_in_blocks(spec: AttentionSpec, kv: Tensor) -> bool:
-    """Whether blocks of keys that lie in one place can be fetched by the tensor copy engine, and that is worth a copy."""
-    if kv.device.type != "cuda" or torch.cuda.get_device_capability(kv.device) != (9, 0):
+def reads_in_blocks(spec: AttentionSpec, query: Tensor) -> bool:
+    """Whether blocks of keys that lie in one place can be fetched by the tensor copy engine, and that is worth a copy, which
+    is of the queries' type."""
+    if query.device.type != "cuda" or torch.cuda.get_device_capability(query.device) != (9, 0):
         return False
-    return spec.head_dim in (64, 128) and kv.dtype != torch.float32
+    return spec.head_dim in (64, 128) and query.dtype != torch.float32
 
 
 @dataclass
@@ -89,7 +90,7 @@ class Launch:
     spec: AttentionSpec
     plan: Plan
     query: Tensor  # [T, heads, head_dim]
-    kv: Tensor  # [pages, 2, kv_heads, page_size, head_dim]
+    kv: Tensor  # [pages, 2, kv_heads, page_size, head_dim], of 8 bits with scales
     out: Tensor  # [T, heads, head_dim]
     batch: Batch
     tables: Tensor  # [R, max_pages] int32
@@ -99,7 +100,10 @@ class Launch:
         """What several of the kernels are given."""
         spec, kv = self.spec, self.kv
         share = spec.heads // spec.kv_heads
-        self._shape = geometry(share, spec.head_dim, kv.dtype)
+        self._shape = geometry(share, spec.head_dim, self.query.dtype)
+        scales = kv_scales(kv)
+        self._cache = (kv, kv) if scales is None else (kv.view(torch.uint8), scales)
+        self._bits = MANTISSA_BITS.get(kv.dtype, 0)
         self._biases = self.out if self.sinks is None else self.sinks
         self._query_stride, self._out_stride = self.query.stride(0), self.out.stride(0)
         self._page_strides = kv.stride(0), kv.stride(1), self.tables.stride(0)
@@ -124,7 +128,7 @@ class Launch:
         """Of 4 bytes."""
         spec, plan = self.spec, self.plan
         parts = plan.parts * spec.heads * (spec.head_dim + 1)
-        return max(parts, 2 * plan.copied * spec.head_dim * self.kv.element_size() // 4)
+        return max(parts, 2 * plan.copied * spec.head_dim * self.query.element_size() // 4)
 
     def _tiles(self) -> None:
         from quire.ops.kernels.attention import tiles_kernel
@@ -132,8 +136,8 @@ class Launch:
 
         batch, shape = self.batch, self._shape
         tiles_kernel[(self.spec.kv_heads, self.plan.tiles.shape[0])](
-            self.query, self.kv, self.out, self._biases, self.tables, batch.row_starts, batch.kv_lengths, self.plan.tiles,
-            self._query_stride, self._out_stride, *self._page_strides, self.spec.scale, **self._options,
+            self.query, *self._cache, self.out, self._biases, self.tables, batch.row_starts, batch.kv_lengths, self.plan.tiles,
+            self._query_stride, self._out_stride, *self._page_strides, self.spec.scale, **self._options, BITS=self._bits,
             DIM_BLOCK=shape.dim_block, PAGE_SIZE=self.kv.shape[3], WINDOW=self.spec.window or 0,
             BLOCK_M=shape.tile_m, BLOCK_N=shape.tile_n, num_warps=shape.tile_warps, num_stages=shape.tile_stages,
             **overlapping(),
@@ -146,14 +150,14 @@ class Launch:
         from quire.ops.kernels.overlap import overlapping
 
         plan, spec, batch, shape = self.plan, self.spec, self.batch, self._shape
-        copy, block = memory.view(self.kv.dtype), [shape.long_n, spec.head_dim]
+        copy, block = memory.view(self.query.dtype), [shape.long_n, spec.head_dim]
         at_once = min(spec.kv_heads, plan.copied // plan.keys)
         for first in range(0, spec.kv_heads, at_once):
             heads = min(at_once, spec.kv_heads - first)
             lane = heads * plan.keys
             copy_kernel[(heads, plan.copies.shape[0])](
-                self.kv, copy, self.tables, batch.kv_lengths, plan.copies, *self._page_strides, first, plan.keys,
-                HEAD_DIM=spec.head_dim, PAGE_SIZE=self.kv.shape[3], BLOCK=shape.long_n, num_warps=4,
+                *self._cache, copy, self.tables, batch.kv_lengths, plan.copies, *self._page_strides, first, plan.keys,
+                BITS=self._bits, HEAD_DIM=spec.head_dim, PAGE_SIZE=self.kv.shape[3], BLOCK=shape.long_n, num_warps=4,
                 **overlapping(),
             )  # fmt: skip
             keys, values = (
@@ -175,18 +179,18 @@ class Launch:
         plan, spec, shape, starts = self.plan, self.spec, self._shape, self.batch.row_starts
         parts, weights = memory, memory[plan.parts * spec.heads * spec.head_dim :]
         options = {
-            **self._options, "DIM_BLOCK": shape.dim_block, "PAGE_SIZE": self.kv.shape[3],
+            **self._options, "BITS": self._bits, "DIM_BLOCK": shape.dim_block, "PAGE_SIZE": self.kv.shape[3],
             "HEADS": spec.heads, "SPLIT": work_split.SPLIT, "BLOCK_N": min(shape.split_n, work_split.SPLIT),
         }  # fmt: skip
         if plan.shared.shape[0]:
             shared_kernel[(spec.kv_heads, plan.shared.shape[0])](
-                self.query, self.kv, parts, weights, self._biases, self.tables, starts, plan.shared, plan.members,
+                self.query, *self._cache, parts, weights, self._biases, self.tables, starts, plan.shared, plan.members,
                 self._query_stride, *self._page_strides, spec.scale, **options,
                 BLOCK_M=shape.shared_m, num_warps=shape.shared_warps, num_stages=shape.shared_stages, **overlapping(),
             )  # fmt: skip
         if plan.splits.shape[0]:
             splits_kernel[(spec.kv_heads, plan.splits.shape[0])](
-                self.query, self.kv, self.out, parts, weights, self._biases, self.tables, starts, plan.splits,
+                self.query, *self._cache, self.out, parts, weights, self._biases, self.tables, starts, plan.splits,
                 self._query_stride, self._out_stride, *self._page_strides, spec.scale, **options,
                 WINDOW=spec.window or 0, BLOCK_M=shape.split_m, num_warps=shape.split_warps, num_stages=shape.split_stages,
                 **overlapping(),

@@ -47,12 +47,12 @@ class ReferenceAttention(AttentionBackend):
     def refuse(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> list[str]:  # noqa: ARG002
         return []
 
-    def plan(self, batch: Batch, group: int, spec: AttentionSpec, kv: Tensor) -> None:
+    def plan(self, batch: Batch, group: int, spec: AttentionSpec, query: Tensor, kv: Tensor) -> None:  # noqa: ARG002
         batch.plans["reference", group] = make_tiles(batch, group, spec.window, kv.shape[3])
 
     def run(self, spec: AttentionSpec, query: Tensor, kv: Tensor, batch: Batch, group: int, sinks: Tensor | None) -> Tensor:
         if ("reference", group) not in batch.plans:
-            self.plan(batch, group, spec, kv)
+            self.plan(batch, group, spec, query, kv)
         out = torch.zeros_like(query)
         for tile in batch.plans["reference", group]:
             gathered = kv_gather(kv, tile.pages)

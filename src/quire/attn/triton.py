@@ -52,15 +52,15 @@ class TritonAttention(AttentionBackend):
             reasons.append(f"at most {MOST_SHARING} query heads may share a KV head, not {spec.heads // spec.kv_heads}")
         return reasons
 
-    def plan(self, batch: Batch, group: int, spec: AttentionSpec, kv: Tensor) -> None:
+    def plan(self, batch: Batch, group: int, spec: AttentionSpec, query: Tensor, kv: Tensor) -> None:  # noqa: ARG002
         share = spec.heads // spec.kv_heads
-        shape = geometry(share, spec.head_dim, kv.dtype)
+        shape = geometry(share, spec.head_dim, query.dtype)
         alike = batch.groups[group].alike(work_split.SPLIT) if spec.window is None else NOTHING_SHARED
-        batch.plans["triton", group] = cut(batch, spec.window, alike, shape, share, reads_in_blocks(spec, kv))
+        batch.plans["triton", group] = cut(batch, spec.window, alike, shape, share, reads_in_blocks(spec, query))
 
     def run(self, spec: AttentionSpec, query: Tensor, kv: Tensor, batch: Batch, group: int, sinks: Tensor | None) -> Tensor:
         if ("triton", group) not in batch.plans:
-            self.plan(batch, group, spec, kv)
+            self.plan(batch, group, spec, query, kv)
         plans: list[Plan] = batch.plans["triton", group]
         covered = batch.rows[-1][0] + batch.rows[-1][1] if batch.rows else 0
         make = torch.empty_like if covered == query.shape[0] else torch.zeros_like

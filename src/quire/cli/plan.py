@@ -79,7 +79,7 @@ def resolve_for(args: EngineArgs, memory: int | None, serving: bool = True) -> t
 def plan_for(config: Config, total: int) -> MemoryPlan:
     args, facts, kind = config.args, config.facts, config.device
     element = DTYPE_BYTES[config.dtype]
-    layout = make_layout(largest_share(facts.layers, config.ranks), config.page_size, element)
+    layout = make_layout(largest_share(facts.layers, config.ranks), config.page_size, config.cache_bytes)
     weights, held_as = _weights(config, facts, element)
     steps = activation_bytes(facts.hf, element_bytes=element, tokens=config.max_batched_tokens, rows=config.max_seqs)
     usable = int(total * args.gpu_memory_utilization) if kind == "cuda" else total
@@ -107,7 +107,8 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
         reserved=reserved,
         max_batched_tokens=config.max_batched_tokens,
         max_seqs=config.max_seqs,
-        **_per_kind(facts, element),
+        cache_dtype=config.cache_dtype,
+        **_per_kind(facts, config.cache_bytes),
         page_size=config.page_size,
         bytes_per_page=layout.bytes_per_page,
         ranks=config.ranks,
@@ -166,6 +167,8 @@ def _fit(config: Config, layout: CacheLayout, cache: int, share: float) -> tuple
         problems.append(f"a device with {gib(int(missing / share))} more would serve {config.max_model_len} tokens")
         if config.dtype == "float32":
             problems.append("--dtype bfloat16 halves weights and cache")
+        if config.cache_bytes > 1:
+            problems.append("--kv-cache-dtype fp8 makes more of the cache, at some loss of accuracy")
         return 0, 0, problems
     return capacity.pages, capacity.max_model_len, []
 

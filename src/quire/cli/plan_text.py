@@ -23,6 +23,7 @@ class MemoryPlan:
     reserved: int  # held by others on the device
     max_batched_tokens: int
     max_seqs: int
+    cache_dtype: str
     layers: dict[str, int]  # "full attention" or "a window of N" -> layers
     bytes_per_token: dict[str, int]  # by the same kinds
     page_size: int
@@ -51,7 +52,8 @@ def render(plan: MemoryPlan) -> str:
     ]
     for kind, per_token in plan.bytes_per_token.items():
         lines.append(("Cache per token", f"{size(per_token)} in {plan.layers[kind]} layers with {kind}"))
-    cache = f"{size(plan.cache)}: {plan.pages:,} pages of {plan.page_size} tokens, {size(plan.bytes_per_page)} each"
+    pages = f"{plan.pages:,} pages of {plan.page_size} tokens, {size(plan.bytes_per_page)} each"
+    cache = f"{size(plan.cache)} in {plan.cache_dtype}: {pages}"
     lines.append(("Cache", cache if plan.ranks == 1 else f"{cache}, in each of {plan.ranks} ranks"))
     lines.append(("Context", f"{plan.max_model_len:,} tokens (the model was made for {plan.positions:,})"))
     for length, requests in plan.concurrency.items():

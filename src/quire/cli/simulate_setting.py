@@ -8,7 +8,6 @@ from quire.cli.plan import gib, plan_for, resolve_for
 from quire.cli.plan_text import MemoryPlan
 from quire.config.args import EngineArgs
 from quire.config.config import Config
-from quire.config.facts import DTYPE_BYTES
 from quire.config.memory import parameter_parts
 from quire.sched.budget import Budget, StepBudget, TimedBudget
 from quire.sched.scheduler import AHEAD, Scheduler
@@ -61,7 +60,7 @@ class Setting:
 
 
 def layout_of(config: Config) -> CacheLayout:
-    return make_layout(config.facts.layers, config.page_size, DTYPE_BYTES[config.dtype])
+    return make_layout(config.facts.layers, config.page_size, config.cache_bytes)
 
 
 def make_scheduler(config: Config, plan: MemoryPlan, pages: int) -> Scheduler:

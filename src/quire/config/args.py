@@ -124,6 +124,10 @@ class EngineArgs:
     kv_cache_memory_bytes: int | None = setting(
         None, NUMBER, _CACHE, "exact bytes for the cache, instead of the fraction", low=1
     )
+    kv_cache_dtype: str = setting(
+        "auto", TEXT, _CACHE, "of cached keys and values: the model's (auto), or 8 bits with a scale for every token and head "
+        "(fp8 is fp8_e4m3)", choices=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),
+    )  # fmt: skip
     block_size: int | None = setting(
         None,
         NUMBER,

@@ -4,12 +4,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from quire.config.args import EngineArgs
-from quire.config.facts import DeviceFacts, ModelFacts
+from quire.config.facts import DTYPE_BYTES, DeviceFacts, ModelFacts
 from quire.config.quantization import Quantization
 from quire.config.speculative import SpeculativeConfig
 from quire.types.sampling import LogprobsMode
 
 Policy = Literal["fcfs", "priority"]
+EIGHT_BITS = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
+CACHE_BYTES = {**DTYPE_BYTES, **dict.fromkeys(EIGHT_BITS.values(), 1)}  # of a number
 
 
 @dataclass(frozen=True)
@@ -45,3 +47,13 @@ class Config:
     def ranks(self) -> int:
         """Processes that share the model's matrices."""
         return self.args.tensor_parallel_size
+
+    @property
+    def cache_dtype(self) -> str:
+        """Of keys and values: the model's, or of 8 bits."""
+        return EIGHT_BITS.get(self.args.kv_cache_dtype, self.dtype)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of one number."""
+        return CACHE_BYTES[self.cache_dtype]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.config.args import FLOAT_NAMES
-from quire.config.config import Config
+from quire.config.config import EIGHT_BITS, Config
 from quire.config.facts import count_experts, count_heads
 from quire.types.errors import ConfigError
 
@@ -60,6 +60,16 @@ CONFLICTS: tuple[Conflict, ...] = (
         "odd pages",
         lambda c: c.page_size & (c.page_size - 1) != 0,
         lambda c: f"block_size {c.page_size} is not a power of two; 16 is a good one",
+    ),
+    Conflict(
+        "a cache of another type",
+        lambda c: c.args.kv_cache_dtype not in ("auto", c.dtype, *EIGHT_BITS),
+        lambda c: f"kv_cache_dtype {c.args.kv_cache_dtype} is not the model's {c.dtype}; use auto, or fp8 for 8 bits",
+    ),
+    Conflict(
+        "scales that would not lie at whole numbers",
+        lambda c: c.cache_bytes == 1 and any(2 * x.kv_heads * x.head_dim * c.page_size % 4 for x in c.facts.layers),
+        lambda c: f"a cache of 8 bits needs pages of whole words of 4 bytes; block_size {2 * c.page_size} would do",
     ),
     Conflict(
         "float16 overflows",

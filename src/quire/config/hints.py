@@ -41,6 +41,7 @@ _TABLE: tuple[tuple[str, dict[str, Kind]], ...] = (
         "swap_space": TEXT, "watermark": TEXT, "scheduler_reserve_full_isl": FLAG, "disable_hybrid_kv_cache_manager": FLAG,
         "preemption_mode": TEXT, "kv_offloading_backend": TEXT, "mamba_block_size": TEXT,
     }),
+    ("a cache of 8 bits has the checkpoint's scales, or one computed for every token and head", {"calculate_kv_scales": FLAG}),
     ("content keys are sha256", {"prefix_caching_hash_algo": TEXT}),
     (_STEPS, {
         "max_num_partial_prefills": TEXT, "max_long_partial_prefills": TEXT, "num_scheduler_steps": TEXT,

@@ -17,9 +17,10 @@ _NOT_MEASURED = "it is not measured yet"
 _NOT_REPLACED = "the engine's parts cannot be replaced"
 _Groups = tuple[tuple[str, dict[str, tuple[Any, ...]]], ...]
 _TABLE: _Groups = (
-    ("the cache holds the model's own dtype", {"kv_cache_dtype": ("auto",), "calculate_kv_scales": (False,),
-                                               "override_attention_dtype": (), "mamba_cache_dtype": ("auto",),
-                                               "mamba_ssm_cache_dtype": ("auto",), "mamba_cache_mode": ("none",)}),
+    ("attention computes in the model's own dtype", {"override_attention_dtype": ()}),
+    ("the caches of all layers have one type", {"kv_cache_dtype_skip_layers": ([],)}),
+    ("models with a recurrent state are not served", {"mamba_cache_dtype": ("auto",), "mamba_ssm_cache_dtype": ("auto",),
+                                                      "mamba_cache_mode": ("none",)}),
     ("the tokenizer is chosen from the files", {"tokenizer_mode": ("auto", "hf", "slow")}),
     ("the model's files say what it is", {"config_format": ("auto", "hf"), "hf_config_path": ()}),
     ("hf_overrides replaces it", {"rope_scaling": (), "rope_theta": ()}),

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 FAKE_LATENCY = "QUIRE_FAKE_LATENCY"  # environment: how many seconds a step of the fake executor takes
 MOST_FAKE_PAGES = 1 << 17
 SOONER = 0.9  # of the time after which an engine counts as hung: a rank that hangs is named before
@@ -96,7 +95,7 @@ def start_core(
     watch = watch or Stopwatch()
     adapters = adapters or (config.max_loras, config.args.max_lora_rank)
     facts = bounded_facts(config)
-    layout = make_layout(largest_share(facts.layers, config.ranks), config.page_size, ELEMENT_BYTES[config.dtype])
+    layout = make_layout(largest_share(facts.layers, config.ranks), config.page_size, config.cache_bytes)
     local = partial(start_local, drafter=drafter, adapters=adapters)
     start = start_fake if config.args.distributed_executor_backend == "fake" else local
     executor, capacity = start(config, facts, layout, watch)
@@ -252,7 +251,7 @@ def make_runner(
         facts,
         device=device,
         dtype=config.dtype,
-        layout=make_layout(share_layers(facts.layers, position), config.page_size, ELEMENT_BYTES[config.dtype]),
+        layout=make_layout(share_layers(facts.layers, position), config.page_size, config.cache_bytes),
         max_seqs=config.max_seqs,
         max_batched_tokens=config.max_batched_tokens,
         load_format=args.load_format,
@@ -268,6 +267,7 @@ def make_runner(
         adapters=adapters,
         position=position,
         group=group,
+        cache_dtype=config.cache_dtype,
     )
 
 

@@ -32,16 +32,18 @@ class Attention(nn.Module):
         super().__init__()
         self.spec = spec
         self.kv: Tensor | None = None  # [pages, 2, kv_heads, page_size, head_dim]
+        self.dtype = torch.float32  # of queries
         self.group = -1
         self.backend: AttentionBackend | None = None
 
-    def bind(self, kv: Tensor, group: int, backend: str = "auto") -> None:
-        """Gives the layer its cache, and the index of the cache group whose tables lead to it."""
+    def bind(self, kv: Tensor, group: int, backend: str = "auto", dtype: torch.dtype | None = None) -> None:
+        """Gives the layer its cache, and the index of the cache group whose tables lead to it. dtype: of queries, if it is not
+        the cache's."""
         expected = (2, self.spec.kv_heads, self.spec.head_dim)
         if kv.ndim != 5 or (kv.shape[1], kv.shape[2], kv.shape[4]) != expected:
             raise EngineError(f"a cache of shape {list(kv.shape)} does not suit a layer of {self.spec}")
-        self.kv, self.group = kv, group
-        self.backend = choose_backend(self.spec, kv.device, kv.dtype, backend)
+        self.kv, self.group, self.dtype = kv, group, dtype or kv.dtype
+        self.backend = choose_backend(self.spec, kv.device, self.dtype, backend)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
         """query [T, heads, head_dim], key and value [T, kv_heads, head_dim] -> [T, heads * head_dim]."""
@@ -109,6 +111,7 @@ class SelfAttention(nn.Module):
         self.width_norms = None if width_norm is None else WidthNorms(self.division, width_norm)
         self.prepares = norm_last or clip is not None or width_norm is not None or isinstance(q_norm, HeadLayerNorm)
         self.norms: HeadNorms | None = None
+        self.cache_scales: Tensor | None = None  # [2, kv_heads] float32 of a checkpoint, for a cache of 8 bits
         self.rope = rope
         self.last = last
         scale = head_dim**-0.5 if scale is None else scale
@@ -117,7 +120,7 @@ class SelfAttention(nn.Module):
 
     def keep_heads(self, queries: range, keys: range) -> None:
         """Before anything is loaded: attends with these; what makes them is its linear layers' business."""
-        self.kept_heads = queries
+        self.kept_heads, self.kept_keys = queries, keys
         self.core.spec = replace(self.core.spec, heads=len(queries), kv_heads=len(keys))
         self.sinks = parameter(len(queries)) if self.core.spec.sinks else None
         for norm, heads in ((self.q_norm, queries), (self.k_norm, keys)):
@@ -136,7 +139,8 @@ class SelfAttention(nn.Module):
     @property
     def heads(self) -> Heads:
         """What `prepare_heads` leaves to do."""
-        return Heads(None if self.rope is None or self.norm_last else self.rope.table, self.norms, self.sinks)
+        rotation = None if self.rope is None or self.norm_last else self.rope.table
+        return Heads(rotation, self.norms, self.sinks, self.cache_scales)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H] -> [T, H], or less if it is the last."""

@@ -11,6 +11,7 @@ from quire.files.reading import reading
 from quire.layers.quant.scheme import take_inventory
 from quire.layers.quant.stored import Target
 from quire.load.assign import Renames, assign, claims_of, rename
+from quire.load.cache_scales import KV_SCALES, has_cache_scales, take_cache_scales
 from quire.load.dummy import DummySource
 from quire.load.safetensors import SafetensorsSource
 from quire.load.source import Source
@@ -23,12 +24,6 @@ if TYPE_CHECKING:
     from quire.config.quantization import Quantization
 
 logger = logging.getLogger(__name__)
-KV_SCALES: Renames = (
-    (r"\.(q|k|v|kv)_scale$", None),
-    (r"\.(q|k|v)_proj\.output_scale$", None),
-    (r"\.(k|v)_cache\.scale$", None),
-    (r"\.(q|k|v|kv)_zero_point$", None),
-)
 FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
@@ -72,16 +67,18 @@ def load_weights(
     keep_quantized: bool = False,
     quantization: "Quantization | None" = None,
     keeps: frozenset[str] = frozenset(),
+    cache_scales: bool = False,
 ) -> None:
     """Puts the model on `device` in `dtype` and fills every parameter. "auto" reads what the model's files are.
 
     keep_quantized: matrices that a GGUF file stores in blocks of few bits stay so, where a layer can multiply by them.
     quantization: how safetensors are quantized; keeps: what of it stays so (`DeviceFacts.keeps`), the rest becomes floats.
+    cache_scales: the cache is of 8 bits, and scales for it that the files have are used.
     """
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with reading(facts.files.path, "the weights cannot be loaded"):
         target = Target(kind, keeps)
-        _load(model, facts, torch.device(device), load_format, seed, keep_quantized, quantization, target)
+        _load(model, facts, torch.device(device), load_format, seed, keep_quantized, quantization, target, cache_scales)
 
 
 def _load(
@@ -93,6 +90,7 @@ def _load(
     keep_quantized: bool,
     quantization: "Quantization | None",
     target: Target,
+    cache_scales: bool,
 ) -> None:
     kind = target.dtype
     if isinstance(model, Filling):
@@ -112,8 +110,14 @@ def _load(
     renames: Renames = getattr(model, "renames", ())
     if keep_quantized and isinstance(source, Blocks):
         keep(model, source, renames)
-    if quantization is not None:
+    if cache_scales and source is not None:
+        count = take_cache_scales(model, source, renames, device)
+        logger.info("scales of the cache: %s", f"the checkpoint's, in {count} layers" if count else "computed for every token")
+    elif quantization is not None and source is not None and has_cache_scales(source, renames):
+        logger.info("the checkpoint has scales for a cache of 8 bits (kv_cache_dtype='fp8'); this one has the model's type")
+    if quantization is not None or cache_scales:
         renames = (*renames, *KV_SCALES)
+    if quantization is not None:
         use_scheme(model, quantization, source, renames, target)
     materialize(model, device, kind)
     if source is not None:
@@ -139,8 +143,6 @@ def use_scheme(model: nn.Module, quantization: "Quantization", source: Source | 
     if source is not None:
         names = [(name, ours) for name in source.shapes if (ours := rename(name, renames)) is not None]
         inventory = take_inventory(names, source.infos)
-    if quantization.config.get("kv_cache_scheme") or quantization.config.get("kv_cache_quant_algo"):
-        logger.info("the checkpoint has scales for a cache of 8 bits; the cache has the model's type, and does not need them")
     if quantization.method not in SCHEMES:
         raise ModelError(f"the weights are quantized ({quantization.method}), which is read for models of the fallback only")
     scheme = find_scheme(f"{quantization.method} online" if quantization.online else quantization.method)

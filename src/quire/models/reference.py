@@ -46,7 +46,20 @@ never run: `BaichuanForCausalLM`, `ChatGLMModel`, `ExaoneForCausalLM`, `InternLM
 
 Quantized weights stay quantized where Quire's kernels were compiled (ARM, x86 with AVX-512 VNNI), and on x86 Linux with the
 extra `cpu`; elsewhere they are dequantized when loaded, and the log says so. Experts of mixtures are dequantized in any
-case. The cache is always in the model's own type.
+case.
+
+## The cache
+
+Keys and values have the model's own type, or 8 bits with `kv_cache_dtype` fp8 (fp8_e4m3) or fp8_e5m2: half of bfloat16's
+memory and a scale for every token, head and of both, so a cache holds about 1.9 times the tokens for heads of 128 numbers
+(`quire plan` counts it). Every token's key and value is rounded once, by its own largest number, when it is written, with or
+without a window; so the tokens of an answer do not depend on how its prompt was cut, on a prefix hit or on a preemption.
+
+- Scales that a checkpoint has for its cache are used instead (`k_scale` and `v_scale` of an attention layer, `k_proj.k_scale`,
+  `k_proj.output_scale`, `k_cache.scale`, `kv_scale`; one number, or one for each head). One without the other, one that is no
+  positive number and zero points are refused by name. With `kv_cache_dtype` auto they have no use. Queries are not rounded.
+- On a CPU torch attends over such a cache, a copy of whose keys it makes in floats: it saves memory, not time. On a GPU the
+  kernels read 8 bits; they have only been run in Triton's interpreter.
 
 ## Quantized safetensors
 
@@ -75,7 +88,7 @@ floats, too.
   takes more than 20 s for the names of the model.
 - gptq: an order that the files have (`g_idx`) is followed whatever `desc_act` says. compressed-tensors: a target is a
   module's whole name, `re:` and a pattern, or `Linear`.
-- Scales for a cache of 8 bits are left aside.
+- Scales for a cache of 8 bits: see above.
 - `quantization=` may repeat the method, by any of its names. On a checkpoint of floats `quantization="fp8"` rounds all
   matrices but embedding, head and routers as they are loaded: by output, with activations by token.
 

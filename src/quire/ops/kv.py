@@ -3,10 +3,41 @@
 One layer's cache is `[pages, 2, kv_heads, page_size, head_dim]`: keys at [:, 0], values at [:, 1], a page's tokens
 contiguous per head. In memory it lies page by page, where a page's stride may be larger than its content (a view into a
 larger page), or line by line: all pages of one head behind each other.
+
+In a cache of 8 bits every token's key, and its value, has a scale for each head: that of its own largest number, or what a
+checkpoint says. They lie behind the numbers of their page, and whoever has the numbers finds them there (`kv_scales`).
+
+    a page   [ keys of head 0, head 1 ..., values of head 0 ... | scales of the keys of head 0, head 1 ..., of the values ... ]
 """
 
 import torch
 from torch import Tensor
+
+SCALE = torch.float32
+LEAST_SCALE = 1e-30
+MANTISSA_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
+
+
+def kv_scales(kv: Tensor) -> Tensor | None:
+    """[pages, 2, kv_heads, page_size] float32 of a cache of 8 bits, which lies page by page; None = it has more bits."""
+    if kv.element_size() > 1:
+        return None
+    pages, _, heads, page_size, head_dim = kv.shape
+    raw, size = kv.view(torch.uint8), SCALE.itemsize
+    strides = kv.stride(0), heads * page_size * size, page_size * size, size, 1
+    behind = raw.as_strided(
+        (pages, 2, heads, page_size, size), strides, raw.storage_offset() + 2 * heads * page_size * head_dim
+    )
+    return behind.view(SCALE).squeeze(-1)
+
+
+def round_kv(values: Tensor, dtype: torch.dtype, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """values [..., head_dim] -> numbers [..., head_dim] of 8 bits and scales [...] float32, or the given ones."""
+    most, wide = torch.finfo(dtype).max, values.float()
+    if given is not None:
+        return (wide / given.unsqueeze(-1)).clamp(-most, most).to(dtype), given.expand(values.shape[:-1])
+    scale = (wide.abs().amax(-1) / most).clamp(min=LEAST_SCALE)
+    return (wide / scale.unsqueeze(-1)).to(dtype), scale
 
 
 def kv_lines(kv: Tensor) -> Tensor | None:
@@ -31,13 +62,20 @@ class KVTarget:
     """The way of pairs [T, 2, kv_heads, head_dim], key and value of each token, into the cache."""
 
     def __init__(self, kv: Tensor, pairs: Tensor) -> None:
-        self._lines = kv_lines(kv)
+        self._scales = kv_scales(kv)
+        self._lines = kv_lines(kv) if self._scales is None else None
         self._page_size = kv.shape[3]
         self._by_token = kv.transpose(2, 3)  # [pages, 2, page_size, kv_heads, head_dim]
         self._pairs = pairs if self._lines is None else pairs.permute(1, 2, 0, 3)
 
-    def put(self, write: Tensor) -> None:
-        """write [T] is page * page_size + offset of each token's place."""
+    def put(self, write: Tensor, given: Tensor | None = None) -> None:
+        """write [T] is page * page_size + offset of each token's place; given [2, kv_heads]: scales of the checkpoint."""
+        if self._scales is not None:
+            numbers, scales = round_kv(self._pairs, self._by_token.dtype, given)
+            page, offset = write // self._page_size, write % self._page_size
+            self._by_token.view(torch.uint8)[page, :, offset] = numbers.view(torch.uint8)
+            self._scales.transpose(2, 3)[page, :, offset] = scales
+            return
         pairs = self._pairs if self._pairs.dtype == self._by_token.dtype else self._pairs.to(self._by_token.dtype)
         if self._lines is not None:
             self._lines.index_copy_(2, write, pairs)
@@ -46,10 +84,16 @@ class KVTarget:
 
 
 def kv_gather(kv: Tensor, pages: Tensor) -> Tensor:
-    """pages [B, P] -> a copy [2, B, kv_heads, P * page_size, head_dim] with each sequence's tokens in order."""
+    """pages [B, P] -> a copy [2, B, kv_heads, P * page_size, head_dim] with each sequence's tokens in order; of a cache of 8
+    bits in float32."""
     count, _, heads, page_size, head_dim = kv.shape
     sequences, length = pages.shape
-    if kv.is_contiguous():
+    if (scales := kv_scales(kv)) is not None:
+        at = pages.flatten()
+        numbers = kv.view(torch.uint8).index_select(0, at).view(kv.dtype).float()
+        taken = numbers.mul_(scales.index_select(0, at).unsqueeze(-1))
+        gathered = taken.view(sequences, length, 2, heads, page_size, head_dim).permute(2, 0, 3, 1, 4, 5)
+    elif kv.is_contiguous():
         # one head's part of one page is one row, so a single copy puts everything in its final place
         rows = kv.view(count * 2 * heads, page_size * head_dim)
         lane = torch.arange(2 * heads, device=kv.device).view(2, 1, heads, 1)

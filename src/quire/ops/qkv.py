@@ -9,23 +9,36 @@ from quire.ops.norm import reference_rms_norm
 
 
 def place_heads(
-    qkv: Tensor, kv: Tensor, write: Tensor, positions: Tensor, rotation: Rotation | None, norms: HeadNorms | None
+    qkv: Tensor,
+    kv: Tensor,
+    write: Tensor,
+    positions: Tensor,
+    rotation: Rotation | None,
+    norms: HeadNorms | None,
+    given: Tensor | None = None,
 ) -> Tensor:
     """qkv [T, (heads + 2 * kv_heads) * head_dim] -> query [T, heads, head_dim], normed and turned; it may overwrite qkv.
 
-    Keys, normed and turned, and values go to `write` [T] in kv [pages, 2, kv_heads, page_size, head_dim].
+    Keys, normed and turned, and values go to `write` [T] in kv [pages, 2, kv_heads, page_size, head_dim]; to a cache of 8 bits
+    with the `given` scales [2, kv_heads] float32, if there are any.
     """
     if qkv.is_cuda:
         from quire.ops.kernels import qkv as kernels
 
-        return kernels.place_heads(qkv, kv, write, positions, rotation, norms)
-    return reference_place_heads(qkv, kv, write, positions, rotation, norms)
+        return kernels.place_heads(qkv, kv, write, positions, rotation, norms, given)
+    return reference_place_heads(qkv, kv, write, positions, rotation, norms, given)
 
 
 def reference_place_heads(
-    qkv: Tensor, kv: Tensor, write: Tensor, positions: Tensor, rotation: Rotation | None, norms: HeadNorms | None
+    qkv: Tensor,
+    kv: Tensor,
+    write: Tensor,
+    positions: Tensor,
+    rotation: Rotation | None,
+    norms: HeadNorms | None,
+    given: Tensor | None = None,
 ) -> Tensor:
-    return Lanes(qkv, kv).place(write, positions, rotation, norms)
+    return Lanes(qkv, kv).place(write, positions, rotation, norms, given)
 
 
 class Lanes:
@@ -41,9 +54,16 @@ class Lanes:
         self.turning = lanes[:, : heads + kv_heads]
         self.target = KVTarget(kv, lanes[:, heads:].view(-1, 2, kv_heads, head_dim))
 
-    def place(self, write: Tensor, positions: Tensor, rotation: Rotation | None, norms: HeadNorms | None) -> Tensor:
+    def place(
+        self,
+        write: Tensor,
+        positions: Tensor,
+        rotation: Rotation | None,
+        norms: HeadNorms | None,
+        given: Tensor | None = None,
+    ) -> Tensor:
         self.prepare(positions, rotation, norms)
-        self.target.put(write)
+        self.target.put(write, given)
         return self.query
 
     def prepare(self, positions: Tensor, rotation: Rotation | None, norms: HeadNorms | None) -> None:

@@ -58,7 +58,7 @@ def fixed_plans(model: Decoder, groups: int) -> Planners | None:
     """How each cache group's attention is planned, and its window; None = this model cannot be recorded."""
     found: dict[int, tuple[FixedPlans, int | None]] = {}
     for attention in model.attentions:
-        fixed = None if attention.backend is None else attention.backend.fixed(attention.spec, attention.bound().dtype)
+        fixed = None if attention.backend is None else attention.backend.fixed(attention.spec, attention.dtype)
         if fixed is None:
             return None
         found[attention.group] = fixed, attention.spec.window

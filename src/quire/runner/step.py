@@ -49,7 +49,10 @@ if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
     from quire.config.quantization import Quantization
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
+}  # fmt: skip
 PROMPT_PIECE = 256  # prompt positions whose logits are held at a time
 
 
@@ -82,10 +85,11 @@ class Runner:
         adapters: tuple[int, int] = (0, 0),
         position: Position = ALONE,
         group: Group | None = None,
+        cache_dtype: str | None = None,
     ) -> None:
         """`drafts`: rows of plans bring so many of them along, unless a `drafter` makes them here. `adapters`: room for so
         many, of at most that rank. `position`: whose share of the model this is, where several ranks have one; `layout` is that
-        of its share of the cache, and the ranks meet through `group`."""
+        of its share of the cache, and the ranks meet through `group`. `cache_dtype`: of the cache, if it is not the model's."""
         self._facts = facts
         self._position, self._group = position, group
         self._layers = facts.layers if group is None else share_layers(facts.layers, position)
@@ -97,7 +101,7 @@ class Runner:
         self._parts: tuple[RowPart, ...] = ()
         self._drafter, self._drafts = drafter, drafts if drafter is None else drafter.most
         self._device = device
-        self._dtype = DTYPES[dtype]
+        self._dtype, self._cache_dtype = DTYPES[dtype], DTYPES[cache_dtype or dtype]
         self._layout = layout
         self._max_seqs = max_seqs
         self._max_batched_tokens = max_batched_tokens
@@ -133,6 +137,7 @@ class Runner:
         load_weights(
             model, self._facts, device=self._device.torch_device, dtype=self._dtype, load_format=self._load_format,
             seed=self._seed, keep_quantized=self._keep_quantized, quantization=self._quantization, keeps=self._keeps,
+            cache_scales=self._cache_dtype.itemsize == 1,
         )  # fmt: skip
         self._parameters = sum(parameter.numel() for parameter in model.parameters())  # a device may keep them elsewhere
         facts = self._facts if self._group is None else replace(self._facts, layers=self._layers)
@@ -181,9 +186,9 @@ class Runner:
         """The cache of `pages` usable pages (the null page comes on top), and slots for contexts of max_model_len."""
         model = self._loaded()
         device = self._device.torch_device
-        kv = KVBuffers(self._layout, self._layers, pages, self._dtype, self._device.allocate, self._kv_layout)
+        kv = KVBuffers(self._layout, self._layers, pages, self._cache_dtype, self._device.allocate, self._kv_layout)
         for layer, view, group in kv.views():
-            model.attentions[layer].bind(view, group)
+            model.attentions[layer].bind(view, group, dtype=self._dtype)
         groups, page_size = len(self._layout.groups), self._layout.page_size
         told = self._drafter is None and self._drafts > 0
         slots = Slots(self._max_seqs, max_model_len, groups, page_size, device, self._drafts, self._device.updates(), told)

@@ -274,7 +274,7 @@ def _cache_info(llm: AsyncLLM) -> dict[str, object]:
     config = llm.config
     return {
         "block_size": config.page_size,
-        "cache_dtype": config.dtype,
+        "cache_dtype": config.cache_dtype,
         "enable_prefix_caching": config.prefix_caching,
         "prefix_caching_hash_algo": "sha256",
         "gpu_memory_utilization": config.args.gpu_memory_utilization,

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+SCALE_BYTES = 4  # of numbers of 8 bits: one for the key of a token and a head, and one for its value
+
 
 @dataclass(frozen=True)
 class LayerCache:
@@ -22,7 +24,8 @@ class LayerCache:
         return "full" if self.window is None else "window"
 
     def bytes_per_token(self, element_bytes: int) -> int:
-        return 2 * self.kv_heads * self.head_dim * element_bytes
+        scale = SCALE_BYTES if element_bytes == 1 else 0
+        return 2 * self.kv_heads * (self.head_dim * element_bytes + scale)
 
     def page_bytes(self, page_size: int, element_bytes: int) -> int:
         return page_size * self.bytes_per_token(element_bytes)
@@ -57,6 +60,8 @@ class CacheLayout:
 
 def can_divide(layout: CacheLayout, layers: Sequence[LayerCache], element_bytes: int) -> bool:
     """Otherwise a buffer has to lie page by page."""
+    if element_bytes == 1:
+        return False
     alike = len({(layer.kv_heads, layer.head_dim) for layer in layers}) == 1
     return alike and layout.page_bytes == layers[0].page_bytes(layout.page_size, element_bytes)
 
@@ -68,7 +73,8 @@ class KVLayout(Enum):
     LINES   [ keys of head 0: page 0, page 1, ... | keys of head 1: ... | values of head 0: ... ]
     SPLIT   [ keys of all heads: page 0, page 1, ... | values of all heads: page 0, page 1, ... ]
 
-    Buffers that cannot be divided lie page by page nevertheless.
+    Buffers that cannot be divided lie page by page nevertheless, and so do those of numbers of 8 bits: behind a page's numbers
+    are their scales.
     """
 
     PAGES = "page by page"

@@ -14,6 +14,7 @@ batch; a part from a shared split may differ from the row's own in the last bits
 import triton
 import triton.language as tl
 
+from quire.ops.kernels.float8 import wide_float8
 from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.math import tanh
 from quire.ops.kernels.overlap import let_next_start, wait_for_previous
@@ -24,18 +25,21 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _read(
     keys,  # pointer to this KV head's lane of page 0
+    scales,  # the same of its scales
     table,  # pointer to the row's page table
     at,  # [N] positions of the keys
     low,  # first position that may be read
     high,  # position after the last
     page_stride,
     value_offset,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Keys and values, each [N, DIM_BLOCK]; those that may not be read are zeros."""
+    """Keys and values, each [N, DIM_BLOCK] of type KIND; those that may not be read are zeros."""
     dim = tl.arange(0, DIM_BLOCK)
     if MASKED:
         there = (at >= low) & (at < high)
@@ -46,11 +50,17 @@ def _read(
     place = keys + (page * page_stride + (at % PAGE_SIZE) * HEAD_DIM)[:, None] + dim[None, :]
     if MASKED or HEAD_DIM != DIM_BLOCK:
         readable = there[:, None] & (dim < HEAD_DIM)[None, :]
-        key = tl.load(place, mask=readable, other=0.0)
-        value = tl.load(place + value_offset, mask=readable, other=0.0)
+        key = tl.load(place, mask=readable, other=0)
+        value = tl.load(place + value_offset, mask=readable, other=0)
     else:
         key = tl.load(place)
         value = tl.load(place + value_offset)
+    if BITS > 0:  # page_stride counts bytes, and a scale has four
+        where_scale = scales + page * (page_stride // 4) + at % PAGE_SIZE
+        key_scale = tl.load(where_scale, mask=there, other=0.0)
+        value_scale = tl.load(where_scale + value_offset // HEAD_DIM, mask=there, other=0.0)
+        key = (wide_float8(key, BITS) * key_scale[:, None]).to(KIND)
+        value = (wide_float8(value, BITS) * value_scale[:, None]).to(KIND)
     return key, value
 
 
@@ -92,12 +102,14 @@ def _fold(
 
 @triton.jit
 def _attend(
-    query, acc, peak, total, keys, table, at, low, high, position, page_stride, value_offset, scale,
-    HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    query, acc, peak, total, keys, scales, table, at, low, high, position, page_stride, value_offset, scale,
+    BITS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """_fold of what _read reads."""
-    key, value = _read(keys, table, at, low, high, page_stride, value_offset, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, MASKED)
+    key, value = _read(
+        keys, scales, table, at, low, high, page_stride, value_offset, query.dtype, BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, MASKED
+    )  # fmt: skip
     return _fold(query, acc, peak, total, key, value, at, low, high, position, scale, WINDOW, SOFT_CAP, MASKED)
 
 
@@ -148,6 +160,7 @@ def _seen(lowest, high, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 def tiles_kernel(
     query,  # [T, heads, HEAD_DIM]
     kv,  # [pages, 2, kv_heads, PAGE_SIZE, HEAD_DIM]
+    scales,  # [pages, 2, kv_heads, PAGE_SIZE] float32, if BITS
     out,  # [T, heads, HEAD_DIM]
     sinks,  # [heads]
     tables,  # [R, max_pages]
@@ -161,6 +174,7 @@ def tiles_kernel(
     table_stride,
     scale,
     SHARE: tl.constexpr,
+    BITS: tl.constexpr,  # of numbers of 8 bits, behind the point; 0 = they have more
     HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -183,24 +197,25 @@ def tiles_kernel(
     )
     acc = tl.zeros((BLOCK_M, DIM_BLOCK), tl.float32)
     keys = kv + kv_head * (PAGE_SIZE * HEAD_DIM)
+    scales += kv_head * PAGE_SIZE
     table = tables + row.to(tl.int64) * table_stride
     low, clear, edge = _seen(lowest_query, high, WINDOW, BLOCK_N)
     n = tl.arange(0, BLOCK_N)
     if WINDOW > 0:
         for begin in tl.range(low, clear, BLOCK_N):
             acc, peak, total = _attend(
-                q, acc, peak, total, keys, table, begin + n, low, high, position, page_stride, value_offset, scale,
-                HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, True,
+                q, acc, peak, total, keys, scales, table, begin + n, low, high, position, page_stride, value_offset, scale,
+                BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, True,
             )  # fmt: skip
     for begin in tl.range(clear, edge, BLOCK_N):
         acc, peak, total = _attend(
-            q, acc, peak, total, keys, table, begin + n, low, high, position, page_stride, value_offset, scale,
-            HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, False,
+            q, acc, peak, total, keys, scales, table, begin + n, low, high, position, page_stride, value_offset, scale,
+            BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, False,
         )  # fmt: skip
     for begin in tl.range(edge, high, BLOCK_N):
         acc, peak, total = _attend(
-            q, acc, peak, total, keys, table, begin + n, low, high, position, page_stride, value_offset, scale,
-            HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, True,
+            q, acc, peak, total, keys, scales, table, begin + n, low, high, position, page_stride, value_offset, scale,
+            BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, True,
         )  # fmt: skip
     where_out = out + (token * out_stride + head * HEAD_DIM)[:, None] + tl.arange(0, DIM_BLOCK)[None, :]
     tl.store(where_out, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
@@ -210,6 +225,7 @@ def tiles_kernel(
 @triton.jit(do_not_specialize=["table_stride", "first_head", "size"], do_not_specialize_on_alignment=["copies"])
 def copy_kernel(
     kv,  # [pages, 2, kv_heads, PAGE_SIZE, HEAD_DIM]
+    scales,  # [pages, 2, kv_heads, PAGE_SIZE] float32, if BITS
     keys,  # [2, heads at once, size, HEAD_DIM]: the values lie after the keys
     tables,  # [R, max_pages]
     kv_lengths,  # [R]
@@ -219,6 +235,7 @@ def copy_kernel(
     table_stride,
     first_head,
     size,
+    BITS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -232,9 +249,13 @@ def copy_kernel(
     row, first, place = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     at = first + tl.arange(0, BLOCK)
     lane = kv + (first_head + head) * (PAGE_SIZE * HEAD_DIM)
+    scales += (first_head + head) * PAGE_SIZE
     table = tables + row.to(tl.int64) * table_stride
     length = tl.load(kv_lengths + row)
-    key, value = _read(lane, table, at, 0, length, page_stride, value_offset, HEAD_DIM, HEAD_DIM, PAGE_SIZE, True)
+    key, value = _read(
+        lane, scales, table, at, 0, length, page_stride, value_offset, keys.dtype.element_ty, BITS,
+        HEAD_DIM, HEAD_DIM, PAGE_SIZE, True,
+    )  # fmt: skip
     rows = head.to(tl.int64) * size + place + tl.arange(0, BLOCK)
     there = keys + rows[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     tl.store(there, key)
@@ -304,6 +325,7 @@ def long_tiles_kernel(
 def splits_kernel(
     query,  # [T, heads, HEAD_DIM]
     kv,  # [pages, 2, kv_heads, PAGE_SIZE, HEAD_DIM]
+    scales,  # [pages, 2, kv_heads, PAGE_SIZE] float32, if BITS
     out,  # [T, heads, HEAD_DIM]
     parts,  # [parts, heads, HEAD_DIM] float32
     weights,  # [parts, heads] float32: log2 of the sum of a part's weights
@@ -319,6 +341,7 @@ def splits_kernel(
     scale,
     HEADS: tl.constexpr,
     SHARE: tl.constexpr,
+    BITS: tl.constexpr,  # of numbers of 8 bits, behind the point; 0 = they have more
     HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -356,6 +379,7 @@ def splits_kernel(
         peak = tl.where(counts, tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E, peak)
         total = tl.where(counts, 1.0, total)
     keys = kv + kv_head * (PAGE_SIZE * HEAD_DIM)
+    scales += kv_head * PAGE_SIZE
     table = tables + row.to(tl.int64) * table_stride
     begin, high = split * SPLIT, tl.minimum(length, (split + 1) * SPLIT)
     begin = tl.maximum(begin, low // BLOCK_N * BLOCK_N)
@@ -363,8 +387,8 @@ def splits_kernel(
     n = tl.arange(0, BLOCK_N)
     for at in tl.range(begin, high, BLOCK_N):
         acc, peak, total = _attend(
-            q, acc, peak, total, keys, table, at + n, low, high, position, page_stride, value_offset, scale,
-            HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, True,
+            q, acc, peak, total, keys, scales, table, at + n, low, high, position, page_stride, value_offset, scale,
+            BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, True,
         )  # fmt: skip
     acc = acc / total[:, None]
     if part < 0:
@@ -381,6 +405,7 @@ def splits_kernel(
 def shared_kernel(
     query,  # [T, heads, HEAD_DIM]
     kv,  # [pages, 2, kv_heads, PAGE_SIZE, HEAD_DIM]
+    scales,  # [pages, 2, kv_heads, PAGE_SIZE] float32, if BITS
     parts,  # [parts, heads, HEAD_DIM] float32
     weights,  # [parts, heads] float32
     sinks,  # [heads]
@@ -395,6 +420,7 @@ def shared_kernel(
     scale,
     HEADS: tl.constexpr,
     SHARE: tl.constexpr,
+    BITS: tl.constexpr,  # of numbers of 8 bits, behind the point; 0 = they have more
     HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -430,12 +456,13 @@ def shared_kernel(
         peak = tl.where(counts, tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E, peak)
         total = tl.where(counts, 1.0, total)
     keys = kv + kv_head * (PAGE_SIZE * HEAD_DIM)
+    scales += kv_head * PAGE_SIZE
     table = tables + tl.load(members + first * 2).to(tl.int64) * table_stride
     n = tl.arange(0, BLOCK_N)
     for at in tl.range(split * SPLIT, (split + 1) * SPLIT, BLOCK_N):
         acc, peak, total = _attend(
-            q, acc, peak, total, keys, table, at + n, 0, 0, m, page_stride, value_offset, scale,
-            HEAD_DIM, DIM_BLOCK, PAGE_SIZE, 0, SOFT_CAP, False,
+            q, acc, peak, total, keys, scales, table, at + n, 0, 0, m, page_stride, value_offset, scale,
+            BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, 0, SOFT_CAP, False,
         )  # fmt: skip
     where_part = part * HEADS + head
     tl.store(parts + (where_part * HEAD_DIM)[:, None] + dim[None, :], acc / total[:, None], mask=stored)

@@ -8,13 +8,14 @@ page's lanes: head - HEADS is the lane.
 
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, finfo, uint8
 
 from quire.ops.arguments import HeadNorms, Rotation
+from quire.ops.kernels.float8 import narrow_float8
 from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.math import cdiv, power_of_two
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
-from quire.ops.kv import lies_by_page
+from quire.ops.kv import LEAST_SCALE, MANTISSA_BITS, kv_scales, lies_by_page
 
 HEADS_PER_PROGRAM = 8
 
@@ -28,11 +29,20 @@ def _normed(x, factor, query_weight, key_weight, at, inside, offset, is_query, K
     return (x * factor[:, None] * weight).to(KIND).to(tl.float32)
 
 
+@triton.jit
+def _narrow(x, scale, BITS: tl.constexpr, MOST: tl.constexpr):
+    """x [heads, n] float32 -> uint8, by the scale [heads] of each."""
+    small = tl.div_rn(x, scale[:, None])
+    return narrow_float8(tl.where(small > MOST, MOST, tl.where(small < -MOST, -MOST, small)), BITS)
+
+
 @launched
 @triton.jit(do_not_specialize_on_alignment=["write", "positions"])
 def _place_heads(
     qkv,  # [T, (HEADS + 2 * KV_HEADS) * HEAD_DIM]; queries are written back
     kv,  # [pages, 2 * KV_HEADS, PAGE_SIZE, HEAD_DIM]
+    scales,  # [pages, 2 * KV_HEADS, PAGE_SIZE] float32, if BITS
+    given,  # [2 * KV_HEADS] float32, if GIVEN
     write,  # [T]
     positions,  # [T]
     cos,  # [max_position, HALF]
@@ -43,6 +53,10 @@ def _place_heads(
     page_stride,
     eps,
     offset,
+    BITS: tl.constexpr,  # of numbers of 8 bits, behind the point; 0 = they have more
+    GIVEN: tl.constexpr,
+    MOST: tl.constexpr,  # that 8 bits can hold
+    LEAST: tl.constexpr,  # scale
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -104,10 +118,28 @@ def _place_heads(
     lane = head - HEADS
     target = kv + (place // PAGE_SIZE) * page_stride + (lane[:, None] * PAGE_SIZE + place % PAGE_SIZE) * HEAD_DIM
     to_cache = whole & ~is_query[:, None]
-    tl.store(target + first_at[None, :], first.to(kv.dtype.element_ty), mask=to_cache)
-    tl.store(target + second_at[None, :], second.to(kv.dtype.element_ty), mask=to_cache)
-    if REST > 0:
-        tl.store(target + rest_at[None, :], rest.to(kv.dtype.element_ty), mask=rest_whole & ~is_query[:, None])
+    if BITS > 0:
+        cached = exists & ~is_query
+        scale = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
+        broken = tl.sum(first * 0.0, 1) + tl.sum(second * 0.0, 1)  # not a number if any of them is none, or infinite
+        if REST > 0:
+            scale = tl.maximum(scale, tl.max(tl.abs(rest), 1))
+            broken += tl.sum(rest * 0.0, 1)
+        scale = tl.div_rn(scale, MOST)
+        scale = tl.where(scale < LEAST, LEAST, scale)
+        if GIVEN:
+            scale = tl.load(given + lane, mask=cached, other=1.0)
+        where_scale = scales + (place // PAGE_SIZE) * (page_stride // 4) + lane * PAGE_SIZE + place % PAGE_SIZE
+        tl.store(where_scale, scale + broken, mask=cached)
+        tl.store(target + first_at[None, :], _narrow(first, scale, BITS, MOST), mask=to_cache)
+        tl.store(target + second_at[None, :], _narrow(second, scale, BITS, MOST), mask=to_cache)
+        if REST > 0:
+            tl.store(target + rest_at[None, :], _narrow(rest, scale, BITS, MOST), mask=rest_whole & ~is_query[:, None])
+    else:
+        tl.store(target + first_at[None, :], first.to(kv.dtype.element_ty), mask=to_cache)
+        tl.store(target + second_at[None, :], second.to(kv.dtype.element_ty), mask=to_cache)
+        if REST > 0:
+            tl.store(target + rest_at[None, :], rest.to(kv.dtype.element_ty), mask=rest_whole & ~is_query[:, None])
     if ROTATE or NORM:
         back = whole & is_query[:, None]
         tl.store(source + first_at[None, :], first.to(KIND), mask=back)
@@ -117,7 +149,13 @@ def _place_heads(
 
 
 def place_heads(
-    qkv: Tensor, kv: Tensor, write: Tensor, positions: Tensor, rotation: Rotation | None, norms: HeadNorms | None
+    qkv: Tensor,
+    kv: Tensor,
+    write: Tensor,
+    positions: Tensor,
+    rotation: Rotation | None,
+    norms: HeadNorms | None,
+    given: Tensor | None = None,
 ) -> Tensor:
     _, _, kv_heads, page_size, head_dim = kv.shape
     assert lies_by_page(kv) and qkv.stride(1) == 1
@@ -126,10 +164,14 @@ def place_heads(
     half = head_dim // 2 if rotation is None else rotation.cos.shape[1]
     cos, sin = (qkv, qkv) if rotation is None else (rotation.cos, rotation.sin)
     query_weight, key_weight = (qkv, qkv) if norms is None else (norms.query, norms.key)
+    scales = kv_scales(kv)
+    cache, behind = (kv, kv) if scales is None else (kv.view(uint8), scales)
     if tokens:
         _place_heads[(tokens, cdiv(lanes, HEADS_PER_PROGRAM))](
-            qkv, kv, write, positions, cos, sin, query_weight, key_weight, qkv.stride(0), kv.stride(0),
-            0.0 if norms is None else norms.eps, 0.0 if norms is None else norms.offset,
+            qkv, cache, behind, behind if given is None else given, write, positions, cos, sin, query_weight, key_weight,
+            qkv.stride(0), kv.stride(0), 0.0 if norms is None else norms.eps, 0.0 if norms is None else norms.offset,
+            BITS=MANTISSA_BITS.get(kv.dtype, 0), GIVEN=given is not None,
+            MOST=0.0 if scales is None else finfo(kv.dtype).max, LEAST=LEAST_SCALE,
             HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size, HALF=half,
             ROTATE=rotation is not None, INTERLEAVED=rotation is not None and rotation.interleaved,
             NORM=norms is not None, HALF_BLOCK=power_of_two(half),
