@@ -11,8 +11,9 @@ from tiny import open_model
 from transformers import LlamaForCausalLM
 
 from adapters import halves, write_adapter
-from quire import LoRARequest, SamplingParams
+from quire import SamplingParams
 from quire.config.server_args import ServerArgs
+from quire.lora.request import LoRARequest
 from quire.types.errors import AdapterError
 from serving import Running, error_of, events_of
 
@@ -57,10 +58,12 @@ def expected(tiny_model, tmp_path_factory):
 def test_two_adapters_and_the_base_in_one_batch(tiny_model, expected):
     paths, answers = expected
     loras = {name: LoRARequest(name, i, str(path)) for i, (name, path) in enumerate(paths.items(), start=1)} | {"none": None}
-    for places, pages in ((2, 200), (1, 200), (2, 24)):  # at once; one after the other; with preemptions
+    guesses = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "adaptive": False}
+    for places, pages, spec in ((2, 200, guesses), (1, 200, None), (2, 24, None)):  # at once; one by one; with preemptions
         llm = open_model(
-            tiny_model, dtype="float32", enable_lora=True, max_loras=places, num_gpu_blocks_override=pages, max_num_seqs=6
-        )
+            tiny_model, dtype="float32", enable_lora=True, max_loras=places, num_gpu_blocks_override=pages, max_num_seqs=6,
+            speculative_config=spec,
+        )  # fmt: skip
         for order in (["all", "none", "some", "some", "none", "all"], ["none", "some", "all"]):
             outputs = llm.generate([PROMPT] * len(order), GREEDY, use_tqdm=False, lora_request=[loras[name] for name in order])
             assert [output.outputs[0].token_ids for output in outputs] == [answers[name] for name in order]

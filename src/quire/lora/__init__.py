@@ -1,0 +1,1 @@
+"""Where scripts written for vLLM look for what they ask for an adapter with."""
