@@ -31,6 +31,8 @@ GLM_MOE: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "routed_scaling_factor": 1.5,
 }
+NAMES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+MPT: dict[str, Any] = {**PLAIN, **dict.fromkeys(NAMES), "d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 128}
 
 MORE: dict[str, Family] = {
     "arcee": Family("ArceeConfig", "ArceeForCausalLM", {"mlp_bias": True}),
@@ -92,12 +94,21 @@ MORE: dict[str, Family] = {
         {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True, "hidden_size": 96},
     ),
     "starcoder2": Family("Starcoder2Config", "Starcoder2ForCausalLM", {"sliding_window": 9}),
+    # positions by a bias on attention
+    "bloom": Family("BloomConfig", "BloomForCausalLM", {**PLAIN, "max_position_embeddings": None, "seq_length": 128}),
+    "falcon-alibi": Family(
+        "FalconConfig",
+        "FalconForCausalLM",
+        {**PLAIN, "alibi": True, "parallel_attn": False, "multi_query": False, "bias": True},
+    ),
+    "mpt": Family("MptConfig", "MptForCausalLM", {**MPT, "attn_config": {"clip_qkv": 0.5}}),
+    "mpt-repository": Family("MptConfig", "MptForCausalLM", MPT, alias=other_names.MPT),
     # mixtures of experts
     "dbrx": Family(
         "DbrxConfig",
         "DbrxForCausalLM",
         {
-            **dict.fromkeys(("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")),
+            **dict.fromkeys(NAMES),
             **PLAIN,
             "d_model": 48,
             "n_heads": 6,

@@ -310,12 +310,11 @@ def open_reference(directory: Path) -> Any:
     import transformers
 
     directory = directory / ORIGINAL if (directory / ORIGINAL).is_dir() else directory
-    architecture = json.loads((directory / "config.json").read_text())["architectures"][0]
-    model = getattr(transformers, architecture).from_pretrained(
-        directory,
-        dtype=torch.float32,
-        attn_implementation="eager",  # the one that leaves nothing out
-    )
+    config = json.loads((directory / "config.json").read_text())
+    # eager is the one that leaves nothing out; but Falcon's adds ALiBi twice
+    attention = "sdpa" if config.get("alibi") else "eager"
+    kind = getattr(transformers, config["architectures"][0])
+    model = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation=attention)
     return model.eval()
 
 

@@ -149,3 +149,4 @@ MINICPM = Alias(
     dict,
 )
 PHIMOE = Alias("PhiMoEForCausalLM", reconfigured("phimoe"), dict)
+MPT = Alias("MPTForCausalLM", dict, dict)

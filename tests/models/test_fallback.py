@@ -124,7 +124,6 @@ def test_positions_that_begin_elsewhere(tmp_path, kind):
 PLAIN = {"num_key_value_heads": None, "intermediate_size": None}
 BARE = dict.fromkeys(TINY)  # its class's own sizes
 REFUSED = {
-    "ALiBi": (Family("BloomConfig", "BloomForCausalLM", PLAIN), "bloom models are not supported.*ALiBi"),
     "a state, and a silent config": (Family("NemotronHConfig", "NemotronHForCausalLM", BARE), "nemotron_h .*recurrent state"),
     "a kind of its own, and a silent config": (Family("XLMConfig", "XLMWithLMHeadModel", BARE), "xlm .*attention is of a kind"),
     "attention of its own": (

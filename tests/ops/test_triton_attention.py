@@ -28,6 +28,7 @@ SPECS = {
     "window of one": AttentionSpec(2, 1, 8, 0.2, window=1),
     "soft cap": AttentionSpec(6, 3, 16, 0.9, soft_cap=2.0),
     "sinks": AttentionSpec(3, 1, 16, 0.3, sinks=True),
+    "slopes": AttentionSpec(6, 2, 16, 0.3, slopes=(0.5, 0.25, 0.125, 0.0625, 0.7, 0.35)),
     "sinks and window": AttentionSpec(4, 2, 40, 0.3, window=20, sinks=True),
 }
 SHAPES = [(32, 8, 128), (14, 2, 64), (8, 1, 256), (6, 6, 96), (16, 2, 80), (4, 4, 192)]

@@ -7,6 +7,7 @@ can be kept in memory that stays (`fixed`), the launches of `run` do not depend 
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -31,6 +32,7 @@ class AttentionSpec:
     window: int | None = None  # positions a query sees, itself included; None = all before it
     soft_cap: float | None = None
     sinks: bool = False
+    slopes: tuple[float, ...] | None = None  # of each head: what a key's logit loses for every position it lies back (ALiBi)
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,12 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
         "reference": "quire.attn.reference:ReferenceAttention",
     }
 )
+
+
+@lru_cache
+def slopes_of(spec: AttentionSpec, device: torch.device) -> Tensor | None:
+    """[heads] float32, where a layer has them."""
+    return None if spec.slopes is None else torch.tensor(spec.slopes, dtype=torch.float32, device=device)
 
 
 def choose_backend(spec: AttentionSpec, device: torch.device, dtype: torch.dtype, name: str = "auto") -> AttentionBackend:

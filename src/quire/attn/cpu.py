@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.attn.backend import AttentionBackend, AttentionSpec, Heads
+from quire.attn.backend import AttentionBackend, AttentionSpec, Heads, slopes_of
 from quire.attn.batch import Batch
 from quire.ops import paged_attention
 from quire.ops.attention import attend
@@ -63,7 +63,7 @@ def batch_rows(batch: Batch, group: int) -> paged_attention.Rows:
 def all_by_kernel(spec: AttentionSpec, kv: Tensor) -> bool:
     """Does every token go to the kernel? Then what it gets depends neither on how its prompt was cut nor on who is beside it.
     It is worth it where products have that property too, for then a whole decoder does."""
-    return not spec.sinks and paged_attention.suits(kv) and run_decoders()
+    return not spec.sinks and spec.slopes is None and paged_attention.suits(kv) and run_decoders()
 
 
 def attend_by_kernel(
@@ -99,8 +99,9 @@ class CPUAttention(AttentionBackend):
         return [] if device.type == "cpu" else [f"it runs on CPUs, not on {device.type}"]
 
     def plan(self, batch: Batch, group: int, spec: AttentionSpec, query: Tensor, kv: Tensor) -> None:  # noqa: ARG002
-        tables, plain = batch.groups[group].tables, spec.soft_cap is None and not spec.sinks
-        by_kernel, in_place = not spec.sinks and paged_attention.suits(kv), kv_lines(kv) is not None
+        tables, plain = batch.groups[group].tables, spec.soft_cap is None and not spec.sinks and spec.slopes is None
+        by_kernel = not spec.sinks and spec.slopes is None and paged_attention.suits(kv)
+        in_place = kv_lines(kv) is not None
         plan: list[Piece | Several] = []
         for for_kernel, some in groupby(enumerate(batch.rows), lambda item: by_kernel and _short(*item[1][1:])):
             if for_kernel:
@@ -121,7 +122,7 @@ class CPUAttention(AttentionBackend):
         if self._kv is not kv:
             self._look_at(kv)
         plan: list[Piece | Several] = batch.plans["cpu", group]
-        plain = spec.soft_cap is None and sinks is None and query.dtype == kv.dtype
+        plain = spec.soft_cap is None and sinks is None and spec.slopes is None and query.dtype == kv.dtype
         if len(plan) == 1 and isinstance(plan[0], Piece) and plan[0].count == len(query) > 1:
             return self._run_piece(spec, query, kv, plan[0], sinks)
         out, at = query.new_empty(query.shape), 0
@@ -184,14 +185,20 @@ class CPUAttention(AttentionBackend):
             keys, values = together.transpose(1, 2).to(query.dtype)
         else:
             keys, values = held.narrow(3, piece.start, piece.keys).to(query.dtype)  # each [rows, kv_heads, S, head_dim]
-        if piece.causal and spec.soft_cap is None and sinks is None:
+        if piece.causal and spec.soft_cap is None and sinks is None and spec.slopes is None:
             by_head = query.reshape(piece.rows, -1, spec.heads, spec.head_dim).transpose(1, 2)  # [rows, heads, N, head_dim]
             shared = spec.heads != spec.kv_heads
             out = F.scaled_dot_product_attention(by_head, keys, values, is_causal=True, scale=spec.scale, enable_gqa=shared)
             return out.transpose(1, 2).flatten(0, 1)
         mask = _causal(piece.count) if piece.causal else piece.mask
         visible = None if mask is None else mask[None]
-        return attend(query[None], keys, values, visible, scale=spec.scale, soft_cap=spec.soft_cap, sinks=sinks)[0]
+        slopes, back = slopes_of(spec, query.device), None
+        if slopes is not None:  # the last key is the last query's own
+            back = (torch.arange(piece.count)[:, None] + piece.keys - piece.count - torch.arange(piece.keys))[None]
+        return attend(
+            query[None], keys, values, visible,
+            scale=spec.scale, soft_cap=spec.soft_cap, sinks=sinks, slopes=slopes, back=back,
+        )[0]  # fmt: skip
 
 
 def _short(count: int, length: int) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.attn import work_split
-from quire.attn.backend import AttentionSpec
+from quire.attn.backend import AttentionSpec, slopes_of
 from quire.attn.batch import Batch
 from quire.ops.kv import MANTISSA_BITS, kv_scales, lies_by_page
 
@@ -104,12 +104,14 @@ class Launch:
         scales = kv_scales(kv)
         self._cache = (kv, kv) if scales is None else (kv.view(torch.uint8), scales)
         self._bits = MANTISSA_BITS.get(kv.dtype, 0)
-        self._biases = self.out if self.sinks is None else self.sinks
+        slopes = slopes_of(spec, self.query.device)
+        assert slopes is None or self.sinks is None
+        self._biases = slopes if slopes is not None else self.out if self.sinks is None else self.sinks
         self._query_stride, self._out_stride = self.query.stride(0), self.out.stride(0)
         self._page_strides = kv.stride(0), kv.stride(1), self.tables.stride(0)
         self._options: dict[str, Any] = {
             "SHARE": share, "HEAD_DIM": spec.head_dim,
-            "SOFT_CAP": spec.soft_cap or 0.0, "SINKS": self.sinks is not None,
+            "SOFT_CAP": spec.soft_cap or 0.0, "SINKS": self.sinks is not None, "SLOPES": slopes is not None,
         }  # fmt: skip
 
     def run(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.attn.backend import AttentionBackend, AttentionSpec
+from quire.attn.backend import AttentionBackend, AttentionSpec, slopes_of
 from quire.attn.batch import Batch
 from quire.ops.attention import attend
 from quire.ops.kv import kv_gather
@@ -28,6 +28,7 @@ class Tile:
     tokens: Tensor  # [B, N] indices into the batch's tokens
     pages: Tensor  # [B, P] page ids
     visible: Tensor  # [B, N, S] bool, S = P * page_size
+    back: Tensor  # [B, N, S] how many positions keys lie behind queries
     unseen: tuple[Tensor, Tensor]  # [U] sequence and [U] key index of what no query of the tile sees: anything may lie there
 
 
@@ -60,7 +61,15 @@ class ReferenceAttention(AttentionBackend):
             gathered.transpose(2, 3)[:, sequence, at] = 0.0
             keys, values = gathered.to(query.dtype)
             out[tile.tokens] = attend(
-                query[tile.tokens], keys, values, tile.visible, scale=spec.scale, soft_cap=spec.soft_cap, sinks=sinks
+                query[tile.tokens],
+                keys,
+                values,
+                tile.visible,
+                scale=spec.scale,
+                soft_cap=spec.soft_cap,
+                sinks=sinks,
+                slopes=slopes_of(spec, query.device),
+                back=tile.back,
             )
         return out
 
@@ -106,8 +115,9 @@ def _tile(spans: list[Span], tables: Tensor, window: int | None, page_size: int)
     step = torch.arange(count, device=device)
     query_at = (position + step).unsqueeze(-1)  # [B, N, 1]
     key_at = (first * page_size + torch.arange(most * page_size, device=device)).unsqueeze(1)  # [B, 1, S]
-    visible = key_at <= query_at
+    back = query_at - key_at
+    visible = back >= 0
     if window is not None:
-        visible &= key_at > query_at - window
+        visible &= back < window
     sequence, at = torch.nonzero(~visible.any(dim=1), as_tuple=True)
-    return Tile(token + step, tables[row, columns].long(), visible, (sequence, at))
+    return Tile(token + step, tables[row, columns].long(), visible, back, (sequence, at))

@@ -35,11 +35,10 @@ _NAMES = {  # the same thing is called differently in older families
 }
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # whose configs are silent about more than that: the reason is told, not the first name that is missing
-_ALIBI = "they know positions by a bias on attention (ALiBi)"
 _OWN_ATTENTION = "their attention is of a kind of its own, which the paged cache does not serve"
 _STATE = "they keep a recurrent state, and only attention is served"
 _NOT_SERVED = {
-    "bloom": _ALIBI, "mpt": _ALIBI, "nemotron_h": _STATE, "rwkv": _STATE, "mamba": _STATE, "mamba2": _STATE,
+    "nemotron_h": _STATE, "rwkv": _STATE, "mamba": _STATE, "mamba2": _STATE,
     "falcon_mamba": _STATE, "xlm": _OWN_ATTENTION, "flaubert": _OWN_ATTENTION, "xlnet": _OWN_ATTENTION,
 }  # fmt: skip
 _FIRST_ARE_FULL = ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3")  # layers, of windowed ones

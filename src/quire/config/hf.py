@@ -64,6 +64,8 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "smollm3": {"rope_theta": 2e6, "use_sliding_window": False},
     "stablelm": {"rope_theta": 1e4, "partial_rotary_factor": 0.25},
     "starcoder2": {"rope_theta": 1e4},
+    "bloom": {"seq_length": 2048, "tie_word_embeddings": True},
+    "mpt": {"tie_word_embeddings": True},
     "baichuan": {"rope_theta": 1e4},
     "internlm2": {"rope_theta": 1e4}, "internlm3": {"rope_theta": 1e4},
     "minicpm": {"rope_theta": 1e4, "tie_word_embeddings": True},

@@ -1,5 +1,6 @@
 """Self-attention: projections, optional norms and rotation around a core that owns the way to the cache."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -66,8 +67,8 @@ class SelfAttention(nn.Module):
     """`fused`: the checkpoint stores q, k and v as one matrix at `<path>.qkv`, one behind the other or "by key head".
 
     `q_norm`, `k_norm`: applied per head; `norm_last`: after the rotation. `width_norm`: an epsilon, of norms over all heads.
-    `clip`: what the projections give is kept within it. `last`: of its model, so that behind it only those tokens go on that
-    the batch keeps.
+    `clip`: what the projections give is kept within it. `slopes`: of each head, of ALiBi. `last`: of its model, so that behind
+    it only those tokens go on that the batch keeps.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class SelfAttention(nn.Module):
         scale: float | None = None,
         soft_cap: float | None = None,
         sinks: bool = False,
+        slopes: Sequence[float] | None = None,
         last: bool = False,
     ) -> None:
         super().__init__()
@@ -115,13 +117,15 @@ class SelfAttention(nn.Module):
         self.rope = rope
         self.last = last
         scale = head_dim**-0.5 if scale is None else scale
+        self.slopes = slopes  # of all heads
         self.core = Attention(AttentionSpec(heads, kv_heads, head_dim, scale, cache.window, soft_cap, sinks))
         self.keep_heads(range(heads), range(kv_heads))
 
     def keep_heads(self, queries: range, keys: range) -> None:
         """Before anything is loaded: attends with these; what makes them is its linear layers' business."""
         self.kept_heads, self.kept_keys = queries, keys
-        self.core.spec = replace(self.core.spec, heads=len(queries), kv_heads=len(keys))
+        slopes = None if self.slopes is None else tuple(self.slopes[queries.start : queries.stop])
+        self.core.spec = replace(self.core.spec, heads=len(queries), kv_heads=len(keys), slopes=slopes)
         self.sinks = parameter(len(queries)) if self.core.spec.sinks else None
         for norm, heads in ((self.q_norm, queries), (self.k_norm, keys)):
             if isinstance(norm, HeadLayerNorm):

@@ -1,15 +1,16 @@
 """Falcon: one matrix for queries, keys and values, blocks whose halves stand beside each other, in three generations."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from quire.layers.attention import SelfAttention
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm, Norm
+from quire.models.alibi import alibi_slopes
 from quire.models.blocks import ParallelBlock
 from quire.models.decoder import Decoder
-from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
@@ -31,11 +32,6 @@ class Falcon(Decoder):
         (r"\.mlp\.dense_4h_to_h\.", ".mlp.down_proj."),
     )
 
-    def __init__(self, facts: "ModelFacts") -> None:
-        if facts.hf.get("alibi"):
-            raise ModelError("it knows positions by a bias on attention (alibi), which is not supported; rotary ones are")
-        super().__init__(facts)
-
     def make_block(self, facts: "ModelFacts", index: int) -> nn.Module:
         hf = facts.hf
         newest = bool(hf.get("new_decoder_architecture"))
@@ -46,8 +42,12 @@ class Falcon(Decoder):
         return ParallelBlock(self.make_norm(facts), self.make_attention(facts, index), self.make_mlp(facts, index), second)
 
     def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
-        bias = bool(facts.hf.get("bias"))
-        return self.attention(facts, index, bias=bias, out_bias=bias, fused="by key head")
+        bias, heads, positions = bool(facts.hf.get("bias")), facts.hf["num_attention_heads"], dict[str, Any]()
+        if facts.hf.get("alibi"):  # what is lost is scaled with the logits; slopes were rounded in training
+            scale = facts.layers[index].head_dim ** -0.5
+            slopes = torch.tensor(alibi_slopes(heads), device="cpu").bfloat16().float().tolist()
+            positions = {"rope": None, "slopes": [slope * scale for slope in slopes]}
+        return self.attention(facts, index, bias=bias, out_bias=bias, fused="by key head", **positions)
 
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
         hf = facts.hf

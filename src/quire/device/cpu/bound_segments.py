@@ -28,7 +28,8 @@ class BoundAttention:
         self._call: paged_attention.PagedAttention | None = None
         rotation = None if attention.rope is None else attention.rope.table
         by_halves = rotation is None or not rotation.interleaved
-        if attention.sinks is None and by_halves and paged_attention.suits(self._kv):
+        plain = attention.sinks is None and core.spec.slopes is None
+        if plain and by_halves and paged_attention.suits(self._kv):
             self._call = paged_attention.PagedAttention(
                 self._kv, qkv, out,
                 scale=core.spec.scale, window=core.spec.window, soft_cap=core.spec.soft_cap, rotation=rotation,

@@ -128,7 +128,7 @@ class Emitter:
 
 def find_form(spec: AttentionSpec, rotation: Rotation | None, norms: HeadNorms | None, sinks: Tensor | None) -> Form | None:
     """None = such a layer is not for the plugin."""
-    if spec.soft_cap is not None or spec.window is not None or sinks is not None:
+    if spec.soft_cap is not None or spec.window is not None or sinks is not None or spec.slopes is not None:
         return None
     if rotation is not None and rotation.interleaved:
         return None

@@ -76,9 +76,11 @@ def _fold(
     low,  # first position that is seen
     high,  # position after the last
     position,  # [M] of the queries
+    slope,  # [M] how much a logit rises with its key's position, before it is scaled
     scale,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    SLOPES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """acc, peak and total with these keys taken in."""
@@ -86,6 +88,8 @@ def _fold(
     if SOFT_CAP > 0:
         logit = tanh(logit * (scale / SOFT_CAP))
         scale = SOFT_CAP
+    if SLOPES:
+        logit += slope[:, None] * at[None, :].to(tl.float32)
     scale *= LOG2_E
     if MASKED:
         visible = ((at >= low) & (at < high))[None, :] & (at[None, :] <= position[:, None])
@@ -102,15 +106,15 @@ def _fold(
 
 @triton.jit
 def _attend(
-    query, acc, peak, total, keys, scales, table, at, low, high, position, page_stride, value_offset, scale,
+    query, acc, peak, total, keys, scales, table, at, low, high, position, slope, page_stride, value_offset, scale,
     BITS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SLOPES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """_fold of what _read reads."""
     key, value = _read(
         keys, scales, table, at, low, high, page_stride, value_offset, query.dtype, BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, MASKED
     )  # fmt: skip
-    return _fold(query, acc, peak, total, key, value, at, low, high, position, scale, WINDOW, SOFT_CAP, MASKED)
+    return _fold(query, acc, peak, total, key, value, at, low, high, position, slope, scale, WINDOW, SOFT_CAP, SLOPES, MASKED)
 
 
 @triton.jit
@@ -162,7 +166,7 @@ def tiles_kernel(
     kv,  # [pages, 2, kv_heads, PAGE_SIZE, HEAD_DIM]
     scales,  # [pages, 2, kv_heads, PAGE_SIZE] float32, if BITS
     out,  # [T, heads, HEAD_DIM]
-    sinks,  # [heads]
+    sinks,  # [heads]; or slopes
     tables,  # [R, max_pages]
     row_starts,  # [R + 1]
     kv_lengths,  # [R]
@@ -181,6 +185,7 @@ def tiles_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
+    SLOPES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
@@ -199,23 +204,24 @@ def tiles_kernel(
     keys = kv + kv_head * (PAGE_SIZE * HEAD_DIM)
     scales += kv_head * PAGE_SIZE
     table = tables + row.to(tl.int64) * table_stride
+    slope = tl.load(sinks + head).to(tl.float32) / scale if SLOPES else peak
     low, clear, edge = _seen(lowest_query, high, WINDOW, BLOCK_N)
     n = tl.arange(0, BLOCK_N)
     if WINDOW > 0:
         for begin in tl.range(low, clear, BLOCK_N):
             acc, peak, total = _attend(
-                q, acc, peak, total, keys, scales, table, begin + n, low, high, position, page_stride, value_offset, scale,
-                BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, True,
+                q, acc, peak, total, keys, scales, table, begin + n, low, high, position, slope, page_stride, value_offset,
+                scale, BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, SLOPES, True,
             )  # fmt: skip
     for begin in tl.range(clear, edge, BLOCK_N):
         acc, peak, total = _attend(
-            q, acc, peak, total, keys, scales, table, begin + n, low, high, position, page_stride, value_offset, scale,
-            BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, False,
+            q, acc, peak, total, keys, scales, table, begin + n, low, high, position, slope, page_stride, value_offset, scale,
+            BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, SLOPES, False,
         )  # fmt: skip
     for begin in tl.range(edge, high, BLOCK_N):
         acc, peak, total = _attend(
-            q, acc, peak, total, keys, scales, table, begin + n, low, high, position, page_stride, value_offset, scale,
-            BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, True,
+            q, acc, peak, total, keys, scales, table, begin + n, low, high, position, slope, page_stride, value_offset, scale,
+            BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, SLOPES, True,
         )  # fmt: skip
     where_out = out + (token * out_stride + head * HEAD_DIM)[:, None] + tl.arange(0, DIM_BLOCK)[None, :]
     tl.store(where_out, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
@@ -267,7 +273,7 @@ def copy_kernel(
 def long_tiles_kernel(
     query,  # [T, heads, HEAD_DIM]
     out,  # [T, heads, HEAD_DIM]
-    sinks,  # [heads]
+    sinks,  # [heads]; or slopes
     row_starts,  # [R + 1]
     kv_lengths,  # [R]
     tiles,  # [tiles, 3] row, its first token within the row, place of its first key (or where that would be)
@@ -283,6 +289,7 @@ def long_tiles_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
+    SLOPES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
@@ -297,6 +304,7 @@ def long_tiles_kernel(
         query, sinks, row_starts, kv_lengths, row, first, kv_head, query_stride, SHARE, HEAD_DIM, HEAD_DIM, SINKS, BLOCK_M
     )
     acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+    slope = tl.load(sinks + head).to(tl.float32) / scale if SLOPES else peak
     low, clear, edge = _seen(lowest_query, high, WINDOW, BLOCK_N)
     base = tl.program_id(0) * size + place
     n = tl.arange(0, BLOCK_N)
@@ -304,17 +312,17 @@ def long_tiles_kernel(
         for begin in tl.range(low, clear, BLOCK_N):
             key, value = keys.load([base + begin, 0]), values.load([base + begin, 0])
             acc, peak, total = _fold(
-                q, acc, peak, total, key, value, begin + n, low, high, position, scale, WINDOW, SOFT_CAP, True
+                q, acc, peak, total, key, value, begin + n, low, high, position, slope, scale, WINDOW, SOFT_CAP, SLOPES, True
             )  # fmt: skip
     for begin in tl.range(clear, edge, BLOCK_N):
         key, value = keys.load([base + begin, 0]), values.load([base + begin, 0])
         acc, peak, total = _fold(
-            q, acc, peak, total, key, value, begin + n, low, high, position, scale, WINDOW, SOFT_CAP, False
+            q, acc, peak, total, key, value, begin + n, low, high, position, slope, scale, WINDOW, SOFT_CAP, SLOPES, False
         )  # fmt: skip
     for begin in tl.range(edge, high, BLOCK_N):
         key, value = keys.load([base + begin, 0]), values.load([base + begin, 0])
         acc, peak, total = _fold(
-            q, acc, peak, total, key, value, begin + n, low, high, position, scale, WINDOW, SOFT_CAP, True
+            q, acc, peak, total, key, value, begin + n, low, high, position, slope, scale, WINDOW, SOFT_CAP, SLOPES, True
         )  # fmt: skip
     where_out = out + (token * out_stride + head * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
     tl.store(where_out, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
@@ -329,7 +337,7 @@ def splits_kernel(
     out,  # [T, heads, HEAD_DIM]
     parts,  # [parts, heads, HEAD_DIM] float32
     weights,  # [parts, heads] float32: log2 of the sum of a part's weights
-    sinks,  # [heads]
+    sinks,  # [heads]; or slopes
     tables,  # [R, max_pages]
     row_starts,  # [R + 1]
     splits,  # [splits, 4] row (-1 = nothing to do), split of its keys, place among the parts (-1 = the only one), key length
@@ -348,6 +356,7 @@ def splits_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
+    SLOPES: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -384,11 +393,12 @@ def splits_kernel(
     begin, high = split * SPLIT, tl.minimum(length, (split + 1) * SPLIT)
     begin = tl.maximum(begin, low // BLOCK_N * BLOCK_N)
     position = tl.zeros((BLOCK_M,), tl.int32) + (length - 1)
+    slope = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) / scale if SLOPES else peak
     n = tl.arange(0, BLOCK_N)
     for at in tl.range(begin, high, BLOCK_N):
         acc, peak, total = _attend(
-            q, acc, peak, total, keys, scales, table, at + n, low, high, position, page_stride, value_offset, scale,
-            BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, True,
+            q, acc, peak, total, keys, scales, table, at + n, low, high, position, slope, page_stride, value_offset, scale,
+            BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, SLOPES, True,
         )  # fmt: skip
     acc = acc / total[:, None]
     if part < 0:
@@ -408,7 +418,7 @@ def shared_kernel(
     scales,  # [pages, 2, kv_heads, PAGE_SIZE] float32, if BITS
     parts,  # [parts, heads, HEAD_DIM] float32
     weights,  # [parts, heads] float32
-    sinks,  # [heads]
+    sinks,  # [heads]; or slopes
     tables,  # [R, max_pages]
     row_starts,  # [R + 1]
     shared,  # [shared, 3] split, its first member, how many (at most BLOCK_M // SHARE; -1 = nothing to do)
@@ -426,6 +436,7 @@ def shared_kernel(
     PAGE_SIZE: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
+    SLOPES: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -458,11 +469,12 @@ def shared_kernel(
     keys = kv + kv_head * (PAGE_SIZE * HEAD_DIM)
     scales += kv_head * PAGE_SIZE
     table = tables + tl.load(members + first * 2).to(tl.int64) * table_stride
+    slope = tl.load(sinks + head).to(tl.float32) / scale if SLOPES else peak
     n = tl.arange(0, BLOCK_N)
     for at in tl.range(split * SPLIT, (split + 1) * SPLIT, BLOCK_N):
         acc, peak, total = _attend(
-            q, acc, peak, total, keys, scales, table, at + n, 0, 0, m, page_stride, value_offset, scale,
-            BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, 0, SOFT_CAP, False,
+            q, acc, peak, total, keys, scales, table, at + n, 0, 0, m, slope, page_stride, value_offset, scale,
+            BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, 0, SOFT_CAP, SLOPES, False,
         )  # fmt: skip
     where_part = part * HEADS + head
     tl.store(parts + (where_part * HEAD_DIM)[:, None] + dim[None, :], acc / total[:, None], mask=stored)
