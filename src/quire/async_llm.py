@@ -2,6 +2,8 @@
 
     prompt ─► InputProcessor ─► EngineClient ═ engine process ═► deltas ─► OutputProcessor ─► one Stream per request
 
+With data_parallel_size there are several such processes, behind an `EngineRouter`.
+
 An engine that dies is restarted, and its requests go on where they were; whoever listens sees a pause. All state belongs to one
 event loop, the one in use; work on texts leaves it for threads and processes (`text/aside.py`). Does not import torch.
 """
@@ -14,6 +16,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from quire.config.args import EngineArgs
 from quire.config.config import Config
 from quire.config.resolve import resolve
@@ -22,7 +26,8 @@ from quire.engine import ipc
 from quire.engine.adapter_client import AdapterClient
 from quire.engine.adapter_names import AdapterNames
 from quire.engine.child import COMMAND, Child
-from quire.engine.client import EngineClient
+from quire.engine.client import EngineClient, as_started, engine_args
+from quire.engine.router import EngineRouter
 from quire.engine.supervisor import State
 from quire.engine.timeline import Timeline
 from quire.paced import Pace
@@ -38,7 +43,7 @@ from quire.types.prompts import NO_EXTRAS, Extras, Prompt, PromptType
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 from quire.types.sight import Sight
-from quire.types.stats import Observer, Stats
+from quire.types.stats import Observer, Stats, together
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +91,11 @@ class AsyncLLM:
         self.timeline: Timeline | None = None  # of the latest start of the engine process
         self._viewer: Callable[[Sight], None] | None = None
         self.adapters = AdapterNames(config.max_loras > 0)
-        self._client = EngineClient(_engine_args(config), self, command, spare)
-        self._adapters = AdapterClient(self.adapters, self._client)
+        self._lengths: dict[int, int] = {}  # engine -> the longest context that its cache has room for
+        args = engine_args(config)
+        several = args.data_parallel_size > 1
+        self._client: EngineClient | EngineRouter = (EngineRouter if several else EngineClient)(args, self, command, spare)
+        self._adapters = AdapterClient(self.adapters, self.engines[0])  # with several there are none
         try:
             self.tokenizer = open_tokenizer(config)
         except BaseException:
@@ -114,21 +122,26 @@ class AsyncLLM:
 
     @property
     def state(self) -> State:
-        return self._client.supervisor.state
+        return self._client.state
+
+    @property
+    def engines(self) -> list[EngineClient]:
+        """One by one; what is told of the engine elsewhere is told of all of them together."""
+        return self._client.engines
 
     @property
     def heartbeat_age(self) -> float:
         """Seconds since something was heard of the engine process."""
-        return self._client.supervisor.heartbeat_age
+        return self._client.heartbeat_age
 
     @property
     def busy_for(self) -> float:
         """Seconds the engine's loop has been in its present step; 0 while it waits for work."""
-        return self._client.supervisor.busy_for
+        return self._client.busy_for
 
     @property
     def restarts(self) -> int:
-        return self._client.supervisor.restarts
+        return self._client.restarts
 
     @property
     def replayed(self) -> int:
@@ -138,11 +151,11 @@ class AsyncLLM:
     @property
     def last_loss(self) -> str | None:
         """Why the latest engine that was lost was lost."""
-        return self._client.supervisor.last_loss
+        return self._client.last_loss
 
     @property
     def engine_pid(self) -> int | None:
-        return self._client.supervisor.pid
+        return self._client.pid
 
     @property
     def num_open(self) -> int:
@@ -161,7 +174,7 @@ class AsyncLLM:
     async def wait_ready(self) -> None:
         """Raises why the engine could not start (ConfigError, ModelError, ...), or EngineDead."""
         self._attend()
-        await self._client.supervisor.wait_ready()
+        await self._client.wait_ready()
 
     async def check_health(self) -> None:
         """Raises EngineDead if there is no engine and never will be again."""
@@ -181,20 +194,24 @@ class AsyncLLM:
         cache_tenant: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
         at_once: bool = False,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come (sampling_params.output_kind says which), the last one with `finished`.
 
         A bad request raises RequestError before the first output. Leaving the generator ends the request in the engine.
         `lora_request` is loaded if it is new; a `Prompt` may bring its adapter along.
         Requests that come in the same turn of the event loop begin together, but for those that are sent `at_once`.
+        `data_parallel_rank`: of several engines, the one that is to have it.
         """
         arrived = time.monotonic()
         if self.state == "starting":
             await self.wait_ready()
         self._attend()
-        self._client.check()
+        self._client.check(data_parallel_rank)
         extras = NO_EXTRAS if lora_request is None else (await self._adapters.use(lora_request)).extras
         prepared = await self._prepare(prompt, sampling_params, request_id, priority, cache_tenant, extras)
+        if data_parallel_rank is not None:
+            prepared = replace(prepared, requests=tuple(replace(one, engine=data_parallel_rank) for one in prepared.requests))
         stream = self._open(prepared, trace_headers, arrived, at_once)
         try:
             answer, finished = stream.answer, False
@@ -214,7 +231,9 @@ class AsyncLLM:
         for name in [request_id] if isinstance(request_id, str) else request_id:
             names = self._outputs.engine_ids(name)
             self._client.abort(names)
-            self.on_deltas([TokenDelta(engine_id, [], "abort") for engine_id in names])
+            answer = self._outputs.owner(names[0]) if names else None
+            engine = 0 if answer is None else answer.engine
+            self.on_deltas([TokenDelta(engine_id, [], "abort") for engine_id in names], engine)
 
     def watch(self, viewer: Callable[[Sight], None] | None) -> None:
         """`viewer` is told what the engine sees of itself. Without one the engine does not collect it."""
@@ -292,40 +311,37 @@ class AsyncLLM:
 
     # ---- what the engine says (called by the client) --------------------------------------------------------------------
 
-    def on_ready(self, ready: ipc.Ready) -> None:
-        self.config = replace(
-            self.config,
-            device=ready.device,
-            dtype=ready.dtype,
-            max_batched_tokens=ready.max_batched_tokens,
-            max_seqs=ready.max_seqs,
-            depth=ready.depth,
-            page_size=ready.page_size,
-        )
+    def on_ready(self, ready: ipc.Ready, engine: int = 0) -> None:
+        self.config = as_started(self.config, ready)
         self._outputs.page_size = ready.page_size if self.config.prefix_caching else 0
-        self.prompts.max_model_len = ready.max_model_len
-        self.pages = ready.pages
+        self._lengths[engine] = ready.max_model_len
+        self.prompts.max_model_len = min(self._lengths.values())
+        self.pages = sum(each.pages for each in self.engines)
         self.timeline = ready.timeline
         self._adapters.tell_again()
 
-    def on_deltas(self, deltas: Sequence[TokenDelta]) -> None:
-        absorbed = self._outputs.absorb(deltas)
+    def on_deltas(self, deltas: Sequence[TokenDelta], engine: int = 0) -> None:
+        absorbed = self._outputs.absorb(deltas, engine)
         for answer in absorbed.due:
             self._streams[answer.prepared.id].wake()
         if absorbed.aborts:
             self._client.abort(absorbed.aborts)
 
-    def on_step(self, report: ipc.StepReport) -> None:
-        self.stats = report.stats
+    def on_step(self, report: ipc.StepReport, engine: int = 0) -> None:
+        stats = self.stats = report.stats
+        if len(self.engines) > 1:
+            stats = msgspec.structs.replace(stats, engine=engine)
+            self.stats = together([each.stats for each in self.engines if each.stats is not None])
         now = time.monotonic()
         for observer in self.observers:
             try:
-                observer.on_step(report.stats, report.tokens, now)
+                observer.on_step(stats, report.tokens, now)
             except Exception:
                 logger.exception("an observer failed")
 
-    def on_seen(self, sight: Sight) -> None:
+    def on_seen(self, sight: Sight, engine: int = 0) -> None:
         if self._viewer is not None:
+            sight.engine = engine
             try:
                 self._viewer(sight)
             except Exception:
@@ -397,7 +413,7 @@ class AsyncLLM:
         """Makes sure that the engine is listened to, on the event loop in use."""
         loop = asyncio.get_running_loop()
         if self.state != "dead" and (self._task is None or self._task.done() or self._task.get_loop() is not loop):
-            self._task = loop.create_task(self._client.supervisor.run(), name="quire-supervisor")
+            self._task = loop.create_task(self._client.run(), name="quire-supervisor")
 
 
 async def _catch_up(answer: RequestAnswer) -> None:
@@ -411,18 +427,6 @@ def _is_quick(prompt: PromptType | Prompt, params: SamplingParams) -> bool:
     """Is there nothing to tokenize, and little to check?"""
     ids = prompt.ids if isinstance(prompt, Prompt) else prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
     return isinstance(ids, list) and len(ids) <= SHORT and not getattr(params, "bad_words", None)
-
-
-def _engine_args(config: Config) -> EngineArgs:
-    """What the engine process is told. The files are found by now: neither a start nor a restart asks the hub again."""
-    return replace(
-        config.args,
-        model=str(config.facts.files.path.absolute()),
-        revision=None,
-        download_dir=None,
-        hf_token=None,
-        generation_config="vllm",  # defaults of requests are resolved here
-    )
 
 
 AsyncLLMEngine = AsyncLLM

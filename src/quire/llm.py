@@ -9,6 +9,7 @@ from tqdm import tqdm
 from quire.beam import search_beams
 from quire.config.args import EngineArgs
 from quire.config.model_config import ModelConfig
+from quire.engine.replicas import Replicas
 from quire.llm_engine import LLMEngine
 from quire.llm_not_built import NotBuilt
 from quire.obs.offline import OfflineMetrics
@@ -33,7 +34,8 @@ Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM(NotBuilt):
-    """A model in this process. Keyword arguments are those of EngineArgs (`quire plan --help=all` lists them)."""
+    """A model in this process, or data_parallel_size of them in processes of their own. Keyword arguments are those of
+    EngineArgs (`quire plan --help=all` lists them)."""
 
     def __init__(self, model: str = "smollm2", **engine_args: Any) -> None:
         self._start(EngineArgs.from_kwargs(**{"model": model, "disable_log_stats": True, **engine_args}))
@@ -176,9 +178,10 @@ class LLM(NotBuilt):
             raise NotSupported("nothing was counted: make the engine with LLM(..., disable_log_stats=False)", "get_metrics")
         return self._metrics.read()
 
-    def get_world_size(self, include_dp: bool = True) -> int:  # noqa: ARG002
-        """Ranks that share the model."""
-        return self.llm_engine.config.ranks
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Ranks that share the model, of all engines."""
+        config = self.llm_engine.config
+        return config.ranks * (config.args.data_parallel_size if include_dp else 1)
 
     def collective_rpc(
         self,
@@ -194,7 +197,10 @@ class LLM(NotBuilt):
             raise InvalidParameter(f"ranks have no method {method!r}; they have {', '.join(RANK_METHODS)}", "method")
         if timeout is not None or args or kwargs:
             raise NotSupported(f"llm.collective_rpc: {method} takes no arguments, and is answered at once", "args")
-        return self.llm_engine.core.executor.call_all(method)
+        core = self.llm_engine.core
+        if isinstance(core, Replicas):
+            raise NotSupported("llm.collective_rpc is not there with data_parallel_size above 1", "collective_rpc")
+        return core.executor.call_all(method)
 
     def reset_prefix_cache(self) -> bool:
         return self.llm_engine.reset_prefix_cache()

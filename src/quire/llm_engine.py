@@ -1,6 +1,8 @@
 """LLMEngine: the text half and an engine core in this process, stepped by the caller.
 
 prompt ─► InputProcessor ─► EngineCore.add ... EngineCore.step ─► TokenDelta ─► OutputProcessor ─► RequestOutput
+
+With data_parallel_size there are several cores, in processes of their own, and what is stepped here is `Replicas`.
 """
 
 import logging
@@ -11,9 +13,12 @@ from collections.abc import Iterable
 from quire.config.args import EngineArgs
 from quire.config.config import Config
 from quire.config.model_config import ModelConfig
+from quire.config.resolve import resolve
+from quire.device.registry import describe_unseen
 from quire.engine.adapter_names import AdapterNames, NamedAdapter
 from quire.engine.assemble import resolve_here, start_core
 from quire.engine.core import EngineCore
+from quire.engine.replicas import Replicas
 from quire.engine.timeline import Stopwatch
 from quire.grammar.schema import unenforced
 from quire.progress import doing
@@ -34,14 +39,18 @@ logger = logging.getLogger(__name__)
 class LLMEngine:
     def __init__(self, config: Config, watch: Stopwatch | None = None) -> None:
         watch = watch or Stopwatch()
-        self.config = config
         with doing("reading the tokenizer"):
             self.tokenizer = open_tokenizer(config)
         watch.lap("tokenizer")
-        started = start_core(config, watch)
-        self.core: EngineCore = started.core
-        self.timeline = started.timeline
-        self.max_model_len = started.max_model_len
+        self.core: EngineCore | Replicas
+        if config.args.data_parallel_size > 1:
+            replicas = self.core = Replicas(config, watch)
+            self.config, self.max_model_len, self.timeline = replicas.config, replicas.max_model_len, replicas.timeline
+        else:
+            started = start_core(config, watch)
+            self.core, self.config, self.timeline = started.core, config, started.timeline
+            self.max_model_len = started.max_model_len
+        config = self.config
         self.adapters = AdapterNames(config.max_loras > 0)
         self.inputs = InputProcessor.of(config, self.tokenizer, self.max_model_len)
         self.outputs = OutputProcessor(self.tokenizer, page_size=config.page_size if config.prefix_caching else 0)
@@ -50,6 +59,8 @@ class LLMEngine:
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "LLMEngine":
         watch = Stopwatch.of_engine("until the call")
+        if args.data_parallel_size > 1:  # the device is decided where it is used
+            return cls(resolve(args, lambda: "cpu", describe_unseen), watch)
         return cls(resolve_here(args, watch), watch)
 
     def add_request(
@@ -99,7 +110,8 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """One turn of the loop. Requests whose text hit a stop string are ended in the engine as well."""
-        processed = self.outputs.process(self.core.step())
+        deltas = self.core.step()
+        processed = self.outputs.process(deltas, self.core.number)
         if processed.aborts:
             self.core.abort(processed.aborts)
         return processed.outputs
@@ -148,15 +160,18 @@ class LLMEngine:
 
     def _wait_loaded(self, adapter: NamedAdapter, pinned: bool) -> None:
         told: list[RequestError | None] = []
-        self.core.adapters.load(adapter.ref, pinned, told.append)
+        core = self.core
+        assert isinstance(core, EngineCore)  # several engines have no adapters
+        core.adapters.load(adapter.ref, pinned, told.append)
         while not told:
-            self.core.adapters.turn()
-            self.core.adapters.wait()
+            core.adapters.turn()
+            core.adapters.wait()
         if told[0] is not None:
             raise told[0]
 
     def _retire(self, version: str | None) -> None:
         if version is not None:
+            assert isinstance(self.core, EngineCore)
             self.core.retire_adapter(version)
 
     @property

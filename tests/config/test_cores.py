@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from quire.config.cores import threads_wanted, usable_cores, wait_politely
+from quire.config.cores import take_cores, threads_wanted, usable_cores, wait_politely
 
 CPUS = sorted(os.sched_getaffinity(0))
 
@@ -58,3 +58,15 @@ def test_what_the_user_set_stands():
     assert decided == {"OMP_WAIT_POLICY": "active"}
     assert threads_wanted({"OMP_NUM_THREADS": "7"}) == threads_wanted({"OMP_NUM_THREADS": "7,2"}) == 7
     assert threads_wanted({"OMP_NUM_THREADS": "many"}) == threads_wanted({}) == usable_cores()
+
+
+def test_engines_share_the_cores(monkeypatch):
+    monkeypatch.setattr("quire.config.cores.usable_cores", lambda: 7)
+
+    def threads(engine, engines, **environment):
+        take_cores(engine, engines, environment)
+        return threads_wanted(environment)
+
+    assert [threads(engine, 3) for engine in range(3)] == [3, 2, 2]
+    assert [threads(engine, 9) for engine in range(9)] == [1] * 9
+    assert [threads(engine, 3, OMP_NUM_THREADS="5") for engine in range(3)] == [5] * 3

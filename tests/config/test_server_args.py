@@ -83,9 +83,12 @@ def test_what_asks_for_nothing_is_accepted() -> None:
 
 
 def test_hints_are_taken_and_told(caplog: pytest.LogCaptureFixture) -> None:
-    settings, _ = from_line("-asc 2 --disable-log-requests --disable-frontend-multiprocessing MODEL")
+    settings, _ = from_line("-asc 1 --disable-log-requests --disable-frontend-multiprocessing MODEL")
     assert settings == ServerArgs()
-    assert all(f"{name} changes nothing here" in caplog.text for name in ("api_server_count=2", "disable_log_requests=True"))
+    assert all(
+        f"{name} changes nothing here" in caplog.text
+        for name in ("disable_frontend_multiprocessing=True", "disable_log_requests=True")
+    )
 
 
 def test_a_file_of_flags(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import REGISTRY
@@ -200,3 +201,26 @@ def test_buckets() -> None:
     metrics = make()
     metrics.itl.observe_all([0.01, 0.0100001])  # the end of a bucket is inside it
     assert values(metrics)["inter_token_latency_seconds_bucket 0.01"] == 1
+
+
+def test_engines_are_told_apart_and_added_up():
+    info = {"block_size": 16, "num_gpu_blocks": 64}
+    metrics = Metrics("vllm", "the-model", 100, info | {"num_gpu_blocks": 128}, [info, info])
+    metrics.on_step(Stats(1, 0, 10, 4, queries=10, hits=4, preemptions=1, engine=0), 7, 0.0)
+    metrics.on_step(Stats(2, 0, 10, 4, queries=5, hits=1, preemptions=0, engine=1), 7, 0.0)
+    metrics.on_step(Stats(1, 0, 10, 4, queries=30, hits=4, preemptions=1, engine=0), 7, 0.0)
+    metrics.on_step(Stats(2, 0, 10, 4, queries=2, hits=0, preemptions=0, engine=1), 7, 0.0)  # it was restarted
+    metrics.on_outputs(OutputNews(1.0, tokens=3, first_tokens=[0.5], engine=1))
+    metrics.tool_calls.add(1, "complete")
+    one, two = (SimpleNamespace(stats=Stats(n, 0, 10, 4, 0, 0, 0), restarts=n, replayed=0, heartbeat_age=0.1) for n in (1, 2))
+    both = SimpleNamespace(stats=Stats(3, 0, 20, 8, 0, 0, 0), restarts=3, replayed=0, heartbeat_age=0.1, engines=[one, two])
+    text = metrics.render(both)[0].decode()
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families), "a metric is one family"
+    samples = {(s.name, s.labels.get("engine")): s.value for family in families for s in family.samples if s.value}
+    assert [samples["vllm:prefix_cache_queries_total", engine] for engine in "01"] == [30, 7]
+    assert [samples["vllm:num_requests_running", engine] for engine in "01"] == [1, 2]
+    assert [samples["vllm:engine_restarts_total", engine] for engine in "01"] == [1, 2]
+    assert ("vllm:generation_tokens_total", "0") not in samples and samples["vllm:generation_tokens_total", "1"] == 3
+    assert samples["vllm:time_to_first_token_seconds_count", "1"] == 1 == samples["vllm:tool_calls_total", None]
+    assert metrics.generation_tokens.values[()] == 3 and metrics.preemptions.values[()] == 1

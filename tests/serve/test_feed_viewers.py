@@ -78,7 +78,8 @@ class FakeLLM:
             served_names=("tiny",), device="cpu", dtype="float32", max_seqs=4, max_batched_tokens=64, page_size=4
         )
         self.observers, self.viewer = [], None
-        self.state, self.restarts, self.replayed, self.last_loss, self.engine_pid = "ready", 0, 0, None, 1
+        self.state, self.restarts, self.replayed, self.last_loss, self.pid = "ready", 0, 0, None, 1
+        self.engines = [self]
         self.pages, self.max_model_len, self.stats = 8, 100, Stats(0, 0, 8, 8, 0, 0, 0)
 
     def watch(self, viewer):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from quire.bench.steps import StepPoint, Turn, as_json, host_times, lines, summarize
 from quire.cli.bench_offline import OfflineReport, add_group, add_report_and_engine_flags, at_least, engine_args, engine_facts
 from quire.cli.bench_serve_flags import Flags, N
+from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.bench.samples import RandomPrompts
@@ -49,16 +50,20 @@ def run(namespace: argparse.Namespace) -> int:
     for flag in ("context-tokens", "repeats"):
         at_least(flag, getattr(namespace, flag.replace("-", "_")), 1)
     args = engine_args(namespace, tokens_only=True)
+    if args.data_parallel_size > 1:
+        raise ConfigError("steps are those of one engine: leave data_parallel_size out")
+    from quire.engine.core import EngineCore
     from quire.llm import LLM
     from quire.sim.shapes import windows_of
 
     llm = LLM.from_engine_args(args)
-    engine, config = llm.llm_engine, llm.llm_engine.config
+    engine, config, core = llm.llm_engine, llm.llm_engine.config, llm.llm_engine.core
+    assert isinstance(core, EngineCore)
     facts = engine_facts(llm) | {
-        "num_pages": engine.core.scheduler.pool.pages, "device_memory": config.device_facts.total_bytes,
+        "num_pages": core.scheduler.pool.pages, "device_memory": config.device_facts.total_bytes,
     }  # fmt: skip
     report.print_heading("Steps", args.model, facts, machine(config.device))
-    meter = StepMeter(engine.core, windows_of(config.facts.layers), config.page_size, RandomPrompts(config.facts.vocab_size))
+    meter = StepMeter(core, windows_of(config.facts.layers), config.page_size, RandomPrompts(config.facts.vocab_size))
     longest, budget = engine.max_model_len, config.max_batched_tokens
     rows = namespace.rows or _powers(2, 1, config.max_seqs)
     prompts = namespace.prompts or _powers(4, 4, min(budget, longest - 2))

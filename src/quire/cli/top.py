@@ -11,7 +11,7 @@ from select import select
 from typing import Any
 
 from quire.cli.top_feed import TopFeed
-from quire.cli.top_screen import finished, numbers, screen
+from quire.cli.top_screen import finished, name, numbers, screen
 from quire.types.errors import ConfigError
 
 REDRAW = 0.2  # seconds between two pictures, at least
@@ -100,7 +100,7 @@ def _print(feed: TopFeed) -> None:
                 kind, event = feed.news.popleft()
                 if kind == "engine":
                     why = f": {event['reason']}" if event["reason"] and event["state"] == "restarting" else ""
-                    lines.append(f"engine {event['state']}, {event['restarts']} restarts{why}")
+                    lines.append(f"{name(feed.known, event)} {event['state']}, {event['restarts']} restarts{why}")
                 elif kind == "requests":
                     lines += [finished(request) for request in event["requests"] if request["state"] == "finished"]
                 elif kind == "gap":

@@ -27,9 +27,9 @@ class Known:
     """What the events have told so far."""
 
     hello: dict[str, Any] = field(default_factory=dict)
-    engine: dict[str, Any] = field(default_factory=dict)
+    engines: dict[int, dict[str, Any]] = field(default_factory=dict)  # by number
     stats: dict[str, Any] = field(default_factory=dict)
-    step: dict[str, Any] = field(default_factory=dict)
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)  # the latest of every engine
     pages: dict[str, Any] = field(default_factory=dict)
     cells: str = ""
     open: dict[str, dict[str, Any]] = field(default_factory=dict)  # requests by key
@@ -44,7 +44,11 @@ class Known:
                 self.hello = event
             case "snapshot":
                 self.open, self.finished, self.cells = {}, deque(maxlen=64), ""
-                self.engine, self.stats, self.step = event["engine"], event["stats"], event["step"] or {}
+                self.stats, self.engines, self.steps = event["stats"], {}, {}
+                for one in (event, *event.get("others", ())):
+                    self.engines[one["engine"]["engine"]] = one["engine"]
+                    if one["step"]:
+                        self.steps[one["step"].get("engine", 0)] = one["step"]
                 self._see_pages(event["pages"])
                 self._see_requests(sorted(event["requests"], key=lambda request: request["since"]))
             case "requests":
@@ -52,11 +56,11 @@ class Known:
             case "pages":
                 self._see_pages(event)
             case "engine":
-                self.engine = event
+                self.engines[event["engine"]] = event
             case "stats":
                 self.stats = event
             case "step":
-                self.step = event
+                self.steps[event.get("engine", 0)] = event
             case "gap":
                 self.lost += event["lost"]
 

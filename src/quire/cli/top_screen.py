@@ -11,12 +11,12 @@ LEGEND = ". blank  - cached  o yours  O shared  x others'"
 
 
 def screen(known: Known, trouble: str | None, url: str, width: int, height: int) -> list[str]:
-    hello, engine, stats = known.hello, known.engine, known.stats
+    hello, stats = known.hello, known.stats
     if not hello:
         return [_cut(f"quire top  {url}  {trouble or 'connecting'}", width)]
-    state = trouble if trouble is not None else _engine(engine)
+    state = trouble if trouble is not None else "; ".join(_engine(known, engine) for _, engine in sorted(known.engines.items()))
     lines = [f"{hello['model']} on {hello['device']} ({hello['dtype']}), Quire {hello['server']} at {url}: {state}"]
-    lines += [numbers(known), _step(known)]
+    lines += [numbers(known), *_steps(known)]
     if stats:
         lines.append(f"first token {_histogram(stats['ttft'], hello['ttft_bounds'])}")
         lines.append(f"next token  {_histogram(stats['itl'], hello['itl_bounds'])}")
@@ -28,7 +28,9 @@ def screen(known: Known, trouble: str | None, url: str, width: int, height: int)
 
 def numbers(known: Known) -> str:
     """The whole server in a line."""
-    stats, step, pages, engine = known.stats, known.step, known.pages, known.engine
+    stats, pages = known.stats, known.pages
+    step = next(iter(known.steps.values()), None)
+    restarts = sum(engine["restarts"] for engine in known.engines.values())
     used = f"{pages['used']}/{pages['used'] + pages['cached'] + pages['blank']}" if pages else "?"
     rates = stats.get("rates", {})
     own = f" ({step['own_running']} yours)" if step and known.hello.get("keys") else ""
@@ -36,7 +38,7 @@ def numbers(known: Known) -> str:
         f"running {stats.get('running', 0)}{own}  waiting {stats.get('waiting', 0)}  pages {used}  "
         f"prompt {rates.get('prompt', 0):.0f}/s  generated {rates.get('generated', 0):.0f}/s  "
         f"preemptions {stats.get('preemptions', 0)}  compiling {stats.get('compiling', 0)}  "
-        f"restarts {engine.get('restarts', 0)}"
+        f"restarts {restarts}"
     )
 
 
@@ -49,17 +51,32 @@ def finished(request: dict[str, Any]) -> str:
     )
 
 
-def _engine(engine: dict[str, Any]) -> str:
-    told, restarts = str(engine.get("state", "?")), engine.get("restarts")
+def name(known: Known, event: dict[str, Any]) -> str:
+    """Of the engine that an event is about; it has a number where there are several."""
+    return f"engine {event['engine']}" if known.hello.get("engines", 1) > 1 else "engine"
+
+
+def _engine(known: Known, engine: dict[str, Any]) -> str:
+    told, restarts = str(engine["state"]), engine["restarts"]
+    if len(known.engines) > 1:
+        told = f"{name(known, engine)} {told}"
     if restarts:
         told += f", {restarts} restarts; the latest, because {engine['reason']}"
     return told
 
 
-def _step(known: Known) -> str:
-    steps = known.step.get("steps") or []
+def _steps(known: Known) -> list[str]:
+    """A line for every engine."""
+    if len(known.engines) < 2:
+        return [_step(known, known.steps.get(0))]
+    engines = sorted(known.engines.items())
+    return [f"{name(known, engine)}: {_step(known, known.steps.get(number))}" for number, engine in engines]
+
+
+def _step(known: Known, event: dict[str, Any] | None) -> str:
+    steps = event["steps"] if event else []
     if not steps:
-        return "no step yet" if not known.step else "idle"
+        return "no step yet" if event is None else "idle"
     columns = known.hello["step_columns"]
     rows = [dict(zip(columns, step, strict=False)) for step in steps]
     last, mean = rows[-1], sum(row["ms"] for row in rows) / len(rows)
@@ -98,9 +115,9 @@ def _map(known: Known, width: int) -> list[str]:
 
 
 def _requests(known: Known, room: int) -> list[str]:
-    step = known.step
-    columns = ("row", "computed", "drawn")
-    rows = dict(zip(step.get("keys", ()), zip(*(step.get(name, ()) for name in columns), strict=False), strict=False))
+    rows = dict[str, tuple[int, int, int]]()
+    for step in known.steps.values():
+        rows |= zip(step["keys"], zip(step["row"], step["computed"], step["drawn"], strict=False), strict=False)
     lines = [f"{'request':<34}{'state':<10}{'prompt':>8}{'cached':>8}{'computed':>9}{'drawn':>7}{'row':>5}{'seconds':>9}"]
     for key, request in list(known.open.items())[-room:]:
         row, computed, drawn = rows.get(key, (0, 0, request["drawn"]))

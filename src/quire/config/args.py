@@ -179,6 +179,10 @@ class EngineArgs:
     max_engine_restarts: int = setting(6, NUMBER, _PROCESS, "most restarts within engine_restart_window", low=0)
     engine_restart_window: float = setting(600.0, REAL, _PROCESS, "seconds in which restarts are counted", above=0.0)
 
+    data_parallel_size: int = setting(
+        1, NUMBER, _RANKS, "engines that share requests out among them, each with the whole model, a cache and a device",
+        low=1, high=64, short="-dp",
+    )  # fmt: skip
     tensor_parallel_size: int = setting(
         1, NUMBER, _RANKS, "processes that share the model's matrices and attention heads, evenly or not; on CPUs", low=1,
         short="-tp",

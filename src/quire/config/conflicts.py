@@ -142,6 +142,11 @@ CONFLICTS: tuple[Conflict, ...] = (
         ),
     ),
     Conflict(
+        "adapters of several engines",
+        lambda c: c.max_loras > 0 and c.args.data_parallel_size > 1,
+        lambda c: f"enable_lora cannot be had with data_parallel_size={c.args.data_parallel_size} yet; leave one of them out",
+    ),
+    Conflict(
         "a tokenizer that is not wanted",
         lambda c: c.args.skip_tokenizer_init and c.args.tokenizer is not None,
         lambda c: f"tokenizer {c.args.tokenizer!r} was given together with skip_tokenizer_init; drop one of them",

@@ -26,6 +26,14 @@ def threads_wanted(environ: MutableMapping[str, str] = os.environ, ranks: int = 
     return int(asked) if asked.isdigit() and int(asked) > 0 else max(1, usable_cores() // ranks)
 
 
+def take_cores(engine: int, engines: int, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Of several engines on this machine each has its part of the cores, and at least one thread. What OMP_NUM_THREADS says is
+    for each of them."""
+    if not environ.get("OMP_NUM_THREADS"):
+        cores, more = divmod(usable_cores(), engines)
+        environ["OMP_NUM_THREADS"] = str(max(1, cores + (engine < more)))
+
+
 def usable_cores(root: Path = Path("/")) -> int:
     """Physical cores this process may run on, within the time its control groups grant."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

@@ -88,6 +88,7 @@ class DeviceFacts:
     overlaps: bool = False  # a step runs while the host plans the next one
     single_rows_share: bool = False  # within a step other rows may read what a row of one token writes
     reads_in_place: bool = False  # keys of one sequence had better lie in one piece of memory
+    one_memory: bool = False  # engines on one machine share it
 
 
 def count_heads(facts: ModelFacts) -> int:

@@ -34,8 +34,7 @@ _TABLE: tuple[tuple[str, dict[str, Kind]], ...] = (
         "disable_custom_all_reduce": FLAG, "disable_nccl_for_dp_synchronization": FLAG, "max_parallel_loading_workers": TEXT,
         "all2all_backend": TEXT, "eplb_config": OBJECT, "expert_placement_strategy": TEXT,
         "enable_dbo": FLAG, "ubatch_size": TEXT, "dbo_decode_token_threshold": TEXT, "dbo_prefill_token_threshold": TEXT,
-        "data_parallel_address": TEXT, "data_parallel_rpc_port": TEXT, "data_parallel_backend": TEXT, "master_addr": TEXT,
-        "master_port": TEXT, "cp_kv_cache_interleave_size": TEXT, "dcp_kv_cache_interleave_size": TEXT,
+        "master_addr": TEXT, "master_port": TEXT, "cp_kv_cache_interleave_size": TEXT, "dcp_kv_cache_interleave_size": TEXT,
     }),
     (_PAGES, {
         "swap_space": TEXT, "watermark": TEXT, "scheduler_reserve_full_isl": FLAG, "disable_hybrid_kv_cache_manager": FLAG,
@@ -71,9 +70,6 @@ HINT_SHORT_FLAGS = {
     "optimization_level": "-O",
     "compilation_config": "-cc",
     "attention_config": "-ac",
-    "data_parallel_address": "-dpa",
-    "data_parallel_rpc_port": "-dpp",
-    "data_parallel_backend": "-dpb",
 }
 
 # values of fields that are there: what they are taken for

@@ -9,7 +9,12 @@ from typing import Any
 from quire.types.errors import ConfigError
 
 # reason -> {name: harmless values besides None}
-_NOT_DIVIDED = "of the ways to use several devices only tensor_parallel_size is built"
+_NOT_DIVIDED = "of the ways to use several devices only tensor_parallel_size and data_parallel_size are built"
+_ONE_HOST = (
+    "all engines of a server run on its own machine, and data_parallel_size is how many; for several machines run a server on "
+    "each, behind a load balancer"
+)
+_BALANCED = "the server itself shares requests out among its engines; a request may name one with X-data-parallel-rank"
 _WHOLE_ADAPTERS = "an adapter is used whole, by requests that ask for it"
 _TEXT_ONLY = "only text models are served for now"
 _NO_OFFLOAD = "offloading is not available yet"
@@ -33,11 +38,16 @@ _TABLE: _Groups = (
     (_NOT_REPLACED, {"scheduler_cls": (), "worker_cls": ("auto",), "worker_extension_cls": ("",), "io_processor_plugin": (),
                      "additional_config": ({},)}),
     (_NOT_DIVIDED, {
-        "pipeline_parallel_size": (1,), "data_parallel_size": (1,),
-        "data_parallel_size_local": (1,), "data_parallel_start_rank": (0,), "data_parallel_rank": (0,),
-        "data_parallel_hybrid_lb": (False,), "data_parallel_external_lb": (False,),
-        "data_parallel_multi_port_external_lb": (False,), "enable_eplb": (False,), "decode_context_parallel_size": (1,),
-        "prefill_context_parallel_size": (1,), "nnodes": (1,), "node_rank": (0,), "device_ids": (),
+        "pipeline_parallel_size": (1,), "enable_eplb": (False,),
+        "decode_context_parallel_size": (1,), "prefill_context_parallel_size": (1,), "device_ids": (),
+    }),
+    (_ONE_HOST, {
+        "data_parallel_size_local": (), "data_parallel_start_rank": (0,), "data_parallel_address": ("127.0.0.1", "localhost"),
+        "data_parallel_rpc_port": (), "data_parallel_backend": ("mp",), "nnodes": (1,), "node_rank": (0,),
+    }),
+    (_BALANCED, {
+        "data_parallel_rank": (), "data_parallel_hybrid_lb": (False,), "data_parallel_external_lb": (False,),
+        "data_parallel_multi_port_external_lb": (False,),
     }),
     (_WHOLE_ADAPTERS, {"default_mm_loras": ({},), "lora_target_modules": ([],), "enable_tower_connector_lora": (False,)}),
     ("names of adapters are the server's: quire serve takes it; offline give lora_request", {"lora_modules": ([],)}),
@@ -65,7 +75,12 @@ def table_of(groups: _Groups) -> dict[str, tuple[str, tuple[Any, ...]]]:
 REFUSED = table_of(_TABLE)
 SHORT_FLAGS = {
     "pipeline_parallel_size": "-pp",
-    "data_parallel_size": "-dp",
+    "data_parallel_size_local": "-dpl",
+    "data_parallel_start_rank": "-dpr",
+    "data_parallel_rank": "-dpn",
+    "data_parallel_address": "-dpa",
+    "data_parallel_rpc_port": "-dpp",
+    "data_parallel_backend": "-dpb",
 }
 
 

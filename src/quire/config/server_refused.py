@@ -2,16 +2,16 @@
 
 from typing import Any
 
-from quire.config.fields import FLAG, TEXT, Kind
+from quire.config.fields import FLAG, Kind
 from quire.config.refused import table_of
 
-_ONE_FRONT = "one API process serves one engine"
+_ONE_FRONT = "one API process serves all engines (data_parallel_size); for more, run several servers behind a load balancer"
 _NO_PLUGINS = "the server runs no code but its own"
 
 SERVER_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = table_of((
     ("tools are called by the client, never by the server", {"tool_server": ()}),
     (_NO_PLUGINS, {"middleware": ([],), "log_config_file": ()}),
-    (_ONE_FRONT, {"headless": (False,)}),
+    (_ONE_FRONT, {"headless": (False,), "api_server_count": (1,)}),
     ("only HTTP is spoken", {"grpc": (False,)}),
     ("certificates are read once, at the start", {"enable_ssl_refresh": (False,)}),
     ("the docs page loads its script from the network", {"enable_offline_docs": (False,)}),
@@ -22,9 +22,8 @@ SERVER_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = table_of((
 ))  # fmt: skip
 # what changes nothing here (see `hints`)
 SERVER_HINTS: dict[str, tuple[str, Kind]] = {
-    "api_server_count": (_ONE_FRONT, TEXT),
-    "disable_frontend_multiprocessing": (_ONE_FRONT, FLAG),
-    "aggregate_engine_logging": (_ONE_FRONT, FLAG),
+    "disable_frontend_multiprocessing": ("engines run in processes of their own", FLAG),
+    "aggregate_engine_logging": ("every engine has a line of its own", FLAG),
     "disable_log_requests": ("requests are logged only with --enable-log-requests", FLAG),
     "enable_reasoning": ("--reasoning-parser is enough", FLAG),
 }

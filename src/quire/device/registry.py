@@ -43,10 +43,12 @@ def _blamed(name: str, where: str) -> Iterator[None]:
         raise ConfigError(f"the device {name!r}, {where}, cannot be used: {why}") from error
 
 
-def find_device() -> str:
-    """The one that `auto` is. Imports torch."""
+def find_device(engine: int = 0, engines: int = 1) -> str:
+    """The one that `auto` is. Imports torch. Of several engines each takes its own GPU, before CUDA is asked anything."""
     import torch
 
+    if engines > 1 and torch.cuda.device_count():
+        open_device("cuda").take_part(engine, engines)
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -62,18 +62,22 @@ def import_torch() -> None:
         import torch  # noqa: F401
 
 
-def resolve_here(args: EngineArgs, watch: Stopwatch, serving: bool = False) -> Config:
-    """The configuration of an engine in this process. Whatever can be wrong without torch is found before it is imported."""
+def resolve_here(args: EngineArgs, watch: Stopwatch, serving: bool = False, engine: int = 0) -> Config:
+    """The configuration of an engine in this process. Whatever can be wrong without torch is found before it is imported.
+    `engine`: its number, of args.data_parallel_size on this machine."""
 
     def find() -> str:
         watch.lap("configuration")
         import_torch()
         watch.lap("imports")
-        found = find_device()
+        found = find_device(engine, args.data_parallel_size)
         watch.lap("device")
         return found
 
     def ask(name: str) -> DeviceFacts:
+        if args.data_parallel_size > 1 and (name != "cuda" or args.device == name):  # whoever was found has taken it
+            ranks = args.tensor_parallel_size
+            open_device(name).take_part(engine * ranks, args.data_parallel_size * ranks)
         facts = describe(name)
         watch.lap("device")
         return facts
@@ -124,7 +128,7 @@ def start_core(
     )
     most = drafts if speculation is None else speculation.most
     room = (config.max_loras, config.max_cpu_loras)
-    core = EngineCore(scheduler, executor, config.depth, _grammars(config, most), adapters=room)
+    core = EngineCore(scheduler, executor, config.depth, make_grammars(config, most), adapters=room)
     watch.lap("scheduler")
     return StartedCore(core, capacity.max_model_len, capacity.pages, watch.read())
 
@@ -142,7 +146,7 @@ def _speculation(config: Config) -> Speculation | None:
     )
 
 
-def _grammars(config: Config, drafts: int) -> GrammarLanes:
+def make_grammars(config: Config, drafts: int) -> GrammarLanes:
     """Nothing is started before the first request with a grammar."""
     args, facts = config.args, config.facts
     path = str(facts.files.path.absolute())
@@ -184,6 +188,8 @@ def start_local(
             budget = min(executor.call_all("profile", args.gpu_memory_utilization, args.kv_cache_memory_bytes))
         if args.kv_cache_memory_bytes is None:
             budget //= config.ranks  # of one machine, and each sees all of its memory
+            if config.device_facts.one_memory:
+                budget //= args.data_parallel_size
         watch.lap("profile")
         capacity = _fit(config, layout, budget, args.num_gpu_blocks_override)
         with doing("allocating the cache"):

@@ -29,10 +29,15 @@ LAST_LINES = 20
 
 
 class Child:
-    """Without arguments, the process waits for `begin`, and spends the time importing what an engine with a model needs."""
+    """Without arguments, the process waits for `begin`, and spends the time importing what an engine with a model needs.
 
-    def __init__(self, args: EngineArgs | None, command: Sequence[str] = COMMAND) -> None:
-        start = None if args is None else _first_frame(args)
+    `engine` is its number, of args.data_parallel_size; `serving`: requests come and go while others wait for their tokens.
+    """
+
+    def __init__(
+        self, args: EngineArgs | None, command: Sequence[str] = COMMAND, engine: int = 0, serving: bool = True
+    ) -> None:
+        start = None if args is None else _first_frame(args, engine, serving)
         self._journal = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed with the rest
         try:
             ours, theirs = socket.socketpair()
@@ -89,8 +94,8 @@ class Child:
     def flush(self) -> None:
         self._mailbox.flush()
 
-    def begin(self, args: EngineArgs) -> None:
-        self._mailbox.send(_first_frame(args))
+    def begin(self, args: EngineArgs, engine: int = 0, serving: bool = True) -> None:
+        self._mailbox.send(_first_frame(args, engine, serving))
 
     def send(self, command: ipc.Command) -> None:
         self._mailbox.send(ipc.encode(command))
@@ -151,9 +156,9 @@ class Log(threading.Thread):
                     sys.stderr.write(f"{self._prefix} {line}\n")
 
 
-def _first_frame(args: EngineArgs) -> bytes:
+def _first_frame(args: EngineArgs, engine: int, serving: bool) -> bytes:
     try:
-        return ipc.encode(ipc.StartEngine(args, logging.getLogger("quire").getEffectiveLevel()))
+        return ipc.encode(ipc.StartEngine(args, logging.getLogger("quire").getEffectiveLevel(), engine, serving))
     except (TypeError, OverflowError) as error:
         raise ConfigError(f"an engine argument cannot be sent to the engine process: {error}") from None
 

@@ -16,14 +16,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from quire.config.args import EngineArgs
+from quire.config.config import Config
 from quire.engine import ipc
 from quire.engine.child import COMMAND, Child
-from quire.engine.supervisor import Supervisor, SupervisorLimits
+from quire.engine.supervisor import State, Supervisor, SupervisorLimits
 from quire.types.adapter import AdapterRef
-from quire.types.errors import EngineDead, EngineError, QuireError
+from quire.types.errors import EngineDead, EngineError, InvalidParameter, QuireError
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest, FinishReason
 from quire.types.sight import Sight
+from quire.types.stats import Stats
 
 SUSPECT, MOST_STRIKES = 2, 3
 AT_ONCE = 1 << 16  # tokens of requests in one message to the engine
@@ -67,9 +69,18 @@ class _OpenRequest:
 
 
 class EngineClient:
-    """`spare` is a process that waits for its arguments: it becomes the first engine."""
+    """`spare` is a process that waits for its arguments: it becomes the first engine. `engine`: its number, of several;
+    `serving`: requests come and go while others wait for their next token."""
 
-    def __init__(self, args: EngineArgs, hearer: Hearer, command: Sequence[str] = COMMAND, spare: Child | None = None) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        hearer: Hearer,
+        command: Sequence[str] = COMMAND,
+        spare: Child | None = None,
+        engine: int = 0,
+        serving: bool = True,
+    ) -> None:
         self._hearer = hearer
         self._open: dict[str, _OpenRequest] = {}
         self._suspects: deque[_OpenRequest] = deque()
@@ -81,20 +92,65 @@ class EngineClient:
         self._sent_now: list[_OpenRequest] = []  # with the latest message
         self.replayed = 0  # requests that another engine had before
         self._watched = False
+        self.stats: Stats | None = None  # as of the latest step
+        self.pages = 0  # of the cache; 0 until an engine is ready
         spares = [] if spare is None else [spare]
 
         def start() -> Child:
             if not spares:
-                return Child(args, command)
+                return Child(args, command, engine, serving)
             child = spares.pop()
-            child.begin(args)
+            child.begin(args, engine, serving)
             return child
 
-        self.supervisor = Supervisor(start, SupervisorLimits.of(args), self)
+        name = "the engine" if args.data_parallel_size == 1 else f"engine {engine}"
+        self.supervisor = Supervisor(start, SupervisorLimits.of(args), self, name)
+
+    # ---- how it is -------------------------------------------------------------------------------------------------------
+
+    @property
+    def engines(self) -> "list[EngineClient]":
+        """Of a router there are several."""
+        return [self]
 
     @property
     def num_open(self) -> int:
         return len(self._open)
+
+    @property
+    def state(self) -> State:
+        return self.supervisor.state
+
+    @property
+    def heartbeat_age(self) -> float:
+        """Seconds since something was heard of the engine process."""
+        return self.supervisor.heartbeat_age
+
+    @property
+    def busy_for(self) -> float:
+        """Seconds the engine's loop has been in its present step; 0 while it waits for work."""
+        return self.supervisor.busy_for
+
+    @property
+    def restarts(self) -> int:
+        return self.supervisor.restarts
+
+    @property
+    def last_loss(self) -> str | None:
+        """Why the latest engine that was lost was lost."""
+        return self.supervisor.last_loss
+
+    @property
+    def pid(self) -> int | None:
+        return self.supervisor.pid
+
+    async def wait_ready(self) -> None:
+        """Raises why the engine could not start."""
+        await self.supervisor.wait_ready()
+
+    async def run(self) -> None:
+        """Listens to the engine until it is dead. May be cancelled and run again, on another event loop too."""
+        await self.supervisor.run()
 
     # ---- asking ----------------------------------------------------------------------------------------------------------
 
@@ -154,8 +210,9 @@ class EngineClient:
         finally:
             del self._calls[command.id]
 
-    def check(self) -> None:
-        """Raises EngineDead if there is no engine and never will be."""
+    def check(self, engine: int | None = None) -> None:
+        """Raises EngineDead if there is no engine and never will be, InvalidParameter if there is none of this number."""
+        check_number(engine, 1)
         if self.supervisor.state == "dead":
             raise EngineDead(str(self.supervisor.error))
 
@@ -167,6 +224,7 @@ class EngineClient:
     # ---- hearing (called by the supervisor) ------------------------------------------------------------------------------
 
     def on_ready(self, ready: ipc.Ready) -> None:
+        self.pages = ready.pages
         self._hearer.on_ready(ready)
         if self._watched:
             self.supervisor.send(ipc.Watch(True))
@@ -193,6 +251,7 @@ class EngineClient:
         self._go_on()
 
     def on_step(self, report: ipc.StepReport) -> None:
+        self.stats = report.stats
         self._hearer.on_step(report)
 
     def on_seen(self, sight: Sight) -> None:
@@ -216,6 +275,7 @@ class EngineClient:
                         future.set_exception(ipc.reply_error(answer))
 
     def on_lost(self, in_flight: set[str]) -> None:
+        self.stats = None
         for name, entry in self._open.items():
             if entry.sent_with >= 0:
                 entry.strikes = 0 if entry.progressed else entry.strikes + (name in in_flight)
@@ -294,6 +354,38 @@ class EngineClient:
                 future.set_exception(EngineDead(str(error)))
         if names:
             self._hearer.on_deltas([_last(name, reason, why) for name in names])
+
+
+def check_number(engine: int | None, engines: int) -> None:
+    """Can a request wish for this engine?"""
+    if engine is not None and not 0 <= engine < engines:
+        there = "there is one engine, 0" if engines == 1 else f"there are {engines} engines, 0 to {engines - 1}"
+        raise InvalidParameter(f"data_parallel_rank {engine} is out of range: {there}", "data_parallel_rank")
+
+
+def engine_args(config: Config) -> EngineArgs:
+    """What engine processes are told. The files are found by now: neither a start nor a restart asks the hub again."""
+    return replace(
+        config.args,
+        model=str(config.facts.files.path.absolute()),
+        revision=None,
+        download_dir=None,
+        hf_token=None,
+        generation_config="vllm",  # defaults of requests are resolved here
+    )
+
+
+def as_started(config: Config, ready: ipc.Ready) -> Config:
+    """With what was decided in the engine process."""
+    return replace(
+        config,
+        device=ready.device,
+        dtype=ready.dtype,
+        max_batched_tokens=ready.max_batched_tokens,
+        max_seqs=ready.max_seqs,
+        depth=ready.depth,
+        page_size=ready.page_size,
+    )
 
 
 def _last(name: str, reason: FinishReason, why: str | None) -> TokenDelta:

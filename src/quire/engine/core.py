@@ -30,6 +30,8 @@ class EngineCore:
     """`depth` is how many steps may be in flight while the next one is planned: 0 is synchronous, 1 overlaps CPU and device.
     `adapters`: how many there may be on the device, and in the host's memory."""
 
+    number = 0  # of several engines; this is one
+
     def __init__(
         self,
         scheduler: Scheduler,

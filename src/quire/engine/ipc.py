@@ -41,6 +41,8 @@ class _EngineFrame(msgspec.Struct, array_like=True, tag=True):
 class StartEngine(_EngineFrame):
     args: EngineArgs
     log_level: int
+    engine: int = 0  # its number, of args.data_parallel_size
+    serving: bool = True  # requests come and go while others wait for their next token
 
 
 class Add(_EngineFrame):

@@ -38,7 +38,7 @@ LULL = 50  # milliseconds without work before idle time is used: who asks one th
 ADMISSION = 0.0015  # seconds that it takes longer to plan and start a step with newcomers
 LARGE_REPORT = 0.02  # seconds that the loop waits for one that does not leave at once; what is left then leaves later
 FAREWELL = 2.0  # seconds for the last report to leave
-CALLS = ("reset_prefix_cache", "retire_adapter")
+CALLS = ("reset_prefix_cache", "retire_adapter", "release")
 
 logger = logging.getLogger("quire.engine.process")  # __name__ is __main__ here, and would not have the level of quire
 LINE = logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s [%(name)s] %(message)s", "%Y-%m-%d %H:%M:%S")  # as the server's
@@ -206,7 +206,7 @@ def start(command: ipc.StartEngine, watch: Stopwatch) -> tuple[EngineCore, ipc.R
     logging.basicConfig(handlers=[handler])
     logging.getLogger("quire").setLevel(command.log_level)
     with shown(tell=logger.info):
-        config = resolve_here(command.args, watch, serving=True)
+        config = resolve_here(command.args, watch, serving=command.serving, engine=command.engine)
         started = start_core(config, watch)
     gc.collect()
     gc.freeze()  # what lives now lives to the end

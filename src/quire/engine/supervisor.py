@@ -76,8 +76,11 @@ class SupervisorLimits:
 
 
 class Supervisor:
-    def __init__(self, start: Callable[[], Child], limits: SupervisorLimits, listener: Listener) -> None:
-        self._start, self._limits, self._listener = start, limits, listener
+    def __init__(
+        self, start: Callable[[], Child], limits: SupervisorLimits, listener: Listener, name: str = "the engine"
+    ) -> None:
+        """`name` is what the log calls it."""
+        self._start, self._limits, self._listener, self._name = start, limits, listener, name
         self.state: State = "starting"
         self.error: QuireError | None = None  # why it is dead
         self._failure: QuireError | None = None  # why the latest start failed, in the engine's own words
@@ -256,10 +259,10 @@ class Supervisor:
         in_flight = child.in_flight()
         child.close()
         if was == "starting":
-            self._give_up(self._failure or EngineDead(f"the engine could not start: {reason}{child.last_words()}"))
+            self._give_up(self._failure or EngineDead(f"{self._name} could not start: {reason}{child.last_words()}"))
             return
         self.last_loss = reason
-        logger.error("the engine was lost: %s", reason)
+        logger.error("%s was lost: %s", self._name, reason)
         if was == "ready":
             self._listener.on_lost(in_flight)
         else:
@@ -278,8 +281,9 @@ class Supervisor:
         if len(self._restarted) < limits.most_restarts:
             self._restarted.append(now)
             return True
+        logger.critical("%s is given up", self._name)
         times = f"restarted {len(self._restarted)} times in {limits.restart_window:.0f} s, the most allowed"
-        self._give_up(EngineDead(f"the engine was lost: {reason}. It was {times}"))
+        self._give_up(EngineDead(f"{self._name} was lost: {reason}. It was {times}"))
         return False
 
     async def _restart(self, child: Child) -> None:
@@ -299,7 +303,7 @@ class Supervisor:
                 logger.error("the engine cannot be restarted now, and will be later: %s", error)
             else:
                 self.restarts += 1
-                logger.warning("restarting the engine (restart %d)", self.restarts)
+                logger.warning("restarting %s (restart %d)", self._name, self.restarts)
                 return
 
     def _give_up(self, error: QuireError) -> None:

@@ -138,3 +138,23 @@ class Board:
     def collect(self) -> "Iterator[Metric]":
         for instrument in self.instruments:
             yield instrument.family(self.prefix, self.shared)
+
+
+class Boards:
+    """Boards with the same instruments and other labels, as one collector: a metric is one family. Those of `whole` have
+    instruments that nobody divides, under the labels that all boards agree about."""
+
+    def __init__(self, boards: Sequence[Board], whole: Iterable[Instrument] = ()) -> None:
+        self._boards, self._whole = boards, {instrument.name: instrument for instrument in whole}
+        first = boards[0].shared
+        self._agreed = {name: value for name, value in first.items() if all(board.shared[name] == value for board in boards)}
+
+    def collect(self) -> "Iterator[Metric]":
+        for same in zip(*(board.instruments for board in self._boards), strict=True):
+            prefix, name = self._boards[0].prefix, same[0].name
+            if name in self._whole:
+                yield self._whole[name].family(prefix, self._agreed)
+                continue
+            families = [one.family(prefix, board.shared) for one, board in zip(same, self._boards, strict=True)]
+            families[0].samples += [sample for family in families[1:] for sample in family.samples]
+            yield families[0]

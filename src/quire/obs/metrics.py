@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-from quire.obs.instruments import Board, Counter, Gauge, Histogram
+from quire.obs.instruments import Board, Boards, Counter, Gauge, Histogram
 from quire.types.news import Arrived, Finished, OutputNews
-from quire.types.stats import Stats
+from quire.types.stats import NOTHING, Stats
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-NOTHING = Stats(0, 0, 0, 0, 0, 0, 0)
 REASONS = ("stop", "length", "abort", "error", "repetition")
 CALL_ENDS = ("complete", "cut", "broken", "text")  # text: a call's marker that no call followed
 FIRST_TOKEN = (
@@ -48,15 +47,32 @@ class Engine(Protocol):
     def replayed(self) -> int: ...
     @property
     def heartbeat_age(self) -> float: ...
+    @property
+    def engines(self) -> "Sequence[Engine]":
+        """Of several, one by one."""
+        ...
 
 
 class Metrics:
-    """`cache_info` describes the cache; it becomes the labels of cache_config_info."""
+    """`cache_info` describes the cache; it becomes the labels of cache_config_info.
 
-    def __init__(self, prefix: str, model_name: str, max_model_len: int, cache_info: Mapping[str, object]) -> None:
-        board = self.board = Board(f"{prefix}:", {"model_name": model_name, "engine": "0"})
+    Of several engines, `engines` has that for each: Prometheus is then told the numbers of each by itself, and what is counted
+    here are the sums.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        model_name: str,
+        max_model_len: int,
+        cache_info: Mapping[str, object],
+        engines: Sequence[Mapping[str, object]] = (),
+        number: int = 0,
+    ) -> None:
+        board = self.board = Board(f"{prefix}:", {"model_name": model_name, "engine": str(number)})
+        self.parts = [Metrics(prefix, model_name, max_model_len, each, (), i) for i, each in enumerate(engines)]
         self._cache_info = {name: str(value) for name, value in cache_info.items()}
-        self._last = NOTHING
+        self._last: dict[int, Stats] = {}  # by engine
         self.adapters: Callable[[], AdaptersInUse] | None = None  # asked when somebody looks
         self._add_state(board)
         self._add_tokens(board)
@@ -69,7 +85,7 @@ class Metrics:
         from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
         registry = CollectorRegistry()
-        registry.register(self.board)
+        registry.register(Boards([part.board for part in self.parts], [self.tool_calls]) if self.parts else self.board)
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         GCCollector(registry=registry)
@@ -169,8 +185,8 @@ class Metrics:
 
     # ---- observing -------------------------------------------------------------------------------------------------------
 
-    def on_step(self, stats: Stats, tokens_in_step: int, now: float) -> None:  # noqa: ARG002
-        last = self._last
+    def on_step(self, stats: Stats, tokens_in_step: int, now: float) -> None:
+        last = self._last.get(stats.engine, NOTHING)
         if any(new < old for new, old in zip(_counted(stats), _counted(last), strict=True)):
             last = NOTHING  # another engine, which counts from zero
         for counter, new, old in zip(self._counters, _counted(stats), _counted(last), strict=True):
@@ -178,7 +194,9 @@ class Metrics:
         for place, new in enumerate(stats.drafts.per_position):
             old = last.drafts.per_position[place] if place < len(last.drafts.per_position) else 0
             self.accepted_per_position.add(new - old, str(place))
-        self._last = stats
+        self._last[stats.engine] = stats
+        if self.parts:
+            self.parts[stats.engine].on_step(stats, tokens_in_step, now)
 
     def on_arrival(self, request: Arrived) -> None:
         """A request is counted when it gets somewhere."""
@@ -196,6 +214,8 @@ class Metrics:
             self.by_source.add(tokens - cached, "local_compute")
         for request in news.finished:
             self._count(request)
+        if self.parts:
+            self.parts[news.engine].on_outputs(news)
 
     def _count(self, request: Finished) -> None:
         for reason in request.reasons:
@@ -248,6 +268,8 @@ class Metrics:
             self.lora_info.set(time.time(), str(most), ",".join(waiting), ",".join(running))
         self.restarts.values[()] = float(engine.restarts)
         self.replayed.values[()] = float(engine.replayed)
+        for part, each in zip(self.parts, engine.engines if self.parts else (), strict=True):
+            part.look(each)
 
 
 def _counted(stats: Stats) -> tuple[int, ...]:

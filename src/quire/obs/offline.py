@@ -1,11 +1,16 @@
-"""The metrics of an engine in this process."""
+"""The metrics of an engine in this process, or of several that it started."""
 
 import time
+from collections.abc import Sequence
 
+import msgspec
+
+from quire.engine.client import EngineClient
+from quire.engine.replicas import Replicas
 from quire.llm_engine import LLMEngine
 from quire.obs.metrics import Metrics
 from quire.obs.reader import Metric, read
-from quire.types.stats import Stats
+from quire.types.stats import NOTHING, Stats
 
 
 class OfflineMetrics:
@@ -14,30 +19,41 @@ class OfflineMetrics:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         config = engine.config
-        self._metrics = Metrics(
-            "vllm",
-            config.served_names[0],
-            engine.max_model_len,
-            {
-                "block_size": config.page_size,
-                "num_gpu_blocks": self.stats.pages,
-                "enable_prefix_caching": config.prefix_caching,
-            },
-        )
+        core = engine.core
+        self.engines: Sequence[EngineClient] = core.engines if isinstance(core, Replicas) else ()
+
+        def info(pages: int) -> dict[str, object]:
+            return {"block_size": config.page_size, "num_gpu_blocks": pages, "enable_prefix_caching": config.prefix_caching}
+
+        each = [info(one.pages) for one in self.engines]
+        pages = sum(one.pages for one in self.engines) if each else self.stats.pages
+        self._metrics = Metrics("vllm", config.served_names[0], engine.max_model_len, info(pages), each)
         if config.max_loras:
             self._metrics.adapters = lambda: (config.max_loras, *engine.outputs.adapters())
         engine.outputs.observe(self._metrics)
 
     def read(self) -> list[Metric]:
-        self._metrics.on_step(self.stats, 0, time.monotonic())
-        self._metrics.look(self)
-        return read(self._metrics.board)
+        """Of several engines, the numbers of each."""
+        metrics, now = self._metrics, time.monotonic()
+        for number, one in enumerate(self.engines):
+            metrics.on_step(msgspec.structs.replace(one.stats or NOTHING, engine=number), 0, now)
+        if not self.engines:
+            metrics.on_step(self.stats, 0, now)
+        metrics.look(self)
+        return [metric for each in metrics.parts or [metrics] for metric in read(each.board)]
 
-    # ---- what metrics read of an engine: here it never dies
+    # ---- what metrics read of an engine: one in this process never dies
 
     @property
     def stats(self) -> Stats:
         return self._engine.core.stats
 
-    restarts = replayed = 0
+    @property
+    def restarts(self) -> int:
+        return sum(one.restarts for one in self.engines)
+
+    @property
+    def replayed(self) -> int:
+        return sum(one.replayed for one in self.engines)
+
     heartbeat_age = 0.0

@@ -8,7 +8,7 @@ from collections import deque
 
 from quire.types.errors import ConfigError
 from quire.types.news import Arrived, OutputNews
-from quire.types.stats import NO_DRAFTS, Stats
+from quire.types.stats import NO_DRAFTS, NOTHING, Stats
 
 logger = logging.getLogger(__name__)
 
@@ -17,10 +17,10 @@ RECENT_REQUESTS = 1000  # over which the hit rate of the prefix cache is told
 
 
 class StatsLog:
-    """An observer that adds up between two lines."""
+    """An observer that adds up between two lines. `engine`: whose numbers, of several."""
 
-    def __init__(self, now: float, device: str = "cuda") -> None:
-        self._since = now
+    def __init__(self, now: float, device: str = "cuda", engine: int = 0) -> None:
+        self._since, self._engine = now, engine
         self._cache = "KV cache usage" if device == "cpu" else "GPU KV cache usage"
         self._stats: Stats | None = None
         self._prompt_tokens = self._generated = self._preemptions = 0
@@ -29,6 +29,8 @@ class StatsLog:
         self._drafts = self._drafts_told = NO_DRAFTS  # since the start of the engine, and by the last line
 
     def on_step(self, stats: Stats, tokens_in_step: int, now: float) -> None:  # noqa: ARG002
+        if stats.engine != self._engine:
+            return
         before = 0 if self._stats is None or stats.preemptions < self._stats.preemptions else self._stats.preemptions
         self._preemptions += stats.preemptions - before
         if stats.drafts.rows < self._drafts.rows:
@@ -39,6 +41,8 @@ class StatsLog:
         """Told by its tokens."""
 
     def on_outputs(self, news: OutputNews) -> None:
+        if news.engine != self._engine:
+            return
         self._generated += news.tokens
         for prompt in news.prompts:
             self._prompt_tokens += prompt[0]
@@ -47,13 +51,14 @@ class StatsLog:
     def log(self, now: float) -> None:
         """Writes the line and begins anew. An idle engine is mentioned once, then only at debug level."""
         seconds = max(now - self._since, 1e-9)
-        stats = self._stats or Stats(0, 0, 0, 0, 0, 0, 0)
+        stats = self._stats or NOTHING
         idle = not (self._prompt_tokens or self._generated or stats.running or stats.waiting)
         level = logging.DEBUG if idle and self._was_idle else logging.INFO
         logger.log(
             level,
-            "Engine 000: Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, "
+            "Engine %03d: Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, "
             "Running: %d reqs, Waiting: %d reqs%s, %s: %.1f%%, Prefix cache hit rate: %.1f%%",
+            self._engine,
             self._prompt_tokens / seconds,
             self._generated / seconds,
             stats.running,

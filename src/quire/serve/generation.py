@@ -13,7 +13,7 @@ from quire.serve.disconnect import stop
 from quire.serve.errors import GenerationFailed
 from quire.serve.protocol.fields import GenerationFields
 from quire.serve.sampling import max_tokens_for, sampling_params
-from quire.serve.server import Server, answer_id, priority_of
+from quire.serve.server import Server, answer_id, priority_of, rank_of
 from quire.serve.wording import Wording, wording_of
 from quire.types.errors import RequestError
 from quire.types.outputs import RequestOutput
@@ -39,6 +39,7 @@ class GenerationJob:
     trace_headers: dict[str, str] | None
     timed: bool  # the answer carries its times
     wording: Wording  # of its errors
+    rank: int | None = None  # of several engines, the one that is to have it
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -66,6 +67,7 @@ def make_job(
         trace_headers=traced or None,
         timed=server.wants_timing(raw),
         wording=wording_of(request),
+        rank=rank_of(raw, llm),
     )
 
 
@@ -102,6 +104,7 @@ def _start(server: Server, job: GenerationJob, i: int) -> AsyncGenerator[Request
         cache_tenant=job.cache_tenant,
         trace_headers=job.trace_headers,
         at_once=len(job.prompts) == 1,
+        data_parallel_rank=job.rank,
     )
 
 

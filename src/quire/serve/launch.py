@@ -219,12 +219,14 @@ class ServerLaunch:
 
     def _observe(self, llm: AsyncLLM) -> Metrics:
         settings, args = self._settings, self._engine_args
-        metrics = Metrics(settings.metrics_prefix, llm.config.served_names[0], llm.max_model_len, _cache_info(llm))
+        several = [_cache_info(llm, each.pages) for each in llm.engines] if len(llm.engines) > 1 else []
+        name, info = llm.config.served_names[0], _cache_info(llm, llm.pages)
+        metrics = Metrics(settings.metrics_prefix, name, llm.max_model_len, info, several)
         if llm.adapters.enabled:
             metrics.adapters = llm.adapters_in_use
         llm.observers.append(metrics)
-        if not args.disable_log_stats:
-            log = StatsLog(time.monotonic(), llm.config.device)
+        for number in range(0 if args.disable_log_stats else len(llm.engines)):
+            log = StatsLog(time.monotonic(), llm.config.device, number)
             llm.observers.append(log)
             self._start(log_periodically(log, self._stats_interval))
         if settings.enable_log_requests:
@@ -270,7 +272,7 @@ async def _death(llm: AsyncLLM) -> None:
         await asyncio.sleep(GLANCE)
 
 
-def _cache_info(llm: AsyncLLM) -> dict[str, object]:
+def _cache_info(llm: AsyncLLM, pages: int) -> dict[str, object]:
     config = llm.config
     return {
         "block_size": config.page_size,
@@ -280,5 +282,5 @@ def _cache_info(llm: AsyncLLM) -> dict[str, object]:
         "gpu_memory_utilization": config.args.gpu_memory_utilization,
         "kv_cache_memory_bytes": config.args.kv_cache_memory_bytes,
         "num_gpu_blocks_override": config.args.num_gpu_blocks_override,
-        "num_gpu_blocks": llm.pages,
+        "num_gpu_blocks": pages,
     }

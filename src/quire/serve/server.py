@@ -11,6 +11,7 @@ from fastapi import Request
 import quire
 from quire.async_llm import AsyncLLM
 from quire.config.server_args import ServerArgs
+from quire.engine.client import check_number
 from quire.obs.metrics import Metrics
 from quire.serve.adapters import ServedAdapters
 from quire.serve.body import Unparsed
@@ -121,6 +122,19 @@ def answer_id(prefix: str, request: Request, body: GenerationFields) -> str:
             f"a request id has 1 to {LIMITS.identifier_characters} visible ASCII characters, got {chosen!r:.80}", "request_id"
         )
     return f"{prefix}-{chosen}"
+
+
+def rank_of(request: Request, llm: AsyncLLM) -> int | None:
+    """Of several engines, the one that the header wishes for."""
+    header = request.headers.get("x-data-parallel-rank")
+    if header is None:
+        return None
+    if not re.fullmatch("[0-9]{1,6}", header.strip()):
+        raise InvalidParameter(
+            f"X-data-parallel-rank must be the number of an engine, from 0 on, got {header!r:.80}", "data_parallel_rank"
+        )
+    check_number(int(header), len(llm.engines))
+    return int(header)
 
 
 def priority_of(request: Request, body: GenerationFields, policy: str) -> int:

@@ -103,7 +103,7 @@ class OutputProcessor:
         if answer is None:
             return []
         answer.metrics.finished_ts = now = time.monotonic()
-        self._tell(OutputNews(now, finished=[answer.finish()]))
+        self._tell(OutputNews(now, finished=[answer.finish()], engine=answer.engine))
         return [r.id for r in answer.prepared.requests if self._owners.pop(r.id, None) is not None]
 
     def adapters(self) -> tuple[list[str], list[str]]:
@@ -112,13 +112,14 @@ class OutputProcessor:
         waiting = {name for name, begun in named if name and not begun}
         return sorted(waiting), sorted({name for name, begun in named if name and begun})
 
-    def process(self, deltas: Iterable[TokenDelta]) -> Processed:
-        absorbed = self.absorb(deltas)
+    def process(self, deltas: Iterable[TokenDelta], engine: int = 0) -> Processed:
+        absorbed = self.absorb(deltas, engine)
         return Processed([answer.emit() for answer in absorbed.due], absorbed.aborts)
 
-    def absorb(self, deltas: Iterable[TokenDelta]) -> Absorbed:
-        """Takes the news in. Whoever calls this asks the answers for outputs when there is somebody to take them."""
-        news = OutputNews(now := time.monotonic())
+    def absorb(self, deltas: Iterable[TokenDelta], engine: int = 0) -> Absorbed:
+        """Takes the news in. Whoever calls this asks the answers for outputs when there is somebody to take them. `engine`:
+        who told them, of several."""
+        news = OutputNews(now := time.monotonic(), engine=engine)
         due: dict[RequestAnswer, None] = {}
         aborts = []
         for delta in deltas:
@@ -172,6 +173,7 @@ class RequestAnswer:
         self.choices = [_GrowingChoice(i, prepared, tokenizer, self._texts) for i in range(len(prepared.requests))]
         self.metrics = RequestMetrics(arrival_time=prepared.requests[0].arrival, queued_ts=arrived)
         self.cached_tokens = 0
+        self.engine = 0  # who told of it last, of several
         self.unfinished = len(self.choices)
         self.due = False  # is there an output to emit?
         self.final_only = prepared.params.output_kind is RequestOutputKind.FINAL_ONLY
@@ -190,6 +192,7 @@ class RequestAnswer:
 
     def note(self, delta: TokenDelta, choice: "_GrowingChoice", news: OutputNews) -> None:
         metrics, now, count = self.metrics, news.now, len(delta.token_ids)
+        self.engine = news.engine
         if delta.prompt_logprobs or not metrics.first_token_ts:
             self._note_prompt(delta)
         if delta.preemptions > metrics.num_preemptions:

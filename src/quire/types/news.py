@@ -45,6 +45,7 @@ class OutputNews:
     first_tokens: list[float] = field(default_factory=list)  # since the request came
     intervals: list[float] = field(default_factory=list)  # between two tokens of a choice
     finished: list[Finished] = field(default_factory=list)
+    engine: int = 0  # whose step, of several engines
 
 
 class OutputObserver(Protocol):

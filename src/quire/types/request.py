@@ -45,6 +45,7 @@ class EngineRequest:
     extras: Extras = NO_EXTRAS
     fork_of: str | None = None
     hold: bool = False
+    engine: int | None = None  # of several engines, the one that is to have it; None: whichever suits
     # of a request that another engine had begun:
     resumed: tuple[int, ...] = ()  # the tokens it had sampled: known, but not part of the prompt
     scored: int = 0  # the last prompt position whose logprobs were handed out

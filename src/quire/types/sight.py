@@ -67,6 +67,7 @@ class Sight(msgspec.Struct, array_like=True):
     blank: int
     cached: int
     guesses: tuple[Ints, Ints] | None = None  # tokens drafted and accepted, of the running, where there are any
+    engine: int = 0  # who sees it, of several
 
 
 def pages_per_cell(pages: int) -> int:

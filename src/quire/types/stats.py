@@ -1,5 +1,6 @@
 """What an engine says about itself after every step, and who wants to hear it."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -46,6 +47,16 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     drafts: DraftCounts = NO_DRAFTS
     adapter_reads: int = 0  # from files to the host's memory
     adapter_puts: int = 0  # from there to the device
+    engine: int = 0  # whose they are, of several
+
+
+NOTHING = Stats(0, 0, 0, 0, 0, 0, 0)
+
+
+def together(engines: Sequence[Stats]) -> Stats:
+    """Of several engines. What their devices had to prepare, each tells by itself."""
+    counted = ("running", "waiting", "pages", "free_pages", "queries", "hits", "preemptions", "grammar_losses")
+    return Stats(**{name: sum(getattr(each, name) for each in engines) for name in counted})
 
 
 class Observer(OutputObserver, Protocol):

@@ -4,7 +4,7 @@ import mmap
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from quire.config.cores import threads_wanted
+from quire.config.cores import take_cores, threads_wanted
 from quire.config.devices import KEEPS
 from quire.config.facts import DeviceFacts
 from quire.config.host import available_host_bytes
@@ -42,7 +42,11 @@ class CPUDevice(Device):
             quantized_page_size=NETWORK_PAGE,
             advice="" if able else libraries.ADVICE,
             reads_in_place=True,
+            one_memory=True,
         )
+
+    def take_part(self, engine: int, engines: int) -> None:
+        take_cores(engine, engines)
 
     @property
     def torch_device(self) -> "torch.device":

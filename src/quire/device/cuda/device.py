@@ -1,6 +1,7 @@
 """One CUDA GPU."""
 
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,19 @@ class CUDADevice(Device):
             keeps=KEEPS["cuda"],
             always_keeps=True,
         )
+
+    def take_part(self, engine: int, engines: int) -> None:
+        """One GPU for each, which is then the only one that this process sees. Whoever names one twice shares it."""
+        import torch
+
+        named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        visible = named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+        if len(visible) < engines:
+            raise ConfigError(
+                f"data_parallel_size={engines} needs a GPU for each engine, and {len(visible)} can be seen here; use at most "
+                f"{max(1, len(visible))}, or let engines share one: CUDA_VISIBLE_DEVICES=0,0 and kv_cache_memory_bytes for each"
+            )
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[engine].strip()
 
     def start(self) -> None:
         self._kernels = watch_kernels()

@@ -68,9 +68,9 @@ class _Watching:
     def __init__(self, service: Service, state: ServerState, viewers: set[Viewer]) -> None:
         self._llm, self._state, self._viewers = service.llm, state, viewers
         self._ledger = Ledger(self._llm.owner)
-        self._pages = views.PageView(self._llm.pages)
+        self._pages = views.PoolView([each.pages for each in self._llm.engines])
         self._stats = views.StatsView(service.metrics)
-        self._latest: Sight | None = None
+        self._latest: dict[int, Sight] = {}  # by engine
         self._told_engine, self._told_stats = self._engine_facts(), dict[str, Any]()
         self._llm.observers.append(self)
         self._llm.watch(self._see)
@@ -82,26 +82,39 @@ class _Watching:
         self._llm.observers.remove(self)
 
     def snapshot(self, tenant: str | None) -> bytes:
-        latest = None if self._latest is None else views.step(self._latest, self._llm, self._ledger, tenant)
+        engines = [
+            {"engine": self._engine(number), "step": self._step(self._latest.get(number), tenant)}
+            for number in range(len(self._llm.engines))
+        ]
         others = {
-            "engine": views.engine(self._llm, self._state.draining),
+            "engine": engines[0]["engine"],
+            "others": engines[1:],
             "pages": self._pages.whole(tenant),
             "stats": self._stats_now(measure=False),
         }
-        return encode("snapshot", views.snapshot(self._ledger, tenant, latest, others))
+        return encode("snapshot", views.snapshot(self._ledger, tenant, engines[0]["step"], others))
+
+    def _engine(self, number: int) -> views.Event:
+        return views.engine(self._llm.engines[number], number, self._state.draining)
+
+    def _step(self, seen: Sight | None, tenant: str | None) -> views.Event | None:
+        if seen is None:
+            return None
+        everywhere = [key for each in self._latest.values() for key in each.keys]
+        return views.step(seen, self._llm, self._ledger, tenant, everywhere)
 
     # ---- what is heard ---------------------------------------------------------------------------------------------------
 
     def _see(self, seen: Sight) -> None:
-        self._latest = seen
-        self._ledger.see(seen.requests)
+        self._latest[seen.engine] = seen
+        self._ledger.see(seen.requests, seen.engine)
         self._pages.see(seen)
         entries = self._ledger.take()
         for tenant, viewers in self._by_tenant():
             events = [("requests", views.requests(entries, tenant))]
             if seen.steps or not seen.keys:
-                events.append(("step", views.step(seen, self._llm, self._ledger, tenant)))
-            events.append(("pages", self._pages.told(tenant, seen.t, seen.first, seen.cells)))
+                events.append(("step", self._step(seen, tenant)))
+            events.append(("pages", self._pages.told(tenant, seen)))
             _push(viewers, *(encode(kind, event) for kind, event in events if event is not None))
 
     def on_arrival(self, request: Arrived) -> None:
@@ -138,19 +151,22 @@ class _Watching:
         facts = self._engine_facts()
         if facts == self._told_engine:
             return
-        (_, was, before), (_, state, restarts) = self._told_engine, facts
-        now = time.monotonic()
-        if was == "ready" and (state != "ready" or restarts != before):
-            self._ledger.lose(now)
-        if state == "ready" and (was != "ready" or restarts != before):
-            self._ledger.regain(now)
-            self._pages, self._latest = views.PageView(self._llm.pages), None
+        now, told = time.monotonic(), []
+        for number, (old, new) in enumerate(zip(self._told_engine, facts, strict=True)):
+            (_, was, before), (_, state, restarts) = old, new
+            if was == "ready" and (state != "ready" or restarts != before):
+                self._ledger.lose(now, number)
+            if state == "ready" and (was != "ready" or restarts != before):
+                self._ledger.regain(now, number)
+                self._pages.begin(number, self._llm.engines[number].pages)
+                self._latest.pop(number, None)
+            if old != new:
+                told.append(encode("engine", self._engine(number)))
         self._told_engine = facts
-        told = encode("engine", views.engine(self._llm, self._state.draining))
         entries = self._ledger.take()
         for tenant, viewers in self._by_tenant():
             changed = views.requests(entries, tenant)
-            _push(viewers, told, *([] if changed is None else [encode("requests", changed)]))
+            _push(viewers, *told, *([] if changed is None else [encode("requests", changed)]))
 
     def _tell_stats(self) -> None:
         stats = self._stats_now(measure=True)
@@ -159,11 +175,11 @@ class _Watching:
             _push(self._viewers, encode("stats", stats))
 
     def _stats_now(self, measure: bool) -> views.Event:
-        compiling = 0 if self._latest is None else self._latest.compiling
+        compiling = sum(seen.compiling for seen in self._latest.values())
         return self._stats.told(self._llm, compiling, len(self._viewers), measure)
 
-    def _engine_facts(self) -> tuple[bool, str, int]:
-        return self._state.draining, self._llm.state, self._llm.restarts
+    def _engine_facts(self) -> list[tuple[bool, str, int]]:
+        return [(self._state.draining, each.state, each.restarts) for each in self._llm.engines]
 
     def _by_tenant(self) -> "list[tuple[str | None, list[Viewer]]]":
         groups: dict[str | None, list[Viewer]] = {}

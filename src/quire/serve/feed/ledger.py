@@ -56,6 +56,7 @@ class Entry:
     name: str
     choice: int
     arrived: float
+    engine: int = 0  # who has it, of several
     before: list[float] = field(default_factory=lambda: [0.0] * len(PARTS))
     end: _Ended | None = None
     end_at: float = 0.0  # of the finished
@@ -66,7 +67,7 @@ class Entry:
         answer, index = answer_of(self.name)
         parts = zip(PARTS, self.before, seen.parts, strict=True)
         told = {
-            "key": seen.key, "id": answer, "index": index, "choice": self.choice, "state": seen.state,
+            "key": seen.key, "id": answer, "index": index, "choice": self.choice, "engine": self.engine, "state": seen.state,
             "since": seen.since, "arrived": self.arrived, "prompt": seen.prompt, "cached": seen.cached,
             "drawn": seen.drawn, "drafted": seen.drafted, "accepted": seen.accepted, "max_tokens": seen.max_tokens,
             "grammar": seen.grammar, "adapter": seen.adapter or None, "preemptions": seen.preemptions,
@@ -86,7 +87,7 @@ class Ledger:
         self.finished: deque[Entry] = deque(maxlen=KEPT)
         self._ended: OrderedDict[str, _Ended] = OrderedDict()  # by key
         self._lost: dict[str, float] = {}  # key -> when its engine was lost
-        self._down = (0.0, 0.0)  # from when to when there was no engine, the latest time
+        self._down: dict[int, tuple[float, float]] = {}  # engine -> from when to when it was not there, the latest time
         self.changed: list[Entry] = []  # since `take` was called
 
     def take(self) -> list[Entry]:
@@ -95,11 +96,11 @@ class Ledger:
 
     # ---- what is heard ---------------------------------------------------------------------------------------------------
 
-    def see(self, requests: Iterable[RequestSight]) -> None:
+    def see(self, requests: Iterable[RequestSight], engine: int = 0) -> None:
         for seen in requests:
             entry = self.open.get(seen.key)
             if entry is None:
-                entry = self._begin(seen)
+                entry = self._begin(seen, engine)
                 if entry is None:
                     continue
             elif seen.key in self._lost:
@@ -129,12 +130,12 @@ class Ledger:
         while len(self._ended) > MOST_ENDED:
             self._ended.popitem(last=False)
 
-    def lose(self, now: float) -> None:
-        """The engine is gone, and with it what it had seen since its latest sight."""
-        self._down = (now, math.inf)
+    def lose(self, now: float, engine: int = 0) -> None:
+        """An engine is gone, and with it what it had seen since its latest sight."""
+        self._down[engine] = (now, math.inf)
         for key, entry in list(self.open.items()):
             seen = entry.seen
-            if seen.state == "restart":
+            if seen.state == "restart" or entry.engine != engine:
                 continue
             spent = list(seen.parts)
             spent[_LOST[seen.state]] += max(0.0, now - seen.since)
@@ -147,8 +148,8 @@ class Ledger:
             else:
                 self._finish(entry, ended)
 
-    def regain(self, now: float) -> None:
-        self._down = (self._down[0], now)
+    def regain(self, now: float, engine: int = 0) -> None:
+        self._down[engine] = (self._down.get(engine, (0.0, 0.0))[0], now)
 
     def tidy(self, now: float) -> None:
         """Forgets what no engine will speak of again."""
@@ -172,17 +173,17 @@ class Ledger:
 
     # ---- inside ----------------------------------------------------------------------------------------------------------
 
-    def _begin(self, seen: RequestSight) -> Entry | None:
+    def _begin(self, seen: RequestSight, engine: int) -> Entry | None:
         answer, ended = self._owner(seen.key), self._ended.get(seen.key)
         if answer is not None:
             choices = answer.prepared.requests
             choice = 0 if len(choices) == 1 else [request.id for request in choices].index(seen.key)
-            entry = Entry(seen, answer.prepared.id, choice, answer.metrics.queued_ts)
+            entry = Entry(seen, answer.prepared.id, choice, answer.metrics.queued_ts, engine)
         elif ended is not None:
-            entry = Entry(seen, ended.name, ended.choice, ended.arrived)
+            entry = Entry(seen, ended.name, ended.choice, ended.arrived, engine)
         else:
             return None  # over before anybody could tell whose it was
-        lost, back = self._down
+        lost, back = self._down.get(engine, (0.0, 0.0))
         if not seen.fresh or entry.arrived >= back or seen.seen < lost:
             entry.before[sight.PREPARE if seen.fresh else sight.UNSEEN] = max(0.0, seen.seen - entry.arrived)
         else:  # it came to another engine, or while there was none

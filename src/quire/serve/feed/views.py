@@ -1,11 +1,13 @@
 """What one tenant's viewers are told, as plain objects: the events of docs/events.md. `tenant` None sees everything."""
 
 import time
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
 from quire import __version__
 from quire.async_llm import AsyncLLM
+from quire.engine.client import EngineClient
 from quire.obs.metrics import FIRST_TOKEN, PER_TOKEN, Metrics
 from quire.serve.feed.ledger import Entry, Ledger
 from quire.types import sight
@@ -22,12 +24,18 @@ _STRANGE = b"xX"
 Event = dict[str, Any]
 
 
+def cells_of(pages: int) -> int:
+    """Of the map of so many."""
+    each = sight.pages_per_cell(pages)
+    return -(-pages // each) if each else 0
+
+
 def moment(t: float) -> float:
     return round(t, 6)
 
 
 def hello(llm: AsyncLLM, several: bool) -> Event:
-    config, each = llm.config, sight.pages_per_cell(llm.pages)
+    config, pages = llm.config, [each.pages for each in llm.engines]
     return {
         "version": VERSION,
         "t": moment(time.monotonic()),
@@ -40,10 +48,11 @@ def hello(llm: AsyncLLM, several: bool) -> Event:
         "max_seqs": config.max_seqs,
         "max_batched_tokens": config.max_batched_tokens,
         "keys": several,
-        "pages": llm.pages,
+        "engines": len(pages),
+        "pages": sum(pages),
         "page_size": config.page_size,
-        "cells": -(-llm.pages // each) if each else 0,
-        "pages_per_cell": each,
+        "cells": sum(map(cells_of, pages)),
+        "pages_per_cell": max(map(sight.pages_per_cell, pages)),
         "parts": sight.PARTS,
         "step_columns": sight.STEP_COLUMNS,
         "ttft_bounds": FIRST_TOKEN,
@@ -52,15 +61,15 @@ def hello(llm: AsyncLLM, several: bool) -> Event:
     }
 
 
-def engine(llm: AsyncLLM, draining: bool) -> Event:
+def engine(one: EngineClient, number: int, draining: bool) -> Event:
     return {
         "t": moment(time.monotonic()),
-        "engine": 0,
-        "state": "draining" if draining and llm.state != "dead" else llm.state,
-        "restarts": llm.restarts,
-        "replayed": llm.replayed,
-        "reason": llm.last_loss,
-        "pid": llm.engine_pid,
+        "engine": number,
+        "state": "draining" if draining and one.state != "dead" else one.state,
+        "restarts": one.restarts,
+        "replayed": one.replayed,
+        "reason": one.last_loss,
+        "pid": one.pid,
     }
 
 
@@ -73,7 +82,8 @@ def requests(entries: list[Entry], tenant: str | None) -> Event | None:
     return {"t": moment(time.monotonic()), "requests": kept, "more": len(told) - len(kept)}
 
 
-def step(seen: Sight, llm: AsyncLLM, ledger: Ledger, tenant: str | None) -> Event:
+def step(seen: Sight, llm: AsyncLLM, ledger: Ledger, tenant: str | None, everywhere: Iterable[str]) -> Event:
+    """`everywhere`: keys of what runs in any engine."""
     stats = llm.stats
     running, waiting = (0, 0) if stats is None else (stats.running, stats.waiting)
     lists: dict[str, list[Any]] = {"keys": seen.keys}
@@ -85,10 +95,11 @@ def step(seen: Sight, llm: AsyncLLM, ledger: Ledger, tenant: str | None) -> Even
         mine = {entry.seen.key for entry in ledger.of(tenant)}
         places = [i for i, key in enumerate(seen.keys) if key in mine]
         lists = {name: [column[i] for i in places] for name, column in lists.items()}
-        own_running, own_waiting = len(places), len(mine.difference(seen.keys))
+        own_running, own_waiting = len(mine.intersection(everywhere)), len(mine.difference(everywhere))
     rows = len(lists["keys"])
     return {
         "t": moment(seen.t),
+        "engine": seen.engine,
         "steps": [[*each[:1], round(each[1], 3), *each[2:10], round(each[10], 3), *each[11:]] for each in seen.steps],
         "skipped": seen.skipped,
         "running": running,
@@ -101,31 +112,22 @@ def step(seen: Sight, llm: AsyncLLM, ledger: Ledger, tenant: str | None) -> Even
 
 
 class PageView:
-    """The map as the latest sights have it; what a cell is, depends on who looks."""
+    """One engine's map as its latest sights have it; what a cell is, depends on who looks."""
 
     def __init__(self, pages: int) -> None:
-        each = sight.pages_per_cell(pages)
-        self._pages = pages
-        self._cells = bytearray(-(-pages // each) if each else 0)
+        self.cells = bytearray(cells_of(pages))
         self._tenants: list[str] = []
         self._tables: dict[str | None, bytes] = {}  # tenant -> the letter of every value of a cell
-        self._blank, self._cached = pages, 0
+        self.pages, self.blank, self.cached = pages, pages, 0
 
     def see(self, seen: Sight) -> None:
-        self._cells[seen.first : seen.first + len(seen.cells)] = seen.cells
-        self._blank, self._cached = seen.blank, seen.cached
+        self.cells[seen.first : seen.first + len(seen.cells)] = seen.cells
+        self.blank, self.cached = seen.blank, seen.cached
         if seen.tenants != self._tenants:
             self._tenants, self._tables = seen.tenants, {}
 
-    def told(self, tenant: str | None, t: float, first: int, cells: bytes) -> Event:
-        letters = cells.translate(self._letters(tenant)).decode()
-        used = self._pages - self._blank - self._cached
-        return {
-            "t": moment(t), "first": first, "cells": letters, "blank": self._blank, "cached": self._cached, "used": used,
-        }  # fmt: skip
-
-    def whole(self, tenant: str | None) -> Event:
-        return self.told(tenant, time.monotonic(), 0, bytes(self._cells))
+    def letters(self, tenant: str | None, cells: bytes) -> str:
+        return cells.translate(self._letters(tenant)).decode()
 
     def _letters(self, tenant: str | None) -> bytes:
         table = self._tables.get(tenant)
@@ -137,6 +139,34 @@ class PageView:
             ]
             table = self._tables[tenant] = bytes([ord("."), ord("-"), *used])
         return table
+
+
+class PoolView:
+    """The maps of all engines, one behind the other."""
+
+    def __init__(self, pages: Sequence[int]) -> None:
+        self._maps = [PageView(each) for each in pages]
+
+    def begin(self, engine: int, pages: int) -> None:
+        """An engine that nothing is known of yet."""
+        self._maps[engine] = PageView(pages)
+
+    def see(self, seen: Sight) -> None:
+        self._maps[seen.engine].see(seen)
+
+    def told(self, tenant: str | None, seen: Sight) -> Event:
+        before = sum(len(each.cells) for each in self._maps[: seen.engine])
+        letters = self._maps[seen.engine].letters(tenant, seen.cells)
+        return self._event(seen.t, before + seen.first, letters)
+
+    def whole(self, tenant: str | None) -> Event:
+        return self._event(time.monotonic(), 0, "".join(each.letters(tenant, bytes(each.cells)) for each in self._maps))
+
+    def _event(self, t: float, first: int, letters: str) -> Event:
+        pages, blank, cached = (sum(getattr(each, name) for each in self._maps) for name in ("pages", "blank", "cached"))
+        return {
+            "t": moment(t), "first": first, "cells": letters, "blank": blank, "cached": cached, "used": pages - blank - cached,
+        }  # fmt: skip
 
 
 class StatsView:
@@ -182,7 +212,7 @@ class StatsView:
 
 
 def snapshot(ledger: Ledger, tenant: str | None, latest: Event | None, others: Event) -> Event:
-    """`others`: what comes from elsewhere: engine, pages, stats."""
+    """`others`: what comes from elsewhere: engines, pages, stats."""
     mine = list(islice(ledger.of(tenant), MOST_OPEN + 1))
     more = 0 if len(mine) <= MOST_OPEN else sum(1 for _ in ledger.of(tenant)) - MOST_OPEN
     told = [entry.told() for entry in [*ledger.finished_of(tenant, MOST_FINISHED), *mine[:MOST_OPEN]]]

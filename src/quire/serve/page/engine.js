@@ -91,7 +91,7 @@ function drawTiles() {
   const [, prompt, generated] = latestRates();
   const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "–");
   const told = {
-    generated: rate(generated), prompt: rate(prompt), running: `${count(queue.running)} / ${count(hello.max_seqs)}`, waiting: count(queue.waiting),
+    generated: rate(generated), prompt: rate(prompt), running: `${count(queue.running)} / ${count(hello.max_seqs * hello.engines)}`, waiting: count(queue.waiting),
     pages: percent(pool.used, hello.pages), hits: percent(stats.cached_tokens, stats.prompt_tokens),
     preemptions: count(stats.preemptions), restarts: count(engine.restarts),
   };
@@ -143,7 +143,7 @@ function drawSteps() {
 }
 
 function describeStep(step) {
-  const said = [`step ${step.step}`, `${step.rows} rows`, `${step.tokens} tokens`];
+  const said = [`${feed.hello.engines > 1 ? `engine ${step.engine} · ` : ""}step ${step.step}`, `${step.rows} rows`, `${step.tokens} tokens`];
   if (step.prompt) said.push(`${step.prompt} of prompts`);
   if (step.drafted) said.push(`${step.accepted} of ${step.drafted} drafts right`);
   said.push(`${step.drawn} drawn`);
@@ -252,6 +252,7 @@ function drawRequest() {
   setText(byId("requestDialogTitle"), request.id);
   const facts = {
     state: over ? `finished: ${request.reason}` : state,
+    engine: feed.hello.engines > 1 && String(request.engine),
     prompt: `${request.prompt} tokens, ${request.cached} cached`,
     drawn: `${request.drawn} of at most ${request.max_tokens ?? "any number"}`,
     "first token": over && request.ttft !== null && `after ${duration(request.ttft)}`,
@@ -308,7 +309,7 @@ function drawActivity() {
     finished: list(stats.finished),
     "tool calls": list(stats.tool_calls),
     grammars: `${stats.compiling} being compiled, ${stats.grammar_losses} processes lost`,
-    engine: `${engine.state}${engine.pid ? `, process ${engine.pid}` : ""}; ${engine.restarts} restarts, ${engine.replayed} requests went on`,
+    engine: `${feed.engines.map(({ state, pid }) => `${state}${pid ? `, process ${pid}` : ""}`).join(" · ")}; ${engine.restarts} restarts, ${engine.replayed} requests went on`,
     viewers: count(stats.viewers),
   };
   if (!ui.activity.firstChild) ui.activity.append(...Object.keys(facts).flatMap((name) => [el("dt", {}, name), el("dd")]));

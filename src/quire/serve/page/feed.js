@@ -10,7 +10,8 @@ const RETRY = [300, 1000, 2000, 4000]; // milliseconds
 const feed = {
   state: "connecting", // loading, live, lost, full, off
   hello: null,
-  engine: null,
+  engine: null, // all of them together
+  engines: [], // as they told, by number
   stats: null,
   pool: null,
   queue: { running: 0, waiting: 0 }, // everybody's
@@ -28,15 +29,15 @@ const latestRates = () => (feed.rates.length && clock() - feed.rates.at(-1)[0] <
 
 const TAKE = {
   hello(event) {
-    Object.assign(feed, { hello: event, lead: event.t - performance.now() / 1000, steps: [], rates: [], map: [], changed: [] });
+    Object.assign(feed, { hello: event, lead: event.t - performance.now() / 1000, steps: [], rates: [], map: [], changed: [], engines: [] });
   },
   snapshot(event) {
     feed.requests.clear();
-    TAKE.engine(event.engine);
+    for (const one of [event, ...event.others]) TAKE.engine(one.engine);
     TAKE.requests(event);
     TAKE.pages(event.pages);
     TAKE.stats(event.stats);
-    if (event.step) TAKE.step(event.step);
+    for (const { step } of [event, ...event.others]) if (step) TAKE.step(step);
     showState("live");
   },
   requests(event) {
@@ -52,7 +53,7 @@ const TAKE = {
   },
   step(event) {
     const { step_columns: columns } = feed.hello;
-    feed.steps.push(...event.steps.map((numbers) => Object.fromEntries(columns.map((name, i) => [name, numbers[i]]))));
+    feed.steps.push(...event.steps.map((numbers) => ({ engine: event.engine, ...Object.fromEntries(columns.map((name, i) => [name, numbers[i]])) })));
     feed.steps.splice(0, feed.steps.length - MOST_STEPS);
     feed.queue = event;
     event.keys.forEach((key, i) => {
@@ -74,10 +75,14 @@ const TAKE = {
     feed.rates.splice(0, feed.rates.length - 120);
   },
   engine(event) {
-    const before = feed.engine?.state;
-    feed.engine = event;
-    if (event.state !== "ready") note(`The engine is ${event.state}${event.reason ? `: ${event.reason}` : ""}`);
-    else if (before && before !== "ready") note(`The engine is ready again; ${event.replayed} requests went on so far`);
+    const before = feed.engines[event.engine]?.state;
+    feed.engines[event.engine] = event;
+    const all = feed.engines.filter(Boolean);
+    const sum = (name) => all.reduce((total, one) => total + one[name], 0);
+    feed.engine = { ...(all.find(({ state }) => state === "ready") || event), restarts: sum("restarts"), replayed: sum("replayed") };
+    const who = feed.hello.engines > 1 ? `Engine ${event.engine}` : "The engine";
+    if (event.state !== "ready") note(`${who} is ${event.state}${event.reason ? `: ${event.reason}` : ""}`);
+    else if (before && before !== "ready") note(`${who} is ready again; ${event.replayed} requests went on so far`);
   },
   gap: (event) => note(`This page was too slow: ${event.lost} events are not shown`),
   bye: (event) => note(event.reason),

@@ -1,0 +1,216 @@
+"""Several engines as one: what `EngineClient` is to one engine process, this is to N of them.
+
+    add ─► Balancer ─┬─► EngineClient 0 ═ engine process
+                     ├─► EngineClient 1 ═ engine process        each with a supervisor of its own
+                     └─► ...                         deltas ─► whoever uses the router, as they come
+
+A request stays with its engine. One that is lost is restarted, and has its requests again, by its own supervisor; the others
+never hear of it. New requests go to engines that are ready, if there are any. An engine that is given up for good costs its own
+requests, and the others go on: the router is dead when all of them are.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from quire.config.args import EngineArgs
+from quire.engine import ipc
+from quire.engine.child import COMMAND, Child
+from quire.engine.client import EngineClient, check_number
+from quire.engine.supervisor import State
+from quire.sched.balancer import Balancer
+from quire.types.errors import QuireError
+from quire.types.outputs import TokenDelta
+from quire.types.request import EngineRequest
+from quire.types.sight import Sight
+
+
+class FleetHearer(Protocol):
+    """Who uses the router. Like `Hearer`, and told which engine it is."""
+
+    def on_ready(self, ready: ipc.Ready, engine: int = 0) -> None: ...
+
+    def on_deltas(self, deltas: Sequence[TokenDelta], engine: int = 0) -> None: ...
+
+    def on_step(self, report: ipc.StepReport, engine: int = 0) -> None: ...
+
+    def on_seen(self, sight: Sight, engine: int = 0) -> None: ...
+
+    def on_refused(self, engine_id: str, error: QuireError) -> None: ...
+
+
+class _Ear:
+    """Hears one engine."""
+
+    def __init__(self, number: int, hearer: FleetHearer, balancer: Balancer, caching: bool) -> None:
+        self._number, self._hearer, self._balancer, self._caching = number, hearer, balancer, caching
+
+    def on_ready(self, ready: ipc.Ready) -> None:
+        self._balancer.begin(self._number, ready.pages if self._caching else 0, ready.page_size)
+        self._hearer.on_ready(ready, self._number)
+
+    def on_deltas(self, deltas: Sequence[TokenDelta]) -> None:
+        for delta in deltas:
+            if delta.finish_reason is None:
+                self._balancer.told(delta.request_id, len(delta.token_ids))
+            else:
+                self._balancer.end(delta.request_id)
+        self._hearer.on_deltas(deltas, self._number)
+
+    def on_step(self, report: ipc.StepReport) -> None:
+        self._hearer.on_step(report, self._number)
+
+    def on_seen(self, sight: Sight) -> None:
+        self._hearer.on_seen(sight, self._number)
+
+    def on_refused(self, engine_id: str, error: QuireError) -> None:
+        self._balancer.end(engine_id)
+        self._hearer.on_refused(engine_id, error)
+
+
+class EngineRouter:
+    """`spare` is a process that waits for its arguments: it becomes the first engine. `serving`: see `EngineClient`."""
+
+    def __init__(
+        self,
+        args: EngineArgs,
+        hearer: FleetHearer,
+        command: Sequence[str] = COMMAND,
+        spare: Child | None = None,
+        serving: bool = True,
+    ) -> None:
+        self._balancer = Balancer(args.data_parallel_size)
+        self.engines: list[EngineClient] = []
+        try:
+            for number in range(args.data_parallel_size):
+                ear = _Ear(number, hearer, self._balancer, args.enable_prefix_caching)
+                first, spare = spare, None
+                self.engines.append(EngineClient(args, ear, command, first, number, serving))
+        except BaseException:
+            self.stop(0.0)
+            raise
+
+    # ---- how they are ----------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        """As of one engine: `ready` is whoever takes requests, so one that is ready is enough, once all of them were."""
+        states = {engine.state for engine in self.engines}
+        order: tuple[State, ...] = ("starting", "ready", "restarting")
+        return next((state for state in order if state in states), "dead")
+
+    @property
+    def heartbeat_age(self) -> float:
+        """Of the one that was not heard of for longest, among those that should be."""
+        return max((engine.heartbeat_age for engine in self.engines if engine.state == "ready"), default=0.0)
+
+    @property
+    def busy_for(self) -> float:
+        return max(engine.busy_for for engine in self.engines)
+
+    @property
+    def restarts(self) -> int:
+        return sum(engine.restarts for engine in self.engines)
+
+    @property
+    def replayed(self) -> int:
+        return sum(engine.replayed for engine in self.engines)
+
+    @property
+    def last_loss(self) -> str | None:
+        lost = {number: engine.last_loss for number, engine in enumerate(self.engines) if engine.last_loss is not None}
+        return ". ".join(f"engine {number}: {why}" for number, why in lost.items()) or None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the first; `engines` have their own."""
+        return self.engines[0].pid
+
+    @property
+    def num_open(self) -> int:
+        return sum(engine.num_open for engine in self.engines)
+
+    async def wait_ready(self) -> None:
+        """Until all are. Raises why one of them could not start."""
+        waiting = [asyncio.ensure_future(self._wait(number)) for number in range(len(self.engines))]
+        try:
+            await asyncio.gather(*waiting)
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    async def _wait(self, number: int) -> None:
+        try:
+            await self.engines[number].wait_ready()
+        except QuireError as error:
+            message = str(error)
+            raise type(error)(message if message.startswith("engine ") else f"engine {number}: {message}") from error
+
+    async def run(self) -> None:
+        """Listens to the engines until all are dead."""
+        await asyncio.gather(*(engine.run() for engine in self.engines))
+
+    # ---- asking ----------------------------------------------------------------------------------------------------------
+
+    def add(self, requests: Iterable[EngineRequest]) -> None:
+        self.check()
+        shares: dict[int, list[EngineRequest]] = {}
+        takers = self._takers()
+        for request in requests:
+            wish = request.engine
+            among = takers if wish is None or self.engines[wish].state == "dead" else [wish]
+            shares.setdefault(self._balancer.place(request, among), []).append(request)
+        try:
+            for number, share in shares.items():
+                self.engines[number].add(share)
+        except BaseException:
+            self.abort([request.id for share in shares.values() for request in share])
+            raise
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """No more is heard of these requests. Unknown ids are ignored."""
+        shares: dict[int, list[str]] = {}
+        for name in ids:
+            number = self._balancer.engine(name)
+            if number is not None:
+                self._balancer.end(name)
+                shares.setdefault(number, []).append(name)
+        for number, share in shares.items():
+            self.engines[number].abort(share)
+
+    def watch(self, watched: bool) -> None:
+        for engine in self.engines:
+            engine.watch(watched)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """A method of every engine core; of answers that say yes or no, yes if all do, otherwise the first one's."""
+        self.check()
+        if method == "reset_prefix_cache":
+            self._balancer.forget_pages()
+        if method == "release":
+            self._balancer.release(args[0])
+        answers = await asyncio.gather(*(engine.call(method, *args) for engine in self.engines if engine.state != "dead"))
+        return all(answers) if all(isinstance(answer, bool) for answer in answers) else answers[0]
+
+    def check(self, engine: int | None = None) -> None:
+        """Raises EngineDead if no engine is left, or not this one, and InvalidParameter if there is none of this number."""
+        check_number(engine, len(self.engines))
+        if self.state == "dead":
+            self.engines[0].check()
+        if engine is not None:
+            self.engines[engine].check()
+
+    def stop(self, timeout: float) -> None:
+        """Ends all engines. Open requests end with `abort`."""
+        if timeout > 0:
+            for engine in self.engines:
+                if engine.state == "ready":
+                    engine.supervisor.send(ipc.Stop())  # all at the same time
+        for engine in self.engines:
+            engine.stop(timeout)
+
+    def _takers(self) -> list[int]:
+        """Who may get requests: the ready ones, or else those that will be."""
+        states = [engine.state for engine in self.engines]
+        ready = [number for number, state in enumerate(states) if state == "ready"]
+        return ready or [number for number, state in enumerate(states) if state != "dead"]
