@@ -34,7 +34,7 @@ CASES = {
     "phi3": (ALL, {"target_modules": ["qkv_proj"], "use_dora": True}),
     "gemma": (ALL, {"target_modules": ["embed_tokens", "up_proj"]}),
     "gemma2": (ALL, {"target_modules": ["lm_head", "k_proj"]}),
-    "gemma3": (ALL, {"target_modules": ["down_proj"]}),
+    "gpt-neox": (ALL, {"target_modules": ["query_key_value"], "use_dora": True}),
     "opt": (ALL | {"bias": "lora_only"}, {"target_modules": ["fc1", "out_proj"]}),
     "opt-norms-after-narrow": (ALL, {"target_modules": ["fc2", "project_in", "project_out"]}),
     "gpt2": (ALL | {"fan_in_fan_out": True}, {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True}),
@@ -100,6 +100,18 @@ def test_a_bin_file_and_other_widths(checkpoint, tmp_path):
     (tmp_path / "adapter_model.safetensors").unlink()
     torch.save(found, tmp_path / "adapter_model.bin")
     assert shelf.read(AdapterRef(1, "b", path)).bytes == 2 * 2 * 64 * 4
+    for bad, message in (
+        (found | {A: found[A].to_sparse()}, "is not stored as plain numbers"),
+        (found | {A: torch.zeros(1, 1).expand(1 << 30, 1 << 30)}, "claims more numbers than its file has"),
+        (found | {A: found[A].to("meta")}, "is not stored as plain numbers"),
+        (found | {A: torch.tensor(1.0)}, "has rank 0"),
+        ({1: found[A]}, "is not a table of tensors"),
+        ([found[A]], "is not a table of tensors"),
+        (found | {A.replace("weight", "default.weight"): found[A]}, "is there twice"),
+    ):
+        torch.save(bad, tmp_path / "adapter_model.bin")
+        with pytest.raises(AdapterError, match=message):
+            shelf.read(AdapterRef(1, "c", path))
     (tmp_path / "adapter_model.bin").write_bytes(b"not a file of torch's")
     with pytest.raises(AdapterError, match=r"adapter_model\.bin cannot be read"):
         shelf.read(AdapterRef(1, "c", path))

@@ -114,7 +114,7 @@ def test_what_is_added_to_a_row_depends_on_no_other(dtype, rank):
     dice = torch.Generator().manual_seed(rank)
     bank = LinearBank()
     for place in (1, 2):
-        down, up = (torch.randn(shape, generator=dice).to(dtype) for shape in ((rank, 96), (80, rank)))
+        down, up = (torch.randn(shape, generator=dice).to(dtype) for shape in ((96, rank), (rank, 80)))
         bank.places[place] = LinearNumbers((LowRank(16, down, up),))
     x, out = (torch.randn(70, columns, generator=dice).to(dtype) for columns in (96, 96))
     places = torch.randint(0, 4, (70,), generator=dice).clamp(max=2)

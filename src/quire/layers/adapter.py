@@ -37,11 +37,15 @@ class Bank(Generic[Numbers]):
 
 @dataclass(frozen=True)
 class LowRank:
-    """An addition to some of a layer's outputs: up @ down."""
+    """An addition to some of a layer's outputs."""
 
     start: int  # of those outputs
-    down: Tensor  # [rank, inputs]
-    up: Tensor  # [outputs, rank], multiplied by the adapter's scale
+    down: Tensor  # [inputs, rank]
+    up: Tensor  # [rank, outputs], multiplied by the adapter's scale
+
+    @property
+    def outputs(self) -> slice:
+        return slice(self.start, self.start + self.up.shape[1])
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, inputs] -> [n, outputs]."""
@@ -55,7 +59,7 @@ class LinearNumbers:
     parts: tuple[LowRank, ...] = ()
     gain: Tensor | None = None  # [outputs] of DoRA: new length of each of the matrix's rows, by its old one
     bias: Tensor | None = None  # [outputs] to be added behind it
-    whole: Tensor | None = None  # [outputs, inputs] a matrix that stands in the layer's place
+    whole: Tensor | None = None  # [inputs, outputs] a matrix that stands in the layer's place
 
     def change(self, out: Tensor, x: Tensor, own: Tensor | None) -> Tensor:
         """out [n, outputs] of x [n, inputs]; own [outputs]: the layer's bias. May overwrite `out`."""
@@ -63,7 +67,7 @@ class LinearNumbers:
             out = times(x, self.whole).to(out.dtype)
             out = out if own is None else out.add_(own)
         for part in self.parts:
-            out[:, part.start : part.start + len(part.up)] += part(x)
+            out[:, part.outputs] += part(x)
         if self.gain is not None:
             out = out.mul_(self.gain) if own is None else out.sub_(own).mul_(self.gain).add_(own)
         return out if self.bias is None else out.add_(self.bias)
@@ -86,7 +90,7 @@ class EmbeddingNumbers:
     """`whole` in place of the layer's rows, `down` and `up` beside them, or both."""
 
     down: Tensor | None = None  # [tokens, rank]
-    up: Tensor | None = None  # [size, rank], multiplied by the adapter's scale
+    up: Tensor | None = None  # [rank, size], multiplied by the adapter's scale
     whole: Tensor | None = None  # [tokens, size]
 
 
@@ -106,8 +110,8 @@ class EmbeddingBank(Bank[EmbeddingNumbers]):
 class ExpertsNumbers:
     """Additions to every expert's two matrices; None = there is none to that one."""
 
-    up: tuple[Tensor, Tensor] | None = None  # down [E, rank, hidden], up [E, 2 * inner, rank]
-    down: tuple[Tensor, Tensor] | None = None  # down [E, rank, inner], up [E, hidden, rank]
+    up: tuple[Tensor, Tensor] | None = None  # down [E, hidden, rank], up [E, rank, 2 * inner]
+    down: tuple[Tensor, Tensor] | None = None  # down [E, inner, rank], up [E, rank, hidden]
 
 
 class FloatExperts(Protocol):
@@ -142,13 +146,13 @@ def _run_experts(x: Tensor, weights: Tensor, experts: Tensor, layer: FloatExpert
     for expert in sorted({*experts.flatten().tolist()}):
         mine, which = (experts == expert).nonzero(as_tuple=True)
         some = x[mine]
-        inner = times(some, layer.up[expert])
+        inner = F.linear(some, layer.up[expert])
         if biases is not None:
             inner = inner + biases.up[expert]
         if numbers.up is not None:
             inner = inner + times(times(some, numbers.up[0][expert]), numbers.up[1][expert])
         inner = reference_gated(inner, layer.activation)
-        back = times(inner, layer.down[expert])
+        back = F.linear(inner, layer.down[expert])
         if biases is not None and biases.down is not None:
             back = back + biases.down[expert]
         if numbers.down is not None:
@@ -158,10 +162,13 @@ def _run_experts(x: Tensor, weights: Tensor, experts: Tensor, layer: FloatExpert
 
 
 def times(x: Tensor, matrix: Tensor) -> Tensor:
-    """x [n, inner], matrix [outputs, inner] -> [n, outputs]. On a CPU libraries choose their way by the number of rows, and
+    """x [n, inner], matrix [inner, outputs] -> [n, outputs]. On a CPU libraries choose their way by the number of rows, and
     another way adds in another order; so there it is always the same number."""
+    x = x.to(matrix.dtype)
     if x.device.type != "cpu":
-        return F.linear(x.to(matrix.dtype), matrix)
-    rows, x = len(x), x.to(matrix.dtype)
-    x = F.pad(x, (0, 0, 0, -rows % TOGETHER)).view(-1, TOGETHER, x.shape[1])
-    return torch.bmm(x, matrix.t().expand(len(x), -1, -1)).flatten(0, 1)[:rows]
+        return x @ matrix
+    rows = len(x)
+    if rows % TOGETHER:
+        x = F.pad(x, (0, 0, 0, -rows % TOGETHER))
+    products = [torch.mm(some, matrix) for some in torch.split(x, TOGETHER)]
+    return (products[0] if len(products) == 1 else torch.cat(products))[:rows]

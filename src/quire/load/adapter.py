@@ -87,7 +87,7 @@ def _read_tensors(files: AdapterFiles) -> dict[str, Tensor]:
         raise AdapterError(str(error), "lora_path") from error
     except Exception as error:  # of torch's reader, whatever the file made it stumble over
         raise AdapterError(f"{files.weights.name} cannot be read: {told(error)}", "lora_path") from error
-    if not isinstance(found, dict) or not all(isinstance(values, Tensor) for values in found.values()):
+    if not isinstance(found, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in found.items()):
         raise AdapterError(f"{files.weights.name} is not a table of tensors", "lora_path")
     return found
 
@@ -254,6 +254,10 @@ def _checked(name: str, values: Tensor) -> Tensor:
     named = Named(name, values)
     if not values.is_floating_point() or values.dtype.itemsize < 2:
         raise named.wrong(f"is stored as {str(values.dtype).removeprefix('torch.')}, where floats are needed")
+    if values.layout is not torch.strided or values.device.type != "cpu":
+        raise named.wrong("is not stored as plain numbers")
+    if values.untyped_storage().nbytes() < values.numel() * values.dtype.itemsize:
+        raise named.wrong(f"of shape {list(values.shape)} claims more numbers than its file has")
     if not torch.isfinite(values).all():
         raise named.wrong("has numbers that are not finite (NaN or infinity)")
     return values

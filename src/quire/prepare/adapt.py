@@ -92,8 +92,8 @@ class LinearSite:
         for name, addition in found.items():
             rows = [some for _, some in self._parts[name].kept]
             if addition.down is not None and addition.up is not None:
-                numbers[f"{name}.down"] = addition.down[:, across.start : across.stop]
-                numbers[f"{name}.up"] = _rows(addition.up, rows)
+                numbers[f"{name}.down"] = addition.down[:, across.start : across.stop].t()
+                numbers[f"{name}.up"] = _rows(addition.up, rows).t()
             if addition.magnitude is not None:
                 numbers[f"{name}.magnitude"] = _rows(addition.magnitude, rows)
             if self._adds:
@@ -162,10 +162,10 @@ class HeadSite:
         [addition] = found.values()
         rows, numbers = [self._layer.kept], Numbers()
         if addition.down is not None and addition.up is not None:
-            numbers |= {"down": addition.down, "up": _rows(addition.up, rows)}
-        for key, values in (
-            ("magnitude", addition.magnitude), ("added", addition.added), ("bias", addition.bias), ("whole", addition.whole),
-        ):  # fmt: skip
+            numbers |= {"down": addition.down.t(), "up": _rows(addition.up, rows).t()}
+        if addition.whole is not None:
+            numbers["whole"] = _rows(addition.whole, rows).t()
+        for key, values in (("magnitude", addition.magnitude), ("added", addition.added), ("bias", addition.bias)):
             if values is not None:
                 numbers[key] = _rows(values, rows)
         return numbers
@@ -204,7 +204,7 @@ class EmbeddingSite:
         if addition.whole is not None:
             numbers["whole"] = _rows(addition.whole, rows)
         if addition.down is not None and addition.up is not None:
-            numbers |= {"down": _rows(addition.down.t(), rows), "up": addition.up}
+            numbers |= {"down": _rows(addition.down.t(), rows), "up": addition.up.t()}
         return numbers
 
     def put(self, place: int, numbers: Numbers, known: Numbers) -> None:  # noqa: ARG002
@@ -238,10 +238,10 @@ class ExpertsSite:
             up = up[some]
             gates, ups = (up[:, 0::2], up[:, 1::2]) if self._layer.paired else (up[:, : self.inner], up[:, self.inner :])
             both = torch.cat([gates[:, inner.start : inner.stop], ups[:, inner.start : inner.stop]], dim=1)
-            numbers |= {"up.down": down[some], "up.up": both}
+            numbers |= {"up.down": down[some].mT, "up.up": both.mT}
         if addition.back is not None:
             down, up = addition.back
-            numbers |= {"down.down": down[some, :, inner.start : inner.stop], "down.up": up[some]}
+            numbers |= {"down.down": down[some, :, inner.start : inner.stop].mT, "down.up": up[some].mT}
         return numbers
 
     def put(self, place: int, numbers: Numbers, known: Numbers) -> None:  # noqa: ARG002
@@ -347,8 +347,7 @@ def squares_of_rows(multiply: Callable[[Tensor], Tensor], inputs: int, parts: Se
         some[:, first:].fill_diagonal_(1.0)
         columns = multiply(some).float() - nothing
         for part in parts:
-            added = part.down[:, first : first + len(some)].float().t() @ part.up.float().t()
-            columns[:, part.start : part.start + len(part.up)] += added
+            columns[:, part.outputs] += part.down[first : first + len(some)].float() @ part.up.float()
         squares += columns.square().sum(0)
     return squares
 
