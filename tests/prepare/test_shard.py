@@ -146,7 +146,7 @@ def test_compiled_shares_meet_where_layers_do(checkpoint, family):
     case = checkpoint(family)
     models, group = divided(case.facts, 2)
     for model in models:
-        compiled = compile_body(model.run_blocks, 48, whole=True, paged=False)
+        compiled = compile_body(model.run_blocks, case.facts.hidden_size, whole=True, paged=False)
         if compiled is None:
             pytest.skip("nothing is compiled on this CPU")
         model.body = CompiledBody(model.run_blocks, compiled)
