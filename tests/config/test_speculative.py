@@ -45,7 +45,7 @@ def test_what_is_left_out_is_completed():
     ("values", "message"),
     [
         ({"metod": "ngram"}, r"has no 'metod'; did you mean method\?"),
-        ({"xyzzy": 1}, r"has no 'xyzzy'; it has method, model, num_speculative_tokens"),
+        ({"xyzzy": 1}, r"has no 'xyzzy'; it has method, model, revision, num_speculative_tokens"),
         ({"num_speculative_tokens": 3}, r"needs a method: ngram, suffix"),
         ({"method": "nosuch"}, r"method must be one of ngram, suffix, .*got 'nosuch'"),
         ({"method": "eagle3", "model": "x"}, r"'eagle3' is not built; built are ngram"),
@@ -67,6 +67,9 @@ def test_what_is_left_out_is_completed():
         ({"method": "synthetic", "synthetic_acceptance_rates": [0.1, 0.2]}, r"has 2 rates for 4 drafts"),
         ({"method": "synthetic", "synthetic_acceptance_length": 9}, r"length 9 is more than 4 drafts can bring, 5"),
         ({"method": "custom_class"}, r"model must say where the class"),
+        ({"method": "draft_model"}, r"model must name the model that drafts"),
+        ({"model": "m", "adaptive": True}, r"adaptive is not for method 'draft_model'"),
+        ({"method": "ngram", "revision": "main"}, r"revision is not for method 'ngram'"),
         ({"method": "ngram", "rejection_sample_method": "block"}, r"rejection_sample_method='block' is not supported"),
         ({"method": "ngram", "draft_tensor_parallel_size": 2}, r"one device"),
         ({"method": "ngram", "disable_by_batch_size": 0}, r"disable_by_batch_size must be a whole number of at least 1"),
@@ -102,3 +105,20 @@ def test_conflicts(tmp_path):
         resolved(async_scheduling=True)
     with pytest.raises(ConfigError, match=r"num_speculative_tokens 9 and a token before them do not fit"):
         resolved(spec_tokens=9, max_num_batched_tokens=8, max_num_seqs=2)
+
+    def with_draft(device="cpu", **changes):
+        directory = tmp_path / "draft"
+        directory.mkdir(exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(described | changes))
+        return resolved(device, spec_method=None, speculative_config={"model": str(directory)})
+
+    assert len(with_draft(num_hidden_layers=3).draft_facts.layers) == 3
+    with pytest.raises(ConfigError, match=r"has 99 tokens, but the model has 100"):
+        with_draft(vocab_size=99)
+    with pytest.raises(ConfigError, match=r"the draft model has 32 positions, fewer than max_model_len 64"):
+        with_draft(max_position_embeddings=32)
+    with pytest.raises(ConfigError, match=r"draft_model is for CPUs only"):
+        with_draft("cuda")
+    windowed = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 6}
+    with pytest.raises(ConfigError, match=r"only models whose layers attend to everything"):
+        with_draft(**windowed)

@@ -18,6 +18,8 @@ DRAFTERS = {
     "suffix": {"method": "suffix", "num_speculative_tokens": 7, "suffix_decoding_max_spec_factor": 2.0},
     "right": RIGHT,
     "wrong": WRONG,
+    "itself": {"method": "draft_model", "num_speculative_tokens": 3},
+    "smaller": {"method": "draft_model", "num_speculative_tokens": 2},
     "custom": {"method": "custom_class", "model": "test_speculation:Last", "num_speculative_tokens": 2},
 }
 
@@ -101,16 +103,22 @@ def alike(got, wanted) -> None:
                 assert p.logprob == pytest.approx(other[token].logprob, abs=1e-5)
 
 
+@pytest.fixture(scope="module")
+def smaller(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("smaller"), num_hidden_layers=1, hidden_size=64, num_attention_heads=2)
+
+
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_the_same_tokens_with_every_drafter(expected, name):
+def test_the_same_tokens_with_every_drafter(expected, name, smaller):
     directory, prompts, params, answers = expected
+    model = {"itself": {"model": str(directory)}, "smaller": {"model": str(smaller)}}.get(name, {})
     llm = open_model(
         directory, dtype="float32", max_num_seqs=6, num_gpu_blocks_override=40, max_num_batched_tokens=24,
-        speculative_config={**DRAFTERS[name], "adaptive": False},
+        speculative_config={**DRAFTERS[name], **model, "adaptive": False},
     )  # fmt: skip
     core = llm.llm_engine.core
     same(llm.generate(prompts, params, use_tqdm=False), answers)
-    if name in ("suffix", "right", "wrong"):  # they know the answers now
+    if name in ("suffix", "right", "wrong", "itself"):  # most of them know the answers now
         same(llm.generate(prompts[::-1], params[::-1], use_tqdm=False), answers[::-1])
     core.step()
     core.scheduler.check()
@@ -168,3 +176,19 @@ def test_what_is_counted(expected, adaptive):
     counted = output.metrics
     assert counted.num_accepted_draft_tokens <= counted.num_draft_tokens <= 4 * counted.num_spec_steps
     assert counted.num_generation_tokens == 120
+
+
+def test_a_draft_model_that_is_the_model_is_right(expected):
+    """Also behind prefix hits, pieces of prompts and forks: it has seen whatever the model has."""
+    directory = expected[0]
+    config = {"model": str(directory), "num_speculative_tokens": 3}
+    llm = open_model(directory, dtype="float32", max_num_batched_tokens=24, speculative_config=config)
+    prompts = [{"prompt_token_ids": [*STEM[:size], 5 + i]} for i, size in enumerate((60, 33, 60, 9, 1, 17))]
+    greedy = SamplingParams(temperature=0, max_tokens=33, ignore_eos=True)
+    for _ in range(2):
+        outputs = llm.generate(prompts, greedy, use_tqdm=False)
+        assert all(len(output.outputs[0].token_ids) == 33 for output in outputs)
+    llm.generate(prompts[0], SamplingParams(temperature=1, top_k=1, n=3, max_tokens=9, ignore_eos=True, seed=1), use_tqdm=False)
+    counts = llm.llm_engine.core.stats.drafts
+    assert counts.per_position[0] == counts.rows > 90  # later ones may lie where no page was yet
+    llm.llm_engine.shutdown()

@@ -40,6 +40,7 @@ class Config:
     logprobs_mode: LogprobsMode
     default_sampling: dict[str, Any]  # SamplingParams fields
     served_names: tuple[str, ...]
+    draft_facts: ModelFacts | None = None  # of a model that drafts
     max_loras: int = 0  # adapters on the device; 0: none can be asked for
     max_cpu_loras: int = 0  # in the host's memory, those among them
 

@@ -95,6 +95,24 @@ CONFLICTS: tuple[Conflict, ...] = (
         ),
     ),
     Conflict(
+        "drafts for several ranks",
+        lambda c: c.speculation is not None and c.ranks > 1,
+        lambda c: f"tensor_parallel_size={c.ranks} cannot be had with speculative_config; leave it at 1, or drop that",
+    ),
+    Conflict(
+        "a draft model elsewhere than on a CPU",
+        lambda c: c.draft_facts is not None and c.device != "cpu",
+        lambda c: f"speculative_config.method draft_model is for CPUs only, and the device is {c.device}; use ngram or suffix",
+    ),
+    Conflict(
+        "a draft model that ends early",
+        lambda c: c.draft_facts is not None and c.draft_facts.max_position < c.max_model_len,
+        lambda c: (
+            f"the draft model has {c.draft_facts and c.draft_facts.max_position} positions, fewer than max_model_len "
+            f"{c.max_model_len}; lower max_model_len to that, or take another draft model"
+        ),
+    ),
+    Conflict(
         "more drafts than a step has room for",
         lambda c: c.speculation is not None and c.speculation.num_speculative_tokens >= c.max_batched_tokens,
         lambda c: (

@@ -14,6 +14,7 @@ from quire.config.conflicts import refuse_conflicts
 from quire.config.facts import DeviceFacts, ModelFacts, count_experts, read_facts
 from quire.config.hf import read_json
 from quire.config.quantization import Quantization, choose_quantization
+from quire.config.speculative import DRAFT_MODEL
 from quire.files.resolve import check_on_disk, is_bare_name, resolve_model
 from quire.types.errors import ConfigError, RequestError
 from quire.types.sampling import LogprobsMode, SamplingParams
@@ -78,6 +79,7 @@ def resolve(
         served_names=choose_names(args),
         max_loras=args.max_loras if args.enable_lora else 0,
         max_cpu_loras=(args.max_cpu_loras or args.max_loras) if args.enable_lora else 0,
+        draft_facts=find_draft_facts(args, facts),
     )
     warn_without_adapters(args)
     refuse_conflicts(config)
@@ -106,6 +108,32 @@ def find_facts(args: EngineArgs) -> ModelFacts:
         weights=_wants_weights(args),
     )
     return read_facts(files, args.hf_overrides)
+
+
+def find_draft_facts(args: EngineArgs, facts: ModelFacts) -> ModelFacts | None:
+    """Of the model that drafts, if one does: it must be able to say what the other says."""
+    asked = args.speculation()
+    if asked is None or asked.method != DRAFT_MODEL:
+        return None
+    files = resolve_model(
+        str(asked.model),
+        revision=asked.revision,
+        download_dir=args.download_dir,
+        token=args.hf_token,
+        weights=_wants_weights(args),
+    )
+    found = read_facts(files, {})
+    if found.vocab_size != facts.vocab_size:
+        raise ConfigError(
+            f"speculative_config.model {asked.model!r} has {found.vocab_size} tokens, but the model has {facts.vocab_size}: "
+            "a draft model needs the same vocabulary"
+        )
+    if any(layer.kind != "full" for layer in found.layers) or all(layer.kind != "full" for layer in facts.layers):
+        raise ConfigError(
+            f"speculative_config.model {asked.model!r}: only models whose layers attend to everything can draft, for "
+            "models that have such layers"
+        )
+    return found
 
 
 def choose_sampling(args: EngineArgs, facts: ModelFacts) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from quire.types.errors import ConfigError
 
 NAME = "speculative_config"
 GROUP = "quire.drafters"  # entry points: a drafter that another package brings
-NGRAM, SUFFIX, SYNTHETIC, CUSTOM = "ngram", "suffix", "synthetic", "custom_class"
-METHODS = (NGRAM, SUFFIX, SYNTHETIC, CUSTOM)
+NGRAM, SUFFIX, SYNTHETIC, CUSTOM, DRAFT_MODEL = "ngram", "suffix", "synthetic", "custom_class", "draft_model"
+METHODS = (NGRAM, SUFFIX, SYNTHETIC, CUSTOM, DRAFT_MODEL)
 NOT_BUILT = (
-    "draft_model", "eagle", "eagle3", "medusa", "mtp", "mlp_speculator", "dflash", "dflash2", "dspark", "ngram_gpu",
+    "eagle", "eagle3", "medusa", "mtp", "mlp_speculator", "dflash", "dflash2", "dspark", "ngram_gpu",
     "extract_hidden_states",
 )  # fmt: skip
 MOST = 64  # drafts of a row
@@ -27,7 +27,8 @@ Schedule = tuple[tuple[int, int, int], ...]  # from so many requests, to so many
 class SpeculativeConfig:
     method: str  # one of METHODS, or the name of an entry point
     num_speculative_tokens: int
-    model: str | None = None  # of custom_class: where the class is
+    model: str | None = None  # of draft_model: as any model is named; of custom_class: where the class is
+    revision: str | None = None  # of a draft model from the hub
     prompt_lookup_min: int = 5
     prompt_lookup_max: int = 5
     suffix_decoding_max_tree_depth: int = 24
@@ -86,6 +87,7 @@ def _schedule(value: Any) -> str | None:
 _CHECKS: dict[str, Callable[[Any], str | None]] = {
     "method": _text,
     "model": _text,
+    "revision": _text,
     "num_speculative_tokens": _whole(1, MOST),
     "prompt_lookup_min": _whole(1),
     "prompt_lookup_max": _whole(1),
@@ -108,8 +110,8 @@ _ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
         ("parallel_drafting", "disable_padded_drafter_batch", "use_local_argmax_reduction", "enable_adaptive_verification",
          "use_heterogeneous_vocab", "enforce_eager", "disable_logprobs"), ((False,), "no method that is built has it")),
     **dict.fromkeys(
-        ("quantization", "moe_backend", "attention_backend", "kv_cache_dtype", "max_model_len", "revision", "code_revision",
-         "draft_load_config", "dspark_draft_topk"), ((), "no method that is built has a model of its own")),
+        ("quantization", "moe_backend", "attention_backend", "kv_cache_dtype", "max_model_len", "code_revision",
+         "draft_load_config", "dspark_draft_topk"), ((), "a draft model is loaded as the model itself is")),
 }  # fmt: skip
 _BELONGS = {"prompt_lookup_": NGRAM, "suffix_decoding_": SUFFIX, "synthetic_": SYNTHETIC}
 
@@ -140,8 +142,9 @@ def read_speculative(
         strange = [name for name in values if name.startswith(start)]
         if strange and chosen != owner:
             raise ConfigError(f"{NAME}.{strange[0]} is for method {owner!r}, but the method is {chosen!r}")
-    if "model" in values and chosen != CUSTOM:
-        raise ConfigError(f"{NAME}.model is not for method {chosen!r}, which has no model; leave it out")
+    for name, owners in (("model", (CUSTOM, DRAFT_MODEL)), ("revision", (DRAFT_MODEL,))):
+        if name in values and chosen not in owners:
+            raise ConfigError(f"{NAME}.{name} is not for method {chosen!r}, which has no model; leave it out")
     deepest = min(values.get("suffix_decoding_max_tree_depth", SpeculativeConfig.suffix_decoding_max_tree_depth), MOST)
     values.setdefault("num_speculative_tokens", {NGRAM: 5, SUFFIX: deepest}.get(chosen, 4))
     return _complete(values)
@@ -167,13 +170,17 @@ def _method(values: dict[str, Any]) -> str:
     if model in (NGRAM, f"[{NGRAM}]") and values.get("method", NGRAM) == NGRAM:  # how it was said once
         del values["model"]
         return NGRAM
-    method = values.get("method", "draft_model" if model is not None else None)
+    method = values.get("method", DRAFT_MODEL if model is not None else None)
     if method is None:
         raise ConfigError(f"{NAME} needs a method: {', '.join((*METHODS, *sorted(brought_drafters())))}")
     if method in NOT_BUILT or method.endswith("_mtp"):
         raise ConfigError(f"{NAME}.method {method!r} is not built; built are {', '.join(METHODS)}")
     if method not in METHODS and method not in (brought := brought_drafters()):
         raise ConfigError(f"{NAME}.method must be one of {', '.join((*METHODS, *sorted(brought)))}; got {method!r}")
+    if method == DRAFT_MODEL and model is None:
+        raise ConfigError(f"{NAME}.model must name the model that drafts")
+    if method == DRAFT_MODEL and values.get("adaptive"):
+        raise ConfigError(f"{NAME}.adaptive is not for method {DRAFT_MODEL!r}: all its rows have drafts; leave it out")
     if method == CUSTOM and model is None:
         raise ConfigError(f"{NAME}.model must say where the class of method {CUSTOM!r} is: 'package.module:Class'")
     return str(method)

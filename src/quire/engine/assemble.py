@@ -135,10 +135,10 @@ def start_core(
 
 def _speculation(config: Config) -> Speculation | None:
     asked = config.speculation
-    if asked is None:
+    if asked is None or (config.draft_facts is not None and config.args.distributed_executor_backend == "fake"):
         return None
     return Speculation(
-        make_drafter(asked, config.facts.vocab_size),
+        None if config.draft_facts is not None else make_drafter(asked, config.facts.vocab_size),
         asked.num_speculative_tokens,
         adaptive=asked.adaptive,
         largest_batch=asked.disable_by_batch_size,
@@ -173,6 +173,9 @@ def start_local(
         args, device = config.args, start_device(config)
         if config.device_facts.advice and facts.files.format == "gguf" and args.dtype == "auto":
             logger.warning("%s, or say dtype='float32' to have it this way", config.device_facts.advice)
+        share = 1.0  # of the cache's memory that is the model's own
+        if config.draft_facts is not None:
+            drafter, share = make_draft_model(config, config.draft_facts, layout)
         if workers is None:
             executor = LocalExecutor(make_runner(config, device, drafter=drafter, adapters=adapters))
         else:
@@ -191,7 +194,7 @@ def start_local(
             if config.device_facts.one_memory:
                 budget //= args.data_parallel_size
         watch.lap("profile")
-        capacity = _fit(config, layout, budget, args.num_gpu_blocks_override)
+        capacity = _fit(config, layout, int(budget * share), args.num_gpu_blocks_override)
         with doing("allocating the cache"):
             executor.call("allocate", capacity.pages, capacity.max_model_len)
         watch.lap("allocate cache")
@@ -269,12 +272,25 @@ def make_runner(
         quantization=config.quantization,
         keeps=config.device_facts.keeps if config.keep_quantized else frozenset(),
         drafter=drafter,
-        drafts=0 if config.speculation is None else config.speculation.num_speculative_tokens,
+        drafts=0 if asked is None else asked.num_speculative_tokens,
         adapters=adapters,
         position=position,
         group=group,
         cache_dtype=config.cache_dtype,
     )
+
+
+def make_draft_model(config: Config, facts: ModelFacts, layout: CacheLayout) -> "tuple[Drafter, float]":
+    """And which share of the cache's memory it leaves to the model."""
+    from quire.runner.draft.model import DraftModel
+
+    assert config.speculation is not None
+    facts = replace(facts, max_position=config.max_model_len)
+    own = make_layout(facts.layers, config.page_size, ELEMENT_BYTES[config.dtype])
+    group = next(i for i, group in enumerate(layout.groups) if group.window is None)
+    most = config.speculation.num_speculative_tokens
+    model = DraftModel(facts, own, group, most, config.args.load_format, config.seed)
+    return model, layout.bytes_per_page / (layout.bytes_per_page + own.bytes_per_page)
 
 
 def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch) -> tuple[Executor, Capacity]:

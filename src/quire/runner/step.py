@@ -26,6 +26,7 @@ from quire.runner.adapters import Shelf
 from quire.runner.batch import Built, build_batch
 from quire.runner.buckets import MOST_TOKENS
 from quire.runner.draft.base import Drafter
+from quire.runner.draft.model import DraftModel
 from quire.runner.draft.verify import Verification, prepare
 from quire.runner.flight import StepFlight
 from quire.runner.graphs import Graphs, allowance, fixed_plans
@@ -116,6 +117,7 @@ class Runner:
         self._kv_layout = KVLayout.PAGES
         self._model: Decoder | None = None
         self._tenants: tuple[Slots, KVBuffers, Sampler] | None = None
+        self._draft_model = drafter if isinstance(drafter, DraftModel) else None
 
     @property
     def counts(self) -> DeviceCounts:
@@ -145,6 +147,8 @@ class Runner:
         prepared = self._device.prepare(model, setting)
         model.body, self._kv_layout = prepared.body, prepared.kv_layout
         self._model = model
+        if self._draft_model is not None:
+            self._draft_model.load(self._device, self._dtype)
         if adapters is not None:
             self._reserved = count * adapters.bytes_of(rank)
             budget = self._reserved if self._device.torch_device.type != "cpu" else None
@@ -194,6 +198,8 @@ class Runner:
         slots = Slots(self._max_seqs, max_model_len, groups, page_size, device, self._drafts, self._device.updates(), told)
         sampler = Sampler(self._max_seqs, self._facts.vocab_size, device, self._logprobs_mode, self._drafts)
         self._tenants = slots, kv, sampler
+        if self._draft_model is not None:
+            self._draft_model.allocate(pages, slots)
         self._parts = make_parts(self._max_seqs, set() if self._shelf is None else self._shelf.filled)
         planners = fixed_plans(model, len(self._layout.groups)) if self._recording else None
         self.graphs = (
@@ -206,6 +212,8 @@ class Runner:
 
     def close(self) -> None:
         self._model = self._tenants = self.graphs = self._shelf = self._group = None
+        if self._draft_model is not None:
+            self._draft_model.close()
         gc.collect()
         self._device.close()
 
@@ -225,6 +233,8 @@ class Runner:
                 tenancy.admit(admission.slot, admission)
         sampler.refresh(slots.updates)
         kv.copy(plan.copy_from, plan.copy_to)
+        if self._draft_model is not None:
+            self._draft_model.copy(plan.copy_from, plan.copy_to)
         if not len(plan.slot):
             slots.updates.deliver()
             return StepFlight(plan, [], None)
@@ -241,6 +251,8 @@ class Runner:
         if replayed is None:
             built = build_batch(plan, slots, parts)
             batch, hidden = built.batch, model(built.batch)
+            if self._draft_model is not None:
+                self._draft_model.run(batch)
             prompts = _report_prompts(plan, built, hidden, model, slots, sampler)
             if len(outputs.pool):
                 pooled = hidden[upload(_final(outputs.pool, plan, built), hidden.device)].float()

@@ -308,12 +308,12 @@ class Scheduler:
             plan.owed += self._tables.demand(request, len(request.tokens))
         (self._filling if count > 1 or self._single_rows_share else self._filling_later).append(request)
         plan.row(request, count, request.computed, 1 + drafts if sample else 0, masked)
-        if drafts and self.speculation is not None:
+        if drafts and self.speculation is not None and self.speculation.by_host:
             plan.draft(self.speculation.tokens(request, drafts))
 
     def _unsettled(self, request: Request) -> bool:
         """Drafts of the host are told by their positions: where a row with drafts has ended has to be known before the next."""
-        return self.speculation is not None and request.loose > 0
+        return request.loose > 0 and self.speculation is not None and self.speculation.by_host
 
     def _guesses(self, request: Request, most: int, left: int, plan: PlanBuilder) -> int:
         """How many drafts follow its one known token: what there is room for, at nobody's cost."""

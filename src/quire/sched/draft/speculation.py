@@ -29,21 +29,26 @@ class Speculation:
 
     def __init__(
         self,
-        drafter: HostDrafter,
+        drafter: HostDrafter | None,
         most: int,
         *,
         adaptive: bool = True,
         largest_batch: int | None = None,
         schedule: Schedule = (),
     ) -> None:
-        """`most` drafts of a row. `largest_batch`: with more requests there are none. `schedule`: from so many requests to so
-        many, at most so many drafts of a row."""
+        """`drafter`: None = the device drafts, and all rows have `most` drafts. `largest_batch`: with more requests there are
+        none. `schedule`: from so many requests to so many, at most so many drafts of a row."""
         self.most, self._drafter, self._adaptive = most, drafter, adaptive
         self._largest_batch, self._schedule = largest_batch, tuple(schedule)
         self._costs = StepCosts()
         self._common = Drafting(first=0.5, later=0.5)
         self._idle = 0  # steps since drafts were run that could have been
         self.granted: dict[Request, int] = {}  # drafts of the next step
+
+    @property
+    def by_host(self) -> bool:
+        """Do drafts come with the plans?"""
+        return self._drafter is not None
 
     # ---- before a step
 
@@ -52,6 +57,9 @@ class Speculation:
         self.granted = {}
         rows = [request for request in running if request.known == 1]
         limit = self._limit(len(rows))
+        if self._drafter is None:
+            self.granted = {request: limit for request in rows if limit and request.drew}
+            return
         able = [request for request in rows if limit and request.drafting.tokens and self._up_to_date(request)]
         if not able:
             return
@@ -107,7 +115,9 @@ class Speculation:
 
     def landed(self, scheduled: Scheduled, result: StepResult) -> list[Request]:
         """The tokens of a step have been taken in: how good were the guesses, and what are the next? Those that have some."""
-        fruitful = []
+        fruitful: list[Request] = []
+        if self._drafter is None:
+            return fruitful
         wanted = self._limit(len(scheduled.requests)) > 0
         for request, length in zip(scheduled.requests, result.lengths.tolist(), strict=True):
             if length:
@@ -122,7 +132,7 @@ class Speculation:
 
     def forget(self, request: Request) -> None:
         """It has ended."""
-        if request.finished != "error" and len(request.tokens) > len(request.spec.prompt):
+        if self._drafter is not None and request.finished != "error" and len(request.tokens) > len(request.spec.prompt):
             self._drafter.finished(text_of(request))
 
     def _learn(self, request: Request) -> None:
