@@ -272,7 +272,7 @@ def make_runner(
         quantization=config.quantization,
         keeps=config.device_facts.keeps if config.keep_quantized else frozenset(),
         drafter=drafter,
-        drafts=0 if asked is None else asked.num_speculative_tokens,
+        drafts=0 if config.speculation is None else config.speculation.num_speculative_tokens,
         adapters=adapters,
         position=position,
         group=group,
