@@ -14,7 +14,7 @@ from quire.cache.layout import make_layout
 from quire.config.args import EngineArgs
 from quire.config.config import Config
 from quire.config.cores import threads_wanted, wait_politely
-from quire.config.facts import DeviceFacts, ModelFacts
+from quire.config.facts import DTYPE_BYTES, DeviceFacts, ModelFacts
 from quire.config.resolve import resolve
 from quire.device.base import Device
 from quire.device.registry import describe, find_device, open_device
@@ -286,7 +286,7 @@ def make_draft_model(config: Config, facts: ModelFacts, layout: CacheLayout) -> 
 
     assert config.speculation is not None
     facts = replace(facts, max_position=config.max_model_len)
-    own = make_layout(facts.layers, config.page_size, ELEMENT_BYTES[config.dtype])
+    own = make_layout(facts.layers, config.page_size, DTYPE_BYTES[config.dtype])
     group = next(i for i, group in enumerate(layout.groups) if group.window is None)
     most = config.speculation.num_speculative_tokens
     model = DraftModel(facts, own, group, most, config.args.load_format, config.seed)

@@ -52,7 +52,7 @@ class DraftModel:
         self._slots = slots
         self._kv = KVBuffers(self._layout, self._facts.layers, pages, self._dtype, self._device.allocate, self._kv_layout)
         for layer, view, group in self._kv.views():
-            self._model.attentions[layer].bind(view, group)
+            self._model.attentions[layer].bind(view, group, dtype=self._dtype)
 
     def copy(self, source: Ints, target: Ints) -> None:
         if self._kv is not None:
