@@ -37,7 +37,7 @@ from quire.text.open import open_tokenizer
 from quire.text.outputs import OutputProcessor, RequestAnswer
 from quire.text.tokenizer import Tokenizer
 from quire.types.adapter import LoRARequest
-from quire.types.errors import EngineError, QuireError, RequestError
+from quire.types.errors import AdapterChanged, EngineError, QuireError, RequestError
 from quire.types.outputs import RequestOutput, TokenDelta
 from quire.types.prompts import NO_EXTRAS, Extras, Prompt, PromptType
 from quire.types.request import EngineRequest
@@ -350,10 +350,21 @@ class AsyncLLM:
     def on_refused(self, engine_id: str, error: QuireError) -> None:
         name = self._outputs.user_id(engine_id)
         if name is not None:
+            if isinstance(error, AdapterChanged) and self._send_again(name, engine_id):
+                return
             self._client.abort(self._outputs.forget(name))
             self._streams[name].fail(error)
 
     # ---- inside ---------------------------------------------------------------------------------------------------------
+
+    def _send_again(self, name: str, engine_id: str) -> bool:
+        """A request that waited for a version of its adapter that was replaced meanwhile gets the one that is there now."""
+        answer = self._streams[name].answer
+        [request] = [each for each in answer.prepared.requests if each.id == engine_id]
+        renewed = None if answer.metrics.first_token_ts else self._adapters.renewed(request)
+        if renewed is not None:
+            self._client.add([renewed])
+        return renewed is not None
 
     async def _prepare(
         self,

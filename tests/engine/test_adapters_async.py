@@ -11,6 +11,7 @@ from async_support import collect, open_async, run, until
 from adapter_files import write_adapter
 from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from quire.types.errors import AdapterError, InvalidParameter, NotSupported
+from quire.types.prompts import Prompt
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
@@ -125,5 +126,31 @@ def test_a_lost_engine_costs_no_stream_its_adapter(tiny_model, adapters, monkeyp
         assert [output.outputs[0].token_ids for output in outputs] == expected
         assert llm.restarts == 1 and llm.replayed >= 3
         assert await llm.list_loras() == {1, 2, 3}
+
+    run(scene(), llm)
+
+
+def test_who_has_not_begun_gets_the_version_that_is_there(tiny_model, adapters, monkeypatch):
+    monkeypatch.setenv("QUIRE_FAKE_LATENCY", "0.04")
+    llm = open_async(tiny_model, enable_lora=True)  # there is one place, and room for one
+    a, b, _ = adapters.values()
+    few, two = SamplingParams(max_tokens=2), SamplingParams(n=2, seed=3, max_tokens=6, ignore_eos=True)
+
+    async def scene():
+        await ask(llm, "a", a, few)
+        old = llm.adapters.find("a").extras
+        running = asyncio.create_task(ask(llm, "b", b, LONG))
+        await until(lambda: llm.adapters_in_use()[2] == ["b"])
+        waiting = asyncio.create_task(ask(llm, "waits", a, two))
+        await until(lambda: llm.adapters_in_use()[1] == ["a"])
+        write_adapter(folder_of(a) / "a", "replaced")
+        await llm.add_lora(LoRARequest("a", 1, a.lora_path, load_inplace=True))
+        assert not running.done()  # so the old version has not been read again
+        running.cancel()
+        late, now = await waiting, await ask(llm, "new", a, two)
+        assert [one.token_ids for one in late.outputs] == [one.token_ids for one in now.outputs]
+        await llm.remove_lora(1)
+        with pytest.raises(AdapterError, match="have changed since"):
+            await ask(llm, "gone", prompt=Prompt(None, [5, 6, 7], extras=old))
 
     run(scene(), llm)

@@ -1,10 +1,12 @@
 """Adapters as the API process loads them: names here, files and devices in the engine."""
 
 import asyncio
+from dataclasses import replace
 
 from quire.engine.adapter_names import AdapterNames, NamedAdapter
 from quire.engine.client import EngineClient
 from quire.types.adapter import LoRARequest
+from quire.types.request import EngineRequest
 
 
 class AdapterClient:
@@ -34,6 +36,16 @@ class AdapterClient:
             await self._client.load_adapter(adapter.ref, pinned=True)
             self._names.pin(adapter.name)
         return adapter is not None
+
+    def renewed(self, request: EngineRequest) -> EngineRequest | None:
+        """The same request with what its adapter's name means now. It had not begun, and the files of the version that it came
+        for have been replaced; None if the name means no other."""
+        old, now = request.extras, self._names.find(request.extras.lora_name)
+        if now is None or old.lora is None or now.ref.version == old.lora.version:
+            return None
+        extras = replace(old, lora=now.ref)
+        salt = tuple(part for part in request.salt if part not in old.salt)
+        return replace(request, extras=extras, salt=(*extras.salt, *salt))
 
     def tell_again(self) -> None:
         """To an engine that has just started. What is asked for, it is told with the requests."""

@@ -6,7 +6,7 @@ from queue import Empty, SimpleQueue
 
 from quire.files.adapter import digest, stamp
 from quire.types.adapter import AdapterFacts, AdapterRef
-from quire.types.errors import AdapterError, RequestError
+from quire.types.errors import AdapterChanged, AdapterError, RequestError
 
 Outcome = AdapterFacts | RequestError
 FAREWELL = 5.0  # seconds for what is being read when it is stopped
@@ -75,7 +75,7 @@ def read_unchanged(ref: AdapterRef, read: Callable[[AdapterRef], AdapterFacts]) 
     return facts
 
 
-def _changed(ref: AdapterRef) -> AdapterError:
-    return AdapterError(
+def _changed(ref: AdapterRef) -> AdapterChanged:
+    return AdapterChanged(
         f"{ref.path}: the adapter's files have changed since it was loaded; load it again, with load_inplace", "lora_path"
     )

@@ -5,6 +5,7 @@ QuireError
 │   ├── InvalidParameter            one parameter has a bad value; `.parameter` names it
 │   │   └── UnknownParameter        (TypeError) there is none of that name
 │   ├── AdapterError                a LoRA adapter's files are missing, broken, or do not suit the model
+│   │   └── AdapterChanged          they are not what they were when it was loaded
 │   ├── PromptTooLong               the prompt cannot fit the context or the cache
 │   └── NotSupported                understood, but not done here     (HTTP 400 if it names a field, else 501)
 ├── ConfigError(ValueError)         the engine was asked to start with impossible settings
@@ -38,6 +39,10 @@ class UnknownParameter(InvalidParameter, TypeError):
 
 
 class AdapterError(RequestError):
+    pass
+
+
+class AdapterChanged(AdapterError):
     pass
 
 
