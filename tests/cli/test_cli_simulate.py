@@ -102,6 +102,7 @@ def test_traces(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--card", "l4", "--timing", "x.json"], "drop --card"),
         (["--card", "l4", "--device", "cpu"], "--card is a GPU, and --device is cpu"),
         (["--card", "l4", "--replicas", "0"], "--replicas must be at least 1, got 0"),
+        (["--card", "l4", "--replicas", "5000"], "--replicas must be at most 4096: each takes memory here; got 5000"),
         (["--card", "l4", "--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
         (["--card", "l4", "--slo-ttft", "-1"], "--slo-ttft must be above 0 milliseconds, got -1"),
         (

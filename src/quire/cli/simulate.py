@@ -32,6 +32,7 @@ from quire.text.open import open_tokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import ConfigError, QuireError
 
+MOST_REPLICAS = 4096
 # what belongs to one kind of traffic, and is None where it was not given
 GENERATED = ("input_len", "output_len", "range_ratio", "prefix_len", "num_prefixes", "turns", "think_time")
 
@@ -72,12 +73,15 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _objectives(namespace: argparse.Namespace) -> Objectives | None:
-    for flag in ("replicas", "max_replicas", "limit"):
-        value = getattr(namespace, flag)
+    for flag, value, most in (
+        ("replicas", namespace.replicas, MOST_REPLICAS),
+        ("max-replicas", namespace.max_replicas, MOST_REPLICAS),
+        ("num-prompts", namespace.limit, sys.maxsize),
+    ):
         if value is not None and value < 1:
-            raise ConfigError(
-                f"--{'num-prompts' if flag == 'limit' else flag.replace('_', '-')} must be at least 1, got {value}"
-            )
+            raise ConfigError(f"--{flag} must be at least 1, got {value}")
+        if value is not None and value > most:
+            raise ConfigError(f"--{flag} must be at most {most}: each takes memory here; got {value}")
     if namespace.slo_ttft is None and namespace.slo_tpot is None:
         return None
     return Objectives(namespace.slo_ttft, namespace.slo_tpot, namespace.slo_percentile)
