@@ -39,7 +39,7 @@ def test_json_table_and_report(model: str, tmp_path: Path, capsys: pytest.Captur
     flags = ["--card", "l4", "--num-prompts", "40", "--request-rate", "200", "--input-len", "100", "--prefix-len", "64"]
     assert simulate(model, *flags, "--replicas", "2", "--html", str(report)) == 0
     table = capsys.readouterr().out
-    assert "40 of 40" in table and "Time to first token" in table and "requests placed by load" in table
+    assert "40 of 40" in table and "Time to first token" in table and "requests placed by balancer" in table
     assert simulate(model, *flags, "--replicas", "2", "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["kind"], result["completed"], result["replicas"]) == ("simulation", 40, 2)
@@ -118,6 +118,7 @@ def test_traces(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--card", "l4", "--trace", "x.csv", "--request-rate", "3"], "says when its requests come; drop --request-rate"),
         (["--card", "l4", "--trace", "x.csv"], "cannot read --trace x.csv"),
         (["--card", "l4", "--memory", "1MiB"], "does not fit: "),
+        (["--card", "l4", "--data-parallel-size", "2"], "data_parallel_size is not simulated: say --replicas instead"),
         (["--card", "l4", "--distributed-executor-backend", "fake"], "is another stand-in for a device; drop it"),
         (
             ["--card", "l4", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'],

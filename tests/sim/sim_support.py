@@ -7,7 +7,7 @@ from quire.sched.scheduler import Scheduler
 from quire.sim.analytic import HostTime
 from quire.sim.fleet import Fleet, Run
 from quire.sim.replica import Device, Replica
-from quire.sim.router import ROUTERS
+from quire.sim.router import router_maker
 from quire.sim.shapes import StepShape
 from quire.sim.trace import Arrival, Trace
 from quire.types.cache import LayerCache
@@ -35,7 +35,9 @@ def replica(*, pages: int = 200, max_seqs: int = 4, budget: int = 64, depth: int
 
 
 def simulate(trace: Trace, replicas: int = 1, name: str = "round-robin", most: int | None = None, **numbers) -> Run:
-    return Fleet([replica(**numbers) for _ in range(replicas)], ROUTERS[name](replicas), most).run(trace)
+    return Fleet(
+        [replica(**numbers) for _ in range(replicas)], router_maker(name, numbers.get("pages", 200), PAGE)(replicas), most
+    ).run(trace)
 
 
 def trace(*arrivals: tuple[float, tuple[tuple[int, int], ...], int]) -> Trace:

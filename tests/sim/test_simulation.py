@@ -101,6 +101,17 @@ def test_no_more_at_once_than_allowed() -> None:
     assert [visit.replica for visit in run.visits] == [0, 1, 0, 1]
 
 
+def test_the_balancer_keeps_prefixes_together() -> None:
+    """Fifteen beginnings, which four replicas in turns would all meet."""
+    prompts = Generated(requests=200, input_len=8, output_len=4, prefix_len=64, num_prefixes=15, seed=3)
+    work = prompts.trace(LoadShape(request_rate=0.4))
+    found = {name: figures_of(simulate(work, 4, name)) for name in ("balancer", "load", "round-robin")}
+    assert all(figures.completed == 200 for figures in found.values())
+    assert found["balancer"].hit_rate > max(found["round-robin"].hit_rate, found["load"].hit_rate)
+    means = {name: figures.spreads["ttft"].mean for name, figures in found.items() if figures.spreads["ttft"] is not None}
+    assert means["balancer"] < means["round-robin"]
+
+
 def test_load_is_counted_in_tokens() -> None:
     """A long request is worth several short ones, wherever they stand in turn."""
     work = trace(alone(0.0, 100, 4), *(alone(0.0, 10, 4, content=i) for i in range(2, 7)))
@@ -112,11 +123,11 @@ def test_the_same_every_time() -> None:
     work = Generated(requests=60, input_len=20, output_len=8, range_ratio=0.5, prefix_len=8, num_prefixes=3).trace(
         LoadShape(request_rate=1.0)
     )
-    first, second = (simulate(work, 3, "load", depth=1, pages=40) for _ in range(2))
+    first, second = (simulate(work, 3, "balancer", depth=1, pages=40) for _ in range(2))
     assert first.visits == second.visits
     assert [replica.steps for replica in first.replicas] == [replica.steps for replica in second.replicas]
     other = dataclasses.replace(work, arrivals=[dataclasses.replace(work.arrivals[0], output=5), *work.arrivals[1:]])
-    assert simulate(other, 3, "load", depth=1, pages=40).visits != first.visits
+    assert simulate(other, 3, "balancer", depth=1, pages=40).visits != first.visits
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -1,6 +1,6 @@
 """`quire simulate MODEL`: traffic on engines that are not there, faster than time passes. Loads no weights, needs no torch.
 
-The engines' configuration, scheduler and page pool are those of `quire serve`; how long steps take is computed
+The engines' configuration, scheduler, page pool and balancer are those of `quire serve`; how long steps take is computed
 (`--card`) or was measured (`--timing`).
 """
 
@@ -25,7 +25,7 @@ from quire.progress import doing, shown
 from quire.sim.fleet import Fleet, Run, Visit
 from quire.sim.generated import Characters, Generated, sharegpt_trace, workload_trace
 from quire.sim.objectives import Objectives, Search, Trial, fewest_replicas
-from quire.sim.router import ROUTERS
+from quire.sim.router import router_maker
 from quire.sim.trace import Trace, format_of, read_trace
 from quire.step_loop import little_garbage_collection
 from quire.text.open import open_tokenizer
@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
         "simulate",
         usage="%(prog)s [MODEL] [options]",
         help="what a model would do on other devices, under any load",
-        description="Runs scheduler and cache against a model of a device and a trace, in virtual time. Needs a "
+        description="Runs scheduler, cache and balancer against a model of a device and a trace, in virtual time. Needs a "
         "config.json, no weights and no device. Takes all engine options.",
     )
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the model, as in --model")
@@ -153,7 +153,9 @@ def _counter(chars_per_token: float | None, config: Config) -> TokenCounter:
 def _simulate(
     namespace: argparse.Namespace, setting: Setting, trace: Trace, objectives: Objectives | None
 ) -> tuple[Run, Search | None]:
-    make_router, pages = ROUTERS[namespace.router], setting.pages_for(trace)
+    known = setting.plan.pages if setting.config.prefix_caching else 0
+    make_router = router_maker(namespace.router, known, setting.plan.page_size)
+    pages = setting.pages_for(trace)
 
     def simulate(replicas: int, wanted: Callable[[Visit], bool] = lambda _: True) -> Run:
         fleet = Fleet([setting.replica(pages) for _ in range(replicas)], make_router(replicas), namespace.max_concurrency)

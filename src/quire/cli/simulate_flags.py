@@ -38,7 +38,7 @@ DEVICE: Flags = (
 )
 FLEET: Flags = (
     ("replicas", "engines (default: as few as keep the objective, or 1)", N),
-    ("router", "who gets a request (default load)", {"choices": tuple(ROUTERS), "default": "load"}),
+    ("router", "who gets a request (default balancer)", {"choices": ROUTERS, "default": "balancer"}),
     ("slo-ttft", "objective: milliseconds to the first token", X),
     ("slo-tpot", "objective: milliseconds for each token after it", X),
     ("slo-percentile", "of the requests that keep both (default 99)", X | {"default": 99.0}),

@@ -55,8 +55,8 @@ class Generated:
         beginnings = [contents.new() for _ in range(self.num_prefixes)]
         starts = arrival_times(load, -(-self.requests // self.turns), self.seed)
         arrivals: list[Arrival] = []
-        for number, start in enumerate(starts.tolist()):
-            said: Blocks = ((beginnings[number % self.num_prefixes], self.prefix_len),) if self.prefix_len else ()
+        for start in starts.tolist():
+            said: Blocks = ((beginnings[rng.integers(self.num_prefixes)], self.prefix_len),) if self.prefix_len else ()
             for turn in range(self.turns):
                 length = around(rng, self.input_len, self.range_ratio, 0 if said else 1)
                 said = (*said, (contents.new(), length)) if length else said

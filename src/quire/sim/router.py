@@ -1,8 +1,9 @@
-"""Which replica gets a request."""
+"""Which replica gets a request: the balancer of data-parallel serving itself, or what it is to be compared with."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from quire.sched.balancer import Balancer
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
 
@@ -33,28 +34,36 @@ class RoundRobin:
         """Nor does that."""
 
 
-class LeastWork:
-    """Whoever has the fewest tokens left to run, prompts and answers together: what a trace knows, and a server does not."""
+class Balanced:
+    """As `quire serve` places requests. Without pages it goes by load alone."""
 
-    def __init__(self, replicas: int) -> None:
-        self._work = [0] * replicas
-        self._open: dict[str, tuple[int, int]] = {}  # request -> replica, tokens
+    def __init__(self, replicas: int, pages: int = 0, page_size: int = 0) -> None:
+        self._balancer, self._all = Balancer(replicas), range(replicas)
+        if pages:
+            for replica in self._all:
+                self._balancer.begin(replica, pages, page_size)
 
     def place(self, request: EngineRequest) -> int:
-        chosen = min(range(len(self._work)), key=lambda replica: (self._work[replica], replica))
-        tokens = len(request.prompt) + (request.params.max_tokens or 0)
-        self._open[request.id] = chosen, tokens
-        self._work[chosen] += tokens
-        return chosen
+        return self._balancer.place(request, self._all)
 
     def heard(self, deltas: Sequence[TokenDelta]) -> None:
+        told, end = self._balancer.told, self._balancer.end
         for delta in deltas:
+            if delta.token_ids:
+                told(delta.request_id, len(delta.token_ids))
             if delta.finish_reason is not None:
-                self.refused(delta.request_id)
+                end(delta.request_id)
 
     def refused(self, name: str) -> None:
-        replica, tokens = self._open.pop(name)
-        self._work[replica] -= tokens
+        self._balancer.end(name)
 
 
-ROUTERS: dict[str, Callable[[int], Router]] = {"load": LeastWork, "round-robin": RoundRobin}
+ROUTERS = ("balancer", "load", "round-robin")
+MakeRouter = Callable[[int], Router]
+
+
+def router_maker(name: str, pages: int, page_size: int) -> MakeRouter:
+    """For a number of replicas, each with so many pages."""
+    if name == "round-robin":
+        return RoundRobin
+    return lambda replicas: Balanced(replicas, pages if name == "balancer" else 0, page_size)
