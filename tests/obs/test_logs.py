@@ -10,7 +10,7 @@ from quire.types.errors import ConfigError
 from quire.types.news import Arrived, Finished, OutputNews
 from quire.types.outputs import RequestMetrics
 from quire.types.sampling import SamplingParams
-from quire.types.stats import Stats
+from quire.types.stats import DraftCounts, Stats
 
 
 @pytest.fixture(autouse=True)
@@ -136,3 +136,22 @@ def test_requests(caplog: pytest.LogCaptureFixture) -> None:
     log.on_outputs(OutputNews(0.0, finished=[done]))
     assert "prompt: 'a ', prompt_token_ids: [1, 2]." in caplog.text
     assert "Generated response r1 choice 1: output: 'tw'." in caplog.text
+
+
+def test_drafts_have_a_line_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    """Also when rows become longer, and when another engine counts from zero."""
+    caplog.set_level(logging.INFO)
+    log = StatsLog(100.0)
+    for number, drafts in enumerate(
+        (DraftCounts(10, 20, 15, (10, 5)), DraftCounts(14, 40, 23, (14, 7, 2)), DraftCounts(2, 4, 0, (0,)))
+    ):
+        log.on_step(Stats(1, 0, 10, 4, 0, 0, 0, drafts=drafts), 5, 0.0)
+        log.log(110.0 + 10 * number)
+        log.log(110.0 + 10 * number)
+    told = [record.getMessage() for record in caplog.records if "SpecDecoding" in record.getMessage()]
+    assert len(told) == 3
+    assert "Mean acceptance length: 2.50" in told[0] and "Per-position acceptance rate: 1.000, 0.500," in told[0]
+    assert (
+        "Mean acceptance length: 3.00" in told[1] and "rate: 1.000, 0.500, 0.500, Avg Draft acceptance rate: 40.0%" in told[1]
+    )
+    assert "Mean acceptance length: 1.00" in told[2] and "Drafted: 4 tokens" in told[2]

@@ -79,8 +79,8 @@ class StatsLog:
         self._drafts_told = now
         if not rows:
             return
-        old = before.per_position or (0,) * len(now.per_position)
-        rates = [(new - past) / rows for new, past in zip(now.per_position, old, strict=True)]
+        old = (*before.per_position, *[0] * len(now.per_position))  # rows have become longer since, perhaps
+        rates = [(new - past) / rows for new, past in zip(now.per_position, old, strict=False)]
         while rates and not rates[-1]:
             rates.pop()
         logger.info(
