@@ -1,10 +1,11 @@
 """`--help` in sections: short by default, and more by name, as vLLM has it (`--help=all`, `--help=SECTION`, `--help=WORD`)."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from quire.config.args import nearest
 
+WIDTH = 78  # of a row of sections
 MANY = 30  # flags from which a command's help is shortened
 # flags of the engine that most people need, and those of who serves; a command's own are always shown
 COMMON = frozenset({"model", "config", "dtype", "device", "max_model_len", "max_tokens", "temperature", "top_p"})
@@ -30,12 +31,23 @@ def short_help(parser: argparse.ArgumentParser) -> str:
         return full_help(parser)
     common = SERVING if "--host" in parser._option_string_actions else COMMON
     kept = {group: [one for one in ones if _is_own(group) or one.dest in common] for group, ones in shown.items()}
-    sections = [f"  {group.title} ({len(shown[group])})" for group in shown if group.title and kept[group] != shown[group]]
+    sections = _rows(f"{group.title} ({len(shown[group])})" for group in shown if group.title and kept[group] != shown[group])
     more = [
         "more options, by section:", *sections, "",
         f"{parser.prog} --help=all lists every option, --help=SECTION those of a section, --help=WORD those with a word",
     ]  # fmt: skip
     return _format(parser, kept) + "\n" + "\n".join(more) + "\n"
+
+
+def _rows(items: Iterable[str]) -> list[str]:
+    """As many in a row as fit, none of them broken."""
+    rows: list[str] = []
+    for item in items:
+        if rows and len(rows[-1]) + len(item) + 2 <= WIDTH:
+            rows[-1] += f", {item}"
+        else:
+            rows.append(f"  {item}")
+    return rows
 
 
 def full_help(parser: argparse.ArgumentParser) -> str:
