@@ -19,7 +19,8 @@ _SCRIPT = re.compile(r'<script src="([\w.]+)"></script>')
 _STYLE = re.compile(r'<link rel="stylesheet" href="([\w.]+)">')
 _COMMENT = re.compile(r"^ *(?://.*|/\*\*? .*\*/)$| +// .*$", re.MULTILINE)
 _SPACE = re.compile(r"^\s+", re.MULTILINE)
-_CSS_SPACE = re.compile(r"(?<=[:;,{}])[ \n]|[ \n](?=[{}])")
+_CSS_SPACE = re.compile(r"(?<=[:;,{}])[ \n]|[ \n](?=[{}])|;(?=\s*})")
+_JS_LINES = re.compile(r"(?<={)\n|\n(?=})")  # no text of ours has lines of its own
 _POLICY = (
     "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
@@ -38,7 +39,7 @@ def _assembled() -> tuple[bytes, dict[str, str]]:
 
     def inline(kind: str, found: re.Match[str]) -> str:
         text = _SPACE.sub("", _COMMENT.sub("", _read(found[1])))
-        text = _CSS_SPACE.sub("", text) if kind == "style" else text
+        text = (_CSS_SPACE if kind == "style" else _JS_LINES).sub("", text)
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         hashes[kind].append(f"'sha256-{digest}'")
         return f"<{kind}>{text}</{kind}>"
