@@ -439,7 +439,9 @@ def agrees_with_metrics(viewer: Viewer, server: ServerProcess) -> None:
     assert stats["used_pages"] == 0 == viewer.page.evaluate("feed.pool.used")
     shown = viewer.page.inner_text("#activity")
     said = viewer.page.evaluate("count(feed.stats.generated_tokens)")
-    assert f"tokens generated\n{said}" in shown and "1 restarts" in shown
+    assert f"tokens generated\n{said}" in shown and "1 restarts" in shown and "adapters\nnone" in shown
+    viewer.page.evaluate("[...feed.requests.values()][0].adapter = 'fox', drawActivity()")
+    assert "adapters\nfox 1" in viewer.page.inner_text("#activity")
 
 
 def test_a_server_that_comes_back_is_connected_to_again(browser: Any, model: Path, keyed: ServerProcess) -> None:

@@ -253,6 +253,7 @@ function drawRequest() {
   const facts = {
     state: over ? `finished: ${request.reason}` : state,
     engine: feed.hello.engines > 1 && String(request.engine),
+    adapter: request.adapter,
     prompt: `${request.prompt} tokens, ${request.cached} cached`,
     drawn: `${request.drawn} of at most ${request.max_tokens ?? "any number"}`,
     "first token": over && request.ttft !== null && `after ${duration(request.ttft)}`,
@@ -303,11 +304,14 @@ function quantile(counts, bounds, n) {
 function drawActivity() {
   const { stats, engine, log } = feed;
   const list = (counts) => Object.entries(counts).map(([name, n]) => `${name} ${count(n)}`).join(", ") || "none";
+  const used = {}; // adapters, by the requests that are shown
+  for (const { adapter: it } of feed.requests.values()) if (it) used[it] = (used[it] || 0) + 1;
   const facts = {
     "tokens generated": count(stats.generated_tokens),
     "prompt tokens": `${count(stats.prompt_tokens)}, ${count(stats.cached_tokens)} cached`,
     finished: list(stats.finished),
     "tool calls": list(stats.tool_calls),
+    adapters: list(used),
     grammars: `${stats.compiling} being compiled, ${stats.grammar_losses} processes lost`,
     engine: `${feed.engines.map(({ state, pid }) => `${state}${pid ? `, process ${pid}` : ""}`).join(" · ")}; ${engine.restarts} restarts, ${engine.replayed} requests went on`,
     viewers: count(stats.viewers),
