@@ -384,9 +384,20 @@ def test_keys_and_what_each_sees(browser: Any, keyed: ServerProcess) -> None:
     two.close()
 
 
+# a slow browser may look for the prompt's step when newer ones have taken its place
+NOTE_PROMPTS = """() => {
+  const take = TAKE.step;
+  TAKE.step = (event) => {
+    take(event);
+    window.longest = Math.max(window.longest || 0, ...feed.steps.map((step) => step.prompt));
+  };
+}"""
+
+
 def test_the_engine_at_work(viewer: Viewer, server: ServerProcess) -> None:
     page = viewer.page
     viewer.wait(LIVE)
+    page.evaluate(NOTE_PROMPTS)
     viewer.set("Anything else", ENDLESS)
     viewer.say("the quick brown fox jumps over the lazy dog " * 20)
     page.click("#views a:has-text('Engine')")
@@ -394,7 +405,7 @@ def test_the_engine_at_work(viewer: Viewer, server: ServerProcess) -> None:
     viewer.wait("view.tiles.running.textContent.startsWith('1 /')")
     viewer.wait("document.querySelector('#requests .state').textContent === 'decode'")
     viewer.wait("feed.map.filter((c) => c === 'o').length > 3")
-    viewer.wait("feed.steps.length > 10 && feed.steps.some((step) => step.prompt > 100)")
+    viewer.wait("feed.steps.length > 10 && window.longest > 100")
     page.click("#requests button")
     viewer.wait("document.querySelector('#requestParts').textContent.includes('under way')")
     page.keyboard.press("Escape")
