@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -108,7 +109,10 @@ def test_python(snippet: Snippet, request: pytest.FixtureRequest, monkeypatch: p
         small = request.getfixturevalue("small")
         monkeypatch.setattr(quire, "EngineArgs", lambda model: EngineArgs(model={"smollm2": str(small)}[model]), raising=False)
     capsys = request.getfixturevalue("capsys")
-    exec(compile(code, str(snippet), "exec"), {"__name__": "__main__"})
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(code, str(snippet), "exec"), names)
+    if "client" in names:  # a program ends with its connections open; this process goes on
+        names["client"].close()
     assert "print(" not in code or capsys.readouterr().out.strip()
 
 
