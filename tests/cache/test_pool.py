@@ -84,7 +84,7 @@ def test_check_finds_a_leak():
     with pytest.raises(EngineError, match="references"):
         pool.check(Counter())
     pool.check(Counter(pages))
-    pool._blank.add(pages[0])
+    pool._is_blank[pages[0]] = 1
     with pytest.raises(EngineError, match="lost or doubled"):
         pool.check(Counter(pages))
 

@@ -29,21 +29,19 @@ class Pool:
         self.pages = pages
         self.refs = [0] * (pages + 1)
         self.returned = 0  # how often a page became free, ever: tells whether trying again can make sense
-        self._blank = set(range(1, pages + 1))
-        self._order: Sequence[int] = _spread(pages) if in_one_piece else range(pages + 1)
-        self._beginnings = sorted((self._order[page], page) for page in self._blank)  # a heap; some were taken meanwhile
-        self._queued = [True] * (pages + 1)  # is in _beginnings
+        self.blank = pages
+        self._is_blank = bytearray([0]) + bytearray([1]) * pages + bytearray([0])  # with a place behind the last page
+        self._bits = max(pages - 1, 0).bit_length() if in_one_piece else 0
+        self._untried = 0  # the first place among the beginnings that nobody looked at
+        self._again: list[int] = []  # a heap of earlier places, whose pages came back; some were taken meanwhile
+        self._queued = bytearray([1]) * (pages + 1)  # is in one of the two
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._index: dict[Key, int] = {}
         self._content: list[tuple[Key, bytes] | None] = [None] * (pages + 1)
 
     @property
     def free(self) -> int:
-        return len(self._blank) + len(self._cached)
-
-    @property
-    def blank(self) -> int:
-        return len(self._blank)
+        return self.blank + len(self._cached)
 
     @property
     def cached(self) -> int:
@@ -58,13 +56,14 @@ class Pool:
         """That many pages with unspecified content, each with one reference, for a sequence that ends with `after`."""
         if count > self.free:
             raise EngineError(f"{count} pages were taken, but only {self.free} of {self.pages} are free")
-        blank, taken = self._blank, []
+        is_blank, taken = self._is_blank, []
         for _ in range(count):
             after += 1
-            if after > 1 and after in blank:  # behind the sequence's last page
-                blank.remove(after)
+            if after > 1 and is_blank[after]:  # behind the sequence's last page
+                is_blank[after] = 0
+                self.blank -= 1
             else:
-                after = self._beginning() if blank else self._evict()
+                after = self._beginning() if self.blank else self._evict()
             self.refs[after] = 1
             taken.append(after)
         return taken
@@ -125,7 +124,8 @@ class Pool:
 
     def check(self, owners: Counter[int]) -> None:
         """Raises unless the references are exactly `owners` and every page is in one place."""
-        free = [*self._blank, *self._cached]
+        blank = [page for page, is_blank in enumerate(self._is_blank) if is_blank]
+        free = [*blank, *self._cached]
         used = [page for page in range(1, self.pages + 1) if self.refs[page]]
         if sorted(free + used) != list(range(1, self.pages + 1)):
             raise EngineError(f"pages are lost or doubled: free {sorted(free)}, in use {used}, of {self.pages}")
@@ -135,23 +135,29 @@ class Pool:
         published = {page: content[0] for page, content in enumerate(self._content) if content is not None}
         if published != {page: key for key, page in self._index.items()} or set(self._cached) - set(published):
             raise EngineError("the content index and the pages disagree")
-        if any(page in published for page in self._blank):
-            raise EngineError("a blank page has content")
+        if any(page in published for page in blank) or len(blank) != self.blank:
+            raise EngineError("a blank page has content, or was not counted")
 
     def _beginning(self) -> int:
         """The blank page with the most room behind it."""
         page = NULL
-        while page not in self._blank:
-            _, page = heapq.heappop(self._beginnings)
-            self._queued[page] = False
-        self._blank.remove(page)
+        while not self._is_blank[page]:
+            if self._again:
+                page = self._page(heapq.heappop(self._again))
+            else:
+                page = self._page(self._untried)
+                self._untried += 1
+            self._queued[page] = 0
+        self._is_blank[page] = 0
+        self.blank -= 1
         return page
 
     def _give(self, page: int) -> None:
-        self._blank.add(page)
+        self._is_blank[page] = 1
+        self.blank += 1
         if not self._queued[page]:
-            heapq.heappush(self._beginnings, (self._order[page], page))
-            self._queued[page] = True
+            heapq.heappush(self._again, self._place(page))
+            self._queued[page] = 1
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
@@ -161,10 +167,15 @@ class Pool:
             self._content[page] = None
         return page
 
+    def _place(self, page: int) -> int:
+        """A page's place among the beginnings: its number from 0, with the bits reversed where pages had better be spread."""
+        return _reversed(page - 1, self._bits) if self._bits else page - 1
 
-def _spread(pages: int) -> list[int]:
-    """For each page its place among the beginnings: its number from 0 with the bits reversed."""
-    order = [0]
-    while len(order) < pages:
-        order = [2 * place for place in order] + [2 * place + 1 for place in order]
-    return [0, *order[:pages]]
+    def _page(self, place: int) -> int:
+        """The page in that place of the order, or NULL: with bits reversed there are more places than pages."""
+        page = _reversed(place, self._bits) + 1 if self._bits else place + 1
+        return page if page <= self.pages else NULL
+
+
+def _reversed(number: int, bits: int) -> int:
+    return int(f"{number:0{bits}b}"[::-1], 2)
