@@ -23,6 +23,7 @@ from quire.files.resolve import resolve_model
 from quire.load.load import load_weights
 from quire.models.decoder import Decoder
 from quire.models.registry import build_model
+from quire.ops.adapters import tile
 
 PAGE_SIZE = 4
 ORIGINAL = "original"  # of a checkpoint that was rewritten: where it is kept as transformers wrote it
@@ -358,6 +359,7 @@ class Sequences:
             attention.bind(kv, self.windows.index(window))
         self.lengths = [0] * count
         self.adapters = [0] * count  # that each sequence asks for
+        self.tiled = False  # by kernels
 
     def step(self, rows: list[tuple[int, list[int]]], kept: list[int] | None = None) -> list[Tensor]:
         """rows of (sequence, next token ids) -> logits [n, V] of each row's every token, or of its last kept[r] ones."""
@@ -376,6 +378,8 @@ class Sequences:
             page = table[slots, at // self.page_size].long()
             taken = table[torch.tensor([sequence for sequence, _ in rows], device=self.device)]
             groups.append(GroupView(taken, page * self.page_size + at % self.page_size))
+        places = np.array(self.adapters)[slots.cpu()]
+        tiles = tile(places, torch.device(self.device)) if self.tiled else None
         batch = Batch(
             ids=torch.tensor(ids, device=self.device),
             positions=at,
@@ -384,9 +388,7 @@ class Sequences:
             rows=tuple(shapes),
             logit_index=torch.arange(len(ids) if kept is None else sum(kept), device=self.device),
             groups=tuple(groups),
-            adapters=AdapterRows(np.array(self.adapters)[slots.cpu()], torch.device(self.device))
-            if any(self.adapters)
-            else None,
+            adapters=AdapterRows(places, torch.device(self.device), tiles) if any(self.adapters) else None,
         )
         counts = [len(tokens) for _, tokens in rows]
         if kept is not None:

@@ -1,6 +1,7 @@
 """Rows with different adapters get, beside each other, what transformers makes of matrices with the additions in them."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -12,8 +13,12 @@ from quire.layers.adapter import LinearBank, LinearNumbers, LowRank
 from quire.load.assign import rename
 from quire.load.load import load_weights
 from quire.models.registry import build_model
-from quire.prepare.adapt import Addition, adapt
+from quire.prepare.adapt import adapt
+from quire.prepare.adapter_sites import Addition
 from quire.types.errors import ConfigError
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before kernels are defined
 
 IDS = torch.randint(3, 199, (3, 20), generator=torch.Generator().manual_seed(0)).tolist()
 FAMILIES = ["llama-biases-tied", "phi3", "gpt2", "gemma2", "opt", "opt-norms-after-narrow", "qwen3-moe-some-layers", "gpt-neox",
@@ -44,12 +49,12 @@ def additions(case, sites, number, dora=False):
     return found, merged
 
 
-def room(model):
-    return adapt(model, device=torch.device("cpu"), dtype=torch.float32)
+def room(model, tabled=None):
+    return adapt(model, device=torch.device("cpu"), dtype=torch.float32, tabled=tabled)
 
 
-def adapted(case, model, dora=False):
-    adapters = room(model)
+def adapted(case, model, dora=False, tabled=None):
+    adapters = room(model, tabled)
     merged, packed = [case.reference], []
     for number in (1, 2):
         found, reference = additions(case, adapters.sites, number, dora)
@@ -59,9 +64,10 @@ def adapted(case, model, dora=False):
     return adapters, merged
 
 
-def run(model):
+def run(model, tiled=False):
     model.put_all()
     sequences = Sequences(model, 3, 20)
+    sequences.tiled = tiled
     sequences.adapters = WANTED
     first = sequences.step([(row, IDS[row][:12]) for row in range(3)])
     later = sequences.step([(row, IDS[row][12:]) for row in (2, 0, 1)], kept=[1, 8, 0])
@@ -82,6 +88,18 @@ def test_every_row_has_its_own_adapter(checkpoint, family):
     _, merged = adapted(case, model)
     load_weights(model, case.facts, device="cpu", dtype="float32")
     check(run(model), merged)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are for the GPU then: tests/engine/test_adapters_gpu.py")
+@pytest.mark.parametrize(("family", "dora"), [("llama-biases-tied", True), ("phi3", False)])
+def test_kernels_add_the_same(checkpoint, family, dora):
+    pytest.importorskip("triton")
+    case = checkpoint(family)
+    model = build_model(case.facts)
+    adapters, merged = adapted(case, model, dora, tabled=(2, 3))
+    load_weights(model, case.facts, device="cpu", dtype="float32")
+    check(run(model, tiled=True), merged)
+    assert adapters.has_kernels_for([1, 2])
 
 
 @pytest.mark.parametrize(

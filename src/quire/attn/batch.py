@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from quire.attn.shared_prefix import FindSharedPrefix, SharedPrefix, nothing_shared
+from quire.ops.adapters import tile
+from quire.ops.arguments import AdapterTiles
 from quire.types.plan import spans
 
 
@@ -29,19 +31,23 @@ class GroupView:
 class AdapterRows:
     """The place of the adapter that each token's row has asked for; 0 = none."""
 
-    places: npt.NDArray[np.int64]  # [T] on the host
+    places: npt.NDArray[np.int64]  # [T] on the host; of rows that are recorded, none
     device: torch.device  # of the batch
+    tiles: AdapterTiles | None = None  # for kernels, which can do all that these adapters have
 
     @cached_property
     def groups(self) -> tuple[tuple[int, Tensor | None], ...]:
-        """Places that are asked for, and by which tokens [n] int64; None = by all."""
+        """Places that are asked for, and by which tokens [n] int64; None = by all. None where kernels do it."""
+        if self.tiles is not None:
+            return ()
         places = np.unique(self.places).tolist()
         if len(places) == 1:
             return tuple((place, None) for place in places if place)
         return tuple((place, self._tokens_of(place)) for place in places if place)
 
     def take(self, tokens: npt.NDArray[np.integer]) -> "AdapterRows":
-        return AdapterRows(self.places[tokens], self.device)
+        places = self.places[tokens]
+        return AdapterRows(places, self.device, None if self.tiles is None else tile(places, self.device))
 
     def _tokens_of(self, place: int) -> Tensor:
         return torch.from_numpy(np.flatnonzero(self.places == place)).to(self.device, non_blocking=True)

@@ -2,6 +2,7 @@
 
 Here is the reference in torch: rows of one adapter are gathered, multiplied by its two narrow matrices, and added to what the
 layer made of them. Rows without an adapter are not touched, and an adapter without additions to a layer costs nothing there.
+On a GPU kernels do it for linear layers, all adapters at once (`ops/adapters.py`).
 """
 
 from collections.abc import Iterator
@@ -13,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.attn.batch import AdapterRows
-from quire.ops.activation import reference_gated
-from quire.ops.arguments import ClampedSwiglu, ExpertBiases
+from quire.ops.activation import gated, reference_gated
+from quire.ops.adapters import add_tiled, gated_tiled
+from quire.ops.arguments import AdapterTable, ClampedSwiglu, ExpertBiases
 
 TOGETHER = 16  # rows on a CPU that are one product: a row's sums are then the same whoever is beside it
 
@@ -74,8 +76,12 @@ class LinearNumbers:
 
 
 class LinearBank(Bank[LinearNumbers]):
+    table: AdapterTable | None = None  # of the same numbers, for kernels
+
     def add(self, out: Tensor, x: Tensor, rows: AdapterRows | None, own: Tensor | None) -> Tensor:
         """out [T, outputs], which it may overwrite, of x [T, inputs], with what each row's adapter makes of it."""
+        if self.table is not None and rows is not None and rows.tiles is not None:
+            return add_tiled(out, x, rows.tiles, self.table, own)
         flat, given = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1])
         for numbers, tokens in self.of(rows):
             if tokens is None:
@@ -83,6 +89,12 @@ class LinearBank(Bank[LinearNumbers]):
             else:
                 given[tokens] = numbers.change(given[tokens], flat[tokens], own)
         return given.view(out.shape)
+
+    def gated(self, out: Tensor, x: Tensor, rows: AdapterRows, own: Tensor | None, activation: str) -> Tensor:
+        """As `add`, and the first half of the outputs is then a gate of the second -> [T, outputs / 2]."""
+        if self.table is not None and rows.tiles is not None:
+            return gated_tiled(out, x, rows.tiles, self.table, own, activation)
+        return gated(self.add(out, x, rows, own), activation)
 
 
 @dataclass(frozen=True)

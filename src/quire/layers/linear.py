@@ -18,7 +18,6 @@ from quire.layers.adapter import LinearBank
 from quire.layers.claims import Claim, Claims, Take, rows_of
 from quire.layers.parameter import Method, MethodLayer, parameter
 from quire.layers.role import Role
-from quire.ops.activation import gated
 from quire.ops.linear import gated_linear, linear
 
 
@@ -162,7 +161,7 @@ class Linear(MethodLayer):
         """As `LinearMethod.apply_gated`: in one launch where the method can, and nobody asks for an adapter."""
         if self.bank is None or adapters is None:
             return self.method.apply_gated(self, x, activation)
-        return gated(self(x, adapters), activation)
+        return self.bank.gated(self.method.apply(self, x), x, adapters, self.bias, activation)
 
 
 class HeadsLinear(Linear):

@@ -23,7 +23,7 @@ from quire.load.adapter_config import AdapterConfig, interpret
 from quire.load.adapter_experts import ExpertTensors
 from quire.load.assign import Renames, rename
 from quire.load.safetensors import DTYPES
-from quire.prepare.adapt import Addition, ExpertsSite, HeadSite, LinearSite, Site
+from quire.prepare.adapter_sites import Addition, ExpertsSite, HeadSite, LinearSite, Site
 from quire.types.errors import AdapterError, ModelError
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from quire.prepare.adapt import Addition, ExpertsSite, Site
+from quire.prepare.adapter_sites import Addition, ExpertsSite, Site
 
 if TYPE_CHECKING:
     from quire.load.adapter import Named

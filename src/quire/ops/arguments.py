@@ -32,6 +32,28 @@ class ClampedSwiglu:
     limit: float
 
 
+@dataclass(frozen=True)
+class AdapterTiles:
+    """Tokens by their adapters, for kernels: those of one stand together, and no tile has two adapters' tokens."""
+
+    order: Tensor  # [T] int32 tokens
+    tiles: Tensor  # [N, 3] int32 place of the adapter, first token in the order, count; 0 tokens = there is nothing to do
+
+
+@dataclass(frozen=True)
+class AdapterTable:
+    """Where kernels find what adapters have for a layer. It stays where it is while adapters come and go."""
+
+    # [...] int64, at place * stride + 5 * part: addresses of down [rank, inputs] and up [rank, width], the rank, addresses of
+    # gain [width] and bias [width]; 0 = it has none
+    entries: Tensor
+    stride: int
+    ranks: int  # no rank is larger
+    blocks: Tensor  # [M, 4] int32: part; in units: first output, first output of the part, width of the part
+    unit: int
+    parts: int
+
+
 class ExpertBiases(NamedTuple):
     up: Tensor  # [E, 2I] gate before up
     down: Tensor | None  # [E, H]; None = another rank adds them

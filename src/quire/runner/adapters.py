@@ -1,5 +1,6 @@
 """The runner's shelf of adapters: what was read lies in the host's memory by version, and is put to places on the device."""
 
+from collections.abc import Iterable
 from threading import Lock
 
 import torch
@@ -24,6 +25,9 @@ class Shelf:
         self._lock = Lock()
         self._taken: dict[int, int] = {}  # place -> bytes
         self.filled: set[int] = set()
+
+    def has_kernels_for(self, places: Iterable[int]) -> bool:
+        return self._adapters.has_kernels_for(places)
 
     def read(self, ref: AdapterRef) -> AdapterFacts:
         additions, rank = read_adapter(ref.path, self._model)

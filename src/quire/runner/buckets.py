@@ -34,6 +34,7 @@ class Bucket:
     rows: int
     room: Room
     tokens: int = 0  # in rows of any length; 0 = every row has one token
+    adapted: bool = False  # some row has an adapter
 
     @property
     def width(self) -> int:
@@ -84,7 +85,8 @@ def substitute(own: Bucket, need: Room, recorded: Collection[Bucket]) -> Bucket 
     near = (
         bucket
         for bucket in recorded
-        if bucket.rows <= factor * own.rows
+        if bucket.adapted == own.adapted
+        and bucket.rows <= factor * own.rows
         and bucket.room.splits <= factor * own.room.splits
         and bucket.room.shared <= next_shared
         and (bucket.tokens <= own.tokens + own.tokens // 4 if own.tokens else not bucket.tokens)

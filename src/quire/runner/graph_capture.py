@@ -51,6 +51,8 @@ class StepRecorder:
         slot, end, _, drawer = inputs.row_numbers(bucket)
         filled = inputs.rows(bucket)
         fill_rows(slot, end, batch.row_starts, slots.position, slots.tokens, slots.tables, slots.page_size, filled)
-        logits = self._model.logits(self._model(inputs.keep_final(bucket, batch) if bucket.tokens else batch))
+        batch = inputs.adapt(bucket, batch)
+        batch = inputs.keep_final(bucket, batch) if bucket.tokens else batch
+        logits = self._model.logits(self._model(batch), batch.final.adapters)
         self._sampler.draw(logits, drawer, end, slots.tokens)
         return logits

@@ -16,7 +16,7 @@ makes people wait for a few steps' time: ragged buckets that can borrow, at litt
 
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -41,7 +41,7 @@ from quire.runner.graph_inputs import Inputs, Planners, Work
 from quire.runner.sampler.pipeline import Sampler
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
-from quire.runner.transfer import upload
+from quire.runner.transfer import Longs, upload
 from quire.types.plan import StepPlan
 
 WANTED = 3  # steps that would have run eagerly before their bucket is recorded
@@ -49,9 +49,10 @@ MISSED = 200  # steps that borrowed before theirs is
 ACTIVATION_BYTES = 512 << 20
 
 
-def allowance(max_seqs: int, vocabulary: int) -> int:
-    """Bytes all graphs together may take: logits (of several sizes, on their way in two types), activations, the graphs."""
-    return ACTIVATION_BYTES + 3 * 4 * min(max_seqs, MOST_ROWS) * vocabulary
+def allowance(max_seqs: int, vocabulary: int, adapters: bool = False) -> int:
+    """Bytes all graphs together may take: logits (of several sizes, on their way in two types), activations, the graphs; those
+    of rows with adapters come on top."""
+    return (2 if adapters else 1) * ACTIVATION_BYTES + 3 * 4 * min(max_seqs, MOST_ROWS) * vocabulary
 
 
 def fixed_plans(model: Decoder, groups: int) -> Planners | None:
@@ -86,32 +87,34 @@ class Graphs:
         recorder: Recorder,
         vocabulary: int,
         max_tokens: int,
+        adapters: int = 0,
     ) -> None:
-        """`max_tokens`: no step has more."""
+        """`max_tokens`: no step has more. `adapters`: there may be so many; steps with some have graphs of their own."""
+        self._adapters = adapters > 0
         self._max_tokens = min(max_tokens, MOST_TOKENS)
         self._slots, self._sampler, self._planners = slots, sampler, planners
         self._max_rows = min(len(slots.tokens), MOST_ROWS)
-        self._allowance = allowance(len(slots.tokens), vocabulary)
+        self._allowance = allowance(len(slots.tokens), vocabulary, self._adapters)
         self._taken = 0  # bytes
         self._wanted: Counter[Bucket] = Counter()
         self._recorded: dict[Bucket, Recording] = {}
-        self._inputs = Inputs(slots, planners, self._max_rows)
+        self._inputs = Inputs(slots, planners, self._max_rows, adapters)
         self._device = recorder
         self._recorder = StepRecorder(model, slots, sampler, self._inputs, recorder)
         self.captures = self.replays = self.eager = 0
 
-    def run(self, plan: StepPlan, plain: bool) -> Tensor | Undrawn | None:
+    def run(self, plan: StepPlan, plain: bool, places: Longs | None = None) -> Tensor | Undrawn | None:
         """`plain`: a draw is all that the rows ask for; then -> ids and faults [2, >= R] int32 of all rows of the step.
-        None = this step is to be run eagerly."""
+        places [R]: of the rows' adapters, if any has one. None = this step is to be run eagerly."""
         tokens = plan.tokens
         if len(plan.slot) > self._max_rows or tokens > max(self._max_rows, self._max_tokens):
             return None
-        chosen = self._choose(plan, tokens)
+        chosen = self._choose(plan, tokens, places is not None)
         if chosen is None:
             self.eager += 1
             return None
         bucket, work = chosen
-        self._inputs.write(plan, bucket, plain, work)
+        self._inputs.write(plan, bucket, plain, work, places)
         recorded = self._recorded.get(bucket)
         if recorded is None:
             logits = self._record(bucket)
@@ -129,6 +132,8 @@ class Graphs:
     def record_next(self) -> bool:
         """Records the most useful bucket that has no graph, without any row; False = there is none, or no memory."""
         likely = [bucket for bucket, _ in self._wanted.most_common()] + worth_having(self._max_rows, self._max_tokens)
+        if self._adapters:
+            likely += [replace(bucket, adapted=True) for bucket in likely]
         bucket = next((bucket for bucket in likely if bucket not in self._recorded), None)
         if bucket is None or self._taken >= self._allowance:
             return False
@@ -136,7 +141,7 @@ class Graphs:
         self._record(bucket)
         return True
 
-    def _choose(self, plan: StepPlan, tokens: int) -> tuple[Bucket, Work] | None:
+    def _choose(self, plan: StepPlan, tokens: int, adapted: bool) -> tuple[Bucket, Work] | None:
         """The bucket whose graph runs this step, or is to be recorded by it, and each group's attention work."""
         found = self._cut(plan)
         if found is None:
@@ -145,6 +150,7 @@ class Graphs:
         own = self._bucket(need, len(plan.slot), tokens)
         if own is None:
             return None
+        own = replace(own, adapted=adapted)
         if own in self._recorded:
             return own, work
         other = substitute(own, need, self._recorded)

@@ -20,7 +20,7 @@ from quire.dist.mesh import ALONE, Position, share_layers
 from quire.load.load import load_weights
 from quire.models.decoder import Decoder
 from quire.models.registry import build_model
-from quire.prepare.adapt import adapt
+from quire.prepare.adapt import Adapters, adapt
 from quire.prepare.shard import shard
 from quire.runner.adapters import Shelf
 from quire.runner.batch import Built, build_batch
@@ -29,7 +29,7 @@ from quire.runner.draft.base import Drafter
 from quire.runner.draft.model import DraftModel
 from quire.runner.draft.verify import Verification, prepare
 from quire.runner.flight import StepFlight
-from quire.runner.graphs import Graphs, allowance, fixed_plans
+from quire.runner.graphs import Graphs, Undrawn, allowance, fixed_plans
 from quire.runner.kv import KVBuffers
 from quire.runner.profile_run import largest_step
 from quire.runner.row_parts import RowPart, make_parts
@@ -39,7 +39,7 @@ from quire.runner.sampler.pipeline import Drawn, Sampler
 from quire.runner.sampler.stage import Rows, Tenancy
 from quire.runner.slots import Slots
 from quire.runner.transfer import Longs, upload, upload_together
-from quire.runner.warmup import LONG, warm_up_parts, warm_up_products, warm_up_steps
+from quire.runner.warmup import LONG, warm_up_adapters, warm_up_parts, warm_up_products, warm_up_steps
 from quire.types.cache import CacheLayout, KVLayout
 from quire.types.errors import ConfigError, EngineError
 from quire.types.plan import Ints, StepPlan
@@ -135,7 +135,10 @@ class Runner:
         if self._group is not None:
             shard(model, self._position, self._group)
         count, rank = self._room
-        adapters = adapt(model, device=self._device.torch_device, dtype=self._dtype) if count else None
+        adapters: Adapters | None = None
+        if count:
+            tabled = self._room if self._device.torch_device.type == "cuda" else None  # for kernels
+            adapters = adapt(model, device=self._device.torch_device, dtype=self._dtype, tabled=tabled)
         load_weights(
             model, self._facts, device=self._device.torch_device, dtype=self._dtype, load_format=self._load_format,
             seed=self._seed, keep_quantized=self._keep_quantized, quantization=self._quantization, keeps=self._keeps,
@@ -174,6 +177,8 @@ class Runner:
         hidden = torch.zeros(self._max_batched_tokens, self._facts.hidden_size, dtype=self._dtype, device=slots.device)
         warm_up_products(self._loaded(), hidden, MOST_TOKENS)
         del hidden
+        if self._shelf is not None and self._shelf.has_kernels_for(()):
+            warm_up_adapters(self._loaded(), slots.device, self._max_batched_tokens)
         self._device.synchronize()
         self._tenants = self.graphs = None
 
@@ -183,7 +188,8 @@ class Runner:
             if kv_cache_memory_bytes <= 0:
                 raise ConfigError(f"kv_cache_memory_bytes must be positive, got {kv_cache_memory_bytes}")
             return kv_cache_memory_bytes
-        reserve = self._reserved + (allowance(self._max_seqs, self._facts.vocab_size) if self._recording else 0)
+        graphs = allowance(self._max_seqs, self._facts.vocab_size, self._room[0] > 0) if self._recording else 0
+        reserve = self._reserved + graphs
         return self._device.budget(gpu_memory_utilization, self._profile_run, reserve)
 
     def allocate(self, pages: int, max_model_len: int) -> None:
@@ -200,15 +206,12 @@ class Runner:
         self._tenants = slots, kv, sampler
         if self._draft_model is not None:
             self._draft_model.allocate(pages, slots)
-        self._parts = make_parts(self._max_seqs, set() if self._shelf is None else self._shelf.filled)
+        self._parts = make_parts(self._max_seqs, self._shelf)
         planners = fixed_plans(model, len(self._layout.groups)) if self._recording else None
-        self.graphs = (
-            None
-            if planners is None
-            else Graphs(
-                model, slots, sampler, planners, self._device.recorder(), self._facts.vocab_size, self._max_batched_tokens
-            )
-        )
+        self.graphs = None
+        if planners is not None:
+            recorder, most = self._device.recorder(), self._max_batched_tokens
+            self.graphs = Graphs(model, slots, sampler, planners, recorder, self._facts.vocab_size, most, self._room[0])
 
     def close(self) -> None:
         self._model = self._tenants = self.graphs = self._shelf = self._group = None
@@ -245,8 +248,8 @@ class Runner:
         plain = not len(plan.masked) and sampler.plain(plan.slot)
         parts = [part for part in self._parts if part.active(plan.slot)]
         outputs, drafted = plan.outputs, bool(plan.drafts.any())
-        more = parts or drafted or len(outputs.prompt_logprobs) or len(outputs.pool)  # graphs draw, and nothing else
-        replayed = None if self.graphs is None or more else self.graphs.run(plan, plain)
+        more = drafted or len(outputs.prompt_logprobs) or len(outputs.pool)  # graphs draw, and nothing else
+        replayed = None if self.graphs is None or more else self._replay(self.graphs, plan, plain, parts)
         draw: Drawn | Callable[[Masks | None], Drawn] | None = None
         if replayed is None:
             built = build_batch(plan, slots, parts)
@@ -273,6 +276,12 @@ class Runner:
             draw = partial(self._draw, replayed.logits, replayed.rows, None)
         slots.advance(plan)
         return StepFlight(plan, prompts, draw, pooled)
+
+    def _replay(self, graphs: Graphs, plan: StepPlan, plain: bool, parts: list[RowPart]) -> Tensor | Undrawn | None:
+        brought = [part.replayed(plan.slot) for part in parts]
+        if any(numbers is None for numbers in brought):
+            return None
+        return graphs.run(plan, plain, *brought)
 
     @torch.inference_mode()
     def _draw(self, logits: Tensor, rows: Rows, follow: Verification | None, masks: Masks | None) -> Drawn:

@@ -12,13 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from quire.attn.batch import Batch
+from quire.attn.batch import AdapterRows, Batch
 from quire.layers.attention import SelfAttention
 from quire.layers.linear import Linear
+from quire.layers.mlp import GatedMLP
 from quire.models.decoder import Decoder
+from quire.ops.adapters import tile
 from quire.runner.batch import build_batch
 from quire.runner.profile_run import GREEDY, Tenant, make_step
 from quire.runner.sampler.pipeline import Sampler
@@ -41,6 +44,8 @@ DOZENS = (32, 64, 96, 128, 192)  # tokens, one row or many, for layers that do n
 MIXED = 3  # rows of one token beside a prompt
 RECORDED = 4  # times a step is repeated, so that it is recorded and replayed where steps are
 THREADS = 8
+ADAPTED = (1, 17, 65, 513)  # tokens that adapters' kernels are different for
+SORTED = (64, 128, 256, 512, 1024)
 # rows of products that no graph is recorded for: in the last layer those that are drawn from, in the others all of a large
 # step; the distances are odd, for which kernel suits a number of rows depends on its last bits too
 FEW_ROWS, FEW_APART, MANY_APART = 512, 7, 97
@@ -102,6 +107,36 @@ def warm_up_products(model: Decoder, hidden: Tensor, recorded: int) -> None:
             layer(x[:rows])
     for rows in few:
         model.logits(hidden[:rows])
+
+
+def warm_up_adapters(model: Decoder, device: torch.device, most: int) -> None:
+    """The kernels of adapters for so many tokens at most, side by side; nobody is in the place that rows ask for."""
+    kinds: dict[object, Linear] = {}
+    gates: dict[object, GatedMLP] = {}
+    for layer in model.modules():
+        if isinstance(layer, Linear):
+            kinds.setdefault((layer.inputs, layer.outputs, len(layer.sections)), layer)
+        elif isinstance(layer, GatedMLP):
+            gates.setdefault((layer.gate_up.inputs, layer.gate_up.outputs, layer.activation), layer)
+    dtype, jobs = next(model.parameters()).dtype, list[Callable[[], object]]()
+    for tokens in sorted({min(size, most) for size in ADAPTED}):
+        places: npt.NDArray[np.int64] = np.ones(tokens, np.int64)
+        rows = AdapterRows(places, device, tile(places, device))
+        for layer in kinds.values():
+            jobs.append(partial(_run_adapted, layer, tokens, layer.inputs, dtype, rows))
+        for mlp in gates.values():
+            gated = partial(mlp.gate_up.gated, activation=mlp.activation)
+            jobs.append(partial(_run_adapted, gated, tokens, mlp.gate_up.inputs, dtype, rows))
+    for count in (size for size in SORTED if size <= most):  # rows beside each other with another adapter each
+        jobs.append(partial(tile, np.arange(count, dtype=np.int64) % 2, device))
+    with ThreadPoolExecutor(THREADS, "quire-warm-up") as pool:
+        for future in [pool.submit(job) for job in jobs]:
+            future.result()
+
+
+@torch.inference_mode()
+def _run_adapted(layer: Callable[..., object], tokens: int, inputs: int, dtype: torch.dtype, rows: AdapterRows) -> None:
+    layer(torch.zeros(tokens, inputs, dtype=dtype, device=rows.device), adapters=rows)
 
 
 def kinds_of_layers(model: Decoder) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:

@@ -1,0 +1,148 @@
+"""What adapters cost on one GPU: Llama-8B's shape with random weights, and random adapters on all linear layers.
+
+    python benchmarks/adapters.py [--rank 16] [--adapters 0 1 8 64] [--requests 256] [--rows single mixed cold]
+
+single: one request, 128 in, 512 out, ms a token. mixed: so many requests, 100 to 1,024 in and out, of the adapters in turn, s.
+0 adapters = enabled, and nobody asks for one; "off" = not enabled. cold: time to the first token beside eight streams, with an
+adapter that is there and with one that is read from its files, ms; and the longest pause of a stream meanwhile.
+"""
+
+import argparse
+import gc
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from quire import LLM, LoRARequest, SamplingParams
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
+    "torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 128000, "eos_token_id": 128001,
+}  # fmt: skip
+SHAPES = {
+    "self_attn.q_proj": (4096, 4096), "self_attn.k_proj": (1024, 4096), "self_attn.v_proj": (1024, 4096),
+    "self_attn.o_proj": (4096, 4096), "mlp.gate_proj": (14336, 4096), "mlp.up_proj": (14336, 4096),
+    "mlp.down_proj": (4096, 14336),
+}  # fmt: skip
+
+
+def write_adapter(directory: Path, rank: int, layers: int) -> str:
+    """Numbers as small as those of a trained one."""
+    directory.mkdir()
+    tensors = {}
+    for layer in range(layers):
+        for name, (outputs, inputs) in SHAPES.items():
+            path = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{path}.lora_A.weight"] = torch.empty(rank, inputs, dtype=torch.bfloat16).normal_(0, 0.01)
+            tensors[f"{path}.lora_B.weight"] = torch.empty(outputs, rank, dtype=torch.bfloat16).normal_(0, 0.01)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+    return str(directory)
+
+
+def prompts(kind: str, count: int, vocabulary: int) -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
+    dice = random.Random(kind)
+    shapes = [(128, 512)] if kind == "single" else [(dice.randint(100, 1024), dice.randint(100, 1024)) for _ in range(count)]
+    ids = [{"prompt_token_ids": [dice.randrange(10, vocabulary - 10) for _ in range(inputs)]} for inputs, _ in shapes]
+    params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=out, detokenize=False) for _, out in shapes]
+    return ids, params
+
+
+def timed(llm: LLM, kind: str, count: int, loras: list[LoRARequest | None], vocabulary: int) -> float:
+    ids, params = prompts(kind, count, vocabulary)
+    best = float("inf")
+    for _ in range(3 if kind == "single" else 2):
+        llm.reset_prefix_cache()
+        began = time.perf_counter()
+        llm.generate(ids, params, use_tqdm=False, lora_request=[loras[i % len(loras)] for i in range(len(ids))])
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def first_token(llm: LLM, lora: LoRARequest | None, streams: int) -> tuple[float, float]:
+    """Seconds to a request's first token beside `streams` others, and the longest of their steps until then."""
+    engine = llm.llm_engine
+    long = SamplingParams(temperature=0, ignore_eos=True, max_tokens=400)
+    for number in range(streams):
+        engine.add_request(f"other{number}", {"prompt_token_ids": [number + 5] * 64}, long)
+    for _ in range(60):
+        engine.step()
+    began = last = time.perf_counter()
+    engine.add_request("asked", {"prompt_token_ids": list(range(100, 228))}, SamplingParams(max_tokens=1), lora_request=lora)
+    longest, done = 0.0, False
+    while not done:
+        outputs = engine.step()
+        now = time.perf_counter()
+        if any(output.request_id != "asked" for output in outputs):
+            longest, last = max(longest, now - last), now
+        done = any(output.request_id == "asked" and output.finished for output in outputs)
+    took = time.perf_counter() - began
+    engine.abort_request([f"other{number}" for number in range(streams)])
+    while engine.has_unfinished_requests():
+        engine.step()
+    return took, longest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--adapters", type=int, nargs="*", default=[0, 1, 8, 64])
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
+    parser.add_argument("--rows", nargs="*", default=["off", "single", "mixed", "cold"])
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": options.layers}))
+        args = {
+            "model": str(model), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
+            "max_model_len": options.max_model_len,
+        }  # fmt: skip
+        vocabulary = int(str(CONFIG["vocab_size"]))
+        if "off" in options.rows:
+            llm = LLM(**args)
+            single = timed(llm, "single", 1, [None], vocabulary)
+            print(f"not enabled        single {1000 * single / 512:7.3f} ms", end="", flush=True)
+            if "mixed" in options.rows:
+                print(f"   mixed {timed(llm, 'mixed', options.requests, [None], vocabulary):7.2f} s", end="")
+            print(flush=True)
+            llm.llm_engine.shutdown()
+            del llm
+            gc.collect()
+            torch.cuda.empty_cache()
+        most = max(1, *options.adapters)
+        began = time.perf_counter()
+        paths = [write_adapter(Path(folder) / f"{i}", options.rank, options.layers) for i in range(most + 3)]
+        print(f"wrote {len(paths)} adapters in {time.perf_counter() - began:.1f} s", flush=True)
+        loras = [LoRARequest(f"a{i}", i + 1, path) for i, path in enumerate(paths)]
+        llm = LLM(**args, enable_lora=True, max_loras=most + 3, max_lora_rank=options.rank)
+        for count in options.adapters:
+            used: list[LoRARequest | None] = list(loras[:count]) or [None]
+            for lora in used:
+                if lora is not None:
+                    llm.llm_engine.add_lora(lora)
+            what = f"{count} adapters" if count else "enabled, unused"
+            if "single" in options.rows and count <= 1:
+                print(f"{what:<18} single {1000 * timed(llm, 'single', 1, used, vocabulary) / 512:7.3f} ms", flush=True)
+            if "mixed" in options.rows:
+                print(f"{what:<18} mixed  {timed(llm, 'mixed', options.requests, used, vocabulary):7.2f} s", flush=True)
+        if "cold" in options.rows:
+            for lora in (loras[0], loras[0], loras[0], *loras[most:]):
+                took, longest = first_token(llm, lora, 8)
+                print(
+                    f"first token with {lora.lora_name}: {1000 * took:.1f} ms, longest pause beside it {1000 * longest:.1f} ms"
+                )
+        llm.llm_engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,363 @@
+"""What adapters add to a linear layer, for rows of any mixture and matrices of any rank: two launches a layer.
+
+    sort     once a step: the tokens of one adapter stand together, and are cut into tiles that no two adapters share
+    shrink   a tile's tokens times the narrow matrix of its adapter, a part of the inputs a program: partial sums, float32
+    expand   the partial sums in their order, times the other matrix, onto what the layer made of the tokens
+
+Where an adapter's matrices are, and their rank, is read from a table on the device, so that a recorded launch serves whoever is
+there when it is replayed. Launches are as large as any mixture needs; a program without work ends at once.
+
+    tiles   [ of group 0 ............ | of group 1 ...... | ... ]   group g has those from (tokens before it) // BLOCK + g on
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.adapters import BLOCK
+from quire.ops.arguments import AdapterTable, AdapterTiles
+from quire.ops.kernels.activation import KINDS, gate_by
+from quire.ops.kernels.launcher import launched
+from quire.ops.kernels.math import cdiv, power_of_two
+from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
+
+LANES = 512  # tokens of a row that are written at once
+BLOCK_K = 128
+LEAST_ROWS = 64  # that a program looks at
+LEAST, MOST_RANKS = 16, 64  # of a rank's block; a product needs the first
+
+
+class Program(NamedTuple):
+    tokens: int  # of a tile
+    parts: int  # that inputs are cut into
+
+
+FEW, SOME, MORE, MANY = Program(16, 16), Program(16, 8), Program(16, 4), Program(64, 4)
+
+
+def program_for(tokens: int) -> Program:
+    """Few tiles are spread over the inputs; many tokens are multiplied in tiles that read a matrix less often."""
+    return FEW if tokens <= 16 else SOME if tokens <= 64 else MORE if tokens <= 512 else MANY
+
+
+@launched
+@triton.jit(do_not_specialize=["rows", "most"])
+def _sort(
+    groups,  # [R] int32 of each row, rising from 0
+    starts,  # [R + 1] int32 of the rows among the tokens
+    places,  # [R] int32 of each group
+    order,  # [T] int32
+    tiles,  # [N, 3] int32 place, first in order, count
+    rows,
+    most,  # groups
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """A program writes the tokens of one row, and the tiles of the group that has the row's number."""
+    me = tl.program_id(0)
+    r = tl.arange(0, ROWS)
+    group = tl.load(groups + r, mask=r < rows, other=-1)
+    counts = tl.load(starts + r + 1, mask=r < rows, other=0) - tl.load(starts + r, mask=r < rows, other=0)
+    own = tl.load(groups + me)
+    first = tl.load(starts + me)
+    count = tl.load(starts + me + 1) - first
+    earlier = (group < own) | ((group == own) & (r < me))
+    at = tl.sum(tl.where(earlier & (r < rows), counts, 0), 0)
+    for begin in tl.range(0, count, LANES):
+        lane = begin + tl.arange(0, LANES)
+        tl.store(order + at + lane, first + lane, mask=lane < count)
+    if me < most:
+        place = tl.load(places + me)
+        before = tl.sum(tl.where((group < me) & (r < rows), counts, 0), 0)
+        size = tl.sum(tl.where(group == me, counts, 0), 0)
+        tile = before // BLOCK + me
+        end = (before + size) // BLOCK + me + 1
+        for begin in tl.range(tile, end, LANES):
+            lane = begin + tl.arange(0, LANES)
+            done = (lane - tile) * BLOCK
+            left = tl.minimum(tl.maximum(size - done, 0), BLOCK)
+            tl.store(tiles + lane * 3, place, mask=lane < end)
+            tl.store(tiles + lane * 3 + 1, before + done, mask=lane < end)
+            tl.store(tiles + lane * 3 + 2, left, mask=lane < end)
+
+
+@launched
+@triton.jit(do_not_specialize=["tokens"])
+def _shrink(
+    x,  # [T, inputs]
+    order,  # [T] int32
+    tiles,  # [N, 3] int32
+    table,  # AdapterTable.entries
+    out,  # [SPLITS, T, PARTS * RANKS] float32, by the order
+    tokens,
+    inputs,
+    stride,  # of places in the table
+    PARTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
+    tile, split = tl.program_id(0), tl.program_id(1)
+    blocks: tl.constexpr = (RANKS + BLOCK_R - 1) // BLOCK_R
+    part, first_rank = tl.program_id(2) // blocks, tl.program_id(2) % blocks * BLOCK_R
+    entry = table + tl.load(tiles + tile * 3) * stride + part * 5
+    first, count = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+    rank = tl.load(entry + 2).to(tl.int32)
+    if (count > 0) & (first_rank < rank):
+        kind: tl.constexpr = x.dtype.element_ty
+        down = tl.load(entry).to(tl.pointer_type(kind))  # [rank, inputs]
+        lane, k = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
+        ranks = first_rank + tl.arange(0, BLOCK_R)
+        token = tl.load(order + first + lane, mask=lane < count, other=0).to(tl.int64)
+        span = tl.cdiv(tl.cdiv(inputs, SPLITS), BLOCK_K) * BLOCK_K
+        begin = split * span
+        end = tl.minimum(begin + span, inputs)
+        acc = tl.zeros((BLOCK, BLOCK_R), tl.float32)
+        for at in tl.range(begin, end, BLOCK_K):
+            inside = at + k < end
+            some = x + token[:, None] * inputs + (at + k)[None, :]
+            some = tl.load(some, mask=(lane < count)[:, None] & inside[None, :], other=0.0)
+            rows = down + ranks[None, :] * inputs + (at + k)[:, None]
+            if ALIGNED:
+                rows = tl.multiple_of(rows, [16, 16])
+            narrow = tl.load(rows, mask=(ranks < rank)[None, :] & inside[:, None], other=0.0)
+            acc = tl.dot(some, narrow, acc, input_precision="ieee")
+        to = out + ((split * tokens + first + lane) * (PARTS * RANKS) + part * RANKS)[:, None] + ranks[None, :]
+        tl.store(to, acc, mask=(lane < count)[:, None] & (ranks < rank)[None, :])
+
+
+@triton.jit
+def _added(
+    sums,  # [SPLITS, T, PARTS * RANKS] float32
+    entry,
+    part,
+    column,  # [BLOCK_N] within the part
+    inside,
+    width,  # of the part
+    lanes,  # [BLOCK] of the tile's tokens in the order
+    real,
+    tokens,
+    PARTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """-> [BLOCK, BLOCK_N] float32."""
+    acc = tl.zeros((BLOCK, BLOCK_N), tl.float32)
+    rank = tl.load(entry + 2).to(tl.int32)
+    up = tl.load(entry + 1).to(tl.pointer_type(KIND))  # [rank, width]
+    for at in tl.range(0, rank, BLOCK_R):
+        ranks = at + tl.arange(0, BLOCK_R)
+        some = real[:, None] & (ranks < rank)[None, :]
+        shrunk = tl.zeros((BLOCK, BLOCK_R), tl.float32)
+        for split in tl.static_range(SPLITS):
+            lie = sums + ((split * tokens + lanes) * (PARTS * RANKS) + part * RANKS)[:, None] + ranks[None, :]
+            shrunk += tl.load(lie, mask=some, other=0.0)
+        rows = up + ranks[:, None] * width + column[None, :]
+        if ALIGNED:
+            rows = tl.multiple_of(rows, [16, 16])
+        wide = tl.load(rows, mask=(ranks < rank)[:, None] & inside[None, :], other=0.0)
+        acc = tl.dot(shrunk.to(KIND), wide, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _changed(base, added, entry, own, output, column, inside, OWN: tl.constexpr, KIND: tl.constexpr):
+    """gain * (base without the layer's own bias + added) + own + bias, of those that the adapter has."""
+    value = base + added
+    gain, bias = tl.load(entry + 3), tl.load(entry + 4)
+    if gain != 0:
+        length = tl.load(gain.to(tl.pointer_type(KIND)) + column, mask=inside, other=1.0).to(tl.float32)
+        if OWN:
+            mine = tl.load(own + output, mask=inside, other=0.0).to(tl.float32)
+            value = (value - mine[None, :]) * length[None, :] + mine[None, :]
+        else:
+            value = value * length[None, :]
+    if bias != 0:
+        value += tl.load(bias.to(tl.pointer_type(KIND)) + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return value
+
+
+@launched
+@triton.jit(do_not_specialize=["tokens"])
+def _expand(
+    sums,  # [SPLITS, T, PARTS * RANKS] float32
+    order,  # [T] int32
+    tiles,  # [N, 3] int32
+    table,  # AdapterTable.entries
+    blocks,  # [M, 4] int32 part; in units: first output, first of the part, width of the part
+    own,  # [outputs]
+    like,  # of the adapters' type
+    out,  # [T, outputs]
+    tokens,
+    outputs,
+    stride,  # of places in the table
+    PARTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr,
+    OWN: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
+    tile, block = tl.program_id(0), tl.program_id(1)
+    part = tl.load(blocks + block * 4)
+    entry = table + tl.load(tiles + tile * 3) * stride + part * 5
+    first, count = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+    something = (tl.load(entry + 2) > 0) | (tl.load(entry + 3) != 0) | (tl.load(entry + 4) != 0)
+    if (count > 0) & something:
+        kind: tl.constexpr = like.dtype.element_ty
+        at, begin = tl.load(blocks + block * 4 + 1) * UNIT, tl.load(blocks + block * 4 + 2) * UNIT
+        width = tl.load(blocks + block * 4 + 3) * UNIT
+        lane = tl.arange(0, BLOCK)
+        output = at + tl.arange(0, BLOCK_N)
+        column = at - begin + tl.arange(0, BLOCK_N)
+        inside = column < width
+        token = tl.load(order + first + lane, mask=lane < count, other=0).to(tl.int64)
+        added = _added(
+            sums, entry, part, column, inside, width, first + lane, lane < count, tokens,
+            PARTS, RANKS, SPLITS, BLOCK, BLOCK_R, BLOCK_N, UNIT > 1, kind,
+        )  # fmt: skip
+        to = out + token[:, None] * outputs + output[None, :]
+        mask = (lane < count)[:, None] & inside[None, :]
+        base = tl.load(to, mask=mask, other=0.0).to(tl.float32)
+        value = _changed(base, added, entry, own, output, column, inside, OWN, kind)
+        tl.store(to, value.to(out.dtype.element_ty), mask=mask)
+
+
+@launched
+@triton.jit(do_not_specialize=["tokens"])
+def _expand_gated(
+    sums,  # [SPLITS, T, PARTS * RANKS] float32
+    order,  # [T] int32
+    tiles,  # [N, 3] int32
+    table,  # AdapterTable.entries
+    own,  # [2 * size]
+    base,  # [T, 2 * size] gate, up
+    out,  # [T, size]
+    tokens,
+    size,
+    stride,  # of places in the table
+    PARTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    OWN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Of all tokens, those without an adapter, too."""
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
+    tile = tl.program_id(0)
+    entry = table + tl.load(tiles + tile * 3) * stride
+    behind = entry + (PARTS - 1) * 5
+    first, count = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+    if count > 0:
+        kind: tl.constexpr = base.dtype.element_ty
+        lane = tl.arange(0, BLOCK)
+        gate_at = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = gate_at < size
+        shift = size * (2 - PARTS)  # of ups in their part
+        width = size * (3 - PARTS)
+        up_at = gate_at + shift
+        real = lane < count
+        token = tl.load(order + first + lane, mask=real, other=0).to(tl.int64)
+        gates = _added(
+            sums, entry, 0, gate_at, inside, width, first + lane, real, tokens,
+            PARTS, RANKS, SPLITS, BLOCK, BLOCK_R, BLOCK_N, ALIGNED, kind,
+        )  # fmt: skip
+        ups = _added(
+            sums, behind, PARTS - 1, up_at, inside, width, first + lane, real, tokens,
+            PARTS, RANKS, SPLITS, BLOCK, BLOCK_R, BLOCK_N, ALIGNED, kind,
+        )  # fmt: skip
+        mask = real[:, None] & inside[None, :]
+        lie = base + token[:, None] * 2 * size + gate_at[None, :]
+        gate = tl.load(lie, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(lie + size, mask=mask, other=0.0).to(tl.float32)
+        gate = _changed(gate, gates, entry, own, gate_at, gate_at, inside, OWN, kind)
+        up = _changed(up, ups, behind, own, gate_at + size, up_at, inside, OWN, kind)
+        value = gate_by(gate, up, ACTIVATION, 0.0, 0.0, kind)
+        tl.store(out + token[:, None] * size + gate_at[None, :], value.to(kind), mask=mask)
+
+
+def sort(groups: Tensor, starts: Tensor, places: Tensor, tokens: int, most: int) -> AdapterTiles:
+    rows, block = len(groups), program_for(tokens).tokens
+    order = torch.empty(tokens, dtype=torch.int32, device=groups.device)
+    tiles = torch.empty(tokens // block + most, 3, dtype=torch.int32, device=groups.device)
+    _sort[(rows,)](
+        groups,
+        starts,
+        places,
+        order,
+        tiles,
+        rows,
+        most,
+        BLOCK=block,
+        ROWS=max(power_of_two(rows), LEAST_ROWS),
+        LANES=LANES,
+        num_warps=4,
+    )
+    return AdapterTiles(order, tiles)
+
+
+def _shrunk(x: Tensor, rows: AdapterTiles, table: AdapterTable) -> tuple[Tensor, dict[str, int]]:
+    tokens, inputs = x.shape
+    program = program_for(tokens)
+    splits = min(program.parts, cdiv(inputs, BLOCK_K))
+    block_r = min(max(power_of_two(table.ranks), LEAST), MOST_RANKS)
+    sums = torch.empty(splits, tokens, table.parts * table.ranks, dtype=torch.float32, device=x.device)
+    shape = {
+        "PARTS": table.parts, "RANKS": table.ranks, "SPLITS": splits, "BLOCK": program.tokens, "BLOCK_R": block_r
+    }  # fmt: skip
+    _shrink[(len(rows.tiles), splits, table.parts * cdiv(table.ranks, block_r))](
+        x, rows.order, rows.tiles, table.entries, sums, tokens, inputs, table.stride, **shape, BLOCK_K=BLOCK_K,
+        ALIGNED=inputs % 16 == 0, num_warps=4, num_stages=3, **overlapping(),
+    )  # fmt: skip
+    return sums, shape
+
+
+def add(out: Tensor, x: Tensor, rows: AdapterTiles, table: AdapterTable, own: Tensor | None) -> Tensor:
+    x, out = x.contiguous(), out.contiguous()
+    sums, shape = _shrunk(x, rows, table)
+    _expand[(len(rows.tiles), len(table.blocks))](
+        sums, rows.order, rows.tiles, table.entries, table.blocks, out if own is None else own, x, out,
+        len(x), out.shape[1], table.stride, **shape, BLOCK_N=BLOCK, UNIT=table.unit, OWN=own is not None, num_warps=4,
+        **overlapping(),
+    )  # fmt: skip
+    return out
+
+
+def add_gated(base: Tensor, x: Tensor, rows: AdapterTiles, table: AdapterTable, own: Tensor | None, activation: str) -> Tensor:
+    x, base = x.contiguous(), base.contiguous()
+    sums, shape = _shrunk(x, rows, table)
+    size = base.shape[1] // 2
+    out = base.new_empty(len(base), size)
+    _expand_gated[(len(rows.tiles), cdiv(size, BLOCK))](
+        sums, rows.order, rows.tiles, table.entries, base if own is None else own, base, out, len(x), size, table.stride,
+        **shape,
+        BLOCK_N=BLOCK, ALIGNED=size % 16 == 0, OWN=own is not None, ACTIVATION=KINDS[activation], num_warps=4,
+        **overlapping(),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,305 @@
+"""The layers of a model that adapters can add to: what a rank needs of an addition, and its way to the layer's bank."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.layers.adapter import (
+    EmbeddingBank,
+    EmbeddingNumbers,
+    ExpertsBank,
+    ExpertsNumbers,
+    LinearBank,
+    LinearNumbers,
+    LowRank,
+)
+from quire.layers.embedding import Embedding, Head
+from quire.layers.linear import Linear
+from quire.layers.moe import Experts
+from quire.layers.role import Role
+from quire.ops.adapters import make_table
+
+AT_ONCE = 256  # inputs of a matrix that are looked at together
+
+Numbers = dict[str, Tensor]  # of one layer's, by names of its own
+Entries = list[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Addition:
+    """What an adapter has for one matrix of the checkpoint, whole, on the host."""
+
+    down: Tensor | None = None  # [rank, inputs]; of an embedding [rank, tokens]
+    up: Tensor | None = None  # [outputs, rank], multiplied by the adapter's scale
+    magnitude: Tensor | None = None  # [outputs] of DoRA: how long the rows of the sum shall be
+    added: Tensor | None = None  # [outputs] behind the product, multiplied by the scale
+    bias: Tensor | None = None  # [outputs] in place of the layer's own
+    whole: Tensor | None = None  # [outputs, inputs] in place of the layer's own; of an embedding [tokens, size]
+    # of experts: each is down [E, rank, inputs] and up [E, outputs, rank], multiplied by the scale
+    gate_up: tuple[Tensor, Tensor] | None = None
+    back: tuple[Tensor, Tensor] | None = None
+
+
+class Site(Protocol):
+    """A layer with a bank."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, int]]:
+        """The matrices of the checkpoint that it is made of, outputs and inputs, by their paths."""
+
+    def cut(self, found: Mapping[str, Addition]) -> Numbers:
+        """What this rank needs, by names of the site's own."""
+
+    def put(self, place: int, numbers: Numbers, known: Numbers) -> None:
+        """On the device. known: what was found out about the adapter and need not be again."""
+
+    @property
+    def parts(self) -> Sequence[tuple[int, int]]:
+        """First output and number of outputs of what kernels add to; none = they know nothing of it."""
+
+    def tabulate(self, place: int) -> Entries:
+        """What a kernel reads of each part: `ops.arguments.AdapterTable`."""
+
+    def drop(self, place: int) -> None: ...
+
+
+class Untabled:
+    """Of sites that kernels know nothing of."""
+
+    parts: Sequence[tuple[int, int]] = ()
+
+    def tabulate(self, place: int) -> Entries:  # noqa: ARG002
+        return []
+
+
+class LinearSite:
+    kind = "linear"
+
+    def __init__(self, path: str, layer: Linear) -> None:
+        self.path, self._layer, self._parts = path, layer, layer.parts(path)
+        self.shapes = {name: (part.outputs, layer.all_inputs) for name, part in self._parts.items()}
+        self.parts = [(part.kept[0][0], sum(len(rows) for _, rows in part.kept)) for part in self._parts.values()]
+        self._bank = layer.bank = LinearBank()
+        # of the ranks whose outputs are added, one adds what is not a product
+        self._adds = layer.role is not Role.ROW or layer.kept_inputs.start == 0
+
+    @property
+    def biased(self) -> bool:
+        return self._layer.biased
+
+    def cut(self, found: Mapping[str, Addition]) -> Numbers:
+        numbers: Numbers = {}
+        across = self._layer.kept_inputs
+        for name, addition in found.items():
+            rows = [some for _, some in self._parts[name].kept]
+            if addition.down is not None and addition.up is not None:
+                down = addition.down[:, across.start : across.stop]
+                numbers[f"{name}.down"] = down if self._bank.table is not None else down.t()  # as products are quick with
+                numbers[f"{name}.up"] = _rows(addition.up, rows).t()
+            if addition.magnitude is not None:
+                numbers[f"{name}.magnitude"] = _rows(addition.magnitude, rows)
+            if self._adds:
+                for key, values in (("added", addition.added), ("bias", addition.bias)):
+                    if values is not None:
+                        numbers[f"{name}.{key}"] = _rows(values, rows)
+        return numbers
+
+    def put(self, place: int, numbers: Numbers, known: Numbers) -> None:
+        layer, parts = self._layer, list[LowRank]()
+        for name, part in self._parts.items():
+            if f"{name}.down" in numbers:
+                down = numbers[f"{name}.down"]
+                down = down.t() if self._bank.table is not None else down
+                parts.append(LowRank(part.kept[0][0], down, numbers[f"{name}.up"]))
+        gain = self._gain(parts, numbers, known)
+        self._bank.places[place] = LinearNumbers(tuple(parts), gain, self._bias(numbers, layer.bias))
+
+    def drop(self, place: int) -> None:
+        self._bank.places.pop(place, None)
+
+    def use_table(self, entries: Tensor, stride: int, ranks: int) -> None:
+        self._bank.table = make_table(entries, stride, ranks, self.parts)
+
+    def tabulate(self, place: int) -> Entries:
+        numbers = self._bank.places[place]
+        low = {part.start: part for part in numbers.parts}
+        found = Entries()
+        for start, _ in self.parts:
+            part = low.get(start)
+            matrices = (0, 0, 0) if part is None else (part.down.data_ptr(), part.up.data_ptr(), len(part.up))
+            found.append((*matrices, _address(numbers.gain, start), _address(numbers.bias, start)))
+        return found
+
+    def _bias(self, numbers: Numbers, own: Tensor | None) -> Tensor | None:
+        """All that is to be added: what the adapter adds, and the difference of its bias to the layer's."""
+        total: Tensor | None = None
+        for name, part in self._parts.items():
+            start, count = part.kept[0][0], sum(len(rows) for _, rows in part.kept)
+            added, bias = numbers.get(f"{name}.added"), numbers.get(f"{name}.bias")
+            for values in (added, None if bias is None or own is None else bias - own[start : start + count]):
+                if values is not None:
+                    total = values.new_zeros(self._layer.outputs) if total is None else total
+                    total[start : start + count] += values
+        return total
+
+    def _gain(self, parts: Sequence[LowRank], numbers: Numbers, known: Numbers) -> Tensor | None:
+        wanted = {name: numbers[f"{name}.magnitude"] for name in self._parts if f"{name}.magnitude" in numbers}
+        if not wanted:
+            return None
+        if self.path not in known:
+            first = next(iter(wanted.values()))
+            lengths = self._row_lengths(parts, first)
+            gain = torch.ones_like(lengths)
+            for name, magnitude in wanted.items():
+                start = self._parts[name].kept[0][0]
+                some = slice(start, start + len(magnitude))
+                gain[some] = magnitude.float() / lengths[some]
+            known[self.path] = gain.to(first.dtype).cpu()
+        return known[self.path].to(next(iter(wanted.values())).device)
+
+    def _row_lengths(self, parts: Sequence[LowRank], like: Tensor) -> Tensor:
+        layer = self._layer
+        squares = squares_of_rows(partial(layer.method.apply, layer), layer.inputs, parts, like)
+        return (squares if layer.group is None else layer.group.add(squares)).sqrt()
+
+
+class HeadSite(Untabled):
+    kind = "head"
+
+    def __init__(self, path: str, layer: Head) -> None:
+        self.path, self._layer = path, layer
+        self.shapes = {path: (layer.total, layer.hidden_size)}
+        self._bank = layer.bank = LinearBank()
+
+    @property
+    def biased(self) -> bool:
+        return self._layer.biased
+
+    def cut(self, found: Mapping[str, Addition]) -> Numbers:
+        [addition] = found.values()
+        rows, numbers = [self._layer.kept], Numbers()
+        if addition.down is not None and addition.up is not None:
+            numbers |= {"down": addition.down.t(), "up": _rows(addition.up, rows).t()}
+        if addition.whole is not None:
+            numbers["whole"] = _rows(addition.whole, rows).t()
+        for key, values in (("magnitude", addition.magnitude), ("added", addition.added), ("bias", addition.bias)):
+            if values is not None:
+                numbers[key] = _rows(values, rows)
+        return numbers
+
+    def put(self, place: int, numbers: Numbers, known: Numbers) -> None:
+        layer = self._layer
+        parts = (LowRank(0, numbers["down"], numbers["up"]),) if "down" in numbers else ()
+        gain = None
+        if "magnitude" in numbers:
+            if self.path not in known:
+                multiply = partial(layer.method.apply, layer)
+                lengths = squares_of_rows(multiply, layer.hidden_size, parts, numbers["magnitude"]).sqrt()
+                known[self.path] = (numbers["magnitude"].float() / lengths).to(numbers["magnitude"].dtype).cpu()
+            gain = known[self.path].to(numbers["magnitude"].device)
+        added = [numbers["added"]] if "added" in numbers else []
+        if "bias" in numbers and layer.bias is not None:
+            added.append(numbers["bias"] - layer.bias)
+        bias = sum(added[1:], added[0]) if added else None
+        self._bank.places[place] = LinearNumbers(parts, gain, bias, numbers.get("whole"))
+
+    def drop(self, place: int) -> None:
+        self._bank.places.pop(place, None)
+
+
+class EmbeddingSite(Untabled):
+    kind = "embedding"
+
+    def __init__(self, path: str, layer: Embedding) -> None:
+        self.path, self._layer = path, layer
+        self.shapes = {path: (layer.size, layer.total)}  # as of a matrix that is multiplied by tokens
+        self._bank = layer.bank = EmbeddingBank()
+
+    def cut(self, found: Mapping[str, Addition]) -> Numbers:
+        [addition] = found.values()
+        rows, numbers = [self._layer.kept], Numbers()
+        if addition.whole is not None:
+            numbers["whole"] = _rows(addition.whole, rows)
+        if addition.down is not None and addition.up is not None:
+            numbers |= {"down": _rows(addition.down.t(), rows), "up": addition.up.t()}
+        return numbers
+
+    def put(self, place: int, numbers: Numbers, known: Numbers) -> None:  # noqa: ARG002
+        self._bank.places[place] = EmbeddingNumbers(numbers.get("down"), numbers.get("up"), numbers.get("whole"))
+
+    def drop(self, place: int) -> None:
+        self._bank.places.pop(place, None)
+
+
+class ExpertsSite(Untabled):
+    kind = "experts"
+
+    def __init__(self, path: str, layer: Experts) -> None:
+        self.path, self._layer = path, layer
+        self.count, self.hidden, self.inner = layer.total, layer.hidden_size, layer.total_inner
+        self.together = layer.paired  # are its experts only to be had all at once?
+        self.shapes = {path: (self.hidden, self.hidden)}
+        self._bank = layer.bank = ExpertsBank()
+
+    @property
+    def holds_floats(self) -> bool:
+        """When all is loaded: can additions go between its matrices?"""
+        return {"up", "down"} <= {*self._layer.stored}
+
+    def cut(self, found: Mapping[str, Addition]) -> Numbers:
+        [addition] = found.values()
+        experts, inner = self._layer.kept, self._layer.kept_inner
+        some, numbers = slice(experts.start, experts.stop), Numbers()
+        if addition.gate_up is not None:
+            down, up = addition.gate_up
+            up = up[some]
+            gates, ups = (up[:, 0::2], up[:, 1::2]) if self._layer.paired else (up[:, : self.inner], up[:, self.inner :])
+            both = torch.cat([gates[:, inner.start : inner.stop], ups[:, inner.start : inner.stop]], dim=1)
+            numbers |= {"up.down": down[some].mT, "up.up": both.mT}
+        if addition.back is not None:
+            down, up = addition.back
+            numbers |= {"down.down": down[some, :, inner.start : inner.stop].mT, "down.up": up[some].mT}
+        return numbers
+
+    def put(self, place: int, numbers: Numbers, known: Numbers) -> None:  # noqa: ARG002
+        up = (numbers["up.down"], numbers["up.up"]) if "up.down" in numbers else None
+        down = (numbers["down.down"], numbers["down.up"]) if "down.down" in numbers else None
+        self._bank.places[place] = ExpertsNumbers(up, down)
+
+    def drop(self, place: int) -> None:
+        self._bank.places.pop(place, None)
+
+
+def squares_of_rows(multiply: Callable[[Tensor], Tensor], inputs: int, parts: Sequence[LowRank], like: Tensor) -> Tensor:
+    """[outputs] float32: the squares of each row's numbers, added up, of a layer's matrix with these additions in it. The
+    matrix is what the layer makes of single inputs, so it may be stored in any way."""
+    device, dtype = like.device, like.dtype
+    nothing = multiply(torch.zeros(1, inputs, device=device, dtype=dtype)).float().clone()
+    squares = torch.zeros_like(nothing[0])
+    for first in range(0, inputs, AT_ONCE):
+        some = torch.zeros(min(AT_ONCE, inputs - first), inputs, device=device, dtype=dtype)
+        some[:, first:].fill_diagonal_(1.0)
+        columns = multiply(some).float() - nothing
+        for part in parts:
+            columns[:, part.outputs] += part.down[first : first + len(some)].float() @ part.up.float()
+        squares += columns.square().sum(0)
+    return squares
+
+
+def _address(values: Tensor | None, start: int) -> int:
+    return 0 if values is None else values.data_ptr() + start * values.element_size()
+
+
+def _rows(values: Tensor, rows: Sequence[range]) -> Tensor:
+    some = [values[each.start : each.stop] for each in rows]
+    return some[0] if len(some) == 1 else torch.cat(some)
