@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# what a process compiles the next one need not: the tests start hundreds, and each would spend seconds on torch
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: serve test check docs clean
 

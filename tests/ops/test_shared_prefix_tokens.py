@@ -21,7 +21,7 @@ def generate(directory):
         str(directory), device="cpu", dtype="float32", block_size=4, max_num_seqs=16, max_num_batched_tokens=160,
         kv_cache_memory_bytes=4 << 20, enforce_eager=True,
     )  # fmt: skip
-    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     return [answer.outputs[0].token_ids for answer in llm.generate(prompts, params, use_tqdm=False)]
 
 

@@ -52,11 +52,20 @@ def test_sorting(slots, experts, device):
     assert torch.equal(ends, torch.bincount(chosen, minlength=experts).cumsum(0).int())
 
 
-@WAYS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("tokens", "experts", "top_k", "hidden", "inner"),
-    [(1, 8, 2, 48, 24), (5, 3, 2, 40, 30), (18, 2, 1, 8, 16), (2, 6, 6, 32, 20), (2, 4, 3, 37, 11)],
+    ("way", "tokens", "experts", "top_k", "hidden", "inner"),
+    [
+        # a program for every number of every slot: the interpreter takes them one after the other
+        *(
+            (moe_few, *shape)
+            for shape in ((1, 8, 2, 12, 7), (5, 3, 2, 10, 6), (18, 2, 1, 4, 3), (2, 6, 6, 8, 5), (2, 4, 3, 7, 3))
+        ),
+        *(
+            (moe_many, *shape)
+            for shape in ((1, 8, 2, 48, 24), (5, 3, 2, 40, 30), (18, 2, 1, 8, 16), (2, 6, 6, 32, 20), (2, 4, 3, 37, 11))
+        ),
+    ],
 )
 def test_experts(way, tokens, experts, top_k, hidden, inner, dtype, device):
     x, weights, chosen, up, down = problem(tokens, experts, top_k, hidden, inner, dtype, device)
@@ -67,7 +76,7 @@ def test_experts(way, tokens, experts, top_k, hidden, inner, dtype, device):
 @WAYS
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 def test_activations_of_experts(way, name, device):
-    x, weights, chosen, up, down = problem(1, 4, 2, 24, 16, torch.float32, device)
+    x, weights, chosen, up, down = problem(1, 4, 2, 7, 4, torch.float32, device)
     expected = reference_experts_forward(x, weights, chosen, up, down, name)
     close(way.experts_forward(x, weights, chosen, up, down, name), expected)
 
@@ -77,8 +86,8 @@ def test_activations_of_experts(way, name, device):
 @pytest.mark.parametrize("behind", [True, False])
 def test_biases_and_clamps(way, behind, dtype, device):
     """As gpt-oss has them; a limit that many numbers are beyond. Without the second bias: another rank adds it."""
-    x, weights, chosen, up, down = problem(5, 6, 3, 40, 24, dtype, device)
-    first, second = (numbers(6, size, dtype=dtype, device=device, seed=size) for size in (48, 40))
+    x, weights, chosen, up, down = problem(4, 5, 3, 10, 6, dtype, device)
+    first, second = (numbers(5, size, dtype=dtype, device=device, seed=size) for size in (12, 10))
     biases, gating = ExpertBiases(first, second if behind else None), ClampedSwiglu(1.702, 0.5)
     got = way.experts_forward(x, weights, chosen, up, down, gating, biases)
     close(got, reference_experts_forward(x, weights, chosen, up, down, gating, biases))
