@@ -4,6 +4,7 @@ from typing import Any
 
 import other_names
 from family import Family
+from latent_families import LATENT
 
 PLAIN: dict[str, Any] = {"num_key_value_heads": None, "intermediate_size": None}
 BY_TYPE: dict[str, Any] = {
@@ -160,5 +161,6 @@ MORE: dict[str, Family] = {
         {**GRANITE, "attention_multiplier": 8**-0.5, "tie_word_embeddings": True},
         alias=other_names.MINICPM,
     ),
+    **LATENT,
     "phi-moe-other-spelling": Family("PhimoeConfig", "PhimoeForCausalLM", LOCAL, alias=other_names.PHIMOE),
 }

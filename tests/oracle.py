@@ -355,7 +355,8 @@ class Sequences:
         for attention, window in zip(model.attentions, windows, strict=True):
             spec = attention.spec
             dtype = next(weight.dtype for weight in model.parameters() if weight.is_floating_point())
-            kv = torch.full((pages, 2, spec.kv_heads, page_size, spec.head_dim), float("nan"), dtype=dtype, device=device)
+            sides = 2 if spec.latent is None else 1
+            kv = torch.full((pages, sides, spec.kv_heads, page_size, spec.head_dim), float("nan"), dtype=dtype, device=device)
             attention.bind(kv, self.windows.index(window))
         self.lengths = [0] * count
         self.adapters = [0] * count  # that each sequence asks for

@@ -147,7 +147,7 @@ REFUSED = {
         Family("Gemma4TextConfig", "Gemma4ForCausalLM", {"head_dim": 16}),
         "its head_dim is 512, but the cache",
     ),
-    "latent attention": (Family("MiniCPM3Config", "MiniCPM3ForCausalLM"), "kv_lora_rank"),
+    "latent attention": (Family("MiniCPM3Config", "MiniCPM3ForCausalLM"), "latent attention .kv_lora_rank. is served by"),
     "length-bound rope": (
         Family(
             "Olmo2Config",

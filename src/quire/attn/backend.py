@@ -20,6 +20,8 @@ from quire.ops.arguments import HeadNorms, Rotation
 from quire.ops.qkv import place_heads
 from quire.types.errors import ConfigError
 
+NO_LATENTS = "it needs values beside keys"
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
@@ -33,6 +35,7 @@ class AttentionSpec:
     soft_cap: float | None = None
     sinks: bool = False
     slopes: tuple[float, ...] | None = None  # of each head: what a key's logit loses for every position it lies back (ALiBi)
+    latent: int | None = None  # the first so many numbers of a key are its value; None = values lie beside keys
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,31 @@ class Heads:
     cache_scales: Tensor | None = None  # [2, kv_heads] float32, of keys and values: the checkpoint's, for a cache of 8 bits
 
 
+@dataclass(frozen=True)
+class Latents:
+    """What keys and values of all heads are made of: one row for each token, normed but for its end, which turns instead.
+
+    row   [ rank: what keys and values are made of | rotary: turns, and is the same for all heads ]
+    up    of each head: rows that make the first part of its keys, above those that make its values
+    """
+
+    norm: Tensor  # [rank]
+    eps: float
+    rotation: Rotation
+    up: Tensor  # [heads, nope + values, rank]
+    nope: int  # numbers of a query that do not turn; it begins with them
+
+    @property
+    def values(self) -> int:
+        return self.up.shape[1] - self.nope
+
+    def worth_expanding(self, count: int) -> bool:
+        """Whether keys and values of all heads are worth making of the rows that so many tokens see: otherwise queries are
+        taken to where the rows are, which is more work for every pair of them."""
+        rank = self.up.shape[2]
+        return count * (2 * rank - self.up.shape[1]) >= rank * self.up.shape[1]
+
+
 class AttentionBackend:
     """One for each layer, so that it may keep views of the layer's cache."""
 
@@ -105,6 +133,21 @@ class AttentionBackend:
             query, batch = batch.keep(query), batch.final
         return self.run(spec, query, kv, batch, group, heads.sinks).flatten(1)
 
+    def run_latent(
+        self,
+        spec: AttentionSpec,
+        latents: Latents,
+        query: Tensor,
+        rows: Tensor,
+        kv: Tensor,
+        batch: Batch,
+        group: int,
+        final: bool,
+    ) -> Tensor:
+        """query [K, heads, nope + rotary] of all tokens or of the final ones, and rows [T, rank + rotary] of all, as projected:
+        rows go to their pages, and queries attend -> [K, heads * values]. For backends of latent attention alone."""
+        raise NotImplementedError
+
     def fixed(self, spec: AttentionSpec, dtype: torch.dtype) -> FixedPlans | None:  # noqa: ARG002
         """None = the launches of this backend depend on the rows."""
         return None
@@ -116,6 +159,7 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
         "triton": "quire.attn.triton:TritonAttention",
         "cpu": "quire.attn.cpu:CPUAttention",
         "reference": "quire.attn.reference:ReferenceAttention",
+        "latent": "quire.attn.latent:LatentAttention",
     }
 )
 

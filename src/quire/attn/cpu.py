@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.attn.backend import AttentionBackend, AttentionSpec, Heads, slopes_of
+from quire.attn.backend import NO_LATENTS, AttentionBackend, AttentionSpec, Heads, slopes_of
 from quire.attn.batch import Batch
 from quire.ops import paged_attention
 from quire.ops.attention import attend
@@ -96,6 +96,8 @@ class CPUAttention(AttentionBackend):
         self._lanes: Lanes | None = None  # of the latest step
 
     def refuse(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> list[str]:  # noqa: ARG002
+        if spec.latent is not None:
+            return [NO_LATENTS]
         return [] if device.type == "cpu" else [f"it runs on CPUs, not on {device.type}"]
 
     def plan(self, batch: Batch, group: int, spec: AttentionSpec, query: Tensor, kv: Tensor) -> None:  # noqa: ARG002

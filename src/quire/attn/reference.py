@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.attn.backend import AttentionBackend, AttentionSpec, slopes_of
+from quire.attn.backend import NO_LATENTS, AttentionBackend, AttentionSpec, slopes_of
 from quire.attn.batch import Batch
 from quire.ops.attention import attend
 from quire.ops.kv import kv_gather
@@ -46,7 +46,7 @@ class Span:
 
 class ReferenceAttention(AttentionBackend):
     def refuse(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> list[str]:  # noqa: ARG002
-        return []
+        return [] if spec.latent is None else [NO_LATENTS]
 
     def plan(self, batch: Batch, group: int, spec: AttentionSpec, query: Tensor, kv: Tensor) -> None:  # noqa: ARG002
         batch.plans["reference", group] = make_tiles(batch, group, spec.window, kv.shape[3])

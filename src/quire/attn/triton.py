@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.attn import work_split
-from quire.attn.backend import AttentionBackend, AttentionSpec, Room
+from quire.attn.backend import NO_LATENTS, AttentionBackend, AttentionSpec, Room
 from quire.attn.batch import Batch
 from quire.attn.launch import Geometry, Launch, Plan, geometry, reads_in_blocks
 from quire.attn.shared_prefix import FEWEST, NOTHING_SHARED, FindSharedPrefix, Ints, SharedPrefix
@@ -46,7 +46,9 @@ class TritonAttention(AttentionBackend):
             reasons.append("it needs compute capability 8.0 or newer")
         if dtype not in DTYPES:
             reasons.append(f"it does not compute in {str(dtype).removeprefix('torch.')}")
-        if spec.head_dim > LARGEST_HEAD:
+        if spec.latent is not None:
+            reasons.append(NO_LATENTS)
+        elif spec.head_dim > LARGEST_HEAD:
             reasons.append(f"its heads have at most {LARGEST_HEAD} components, not {spec.head_dim}")
         if spec.heads // spec.kv_heads > MOST_SHARING:
             reasons.append(f"at most {MOST_SHARING} query heads may share a KV head, not {spec.heads // spec.kv_heads}")

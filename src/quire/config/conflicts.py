@@ -68,8 +68,16 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "scales that would not lie at whole numbers",
-        lambda c: c.cache_bytes == 1 and any(2 * x.kv_heads * x.head_dim * c.page_size % 4 for x in c.facts.layers),
+        lambda c: c.cache_bytes == 1 and any(x.sides * x.kv_heads * x.head_dim * c.page_size % 4 for x in c.facts.layers),
         lambda c: f"a cache of 8 bits needs pages of whole words of 4 bytes; block_size {2 * c.page_size} would do",
+    ),
+    Conflict(
+        "latents of 8 bits",
+        lambda c: c.cache_bytes == 1 and any(layer.latent for layer in c.facts.layers),
+        lambda c: (
+            f"kv_cache_dtype {c.args.kv_cache_dtype} is not built for latent attention (kv_lora_rank), whose cache is small; "
+            "use auto"
+        ),
     ),
     Conflict(
         "float16 overflows",

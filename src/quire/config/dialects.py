@@ -82,6 +82,7 @@ _DIALECTS: Mapping[str, Callable[[Config], Config]] = MappingProxyType(
         "gpt_neox": _gpt_neox,
         "gptj": _gptj,
         "minicpm": _minicpm,
+        "minicpm3": _minicpm,
         "minimax_m2": _minimax_m2,
         "olmo3": _olmo3,
     }

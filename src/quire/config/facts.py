@@ -182,8 +182,10 @@ class _Reader:
                 f"{self.name}: the model's config has none of {', '.join(_NAMES['heads'])}; only models with attention are "
                 "supported, and those that name its heads so"
             )
-        if self.config.get("kv_lora_rank"):
-            raise ModelError(f"{self.name}: multi-head latent attention (kv_lora_rank) is not supported yet")
+        if self.config.get("kv_lora_rank") and self.config.get("index_topk"):
+            raise ModelError(
+                f"{self.name}: sparse attention by an indexer (index_topk) is not supported; latent attention without one is"
+            )
 
     def dtype(self, stored: Mapping[str, int]) -> str:
         name = self.config.get("dtype") or self.config.get("torch_dtype")
@@ -211,6 +213,9 @@ class _Reader:
 
     def layers(self) -> tuple[LayerCache, ...]:
         count, heads = self.size("layers"), self.size("heads")
+        if self.config.get("kv_lora_rank"):
+            rank = self.size("kv_lora_rank")
+            return (LayerCache(1, rank + self.size("qk_rope_head_dim"), latent=rank),) * count
         kv_heads = self.size("kv_heads", default=1 if self.config.get("multi_query") else heads)
         head_dim = self.size("head_dim", default=max(1, self.size("hidden_size") // heads))
         if heads % kv_heads:

@@ -18,6 +18,11 @@ _GEMMA_SHAPE = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "rms_
 _QWEN2_VL = {"rope_theta": 1e6, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 80,
              "rms_norm_eps": 1e-5}  # fmt: skip
 _GLM = {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7}
+_LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+           "hidden_act": "silu", "rms_norm_eps": 1e-6}  # fmt: skip
+_DEEPSEEK_V3 = {"rope_theta": 1e4, **_LATENT, "first_k_dense_replace": 3, "n_routed_experts": 256, "n_shared_experts": 1,
+                "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4,
+                "routed_scaling_factor": 2.5, "norm_topk_prob": True}  # fmt: skip
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"rope_theta": 1e4},
     "mistral": {"rope_theta": 1e4, "sliding_window": 4096},
@@ -78,6 +83,16 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "olmoe": {"rope_theta": 1e4, "rms_norm_eps": 1e-5, "norm_topk_prob": False},
     "phimoe": {"rope_theta": 1e6, "rms_norm_eps": 1e-5},
     "qwen2_moe": {"rope_theta": 1e4, "use_sliding_window": False, "sliding_window": 4096, "norm_topk_prob": False},
+    "deepseek_v2": {"rope_theta": 1e4, **_LATENT, "first_k_dense_replace": 0, "n_routed_experts": 64, "n_shared_experts": 2,
+                    "moe_intermediate_size": 1407},
+    "deepseek_v3": _DEEPSEEK_V3, "kimi_k2": _DEEPSEEK_V3,
+    "glm4_moe_lite": {"rope_theta": 1e4, **_LATENT, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256,
+                      "rms_norm_eps": 1e-5, "n_routed_experts": 64, "n_shared_experts": 1, "routed_scaling_factor": 1.8,
+                      "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "first_k_dense_replace": 1},
+    "minicpm3": {"rope_theta": 1e4, **_LATENT, "q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64,
+                 "qk_rope_head_dim": 32, "v_head_dim": None, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+                 "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
+    "youtu": {"rope_theta": 1e4, **_LATENT, "tie_word_embeddings": True},
 }  # fmt: skip
 # what a config nested in another one may leave out besides: sizes that equal its class's
 _SHAPES: dict[str, dict[str, Any]] = {

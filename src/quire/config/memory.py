@@ -60,14 +60,14 @@ class ParameterParts:
 def parameter_parts(hf: Mapping[str, Any]) -> ParameterParts:
     """Of a decoder with these shapes."""
     shape = _Shape(hf)
-    attention = shape.hidden * (shape.query + 2 * shape.kv) + shape.query * shape.hidden
     matrices = 3 if shape.gated else 2
-    mlp = shape.hidden * shape.experts if shape.experts else matrices * shape.hidden * shape.width
     expert = matrices * shape.hidden * shape.expert_width if shape.experts else 0
+    sparse = shape.hidden * shape.experts + shape.shared_experts * expert  # the router, and who is beside the experts
+    mlps = shape.sparse_layers * sparse + (shape.layers - shape.sparse_layers) * matrices * shape.hidden * shape.width
     table = shape.vocabulary * shape.hidden
     return ParameterParts(
-        dense=shape.layers * (attention + mlp),
-        expert=shape.layers * expert,
+        dense=shape.layers * shape.attention + mlps,
+        expert=shape.sparse_layers * expert,
         experts=shape.experts,
         experts_per_token=shape.experts_per_token,
         head=table,
@@ -87,12 +87,13 @@ def activation_bytes(hf: Mapping[str, Any], *, element_bytes: int, tokens: int, 
 
         residual and normed hidden states    2 x tokens x hidden
         attention                            queries, keys, values and the output:  tokens x (2 x query + 2 x kv)
+          of latents                         the same and queries where rows are:   tokens x heads x (rank + head)
         or the MLP                           gate, up and their product:            tokens x 3 x width (per chosen expert)
         or the head, in float32              logits and their log-probabilities:    rows x 2 x vocabulary
     """
     shape = _Shape(hf)
     residual = 2 * tokens * shape.hidden * element_bytes
-    attention = tokens * (2 * shape.query + 2 * shape.kv) * element_bytes
+    attention = tokens * (2 * shape.query + 2 * shape.kv + shape.absorbed) * element_bytes
     width = shape.expert_width * shape.experts_per_token if shape.experts else shape.width
     mlp = tokens * (3 if shape.gated else 2) * width * element_bytes
     head = rows * 2 * shape.vocabulary * FLOAT32_BYTES
@@ -114,8 +115,19 @@ class _Shape:
         head_dim = number("head_dim", default=self.hidden // heads)
         self.query = heads * head_dim
         self.kv = number("num_key_value_heads", "num_kv_heads", "n_head_kv", default=heads) * head_dim
+        self.attention = self.hidden * (self.query + 2 * self.kv) + self.query * self.hidden  # parameters of a layer
+        self.absorbed = 0
+        if rank := number("kv_lora_rank"):
+            nope, rotary = number("qk_nope_head_dim"), number("qk_rope_head_dim")
+            values, query_rank = number("v_head_dim", default=self.hidden // heads), number("q_lora_rank")
+            self.query, self.kv = heads * (nope + rotary), rank + rotary
+            self.absorbed = 2 * heads * (rank + rotary)
+            queries = query_rank * (self.hidden + self.query) if query_rank else self.hidden * self.query
+            self.attention = queries + self.hidden * (self.kv + heads * values) + rank * heads * (nope + values)
         self.width = number("intermediate_size", "ffn_dim", "n_inner", default=4 * self.hidden)
         self.gated = hf.get("model_type") not in ("gpt2", "opt")
-        self.experts = number("num_local_experts", "num_experts")
+        self.experts = number("num_local_experts", "num_experts", "n_routed_experts")
+        self.shared_experts = number("n_shared_experts")
+        self.sparse_layers = max(0, self.layers - number("first_k_dense_replace")) if self.experts else 0
         self.experts_per_token = number("num_experts_per_tok", default=1)
         self.expert_width = number("moe_intermediate_size", default=self.width)

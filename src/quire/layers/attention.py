@@ -32,7 +32,7 @@ class Attention(nn.Module):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.kv: Tensor | None = None  # [pages, 2, kv_heads, page_size, head_dim]
+        self.kv: Tensor | None = None  # [pages, 2 (latents: 1), kv_heads, page_size, head_dim]
         self.dtype = torch.float32  # of queries
         self.group = -1
         self.backend: AttentionBackend | None = None
@@ -40,7 +40,7 @@ class Attention(nn.Module):
     def bind(self, kv: Tensor, group: int, backend: str = "auto", dtype: torch.dtype | None = None) -> None:
         """Gives the layer its cache, and the index of the cache group whose tables lead to it. dtype: of queries, if it is not
         the cache's."""
-        expected = (2, self.spec.kv_heads, self.spec.head_dim)
+        expected = (2 if self.spec.latent is None else 1, self.spec.kv_heads, self.spec.head_dim)
         if kv.ndim != 5 or (kv.shape[1], kv.shape[2], kv.shape[4]) != expected:
             raise EngineError(f"a cache of shape {list(kv.shape)} does not suit a layer of {self.spec}")
         self.kv, self.group, self.dtype = kv, group, dtype or kv.dtype

@@ -80,7 +80,8 @@ class Part:
 class Linear(MethodLayer):
     """`transposed`: the checkpoint stores [inputs, outputs], as GPT-2's does.
 
-    `role`: how ranks share it, each of the `sections` of its outputs, or its inputs, as the `cuts` say.
+    `role`: how ranks share it, each of the `sections` of its outputs, or its inputs, as the `cuts` say. `as_floats`: others
+    read its matrix, so that it is one of floats whatever the checkpoint has, and nothing can be added to what it gives.
     """
 
     weight: nn.Parameter
@@ -98,9 +99,10 @@ class Linear(MethodLayer):
         sections: Sequence[int] | None = None,
         cuts: Sequence[Cut] | None = None,
         method: LinearMethod | None = None,
+        as_floats: bool = False,
     ) -> None:
         super().__init__()
-        self.transposed, self.role = transposed, role
+        self.transposed, self.role, self.as_floats = transposed, role, as_floats
         self.sections = tuple(sections or (outputs,))
         self.cuts = tuple(cuts or map(evenly, (inputs,) if role is Role.ROW else self.sections))
         self.all_inputs, self.biased = inputs, bias

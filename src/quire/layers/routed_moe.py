@@ -18,8 +18,9 @@ from quire.ops.routing import route_by_scores, route_sparsemixer
 class RoutedMoE(MoE):
     """`scoring` turns a router's logits into scores; `correction`: the shape of what is added to them for the choice alone.
 
-    `groups`: of experts, and how many of these are chosen from. `scale`: of the chosen ones' weights. `tolerance`: of Phi's
-    choice. `shared`: what every token goes through besides; `shared_gated`: as far as a gate lets it.
+    `groups`: of experts, how many of these are chosen from, and how many of its best a group is judged by. `scale`: of the
+    chosen ones' weights. `tolerance`: of Phi's choice. `shared`: what every token goes through besides; `shared_gated`: as
+    far as a gate lets it.
     """
 
     fixed = frozenset({"e_score_correction_bias"})
@@ -35,7 +36,7 @@ class RoutedMoE(MoE):
         renormalize: bool,
         scoring: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax",
         correction: Sequence[int] | None = None,
-        groups: tuple[int, int] = (1, 1),
+        groups: tuple[int, int, int] = (1, 1, 2),
         scale: float = 1.0,
         tolerance: float = 0.01,
         shared: nn.Module | None = None,
@@ -72,6 +73,7 @@ class RoutedMoE(MoE):
             correction=None if correction is None else correction.flatten(),
             groups=self.groups[0],
             top_groups=self.groups[1],
+            group_best=self.groups[2],
             renormalize=self.renormalize,
             scale=self.scale,
         )

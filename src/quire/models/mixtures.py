@@ -176,7 +176,7 @@ class Glm4MoE(Llama):
             renormalize=hf.get("norm_topk_prob", True),
             scoring="sigmoid",
             correction=(hf["n_routed_experts"],),
-            groups=(hf.get("n_group", 1), hf.get("topk_group", 1)),
+            groups=(hf.get("n_group", 1), hf.get("topk_group", 1), 2),
             scale=hf.get("routed_scaling_factor", 1.0),
             shared=GatedMLP(facts.hidden_size, inner * shared, hf["hidden_act"]) if shared else None,
         )

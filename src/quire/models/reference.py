@@ -50,10 +50,16 @@ case.
 
 ## The cache
 
-Keys and values have the model's own type, or 8 bits with `kv_cache_dtype` fp8 (fp8_e4m3) or fp8_e5m2: half of bfloat16's
-memory and a scale for every token, head and of both, so a cache holds about 1.9 times the tokens for heads of 128 numbers
-(`quire plan` counts it). Every token's key and value is rounded once, by its own largest number, when it is written, with or
-without a window; so the tokens of an answer do not depend on how its prompt was cut, on a prefix hit or on a preemption.
+Latent attention (DeepSeek V2 and V3, and who took it over) keeps one row for each token, `kv_lora_rank` + `qk_rope_head_dim`
+numbers for all heads together, in the model's own type; the keys and values of all heads are made of it. Prompts of many
+tokens make them; few tokens take their queries to the rows instead (`attn/latent.py`). Ranks of tensor parallelism share the
+heads, and each has the whole row. LoRA adapters may change all of its matrices but `kv_b_proj`. A cache of 8 bits is refused,
+and so are sparse indexers (`index_topk`: DeepSeek V3.2, GLM 5).
+
+Elsewhere keys and values have the model's own type, or 8 bits with `kv_cache_dtype` fp8 (fp8_e4m3) or fp8_e5m2: half of
+bfloat16's memory and a scale for every token, head and of both, so a cache holds about 1.9 times the tokens for heads of 128
+numbers (`quire plan` counts it). Every token's key and value is rounded once, by its own largest number, when it is written,
+with or without a window; so tokens do not depend on how a prompt was cut, on a prefix hit or on a preemption.
 
 - Scales that a checkpoint has for its cache are used instead (`k_scale` and `v_scale` of an attention layer, `k_proj.k_scale`,
   `k_proj.output_scale`, `k_cache.scale`, `kv_scale`; one number, or one for each head). One without the other, one that is no

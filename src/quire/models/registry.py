@@ -24,6 +24,8 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "Cohere2ForCausalLM": "quire.models.cohere:Cohere2",
         "CohereForCausalLM": "quire.models.cohere:Cohere",
         "DbrxForCausalLM": "quire.models.dbrx:DBRX",
+        "DeepseekV2ForCausalLM": "quire.models.deepseek:DeepseekV2",
+        "DeepseekV3ForCausalLM": "quire.models.deepseek:DeepseekV3",
         "Ernie4_5ForCausalLM": "quire.models.llama:Ernie45",
         "Ernie4_5_MoeForCausalLM": "quire.models.mixtures:Ernie45MoE",
         "Exaone4ForCausalLM": "quire.models.exaone:Exaone4",
@@ -38,6 +40,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "GemmaForCausalLM": "quire.models.gemma:Gemma",
         "Glm4ForCausalLM": "quire.models.glm:Glm4",
         "Glm4MoeForCausalLM": "quire.models.mixtures:Glm4MoE",
+        "Glm4MoeLiteForCausalLM": "quire.models.deepseek:Glm4MoELite",
         "GlmForCausalLM": "quire.models.glm:Glm",
         "GptOssForCausalLM": "quire.models.gpt_oss:GptOss",
         "GraniteForCausalLM": "quire.models.granite:Granite",
@@ -50,6 +53,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "InternLM3ForCausalLM": "quire.models.other_names:InternLM3",
         "LlamaForCausalLM": "quire.models.llama:Llama",
         "MPTForCausalLM": "quire.models.alibi:MPT",
+        "MiniCPM3ForCausalLM": "quire.models.deepseek:MiniCPM3",
         "MiniCPMForCausalLM": "quire.models.granite:MiniCPM",
         "MiniMaxM2ForCausalLM": "quire.models.mixtures:MiniMaxM2",
         "MistralForCausalLM": "quire.models.llama:Llama",
@@ -73,6 +77,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "SmolLM3ForCausalLM": "quire.models.llama:SmolLM3",
         "StableLmForCausalLM": "quire.models.stablelm:StableLM",
         "Starcoder2ForCausalLM": "quire.models.starcoder:StarCoder2",
+        "YoutuForCausalLM": "quire.models.deepseek:Youtu",
     }
 )
 FALLBACK = "quire.models.fallback:Fallback"

@@ -11,18 +11,19 @@ def route_by_scores(
     correction: Tensor | None = None,
     groups: int = 1,
     top_groups: int = 1,
+    group_best: int = 2,
     renormalize: bool = True,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """scores [T, experts] float32 -> weights [T, top_k] float32 and expert ids [T, top_k].
 
     `correction` [experts] counts in the choice, not in the weights. Of several groups only the experts of the `top_groups` best
-    are chosen from: those whose two best experts are best together.
+    are chosen from: those whose `group_best` best experts are best together.
     """
     ranked = scores if correction is None else scores + correction
     if groups > 1:
         by_group = ranked.view(len(ranked), groups, -1)
-        best = by_group.topk(2, dim=-1).values.sum(-1).topk(top_groups, dim=-1).indices
+        best = by_group.topk(group_best, dim=-1).values.sum(-1).topk(top_groups, dim=-1).indices
         chosen = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, True)
         ranked = by_group.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(1)
     experts = ranked.topk(top_k, dim=-1).indices

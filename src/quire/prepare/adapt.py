@@ -140,6 +140,8 @@ def adapt(model: nn.Module, *, device: torch.device, dtype: torch.dtype, tabled:
     sites: list[Site] = []
     for path, layer in model.named_modules():
         match layer:
+            case Linear(as_floats=True):
+                pass  # nothing can be added to what it gives
             case Linear():
                 sites.append(LinearSite(path, layer))
             case Head():

@@ -8,6 +8,7 @@ from quire.dist.mesh import Position, divide, evenly
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.head_norms import WidthNorms
+from quire.layers.latent import LatentAttention
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts
 from quire.layers.role import Role
@@ -18,7 +19,7 @@ def shard(model: nn.Module, position: Position, group: Group) -> None:
     """Before anything is loaded. What the ranks' layers say to each other goes through `group`."""
     if position.size == 1:
         return
-    if not any(isinstance(layer, SelfAttention) for layer in model.modules()):
+    if not any(isinstance(layer, SelfAttention | LatentAttention) for layer in model.modules()):
         raise ConfigError("only models of a family of our own can be divided among several devices")
     with torch.device("meta"):
         for layer in model.modules():
@@ -45,6 +46,8 @@ def _keep_share(layer: nn.Module, position: Position, group: Group) -> None:
             layer.group = group
         case SelfAttention():
             layer.keep_heads(*layer.division.share(position))
+        case LatentAttention():
+            layer.keep_heads(position)
         case WidthNorms():
             layer.keep_heads(*layer.division.share(position))
             layer.group, layer.holders = group, layer.division.holders(position)

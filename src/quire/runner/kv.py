@@ -28,11 +28,12 @@ class KVBuffers:
         self._dtype = dtype
         self._lines = 1  # equal parts of a buffer, in each of which it lies page by page
         if kv_layout is not KVLayout.PAGES and can_divide(layout, layers, dtype.itemsize):
-            self._lines = 2 if kv_layout is KVLayout.SPLIT else 2 * layers[0].kv_heads
+            sides = layers[0].sides
+            self._lines = sides if kv_layout is KVLayout.SPLIT else sides * layers[0].kv_heads
         self.raw = [allocate(pages + 1, layout.page_bytes) for _ in range(layout.buffers)]  # each [pages + 1, page_bytes]
 
     def views(self) -> list[tuple[int, Tensor, int]]:
-        """(layer, its cache [pages + 1, 2, kv_heads, page_size, head_dim], its group) for every layer of the layout."""
+        """(layer, its cache [pages + 1, sides, kv_heads, page_size, head_dim], its group) for every layer of the layout."""
         return [
             (layer, self._view(self.raw[buffer], self._layers[layer]), index)
             for index, group in enumerate(self._layout.groups)
@@ -50,10 +51,10 @@ class KVBuffers:
 
     def _view(self, raw: Tensor, layer: LayerCache) -> Tensor:
         """A layer smaller than a page uses the page's first part."""
-        size, typed = self._layout.page_size, raw.view(self._dtype)
+        size, sides, typed = self._layout.page_size, layer.sides, raw.view(self._dtype)
         if self._lines > 1:
-            inner = 2 * layer.kv_heads // self._lines  # heads of a page side by side
-            parts = typed.view(2, -1, len(raw), inner, size, layer.head_dim)
-            return parts.permute(2, 0, 1, 3, 4, 5).view(len(raw), 2, layer.kv_heads, size, layer.head_dim)
-        elements = 2 * layer.kv_heads * size * layer.head_dim
-        return typed[:, :elements].view(len(raw), 2, layer.kv_heads, size, layer.head_dim)
+            inner = sides * layer.kv_heads // self._lines  # heads of a page side by side
+            parts = typed.view(sides, -1, len(raw), inner, size, layer.head_dim)
+            return parts.permute(2, 0, 1, 3, 4, 5).view(len(raw), sides, layer.kv_heads, size, layer.head_dim)
+        elements = sides * layer.kv_heads * size * layer.head_dim
+        return typed[:, :elements].view(len(raw), sides, layer.kv_heads, size, layer.head_dim)

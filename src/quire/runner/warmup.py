@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from quire.attn.batch import AdapterRows, Batch
 from quire.layers.attention import SelfAttention
+from quire.layers.latent import LatentAttention
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.models.decoder import Decoder
@@ -146,7 +147,7 @@ def kinds_of_layers(model: Decoder) -> tuple[list[nn.Module], list[nn.Module], l
     others: dict[object, nn.Module] = {}
     for block in getattr(model, "layers", ()):
         for name, layer in block.named_children():
-            if isinstance(layer, SelfAttention):
+            if isinstance(layer, SelfAttention | LatentAttention):
                 attentions.setdefault(layer.core.spec, layer)
             elif hasattr(layer, "add"):
                 norms.setdefault(type(layer), layer)

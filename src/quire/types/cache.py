@@ -10,6 +10,7 @@ SCALE_BYTES = 4  # of numbers of 8 bits: one for the key of a token and a head, 
 @dataclass(frozen=True)
 class LayerCache:
     """The cache one attention layer needs. `window` is the number of positions a query sees, itself included; None = all.
+    `latent`: the first so many numbers of a key are its value, too, and no values are kept beside keys; None = they are.
 
     Layers that keep something else have a class of their own with the same properties; layers of one `kind` and window share
     groups, and `cache/groups.py` has a class for every kind.
@@ -18,6 +19,12 @@ class LayerCache:
     kv_heads: int
     head_dim: int
     window: int | None = None
+    latent: int | None = None
+
+    @property
+    def sides(self) -> int:
+        """Keys and values, or both in one."""
+        return 2 if self.latent is None else 1
 
     @property
     def kind(self) -> str:
@@ -25,7 +32,7 @@ class LayerCache:
 
     def bytes_per_token(self, element_bytes: int) -> int:
         scale = SCALE_BYTES if element_bytes == 1 else 0
-        return 2 * self.kv_heads * (self.head_dim * element_bytes + scale)
+        return self.sides * self.kv_heads * (self.head_dim * element_bytes + scale)
 
     def page_bytes(self, page_size: int, element_bytes: int) -> int:
         return page_size * self.bytes_per_token(element_bytes)
@@ -62,7 +69,7 @@ def can_divide(layout: CacheLayout, layers: Sequence[LayerCache], element_bytes:
     """Otherwise a buffer has to lie page by page."""
     if element_bytes == 1:
         return False
-    alike = len({(layer.kv_heads, layer.head_dim) for layer in layers}) == 1
+    alike = len({(layer.sides, layer.kv_heads, layer.head_dim) for layer in layers}) == 1
     return alike and layout.page_bytes == layers[0].page_bytes(layout.page_size, element_bytes)
 
 

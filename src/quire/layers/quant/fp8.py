@@ -145,10 +145,10 @@ class OnlineFloat8Scheme:
     def __init__(self, config: Mapping[str, Any], inventory: Inventory | None, target: Target) -> None:  # noqa: ARG002
         self._target = target
 
-    def linear(self, path: str, layer: Linear) -> Plain | None:  # noqa: ARG002
+    def linear(self, path: str, layer: Linear) -> Plain | None:
         if path.rpartition(".")[2] in ROUTERS:
             return None
-        return OnlineLinear() if "fp8" in self._target.keeps else RoundedLinear()
+        return OnlineLinear() if "fp8" in self._target.keeps and not layer.as_floats else RoundedLinear()
 
     def embedding(self, path: str, layer: Embedding) -> None:  # noqa: ARG002
         return None

@@ -101,7 +101,7 @@ class GGUFScheme:
             for _, rows in part.kept
         ]
         matrices = [matrix for matrix in found if matrix is not None]
-        if layer.transposed or len(matrices) < len(found):
+        if layer.transposed or layer.as_floats or len(matrices) < len(found):
             return None
         self.kept |= parts.keys()
         return GGUFMethod(matrices)

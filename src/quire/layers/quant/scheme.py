@@ -62,7 +62,7 @@ class CheckpointScheme:
             pieces[f"part{number}"] = Piece(
                 name, layout, whole, tuple(rows for _, rows in part.kept), layer.kept_inputs, self.checkpoint_name(name)[:1]
             )
-        return StoredLinear(pieces, self.target)
+        return StoredLinear(pieces, Target(self.target.dtype, frozenset()) if layer.as_floats else self.target)
 
     def embedding(self, path: str, layer: Embedding) -> None:  # noqa: ARG002
         return None

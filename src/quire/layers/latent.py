@@ -1,0 +1,92 @@
+"""Latent attention: what a token leaves in the cache is one row of few numbers, of which the keys and values of all heads are
+made. `attn/latent.py` says how."""
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from quire.attn.backend import AttentionSpec, Latents
+from quire.attn.batch import AdapterRows, Batch
+from quire.dist.mesh import HeadDivision, Position
+from quire.layers.attention import Attention, keep
+from quire.layers.linear import Linear, MergedLinear
+from quire.layers.norm import RMSNorm
+from quire.layers.role import Role
+from quire.layers.rope import Rope
+from quire.types.cache import LayerCache
+from quire.types.errors import ModelError
+
+EPS = 1e-6  # of its own norms, whatever those of the model have
+
+
+class LatentAttention(nn.Module):
+    """Heads of `nope` numbers that do not turn and `rotary` ones that do; `values`: of a head's value. `query_rank`: queries
+    are made of a row of so many numbers, too. Ranks share the heads; the row in the cache is every rank's."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        cache: LayerCache,
+        rope: Rope,
+        *,
+        nope: int,
+        rotary: int,
+        values: int,
+        query_rank: int | None,
+        scale: float,
+        bias: bool = False,
+        last: bool = False,
+    ) -> None:
+        super().__init__()
+        assert cache.latent is not None
+        rank = cache.latent
+        self.division = HeadDivision(heads, heads, nope + rotary)
+        cut, cut_up, cut_back = (HeadDivision(heads, heads, n).cut_queries for n in (nope + rotary, nope + values, values))
+        row = {"kv_a_proj_with_mqa": rank + rotary}
+        if query_rank is None:
+            if bias:
+                raise ModelError("attention_bias goes with a q_lora_rank in latent attention, and there is none")
+            parts = {"q_proj": heads * (nope + rotary)} | row
+            self.down = MergedLinear(hidden_size, parts, role=Role.COLUMN, cuts=(cut, lambda _: range(rank + rotary)))
+            self.q_a_layernorm: RMSNorm | None = None
+            self.q_b_proj: Linear | None = None
+        else:
+            self.down = MergedLinear(hidden_size, {"q_a_proj": query_rank} | row, bias=bias)
+            self.q_a_layernorm = RMSNorm(query_rank, EPS)
+            self.q_b_proj = Linear(query_rank, heads * (nope + rotary), role=Role.COLUMN, cuts=(cut,))
+        self.kv_a_layernorm = RMSNorm(rank, EPS)
+        self.kv_b_proj = Linear(rank, heads * (nope + values), role=Role.COLUMN, cuts=(cut_up,), as_floats=True)
+        self.o_proj = Linear(heads * values, hidden_size, bias=bias, role=Role.ROW, cuts=(cut_back,))
+        self.rope, self.nope, self.row, self.last = rope, nope, rank + rotary, last
+        self.core = Attention(AttentionSpec(heads, 1, rank + rotary, scale, latent=rank))
+
+    def keep_heads(self, position: Position) -> None:
+        """Before anything is loaded: attends with those of a rank; what makes them is its linear layers' business."""
+        self.core.spec = replace(self.core.spec, heads=len(self.division.share(position)[0]))
+
+    @property
+    def latents(self) -> Latents:
+        up = self.kv_b_proj.weight.view(self.core.spec.heads, -1, self.kv_b_proj.inputs)
+        return Latents(self.kv_a_layernorm.weight, self.kv_a_layernorm.eps, self.rope.table, up, self.nope)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [T, H] -> [T, H], or less if it is the last."""
+        core, made = self.core, self.down(x, batch.adapters)
+        query, rows = made.split((made.shape[1] - self.row, self.row), dim=1)
+        query, behind = self.select_residual(query, batch), self.adapters_behind(batch)
+        if self.q_a_layernorm is not None and self.q_b_proj is not None:
+            query = self.q_b_proj(self.q_a_layernorm(query), behind)
+        assert core.backend is not None
+        by_head = query.unflatten(1, (core.spec.heads, -1))
+        out = core.backend.run_latent(core.spec, self.latents, by_head, rows, core.bound(), batch, core.group, self.last)
+        back: Tensor = self.o_proj(out, behind)
+        return back
+
+    def adapters_behind(self, batch: Batch) -> AdapterRows | None:
+        """Of the tokens that come out of it."""
+        return batch.final.adapters if self.last else batch.adapters
+
+    def select_residual(self, residual: Tensor, batch: Batch) -> Tensor:
+        """What goes past it [T, H] -> the part that belongs to what comes out of it."""
+        return keep(residual, batch) if self.last else residual

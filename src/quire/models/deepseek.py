@@ -1,0 +1,131 @@
+"""DeepSeek V2 and V3 (R1, Kimi K2), and the families that took over their latent attention."""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from quire.layers.latent import LatentAttention
+from quire.layers.mlp import GatedMLP
+from quire.layers.rope import Rope, rope_parameters
+from quire.layers.routed_moe import RoutedMoE
+from quire.models.decoder import Decoder
+from quire.models.granite import Granite
+
+if TYPE_CHECKING:
+    from quire.config.facts import ModelFacts
+
+
+class Latent(Decoder):
+    """What these families have in common."""
+
+    interleaved = True
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> LatentAttention:  # type: ignore[override]
+        hf = facts.hf
+        nope, rotary, heads = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"], hf["num_attention_heads"]
+        return LatentAttention(
+            facts.hidden_size,
+            heads,
+            facts.layers[index],
+            self.rope(facts, index),
+            nope=nope,
+            rotary=rotary,
+            values=hf["v_head_dim"] or facts.hidden_size // heads,
+            query_rank=hf["q_lora_rank"],
+            scale=(nope + rotary) ** -0.5 * stretched_scale(rope_parameters(hf)),
+            bias=bool(hf.get("attention_bias")),
+            last=index == len(facts.layers) - 1,
+        )
+
+    def rope(self, facts: "ModelFacts", index: int, layer_type: str | None = None) -> Rope:  # noqa: ARG002
+        if layer_type not in self.ropes:
+            turns = self.interleaved and facts.hf.get("rope_interleave", True)
+            parameters = {**rope_parameters(facts.hf), "partial_rotary_factor": 1.0}
+            self.ropes[layer_type] = Rope(
+                facts.hf["qk_rope_head_dim"], facts.max_position, facts.hf, parameters, interleaved=turns
+            )
+        return self.ropes[layer_type]
+
+
+def stretched_scale(rope: Mapping[str, Any]) -> float:
+    """What attention scores are multiplied by where positions are stretched."""
+    weight, factor = rope.get("mscale_all_dim"), rope.get("factor")
+    if rope["rope_type"] == "default" or not weight or not factor or factor <= 1:
+        return 1.0
+    return float(0.1 * weight * math.log(factor) + 1.0) ** 2
+
+
+class DeepseekV2(Latent):
+    """The first layers are dense. Layers behind the last are for drafts."""
+
+    renames: tuple[tuple[str, str | None], ...] = (
+        *Decoder.renames,
+        (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.e_score_correction_bias"),
+        (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),
+    )
+
+    def __init__(self, facts: "ModelFacts") -> None:
+        super().__init__(facts)
+        count = len(facts.layers)
+        drafts = "|".join(str(count + i) for i in range(facts.hf.get("num_nextn_predict_layers") or 1))
+        self.renames = (*self.renames, (rf"^layers\.({drafts})\.", None))
+
+    def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:
+        hf = facts.hf
+        if not is_sparse(hf, index):
+            return super().make_mlp(facts, index)
+        inner, shared = hf["moe_intermediate_size"], hf.get("n_shared_experts")
+        return RoutedMoE(
+            facts.hidden_size,
+            inner,
+            hf["hidden_act"],
+            experts=hf["n_routed_experts"],
+            top_k=hf["num_experts_per_tok"],
+            scale=hf.get("routed_scaling_factor", 1.0),
+            shared=GatedMLP(facts.hidden_size, inner * shared, hf["hidden_act"]) if shared else None,
+            **self.routing(hf),
+        )
+
+    def routing(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """How experts are chosen: a group of them is judged by its best."""
+        limited = hf.get("topk_method") == "group_limited_greedy"
+        groups = (hf["n_group"], hf["topk_group"], 1) if limited else (1, 1, 1)
+        return {"renormalize": bool(hf.get("norm_topk_prob")), "groups": groups}
+
+
+def is_sparse(hf: Mapping[str, Any], index: int) -> bool:
+    """Is the layer one of experts?"""
+    kinds = hf.get("mlp_layer_types")
+    if kinds is not None:
+        return bool(kinds[index] == "sparse")
+    return bool(index >= hf["first_k_dense_replace"] and index % (hf.get("moe_layer_freq") or 1) == 0)
+
+
+class DeepseekV3(DeepseekV2):
+    """Scores are sigmoids, corrected for the choice; a group of experts is judged by its two best."""
+
+    def routing(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        corrected = hf.get("topk_method", "noaux_tc") == "noaux_tc"
+        return {
+            "renormalize": hf.get("norm_topk_prob", True),
+            "scoring": hf.get("scoring_func", "sigmoid"),
+            "correction": (hf["n_routed_experts"],) if corrected else None,
+            "groups": (hf.get("n_group") or 1, hf.get("topk_group") or 1, 2),
+        }
+
+
+class Glm4MoELite(DeepseekV3):
+    """GLM 4.7 Flash."""
+
+
+class Youtu(Latent):
+    tied = True
+
+
+class MiniCPM3(Latent, Granite):  # type: ignore[misc]
+    """Granite's multipliers under other names (`config/dialects.py`); heads turn by halves."""
+
+    interleaved = False
+    tied = True

@@ -1,0 +1,80 @@
+"""Latent attention through the whole engine: beside what `test_more_families_offline.py` asks of every family."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from oracle import in_pieces
+from quantized_checkpoints import BLOCKS, fp8
+from quire import LLM, SamplingParams
+from quire.config.facts import read_facts
+from quire.config.memory import estimate_parameters
+from quire.files.resolve import resolve_model
+from quire.layers.latent import LatentAttention
+from quire.layers.linear import Plain
+from quire.load.load import load_weights
+from quire.models.registry import build_model
+from quire.types.errors import ConfigError
+
+PROMPTS = [torch.randint(3, 199, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (21, 6, 34)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def engine(directory, **more):
+    return LLM(str(directory), skip_tokenizer_init=True, dtype="float32", device="cpu", block_size=4, max_model_len=64, **more)
+
+
+def tokens(llm, params=GREEDY):
+    return [[one.token_ids for one in output.outputs] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+def test_a_row_for_all_heads_is_all_that_is_kept(checkpoint):
+    facts = checkpoint("deepseek-v3").facts
+    assert {(layer.kind, layer.kv_heads, layer.head_dim, layer.latent) for layer in facts.layers} == {("full", 1, 40, 32)}
+    assert facts.layers[0].page_bytes(16, 2) == 16 * 40 * 2
+    named = checkpoint("deepseek-v3").model.named_parameters()
+    counted = sum(weight.numel() for name, weight in named if weight.ndim > 1)
+    assert estimate_parameters(facts.hf) == counted
+
+
+def test_several_drawn_from_one_prompt_and_drafts(checkpoint):
+    directory = checkpoint("deepseek-v2").directory
+    plain = engine(directory, max_num_batched_tokens=16)
+    drawn = SamplingParams(n=3, seed=4, temperature=1.0, max_tokens=12, ignore_eos=True)
+    expected, several = tokens(plain), tokens(plain, drawn)
+    assert len({tuple(ids) for ids in several[0]}) == 3
+    drafting = engine(
+        directory, speculative_config={"method": "synthetic", "synthetic_acceptance_rates": [0.6], "num_speculative_tokens": 3}
+    )
+    assert tokens(drafting) == expected
+    assert tokens(drafting, drawn) == several
+
+
+def test_a_checkpoint_in_blocks_of_8_bits(checkpoint, tmp_path):
+    case = checkpoint("deepseek-v3")
+    write, stored, meant = fp8("block", "weight_scale_inv"), {}, {}
+    for name, weight in load_file(case.directory / "model.safetensors").items():
+        plain = weight.ndim != 2 or ".mlp.gate." in name or "embed_tokens" in name or "lm_head" in name
+        written, meant[name] = ({"weight": weight}, weight) if plain else write(name, weight)
+        module = name.removesuffix(".weight")
+        stored |= {name: weight} if plain else {f"{module}.{key}": value for key, value in written.items()}
+    config = json.loads((case.directory / "config.json").read_text())
+    for directory, tensors, more in ((tmp_path / "8", stored, {"quantization_config": BLOCKS}), (tmp_path / "32", meant, {})):
+        directory.mkdir()
+        save_file(tensors, directory / "model.safetensors")
+        (directory / "config.json").write_text(json.dumps(config | more))
+    assert tokens(engine(tmp_path / "8")) == tokens(engine(tmp_path / "32"))
+    facts = read_facts(resolve_model(tmp_path / "8"))
+    model = build_model(facts)
+    load_weights(model, facts, device="cpu", dtype="float32", quantization=facts.quantization, keeps=frozenset({"fp8"}))
+    layers = [layer for layer in model.modules() if isinstance(layer, LatentAttention)]
+    plain = [isinstance(linear.method, Plain) for layer in layers for linear in (layer.kv_b_proj, layer.down)]
+    assert plain == [True, False] * 3
+    assert all(logits.isfinite().all() for logits in in_pieces(model, *(2 * [PROMPTS[2] + PROMPTS[1]])))
+
+
+def test_a_cache_of_8_bits_is_refused(checkpoint):
+    with pytest.raises(ConfigError, match="not built for latent attention"):
+        engine(checkpoint("deepseek-v3").directory, kv_cache_dtype="fp8")
