@@ -79,7 +79,7 @@ def test_what_is_not_a_number(text: str) -> None:
         ({"tensor_parallel_size": 0}, r"tensor_parallel_size must be at least 1"),
         ({"distributed_executor_backend": "ray"}, r"'ray' is not supported: ranks are processes of one machine"),
         ({"distributed_executor_backend": "spark"}, r"must be one of auto, mp, uni, fake"),
-        ({"speculative_config": {"model": "x", "method": "medusa"}}, r"speculative_config.method 'medusa' is not built"),
+        ({"speculative_config": {"model": "x", "method": "dflash"}}, r"speculative_config.method 'dflash' is not built"),
         ({"kv_cache_dtype": "fp4"}, r"kv_cache_dtype must be one of auto, .*fp8_e5m2; got 'fp4'"),
         (
             {"kv_cache_dtype_skip_layers": ["0"]},

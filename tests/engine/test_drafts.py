@@ -30,8 +30,8 @@ class Oracle:
     def __init__(self, answers: list[list[int]], wrong: int) -> None:
         self.answers, self.wrong, self.calls = answers, wrong, 0
 
-    def propose(self, slot, length, tokens, hidden):
-        assert len(hidden) == len(slot)
+    def propose(self, slot, length, tokens, hidden, at):
+        assert len(hidden) == len(slot) == len(at)
         self.calls += 1
         guesses = torch.zeros(len(slot), self.most, dtype=torch.int64, device=slot.device)
         for i, (text, known) in enumerate(zip(tokens[slot].tolist(), length.tolist(), strict=True)):

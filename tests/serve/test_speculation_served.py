@@ -5,6 +5,8 @@ import os
 import signal
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from server_process import body, serving, wait_for
 
 from serving import Running, events_of
@@ -84,6 +86,20 @@ def test_answers_are_the_same(http, speculating):
     told = events_of(speculating.http.post("/v1/chat/completions", json=asked).text)[:-1]
     streamed = "".join(choice["delta"].get("content") or "" for event in told for choice in event["choices"])
     assert streamed == answer(http, BODIES[2])["choices"][0]["message"]["content"]
+
+
+def test_a_head_drafts(http, servers, tmp_path):
+    """One that was taught nothing."""
+    weights = torch.Generator().manual_seed(1)
+    tensors = {f"{i}.0.linear.weight": torch.randn(32, 32, generator=weights) for i in range(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "medusa", "medusa_num_heads": 2, "hidden_size": 32}))
+    running = Running(servers[0].llm.config.args.model, max_num_batched_tokens=256, speculative_config={"model": str(tmp_path)})
+    for asked in BODIES[1:4]:
+        assert choices(answer(running.http, asked)) == choices(answer(http, asked))
+    assert running.llm.stats.drafts.tokens > 20
+    running.wait_idle()
+    running.close()
 
 
 def test_it_is_told_with_the_answer(speculating):

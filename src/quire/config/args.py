@@ -155,7 +155,8 @@ class EngineArgs:
 
     speculative_config: dict[str, Any] | None = setting(
         None, OBJECT, _SPECULATION, "who guesses tokens ahead, so that a step may bring several: method (ngram, suffix, "
-        "draft_model, synthetic, custom_class or a plug-in's), num_speculative_tokens and more: speculation.md", short="-sc",
+        "draft_model, eagle, eagle3, medusa, mtp, synthetic, custom_class or a plug-in's), num_speculative_tokens and more: "
+        "speculation.md", short="-sc",
     )  # fmt: skip
     spec_method: str | None = setting(None, TEXT, _SPECULATION, "speculative_config's method")
     spec_model: str | None = setting(None, TEXT, _SPECULATION, "speculative_config's model")

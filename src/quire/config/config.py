@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from quire.config.args import EngineArgs
+from quire.config.draft_heads import DraftHead
 from quire.config.facts import DTYPE_BYTES, DeviceFacts, ModelFacts
 from quire.config.quantization import Quantization
 from quire.config.speculative import SpeculativeConfig
@@ -41,6 +42,7 @@ class Config:
     default_sampling: dict[str, Any]  # SamplingParams fields
     served_names: tuple[str, ...]
     draft_facts: ModelFacts | None = None  # of a model that drafts
+    draft_head: DraftHead | None = None  # of a head that drafts from the model's states
     max_loras: int = 0  # adapters on the device; 0: none can be asked for
     max_cpu_loras: int = 0  # in the host's memory, those among them
 
@@ -48,6 +50,10 @@ class Config:
     def ranks(self) -> int:
         """Processes that share the model's matrices."""
         return self.args.tensor_parallel_size
+
+    @property
+    def drafts_on_device(self) -> bool:
+        return self.draft_facts is not None or self.draft_head is not None
 
     @property
     def cache_dtype(self) -> str:

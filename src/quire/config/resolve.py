@@ -5,17 +5,19 @@ A rule only decides what the user left open. What was asked for and cannot be ha
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from quire.config.args import FLOAT_NAMES, EngineArgs
 from quire.config.config import Config, Policy
 from quire.config.conflicts import refuse_conflicts
+from quire.config.draft_heads import DraftHead, find_method, read_head
 from quire.config.facts import DeviceFacts, ModelFacts, count_experts, read_facts
 from quire.config.hf import read_json
 from quire.config.quantization import Quantization, choose_quantization
-from quire.config.speculative import DRAFT_MODEL
-from quire.files.resolve import check_on_disk, is_bare_name, resolve_model
+from quire.config.speculative import DRAFT_MODEL, ON_DEVICE, SpeculativeConfig
+from quire.files.resolve import ModelFiles, check_on_disk, is_bare_name, resolve_model
 from quire.types.errors import ConfigError, RequestError
 from quire.types.sampling import LogprobsMode, SamplingParams
 
@@ -52,6 +54,7 @@ def resolve(
     max_batched_tokens, max_seqs = choose_batch(args, default_batch(device, serving), length)
     quantization = choose_quantization(args.quantization, facts.quantization, facts.files.format == "gguf")
     keep_quantized = choose_keep_quantized(args, facts, device, quantization)
+    drafting = find_drafting(args, facts)
     config = Config(
         args=args,
         facts=facts,
@@ -70,7 +73,7 @@ def resolve(
         chunked=args.enable_chunked_prefill,
         prefix_caching=args.enable_prefix_caching,
         policy=cast(Policy, args.scheduling_policy),
-        speculation=args.speculation(),
+        speculation=drafting.asked,
         depth=choose_depth(args, device),
         seed=args.seed,
         max_logprobs=args.max_logprobs,
@@ -79,7 +82,8 @@ def resolve(
         served_names=choose_names(args),
         max_loras=args.max_loras if args.enable_lora else 0,
         max_cpu_loras=(args.max_cpu_loras or args.max_loras) if args.enable_lora else 0,
-        draft_facts=find_draft_facts(args, facts),
+        draft_facts=drafting.facts,
+        draft_head=drafting.head,
     )
     warn_without_adapters(args)
     refuse_conflicts(config)
@@ -110,18 +114,50 @@ def find_facts(args: EngineArgs) -> ModelFacts:
     return read_facts(files, args.hf_overrides)
 
 
-def find_draft_facts(args: EngineArgs, facts: ModelFacts) -> ModelFacts | None:
-    """Of the model that drafts, if one does: it must be able to say what the other says."""
+@dataclass(frozen=True)
+class Drafting:
+    asked: SpeculativeConfig | None = None
+    facts: ModelFacts | None = None  # of a model that drafts
+    head: DraftHead | None = None
+
+
+def find_drafting(args: EngineArgs, facts: ModelFacts) -> Drafting:
+    """Who drafts. Files say what was left open: the method, and how many drafts there are."""
     asked = args.speculation()
-    if asked is None or asked.method != DRAFT_MODEL:
-        return None
-    files = resolve_model(
-        str(asked.model),
-        revision=asked.revision,
-        download_dir=args.download_dir,
-        token=args.hf_token,
-        weights=_wants_weights(args),
-    )
+    if asked is None or asked.method not in ON_DEVICE:
+        return Drafting(asked)
+    files = None
+    if asked.model is not None:
+        files = resolve_model(
+            asked.model,
+            revision=asked.revision,
+            download_dir=args.download_dir,
+            token=args.hf_token,
+            weights=_wants_weights(args),
+        )
+        if "method" not in asked.told:
+            asked = replace(asked, method=find_method(asked, files))
+    if asked.method == DRAFT_MODEL:
+        assert files is not None
+        return Drafting(asked, find_draft_facts(asked, files, facts))
+    head = read_head(asked, files, facts)
+    if "num_speculative_tokens" not in asked.told and head.tokens is not None:
+        asked = replace(asked, num_speculative_tokens=head.tokens)
+    if asked.num_speculative_tokens > head.most:
+        raise ConfigError(
+            f"speculative_config.num_speculative_tokens {asked.num_speculative_tokens} is more than the {head.most} heads of "
+            f"{asked.model!r} draft"
+        )
+    if head.facts.layers and all(layer.kind != "full" for layer in facts.layers):
+        raise ConfigError(
+            f"speculative_config.method {asked.method!r}: its layers attend to everything, and none of the model's do; only "
+            "models that have such layers can have it"
+        )
+    return Drafting(asked, head=head)
+
+
+def find_draft_facts(asked: SpeculativeConfig, files: ModelFiles, facts: ModelFacts) -> ModelFacts:
+    """Of the model that drafts: it must be able to say what the other says."""
     found = read_facts(files, {})
     if found.vocab_size != facts.vocab_size:
         raise ConfigError(

@@ -14,11 +14,11 @@ from quire.types.errors import ConfigError
 NAME = "speculative_config"
 GROUP = "quire.drafters"  # entry points: a drafter that another package brings
 NGRAM, SUFFIX, SYNTHETIC, CUSTOM, DRAFT_MODEL = "ngram", "suffix", "synthetic", "custom_class", "draft_model"
-METHODS = (NGRAM, SUFFIX, SYNTHETIC, CUSTOM, DRAFT_MODEL)
-NOT_BUILT = (
-    "eagle", "eagle3", "medusa", "mtp", "mlp_speculator", "dflash", "dflash2", "dspark", "ngram_gpu",
-    "extract_hidden_states",
-)  # fmt: skip
+EAGLE, EAGLE3, MEDUSA, MTP = "eagle", "eagle3", "medusa", "mtp"
+HEADS = (EAGLE, EAGLE3, MEDUSA, MTP)  # they read what the model computes
+METHODS = (NGRAM, SUFFIX, SYNTHETIC, CUSTOM, DRAFT_MODEL, *HEADS)
+ON_DEVICE = (DRAFT_MODEL, *HEADS)  # the others draft on the host
+NOT_BUILT = ("mlp_speculator", "dflash", "dflash2", "dspark", "ngram_gpu", "extract_hidden_states")
 MOST = 64  # drafts of a row
 Schedule = tuple[tuple[int, int, int], ...]  # from so many requests, to so many: at most so many drafts
 
@@ -27,8 +27,9 @@ Schedule = tuple[tuple[int, int, int], ...]  # from so many requests, to so many
 class SpeculativeConfig:
     method: str  # one of METHODS, or the name of an entry point
     num_speculative_tokens: int
-    model: str | None = None  # of draft_model: as any model is named; of custom_class: where the class is
+    model: str | None = None  # of draft_model and heads: as any model is named; of custom_class: where the class is
     revision: str | None = None  # of a draft model from the hub
+    told: frozenset[str] = frozenset()  # of the fields, those that were given: what files say is for the others
     prompt_lookup_min: int = 5
     prompt_lookup_max: int = 5
     suffix_decoding_max_tree_depth: int = 24
@@ -137,12 +138,15 @@ def read_speculative(
     for name, value in values.items():
         _check(name, value)
     values = {name: value for name, value in values.items() if name not in _ELSEWHERE}
+    told = frozenset(values)
     chosen = values["method"] = _method(values)
+    values["told"] = told
     for start, owner in _BELONGS.items():
         strange = [name for name in values if name.startswith(start)]
         if strange and chosen != owner:
             raise ConfigError(f"{NAME}.{strange[0]} is for method {owner!r}, but the method is {chosen!r}")
-    for name, owners in (("model", (CUSTOM, DRAFT_MODEL)), ("revision", (DRAFT_MODEL,))):
+    heads = tuple(name for name in HEADS if name != MTP)
+    for name, owners in (("model", (CUSTOM, DRAFT_MODEL, *heads)), ("revision", (DRAFT_MODEL, *heads))):
         if name in values and chosen not in owners:
             raise ConfigError(f"{NAME}.{name} is not for method {chosen!r}, which has no model; leave it out")
     deepest = min(values.get("suffix_decoding_max_tree_depth", SpeculativeConfig.suffix_decoding_max_tree_depth), MOST)
@@ -173,14 +177,16 @@ def _method(values: dict[str, Any]) -> str:
     method = values.get("method", DRAFT_MODEL if model is not None else None)
     if method is None:
         raise ConfigError(f"{NAME} needs a method: {', '.join((*METHODS, *sorted(brought_drafters())))}")
-    if method in NOT_BUILT or method.endswith("_mtp"):
+    if method.endswith("_mtp"):  # how it was said once
+        method = MTP
+    if method in NOT_BUILT:
         raise ConfigError(f"{NAME}.method {method!r} is not built; built are {', '.join(METHODS)}")
     if method not in METHODS and method not in (brought := brought_drafters()):
         raise ConfigError(f"{NAME}.method must be one of {', '.join((*METHODS, *sorted(brought)))}; got {method!r}")
-    if method == DRAFT_MODEL and model is None:
-        raise ConfigError(f"{NAME}.model must name the model that drafts")
-    if method == DRAFT_MODEL and values.get("adaptive"):
-        raise ConfigError(f"{NAME}.adaptive is not for method {DRAFT_MODEL!r}: all its rows have drafts; leave it out")
+    if method in ON_DEVICE and method != MTP and model is None:
+        raise ConfigError(f"{NAME}.model must name the model or head that drafts")
+    if method in ON_DEVICE and values.get("adaptive"):
+        raise ConfigError(f"{NAME}.adaptive is not for method {method!r}: all its rows have drafts; leave it out")
     if method == CUSTOM and model is None:
         raise ConfigError(f"{NAME}.model must say where the class of method {CUSTOM!r} is: 'package.module:Class'")
     return str(method)

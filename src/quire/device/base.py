@@ -67,6 +67,7 @@ class Setting:
     dtype: "torch.dtype"
     layout: CacheLayout
     load_format: str
+    tapped: bool = False  # somebody listens between the layers, which have to be run one by one
 
 
 class Device:

@@ -135,10 +135,10 @@ def start_core(
 
 def _speculation(config: Config) -> Speculation | None:
     asked = config.speculation
-    if asked is None or (config.draft_facts is not None and config.args.distributed_executor_backend == "fake"):
+    if asked is None or (config.drafts_on_device and config.args.distributed_executor_backend == "fake"):
         return None
     return Speculation(
-        None if config.draft_facts is not None else make_drafter(asked, config.facts.vocab_size),
+        None if config.drafts_on_device else make_drafter(asked, config.facts.vocab_size),
         asked.num_speculative_tokens,
         adaptive=asked.adaptive,
         largest_batch=asked.disable_by_batch_size,
@@ -174,8 +174,8 @@ def start_local(
         if config.device_facts.advice and facts.files.format == "gguf" and args.dtype == "auto":
             logger.warning("%s, or say dtype='float32' to have it this way", config.device_facts.advice)
         share = 1.0  # of the cache's memory that is the model's own
-        if config.draft_facts is not None:
-            drafter, share = make_draft_model(config, config.draft_facts, layout)
+        if config.drafts_on_device:
+            drafter, share = make_device_drafter(config, layout)
         if workers is None:
             executor = LocalExecutor(make_runner(config, device, drafter=drafter, adapters=adapters))
         else:
@@ -280,17 +280,28 @@ def make_runner(
     )
 
 
-def make_draft_model(config: Config, facts: ModelFacts, layout: CacheLayout) -> "tuple[Drafter, float]":
+def make_device_drafter(config: Config, layout: CacheLayout) -> "tuple[Drafter, float]":
     """And which share of the cache's memory it leaves to the model."""
-    from quire.runner.draft.model import DraftModel
-
     assert config.speculation is not None
+    head, most, args = config.draft_head, config.speculation.num_speculative_tokens, config.args
+    if head is not None and not head.facts.layers:
+        from quire.runner.draft.medusa import Medusa
+
+        return Medusa(head, most, args.load_format, config.seed), 1.0
+    facts = config.draft_facts if head is None else head.facts
+    assert facts is not None
     facts = replace(facts, max_position=config.max_model_len)
     own = make_layout(facts.layers, config.page_size, DTYPE_BYTES[config.dtype])
-    group = next(i for i, group in enumerate(layout.groups) if group.window is None)
-    most = config.speculation.num_speculative_tokens
-    model = DraftModel(facts, own, group, most, config.args.load_format, config.seed)
-    return model, layout.bytes_per_page / (layout.bytes_per_page + own.bytes_per_page)
+    group = next(i for i, group in enumerate(layout.groups) if group.kind == "full")
+    share = layout.bytes_per_page / (layout.bytes_per_page + own.bytes_per_page)
+    if head is None:
+        from quire.runner.draft.model import DraftModel
+
+        return DraftModel(facts, own, group, most, args.load_format, config.seed), share
+    from quire.runner.draft.heads import LAYERS, HeadDrafter
+
+    head = replace(head, facts=facts)
+    return HeadDrafter(head, LAYERS[head.method], own, group, most, args.load_format, config.seed), share
 
 
 def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch) -> tuple[Executor, Capacity]:

@@ -38,12 +38,12 @@ class Built:
     shift: Longs  # [R] + index of a token among all = among those that are kept
 
 
-def build_batch(plan: StepPlan, slots: Slots, parts: Iterable[RowPart] = ()) -> Built:
-    """`parts`: those that the rows have something of."""
+def build_batch(plan: StepPlan, slots: Slots, parts: Iterable[RowPart] = (), whole: bool = False) -> Built:
+    """`parts`: those that the rows have something of. `whole`: all tokens are kept."""
     slot, count = plan.slot.astype(np.int64), plan.count.astype(np.int64)
     end, loose = _ends(plan, slots)
     row_starts = _starts(count)
-    kept = _count_kept(plan, row_starts)
+    kept = count if whole else _count_kept(plan, row_starts)
     kept_starts = _starts(kept)
     all_kept = kept_starts[-1] == row_starts[-1]
     kept_index = NO_TOKENS if all_kept else spans(row_starts[1:] - kept, kept)

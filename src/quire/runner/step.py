@@ -25,8 +25,8 @@ from quire.prepare.shard import shard
 from quire.runner.adapters import Shelf
 from quire.runner.batch import Built, build_batch
 from quire.runner.buckets import MOST_TOKENS
-from quire.runner.draft.base import Drafter
-from quire.runner.draft.model import DraftModel
+from quire.runner.draft.base import DeviceDrafter, Drafter
+from quire.runner.draft.taps import Taps
 from quire.runner.draft.verify import Verification, prepare
 from quire.runner.flight import StepFlight
 from quire.runner.graphs import Graphs, Undrawn, allowance, fixed_plans
@@ -117,7 +117,8 @@ class Runner:
         self._kv_layout = KVLayout.PAGES
         self._model: Decoder | None = None
         self._tenants: tuple[Slots, KVBuffers, Sampler] | None = None
-        self._draft_model = drafter if isinstance(drafter, DraftModel) else None
+        self._companion = drafter if isinstance(drafter, DeviceDrafter) else None
+        self._taps: Taps | None = None
 
     @property
     def counts(self) -> DeviceCounts:
@@ -146,12 +147,14 @@ class Runner:
         )  # fmt: skip
         self._parameters = sum(parameter.numel() for parameter in model.parameters())  # a device may keep them elsewhere
         facts = self._facts if self._group is None else replace(self._facts, layers=self._layers)
-        setting = Setting(facts, self._dtype, self._layout, self._load_format)
+        tapped = self._companion is not None and bool(self._companion.taps)
+        setting = Setting(facts, self._dtype, self._layout, self._load_format, tapped)
         prepared = self._device.prepare(model, setting)
         model.body, self._kv_layout = prepared.body, prepared.kv_layout
         self._model = model
-        if self._draft_model is not None:
-            self._draft_model.load(self._device, self._dtype)
+        if self._companion is not None:
+            self._companion.load(self._device, self._dtype, model)
+            self._taps = Taps(model, self._companion.taps) if tapped else None
         if adapters is not None:
             self._reserved = count * adapters.bytes_of(rank)
             budget = self._reserved if self._device.torch_device.type != "cpu" else None
@@ -204,8 +207,8 @@ class Runner:
         slots = Slots(self._max_seqs, max_model_len, groups, page_size, device, self._drafts, self._device.updates(), told)
         sampler = Sampler(self._max_seqs, self._facts.vocab_size, device, self._logprobs_mode, self._drafts)
         self._tenants = slots, kv, sampler
-        if self._draft_model is not None:
-            self._draft_model.allocate(pages, slots)
+        if self._companion is not None:
+            self._companion.allocate(pages, slots)
         self._parts = make_parts(self._max_seqs, self._shelf)
         planners = fixed_plans(model, len(self._layout.groups)) if self._recording else None
         self.graphs = None
@@ -215,8 +218,8 @@ class Runner:
 
     def close(self) -> None:
         self._model = self._tenants = self.graphs = self._shelf = self._group = None
-        if self._draft_model is not None:
-            self._draft_model.close()
+        if self._companion is not None:
+            self._companion.close()
         gc.collect()
         self._device.close()
 
@@ -236,8 +239,9 @@ class Runner:
                 tenancy.admit(admission.slot, admission)
         sampler.refresh(slots.updates)
         kv.copy(plan.copy_from, plan.copy_to)
-        if self._draft_model is not None:
-            self._draft_model.copy(plan.copy_from, plan.copy_to)
+        companion = self._companion
+        if companion is not None:
+            companion.copy(plan.copy_from, plan.copy_to)
         if not len(plan.slot):
             slots.updates.deliver()
             return StepFlight(plan, [], None)
@@ -252,10 +256,10 @@ class Runner:
         replayed = None if self.graphs is None or more else self._replay(self.graphs, plan, plain, parts)
         draw: Drawn | Callable[[Masks | None], Drawn] | None = None
         if replayed is None:
-            built = build_batch(plan, slots, parts)
+            built = build_batch(plan, slots, parts, whole=companion is not None and companion.whole)
             batch, hidden = built.batch, model(built.batch)
-            if self._draft_model is not None:
-                self._draft_model.run(batch)
+            if companion is not None:
+                companion.see(plan, batch, [hidden] if self._taps is None else self._taps.take())
             prompts = _report_prompts(plan, built, hidden, model, slots, sampler)
             if len(outputs.pool):
                 pooled = hidden[upload(_final(outputs.pool, plan, built), hidden.device)].float()
@@ -270,6 +274,8 @@ class Runner:
                     draw = partial(self._draw, logits, built.rows, follow)
                 else:
                     self._untold = built.rows
+            elif companion is not None:
+                companion.settle()
         elif isinstance(replayed, Tensor):
             draw = Drawn(replayed, of_all=True)
         elif len(replayed.rows.slots):

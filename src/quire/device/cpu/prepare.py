@@ -41,7 +41,7 @@ def prepare(model: Decoder, setting: Setting) -> Prepared:
     floats = runtime_for_floats() if whole else None
     adapted = any(isinstance(layer, Linear) and layer.bank is not None for layer in model.modules())
     if layers or floats is not None:
-        compiled = compile_body(
+        compiled = None if setting.tapped else compile_body(
             model.run_blocks, setting.facts.hidden_size, whole=not layers, paged=suits_networks(setting), held=adapted
         )  # fmt: skip
         if compiled is not None:
@@ -50,7 +50,7 @@ def prepare(model: Decoder, setting: Setting) -> Prepared:
                 let_go([method for _, method in layers])
         if isinstance(compiled, DecoderNetwork):
             layout = KVLayout.SPLIT
-        if compiled is not None and adapted:
+        if (compiled is not None and adapted) or (setting.tapped and not layers):
             multiply_few_rows(model)
             if floats is not None:
                 pack_floats(model, floats)

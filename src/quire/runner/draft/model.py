@@ -1,8 +1,5 @@
 """A smaller model of the same vocabulary guesses. It runs whatever the large one runs, in the same batches, so its keys and
-values are always in the same pages: prefix hits, forks and preemption need no thought. Then it goes on, a token at a time.
-
-Its cache is its own memory under the page numbers and tables of the large model. What it writes behind the last known token is
-written again when that has come. Where a table has no page yet, it guesses worse, and nobody else notices.
+values are always in the same pages. Then it goes on, a token at a time.
 """
 
 from dataclasses import replace
@@ -11,22 +8,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quire.attn.batch import Batch, GroupView
+from quire.attn.batch import Batch
 from quire.config.quantization import choose_quantization
 from quire.device.base import Device, Setting
 from quire.load.load import load_weights
 from quire.models.decoder import Decoder
 from quire.models.registry import build_model
+from quire.runner.draft.ahead import Ahead
+from quire.runner.draft.base import DeviceDrafter
 from quire.runner.kv import KVBuffers
 from quire.runner.slots import Slots
 from quire.types.cache import CacheLayout
-from quire.types.plan import Ints
+from quire.types.plan import Ints, StepPlan
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
 
 
-class DraftModel:
+class DraftModel(DeviceDrafter):
     def __init__(self, facts: "ModelFacts", layout: CacheLayout, group: int, most: int, load_format: str, seed: int) -> None:
         """`layout` of its layers, all of one group; `group` is the large model's whose tables it shares."""
         self.most = most
@@ -35,17 +34,17 @@ class DraftModel:
         self._kv: KVBuffers | None = None
         self._slots: Slots | None = None
 
-    def load(self, device: Device, dtype: torch.dtype) -> None:
-        model = build_model(self._facts)
+    def load(self, device: Device, dtype: torch.dtype, model: Decoder) -> None:  # noqa: ARG002
+        own = build_model(self._facts)
         facts = self._facts
         quantization = choose_quantization(None, facts.quantization, facts.files.format == "gguf")
         load_weights(
-            model, facts, device=device.torch_device, dtype=dtype, load_format=self._load_format, seed=self._seed,
+            own, facts, device=device.torch_device, dtype=dtype, load_format=self._load_format, seed=self._seed,
             quantization=quantization,
         )  # fmt: skip
-        prepared = device.prepare(model, Setting(facts, dtype, self._layout, self._load_format))
-        model.body, self._kv_layout = prepared.body, prepared.kv_layout
-        self._model, self._device, self._dtype = model, device, dtype
+        prepared = device.prepare(own, Setting(facts, dtype, self._layout, self._load_format))
+        own.body, self._kv_layout = prepared.body, prepared.kv_layout
+        self._model, self._device, self._dtype = own, device, dtype
 
     def allocate(self, pages: int, slots: Slots) -> None:
         assert self._model is not None
@@ -61,8 +60,8 @@ class DraftModel:
     def close(self) -> None:
         self._model = self._kv = self._slots = None
 
-    def run(self, batch: Batch) -> None:
-        """What the large model runs."""
+    def see(self, plan: StepPlan, batch: Batch, states: list[Tensor]) -> None:  # noqa: ARG002
+        """It runs the same."""
         assert self._model is not None
         kept = batch.kept
         if kept is not None:
@@ -72,27 +71,11 @@ class DraftModel:
     def _own(self, batch: Batch) -> Batch:
         return replace(batch, groups=(batch.groups[self._group],), plans={}, adapters=None)
 
-    def propose(self, slot: Tensor, length: Tensor, tokens: Tensor, hidden: Tensor) -> Tensor:  # noqa: ARG002
+    def propose(self, slot: Tensor, length: Tensor, tokens: Tensor, hidden: Tensor, at: Tensor) -> Tensor:  # noqa: ARG002
         assert self._model is not None and self._slots is not None
-        model, size, last, count = self._model, self._slots.page_size, self._slots.length - 1, len(slot)
-        tables, guesses = self._slots.tables[self._group, slot], list[Tensor]()
-        starts, index = torch.arange(count + 1, dtype=torch.int32), torch.arange(count)
+        model, ahead, guesses = self._model, Ahead(self._slots, self._group, slot), list[Tensor]()
         ids = tokens[slot, length - 1].long()
-        for ahead in range(self.most):
-            place = (length - 1 + ahead).clamp(max=last)
-            page = place // size
-            write = tables.gather(1, page[:, None])[:, 0].long() * size + (place - page * size)
-            lengths = (place + 1).tolist()
-            width = -(-max(lengths) // size)
-            batch = Batch(
-                ids=ids,
-                positions=place,
-                row_starts=starts,
-                kv_lengths=(place + 1).int(),
-                rows=tuple((i, 1, keys) for i, keys in enumerate(lengths)),
-                logit_index=index,
-                groups=(GroupView(tables[:, :width].contiguous(), write),),
-            )
-            ids = model.logits(model(batch)).argmax(-1)
+        for i in range(self.most):
+            ids = model.logits(model(ahead.batch(ids, length - 1 + i))).argmax(-1)
             guesses.append(ids)
         return torch.stack(guesses, 1)

@@ -32,6 +32,7 @@ class Verification:
     first: Tensor  # [R] int64 of each row that draws, its first draw
     drafts: Tensor  # [N] int64 the draft behind each draw, or NO_DRAFT
     hidden: Tensor  # [N, H] what the draws are from
+    token: Tensor  # [N] int64 behind which of the step's tokens they are
 
     def follow(self, drawn: Drawn, slots: Slots, drafter: Drafter | None) -> Drawn:
         """Moves the slots on, and has their next tokens guessed if that is done here."""
@@ -40,7 +41,8 @@ class Verification:
         slots.position[slot] = newest
         if drafter is None:
             return replace(drawn, lengths=lengths)
-        guesses = drafter.propose(slot, newest + 1, slots.tokens, self.hidden[self.first + lengths - 1]).int()
+        last = self.first + lengths - 1
+        guesses = drafter.propose(slot, newest + 1, slots.tokens, self.hidden[last], self.token[last]).int()
         places = newest[:, None] + 1 + torch.arange(drafter.most, device=newest.device)
         slots.tokens[slot[:, None], places] = guesses
         return replace(drawn, lengths=lengths, guesses=guesses)
@@ -52,12 +54,12 @@ def prepare(plan: StepPlan, slots: Slots, batch: Batch, rows: Rows, hidden: Tens
     first = np.flatnonzero(np.diff(row, prepend=-1))
     behind = np.append(np.diff(row) == 0, False)[: len(row)]
     chunks = np.flatnonzero(~plan.sample & slots.loose[plan.slot])
-    first_there, draft_there, passing, by = upload_together(
-        [first, np.where(behind, draw + 1, NO_DRAFT), plan.slot[chunks], plan.count[chunks]], slots.device
+    first_there, draft_there, passing, by, token = upload_together(
+        [first, np.where(behind, draw + 1, NO_DRAFT), plan.slot[chunks], plan.count[chunks], draw], slots.device
     )
     slots.position[passing] += by
     drafts = torch.where(draft_there == NO_DRAFT, NO_DRAFT, batch.ids[draft_there])
-    return Verification(rows, first_there, drafts, hidden)
+    return Verification(rows, first_there, drafts, hidden, token)
 
 
 def accept(result: Tensor, first: Tensor, drafts: Tensor) -> Tensor:

@@ -1,0 +1,78 @@
+"""Medusa heads: each guesses a token further ahead, all from the state from which the last one was drawn. Nothing is kept."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.config.draft_heads import DraftHead
+from quire.device.base import Device
+from quire.layers.embedding import Head
+from quire.layers.linear import Linear
+from quire.layers.parameter import parameter
+from quire.load.assign import Renames
+from quire.load.load import load_weights
+from quire.models.decoder import Decoder
+from quire.runner.draft.base import DeviceDrafter
+
+
+class MedusaHead(nn.Module):
+    def __init__(self, size: int, layers: int, bias: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Linear(size, size, bias=bias) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + F.silu(layer(x))
+        return x
+
+
+class MedusaHeads(nn.Module):
+    """Heads have a matrix for logits each, or one together, or none: then it is the model's."""
+
+    def __init__(self, head: DraftHead, count: int) -> None:
+        super().__init__()
+        facts, hf = head.facts, head.facts.hf
+        layers = int(hf.get("medusa_num_layers") or hf.get("num_hidden_layers") or 1)
+        self.renames: Renames = (
+            (r"^medusa_heads?\.", ""),
+            (r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2."),
+            (rf"^(\d+)\.{layers}\.weight$", r"lm_heads.\1.weight"),
+            (rf"^(blocks|lm_heads)\.(?!({'|'.join(map(str, range(count)))})\.)", None),  # heads that nobody asks
+        )
+        vocabulary = int(hf.get("truncated_vocab_size") or facts.vocab_size)
+        self.blocks = nn.ModuleList(MedusaHead(facts.hidden_size, layers, head.has(".bias")) for _ in range(count))
+        own = head.has(f".{layers}.weight") or any("lm_heads." in name for name in head.names)
+        shared = not own and head.has("lm_head.weight")
+        self.lm_heads = nn.ModuleList(Head(vocabulary, facts.hidden_size) for _ in range(count if own else 0))
+        self.lm_head = Head(vocabulary, facts.hidden_size) if shared else None
+        self.token_map = parameter(vocabulary, dtype=torch.int64) if head.has("token_map") else None
+
+
+class Medusa(DeviceDrafter):
+    def __init__(self, head: DraftHead, most: int, load_format: str, seed: int) -> None:
+        self.most = most
+        self._head, self._load_format, self._seed = head, load_format, seed
+        self._heads: MedusaHeads | None = None
+
+    def load(self, device: Device, dtype: torch.dtype, model: Decoder) -> None:
+        with torch.device("meta"):
+            heads = MedusaHeads(self._head, self.most).eval()
+        load_weights(
+            heads, self._head.facts, device=device.torch_device, dtype=dtype, load_format=self._load_format, seed=self._seed
+        )
+        self._heads, self._model, self._vocabulary = heads, model, model.lm_head.total
+
+    def close(self) -> None:
+        self._heads = None
+
+    def propose(self, slot: Tensor, length: Tensor, tokens: Tensor, hidden: Tensor, at: Tensor) -> Tensor:  # noqa: ARG002
+        heads = self._heads
+        assert heads is not None
+        guesses = []
+        for i, block in enumerate(heads.blocks):
+            lm_head = heads.lm_heads[i] if heads.lm_heads else heads.lm_head or self._model.lm_head
+            guesses.append(lm_head(block(hidden)).argmax(-1))
+        ids = torch.stack(guesses, 1)
+        if heads.token_map is not None:
+            ids = heads.token_map[ids]
+        return ids.clamp(0, self._vocabulary - 1)

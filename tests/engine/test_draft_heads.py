@@ -1,0 +1,264 @@
+"""Heads that draft from the model's states: trained ones are mostly right, all guess what a plain computation would, and none
+changes a token."""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_speculation import STEM, same, some_params
+from tiny import make_model, open_model
+from torch import nn
+
+from quire import SamplingParams
+from quire.types.errors import ConfigError, ModelError
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import train_draft_head as trainer
+
+PROMPTS = [[*STEM[:size], 5 + size] for size in (9, 17, 33, 4)]
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+SIZE = 32
+GLM = {
+    "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 320, "max_position_embeddings": 256, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1, "eos_token_id": 1, "bos_token_id": 0, "pad_token_id": 0, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def trained(model, tmp_path_factory):
+    """An EAGLE-3 and a Medusa head."""
+    from transformers import AutoModelForCausalLM
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # there is nothing to share
+    large, out = AutoModelForCausalLM.from_pretrained(model).eval(), tmp_path_factory.mktemp("heads")
+    trainer.train_eagle3(large, PROMPTS, out / "eagle3", tokens=40, steps=60, taps=[0, 1, 1])
+    trainer.train_medusa(large, PROMPTS, out / "medusa", tokens=40, steps=50, heads=3)
+    torch.set_num_threads(threads)
+    return {"eagle3": out / "eagle3", "medusa": out / "medusa"}
+
+
+@pytest.fixture(scope="module")
+def eagle(tmp_path_factory):
+    """A head in EAGLE's layout, whose weights mean nothing."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    torch.manual_seed(2)
+    sizes = {"hidden_size": SIZE, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=320, max_position_embeddings=256)
+    layer, fc = LlamaDecoderLayer(config, 0).eval(), nn.Linear(2 * SIZE, SIZE)
+    layer.input_layernorm = nn.Identity()
+    tensors = {f"layers.0.{name}": value for name, value in layer.state_dict().items()}
+    directory = tmp_path_factory.mktemp("eagle")
+    write(directory, tensors | {"fc.weight": fc.weight, "fc.bias": fc.bias}, config.to_dict())
+    rotary = LlamaRotaryEmbedding(config)
+
+    def forward(embedded, hidden):
+        x = fc(torch.cat((embedded, hidden), -1))
+        return apply(layer, rotary, x)
+
+    return directory, forward
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory):
+    """A model with an MTP layer."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRMSNorm, Glm4MoeRotaryEmbedding
+
+    torch.manual_seed(3)
+    directory = make_model(tmp_path_factory.mktemp("glm"))  # the tokenizer's files
+    config = Glm4MoeConfig(**GLM)
+    large = Glm4MoeForCausalLM(config).eval()
+    large.save_pretrained(directory)
+    layer, (enorm, hnorm, norm) = Glm4MoeDecoderLayer(config, 1).eval(), (Glm4MoeRMSNorm(SIZE) for _ in range(3))
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    eh_proj, head = nn.Linear(2 * SIZE, SIZE, bias=False), nn.Linear(SIZE, 320, bias=False)
+    own = layer.state_dict()
+    experts = {name: own.pop(name) for name in list(own) if ".experts." in name}
+    for i in range(GLM["n_routed_experts"]):  # as checkpoints have them
+        gate, up = experts["mlp.experts.gate_up_proj"][i].chunk(2)
+        own |= {f"mlp.experts.{i}.gate_proj.weight": gate, f"mlp.experts.{i}.up_proj.weight": up}
+        own[f"mlp.experts.{i}.down_proj.weight"] = experts["mlp.experts.down_proj"][i]
+    own |= {"enorm.weight": enorm.weight, "hnorm.weight": hnorm.weight, "eh_proj.weight": eh_proj.weight}
+    own |= {"shared_head.norm.weight": norm.weight, "shared_head.head.weight": head.weight}
+    own["embed_tokens.weight"] = large.model.embed_tokens.weight
+    from safetensors.torch import load_file
+
+    path = directory / "model.safetensors"
+    more = {f"model.layers.2.{name}": value.detach().contiguous().clone() for name, value in own.items()}
+    save_file(load_file(path) | more, path)
+    rotary = Glm4MoeRotaryEmbedding(config)
+
+    def forward(embedded, hidden):
+        embedded = embedded.clone()
+        embedded[0, 0] = 0
+        x = apply(layer, rotary, eh_proj(torch.cat((enorm(embedded), hnorm(hidden)), -1)))
+        return norm(x)
+
+    return directory, forward, large, head
+
+
+def apply(layer, rotary, x):
+    positions = torch.arange(x.shape[1])[None]
+    out = layer(x, position_ids=positions, position_embeddings=rotary(x, positions))
+    return out[0] if isinstance(out, tuple) else out
+
+
+def write(directory, tensors, config):
+    directory.mkdir(exist_ok=True)
+    save_file({name: value.detach().contiguous() for name, value in tensors.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def expect(large, forward, head, text, most):
+    """What follows a text, all of it computed at once."""
+    with torch.no_grad():
+        ids = torch.tensor([text])
+        embed, guesses = large.get_input_embeddings(), []
+        hidden = large(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
+        embedded = embed(ids[:, 1:])
+        for _ in range(most):
+            out = forward(embedded, hidden)
+            guesses.append(int(head(out[0, -1]).argmax()))
+            hidden = torch.cat((hidden, out[:, -1:]), 1)
+            embedded = torch.cat((embedded, embed(torch.tensor([[guesses[-1]]]))), 1)
+    return guesses
+
+
+def listen(llm):
+    """Every text that the drafter continues, and how."""
+    drafter, heard = llm.llm_engine.core.executor._runner._drafter, []
+    propose = drafter.propose
+
+    def listening(slot, length, tokens, hidden, at):
+        guesses = propose(slot, length, tokens, hidden, at)
+        for text, size, guess in zip(tokens[slot].tolist(), length.tolist(), guesses.tolist(), strict=True):
+            heard.append((text[:size], guess))
+        return guesses
+
+    drafter.propose = listening
+    return heard
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp"])
+def test_guesses_are_those_of_a_plain_computation(method, model, eagle, glm):
+    """Also of prompts that come in pieces, beside each other, and behind drafts that were wrong."""
+    from transformers import AutoModelForCausalLM
+
+    if method == "eagle":
+        directory, (path, forward) = model, eagle
+        large = AutoModelForCausalLM.from_pretrained(model).eval()
+        config, head = {"method": "eagle", "model": str(path)}, large.lm_head
+    else:
+        (directory, forward, large, head), config = glm, {"method": "mtp"}
+    llm = open_model(
+        directory, dtype="float32", max_num_batched_tokens=24, enable_prefix_caching=False, block_size=16,
+        speculative_config={**config, "num_speculative_tokens": 2},
+    )  # fmt: skip
+    heard = listen(llm)
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    answers = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), use_tqdm=False)
+    assert len(heard) > 25 and llm.llm_engine.core.stats.drafts.rows > 20
+    for text, guesses in heard[:: max(1, len(heard) // 16)]:
+        assert guesses == expect(large, forward, head, text, 2)
+    plain = open_model(directory, dtype="float32", max_num_batched_tokens=24)
+    same(answers, plain.generate(prompts, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), use_tqdm=False))
+    for each in (llm, plain):
+        each.llm_engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """Requests, and what is answered without drafts."""
+    llm, rng = open_model(model, dtype="float32"), random.Random(7)
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    prompts += [{"prompt_token_ids": [*STEM[: rng.choice((1, 9, 33, 60))], rng.randrange(5, 9)]} for _ in range(14)]
+    params = [GREEDY] * len(PROMPTS) + [some_params(rng, ["the", "a"]) for _ in prompts[len(PROMPTS) :]]
+    answers = llm.generate(prompts, params, use_tqdm=False)
+    llm.llm_engine.shutdown()
+    return prompts, params, answers
+
+
+@pytest.mark.parametrize("name", ["eagle3", "medusa", "eagle"])
+def test_the_same_tokens(name, model, trained, eagle, expected):
+    """In little memory: with preemption, pieces of prompts, prefix hits and forks."""
+    path = eagle[0] if name == "eagle" else trained[name]
+    asked = {"model": str(path), "num_speculative_tokens": 3, **({"method": "eagle"} if name == "eagle" else {})}
+    llm = open_model(
+        model, dtype="float32", max_num_seqs=6, num_gpu_blocks_override=36, max_num_batched_tokens=24, speculative_config=asked
+    )
+    prompts, params, answers = expected
+    same(llm.generate(prompts, params, use_tqdm=False), answers)
+    core = llm.llm_engine.core
+    core.step()
+    core.scheduler.check()
+    stats, before = core.stats, core.stats.drafts
+    assert stats.free_pages == stats.pages and stats.preemptions > 0 and stats.drafts.tokens > 50
+    if name == "medusa":  # of what it was trained on; an EAGLE-3 head is short of pages here
+        llm.generate(prompts[: len(PROMPTS)], GREEDY, use_tqdm=False)
+        after = core.stats.drafts
+        assert after.accepted - before.accepted > 0.5 * (after.tokens - before.tokens)
+    llm.llm_engine.shutdown()
+
+
+def test_speculators_are_read(model, trained, tmp_path):
+    """The same head in the words of another project; how many tokens it drafts is said there."""
+    from safetensors.torch import load_file
+
+    config = json.loads((trained["eagle3"] / "config.json").read_text())
+    taps = config.pop("eagle_config")["eagle_aux_hidden_state_layer_ids"]
+    vocabulary = config.pop("draft_vocab_size")
+    told = {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": vocabulary,
+        "norm_before_residual": False, "eagle_aux_hidden_state_layer_ids": taps, "transformer_layer_config": config,
+        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": str(model)},
+                               "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 2}]},
+    }  # fmt: skip
+    tensors = load_file(trained["eagle3"] / "model.safetensors")
+    write(tmp_path, {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}, told)
+    llm = open_model(model, dtype="float32", speculative_config={"model": str(tmp_path)})
+    assert llm.llm_engine.config.speculation.method == "eagle3"
+    llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], GREEDY, use_tqdm=False)
+    counts = llm.llm_engine.core.stats.drafts
+    assert len(counts.per_position) == 2 and counts.accepted > 0.5 * counts.tokens
+    llm.llm_engine.shutdown()
+
+
+def test_what_does_not_fit_is_named(model, trained, tmp_path):
+    def refused(message, error=ConfigError, **asked):
+        with pytest.raises(error, match=message):
+            open_model(model, dtype="float32", speculative_config=asked)
+
+    refused(r"LlamaForCausalLM has no layers for drafts", method="mtp")
+    refused(r"num_speculative_tokens 5 is more than the 3 heads", model=str(trained["medusa"]), num_speculative_tokens=5)
+    config = json.loads((trained["eagle3"] / "config.json").read_text())
+    path = tmp_path / "head"
+    path.mkdir()
+    (path / "model.safetensors").write_bytes((trained["eagle3"] / "model.safetensors").read_bytes())
+    for changes, message in (
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 7]}},
+            r"before the layers \[0, 7\], and the model has layers 0 to 1",
+        ),
+        ({"target_hidden_size": 64}, r"states of 64 numbers, and this one's have 32"),
+        ({"speculators_model_type": "dflash"}, r"kind 'dflash', which is not built"),
+    ):
+        (path / "config.json").write_text(json.dumps(config | changes))
+        refused(message, model=str(path))
+    (path / "config.json").write_text(json.dumps(config))
+    refused(r"does not fit the model", ModelError, method="eagle", model=str(path))
+    refused(r"no tensor 'fc.weight'", method="eagle3", model=str(model))
