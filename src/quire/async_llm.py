@@ -27,9 +27,10 @@ from quire.engine.adapter_client import AdapterClient
 from quire.engine.adapter_names import AdapterNames
 from quire.engine.child import COMMAND, Child
 from quire.engine.client import EngineClient, as_started, engine_args
-from quire.engine.router import EngineRouter
+from quire.engine.router import EngineRouter, FleetHearer
 from quire.engine.supervisor import State
 from quire.engine.timeline import Timeline
+from quire.engine.view import Engines, OneEngine
 from quire.paced import Pace
 from quire.text.aside import Aside
 from quire.text.inputs import InputProcessor, PreparedRequest
@@ -81,9 +82,17 @@ class AsyncLLM:
     """Construction starts the engine process and returns; `wait_ready` waits until it takes requests.
 
     `config` is complete when the engine is ready: until then, what depends on the device is a guess.
+    `connect`: instead of starting engines, the way to some that are elsewhere; `name` is then what our requests begin with.
     """
 
-    def __init__(self, config: Config, command: Sequence[str] = COMMAND, spare: Child | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        command: Sequence[str] = COMMAND,
+        spare: Child | None = None,
+        connect: Callable[[FleetHearer], Engines] | None = None,
+        name: str = "",
+    ) -> None:
         self.config = config
         self.observers: list[Observer] = []
         self.stats: Stats | None = None  # as of the latest step
@@ -92,9 +101,8 @@ class AsyncLLM:
         self._viewer: Callable[[Sight], None] | None = None
         self.adapters = AdapterNames(config.max_loras > 0)
         self._lengths: dict[int, int] = {}  # engine -> the longest context that its cache has room for
-        args = engine_args(config)
-        several = args.data_parallel_size > 1
-        self._client: EngineClient | EngineRouter = (EngineRouter if several else EngineClient)(args, self, command, spare)
+        self._name = name
+        self._client: Engines = start_engines(config, self, command, spare) if connect is None else connect(self)
         self._adapters = AdapterClient(self.adapters, self.engines[0])  # with several there are none
         try:
             self.tokenizer = open_tokenizer(config)
@@ -125,7 +133,7 @@ class AsyncLLM:
         return self._client.state
 
     @property
-    def engines(self) -> list[EngineClient]:
+    def engines(self) -> Sequence[OneEngine]:
         """One by one; what is told of the engine elsewhere is told of all of them together."""
         return self._client.engines
 
@@ -376,7 +384,7 @@ class AsyncLLM:
         extras: Extras,
     ) -> PreparedRequest:
         """The engine gets numbers for ids: a user may use an id again while the engine still talks of its last bearer."""
-        arrival, serial = time.time(), f"{next(self._serials):x}"
+        arrival, serial = time.time(), f"{self._name}{next(self._serials):x}"
 
         def prepare() -> PreparedRequest:
             return self._inputs.prepare(
@@ -425,6 +433,12 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         if self.state != "dead" and (self._task is None or self._task.done() or self._task.get_loop() is not loop):
             self._task = loop.create_task(self._client.run(), name="quire-supervisor")
+
+
+def start_engines(config: Config, hearer: FleetHearer, command: Sequence[str] = COMMAND, spare: Child | None = None) -> Engines:
+    """`spare` is an engine process that was started ahead."""
+    args = engine_args(config)
+    return (EngineRouter if args.data_parallel_size > 1 else EngineClient)(args, hearer, command, spare)
 
 
 async def _catch_up(answer: RequestAnswer) -> None:

@@ -104,6 +104,10 @@ class ServerArgs:
         [], LIST, _ADAPTERS, "resolvers of installed packages (entry points quire.lora_resolvers) to be asked for other names"
     )
 
+    api_server_count: int = setting(
+        1, NUMBER, _RUN, "API processes on the one port, in front of the same engines; each reads and writes texts", low=1,
+        high=64, short="-asc",
+    )  # fmt: skip
     shutdown_timeout: float = setting(
         30.0, REAL, _RUN, "seconds that running requests get to finish after SIGTERM or Ctrl-C; then they are ended", low=0.0
     )

@@ -4,13 +4,13 @@ import asyncio
 from dataclasses import replace
 
 from quire.engine.adapter_names import AdapterNames, NamedAdapter
-from quire.engine.client import EngineClient
+from quire.engine.view import OneEngine
 from quire.types.adapter import LoRARequest
 from quire.types.request import EngineRequest
 
 
 class AdapterClient:
-    def __init__(self, names: AdapterNames, client: EngineClient) -> None:
+    def __init__(self, names: AdapterNames, client: OneEngine) -> None:
         self._names, self._client = names, client
 
     async def use(self, lora: LoRARequest) -> NamedAdapter:

@@ -182,7 +182,7 @@ def _from_array(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
 
 
-def _to_array(kind: Any, value: Any) -> Any:
+def to_array(kind: Any, value: Any) -> Any:
     if getattr(kind, "__origin__", kind) is not np.ndarray:
         raise TypeError(f"a {kind} cannot be received from another process")
     dtype, shape, data = value
@@ -192,8 +192,8 @@ def _to_array(kind: Any, value: Any) -> Any:
 
 
 encode: Callable[[Command | Report], bytes] = msgspec.msgpack.Encoder(enc_hook=_from_array).encode
-decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command, dec_hook=_to_array).decode
-decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report, dec_hook=_to_array).decode
+decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command, dec_hook=to_array).decode
+decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report, dec_hook=to_array).decode
 
 
 def request_error(refused: Refused) -> errors.QuireError:

@@ -18,6 +18,7 @@ from quire.engine import ipc
 from quire.engine.child import COMMAND, Child
 from quire.engine.client import EngineClient, check_number
 from quire.engine.supervisor import State
+from quire.engine.view import EngineState
 from quire.sched.balancer import Balancer
 from quire.types.errors import QuireError
 from quire.types.outputs import TokenDelta
@@ -37,6 +38,13 @@ class FleetHearer(Protocol):
     def on_seen(self, sight: Sight, engine: int = 0) -> None: ...
 
     def on_refused(self, engine_id: str, error: QuireError) -> None: ...
+
+
+def state_of(engines: Sequence[EngineState]) -> State:
+    """Of several: `ready` is whoever takes requests, so one that is ready is enough, once all of them were."""
+    states = {engine.state for engine in engines}
+    order: tuple[State, ...] = ("starting", "ready", "restarting")
+    return next((state for state in order if state in states), "dead")
 
 
 class _Ear:
@@ -94,10 +102,7 @@ class EngineRouter:
 
     @property
     def state(self) -> State:
-        """As of one engine: `ready` is whoever takes requests, so one that is ready is enough, once all of them were."""
-        states = {engine.state for engine in self.engines}
-        order: tuple[State, ...] = ("starting", "ready", "restarting")
-        return next((state for state in order if state in states), "dead")
+        return state_of(self.engines)
 
     @property
     def heartbeat_age(self) -> float:

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from quire.obs.instruments import Board, Boards, Counter, Gauge, Histogram
+from quire.obs.totals import BoardState, total
 from quire.types.news import Arrived, Finished, OutputNews
 from quire.types.stats import NOTHING, Stats
 
@@ -78,6 +79,17 @@ class Metrics:
         self._add_tokens(board)
         self._add_times(board)
         self._add_sizes(board, one_two_five(max_model_len))
+
+    @cached_property
+    def of_engines(self) -> frozenset[str]:
+        """The names of counters that engines count, and not the requests of this process."""
+        counters = (*self._counters, self.accepted_per_position, self.restarts, self.replayed)
+        return frozenset(counter.name for counter in counters)
+
+    @property
+    def boards(self) -> list[Board]:
+        """The sums, and of several engines each one's."""
+        return [self.board, *(part.board for part in self.parts)]
 
     @cached_property
     def registry(self) -> "CollectorRegistry":
@@ -252,6 +264,23 @@ class Metrics:
         self.look(engine)
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
+
+    def render_total(
+        self, engine: Engine, http: Board, others: Sequence[Sequence[BoardState]], accept: str = ""
+    ) -> tuple[bytes, str]:
+        """The same of several API processes: these numbers and those of others, told by `take`."""
+        from prometheus_client import CollectorRegistry, PlatformCollector
+        from prometheus_client.exposition import choose_encoder
+
+        self.look(engine)
+        whole, *parts, about_http = total([*self.boards, http], others, self.of_engines)
+        undivided = [one for one in whole.instruments if one.name == self.tool_calls.name]
+        registry = CollectorRegistry()
+        registry.register(Boards(parts, undivided) if parts else whole)
+        registry.register(about_http)
+        PlatformCollector(registry=registry)
+        encode, content_type = choose_encoder(accept)
+        return encode(registry), content_type
 
     def look(self, engine: Engine) -> None:
         """Reads what only matters when somebody looks."""

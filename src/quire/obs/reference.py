@@ -33,7 +33,7 @@ _HTTP = """
 """
 _PROCESS = """
 Prometheus' own collectors add the API process (`process_*`), the interpreter (`python_info`) and its garbage collector
-(`python_gc_*`).
+(`python_gc_*`), unless there are several API processes (`--api-server-count`): then all numbers are of all of them together.
 
 ## What to look at
 

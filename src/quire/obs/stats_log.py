@@ -17,10 +17,10 @@ RECENT_REQUESTS = 1000  # over which the hit rate of the prefix cache is told
 
 
 class StatsLog:
-    """An observer that adds up between two lines. `engine`: whose numbers, of several."""
+    """An observer that adds up between two lines. `engine`: whose numbers, of several; `of`: what the line begins with."""
 
-    def __init__(self, now: float, device: str = "cuda", engine: int = 0) -> None:
-        self._since, self._engine = now, engine
+    def __init__(self, now: float, device: str = "cuda", engine: int = 0, of: str = "") -> None:
+        self._since, self._engine, self._of = now, engine, of
         self._cache = "KV cache usage" if device == "cpu" else "GPU KV cache usage"
         self._stats: Stats | None = None
         self._prompt_tokens = self._generated = self._preemptions = 0
@@ -56,8 +56,9 @@ class StatsLog:
         level = logging.DEBUG if idle and self._was_idle else logging.INFO
         logger.log(
             level,
-            "Engine %03d: Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, "
+            "%sEngine %03d: Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, "
             "Running: %d reqs, Waiting: %d reqs%s, %s: %.1f%%, Prefix cache hit rate: %.1f%%",
+            self._of,
             self._engine,
             self._prompt_tokens / seconds,
             self._generated / seconds,

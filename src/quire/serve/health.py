@@ -62,13 +62,20 @@ class Health:
         return json_response({"version": __version__})
 
     async def load(self, _: Request) -> Response:
-        return json_response({"server_load": self._state.open})
+        service = self._state.service
+        others = 0 if service is None or service.hub is None else (await service.hub.gather()).open
+        return json_response({"server_load": self._state.open + others})
 
     async def metrics(self, request: Request) -> Response:
         service = self._state.service
         if service is None:
             return json_response(error_body(503, "the model is still loading", kind="ServiceUnavailableError"), 503)
-        content, content_type = service.metrics.render(service.llm, request.headers.get("accept", ""))
+        accept = request.headers.get("accept", "")
+        if service.hub is None:
+            content, content_type = service.metrics.render(service.llm, accept)
+        else:
+            others = (await service.hub.gather()).boards
+            content, content_type = service.metrics.render_total(service.llm, service.http_metrics.board, others, accept)
         return Response(content, headers={"content-type": content_type})
 
     def not_live(self) -> str | None:

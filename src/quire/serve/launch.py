@@ -36,6 +36,8 @@ from quire.serve.app import build_app
 from quire.serve.auth import Keys, check_exposure, find_keys
 from quire.serve.formats import check_parsers
 from quire.serve.front import build_front
+from quire.serve.fronts.launch import FrontsLaunch, check_fronts, tell_ready
+from quire.serve.fronts.side import Front
 from quire.serve.http import LAST_WORDS, HttpServer
 from quire.serve.lifecycle import ServerState, Service
 from quire.serve.sample import print_sample
@@ -55,9 +57,8 @@ def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float, sp
 
     `started` is when the user asked, in seconds of time.monotonic(); `spare` an engine process that was started meanwhile.
     """
-    set_up_logging()
-    quiet = (settings.disable_access_log_for_endpoints or "").split(",")
-    set_http_levels(settings.uvicorn_log_level, not settings.disable_uvicorn_access_log, [path for path in quiet if path])
+    _set_up(settings)
+    check_fronts(settings, engine_args.enable_lora)
     interval = log_interval()
     check_parsers(settings)
     check_adapters(settings, engine_args.enable_lora)
@@ -68,7 +69,26 @@ def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float, sp
     exporter = None if settings.otlp_traces_endpoint is None else make_exporter(settings.otlp_traces_endpoint)
     tracing = None if exporter is None else Tracing(exporter)
     with _listening(settings, addresses) as sockets, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if settings.api_server_count > 1:
+            return runner.run(FrontsLaunch(engine_args, settings, sockets, spare).run(started))
         return runner.run(ServerLaunch(engine_args, settings, Keys(keys), sockets, tracing, interval, spare).run(started))
+
+
+def run_front(front: Front, sockets: list[socket.socket]) -> int:
+    """One of several API processes; the hub has checked the settings."""
+    settings = front.begin.settings
+    _set_up(settings)
+    exporter = None if settings.otlp_traces_endpoint is None else make_exporter(settings.otlp_traces_endpoint)
+    tracing, keys = None if exporter is None else Tracing(exporter), Keys(find_keys(settings, os.environ))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        launch = ServerLaunch(front.begin.args, settings, keys, sockets, tracing, log_interval(), None, front)
+        return runner.run(launch.run(front.begin.started))
+
+
+def _set_up(settings: ServerArgs) -> None:
+    set_up_logging()
+    quiet = (settings.disable_access_log_for_endpoints or "").split(",")
+    set_http_levels(settings.uvicorn_log_level, not settings.disable_uvicorn_access_log, [path for path in quiet if path])
 
 
 @contextlib.contextmanager
@@ -93,8 +113,10 @@ class ServerLaunch:
         tracing: Tracing | None,
         stats_interval: float,
         spare: Child | None,
+        front: Front | None = None,
     ) -> None:
-        self._spare = spare
+        """`front`: this is one of several API processes, and the engines are the hub's."""
+        self._spare, self._front = spare, front
         self._engine_args, self._settings, self._sockets, self._tracing = engine_args, settings, sockets, tracing
         self._stats_interval = stats_interval
         self._state = ServerState(settings)
@@ -154,7 +176,8 @@ class ServerLaunch:
 
     async def _live(self, started: float) -> int:
         url = url_of(self._settings, self._sockets)
-        logger.info("listening on %s, loading %s", url, self._engine_args.model)
+        if self._front is None:
+            logger.info("listening on %s, loading %s", url, self._engine_args.model)
         loading = self._start(self._load())
         if not await self._unless_asked(loading):
             logger.info("stopped before the model was loaded")
@@ -162,9 +185,13 @@ class ServerLaunch:
         llm = loading.result()
         metrics = self._observe(llm)
         app = build_app(llm, self._settings, metrics=metrics)
-        self._state.service = Service(llm, app, metrics, HttpMetrics(metrics.registry))
+        http_metrics = HttpMetrics(metrics.registry)
+        self._state.service = Service(llm, app, metrics, http_metrics, None if self._front is None else self._front.hub)
         gc.collect()
-        _tell_ready(llm, url, started, page_of(self._settings, self._sockets))
+        if self._front is None:
+            tell_ready(llm.config.served_names[0], url, started, page_of(self._settings, self._sockets), llm.timeline)
+        else:
+            self._start(self._front.tell_counts(self._state, [*metrics.boards, http_metrics.board]))
         gc.freeze()  # what lives now lives to the end: a search through it would make every stream wait
         self._start(self._greet(llm, page_of(self._settings, self._sockets)))
         if await self._unless_asked(self._start(_death(llm))):
@@ -204,7 +231,10 @@ class ServerLaunch:
         def make() -> None:
             llm, failure = None, None
             try:
-                llm = AsyncLLM.from_engine_args(self._engine_args, self._spare)
+                if self._front is not None:
+                    llm = self._front.make()
+                else:
+                    llm = AsyncLLM.from_engine_args(self._engine_args, self._spare)
                 llm.aside.start()
             except Exception as error:
                 failure = error
@@ -225,8 +255,9 @@ class ServerLaunch:
         if llm.adapters.enabled:
             metrics.adapters = llm.adapters_in_use
         llm.observers.append(metrics)
+        of = "" if self._front is None else f"API process {self._front.begin.name.rstrip('.')}, "
         for number in range(0 if args.disable_log_stats else len(llm.engines)):
-            log = StatsLog(time.monotonic(), llm.config.device, number)
+            log = StatsLog(time.monotonic(), llm.config.device, number, of)
             llm.observers.append(log)
             self._start(log_periodically(log, self._stats_interval))
         if settings.enable_log_requests:
@@ -257,14 +288,6 @@ class ServerLaunch:
         if not await self._state.wait_idle(LAST_WORDS):
             logger.error("%d responses could not be written", self._state.open)
         return FAILED
-
-
-def _tell_ready(llm: AsyncLLM, url: str, started: float, page: str | None) -> None:
-    now = time.monotonic()
-    where = "" if page is None else f"; open {page} in a browser to try it"
-    logger.info("ready: serving %s on %s after %.1f s%s", llm.config.served_names[0], url, now - started, where)
-    if llm.timeline is not None:
-        logger.debug("ready after %s", llm.timeline.within(started, "command line", "open the API", now))
 
 
 async def _death(llm: AsyncLLM) -> None:

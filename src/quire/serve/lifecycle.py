@@ -10,6 +10,7 @@ from quire.async_llm import AsyncLLM
 from quire.config.server_args import ServerArgs
 from quire.obs.http_metrics import HttpMetrics
 from quire.obs.metrics import Metrics
+from quire.serve.fronts.client import HubClient
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Service:
     app: ASGIApp
     metrics: Metrics
     http_metrics: HttpMetrics
+    hub: HubClient | None = None  # the way to other API processes, if there are any
 
 
 @dataclass

@@ -53,6 +53,7 @@ _DELTAS = {
 async def create_response(request: ResponsesRequest, raw: Request) -> Response:
     server = server_of(raw)
     await server.check(request)
+    server.check_kept(request)
     if request.background and (request.stream or request.store is False):
         raise InvalidParameter("background needs a response that is stored and not streamed", "background")
     if request.background and not server.responses.may_run(_tenant(raw), server.limits.background_responses):
@@ -162,7 +163,7 @@ class _ResponseReply:
         self._tokens = 0
         self._number = 0
         self._kept = StoredResponse({}, items, tenant)
-        self._store = request.store is not False
+        self._store = request.store is not False and server.keeps_responses
         self._response: dict[str, Any] = {
             "id": turn.job.id,
             "object": "response",
@@ -174,6 +175,7 @@ class _ResponseReply:
             "model": turn.job.model,
             "output": [],
             **settings_of(request),
+            "store": self._store,
             "usage": None,
         }
 

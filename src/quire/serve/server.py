@@ -20,6 +20,7 @@ from quire.serve.field_table import check_fields
 from quire.serve.formats import ModelFormats, choose_formats
 from quire.serve.limits import LIMITS, ServerLimits, check_limits
 from quire.serve.protocol.fields import GenerationFields, RequestBody
+from quire.serve.protocol.responses import ResponsesRequest
 from quire.serve.response_store import ResponseStore
 from quire.serve.unknown_fields import UnknownFields
 from quire.types.errors import InvalidParameter
@@ -53,6 +54,20 @@ class Server:
     @cached_property
     def responses(self) -> ResponseStore:
         return ResponseStore(self.limits.stored_responses, self.limits.stored_bytes)
+
+    @property
+    def keeps_responses(self) -> bool:
+        """With several API processes none knows what another has stored."""
+        return self.settings.api_server_count == 1
+
+    def check_kept(self, body: ResponsesRequest) -> None:
+        for name in () if self.keeps_responses else ("background", "previous_response_id"):
+            if getattr(body, name):
+                raise InvalidParameter(
+                    f"{name} cannot be had here: a server with several API processes (--api-server-count) stores no responses. "
+                    "Send the whole conversation as input",
+                    name,
+                )
 
     @cached_property
     def formats(self) -> ModelFormats:

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire import __version__
 from quire.async_llm import AsyncLLM
-from quire.engine.client import EngineClient
+from quire.engine.view import OneEngine
 from quire.obs.metrics import FIRST_TOKEN, PER_TOKEN, Metrics
 from quire.serve.feed.ledger import Entry, Ledger
 from quire.types import sight
@@ -61,7 +61,7 @@ def hello(llm: AsyncLLM, several: bool) -> Event:
     }
 
 
-def engine(one: EngineClient, number: int, draining: bool) -> Event:
+def engine(one: OneEngine, number: int, draining: bool) -> Event:
     return {
         "t": moment(time.monotonic()),
         "engine": number,

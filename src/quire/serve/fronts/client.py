@@ -1,0 +1,258 @@
+"""The engines as an API process sees them through the hub: the same questions as of an `EngineClient`, asked over a socket."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from quire.engine import ipc
+from quire.engine.client import check_number
+from quire.engine.router import FleetHearer, state_of
+from quire.engine.supervisor import State
+from quire.serve.fronts import wire
+from quire.types.adapter import AdapterRef
+from quire.types.errors import EngineDead
+from quire.types.outputs import TokenDelta
+from quire.types.request import EngineRequest
+from quire.types.stats import Stats
+
+UNSEEN = wire.EngineSeen("starting", 0.0, 0.0, 0, 0, None, None, 0, None, None)
+
+
+class EngineMirror:
+    """One engine, as of the latest that the hub said."""
+
+    def __init__(self, client: "HubClient") -> None:
+        self._client = client
+        self.seen, self._at = UNSEEN, time.monotonic()
+
+    def see(self, seen: wire.EngineSeen) -> None:
+        self.seen, self._at = seen, time.monotonic()
+
+    @property
+    def engines(self) -> "list[EngineMirror]":
+        return [self]
+
+    @property
+    def state(self) -> State:
+        return self.seen.state
+
+    @property
+    def heartbeat_age(self) -> float:
+        return self.seen.heartbeat_age + time.monotonic() - self._at
+
+    @property
+    def busy_for(self) -> float:
+        return self.seen.busy_for
+
+    @property
+    def restarts(self) -> int:
+        return self.seen.restarts
+
+    @property
+    def replayed(self) -> int:
+        return self.seen.replayed
+
+    @property
+    def last_loss(self) -> str | None:
+        return self.seen.last_loss
+
+    @property
+    def pid(self) -> int | None:
+        return self.seen.pid
+
+    @property
+    def pages(self) -> int:
+        return self.seen.pages
+
+    @property
+    def stats(self) -> Stats | None:
+        return self.seen.stats
+
+    async def load_adapter(self, ref: AdapterRef, pinned: bool) -> None:
+        await self._client.load_adapter(ref, pinned)
+
+    def tell(self, method: str, *args: Any) -> None:
+        self._client.tell(method, *args)
+
+    def pin_again(self, ref: AdapterRef) -> None:
+        """The hub's client does so itself."""
+
+
+class HubClient:
+    """`counted` tells what this process has counted, and how many requests are open."""
+
+    def __init__(self, line: wire.Line, engines: int, hearer: FleetHearer) -> None:
+        self._line, self._hearer = line, hearer
+        self.engines = [EngineMirror(self) for _ in range(engines)]
+        self.counted: Callable[[], wire.Counts] = lambda: wire.Counts(0, [])
+        self._open: set[str] = set()
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._ready = asyncio.Event()
+        self._gone = False  # the hub, or we
+
+    # ---- how they are ----------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        return "dead" if self._gone else state_of(self.engines)
+
+    @property
+    def heartbeat_age(self) -> float:
+        return max((one.heartbeat_age for one in self.engines if one.state == "ready"), default=0.0)
+
+    @property
+    def busy_for(self) -> float:
+        return max(one.busy_for for one in self.engines)
+
+    @property
+    def restarts(self) -> int:
+        return sum(one.restarts for one in self.engines)
+
+    @property
+    def replayed(self) -> int:
+        return sum(one.replayed for one in self.engines)
+
+    @property
+    def last_loss(self) -> str | None:
+        if len(self.engines) == 1:
+            return self.engines[0].last_loss
+        lost = {number: one.last_loss for number, one in enumerate(self.engines) if one.last_loss is not None}
+        return ". ".join(f"engine {number}: {why}" for number, why in lost.items()) or None
+
+    @property
+    def pid(self) -> int | None:
+        return self.engines[0].pid
+
+    async def wait_ready(self) -> None:
+        await self._ready.wait()
+        self.check()
+
+    async def run(self) -> None:
+        """Listens to the hub until it is gone."""
+        try:
+            await self._line.listen(self._hear)
+        finally:
+            self._end("error", "the server's main process is gone")
+
+    # ---- asking ----------------------------------------------------------------------------------------------------------
+
+    def add(self, requests: Iterable[EngineRequest]) -> None:
+        self.check()
+        fresh = list(requests)
+        self._line.send(ipc.add(fresh))
+        self._open.update(request.id for request in fresh)
+
+    def abort(self, ids: Iterable[str]) -> None:
+        gone = [name for name in ids if name in self._open]
+        self._open.difference_update(gone)
+        if gone:
+            self._line.send(ipc.Abort(gone))
+
+    def watch(self, watched: bool) -> None:
+        self._line.send(ipc.Watch(watched))
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await self._answer(lambda number: ipc.CallMethod(number, method, list(args)))
+
+    async def load_adapter(self, ref: AdapterRef, pinned: bool) -> None:
+        await self._answer(lambda number: ipc.LoadAdapter(number, ref, pinned))
+
+    def tell(self, method: str, *args: Any) -> None:
+        self._line.send(ipc.CallMethod(next(self._numbers), method, list(args)))
+
+    async def gather(self) -> wire.Gathered:
+        """What the other API processes have counted."""
+        found = await self._answer(wire.Gather)
+        assert isinstance(found, wire.Gathered)
+        return found
+
+    def tell_open(self) -> None:
+        """This process takes requests."""
+        self._line.send(wire.Open())
+
+    def tell_counts(self, asked: int = -1) -> None:
+        counts = self.counted()
+        counts.id = asked
+        self._line.send(counts)
+
+    def check(self, engine: int | None = None) -> None:
+        check_number(engine, len(self.engines))
+        if self._gone:
+            raise EngineDead("the server's main process is gone")
+        dead = [one.seen.error for one in (self.engines if engine is None else [self.engines[engine]]) if one.state == "dead"]
+        if len(dead) == (len(self.engines) if engine is None else 1):
+            raise EngineDead(str(dead[0]))
+
+    def stop(self, timeout: float) -> None:  # noqa: ARG002
+        """Open requests end with `abort`. The engines are the hub's."""
+        if not self._gone:
+            self.tell_counts()
+        self._end("abort", None)
+        self._line.close()
+
+    # ---- hearing ---------------------------------------------------------------------------------------------------------
+
+    async def _hear(self, frame: bytes) -> None:
+        match wire.decode_down(frame):
+            case wire.Deltas(engine, deltas):
+                self._open.difference_update(one.request_id for one in deltas if one.finish_reason is not None)
+                self._hearer.on_deltas(deltas, engine)
+                await asyncio.sleep(0)
+            case wire.EnginesSeen(engines):
+                for number, (mirror, seen) in enumerate(zip(self.engines, engines, strict=True)):
+                    mirror.see(seen)
+                    if seen.stats is not None:
+                        self._hearer.on_step(ipc.StepReport([], seen.stats, 0), number)
+                if state_of(self.engines) == "dead":
+                    self._ready.set()
+            case wire.EngineReady(engine, ready, seen):
+                self.engines[engine].see(seen)
+                self._hearer.on_ready(ready, engine)
+                if all(one.state != "starting" for one in self.engines):
+                    self._ready.set()
+            case wire.Shown(engine, sight):
+                self._hearer.on_seen(sight, engine)
+            case ipc.Refused() as refused:
+                self._open.discard(refused.id)
+                self._hearer.on_refused(refused.id, ipc.request_error(refused))
+            case ipc.Reply(number, value, error) as reply:
+                self._settle(number, value, None if error is None else ipc.reply_error(reply))
+            case wire.Gathered() as gathered:
+                self._settle(gathered.id, gathered)
+            case wire.TellCounts(number):
+                self.tell_counts(number)
+            case wire.Begin():
+                raise RuntimeError("an API process is started only once")
+
+    async def _answer(self, question: Callable[[int], Any]) -> Any:
+        self.check()
+        number = next(self._numbers)
+        future = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._line.send(question(number))
+            return await future
+        finally:
+            del self._answers[number]
+
+    def _settle(self, number: int, value: Any, error: Exception | None = None) -> None:
+        future = self._answers.get(number)
+        if future is not None and not future.done():
+            if error is None:
+                future.set_result(value)
+            else:
+                future.set_exception(error)
+
+    def _end(self, reason: Any, why: str | None) -> None:
+        if self._gone:
+            return
+        self._gone = True
+        self._ready.set()
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(EngineDead("the server was shut down"))
+        names, self._open = self._open, set()
+        if names:
+            self._hearer.on_deltas([TokenDelta(name, [], reason, error=why) for name in names])

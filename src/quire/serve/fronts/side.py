@@ -1,0 +1,43 @@
+"""What one of several API processes is beside an ordinary server: its engines are the hub's, and what it counts it tells."""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+from quire.async_llm import AsyncLLM
+from quire.config.resolve import resolve
+from quire.device.registry import describe_unseen
+from quire.engine.router import FleetHearer
+from quire.obs.instruments import Board
+from quire.obs.totals import take
+from quire.serve.fronts import wire
+from quire.serve.fronts.client import HubClient
+from quire.serve.lifecycle import ServerState
+from quire.types.errors import EngineDead
+
+TELL_EVERY = 1.0  # seconds; what was counted since is lost with a process that is killed
+
+
+class Front:
+    def __init__(self, begin: wire.Begin, line: wire.Line) -> None:
+        self.begin, self._line = begin, line
+        self.hub: HubClient | None = None
+
+    def make(self) -> AsyncLLM:
+        config = resolve(self.begin.args, lambda: "cpu", describe_unseen)
+        return AsyncLLM(config, connect=self._connect, name=self.begin.name)
+
+    async def tell_counts(self, state: ServerState, boards: Sequence[Board]) -> None:
+        """From when requests are taken on."""
+        hub = self.hub
+        assert hub is not None
+        hub.counted = lambda: wire.Counts(state.open, [take(board) for board in boards])
+        hub.tell_open()
+        with contextlib.suppress(EngineDead):
+            while True:
+                await asyncio.sleep(TELL_EVERY)
+                hub.tell_counts()
+
+    def _connect(self, hearer: FleetHearer) -> HubClient:
+        self.hub = HubClient(self._line, self.begin.args.data_parallel_size, hearer)
+        return self.hub

@@ -1,0 +1,131 @@
+"""Several API processes on one port: answers are those of one, metrics are of all, and one that is lost is replaced."""
+
+import concurrent.futures
+import contextlib
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from server_process import ServerProcess, body, children, read_stream, serving, wait_for
+
+from quire import LLM, SamplingParams
+from quire.config.server_args import ServerArgs
+from quire.serve.fronts.launch import check_fronts
+from quire.types.errors import ConfigError
+
+FRONT = "quire.serve.fronts.process"
+FLAGS = ("--api-server-count", "2", "--data-parallel-size", "2", "--enable-server-load-tracking")
+
+
+@pytest.fixture(scope="module")
+def two(serve_model: Path):
+    with serving(serve_model, *FLAGS) as server:
+        server.url()
+        yield server
+
+
+def fronts(server: ServerProcess) -> list[int]:
+    return children(server.process.pid, FRONT)
+
+
+def metric(client: httpx.Client, name: str) -> float:
+    text = client.get("/metrics").text
+    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if re.match(rf"{name}(\{{| )", line))
+
+
+def fresh(server: ServerProcess, i: int) -> str:
+    """Over a connection of its own, so that any process may get it."""
+    with server.client() as client:
+        events = read_stream(client, body(20, True, f"prompt {i}"))
+    return "".join(event["choices"][0]["text"] for event in events[:-2])
+
+
+def sockets(pid: int) -> int:
+    found = 0
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found += "socket" in str(descriptor.readlink())
+    return found
+
+
+def test_answers_and_metrics_of_all(two: ServerProcess, serve_model: Path) -> None:
+    assert len(fronts(two)) == 2 and len(children(two.process.pid, "quire.engine.process")) == 2
+    alone = LLM(str(serve_model), distributed_executor_backend="fake")
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    expected = [one.outputs[0].text for one in alone.generate([f"prompt {i}" for i in range(4)], params)]
+    with two.client() as client:
+        before = metric(client, "quire:request_success_total"), metric(client, "http_requests_total")
+    idle = [sockets(pid) for pid in fronts(two)]
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        streams = [pool.submit(fresh, two, i % 4) for i in range(24)]
+        wait_for(lambda: all(sockets(pid) > before for pid, before in zip(fronts(two), idle, strict=True)))  # both have some
+        with two.client() as client:
+            assert client.get("/load").json()["server_load"] > 0
+        assert [stream.result() for stream in streams] == [expected[i % 4] for i in range(24)]
+    for _ in range(4):  # whoever answers
+        with two.client() as client:
+            assert metric(client, "quire:request_success_total") == before[0] + 24
+            assert metric(client, "http_requests_total") == before[1] + 24
+            assert metric(client, "quire:generation_tokens_total") == metric(client, "quire:request_generation_tokens_sum")
+            assert metric(client, "quire:num_requests_running") == 0
+            assert client.get("/load").json() == {"server_load": 0}
+            assert client.get("/readyz").status_code == 200
+
+
+def test_what_no_process_could_find_again_is_refused(two: ServerProcess) -> None:
+    with two.client() as client:
+        asked = {"model": "tiny", "input": "hi", "max_output_tokens": 3}
+        kept = client.post("/v1/responses", json=asked)
+        assert kept.status_code == 200 and kept.json()["store"] is False
+        for name, value in (("background", True), ("previous_response_id", kept.json()["id"])):
+            refused = client.post("/v1/responses", json=asked | {name: value})
+            assert refused.status_code == 400 and "--api-server-count" in refused.json()["error"]["message"]
+
+
+def test_lost_processes(two: ServerProcess) -> None:
+    """An API process costs its own connections, an engine nobody anything; counts go on."""
+    victim, other = fronts(two)
+    expected = fresh(two, 1)
+    with two.client() as client:
+        counted = metric(client, "quire:request_success_total")
+    time.sleep(1.2)  # what it has counted is told every second
+    os.kill(victim, signal.SIGKILL)
+    wait_for(lambda: len(fronts(two)) == 2 and victim not in fronts(two))
+    assert other in fronts(two) and fresh(two, 1) == expected
+    wait_for(lambda: two.log().count("ended with signal SIGKILL") == 1)
+    engine = children(two.process.pid, "quire.engine.process")[0]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(fresh, two, 1) for _ in range(8)]
+        os.kill(engine, signal.SIGKILL)
+        assert all(stream.result() == expected for stream in streams)
+    with two.client() as client:
+        wait_for(lambda: metric(client, "quire:engine_restarts_total") == 1)
+        assert metric(client, "quire:request_success_total") == counted + 9
+
+
+def test_the_end(two: ServerProcess, serve_model: Path) -> None:
+    """Streams finish first; nothing is left, of a killed hub either."""
+    with two.client() as client, concurrent.futures.ThreadPoolExecutor() as pool:
+        begun: list[bool] = []
+        stream = pool.submit(read_stream, client, body(60, True), lambda: begun.append(True))
+        wait_for(lambda: begun)
+        everybody = [*fronts(two), *children(two.process.pid, "quire.engine.process")]
+        two.signal()
+        events = stream.result()
+    assert events[-1] == "[DONE]" and events[-3]["choices"][0]["finish_reason"] == "length"
+    assert two.wait() == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in everybody)
+    with serving(serve_model, "-asc", "2") as server:
+        server.url()
+        everybody = [*fronts(server), *children(server.process.pid, "quire.engine.process")]
+        server.signal(signal.SIGKILL)
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in everybody))
+
+
+def test_adapters_are_refused() -> None:
+    with pytest.raises(ConfigError, match="enable_lora cannot be had with api_server_count=2"):
+        check_fronts(ServerArgs(api_server_count=2), adapters=True)
