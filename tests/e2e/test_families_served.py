@@ -19,6 +19,7 @@ from forked_engines import nursery
 from more_families import MORE
 from oracle import COMPOSITES, FALLBACK, FAMILIES, make_checkpoint, open_reference
 from quire.models import registry
+from recurrent_families import RECURRENT
 from serving import NAME, Running, events_of
 from tiny_model import VOCABULARY, make_tokenizer
 
@@ -26,7 +27,7 @@ from tiny_model import VOCABULARY, make_tokenizer
 NATIVE = {family.architecture: name for name, family in reversed(FAMILIES.items())}
 SAMPLE = ("apertus", "dots1", "vaultgemma")
 WITH_EYES = ("Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration")
-ALL = {**FAMILIES, **FALLBACK, **COMPOSITES}
+ALL = {**FAMILIES, **FALLBACK, **COMPOSITES, **RECURRENT}
 NAMES = [*sorted({*NATIVE.values()} - {*MORE}), *SAMPLE, *WITH_EYES]
 STRUCTURED = ("llama", "apertus")
 NEW_TOKENS = 20
@@ -37,7 +38,7 @@ PROMPTS = [
 
 def test_every_architecture_is_in_the_table():
     """Who adds a family to the registry adds a checkpoint of it to tests/oracle.py, and so to all tests of families."""
-    assert set(NATIVE) == set(registry.FAMILIES)
+    assert {*NATIVE, *(family.architecture for family in RECURRENT.values())} == set(registry.FAMILIES)
     assert not set(SAMPLE) - set(FALLBACK) and len({FALLBACK[name].model for name in SAMPLE}) == len(SAMPLE)
     assert not {FALLBACK[name].model for name in SAMPLE} & set(registry.FAMILIES)
 
@@ -104,7 +105,7 @@ def test_served(tmp_path, engines, name):
             check_structured(case)
 
 
-@pytest.mark.parametrize("name", sorted({*NATIVE.values()} & {*MORE}))
+@pytest.mark.parametrize("name", [*sorted({*NATIVE.values()} & {*MORE}), "bamba", "lfm2"])
 def test_more_served(tmp_path, engines, name):
     with served(name, tmp_path, engines) as case:
         (first, logprobs), (second, _) = (case.expected(prompt) for prompt in PROMPTS)

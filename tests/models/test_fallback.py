@@ -140,7 +140,7 @@ REFUSED = {
     ),
     "convolutions": (
         Family("Lfm2Config", "Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention", "conv"]}),
-        "layers of type 'conv' are not supported",
+        "cannot be run through transformers: it has recurrent layers",
     ),
     "encoder-decoder": (Family("T5Config", "T5ForConditionalGeneration"), "encoder-decoder models are not supported"),
     "sizes per layer": (

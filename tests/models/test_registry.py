@@ -14,7 +14,9 @@ from quire.types.errors import ModelError
 def facts(**changes):
     hf = {"num_attention_heads": 2, "intermediate_size": 8, "hidden_act": "silu"}
     base = {"architecture": "LlamaForCausalLM", "hf": hf, "vocab_size": 9, "hidden_size": 8, "max_position": 16}
-    return SimpleNamespace(**base | {"layers": (LayerCache(1, 4),) * 2, "files": SimpleNamespace(path="here")} | changes)
+    return SimpleNamespace(
+        **base | {"layers": (LayerCache(1, 4),) * 2, "states": (), "files": SimpleNamespace(path="here")} | changes
+    )
 
 
 def test_a_model_is_built_without_memory():

@@ -4,8 +4,10 @@ QUIRE_EXAMPLES=20000 runs that many random workloads of each kind instead of the
 """
 
 import os
+from dataclasses import replace
 
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from workload import EOS, Workload, run, workloads
 
 examples = settings(
@@ -50,3 +52,9 @@ def test_every_request_gets_its_own_tokens(work: Workload) -> None:
 @given(workloads(faulty=True))
 def test_failures_stay_with_their_requests(work: Workload) -> None:
     check_against_oracle(work)
+
+
+@examples
+@given(workloads(faulty=True), st.sampled_from((0, 1, 2, 5)))
+def test_recurrent_states_are_those_of_the_tokens_before_them(work: Workload, snapshots: int) -> None:
+    check_against_oracle(replace(work, drafts=0, snapshots=snapshots))

@@ -72,6 +72,7 @@ class Workload:
     model: FakeModel
     visits: tuple[Visit, ...]
     faults: Faults
+    snapshots: int | None = field(default=None, kw_only=True)  # of recurrent states
     drafts: int
     wrong: int  # every so manyth draft is; 1 = all
     host: bool  # who drafts
@@ -233,10 +234,12 @@ def run(work: Workload) -> dict[str, Heard]:
         work.layout, pages=work.pages, max_model_len=MAX_MODEL_LEN, max_batched_tokens=work.budget, max_seqs=work.max_seqs,
         chunk_cap=work.chunk_cap, chunked=work.chunked, prefix_caching=work.prefix_caching, policy=work.policy,
         budget=work.follows, drafts=0 if work.host else work.drafts,
+        snapshots=work.snapshots,
         speculation=Speculation(Oracle(work), work.drafts, adaptive=False) if work.host and work.drafts else None,
     )  # fmt: skip
     executor = StrictExecutor(
         work.layout, work.model, pages=work.pages, max_seqs=work.max_seqs, max_model_len=MAX_MODEL_LEN, faults=work.faults,
+        recurrent=work.snapshots is not None,
         guess=work.guesser() if work.drafts and not work.host else None,
     )  # fmt: skip
     core = EngineCore(scheduler, executor, work.depth, clock=lambda: 1.0)

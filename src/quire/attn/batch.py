@@ -67,6 +67,8 @@ class Batch:
     plans: dict[Any, Any] = field(default_factory=dict)  # what attention backends prepared for this batch, under their own keys
     kept: "LogitTokens | None" = None  # None = all tokens are
     adapters: AdapterRows | None = None  # None = no row has asked for one
+    entries: Tensor | None = None  # [R] int64 where the rows' recurrent states are; None = the model has none
+    entry_list: tuple[int, ...] = ()  # the same on the host, where it knows
 
     @property
     def final(self) -> "Batch":
@@ -137,6 +139,8 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Part:
         plans={},
         kept=None,
         adapters=None if batch.adapters is None else batch.adapters.take(tokens.numpy()),
+        entries=None if batch.entries is None else batch.entries[index],
+        entry_list=tuple(batch.entry_list[row] for row in rows) if batch.entry_list else (),
     )
     if len(final) < len(tokens):
         counts = np.array([batch.final.rows[row][1] for row in rows], np.int64)

@@ -15,6 +15,7 @@ from quire.types.errors import ConfigError
 class Capacity:
     pages: int  # usable ones: 1 ... pages
     max_model_len: int
+    snapshots: int | None = None  # of recurrent states, beside those of the slots; None = there are none
 
 
 def pages_for(layout: CacheLayout, tokens: int, chunk: int) -> int:
@@ -34,6 +35,25 @@ def longest(layout: CacheLayout, pages: int, most: int, chunk: int) -> int:
     return low
 
 
+SNAPSHOT_SHARE, MOST_SNAPSHOTS = 0.25, 4  # of what the states of all slots leave; and for each slot
+
+
+def fit_states(state_bytes: int, budget_bytes: int, max_seqs: int, wanted: bool, pages: bool) -> tuple[int, int]:
+    """How many snapshots there are beside a state for each slot and one for none, and what that leaves of the budget.
+    `wanted`: are prefixes cached? `pages`: does something need the rest?"""
+    rest = budget_bytes - (max_seqs + 1) * state_bytes
+    if rest <= 0:
+        most = max(0, budget_bytes // state_bytes - 2)
+        raise ConfigError(
+            f"max_num_seqs {max_seqs} needs {_size((max_seqs + 1) * state_bytes)} for recurrent states, one of "
+            f"{_size(state_bytes)} each, but the cache got {_size(budget_bytes)}; {most} would fit, or give it more memory "
+            "(gpu_memory_utilization, kv_cache_memory_bytes)"
+        )
+    share = SNAPSHOT_SHARE if pages else 1.0
+    snapshots = min(int(rest * share) // state_bytes, MOST_SNAPSHOTS * max_seqs) if wanted else 0
+    return snapshots, rest - snapshots * state_bytes
+
+
 def fit(
     layout: CacheLayout, budget_bytes: int, max_model_len: int, explicit: bool, chunk: int, override: int | None = None
 ) -> Capacity:
@@ -41,6 +61,8 @@ def fit(
 
     A length the user asked for is kept or refused; one that only came from the model is lowered to what fits.
     """
+    if not layout.groups:  # nothing is kept in pages
+        return Capacity(1, max_model_len)
     pages = budget_bytes // layout.bytes_per_page - 1 if override is None else override
     if pages < 1:
         needed = 2 * layout.bytes_per_page

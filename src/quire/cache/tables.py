@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from quire.cache.groups import make_groups
 from quire.cache.pool import NULL, Pool
 from quire.cache.prefix import extend_keys
+from quire.cache.snapshots import Snapshots
 from quire.types.cache import CacheLayout
 from quire.types.request import Request
 
@@ -18,11 +19,24 @@ Entries = tuple[int, int, list[int]]  # new page-table entries: table[group][fir
 
 
 class Tables:
-    def __init__(self, layout: CacheLayout, pages: int, chunk: int, prefix_caching: bool, in_one_piece: bool = True) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        pages: int,
+        chunk: int,
+        prefix_caching: bool,
+        in_one_piece: bool = True,
+        states: tuple[int, int] | None = None,
+    ) -> None:
+        """`states`: where layers are recurrent, the first of the entries for snapshots, and how many there are."""
         self.page_size = layout.page_size
         self.prefix_caching = prefix_caching
         self.pool = Pool(pages, in_one_piece)
         self.groups = make_groups(layout, self.pool, chunk)
+        self.snapshots: Snapshots | None = None
+        if states is not None:
+            first, count = states
+            self.snapshots = Snapshots(first, count if prefix_caching else 0, layout.page_size, remember=not self.groups)
         self._forgetful = [group for group, spec in zip(self.groups, layout.groups, strict=True) if spec.window is not None]
 
     @property
@@ -35,22 +49,34 @@ class Tables:
         if not self.prefix_caching:
             return 0
         extend_keys(request.keys, request.tokens, self.page_size, request.spec.salt)
-        pages, agreed = (len(request.tokens) - 1) // self.page_size, -1
+        pages, snapshots = self._agree(request, (len(request.tokens) - 1) // self.page_size), self.snapshots
+        if snapshots is not None:
+            request.branch = snapshots.seen(request, pages) * self.page_size
+            while pages != (found := snapshots.best(request, pages)):
+                pages = self._agree(request, found)
+        return pages * self.page_size
+
+    def _agree(self, request: Request, pages: int) -> int:
+        """The longest hit of at most that many full pages that all groups have."""
+        agreed = -1
         while pages != agreed:  # each group can only lower the answer
             agreed = pages
             for group in self.groups:
                 pages = group.best(request, pages)
-        return pages * self.page_size
+        return pages
 
     def adopt(self, request: Request, tokens: int) -> None:
         """Starts the request's tables from a hit that `find` returned; 0 starts empty ones."""
         request.pages = [[] for _ in self.groups]
         for group in self.groups:
             group.adopt(request, tokens // self.page_size)
+        if self.snapshots is not None:
+            self.snapshots.adopt(request, tokens)
         self._adopted(request, tokens)
 
     def can_fork(self, parent: Request, tokens: int) -> bool:
-        return bool(parent.pages) and all(group.can_fork(parent, tokens) for group in self.groups)
+        """A state is where its request stands, and not where a fork would begin: those go on from snapshots."""
+        return self.snapshots is None and bool(parent.pages) and all(group.can_fork(parent, tokens) for group in self.groups)
 
     def fork(self, request: Request, parent: Request, tokens: int) -> list[int]:
         """Starts the request's tables from its parent's. Returns the pages to copy, one per group, each with a reference."""
@@ -100,6 +126,8 @@ class Tables:
         extend_keys(request.keys, request.tokens, self.page_size, request.spec.salt)
         for group in self.groups:
             group.publish(request, request.published, last)
+        if self.snapshots is not None:
+            self.snapshots.remember(request, last)
         request.published = last
 
     def next_publication(self, request: Request) -> int:
@@ -110,11 +138,20 @@ class Tables:
         """What pages hold of this request cannot be trusted, whoever has them by now."""
         for number in range(len(self.groups)):
             self.pool.forget_content([(number, key) for key in request.keys])
+        if self.snapshots is not None:
+            self.snapshots.forget(request)
+
+    def forget_all(self) -> None:
+        self.pool.forget_all()
+        if self.snapshots is not None:
+            self.snapshots.forget_all()
 
     def free(self, request: Request) -> None:
         if request.pages:
             for group in self.groups:
                 group.free(request)
+        if self.snapshots is not None:
+            self.snapshots.withdraw(request)
         request.pages = []
         request.covered = request.published = 0
 
@@ -129,6 +166,8 @@ class Tables:
         return freed
 
     def check(self, owners: Iterable[Request]) -> None:
+        if self.snapshots is not None:
+            self.snapshots.check()
         self.pool.check(Counter(page for request in owners for table in request.pages for page in table if page != NULL))
 
     def _adopted(self, request: Request, tokens: int) -> None:

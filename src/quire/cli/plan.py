@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-from quire.cache.capacity import fit, pages_for
+from quire.cache.capacity import fit, fit_states, pages_for
 from quire.cache.layout import make_layout
 from quire.cli.plan_text import MemoryPlan, render
 from quire.config.args import EngineArgs, add_cli_arguments
@@ -79,7 +79,8 @@ def resolve_for(args: EngineArgs, memory: int | None, serving: bool = True) -> t
 def plan_for(config: Config, total: int) -> MemoryPlan:
     args, facts, kind = config.args, config.facts, config.device
     element = DTYPE_BYTES[config.dtype]
-    layout = make_layout(largest_share(facts.layers, config.ranks), config.page_size, config.cache_bytes)
+    layers = largest_share(facts.layers, config.ranks)
+    layout = make_layout(layers, config.page_size, config.cache_bytes, bool(facts.states))
     weights, held_as = _weights(config, facts, element)
     steps = activation_bytes(facts.hf, element_bytes=element, tokens=config.max_batched_tokens, rows=config.max_seqs)
     usable = int(total * args.gpu_memory_utilization) if kind == "cuda" else total
@@ -116,10 +117,17 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
         pages=pages,
         positions=facts.max_position,
         max_model_len=length,
-        concurrency={size: pages / pages_for(layout, size, config.max_batched_tokens) for size in sizes},
+        concurrency={size: _beside(layout, pages, size, config) for size in sizes},
         fits=not problems,
         advice=tuple(problems) or _shrunk(config, layout, length, cache),
     )
+
+
+def _beside(layout: CacheLayout, pages: int, size: int, config: Config) -> float:
+    """How many requests of that size there is room for at once."""
+    if not layout.groups:
+        return config.max_seqs
+    return pages / pages_for(layout, size, config.max_batched_tokens)
 
 
 def _weights(config: Config, facts: ModelFacts, element: int) -> tuple[int, str]:
@@ -151,6 +159,10 @@ def read_plan_facts(args: EngineArgs) -> ModelFacts:
 def _fit(config: Config, layout: CacheLayout, cache: int, share: float) -> tuple[int, int, list[str]]:
     """Pages, the length they can serve, and why there are none."""
     try:
+        if config.state_bytes:
+            _, cache = fit_states(
+                config.state_bytes, max(0, cache), config.max_seqs, config.prefix_caching, bool(layout.groups)
+            )
         capacity = fit(
             layout,
             max(0, cache),

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 
+from quire.cache.capacity import MOST_SNAPSHOTS
 from quire.cache.layout import make_layout
 from quire.cli.plan import gib, plan_for, resolve_for
 from quire.cli.plan_text import MemoryPlan
@@ -60,7 +61,7 @@ class Setting:
 
 
 def layout_of(config: Config) -> CacheLayout:
-    return make_layout(config.facts.layers, config.page_size, config.cache_bytes)
+    return make_layout(config.facts.layers, config.page_size, config.cache_bytes, bool(config.facts.states))
 
 
 def make_scheduler(config: Config, plan: MemoryPlan, pages: int) -> Scheduler:
@@ -84,6 +85,7 @@ def make_scheduler(config: Config, plan: MemoryPlan, pages: int) -> Scheduler:
         budget=budget,
         single_rows_share=config.device_facts.single_rows_share,
         in_one_piece=config.device_facts.reads_in_place,
+        snapshots=MOST_SNAPSHOTS * config.max_seqs if config.facts.states else None,
     )
 
 

@@ -61,6 +61,11 @@ class Config:
         return EIGHT_BITS.get(self.args.kv_cache_dtype, self.dtype)
 
     @property
+    def state_bytes(self) -> int:
+        """Of the recurrent states of one sequence."""
+        return sum(state.bytes(DTYPE_BYTES[self.dtype]) for state in self.facts.states)
+
+    @property
     def cache_bytes(self) -> int:
         """Of one number."""
         return CACHE_BYTES[self.cache_dtype]

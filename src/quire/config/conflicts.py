@@ -137,6 +137,34 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda c: f"speculative_config cannot be had with tensor_parallel_size={c.ranks} yet; leave one of them out",
     ),
     Conflict(
+        "drafts of recurrent layers",
+        lambda c: c.speculation is not None and bool(c.facts.states),
+        lambda c: (
+            f"speculative_config cannot be had with {c.facts.architecture}: its recurrent state cannot go back behind drafts "
+            "that were wrong. Leave it out"
+        ),
+    ),
+    Conflict(
+        "ranks of recurrent layers",
+        lambda c: c.ranks > 1 and bool(c.facts.states),
+        lambda c: (
+            f"tensor_parallel_size={c.ranks}: the recurrent layers of {c.facts.architecture} are not divided yet; leave it at 1"
+        ),
+    ),
+    Conflict(
+        "adapters of recurrent layers",
+        lambda c: c.max_loras > 0 and bool(c.facts.states),
+        lambda c: f"enable_lora: adapters are not added to {c.facts.architecture} yet, which is recurrent; leave it out",
+    ),
+    Conflict(
+        "8 bits of nothing",
+        lambda c: c.cache_bytes == 1 and not c.facts.layers,
+        lambda c: (
+            f"kv_cache_dtype {c.args.kv_cache_dtype}: {c.facts.architecture} has no keys and values to keep in 8 bits; its "
+            "states are float32. Leave it at auto"
+        ),
+    ),
+    Conflict(
         "ranks on a device that has none",
         lambda c: c.ranks > 1 and c.device != "cpu",
         lambda c: f"tensor_parallel_size={c.ranks} is built for CPUs, and the device is {c.device}; leave it at 1",

@@ -8,11 +8,12 @@ from quire.config.gguf import translate
 from quire.config.hf import explicit_config, read_json
 from quire.config.memory import estimate_parameters
 from quire.config.quantization import Quantization, count_numbers, read_quantization
+from quire.config.recurrent import Kind, Layers, read_recurrent
 from quire.files.gguf import read_gguf_shards
 from quire.files.reading import reading, shown
 from quire.files.resolve import ModelFiles
 from quire.files.safetensors import TensorInfo, read_header
-from quire.types.cache import LayerCache
+from quire.types.cache import LayerCache, StateCache
 from quire.types.errors import ModelError
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -65,6 +66,8 @@ class ModelFacts:
     parameters: int  # counted, or estimated from the shapes when there are no weight files
     files: ModelFiles
     quantization: Quantization | None = None  # of safetensors
+    kinds: tuple[Kind, ...] = ()  # of all layers, where some are recurrent
+    states: tuple[StateCache, ...] = ()  # one per recurrent layer, in order
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,8 @@ def _read_facts(files: ModelFiles, overrides: Mapping[str, Any]) -> ModelFacts:
         config["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in infos)
     reader = _Reader(files.name, config)
     reader.refuse_what_is_not_built()
-    layers = reader.layers()
+    recurrent = reader.recurrent()
+    layers = reader.layers() if recurrent is None else reader.alike(recurrent.attentions)
     quantization = _quantization(files, config)
     if quantization is not None and infos:
         counted = count_numbers(infos, quantization)
@@ -147,6 +151,8 @@ def _read_facts(files: ModelFiles, overrides: Mapping[str, Any]) -> ModelFacts:
         parameters=counted or estimate_parameters(config),
         files=files,
         quantization=quantization,
+        kinds=() if recurrent is None else recurrent.kinds,
+        states=() if recurrent is None else recurrent.states,
     )
 
 
@@ -211,16 +217,29 @@ class _Reader:
             raise self._wrong(_NAMES.get(what, (what,))[0], "a positive integer")
         return default
 
+    def recurrent(self) -> Layers | None:
+        try:
+            return read_recurrent(self.config)
+        except ModelError as error:
+            raise ModelError(f"{self.name}: {error}") from error
+
+    def alike(self, count: int) -> tuple[LayerCache, ...]:
+        """So many layers that attend to everything."""
+        return (self._layer(None),) * count if count else ()
+
     def layers(self) -> tuple[LayerCache, ...]:
-        count, heads = self.size("layers"), self.size("heads")
         if self.config.get("kv_lora_rank"):
             rank = self.size("kv_lora_rank")
-            return (LayerCache(1, rank + self.size("qk_rope_head_dim"), latent=rank),) * count
+            return (LayerCache(1, rank + self.size("qk_rope_head_dim"), latent=rank),) * self.size("layers")
+        return tuple(map(self._layer, self._windows(self.size("layers"))))
+
+    def _layer(self, window: int | None) -> LayerCache:
+        heads = self.size("heads")
         kv_heads = self.size("kv_heads", default=1 if self.config.get("multi_query") else heads)
         head_dim = self.size("head_dim", default=max(1, self.size("hidden_size") // heads))
         if heads % kv_heads:
             raise self._wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
-        return tuple(LayerCache(kv_heads, head_dim, window) for window in self._windows(count))
+        return LayerCache(kv_heads, head_dim, window)
 
     def _windows(self, count: int) -> list[int | None]:
         """The attention window of each layer; None sees everything."""

@@ -69,6 +69,8 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "smollm3": {"rope_theta": 2e6, "use_sliding_window": False},
     "stablelm": {"rope_theta": 1e4, "partial_rotary_factor": 0.25},
     "starcoder2": {"rope_theta": 1e4},
+    "bamba": {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "mamba_d_state": 256},
+    "lfm2": {"rope_theta": 1e6, "hidden_act": "silu"},
     "bloom": {"seq_length": 2048, "tie_word_embeddings": True},
     "mpt": {"tie_word_embeddings": True},
     "baichuan": {"rope_theta": 1e4},

@@ -71,13 +71,13 @@ class ModelConfig:
         return self._config.facts.hidden_size
 
     def get_head_size(self) -> int:
-        return self._config.facts.layers[0].head_dim
+        return self._config.facts.layers[0].head_dim if self._config.facts.layers else 0
 
     def get_total_num_kv_heads(self) -> int:
-        return self._config.facts.layers[0].kv_heads
+        return self._config.facts.layers[0].kv_heads if self._config.facts.layers else 0
 
     def get_total_num_hidden_layers(self) -> int:
-        return len(self._config.facts.layers)
+        return len(self._config.facts.kinds or self._config.facts.layers)
 
     def get_sliding_window(self) -> int | None:
         return next((layer.window for layer in self._config.facts.layers if layer.window is not None), None)

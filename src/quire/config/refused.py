@@ -24,8 +24,9 @@ _Groups = tuple[tuple[str, dict[str, tuple[Any, ...]]], ...]
 _TABLE: _Groups = (
     ("attention computes in the model's own dtype", {"override_attention_dtype": ()}),
     ("the caches of all layers have one type", {"kv_cache_dtype_skip_layers": ([],)}),
-    ("models with a recurrent state are not served", {"mamba_cache_dtype": ("auto",), "mamba_ssm_cache_dtype": ("auto",),
-                                                      "mamba_cache_mode": ("none",)}),
+    ("recurrent states are float32, inputs of convolutions the model's type", {"mamba_cache_dtype": ("auto",),
+                                                                              "mamba_ssm_cache_dtype": ("auto", "float32")}),
+    ("enable_prefix_caching keeps recurrent states of prefixes, too", {"mamba_cache_mode": ("none", "align", "all")}),
     ("the tokenizer is chosen from the files", {"tokenizer_mode": ("auto", "hf", "slow")}),
     ("the model's files say what it is", {"config_format": ("auto", "hf"), "hf_config_path": ()}),
     ("hf_overrides replaces it", {"rope_scaling": (), "rope_theta": ()}),

@@ -13,7 +13,7 @@ from quire.config.args import FLOAT_NAMES, EngineArgs
 from quire.config.config import Config, Policy
 from quire.config.conflicts import refuse_conflicts
 from quire.config.draft_heads import DraftHead, find_method, read_head
-from quire.config.facts import DeviceFacts, ModelFacts, count_experts, read_facts
+from quire.config.facts import DTYPE_BYTES, DeviceFacts, ModelFacts, count_experts, read_facts
 from quire.config.hf import read_json
 from quire.config.quantization import Quantization, choose_quantization
 from quire.config.speculative import DRAFT_MODEL, ON_DEVICE, SpeculativeConfig
@@ -32,6 +32,7 @@ SAMPLING_DEFAULTS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+STATES_SHARE = 0.25
 UNSTABLE_IN_FLOAT16 = ("gemma2", "gemma3_text")
 
 
@@ -51,7 +52,7 @@ def resolve(
     sampling = choose_sampling(args, facts)
     length, explicit = choose_length(args, facts)
     device = describe(choose_device(args, find_device))
-    max_batched_tokens, max_seqs = choose_batch(args, default_batch(device, serving), length)
+    max_batched_tokens, max_seqs = choose_batch(args, default_batch(device, serving, facts), length)
     quantization = choose_quantization(args.quantization, facts.quantization, facts.files.format == "gguf")
     keep_quantized = choose_keep_quantized(args, facts, device, quantization)
     drafting = find_drafting(args, facts)
@@ -223,9 +224,13 @@ def choose_keep_quantized(
     return quantization is not None and bool(device.keeps) and (device.always_keeps or args.dtype == "auto")
 
 
-def default_batch(device: DeviceFacts, serving: bool) -> tuple[int, int]:
-    """Tokens and requests per step that suit the device."""
+def default_batch(device: DeviceFacts, serving: bool, facts: ModelFacts | None = None) -> tuple[int, int]:
+    """Tokens and requests per step that suit the device. Recurrent states of all requests take a quarter of its memory at
+    most: they are there whether somebody uses them or not."""
     tokens, seqs = device.batch
+    if facts is not None and facts.states and device.total_bytes:
+        each = sum(state.bytes(DTYPE_BYTES[facts.dtype]) for state in facts.states)
+        seqs = max(1, min(seqs, int(STATES_SHARE * device.total_bytes) // each))
     return min(tokens, device.served_tokens or tokens) if serving else tokens, seqs
 
 

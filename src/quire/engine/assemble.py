@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from quire.cache.capacity import Capacity, fit, pages_for
+from quire.cache.capacity import MOST_SNAPSHOTS, Capacity, fit, fit_states, pages_for
 from quire.cache.layout import make_layout
 from quire.config.args import EngineArgs
 from quire.config.config import Config
@@ -99,7 +99,8 @@ def start_core(
     watch = watch or Stopwatch()
     adapters = adapters or (config.max_loras, config.args.max_lora_rank)
     facts = bounded_facts(config)
-    layout = make_layout(largest_share(facts.layers, config.ranks), config.page_size, config.cache_bytes)
+    layers = largest_share(facts.layers, config.ranks)
+    layout = make_layout(layers, config.page_size, config.cache_bytes, bool(facts.states))
     local = partial(start_local, drafter=drafter, adapters=adapters)
     start = start_fake if config.args.distributed_executor_backend == "fake" else local
     executor, capacity = start(config, facts, layout, watch)
@@ -125,6 +126,7 @@ def start_core(
         in_one_piece=config.device_facts.reads_in_place,
         drafts=drafts,
         speculation=speculation,
+        snapshots=capacity.snapshots,
     )
     most = drafts if speculation is None else speculation.most
     room = (config.max_loras, config.max_cpu_loras)
@@ -196,7 +198,7 @@ def start_local(
         watch.lap("profile")
         capacity = _fit(config, layout, int(budget * share), args.num_gpu_blocks_override)
         with doing("allocating the cache"):
-            executor.call("allocate", capacity.pages, capacity.max_model_len)
+            executor.call("allocate", capacity.pages, capacity.max_model_len, capacity.snapshots or 0)
         watch.lap("allocate cache")
     except BaseException:
         if workers is not None:
@@ -260,7 +262,7 @@ def make_runner(
         facts,
         device=device,
         dtype=config.dtype,
-        layout=make_layout(share_layers(facts.layers, position), config.page_size, config.cache_bytes),
+        layout=make_layout(share_layers(facts.layers, position), config.page_size, config.cache_bytes, bool(facts.states)),
         max_seqs=config.max_seqs,
         max_batched_tokens=config.max_batched_tokens,
         load_format=args.load_format,
@@ -319,12 +321,17 @@ def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout, watch: St
         max_seqs=config.max_seqs,
         max_model_len=capacity.max_model_len,
         latency=_fake_latency(),
+        recurrent=bool(facts.states),
     )
     watch.lap("fake model")
     return executor, capacity
 
 
 def _fit(config: Config, layout: CacheLayout, budget: int, override: int | None) -> Capacity:
+    snapshots = None
+    if config.state_bytes:
+        known = budget or (MOST_SNAPSHOTS + 2) * config.max_seqs * config.state_bytes  # nobody measured it for a fake
+        snapshots, budget = fit_states(config.state_bytes, known, config.max_seqs, config.prefix_caching, bool(layout.groups))
     capacity = fit(
         layout,
         budget,
@@ -338,7 +345,7 @@ def _fit(config: Config, layout: CacheLayout, budget: int, override: int | None)
             "max_model_len is %d instead of the model's %d: that is what fits the %.2f GiB left for the cache",
             capacity.max_model_len, config.max_model_len, budget / 2**30,
         )  # fmt: skip
-    return capacity
+    return replace(capacity, snapshots=snapshots)
 
 
 def _fake_latency() -> float:

@@ -89,7 +89,7 @@ class Replicas:
         self.config = as_started(config, ready[0])
         self.pages, self.max_model_len = min(each.pages for each in ready), min(each.max_model_len for each in ready)
         layers = largest_share(config.facts.layers, config.ranks)
-        layout = make_layout(layers, self.config.page_size, self.config.cache_bytes)
+        layout = make_layout(layers, self.config.page_size, self.config.cache_bytes, bool(config.facts.states))
         self._limits = RequestLimits(
             layout, self.pages, self.max_model_len, self.config.max_batched_tokens, config.chunk_cap, config.chunked
         )

@@ -14,6 +14,7 @@ from quire.layers.attention import Attention, SelfAttention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import Norm, RMSNorm
+from quire.layers.recurrent import Recurrence
 from quire.layers.rope import Rope, rope_parameters
 
 if TYPE_CHECKING:
@@ -53,11 +54,15 @@ class Decoder(nn.Module):
         super().__init__()
         self.ropes: dict[str | None, Rope] = {}
         self.embed_tokens = self.make_embedding(facts)
-        self.layers = nn.ModuleList(self.make_block(facts, index) for index in range(len(facts.layers)))
+        self.layers = nn.ModuleList(self.make_block(facts, index) for index in range(self.count_blocks(facts)))
         self.norm: Norm = self.make_norm(facts)
         self.lm_head = self.make_head(facts)
         self.attentions: list[Attention] = [module for module in self.modules() if isinstance(module, Attention)]
+        self.recurrents: list[Recurrence] = [module for module in self.modules() if isinstance(module, Recurrence)]
         self.body: Body = self.run_blocks  # a device may have a better one
+
+    def count_blocks(self, facts: "ModelFacts") -> int:
+        return len(facts.layers)
 
     def forward(self, batch: Batch) -> Tensor:
         """-> hidden states [K, H] of the final tokens."""

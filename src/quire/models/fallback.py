@@ -87,6 +87,7 @@ class Fallback(Decoder):
 
     def __init__(self, facts: "ModelFacts") -> None:
         nn.Module.__init__(self)
+        self.recurrents = []
         if any(layer.latent for layer in facts.layers):
             raise ModelError("latent attention (kv_lora_rank) is served by families of our own alone")
         self.config, self.kind = _find_class(facts)

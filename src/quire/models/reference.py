@@ -31,7 +31,7 @@ _OTHERS = """
 trusted: a model that would not give its own tokens there is refused with the reason. Code from a model's repository is
 never run: `BaichuanForCausalLM`, `ChatGLMModel`, `ExaoneForCausalLM`, `InternLM2ForCausalLM`, `InternLM3ForCausalLM` and
 `MiniCPMForCausalLM` are families of ours; their tokenizers may be code, too, and are then not to be had
-(`--skip-tokenizer-init`). Encoders, encoder-decoders, recurrent models and pooling are not served.
+(`--skip-tokenizer-init`). Encoders, encoder-decoders, most recurrent models and pooling are not served.
 
 ## Weights
 

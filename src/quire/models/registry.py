@@ -18,6 +18,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "ArceeForCausalLM": "quire.models.llama:Arcee",
         "BaiChuanForCausalLM": "quire.models.other_names:Baichuan",
         "BaichuanForCausalLM": "quire.models.other_names:Baichuan",
+        "BambaForCausalLM": "quire.models.bamba:Bamba",
         "BloomForCausalLM": "quire.models.alibi:Bloom",
         "ChatGLMForConditionalGeneration": "quire.models.glm:ChatGLM",
         "ChatGLMModel": "quire.models.glm:ChatGLM",
@@ -51,6 +52,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "HunYuanMoEV1ForCausalLM": "quire.models.hunyuan:HunYuanMoE",
         "InternLM2ForCausalLM": "quire.models.other_names:InternLM2",
         "InternLM3ForCausalLM": "quire.models.other_names:InternLM3",
+        "Lfm2ForCausalLM": "quire.models.lfm2:LFM2",
         "LlamaForCausalLM": "quire.models.llama:Llama",
         "MPTForCausalLM": "quire.models.alibi:MPT",
         "MiniCPM3ForCausalLM": "quire.models.deepseek:MiniCPM3",
@@ -104,6 +106,11 @@ def build_model(facts: "ModelFacts", impl: str = "auto") -> "Decoder":
         return _build(_import(family), facts)
     if facts.architecture in COMPOSITES:
         raise ModelError(_why_not(facts))
+    if facts.states:
+        raise ModelError(
+            f"{facts.architecture} cannot be run through transformers: it has recurrent layers, whose states are kept for a "
+            "family of our own only; model_impl must be auto or quire for it"
+        )
     unserved = f"no model family serves {facts.architecture} (known are {', '.join(sorted(FAMILIES))})"
     if impl == "quire":
         raise ModelError(unserved)

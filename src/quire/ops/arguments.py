@@ -25,6 +25,17 @@ class RowInputs:
 
 
 @dataclass(frozen=True)
+class StateRows:
+    """Whose recurrent states a step's R rows go on from, and leave theirs in."""
+
+    entries: Tensor  # [R] int64; below 0 = nobody's: nothing is read, and nothing written
+    starts: Tensor  # [R + 1] int32 where rows begin among the tokens
+    ends: Tensor  # [R] int32 positions; a row that begins at 0 goes on from nothing
+    rows: tuple[tuple[int, int, int, int], ...]  # the same on the host: first token, count, first position, entry
+    single: bool  # each of them has one token; where that is not so the host may not know them
+
+
+@dataclass(frozen=True)
 class ClampedSwiglu:
     """Of a gate of at most `limit` and an up within ± limit: gate * sigmoid(alpha * gate) * (up + 1)."""
 

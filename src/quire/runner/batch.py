@@ -13,7 +13,7 @@ reached the host.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from quire.ops.rows import fill_rows
 from quire.runner.row_parts import RowPart
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
+from quire.runner.states import StateBuffers
 from quire.runner.transfer import Longs, upload_together
 from quire.types.plan import Bools, StepPlan, spans
 
@@ -38,8 +39,15 @@ class Built:
     shift: Longs  # [R] + index of a token among all = among those that are kept
 
 
-def build_batch(plan: StepPlan, slots: Slots, parts: Iterable[RowPart] = (), whole: bool = False) -> Built:
-    """`parts`: those that the rows have something of. `whole`: all tokens are kept."""
+def build_batch(
+    plan: StepPlan,
+    slots: Slots,
+    parts: Iterable[RowPart] = (),
+    whole: bool = False,
+    states: StateBuffers | None = None,
+) -> Built:
+    """`parts`: those that the rows have something of. `whole`: all tokens are kept. `states`: where recurrent layers have
+    theirs."""
     slot, count = plan.slot.astype(np.int64), plan.count.astype(np.int64)
     end, loose = _ends(plan, slots)
     row_starts = _starts(count)
@@ -72,6 +80,10 @@ def build_batch(plan: StepPlan, slots: Slots, parts: Iterable[RowPart] = (), who
             for group, (tables, write) in enumerate(zip(inputs.tables, inputs.write, strict=True))
         ),
     )
+    if states is not None:
+        entries = states.entries(plan.slot)
+        there = slot_there if entries is plan.slot else torch.zeros_like(slot_there)
+        batch = replace(batch, entries=there, entry_list=tuple(entries.tolist()))
     for part in parts:
         batch = part.attach(batch, plan)
     if not all_kept:

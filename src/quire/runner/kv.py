@@ -42,7 +42,7 @@ class KVBuffers:
 
     def copy(self, source: Ints, target: Ints) -> None:
         """Duplicates whole pages, in every buffer."""
-        if not len(source):
+        if not len(source) or not self.raw:
             return
         read, write = upload_together([source, target], self.raw[0].device)
         for buffer in self.raw:

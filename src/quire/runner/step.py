@@ -38,6 +38,7 @@ from quire.runner.sampler.logprobs import Report
 from quire.runner.sampler.pipeline import Drawn, Sampler
 from quire.runner.sampler.stage import Rows, Tenancy
 from quire.runner.slots import Slots
+from quire.runner.states import StateBuffers
 from quire.runner.transfer import Longs, upload, upload_together
 from quire.runner.warmup import LONG, warm_up_adapters, warm_up_parts, warm_up_products, warm_up_steps
 from quire.types.cache import CacheLayout, KVLayout
@@ -115,6 +116,7 @@ class Runner:
         self._recording = device.records and not enforce_eager and drafter is None  # no graph verifies drafts
         self.graphs: Graphs | None = None  # it counts what it recorded and replayed
         self._kv_layout = KVLayout.PAGES
+        self._states: StateBuffers | None = None
         self._model: Decoder | None = None
         self._tenants: tuple[Slots, KVBuffers, Sampler] | None = None
         self._companion = drafter if isinstance(drafter, DeviceDrafter) else None
@@ -195,13 +197,18 @@ class Runner:
         reserve = self._reserved + graphs
         return self._device.budget(gpu_memory_utilization, self._profile_run, reserve)
 
-    def allocate(self, pages: int, max_model_len: int) -> None:
-        """The cache of `pages` usable pages (the null page comes on top), and slots for contexts of max_model_len."""
+    def allocate(self, pages: int, max_model_len: int, snapshots: int = 0) -> None:
+        """The cache of `pages` usable pages (the null page comes on top), and slots for contexts of max_model_len. Without
+        pages nothing that is computed matters. `snapshots`: of recurrent states, where there are any."""
         model = self._loaded()
         device = self._device.torch_device
         kv = KVBuffers(self._layout, self._layers, pages, self._cache_dtype, self._device.allocate, self._kv_layout)
         for layer, view, group in kv.views():
             model.attentions[layer].bind(view, group, dtype=self._dtype)
+        self._states = None
+        if model.recurrents:
+            seats = self._max_seqs if pages else 0
+            self._states = StateBuffers(model.recurrents, seats, snapshots, self._dtype, self._device.allocate)
         groups, page_size = len(self._layout.groups), self._layout.page_size
         told = self._drafter is None and self._drafts > 0
         slots = Slots(self._max_seqs, max_model_len, groups, page_size, device, self._drafts, self._device.updates(), told)
@@ -217,7 +224,7 @@ class Runner:
             self.graphs = Graphs(model, slots, sampler, planners, recorder, self._facts.vocab_size, most, self._room[0])
 
     def close(self) -> None:
-        self._model = self._tenants = self.graphs = self._shelf = self._group = None
+        self._model = self._tenants = self.graphs = self._shelf = self._group = self._states = None
         if self._companion is not None:
             self._companion.close()
         gc.collect()
@@ -242,6 +249,8 @@ class Runner:
         companion = self._companion
         if companion is not None:
             companion.copy(plan.copy_from, plan.copy_to)
+        if self._states is not None:
+            self._states.copy(plan.load_entry, plan.load_slot)
         if not len(plan.slot):
             slots.updates.deliver()
             return StepFlight(plan, [], None)
@@ -256,7 +265,8 @@ class Runner:
         replayed = None if self.graphs is None or more else self._replay(self.graphs, plan, plain, parts)
         draw: Drawn | Callable[[Masks | None], Drawn] | None = None
         if replayed is None:
-            built = build_batch(plan, slots, parts, whole=companion is not None and companion.whole)
+            whole = companion is not None and companion.whole
+            built = build_batch(plan, slots, parts, whole=whole, states=self._states)
             batch, hidden = built.batch, model(built.batch)
             if companion is not None:
                 companion.see(plan, batch, [hidden] if self._taps is None else self._taps.take())
@@ -281,6 +291,8 @@ class Runner:
         elif len(replayed.rows.slots):
             draw = partial(self._draw, replayed.logits, replayed.rows, None)
         slots.advance(plan)
+        if self._states is not None:
+            self._states.copy(plan.save_slot, plan.save_entry)
         return StepFlight(plan, prompts, draw, pooled)
 
     def _replay(self, graphs: Graphs, plan: StepPlan, plain: bool, parts: list[RowPart]) -> Tensor | Undrawn | None:

@@ -48,6 +48,8 @@ class PlanBuilder:
         self._targets: list[int] = []
         self._forced: list[tuple[int, int, int]] = []
         self._drafts: list[int] = []
+        self._loads: list[tuple[int, int]] = []
+        self._saves: list[tuple[int, int]] = []
 
     def admit(self, request: Request, start: int) -> None:
         """The end-of-text ids of a constrained request are its grammar's matter."""
@@ -92,6 +94,14 @@ class PlanBuilder:
         self.sources.append(source)
         self._targets.append(target)
 
+    def load(self, entry: int, slot: int) -> None:
+        """The slot's state begins as what the entry holds."""
+        self._loads.append((entry, slot))
+
+    def save(self, slot: int, entry: int) -> None:
+        """What the slot's state is behind this step's rows goes to the entry."""
+        self._saves.append((slot, entry))
+
     def row(self, request: Request, count: int, end: int, draws: int, masked: bool) -> None:
         scores, spec = range(0), request.spec
         if spec.params.prompt_logprobs is not None:
@@ -124,6 +134,7 @@ class PlanBuilder:
         for i, odd in self._odd.items():
             count[i], draws[i] = odd.count, odd.draws
         given = np.array(self._forced, np.int32).reshape(-1, 3)
+        loads, saves = (np.array(pairs, np.int32).reshape(-1, 2) for pairs in (self._loads, self._saves))
         plan = StepPlan(
             step=self.step,
             retired=_ints(retired),
@@ -144,6 +155,10 @@ class PlanBuilder:
             given_position=given[:, 1],
             given_token=given[:, 2],
             draft_token=_ints(self._drafts),
+            load_entry=loads[:, 0],
+            load_slot=loads[:, 1],
+            save_slot=saves[:, 0],
+            save_entry=saves[:, 1],
         )
         return Scheduled(plan, requests, tuple(i for i, odd in self._odd.items() if odd.draws != 1))
 

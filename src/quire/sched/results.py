@@ -129,7 +129,7 @@ class Results:
                 deltas.append(delta(request, [], error=reason))
             elif roster.forks.held.get(request.spec.id) is request:
                 roster.release([request.spec.id])
-        self._tables.pool.forget_all()
+        self._tables.forget_all()
         given = set(plan.given_slot.tolist())  # the device may not have heard of their tokens: they are told all again
         for request in list(roster.live.values()):
             if request.slot in given or (request.rows and request.admitted > plan.step):

@@ -57,15 +57,20 @@ class Scheduler:
         in_one_piece: bool = True,
         drafts: int = 0,
         speculation: Speculation | None = None,
+        snapshots: int | None = None,
     ) -> None:
         """`budget`: how many tokens a step has, where that is not always `max_batched_tokens`. `single_rows_share`: within a
         step, the device lets other rows read what a row of one token writes. `in_one_piece`: see `Pool`. `drafts`: how many
-        tokens the device guesses ahead, to be verified by the next row. `speculation`: the host guesses them instead."""
+        tokens the device guesses ahead, to be verified by the next row. `speculation`: the host guesses them instead.
+        `snapshots`: layers are recurrent, and there is room for so many states beside those of the slots."""
         if max_seqs < 1:
             raise ConfigError(f"max_seqs must be at least 1, got {max_seqs}")
         self._limits = RequestLimits(layout, pages, max_model_len, max_batched_tokens, chunk_cap, chunked)
-        self._tables = Tables(layout, pages, self._limits.chunk, prefix_caching, in_one_piece)
+        states = None if snapshots is None else (max_seqs, snapshots)
+        self._tables = Tables(layout, pages, self._limits.chunk, prefix_caching, in_one_piece, states)
         self._pool = self.pool = self._tables.pool
+        self._snapshots = self._tables.snapshots
+        self._cuts = chunked and self._snapshots is not None
         self._budget: Budget = budget or StepBudget.constant(max_batched_tokens)
         self._room = max_batched_tokens  # of the step that is being planned
         self._roster = self.roster = roster = Roster(self._tables, policy, max_seqs)
@@ -146,7 +151,7 @@ class Scheduler:
         self.release(list(self._forks.held))
         if len(self._running):
             return False
-        self._pool.forget_all()
+        self._tables.forget_all()
         return True
 
     @property
@@ -185,6 +190,8 @@ class Scheduler:
     def schedule(self, now: float) -> Scheduled | None:
         """The next step, or None if there is nothing to run now."""
         self.publish()
+        if self._snapshots is not None:
+            self._snapshots.settle()
         plan = PlanBuilder(self._step)
         decoding = any(request.known == 1 for request in self._running)
         self._room = self._budget.tokens(self._pool.pages - self._pool.free, len(self._running), self._backlog(), decoding)
@@ -249,7 +256,7 @@ class Scheduler:
                 ends.append(end)
                 left -= 1
                 continue
-            count = 0 if request in self._paused or self._unsettled(request) else self._limits.row_length(request, left)
+            count = 0 if request in self._paused or self._unsettled(request) else self._row_length(request, left)
             if count and self._cover(request, request.computed + count, plan):
                 most = granted.get(request, self._drafts) if request.known == 1 else 0
                 drafts = self._guesses(request, most, left, plan) if most else 0
@@ -263,7 +270,7 @@ class Scheduler:
             if request is None or self._blocked == self._moment(request):
                 return
             sources = self._adopt(request, plan)
-            count = self._limits.row_length(request, left)
+            count = self._row_length(request, left)
             if not count or not self._fits(request, plan.owed):
                 self._give_back(request, sources)
                 if count and len(self._running):  # no page has come back since: trying again would be in vain
@@ -282,6 +289,8 @@ class Scheduler:
         """The request gets a slot and starts after what it adopted."""
         self._roster.seat(request)
         plan.admit(request, request.computed)
+        if request.restored >= 0:
+            plan.load(request.restored, request.slot)
         plan.enter(request.slot, self._tables.entries(request))
         if request.admitted < 0:
             request.scheduled_at = now
@@ -291,10 +300,16 @@ class Scheduler:
                 self._hits += request.cached
         request.admitted = plan.step
 
+    def _row_length(self, request: Request, left: int) -> int:
+        count = self._limits.row_length(request, left)
+        return self._snapshots.cut(request, count) if self._cuts and self._snapshots is not None and count > 1 else count
+
     def _place(self, request: Request, count: int, plan: PlanBuilder, drafts: int = 0) -> None:
         """A row of `count` tokens, the last of them drafts."""
         request.computed += count
         request.known -= count - drafts
+        if self._snapshots is not None and (entry := self._snapshots.save(request)) is not None:
+            plan.save(request.slot, entry)
         sample = not request.known
         masked = sample and (request.constrained or left_to_think(request) <= 0)
         request.drew = sample
@@ -303,6 +318,8 @@ class Scheduler:
             request.loose += drafts
             if not request.spec.params.needs_masks and not self._drafts:
                 request.fast_until = 0 if drafts else min(request.covered, request.limit - 1)
+                if self._snapshots is not None:
+                    request.fast_until = min(request.fast_until, self._snapshots.next_save(request) - 1)
         else:
             request.chunks += 1
             plan.owed += self._tables.demand(request, len(request.tokens))

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import prod
 
 SCALE_BYTES = 4  # of numbers of 8 bits: one for the key of a token and a head, and one for its value
 
@@ -36,6 +37,18 @@ class LayerCache:
 
     def page_bytes(self, page_size: int, element_bytes: int) -> int:
         return page_size * self.bytes_per_token(element_bytes)
+
+
+@dataclass(frozen=True)
+class StateCache:
+    """What a recurrent layer keeps of a sequence instead of keys and values, however long that is: the last inputs of its
+    convolution, in the model's type, and its state, in float32. Either may be empty."""
+
+    conv: tuple[int, ...] = (0,)  # channels, inputs
+    state: tuple[int, ...] = (0,)
+
+    def bytes(self, element_bytes: int) -> int:
+        return prod(self.conv) * element_bytes + 4 * prod(self.state)
 
 
 @dataclass(frozen=True)

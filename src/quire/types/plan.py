@@ -62,7 +62,8 @@ class Outputs:
 class StepPlan:
     """One step: who came and went, which pages changed hands, and the ragged batch of rows to run.
 
-    Order of effects on the device: retire, admit, given tokens, tables, copies, then the rows.
+    Order of effects on the device: retire, admit, given tokens, tables, copies, states that are loaded, then the rows, then
+    states that are saved. Recurrent states lie in entries: those of the slots first, snapshots of prefixes behind them.
 
     A row is "`count` more tokens of `slot`", of which the last `drafts` are what host or device expects to come. A row that
     reaches the last known token draws: there, and behind every draft. The drafts that were drawn are accepted, up to the first
@@ -98,6 +99,11 @@ class StepPlan:
     draft_token: Ints = field(
         default_factory=_none
     )  # [sum of drafts] where the host expects them, row by row; none = the device does
+
+    load_entry: Ints = field(default_factory=_none)  # [loads] state[load_slot] = state[load_entry]
+    load_slot: Ints = field(default_factory=_none)  # [loads]
+    save_slot: Ints = field(default_factory=_none)  # [saves] state[save_entry] = state[save_slot], behind the rows
+    save_entry: Ints = field(default_factory=_none)  # [saves]
 
     @cached_property
     def tokens(self) -> int:

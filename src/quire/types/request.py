@@ -96,6 +96,11 @@ class Request:
     thought: bool = False  # its reasoning is known to be over; matters only if that has a budget
     lacks: set[Lack] = field(default_factory=set)  # what it waits for before it may be in the queue
     place: int = 0  # of its adapter on the device
+    # where layers are recurrent:
+    branch: int = 0  # positions of its tokens that others had before, as far as the latest look for a prefix found
+    wanted: list[int] = field(default_factory=list)  # positions where its state is to be saved, rising
+    restored: int = -1  # the snapshot that it begins from; -1 = it begins with nothing
+    rolling: bytes | None = None  # content key of the latest snapshot among its sampled tokens
 
     def __post_init__(self) -> None:
         self.known = len(self.tokens)

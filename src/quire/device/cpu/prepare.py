@@ -41,7 +41,7 @@ def prepare(model: Decoder, setting: Setting) -> Prepared:
     floats = runtime_for_floats() if whole else None
     adapted = any(isinstance(layer, Linear) and layer.bank is not None for layer in model.modules())
     if layers or floats is not None:
-        compiled = None if setting.tapped else compile_body(
+        compiled = None if setting.tapped or model.recurrents else compile_body(
             model.run_blocks, setting.facts.hidden_size, whole=not layers, paged=suits_networks(setting), held=adapted
         )  # fmt: skip
         if compiled is not None:

@@ -25,6 +25,7 @@ from quire.types.stats import NO_COUNTS, DeviceCounts
 
 MOST_DRAFTS = 8
 POISON = np.uint64(0xDEADDEADDEADDEAD)
+LOST = b"lost"  # a state
 Longs = npt.NDArray[np.int64]
 Guess = Callable[[Admission, int], Sequence[int]]  # tenant, position -> the tokens that are expected there and behind
 
@@ -73,8 +74,11 @@ class FakeExecutor:
         latency: float = 0.0,
         faults: Faults | None = None,
         guess: Guess | None = None,
+        recurrent: bool = False,
     ) -> None:
+        """`recurrent`: what every slot and snapshot would have as its state is known by the tokens before it."""
         self._guess = guess
+        self._states: dict[int, bytes] | None = {} if recurrent else None  # entry -> the tokens that made it
         self.model, self.size, self.latency, self.faults = model, layout.page_size, latency, faults or Faults()
         width = -(-max_model_len // layout.page_size)
         self.cells: Words = np.full((pages + 1, layout.page_size), POISON)  # [pages, page_size]
@@ -171,6 +175,13 @@ class FakeExecutor:
         self.tokens[plan.given_slot, plan.given_position] = plan.given_token
         np.add.at(self.known, plan.given_slot, 1)
         self.tables[plan.entry_group, plan.entry_slot, plan.entry_index] = plan.entry_page
+        if self._states is not None:
+            for tenant in plan.admitted:
+                self._states[tenant.slot] = b""
+            for entry, slot in zip(plan.load_entry.tolist(), plan.load_slot.tolist(), strict=True):
+                if entry not in self._states:
+                    raise EngineError(f"a state was loaded from entry {entry}, where none was saved")
+                self._states[slot] = self._states[entry]
         targets = plan.copy_to.tolist()
         if len(set(targets)) < len(targets) or set(targets) & set(plan.copy_from.tolist()):
             raise EngineError("page copies of one step depend on each other")
@@ -190,6 +201,8 @@ class FakeExecutor:
         end = self.cursor[slots] + count
         self._check_rows(plan, slots, end, count)
         self._expect(plan, slots, end)
+        if self._states is not None:
+            self._move_states(self._states, plan, end, lost)
         fresh = np.isin(slots, [tenant.slot for tenant in plan.admitted])
         single = (count == 1) & ~fresh  # these read only what earlier steps wrote; the others may read each other, in order
         self._write(slots[single], end[single] - 1, lost)
@@ -235,6 +248,15 @@ class FakeExecutor:
         if (end > known).any() or (plan.sample != (end == known)).any():
             raise EngineError("a row ends after its last token, or samples before it")
 
+    def _move_states(self, states: dict[int, bytes], plan: StepPlan, end: Longs, lost: bool) -> None:
+        for slot, count, stop in zip(plan.slot.tolist(), plan.count.tolist(), end.tolist(), strict=True):
+            before = states.get(slot, b"")
+            if before not in (LOST, self.tokens[slot, : stop - count].tobytes()):
+                raise EngineError(f"the row of slot {slot} goes on from a state that is not its own")
+            states[slot] = LOST if lost or before == LOST else self.tokens[slot, :stop].tobytes()
+        for slot, entry in zip(plan.save_slot.tolist(), plan.save_entry.tolist(), strict=True):
+            states[entry] = states[slot]
+
     def _expect(self, plan: StepPlan, slots: Longs, end: Longs) -> None:
         """Drafts that come with the plan."""
         if len(plan.draft_token):
@@ -249,6 +271,9 @@ class FakeExecutor:
         drawn = self.model.draw(
             [self._digest(g, slots, positions) for g in range(len(self.tables))], self.seeds[slots], positions
         )
+        if self._states is not None:
+            wrong = np.array([self._states[slot] == LOST for slot in slots.tolist()])
+            drawn = np.where(wrong, (drawn + 1) % self.model.vocab_size, drawn).astype(np.int32)
         if masks is not None:
             for i, mask in zip(plan.masked.tolist(), masks, strict=True):
                 drawn[i] = self.model.within(int(drawn[i]), mask)

@@ -1,0 +1,101 @@
+"""Which layers of a model are recurrent, and what those keep of a sequence: one reader for each model_type."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from quire.files.reading import shown
+from quire.types.cache import StateCache
+from quire.types.errors import ModelError
+
+Config = Mapping[str, Any]
+Kind = Literal["attention", "recurrent", "both", "neither"]  # both: side by side
+
+
+@dataclass(frozen=True)
+class Layers:
+    kinds: tuple[Kind, ...]  # of all layers
+    state: StateCache  # of each that is recurrent
+
+    @property
+    def attentions(self) -> int:
+        return sum(kind in ("attention", "both") for kind in self.kinds)
+
+    @property
+    def states(self) -> tuple[StateCache, ...]:
+        return (self.state,) * sum(kind in ("recurrent", "both") for kind in self.kinds)
+
+
+def read_recurrent(config: Config) -> Layers | None:
+    """None = all of its layers attend, as far as is known here."""
+    read = READERS.get(str(config.get("model_type")))
+    return None if read is None else read(config)
+
+
+def whole(config: Config, *names: str, default: int | None = None) -> int:
+    """A positive integer under any of its names."""
+    name = next((name for name in names if config.get(name) is not None), names[0])
+    value = config.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= 1 << 24:
+        raise ModelError(f"{name} in the model's config must be a positive integer, got {shown(value)}")
+    return value
+
+
+def mamba2_sizes(config: Config) -> tuple[int, int, int, int, int]:
+    """heads, head_dim, groups, state, width of the convolution."""
+    heads = whole(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads", default=128)
+    head_dim = next(
+        (config[name] for name in ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim") if name in config), 0
+    )
+    if not isinstance(head_dim, int) or not head_dim:  # "auto"
+        inner = config.get("mamba_d_ssm") or whole(config, "mamba_expand", "expand", default=2) * whole(config, "hidden_size")
+        head_dim = int(inner) // heads
+    groups = whole(config, "mamba_n_groups", "mamba_ngroups", "n_groups", default=1)
+    if heads % groups:
+        raise ModelError(f"the model's {heads} recurrent heads cannot be divided into {groups} groups")
+    state = whole(config, "mamba_d_state", "ssm_state_size", "state_size", default=128)
+    return heads, head_dim, groups, state, whole(config, "mamba_d_conv", "conv_kernel", default=4)
+
+
+def mamba2_state(config: Config) -> StateCache:
+    heads, head_dim, groups, state, width = mamba2_sizes(config)
+    return StateCache((heads * head_dim + 2 * groups * state, width - 1), (heads, head_dim, state))
+
+
+def kinds_of(config: Config, attends: Callable[[int], bool]) -> tuple[Kind, ...]:
+    return tuple("attention" if attends(index) else "recurrent" for index in range(whole(config, "num_hidden_layers")))
+
+
+def kinds_by_types(config: Config, names: Mapping[str, Kind], key: str = "layer_types") -> tuple[Kind, ...]:
+    types, count = config.get(key), whole(config, "num_hidden_layers")
+    if not isinstance(types, list) or len(types) != count or not all(kind in names for kind in types):
+        known = ", ".join(names)
+        raise ModelError(f"{key} in the model's config must be a list of {count} of {known}, got {shown(types)}")
+    return tuple(names[kind] for kind in types)
+
+
+def _bamba(config: Config) -> Layers:
+    at = config.get("attn_layer_indices") or ()
+    types = config.get("layers_block_type") or config.get("layer_types")
+    if types and not at:
+        at = [index for index, kind in enumerate(types) if kind in ("attention", "full_attention")]
+    return Layers(kinds_of(config, lambda index: index in at), mamba2_state(config))
+
+
+def _lfm2(config: Config) -> Layers:
+    state = StateCache((whole(config, "hidden_size"), whole(config, "conv_L_cache", default=3) - 1))
+    if config.get("layer_types") is not None:
+        names: dict[str, Kind] = {"full_attention": "attention", "conv": "recurrent"}
+        return Layers(kinds_by_types(config, names), state)
+    at = config.get("full_attn_idxs")
+    return Layers(kinds_of(config, lambda index: at is None or index in at), state)
+
+
+READERS: Mapping[str, Callable[[Config], Layers]] = MappingProxyType(
+    {
+        "bamba": _bamba,
+        "lfm2": _lfm2,
+    }
+)

@@ -1,0 +1,34 @@
+"""Convolutions of each channel with its own last inputs, which are kept between steps."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.ops.arguments import StateRows
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: StateRows, silu: bool) -> Tensor:
+    """x [T, C], weight [C, width], bias [C], state [entries, C, width - 1] -> [T, C] of x's type. The last inputs of each row
+    are its entry of the state afterwards."""
+    return reference_convolve(x, weight, bias, state, rows, silu)
+
+
+def reference_convolve(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: StateRows, silu: bool) -> Tensor:
+    kept = weight.shape[1] - 1
+    out = torch.empty_like(x)
+    ones = [row for row in rows.rows if row[1] == 1]
+    if ones:
+        at = torch.tensor([first for first, *_ in ones], device=x.device)
+        own = torch.tensor([row[3] for row in ones], device=x.device)
+        fresh = torch.tensor([row[2] == 0 for row in ones], device=x.device)
+        window = torch.cat((state[own].masked_fill(fresh[:, None, None], 0).to(x.dtype), x[at].unsqueeze(2)), 2)
+        total = (window * weight).sum(2)
+        out[at] = total if bias is None else total + bias
+        state[own] = window[:, :, 1:].to(state.dtype)
+    for first, count, begin, entry in rows.rows:
+        if count != 1:
+            before = state[entry].to(x.dtype) if begin else x.new_zeros(x.shape[1], kept)
+            line = torch.cat((before, x[first : first + count].T), 1)
+            out[first : first + count] = F.conv1d(line, weight.unsqueeze(1), bias, groups=len(weight)).T
+            state[entry] = line[:, count:].to(state.dtype)
+    return F.silu(out) if silu else out

@@ -1,0 +1,111 @@
+"""Families with recurrent layers through the whole engine: the tokens are transformers' greedy ones whatever the chunks, the
+cache, preemption; and a state that was saved is the state of the same tokens run anew."""
+
+import json
+
+import pytest
+import torch
+
+from oracle import TINY
+from quire import LLM, SamplingParams
+from quire.cache.capacity import pages_for
+from quire.cache.layout import make_layout
+from quire.types.errors import ConfigError
+from recurrent_families import RECURRENT
+
+NEW_TOKENS, BUDGET, PAGE = 18, 16, 4
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
+LENGTHS = (33, 5, 18, 30)
+PROMPTS = [torch.randint(3, TINY["vocab_size"], (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
+TOLERANCE = 1e-4
+
+
+def engine(case, **args) -> LLM:
+    defaults = {
+        "skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "block_size": PAGE, "max_num_seqs": 4,
+        "max_model_len": 96, "max_num_batched_tokens": BUDGET, "kv_cache_memory_bytes": 32 << 20,
+    }  # fmt: skip
+    return LLM(str(case.directory), **(defaults | args))
+
+
+def check(case, prompt: list[int], output) -> list[int]:
+    """The tokens are the most likely ones by transformers, which gives them the same probabilities."""
+    tokens = list(output.outputs[0].token_ids)
+    with torch.inference_mode():
+        logits = case.reference(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    assert tokens == logits.argmax(-1).tolist()
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    reported = torch.tensor([step[token].logprob for step, token in zip(output.outputs[0].logprobs, tokens, strict=True)])
+    assert (reported - expected).abs().max() <= TOLERANCE
+    return tokens
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_chunks_preemption_and_prefix_hits(checkpoint, name):
+    """Prompts are cut; there are pages for one whole request and one more. Then prompts come again: whole, with their answers,
+    and with another end, which branches off where no state was saved before the second time."""
+    case = checkpoint(name)
+    assert [layer.cache for layer in case.model.recurrents] == list(case.facts.states)
+    longest = max(LENGTHS) + 2 * NEW_TOKENS + 2
+    layout = make_layout(case.facts.layers, PAGE, 4, recurrent=True)
+    pages = pages_for(layout, longest, BUDGET) + 1
+    llm = engine(case, max_model_len=longest, num_gpu_blocks_override=pages)
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    answers = [check(case, prompt, output) for prompt, output in zip(PROMPTS, outputs, strict=True)]
+    if case.facts.layers:
+        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    for _ in range(2):
+        again = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0]
+        assert list(again.outputs[0].token_ids) == answers[0]
+    assert again.num_cached_tokens == 32
+    onward = PROMPTS[0] + answers[0] + [7, 8]
+    following = llm.generate(onward, GREEDY, use_tqdm=False)[0]
+    check(case, onward, following)
+    assert following.num_cached_tokens == 48  # of what was sampled, a state every 4 pages
+    cached = []
+    for end in (9, 10, 11):
+        prompt = PROMPTS[0][:22] + [end] * 5
+        output = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
+        check(case, prompt, output)
+        cached.append(output.num_cached_tokens)
+    assert cached == [0, 20, 20]
+
+
+@pytest.mark.parametrize("how", [{"long_prefill_token_threshold": 1}, {"long_prefill_token_threshold": 7},
+                                 {"async_scheduling": True}, {"enable_prefix_caching": False}])  # fmt: skip
+def test_several_of_one(checkpoint, how):
+    case = checkpoint("bamba")
+    llm = engine(case, **how)
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        check(case, prompt, output)
+    several = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=8, ignore_eos=True)
+    one, other = (llm.generate(PROMPTS[0], several, use_tqdm=False)[0] for _ in range(2))
+    assert [part.token_ids for part in one.outputs] == [part.token_ids for part in other.outputs]
+    assert len({tuple(part.token_ids) for part in one.outputs}) > 1
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"enable_lora": True}, "enable_lora"),
+        ({"kv_cache_memory_bytes": 4096, "max_num_seqs": 64}, "max_num_seqs 64 needs"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(checkpoint, args, named):
+    with pytest.raises(ConfigError, match=named):
+        engine(checkpoint("bamba"), **args)
+
+
+def test_layer_types_that_nobody_knows(checkpoint, tmp_path):
+    """A configuration that does not make sense is refused with the name of what is wrong."""
+    case = checkpoint("lfm2")
+    for file in case.directory.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    config = json.loads((case.directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": ["conv", "full_attention", "mystery"]}))
+    with pytest.raises(Exception, match="layer_types in the model's config must be a list of 3 of"):
+        LLM(str(tmp_path), skip_tokenizer_init=True, device="cpu")
