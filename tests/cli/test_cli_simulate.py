@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from quire.cli.main import main
-from quire.cli.simulate_setting import make_scheduler
+from quire.cli.simulate_setting import Setting
 from quire.config.args import EngineArgs
 from quire.engine.assemble import resolve_here, start_core
 from quire.engine.timeline import Stopwatch
@@ -157,7 +157,7 @@ def test_the_scheduler_is_made_as_the_engine_makes_it(model: str, serving: bool)
     config = resolve_here(args, Stopwatch(), serving=serving)
     started = start_core(config)
     plan = SimpleNamespace(pages=started.pages, max_model_len=started.max_model_len)
-    ours, theirs = make_scheduler(config, plan, started.pages), started.core.scheduler
+    ours, theirs = Setting(config, plan, None, "").scheduler(started.pages), started.core.scheduler
     for name in ("_drafts", "_ahead", "_single_rows_share"):
         assert getattr(ours, name) == getattr(theirs, name)
     assert vars(ours._limits) == vars(theirs._limits) and vars(ours.roster.order) == vars(theirs.roster.order)

@@ -12,6 +12,7 @@ from typing import Any
 
 from quire.cache.capacity import fit, fit_states, pages_for
 from quire.cache.layout import make_layout
+from quire.cli.model_tag import add_model_tag, engine_args
 from quire.cli.plan_text import MemoryPlan, render
 from quire.config.args import EngineArgs, add_cli_arguments
 from quire.config.config import Config
@@ -41,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
         help="how much memory a model needs and what fits",
         description="Prints what a model needs and how many requests fit, reading only file headers. Takes all engine options.",
     )
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the model, as in --model")
+    add_model_tag(parser)
     parser.add_argument(
         "--memory", "--gpu-memory", type=read_size, metavar="SIZE", default=None, help="memory of the device: 80GiB, 24GB; "
         "given without --device cpu, the device is a GPU (default: the memory this machine has available, on CPU)",
@@ -52,11 +53,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    args = EngineArgs.from_cli(namespace)
-    if namespace.model_tag is not None:
-        if "model" in vars(namespace):
-            raise ConfigError(f"the model was given twice: {namespace.model_tag!r} and --model {args.model!r}; drop one")
-        args = dataclasses.replace(args, model=namespace.model_tag)
+    args = engine_args(namespace)
     plan = make_plan(args, namespace.memory)
     print(json.dumps(dataclasses.asdict(plan), indent=2) if namespace.json else render(plan))
     return 0 if plan.fits else 1

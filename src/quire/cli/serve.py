@@ -1,10 +1,10 @@
 """`quire serve MODEL`: the OpenAI-compatible server."""
 
 import argparse
-import dataclasses
 from typing import Any
 
-from quire.config.args import EngineArgs, add_cli_arguments
+from quire.cli.model_tag import add_model_tag, engine_args
+from quire.config.args import add_cli_arguments
 from quire.config.server_args import SERVER_NAMES, ServerArgs, add_server_arguments
 from quire.engine.timeline import process_start
 from quire.types.errors import ConfigError
@@ -22,18 +22,14 @@ def add_parser(subparsers: Any) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the model, as in --model")
+    add_model_tag(parser)
     add_server_arguments(parser)
     add_cli_arguments(parser, taken=SERVER_NAMES)
 
 
 def run(namespace: argparse.Namespace) -> int:
     settings = ServerArgs.take_from(namespace)
-    args = EngineArgs.from_cli(namespace)
-    if namespace.model_tag is not None:
-        if "model" in vars(namespace):
-            raise ConfigError(f"the model was given twice: {namespace.model_tag!r} and --model {args.model!r}; drop one")
-        args = dataclasses.replace(args, model=namespace.model_tag)
+    args = engine_args(namespace)
     try:
         from quire.engine.child import Child
 

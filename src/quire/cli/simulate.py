@@ -6,7 +6,6 @@ The engines' configuration, scheduler, page pool and balancer are those of `quir
 
 import argparse
 import asyncio
-import dataclasses
 import sys
 import time
 from collections.abc import Callable
@@ -16,10 +15,11 @@ from typing import Any
 from quire.bench.arrivals import LoadShape
 from quire.bench.datasets.options import TokenCounter
 from quire.bench.workloads import WORKLOADS
+from quire.cli.model_tag import add_model_tag, engine_args
 from quire.cli.simulate_flags import add_flags
 from quire.cli.simulate_report import Outcome, report
 from quire.cli.simulate_setting import Setting, make_setting
-from quire.config.args import EngineArgs, add_cli_arguments, nearest
+from quire.config.args import add_cli_arguments, nearest
 from quire.config.config import Config
 from quire.progress import doing, shown
 from quire.sim.fleet import Fleet, Run, Visit
@@ -45,18 +45,14 @@ def add_parser(subparsers: Any) -> None:
         description="Runs scheduler, cache and balancer against a model of a device and a trace, in virtual time. Needs a "
         "config.json, no weights and no device. Takes all engine options.",
     )
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the model, as in --model")
+    add_model_tag(parser)
     add_flags(parser)
     add_cli_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(namespace: argparse.Namespace) -> int:
-    args = EngineArgs.from_cli(namespace)
-    if namespace.model_tag is not None:
-        if "model" in vars(namespace):
-            raise ConfigError(f"the model was given twice: {namespace.model_tag!r} and --model {args.model!r}; drop one")
-        args = dataclasses.replace(args, model=namespace.model_tag)
+    args = engine_args(namespace)
     objectives = _objectives(namespace)
     if namespace.html is not None:
         _check_writable(namespace.html)

@@ -10,7 +10,7 @@ from quire.cli.plan_text import MemoryPlan
 from quire.config.args import EngineArgs
 from quire.config.config import Config
 from quire.config.memory import parameter_parts
-from quire.sched.budget import Budget, StepBudget, TimedBudget
+from quire.engine.scheduling import make_scheduler
 from quire.sched.scheduler import AHEAD, Scheduler
 from quire.sim.analytic import AnalyticTiming
 from quire.sim.cards import Card, find_card, read_rate
@@ -40,11 +40,19 @@ class Setting:
     timing: Timing
     told: str  # about the device
 
+    def scheduler(self, pages: int) -> Scheduler:
+        """An engine's, with at most so many pages."""
+        config, plan = self.config, self.plan
+        snapshots = MOST_SNAPSHOTS * config.max_seqs if config.facts.states else None
+        return make_scheduler(
+            config, layout_of(config), min(plan.pages, pages), plan.max_model_len, config.facts.parameters, snapshots=snapshots
+        )
+
     def replica(self, pages: int) -> Replica:
         """`pages` are enough for everybody at once."""
         device = Device(self.config.max_seqs, self.timing, windows_of(self.config.facts.layers))
         return Replica(
-            make_scheduler(self.config, self.plan, pages),
+            self.scheduler(pages),
             self.plan.page_size,
             device,
             self.timing.host,
@@ -62,31 +70,6 @@ class Setting:
 
 def layout_of(config: Config) -> CacheLayout:
     return make_layout(config.facts.layers, config.page_size, config.cache_bytes, bool(config.facts.states))
-
-
-def make_scheduler(config: Config, plan: MemoryPlan, pages: int) -> Scheduler:
-    """As `engine/assemble.py` makes it, with at most so many pages."""
-    layout = layout_of(config)
-    budget: Budget | None = None
-    if config.steps_follow_load and config.device_facts.times_steps:
-        budget = TimedBudget(config.max_batched_tokens)
-    elif config.steps_follow_load:
-        budget = StepBudget.following(config.max_batched_tokens, layout.bytes_per_page, config.facts.parameters)
-    return Scheduler(
-        layout,
-        pages=min(plan.pages, pages),
-        max_model_len=plan.max_model_len,
-        max_batched_tokens=config.max_batched_tokens,
-        max_seqs=config.max_seqs,
-        chunk_cap=config.chunk_cap,
-        chunked=config.chunked,
-        prefix_caching=config.prefix_caching,
-        policy=config.policy,
-        budget=budget,
-        single_rows_share=config.device_facts.single_rows_share,
-        in_one_piece=config.device_facts.reads_in_place,
-        snapshots=MOST_SNAPSHOTS * config.max_seqs if config.facts.states else None,
-    )
 
 
 def make_setting(args: EngineArgs, namespace: argparse.Namespace) -> Setting:

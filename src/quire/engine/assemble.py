@@ -23,14 +23,13 @@ from quire.engine.core import EngineCore
 from quire.engine.executor.base import Executor
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
+from quire.engine.scheduling import make_scheduler
 from quire.engine.timeline import Stopwatch, Timeline
 from quire.grammar.lanes import GrammarLanes
 from quire.models.registry import find_family
 from quire.progress import doing
-from quire.sched.budget import Budget, StepBudget, TimedBudget
 from quire.sched.draft.make import make_drafter
 from quire.sched.draft.speculation import Speculation
-from quire.sched.scheduler import Scheduler
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError
 
@@ -104,26 +103,14 @@ def start_core(
     local = partial(start_local, drafter=drafter, adapters=adapters)
     start = start_fake if config.args.distributed_executor_backend == "fake" else local
     executor, capacity = start(config, facts, layout, watch)
-    budget: Budget | None = None
-    if config.steps_follow_load and config.device_facts.times_steps:
-        budget = TimedBudget(config.max_batched_tokens)
-    elif config.steps_follow_load:
-        budget = StepBudget.following(config.max_batched_tokens, layout.bytes_per_page, facts.parameters)
     speculation = _speculation(config)
     drafts = 0 if drafter is None else drafter.most
-    scheduler = Scheduler(
+    scheduler = make_scheduler(
+        config,
         layout,
-        pages=capacity.pages,
-        max_model_len=capacity.max_model_len,
-        max_batched_tokens=config.max_batched_tokens,
-        max_seqs=config.max_seqs,
-        chunk_cap=config.chunk_cap,
-        chunked=config.chunked,
-        prefix_caching=config.prefix_caching,
-        policy=config.policy,
-        budget=budget,
-        single_rows_share=config.device_facts.single_rows_share,
-        in_one_piece=config.device_facts.reads_in_place,
+        capacity.pages,
+        capacity.max_model_len,
+        facts.parameters,
         drafts=drafts,
         speculation=speculation,
         snapshots=capacity.snapshots,

@@ -12,6 +12,7 @@ from quire.layers.mlp import GatedMLP
 from quire.layers.routed_moe import RoutedMoE
 from quire.models.blocks import ScaledBlock
 from quire.models.decoder import Decoder
+from quire.models.mixtral import local_experts
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
@@ -48,16 +49,9 @@ class GraniteMoE(Granite):
 
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
         hf = facts.hf
-        shared = hf.get("shared_intermediate_size")
-        return RoutedMoE(
-            facts.hidden_size,
-            hf["intermediate_size"],
-            hf["hidden_act"],
-            experts=hf["num_local_experts"],
-            top_k=hf["num_experts_per_tok"],
-            renormalize=True,
-            shared=GatedMLP(facts.hidden_size, shared, hf["hidden_act"], fused=True) if shared else None,
-        )
+        size = hf.get("shared_intermediate_size")
+        shared = GatedMLP(facts.hidden_size, size, hf["hidden_act"], fused=True) if size else None
+        return local_experts(RoutedMoE, facts, renormalize=True, shared=shared)
 
 
 class MiniCPM(Granite):

@@ -1,6 +1,6 @@
 """Mixtral: Llama with a mixture of experts in every block."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -9,6 +9,13 @@ from quire.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
+
+
+def local_experts(kind: type[nn.Module], facts: "ModelFacts", **more: Any) -> nn.Module:
+    """Experts as Mixtral's configuration describes them, and with what a family has `more`."""
+    hf = facts.hf
+    sizes = {"experts": hf["num_local_experts"], "top_k": hf["num_experts_per_tok"]}
+    return kind(facts.hidden_size, hf["intermediate_size"], hf["hidden_act"], **sizes, **more)
 
 
 class Mixtral(Decoder):
@@ -21,12 +28,4 @@ class Mixtral(Decoder):
     )
 
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
-        hf = facts.hf
-        return MoE(
-            facts.hidden_size,
-            hf["intermediate_size"],
-            hf["hidden_act"],
-            experts=hf["num_local_experts"],
-            top_k=hf["num_experts_per_tok"],
-            renormalize=True,
-        )
+        return local_experts(MoE, facts, renormalize=True)

@@ -12,7 +12,7 @@ from quire.layers.norm import LayerNorm, Norm
 from quire.layers.routed_moe import RoutedMoE
 from quire.models.decoder import Decoder
 from quire.models.llama import Ernie45, Llama, Qwen2
-from quire.models.mixtral import Mixtral
+from quire.models.mixtral import Mixtral, local_experts
 from quire.models.olmo import Olmo2
 
 if TYPE_CHECKING:
@@ -70,17 +70,8 @@ class PhiMoE(Mixtral):
         return self.attention(facts, index, bias=bias, out_bias=bias)
 
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
-        hf = facts.hf
-        return RoutedMoE(
-            facts.hidden_size,
-            hf["intermediate_size"],
-            hf["hidden_act"],
-            experts=hf["num_local_experts"],
-            top_k=hf["num_experts_per_tok"],
-            renormalize=False,
-            scoring="sparsemixer",
-            tolerance=hf.get("router_jitter_noise", 0.01),
-        )
+        tolerance = facts.hf.get("router_jitter_noise", 0.01)
+        return local_experts(RoutedMoE, facts, renormalize=False, scoring="sparsemixer", tolerance=tolerance)
 
     def make_norm(self, facts: "ModelFacts", size: int | None = None) -> Norm:
         return LayerNorm(size or facts.hidden_size, facts.hf.get("rms_norm_eps", 1e-5))
@@ -97,17 +88,8 @@ class MiniMaxM2(Mixtral):
         return self.attention(facts, index, width_norm=facts.hf.get("rms_norm_eps", 1e-6))
 
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
-        hf = facts.hf
-        return RoutedMoE(
-            facts.hidden_size,
-            hf["intermediate_size"],
-            hf["hidden_act"],
-            experts=hf["num_local_experts"],
-            top_k=hf["num_experts_per_tok"],
-            renormalize=True,
-            scoring="sigmoid",
-            correction=(hf["num_local_experts"],),
-        )
+        correction = (facts.hf["num_local_experts"],)
+        return local_experts(RoutedMoE, facts, renormalize=True, scoring="sigmoid", correction=correction)
 
 
 class Ernie45MoE(Ernie45):

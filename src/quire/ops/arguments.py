@@ -43,6 +43,9 @@ class ClampedSwiglu:
     limit: float
 
 
+Gated = str | ClampedSwiglu  # an activation of gate and up: by its name, or that
+
+
 @dataclass(frozen=True)
 class AdapterTiles:
     """Tokens by their adapters, for kernels: those of one stand together, and no tile has two adapters' tokens."""

@@ -57,6 +57,16 @@ class Form(Protocol):
 
 
 class _Stack:
+    numbers: Tensor  # [..., N, K], or several of them in one
+
+    @property
+    def outputs(self) -> int:
+        return self.numbers.shape[-2]
+
+    @property
+    def inputs(self) -> int:
+        return self.numbers.shape[-1]
+
     def cut(self, index: int) -> Self:
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         tensors = {name: value[index] for name, value in values.items() if isinstance(value, Tensor)}
@@ -77,10 +87,6 @@ class PackedInts(_Stack):
     @property
     def kind(self) -> str:
         return f"int{self.bits}"
-
-    @property
-    def outputs(self) -> int:
-        return self.numbers.shape[-2]
 
     @property
     def inputs(self) -> int:
@@ -116,14 +122,6 @@ class Float8(_Stack):
 
     kind = "fp8"
 
-    @property
-    def outputs(self) -> int:
-        return self.numbers.shape[-2]
-
-    @property
-    def inputs(self) -> int:
-        return self.numbers.shape[-1]
-
     def each_scale(self) -> Tensor:
         """Broadcasts to [..., N, K]."""
         scale = self.scale if self.rows == 1 else self.scale.repeat_interleave(self.rows, -2)[..., : self.outputs, :]
@@ -143,14 +141,6 @@ class Int8(_Stack):
 
     kind = "w8a8"
 
-    @property
-    def outputs(self) -> int:
-        return self.numbers.shape[-2]
-
-    @property
-    def inputs(self) -> int:
-        return self.numbers.shape[-1]
-
     def dequantize(self) -> Tensor:
         return self.numbers.float() * self.scale
 
@@ -167,10 +157,6 @@ class Float4(_Stack):
     factor: Tensor | None = None  # [..., N, 1] float32
 
     kind = "fp4"
-
-    @property
-    def outputs(self) -> int:
-        return self.numbers.shape[-2]
 
     @property
     def inputs(self) -> int:

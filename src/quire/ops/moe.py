@@ -1,11 +1,16 @@
 """Mixture of experts: choosing experts per token, and running each expert on its own tokens."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.activation import reference_gated
-from quire.ops.arguments import ClampedSwiglu, ExpertBiases
+from quire.ops.arguments import ExpertBiases, Gated
+
+# rows, the expert's number, and what is added before and behind its activation
+RunExpert = Callable[[Tensor, int, Tensor | None, Tensor | None], Tensor]
 
 
 def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -23,13 +28,7 @@ def reference_route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tens
 
 
 def experts_forward(
-    x: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    up: Tensor,
-    down: Tensor,
-    activation: str | ClampedSwiglu,
-    biases: ExpertBiases | None = None,
+    x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: Gated, biases: ExpertBiases | None = None
 ) -> Tensor:
     """x [T, H], weights and experts [T, top_k], up [E, 2I, H] (gate above up), down [E, H, I] -> [T, H].
 
@@ -43,29 +42,26 @@ def experts_forward(
 
 
 def reference_experts_forward(
-    x: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    up: Tensor,
-    down: Tensor,
-    activation: str | ClampedSwiglu,
-    biases: ExpertBiases | None = None,
+    x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: Gated, biases: ExpertBiases | None = None
 ) -> Tensor:
-    top_k = experts.shape[1]
+    def run(rows: Tensor, expert: int, before: Tensor | None, behind: Tensor | None) -> Tensor:
+        return F.linear(reference_gated(F.linear(rows, up[expert], before), activation), down[expert], behind)
+
+    return sum_experts(x, weights, experts, len(up), run, biases)
+
+
+def sum_experts(x: Tensor, weights: Tensor, experts: Tensor, count: int, run: RunExpert, biases: ExpertBiases | None) -> Tensor:
+    """Each of `count` experts runs its own tokens' rows at once; what they give is weighted and added in the experts' order."""
     flat = experts.flatten()  # [T * top_k]
     order = flat.argsort(stable=True)  # slots grouped by expert
-    counts = torch.bincount(flat, minlength=up.shape[0]).tolist()
-    tokens = order // top_k
-    share = weights.flatten()[order].unsqueeze(1)
+    tokens, share = order // experts.shape[1], weights.flatten()[order].unsqueeze(1)
     out = torch.zeros_like(x, dtype=torch.float32)
     start = 0
-    for expert, count in enumerate(counts):
-        if count == 0:
-            continue
-        mine = tokens[start : start + count]
-        before = None if biases is None else biases.up[expert]
-        behind = None if biases is None or biases.down is None else biases.down[expert]
-        y = F.linear(reference_gated(F.linear(x[mine], up[expert], before), activation), down[expert], behind)
-        out.index_add_(0, mine, y.float() * share[start : start + count])
-        start += count
+    for expert, taken in enumerate(torch.bincount(flat, minlength=count).tolist()):
+        if taken:
+            mine = tokens[start : start + taken]
+            before = None if biases is None else biases.up[expert]
+            behind = None if biases is None or biases.down is None else biases.down[expert]
+            out.index_add_(0, mine, run(x[mine], expert, before, behind).float() * share[start : start + taken])
+            start += taken
     return out.to(x.dtype)

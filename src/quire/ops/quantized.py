@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.activation import gated, reference_gated
-from quire.ops.arguments import ClampedSwiglu, ExpertBiases
+from quire.ops.arguments import ExpertBiases, Gated
 from quire.ops.forms import Activation, Float8, Int8, PackedInts, in_groups
 from quire.ops.linear import linear_float
-from quire.ops.moe import experts_forward
+from quire.ops.moe import experts_forward, sum_experts
 from quire.ops.packed import PackedMatrix, pack
 
 FLOAT8_MAX = 448.0
@@ -42,13 +42,7 @@ def quantized_gated_linear(x: Tensor, matrix: Any, bias: Tensor | None, activati
 
 
 def quantized_experts_forward(
-    x: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    up: Any,
-    down: Any,
-    activation: str | ClampedSwiglu,
-    biases: ExpertBiases | None = None,
+    x: Tensor, weights: Tensor, experts: Tensor, up: Any, down: Any, activation: Gated, biases: ExpertBiases | None = None
 ) -> Tensor:
     """x [T, H], weights and experts [T, top_k], up [E, 2I, H] (gate above up) and down [E, H, I] of any form -> [T, H].
 
@@ -58,23 +52,12 @@ def quantized_experts_forward(
         return experts_forward(
             rounded(x, up), weights, experts, dequantized(up, x.dtype), dequantized(down, x.dtype), activation, biases
         )
-    top_k = experts.shape[1]
-    flat = experts.flatten()  # [T * top_k]
-    order = flat.argsort(stable=True)  # slots grouped by expert
-    counts = torch.bincount(flat, minlength=len(up.numbers)).tolist()
-    tokens = order // top_k
-    share = weights.flatten()[order].unsqueeze(1)
-    out = torch.zeros_like(x, dtype=torch.float32)
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            mine = tokens[start : start + count]
-            before = None if biases is None else biases.up[expert]
-            behind = None if biases is None or biases.down is None else biases.down[expert]
-            inner = reference_gated(quantized_linear(x[mine], up.cut(expert), before), activation)
-            out.index_add_(0, mine, quantized_linear(inner, down.cut(expert), behind).float() * share[start : start + count])
-            start += count
-    return out.to(x.dtype)
+
+    def run(rows: Tensor, expert: int, before: Tensor | None, behind: Tensor | None) -> Tensor:
+        inner = reference_gated(quantized_linear(rows, up.cut(expert), before), activation)
+        return quantized_linear(inner, down.cut(expert), behind)
+
+    return sum_experts(x, weights, experts, len(up.numbers), run, biases)
 
 
 def settled(matrix: Any) -> Any | None:

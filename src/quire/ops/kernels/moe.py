@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.arguments import ClampedSwiglu, ExpertBiases
+from quire.ops.arguments import ExpertBiases, Gated
 from quire.ops.kernels import moe_few, moe_many
 from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.math import power_of_two
@@ -71,13 +71,7 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
 
 
 def experts_forward(
-    x: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    up: Tensor,
-    down: Tensor,
-    activation: str | ClampedSwiglu,
-    biases: ExpertBiases | None = None,
+    x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: Gated, biases: ExpertBiases | None = None
 ) -> Tensor:
     if not len(x):
         return torch.empty_like(x)

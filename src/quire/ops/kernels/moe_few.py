@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.arguments import ClampedSwiglu, ExpertBiases
+from quire.ops.arguments import ExpertBiases, Gated
 from quire.ops.kernels.activation import constants_of
 from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.linear import eighths, pair_rows, pair_values, stream
@@ -107,13 +107,7 @@ def _down(
 
 
 def experts_forward(
-    x: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    up: Tensor,
-    down: Tensor,
-    activation: str | ClampedSwiglu,
-    biases: ExpertBiases | None = None,
+    x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: Gated, biases: ExpertBiases | None = None
 ) -> Tensor:
     tokens, top_k = experts.shape
     before, behind = biases or (None, None)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.arguments import ClampedSwiglu, ExpertBiases
+from quire.ops.arguments import ExpertBiases, Gated
 from quire.ops.kernels.activation import constants_of, gate_by
 from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.math import cdiv, power_of_two
@@ -194,7 +194,7 @@ def product(
     ends: Tensor,
     block: Blocks,
     sharing: int,
-    activation: str | ClampedSwiglu = "",
+    activation: Gated = "",
 ) -> Tensor:
     """x [slots / sharing, inner], matrices [E, outputs, inner] -> [slots, outputs]: each slot's row through its expert.
 
@@ -236,13 +236,7 @@ def _weighted_sum(
 
 
 def experts_forward(
-    x: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    up: Tensor,
-    down: Tensor,
-    activation: str | ClampedSwiglu,
-    biases: ExpertBiases | None = None,
+    x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: Gated, biases: ExpertBiases | None = None
 ) -> Tensor:
     tokens, top_k = experts.shape
     before, behind = biases or (None, None)

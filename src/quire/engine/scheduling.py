@@ -1,0 +1,34 @@
+"""The scheduler that a configuration asks for: of an engine, and of one that is only simulated."""
+
+from typing import Any
+
+from quire.config.config import Config
+from quire.sched.budget import Budget, StepBudget, TimedBudget
+from quire.sched.scheduler import Scheduler
+from quire.types.cache import CacheLayout
+
+
+def make_scheduler(
+    config: Config, layout: CacheLayout, pages: int, max_model_len: int, parameters: int, **more: Any
+) -> Scheduler:
+    """`parameters`: of the model, which every step reads. `more`: drafts, states that are kept."""
+    budget: Budget | None = None
+    if config.steps_follow_load and config.device_facts.times_steps:
+        budget = TimedBudget(config.max_batched_tokens)
+    elif config.steps_follow_load:
+        budget = StepBudget.following(config.max_batched_tokens, layout.bytes_per_page, parameters)
+    return Scheduler(
+        layout,
+        pages=pages,
+        max_model_len=max_model_len,
+        max_batched_tokens=config.max_batched_tokens,
+        max_seqs=config.max_seqs,
+        chunk_cap=config.chunk_cap,
+        chunked=config.chunked,
+        prefix_caching=config.prefix_caching,
+        policy=config.policy,
+        budget=budget,
+        single_rows_share=config.device_facts.single_rows_share,
+        in_one_piece=config.device_facts.reads_in_place,
+        **more,
+    )
