@@ -22,8 +22,8 @@ PROMPTS = [torch.randint(3, 199, (n,), generator=torch.Generator().manual_seed(n
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
-def engine(directory, **more):
-    return LLM(str(directory), skip_tokenizer_init=True, dtype="float32", device="cpu", block_size=4, max_model_len=64, **more)
+def engine(directory, on="cpu", **more):
+    return LLM(str(directory), skip_tokenizer_init=True, dtype="float32", device=on, block_size=4, max_model_len=64, **more)
 
 
 def tokens(llm, params=GREEDY):
@@ -73,6 +73,21 @@ def test_a_checkpoint_in_blocks_of_8_bits(checkpoint, tmp_path):
     plain = [isinstance(linear.method, Plain) for layer in layers for linear in (layer.kv_b_proj, layer.down)]
     assert plain == [True, False] * 3
     assert all(logits.isfinite().all() for logits in in_pieces(model, *(2 * [PROMPTS[2] + PROMPTS[1]])))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3", "minicpm3"])
+def test_on_a_gpu(checkpoint, name, monkeypatch):
+    """Prompts are expanded, and cut into pieces that are not; steps are launched one by one, and as graphs."""
+    from quire.attn import latent_triton
+
+    monkeypatch.setattr(latent_triton, "LONG", 30)
+    directory = checkpoint(name).directory
+    expected = tokens(engine(directory))
+    for more in ({"enforce_eager": True}, {}, {"max_num_batched_tokens": 16}):
+        there = engine(directory, on="cuda", kv_cache_memory_bytes=1 << 24, **more)
+        assert [tokens(there) for _ in range(4)] == [expected] * 4
+    assert there.llm_engine.core.executor._runner.graphs.replays > 0
 
 
 def test_a_cache_of_8_bits_is_refused(checkpoint):

@@ -159,6 +159,7 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
         "triton": "quire.attn.triton:TritonAttention",
         "cpu": "quire.attn.cpu:CPUAttention",
         "reference": "quire.attn.reference:ReferenceAttention",
+        "latent triton": "quire.attn.latent_triton:LatentTriton",
         "latent": "quire.attn.latent:LatentAttention",
     }
 )

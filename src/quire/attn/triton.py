@@ -99,14 +99,16 @@ class FixedCuts:
         return None if made.parts > PARTS else ((made, tiles), Room(len(made.splits), len(made.shared), len(tiles)))
 
     def size(self, rows: int, room: Room) -> int:
-        return sum(_counts(rows, room))
+        return sum(room_counts(rows, room))
 
     def numbers(self, cut: tuple[Cuts, Ints], rows: int, room: Room) -> Ints:
         out = np.empty(self.size(rows, room), np.int32)
         out.fill(-1)
         made, tiles = cut
         at = 0
-        for array, count in zip((made.splits, made.merges, made.shared, made.members, tiles), _counts(rows, room), strict=True):
+        for array, count in zip(
+            (made.splits, made.merges, made.shared, made.members, tiles), room_counts(rows, room), strict=True
+        ):
             if array.size:
                 out[at : at + array.size] = array.reshape(-1)
             at += count
@@ -116,7 +118,7 @@ class FixedCuts:
         return out
 
     def attach(self, batch: Batch, group: int, numbers: Tensor, rows: int, room: Room) -> None:
-        splits, merges, shared, members, tiles = torch.split(numbers, _counts(rows, room))
+        splits, merges, shared, members, tiles = torch.split(numbers, room_counts(rows, room))
         nothing = numbers.new_empty(0, 3)
         batch.plans["triton", group] = [
             Plan(
@@ -127,7 +129,7 @@ class FixedCuts:
         ]  # fmt: skip
 
 
-def _counts(rows: int, room: Room) -> list[int]:
+def room_counts(rows: int, room: Room) -> list[int]:
     """Of the numbers of splits, merges, shared splits, members and tiles."""
     return [4 * room.splits, 3 * rows, 3 * room.shared, 2 * rows if room.shared else 0, 3 * room.tiles]
 

@@ -67,15 +67,19 @@ def cut_copies(row: Ints, first: Ints, length: Ints, block: int) -> tuple[Ints, 
     return copies, place - first, int(each.sum()) * block
 
 
-def cut_rows(row: Ints, length: Ints, window: int | None, alike: SharedPrefix, most_members: int) -> Cuts:
-    """Rows (rising) of one token. `alike` counts in splits; rows with a window read on their own."""
+def cut_rows(
+    row: Ints, length: Ints, window: int | None, alike: SharedPrefix, most_members: int, split: int | None = None
+) -> Cuts:
+    """Rows (rising) of one token. `alike` counts in splits; rows with a window read on their own. `split`: keys of one, if not
+    SPLIT."""
+    size = split or SPLIT
     if len(row) < 2:
-        return _cut_one(int(row[0]), int(length[0]), window) if len(row) else NO_CUTS
-    each = (length - 1) // SPLIT + 1
+        return _cut_one(int(row[0]), int(length[0]), window, size) if len(row) else NO_CUTS
+    each = (length - 1) // size + 1
     splits = np.empty((len(row), 4), np.int32)  # of each row the first that is its own
     splits[:, 0], splits[:, 1], splits[:, 3] = row, 0, length
     if window is not None:
-        splits[:, 1] = np.maximum(length - window, 0) // SPLIT
+        splits[:, 1] = np.maximum(length - window, 0) // size
         each -= splits[:, 1]
     several = each > 1
     if not several.any():
@@ -98,10 +102,10 @@ def cut_rows(row: Ints, length: Ints, window: int | None, alike: SharedPrefix, m
     return Cuts(len(row), splits, merges, shared, members, int(parts.sum()))
 
 
-def _cut_one(row: int, length: int, window: int | None) -> Cuts:
+def _cut_one(row: int, length: int, window: int | None, size: int) -> Cuts:
     """What `cut_rows` gives for one row, in few steps: a single request waits for them."""
-    lowest = 0 if window is None else max(length - window, 0) // SPLIT
-    each = (length - 1) // SPLIT - lowest + 1
+    lowest = 0 if window is None else max(length - window, 0) // size
+    each = (length - 1) // size - lowest + 1
     splits = np.empty((each, 4), np.int32)
     splits[:, 0], splits[:, 1], splits[:, 3] = row, np.arange(lowest, lowest + each), length
     splits[:, 2] = -1 if each == 1 else np.arange(each)

@@ -1,0 +1,329 @@
+"""Latent attention: one row of numbers for each token and all heads, which is their key and, in its first part, their value.
+
+    row     [ RANK: normed | 2 * HALF: turned ]        near    a query where the rows are, of the same shape
+    tile    m = token * BLOCK_H + head      x      rows of a sequence, as far as the tile's queries see
+    split   m = head                        x      rows split * SPLIT ... (split + 1) * SPLIT
+
+A row is read once, for its logits and for what is found there. Long prompts are *expanded*: the keys and values of every head
+are made of the rows beforehand, and lie one sequence after the other.
+"""
+
+import triton
+import triton.language as tl
+
+from quire.ops.kernels.launcher import launched
+from quire.ops.kernels.overlap import let_next_start, wait_for_previous
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _turned(x, cos, sin, position, inside, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """x [N] pointers to 2 * HALF numbers, position [N] -> first and second of each pair [N, HALF_BLOCK] float32, turned, and
+    where [HALF_BLOCK] they belong."""
+    pair = tl.arange(0, HALF_BLOCK)
+    first_at = 2 * pair if INTERLEAVED else pair
+    second_at = 2 * pair + 1 if INTERLEAVED else HALF + pair
+    mask = inside[:, None] & (pair < HALF)[None, :]
+    first = tl.load(x[:, None] + first_at[None, :], mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x[:, None] + second_at[None, :], mask=mask, other=0.0).to(tl.float32)
+    angle = position[:, None] * HALF + pair[None, :]
+    c = tl.load(cos + angle, mask=mask, other=1.0)
+    s = tl.load(sin + angle, mask=mask, other=0.0)
+    return first * c - second * s, second * c + first * s, first_at, second_at, mask
+
+
+@launched
+@triton.jit(
+    do_not_specialize=["rows_count", "query_count"],
+    do_not_specialize_on_alignment=["rows", "query", "write", "row_positions", "positions"],
+)
+def prepare_kernel(
+    rows,  # [T, RANK + 2 * HALF], as projected
+    query,  # [K, HEADS, NOPE + 2 * HALF], as projected
+    near,  # [K, HEADS, RANK + 2 * HALF]
+    kv,  # [pages, PAGE_SIZE, RANK + 2 * HALF]
+    write,  # [T]
+    row_positions,  # [T]
+    positions,  # [K]
+    norm,  # [RANK]
+    up,  # [HEADS, NOPE + values, RANK]
+    cos,  # [max_position, HALF]
+    sin,  # [max_position, HALF]
+    rows_count,
+    query_count,
+    rows_stride,
+    query_stride,
+    up_stride,
+    page_stride,
+    eps,
+    HEADS: tl.constexpr,  # whose queries go near; 0 = none do
+    ROWS: tl.constexpr,  # whether rows go to their pages
+    NOPE: tl.constexpr,
+    NOPE_BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Programs of heads take some numbers of some tokens' queries to the rows; behind the heads, rows go to their pages."""
+    let_next_start(EARLY)
+    head, part = tl.program_id(0), tl.program_id(1)
+    t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    ROW: tl.constexpr = RANK + 2 * HALF
+    if head < HEADS:
+        n = part * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, NOPE_BLOCK)
+        where = up + head.to(tl.int64) * up_stride + k[:, None] * RANK + n[None, :]
+        matrix = tl.load(where, mask=(k < NOPE)[:, None] & (n < RANK)[None, :], other=0.0)
+        wait_for_previous(EARLY)
+        real = t < query_count
+        source = query + t.to(tl.int64) * query_stride + head * (NOPE + 2 * HALF)
+        x = tl.load(source[:, None] + k[None, :], mask=real[:, None] & (k < NOPE)[None, :], other=0.0)
+        target = near + (t.to(tl.int64) * HEADS + head) * ROW
+        value = tl.dot(x, matrix, input_precision="ieee")
+        tl.store(target[:, None] + n[None, :], value.to(near.dtype.element_ty), mask=real[:, None] & (n < RANK)[None, :])
+        if part == 0:
+            position = tl.load(positions + t, mask=real, other=0)
+            first, second, first_at, second_at, mask = _turned(
+                source + NOPE, cos, sin, position, real, HALF, HALF_BLOCK, INTERLEAVED
+            )
+            tl.store(target[:, None] + RANK + first_at[None, :], first.to(near.dtype.element_ty), mask=mask)
+            tl.store(target[:, None] + RANK + second_at[None, :], second.to(near.dtype.element_ty), mask=mask)
+    else:
+        wait_for_previous(EARLY)
+        if ROWS and part == 0:
+            real = t < rows_count
+            r = tl.arange(0, RANK_BLOCK)
+            in_rank = r < RANK
+            source = rows + t.to(tl.int64) * rows_stride
+            x = tl.load(source[:, None] + r[None, :], mask=real[:, None] & in_rank[None, :], other=0.0).to(tl.float32)
+            factor = tl.rsqrt(tl.sum(x * x, 1) / RANK + eps)
+            weight = tl.load(norm + r, mask=in_rank, other=0.0).to(tl.float32)
+            place = tl.load(write + t, mask=real, other=0)
+            target = kv + (place // PAGE_SIZE) * page_stride + (place % PAGE_SIZE) * ROW
+            normed = (x * factor[:, None] * weight[None, :]).to(rows.dtype.element_ty).to(kv.dtype.element_ty)
+            tl.store(target[:, None] + r[None, :], normed, mask=real[:, None] & in_rank[None, :])
+            position = tl.load(row_positions + t, mask=real, other=0)
+            first, second, first_at, second_at, mask = _turned(
+                source + RANK, cos, sin, position, real, HALF, HALF_BLOCK, INTERLEAVED
+            )
+            tl.store(target[:, None] + RANK + first_at[None, :], first.to(kv.dtype.element_ty), mask=mask)
+            tl.store(target[:, None] + RANK + second_at[None, :], second.to(kv.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _fold(
+    q,  # [M, RANK_BLOCK]
+    q_end,  # [M, END_BLOCK]
+    acc,  # [M, RANK_BLOCK] float32
+    peak,  # [M] largest logit so far, in powers of two
+    total,  # [M] sum of the weights relative to it
+    kv,
+    table,  # pointer to the row's page table
+    at,  # [N] positions of the rows
+    high,  # position after the last
+    position,  # [M] of the queries
+    page_stride,
+    scale,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    END: tl.constexpr,
+    END_BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """acc, peak and total with these rows taken in."""
+    r, e = tl.arange(0, RANK_BLOCK), tl.arange(0, END_BLOCK)
+    there = at < high
+    if MASKED:
+        page = tl.load(table + at // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+    else:
+        page = tl.load(table + at // PAGE_SIZE).to(tl.int64)
+    place = kv + page * page_stride + (at % PAGE_SIZE) * (RANK + END)
+    if MASKED or RANK != RANK_BLOCK or END != END_BLOCK:
+        row = tl.load(place[:, None] + r[None, :], mask=there[:, None] & (r < RANK)[None, :], other=0.0)
+        end = tl.load(place[:, None] + RANK + e[None, :], mask=there[:, None] & (e < END)[None, :], other=0.0)
+    else:
+        row = tl.load(place[:, None] + r[None, :])
+        end = tl.load(place[:, None] + RANK + e[None, :])
+    logit = tl.dot(q, tl.trans(row), input_precision="ieee")
+    logit = tl.dot(q_end, tl.trans(end), logit, input_precision="ieee") * (scale * LOG2_E)
+    if MASKED:
+        logit = tl.where(there[None, :] & (at[None, :] <= position[:, None]), logit, float("-inf"))
+    higher = tl.maximum(peak, tl.max(logit, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
+    weight = tl.exp2(logit - base[:, None])
+    fade = tl.exp2(peak - base)
+    acc = tl.dot(weight.to(row.dtype), row, acc * fade[:, None], input_precision="ieee")
+    return acc, higher, total * fade + tl.sum(weight, 1)
+
+
+@launched
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["splits"])
+def latent_splits_kernel(
+    near,  # [K, HEADS, RANK + END]
+    kv,  # [pages, PAGE_SIZE, RANK + END]
+    out,  # [K, HEADS, RANK]
+    parts,  # [parts, HEADS, RANK] float32
+    weights,  # [parts, HEADS] float32: log2 of the sum of a part's weights
+    tables,  # [R, max_pages]
+    row_starts,  # [R + 1]
+    splits,  # [splits, 4] row (-1 = nothing to do), split of its rows, place among the parts (-1 = the only one), length
+    page_stride,
+    table_stride,
+    scale,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    END: tl.constexpr,
+    END_BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
+    item = splits + tl.program_id(1) * 4
+    row, split, part, length = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    if row < 0:
+        return
+    head = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = head < HEADS
+    token = tl.load(row_starts + row).to(tl.int64)
+    r, e = tl.arange(0, RANK_BLOCK), tl.arange(0, END_BLOCK)
+    stored = real[:, None] & (r < RANK)[None, :]
+    source = near + (token * HEADS + head) * (RANK + END)
+    q = tl.load(source[:, None] + r[None, :], mask=stored, other=0.0)
+    q_end = tl.load(source[:, None] + RANK + e[None, :], mask=real[:, None] & (e < END)[None, :], other=0.0)
+    acc = tl.zeros((BLOCK_M, RANK_BLOCK), tl.float32)
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    table = tables + row.to(tl.int64) * table_stride
+    high = tl.minimum(length, (split + 1) * SPLIT)
+    position = tl.zeros((BLOCK_M,), tl.int32) + (length - 1)
+    for begin in tl.range(split * SPLIT, high, BLOCK_N):
+        acc, peak, total = _fold(
+            q, q_end, acc, peak, total, kv, table, begin + tl.arange(0, BLOCK_N), high, position, page_stride, scale,
+            RANK, RANK_BLOCK, END, END_BLOCK, PAGE_SIZE, True,
+        )  # fmt: skip
+    acc = acc / total[:, None]
+    if part < 0:
+        target = out + (token * HEADS + head) * RANK
+        tl.store(target[:, None] + r[None, :], acc.to(out.dtype.element_ty), mask=stored)
+    else:
+        where_part = part.to(tl.int64) * HEADS + head
+        tl.store(parts + (where_part * RANK)[:, None] + r[None, :], acc, mask=stored)
+        tl.store(weights + where_part, peak + tl.log2(total), mask=real)
+
+
+@launched
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tiles"])
+def latent_tiles_kernel(
+    near,  # [K, HEADS, RANK + END]
+    kv,  # [pages, PAGE_SIZE, RANK + END]
+    out,  # [K, HEADS, RANK]
+    tables,  # [R, max_pages]
+    row_starts,  # [R + 1]
+    kv_lengths,  # [R]
+    tiles,  # [tiles, 3] row (-1 = nothing to do), its first token within the row, nothing
+    page_stride,
+    table_stride,
+    scale,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    END: tl.constexpr,
+    END_BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
+    tile = tiles + tl.program_id(1) * 3
+    row, first = tl.load(tile), tl.load(tile + 1)
+    if row < 0:
+        return
+    start = tl.load(row_starts + row)
+    count = tl.load(row_starts + row + 1) - start
+    length = tl.load(kv_lengths + row)
+    m = tl.arange(0, BLOCK_M)
+    head = tl.program_id(0) * BLOCK_H + m % BLOCK_H
+    token = first + m // BLOCK_H
+    real = (token < count) & (head < HEADS)
+    lowest = length - count + first
+    high = tl.minimum(lowest + BLOCK_M // BLOCK_H, length)
+    position = tl.minimum(length - count + token, high - 1)  # padding looks at what is there
+    r, e = tl.arange(0, RANK_BLOCK), tl.arange(0, END_BLOCK)
+    stored = real[:, None] & (r < RANK)[None, :]
+    line = (start + token).to(tl.int64) * HEADS + head
+    source = near + line * (RANK + END)
+    q = tl.load(source[:, None] + r[None, :], mask=stored, other=0.0)
+    q_end = tl.load(source[:, None] + RANK + e[None, :], mask=real[:, None] & (e < END)[None, :], other=0.0)
+    acc = tl.zeros((BLOCK_M, RANK_BLOCK), tl.float32)
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    table = tables + row.to(tl.int64) * table_stride
+    clear = (lowest + 1) // BLOCK_N * BLOCK_N  # rows before it are seen by all
+    n = tl.arange(0, BLOCK_N)
+    for begin in tl.range(0, clear, BLOCK_N):
+        acc, peak, total = _fold(
+            q, q_end, acc, peak, total, kv, table, begin + n, high, position, page_stride, scale,
+            RANK, RANK_BLOCK, END, END_BLOCK, PAGE_SIZE, False,
+        )  # fmt: skip
+    for begin in tl.range(clear, high, BLOCK_N):
+        acc, peak, total = _fold(
+            q, q_end, acc, peak, total, kv, table, begin + n, high, position, page_stride, scale,
+            RANK, RANK_BLOCK, END, END_BLOCK, PAGE_SIZE, True,
+        )  # fmt: skip
+    target = out + line * RANK
+    tl.store(target[:, None] + r[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
+
+
+@launched
+@triton.jit(do_not_specialize=["count"])
+def values_kernel(
+    found,  # [K, HEADS, RANK]
+    up,  # [HEADS, NOPE + VALUES, RANK]
+    out,  # [K, HEADS, VALUES]
+    count,
+    up_stride,
+    HEADS: tl.constexpr,
+    NOPE: tl.constexpr,
+    VALUES: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """What queries found where the rows are becomes values."""
+    let_next_start(EARLY)
+    head = tl.program_id(0)
+    t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    real = t < count
+    source = found + ((t.to(tl.int64) * HEADS + head) * RANK)[:, None] + k[None, :]
+    matrix = up + head.to(tl.int64) * up_stride + (NOPE + n)[None, :] * RANK + k[:, None]
+    tile = tl.load(matrix, mask=(k < RANK)[:, None] & (n < VALUES)[None, :], other=0.0)
+    wait_for_previous(EARLY)
+    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for begin in tl.range(0, RANK, BLOCK_K):
+        following = begin + BLOCK_K
+        coming = tl.load(matrix + following, mask=(k < RANK - following)[:, None] & (n < VALUES)[None, :], other=0.0)
+        x = tl.load(source + begin, mask=real[:, None] & (k < RANK - begin)[None, :], other=0.0)
+        acc = tl.dot(x, tile, acc, input_precision="ieee")
+        tile = coming
+    target = out + ((t.to(tl.int64) * HEADS + head) * VALUES)[:, None] + n[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=real[:, None] & (n < VALUES)[None, :])
