@@ -103,7 +103,7 @@ class AsyncLLM:
         self._lengths: dict[int, int] = {}  # engine -> the longest context that its cache has room for
         self._name = name
         self._client: Engines = start_engines(config, self, command, spare) if connect is None else connect(self)
-        self._adapters = AdapterClient(self.adapters, self.engines[0])  # with several there are none
+        self._adapters = AdapterClient(self.adapters, self.engines)
         try:
             self.tokenizer = open_tokenizer(config)
         except BaseException:
@@ -326,7 +326,7 @@ class AsyncLLM:
         self.prompts.max_model_len = min(self._lengths.values())
         self.pages = sum(each.pages for each in self.engines)
         self.timeline = ready.timeline
-        self._adapters.tell_again()
+        self._adapters.tell_again(engine)
 
     def on_deltas(self, deltas: Sequence[TokenDelta], engine: int = 0) -> None:
         absorbed = self._outputs.absorb(deltas, engine)

@@ -192,7 +192,6 @@ ARGS = [
     ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras 2 is less than max_loras 4"),
     ({"enable_lora": True, "lora_dtype": "bfloat16"}, "lora_dtype bfloat16 differs from dtype float32"),
     ({"lora_modules": ["a=b"]}, "quire serve takes it"),
-    ({"enable_lora": True, "tensor_parallel_size": 2}, "enable_lora cannot be used with tensor_parallel_size 2"),
     ({"dtype": "int3"}, "dtype"),
     ({"max_model_len": 10000}, "256 positions"),
     ({"block_size": 3}, "block_size"),

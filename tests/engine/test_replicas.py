@@ -163,11 +163,6 @@ def test_engines_that_are_given_up_are_told(tiny_model, traces):
     llm.llm_engine.shutdown()
 
 
-def test_what_cannot_be_had_together(tiny_model):
-    with pytest.raises(ConfigError, match="enable_lora cannot be had with data_parallel_size=2 yet"):
-        fake(tiny_model, enable_lora=True)
-
-
 def test_arguments():
     for name, value, instead in (
         ("data_parallel_size", 0, "at least 1"),

@@ -199,11 +199,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         ),
     ),
     Conflict(
-        "adapters of several engines",
-        lambda c: c.max_loras > 0 and c.args.data_parallel_size > 1,
-        lambda c: f"enable_lora cannot be had with data_parallel_size={c.args.data_parallel_size} yet; leave one of them out",
-    ),
-    Conflict(
         "a tokenizer that is not wanted",
         lambda c: c.args.skip_tokenizer_init and c.args.tokenizer is not None,
         lambda c: f"tokenizer {c.args.tokenizer!r} was given together with skip_tokenizer_init; drop one of them",
@@ -228,15 +223,13 @@ CONFLICTS: tuple[Conflict, ...] = (
             f"lora_dtype {c.args.lora_dtype} differs from dtype {c.dtype}: adapters are added in the model's. Leave it at auto"
         ),
     ),
-    *(
-        Conflict(
-            f"adapters with {name}",
-            lambda c, name=name: c.max_loras > 0 and (getattr(c.args, name, None) or 1) > 1,  # type: ignore[misc]
-            lambda c, name=name: (  # type: ignore[misc]
-                f"enable_lora cannot be used with {name} {getattr(c.args, name)}: adapters are on one device. Leave one out"
-            ),
-        )
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    Conflict(
+        "adapters with pipeline stages",
+        lambda c: c.max_loras > 0 and (getattr(c.args, "pipeline_parallel_size", None) or 1) > 1,
+        lambda c: (
+            f"enable_lora cannot be used with pipeline_parallel_size {getattr(c.args, 'pipeline_parallel_size', 1)} yet. Leave "
+            "one of them out"
+        ),
     ),
 )  # fmt: skip
 

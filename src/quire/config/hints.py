@@ -16,7 +16,7 @@ _ONE_WAY = "ranks are processes of one machine, and there is one way in which th
 _PAGES = "pages are taken on demand, and preempted requests are run again"
 _STEPS = "the scheduler fills its steps by itself"
 _NO_MEDIA = "only text is taken, and media are refused when they come"
-_ADAPTERS = "nothing is reserved for adapters beyond what they have, and there is one device to have them"
+_ADAPTERS = "nothing is reserved for adapters beyond what they have, and each rank has its own share of what is divided"
 _LOADING = "weights are mapped from their files"
 _GONE = "vLLM has dropped it as well"
 # why it changes nothing -> {name: kind of its value}

@@ -1,17 +1,31 @@
 """Adapters as the API process loads them: names here, files and devices in the engine."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 from quire.engine.adapter_names import AdapterNames, NamedAdapter
 from quire.engine.view import OneEngine
-from quire.types.adapter import LoRARequest
+from quire.types.adapter import AdapterRef, LoRARequest
+from quire.types.errors import EngineDead, RequestError
 from quire.types.request import EngineRequest
 
 
+async def load_everywhere(engines: Sequence[OneEngine], ref: AdapterRef, pinned: bool) -> None:
+    """Returns when all engines have read it. An engine that is not there for good need not; what another refuses is raised."""
+    living = [engine for engine in engines if engine.state != "dead"] or engines[:1]
+    outcomes = await asyncio.gather(*(engine.load_adapter(ref, pinned) for engine in living), return_exceptions=True)
+    errors = [outcome for outcome in outcomes if outcome is not None]
+    wrong = [error for error in errors if not isinstance(error, EngineDead)] or (errors if len(errors) == len(living) else [])
+    if wrong:
+        raise wrong[0]
+
+
 class AdapterClient:
-    def __init__(self, names: AdapterNames, client: OneEngine) -> None:
-        self._names, self._client = names, client
+    """`engines`: every one of them has every adapter."""
+
+    def __init__(self, names: AdapterNames, engines: Sequence[OneEngine]) -> None:
+        self._names, self._engines = names, engines
 
     async def use(self, lora: LoRARequest) -> NamedAdapter:
         """What its name means. If it is new or to be loaded again, it is loaded; if it cannot be, the name means what it meant
@@ -20,7 +34,11 @@ class AdapterClient:
         if known is not None:
             return known
         found = await asyncio.to_thread(self._names.look, lora)
-        await self._client.load_adapter(found.ref, found.pinned)
+        try:
+            await load_everywhere(self._engines, found.ref, found.pinned)
+        except RequestError:
+            self._retire(self._names.unnamed(found.ref.version))  # on engines that took it
+            raise
         self._retire(self._names.put(found))
         return found
 
@@ -33,7 +51,7 @@ class AdapterClient:
     async def pin(self, key: int) -> bool:
         adapter = self._names.of_key(key)
         if adapter is not None:
-            await self._client.load_adapter(adapter.ref, pinned=True)
+            await load_everywhere(self._engines, adapter.ref, pinned=True)
             self._names.pin(adapter.name)
         return adapter is not None
 
@@ -47,12 +65,13 @@ class AdapterClient:
         salt = tuple(part for part in request.salt if part not in old.salt)
         return replace(request, extras=extras, salt=(*extras.salt, *salt))
 
-    def tell_again(self) -> None:
+    def tell_again(self, engine: int) -> None:
         """To an engine that has just started. What is asked for, it is told with the requests."""
         for ref in self._names.pinned:
-            self._client.pin_again(ref)
+            self._engines[engine].pin_again(ref)
 
     def _retire(self, version: str | None) -> None:
         """Behind the requests that are about to be sent."""
         if version is not None:
-            asyncio.get_running_loop().call_soon(self._client.tell, "retire_adapter", version)
+            for engine in self._engines:
+                asyncio.get_running_loop().call_soon(engine.tell, "retire_adapter", version)

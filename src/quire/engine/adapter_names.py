@@ -106,7 +106,7 @@ class AdapterNames:
             raise AdapterError(f"lora_int_id {adapter.ref.key} was taken by another adapter meanwhile", "lora_request")
         self._named[adapter.name] = adapter
         self._keys[adapter.ref.key] = adapter.name
-        return None if old is None else self._orphaned(old.ref.version)
+        return None if old is None else self.unnamed(old.ref.version)
 
     def pin(self, name: str) -> None:
         if name in self._named:
@@ -116,13 +116,14 @@ class AdapterNames:
         """As `put`."""
         adapter = self._named.pop(name)
         del self._keys[adapter.ref.key]
-        return self._orphaned(adapter.ref.version)
+        return self.unnamed(adapter.ref.version)
 
     @property
     def pinned(self) -> list[AdapterRef]:
         return [adapter.ref for adapter in self._named.values() if adapter.pinned]
 
-    def _orphaned(self, version: str) -> str | None:
+    def unnamed(self, version: str) -> str | None:
+        """The same, unless a name means it."""
         return None if any(adapter.ref.version == version for adapter in self._named.values()) else version
 
 

@@ -151,7 +151,7 @@ def start_local(
     adapters: tuple[int, int] = (0, 0),
 ) -> tuple[Executor, Capacity]:
     """The model in this process, or the first rank's share of it."""
-    workers = None if config.ranks == 1 else start_workers(config, drafter, adapters)  # which import torch while we do
+    workers = None if config.ranks == 1 else start_workers(config, drafter)  # which import torch while we do
     try:
         import_torch()
         with doing("importing the model's code"):
@@ -169,7 +169,8 @@ def start_local(
             executor = LocalExecutor(make_runner(config, device, drafter=drafter, adapters=adapters))
         else:
             position = Position(0, config.ranks, args.enable_expert_parallel)
-            executor = RanksExecutor(make_runner(config, device, position, join_group(workers, position)), workers)
+            group = join_group(workers, position)
+            executor = RanksExecutor(make_runner(config, device, position, group, adapters=adapters), workers)
         with doing("loading weights"):
             executor.call("load")
         watch.lap("load weights")
@@ -194,7 +195,7 @@ def start_local(
     return executor, capacity
 
 
-def start_workers(config: Config, drafter: "Drafter | None", adapters: tuple[int, int]) -> "Workers":
+def start_workers(config: Config, drafter: "Drafter | None") -> "Workers":
     """The other ranks' processes, which begin to import what they need."""
     from quire.engine.executor.workers import Workers
 
@@ -204,8 +205,8 @@ def start_workers(config: Config, drafter: "Drafter | None", adapters: tuple[int
             f"tensor_parallel_size={config.ranks}: {facts.architecture} is run by transformers here, and only models of a "
             "family of our own can be divided; leave it at 1"
         )
-    if drafter is not None or adapters[0]:
-        raise ConfigError(f"tensor_parallel_size={config.ranks} cannot be had with drafts or adapters; leave it at 1")
+    if drafter is not None:
+        raise ConfigError(f"tensor_parallel_size={config.ranks} cannot be had with drafts; leave it at 1")
     told = replace(
         args,
         model=str(facts.files.path.absolute()),

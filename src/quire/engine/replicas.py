@@ -18,6 +18,7 @@ from quire.cache.layout import make_layout
 from quire.config.config import Config
 from quire.dist.mesh import largest_share
 from quire.engine import ipc
+from quire.engine.adapter_client import load_everywhere
 from quire.engine.assemble import make_grammars
 from quire.engine.child import COMMAND
 from quire.engine.client import EngineClient, as_started, engine_args
@@ -25,7 +26,8 @@ from quire.engine.router import EngineRouter
 from quire.engine.timeline import Stopwatch
 from quire.grammar.lanes import GrammarLanes
 from quire.sched.limits import RequestLimits
-from quire.types.errors import EngineDead, QuireError
+from quire.types.adapter import AdapterRef
+from quire.types.errors import EngineDead, QuireError, RequestError
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
 from quire.types.sight import Sight
@@ -42,9 +44,13 @@ class _Inbox:
     def __init__(self) -> None:
         self.news: queue.SimpleQueue[tuple[int, Sequence[TokenDelta]]] = queue.SimpleQueue()
         self.ready: dict[int, ipc.Ready] = {}
+        self.engines: list[EngineClient] = []
+        self.pinned: dict[str, AdapterRef] = {}  # adapters, by version
 
     def on_ready(self, ready: ipc.Ready, engine: int = 0) -> None:
         self.ready[engine] = ready
+        for ref in self.pinned.values():
+            self.engines[engine].pin_again(ref)
 
     def on_deltas(self, deltas: Sequence[TokenDelta], engine: int = 0) -> None:
         self.news.put((engine, deltas))
@@ -76,6 +82,7 @@ class Replicas:
     def __init__(self, config: Config, watch: Stopwatch, command: Sequence[str] = COMMAND) -> None:
         inbox = self._inbox = _Inbox()
         self._router = EngineRouter(engine_args(config), inbox, command, serving=False)
+        inbox.engines = self._router.engines
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=_run, args=(self._loop,), name="quire-engines", daemon=True).start()
         self._finalizer = weakref.finalize(self, _end, self._loop, self._router)
@@ -157,6 +164,21 @@ class Replicas:
 
     def reset_prefix_cache(self) -> bool:
         return bool(self._call("reset_prefix_cache"))
+
+    def load_adapter(self, ref: AdapterRef, pinned: bool) -> None:
+        """On every engine; raises why it cannot be."""
+        loading = load_everywhere(self.engines, ref, pinned)
+        try:
+            asyncio.run_coroutine_threadsafe(loading, self._loop).result()
+        except RequestError:
+            self.retire_adapter(ref.version)
+            raise
+        if pinned:
+            self._inbox.pinned[ref.version] = ref
+
+    def retire_adapter(self, version: str) -> None:
+        self._inbox.pinned.pop(version, None)
+        self._call("retire_adapter", version)
 
     def stop(self) -> None:
         self._finalizer()

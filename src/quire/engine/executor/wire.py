@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from quire.config.args import EngineArgs
+from quire.types.adapter import AdapterRef
 from quire.types.plan import Ints, StepPlan
 
 ARRAYS = ("<i4", "<i8", "<u4", "<f4", "|b1")
@@ -39,6 +40,14 @@ class CallRank(_RankFrame):
     args: list[Any]
 
 
+class ReadAdapter(_RankFrame):
+    """Into the host's memory, while steps run. There is no answer (`rank_adapters.py` has what comes of it). Not `wanted`: the
+    first rank could not read it."""
+
+    ref: AdapterRef
+    wanted: bool = True
+
+
 # ---- to it
 
 
@@ -54,7 +63,7 @@ class RankFailed(_RankFrame):
     step: int | None  # in which it failed; None = before there were any
 
 
-Command = StartRank | RunStep | CallRank
+Command = StartRank | RunStep | CallRank | ReadAdapter
 Report = Answer | RankFailed
 
 

@@ -22,6 +22,7 @@ from quire.subprocesses import WITH_US, end_with_parent
 from quire.types.errors import QuireError
 
 if TYPE_CHECKING:
+    from quire.engine.executor.rank_adapters import RankAdapters
     from quire.runner.step import Runner
 
 FAILED = 1
@@ -46,6 +47,7 @@ class Rank:
     def __init__(self, memory: int, peers: Mapping[int, socket.socket]) -> None:
         self._memory, self._peers = memory, peers
         self._runner: Runner | None = None
+        self._adapters: RankAdapters | None = None  # since the first was asked for
         self.step: int | None = None  # that is run
 
     def obey(self, command: wire.Command) -> wire.Report | None:
@@ -57,6 +59,11 @@ class Rank:
                 if drawn is not None:
                     self._started.take_drawn(drawn)
                 self._started.launch(plan)
+            case wire.ReadAdapter(ref, wanted):
+                if wanted:
+                    self._own_adapters.ask(ref)
+                else:
+                    self._own_adapters.forget_adapter(ref.version)
             case wire.CallRank(method, args):
                 return wire.Answer(self._call(method, args))
         return None
@@ -65,6 +72,14 @@ class Rank:
     def _started(self) -> "Runner":
         assert self._runner is not None
         return self._runner
+
+    @property
+    def _own_adapters(self) -> "RankAdapters":
+        if self._adapters is None:
+            from quire.engine.executor.rank_adapters import RankAdapters
+
+            self._adapters = RankAdapters(self._started.shelf)
+        return self._adapters
 
     def _start(self, command: wire.StartRank) -> "Runner":
         from quire.dist.mesh import Position
@@ -75,10 +90,12 @@ class Rank:
         config = resolve_here(command.args, Stopwatch())
         position = Position(command.rank, config.ranks, command.args.enable_expert_parallel)
         group = SharedMemoryGroup(position, self._memory, self._peers, Others())
-        return make_runner(config, start_device(config), position, group)
+        adapters = (config.max_loras, config.args.max_lora_rank)
+        return make_runner(config, start_device(config), position, group, adapters=adapters)
 
     def _call(self, method: str, args: Sequence[Any]) -> Any:
-        value = getattr(self._started, method)(*args)
+        target = self._own_adapters if method.endswith("_adapter") else self._started
+        value = getattr(target, method)(*args)
         if method == "allocate":  # the last thing before the first step
             gc.collect()
             gc.freeze()

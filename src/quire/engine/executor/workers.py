@@ -17,6 +17,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterable, Sequence
+from threading import Lock
 from typing import Any, NoReturn
 
 from quire.config.args import EngineArgs
@@ -24,6 +25,7 @@ from quire.engine import ipc
 from quire.engine.executor import wire
 from quire.frames import Frames
 from quire.subprocesses import ending, environment, is_stopped, nameless_memory, with_us
+from quire.types.adapter import AdapterRef
 from quire.types.errors import EngineDead, QuireError
 
 COMMAND = (sys.executable, "-P", "-m", "quire.engine.executor.worker")
@@ -39,6 +41,7 @@ class Worker:
 
     def __init__(self, rank: int, process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
         self.rank, self.process = rank, process
+        self._sending = Lock()  # adapters are asked for by another thread
         self.failure: wire.RankFailed | None = None
         self.answers: list[Any] = []
         self.closed = False  # its connection
@@ -51,7 +54,8 @@ class Worker:
 
     def send(self, frame: bytes) -> None:
         """OSError = it does not read, or is gone."""
-        self._frames.send(frame)
+        with self._sending:
+            self._frames.send(frame)
 
     def take_in(self) -> None:
         """Whatever it has said."""
@@ -118,6 +122,13 @@ class Workers:
                 raise self.give_up(f"{worker.name} has not read for {SENDING:.0f} s") from None
             except OSError:
                 self.lost(worker.rank)
+
+    def read_adapter(self, ref: AdapterRef, wanted: bool = True) -> None:
+        """Asked in any thread. Whoever is gone, the next step will tell."""
+        frame = wire.encode(wire.ReadAdapter(ref, wanted))
+        for worker in self._workers:
+            with contextlib.suppress(OSError):
+                worker.send(frame)
 
     def answers(self) -> list[Any]:
         """Of all, to one CallRank, in the order of ranks. They may take their time."""
