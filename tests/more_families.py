@@ -70,6 +70,7 @@ MORE: dict[str, Family] = {
         "GPTNeoXForCausalLM",
         {"num_key_value_heads": None, "use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True},
     ),
+    "codegen": Family("CodeGenConfig", "CodeGenForCausalLM", {**PLAIN, "rotary_dim": 4, "num_attention_heads": 8}),
     "gptj": Family("GPTJConfig", "GPTJForCausalLM", {**PLAIN, "rotary_dim": 4}),
     "granite": Family("GraniteConfig", "GraniteForCausalLM", GRANITE),
     "helium": Family("HeliumConfig", "HeliumForCausalLM", {"head_dim": 8}),

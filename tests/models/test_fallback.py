@@ -23,6 +23,7 @@ SERVED = FALLBACK | {
     "gpt-oss": FAMILIES["gpt-oss"],
     "gemma2": FAMILIES["gemma2"],
     "opt": FAMILIES["opt-norms-after-narrow"],
+    "phi3-longrope": FAMILIES["phi3-longrope"],  # longer than the short factors are for
 }
 
 
@@ -67,6 +68,13 @@ def test_an_old_configuration(tmp_path, impl):
     (tmp_path / "config.json").write_text(json.dumps(config | {"rotary_pct": 0.25, "rotary_emb_base": 500}))
     case = open_checkpoint(tmp_path, impl)
     close(Sequences(case.model, 1, 40).step([(0, IDS[0])])[0], case.expected(IDS[0]))
+
+
+def test_a_rotation_that_grows_with_the_text_is_the_longest_ones_from_the_beginning(tmp_path):
+    rope = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+    make_checkpoint(Family("LlamaConfig", "LlamaForCausalLM", rope), tmp_path)
+    ours, theirs = (open_checkpoint(tmp_path, impl).model for impl in ("quire", "transformers"))
+    close(Sequences(theirs, 1, 40).step([(0, IDS[0])])[0], Sequences(ours, 1, 40).step([(0, IDS[0])])[0])
 
 
 def test_half_precision_and_random_weights(tmp_path):
@@ -130,7 +138,10 @@ REFUSED = {
         Family("GPTJConfig", "GPTJForCausalLM", PLAIN),
         "not go through transformers' attention interface",
     ),
-    "attends twice": (Family("DiffLlamaConfig", "DiffLlamaForCausalLM"), "attend more than once"),
+    "attends twice, which nobody planned": (
+        Family("DiffLlamaConfig", "DiffLlamaForCausalLM"),
+        "attends 6 times, but the cache is planned for 3",
+    ),
     "computes with its mask": (Family("DogeConfig", "DogeForCausalLM"), "computes with its attention mask"),
     "both directions": (Family("BertConfig", "BertLMHeadModel"), "layer 0: its mask is not simply causal"),
     "recurrent": (Family("RecurrentGemmaConfig", "RecurrentGemmaForCausalLM", {"head_dim": 8}), "recurrent state"),
@@ -148,14 +159,6 @@ REFUSED = {
         "its head_dim is 512, but the cache",
     ),
     "latent attention": (Family("MiniCPM3Config", "MiniCPM3ForCausalLM"), "latent attention .kv_lora_rank. is served by"),
-    "length-bound rope": (
-        Family(
-            "Olmo2Config",
-            "Olmo2ForCausalLM",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-        ),
-        "rope type dynamic in transformers changes with the longest",
-    ),
     "no language model": (Family("LlamaConfig", "LlamaForSequenceClassification"), "for llama that is LlamaForCausalLM"),
 }
 
@@ -187,9 +190,7 @@ def test_what_transformers_does_not_know(tmp_path, changes, message):
     write_config(Family("LlamaConfig", "NovelForCausalLM"), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
-    with pytest.raises(
-        ModelError, match=r"no model family serves NovelForCausalLM \(known are .*Qwen3MoeForCausalLM.*\).*" + message
-    ):
+    with pytest.raises(ModelError, match=r"no model family serves NovelForCausalLM \(`quire models`.*\).*" + message):
         build_model(read_facts(resolve_model(tmp_path, weights=False)))
 
 
@@ -198,7 +199,7 @@ def test_without_transformers_the_message_says_what_to_install(tmp_path, monkeyp
     for name in [name for name in sys.modules if name.startswith("quire.models.fallback")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ModelError, match=r"known are .*LlamaForCausalLM.*pip install 'quire\[transformers\]'"):
+    with pytest.raises(ModelError, match=r"no model family serves Apertus.*pip install 'quire\[transformers\]'"):
         build_model(read_facts(resolve_model(tmp_path, weights=False)))
 
 

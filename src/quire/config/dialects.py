@@ -76,6 +76,7 @@ def _olmo3(config: Config) -> Config:
 _DIALECTS: Mapping[str, Callable[[Config], Config]] = MappingProxyType(
     {
         "chatglm": _chatglm,
+        "codegen": _gptj,
         "dbrx": _dbrx,
         "falcon": _falcon,
         "gpt_bigcode": _gpt_bigcode,

@@ -17,6 +17,7 @@ from quire.types.cache import LayerCache, StateCache
 from quire.types.errors import ModelError
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+UNBOUNDED = 4096  # of a model that has no longest context: what it gets unless max_model_len says otherwise
 _SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _NAMES = {  # the same thing is called differently in older families
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -68,6 +69,8 @@ class ModelFacts:
     quantization: Quantization | None = None  # of safetensors
     kinds: tuple[Kind, ...] = ()  # of all layers, where some are recurrent
     states: tuple[StateCache, ...] = ()  # one per recurrent layer, in order
+    unplanned: str = ""  # why there are no `layers`: the configuration does not tell, and the model is to be asked
+    recomputed: str = ""  # why its cache holds tokens only, and every step computes the whole of its sequences
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ class DeviceFacts:
 
 
 def count_heads(facts: ModelFacts) -> int:
-    return next(int(facts.hf[name]) for name in _NAMES["heads"] if facts.hf.get(name) is not None)
+    """Of queries; 1 where the configuration does not say."""
+    return next((int(facts.hf[name]) for name in _NAMES["heads"] if facts.hf.get(name) is not None), 1)
 
 
 def count_experts(facts: ModelFacts) -> int:
@@ -104,12 +108,17 @@ def count_experts(facts: ModelFacts) -> int:
     return next((count for count in counts if isinstance(count, int) and count > 0), 0)
 
 
-def read_facts(files: ModelFiles, hf_overrides: Mapping[str, Any] | None = None) -> ModelFacts:
+class _Unplanned(ModelError):
+    """Not a mistake: an architecture whose cache cannot be known from its configuration."""
+
+
+def read_facts(files: ModelFiles, hf_overrides: Mapping[str, Any] | None = None, *, lenient: bool = False) -> ModelFacts:
+    """lenient: an architecture whose configuration does not tell what its cache holds has no layers (`unplanned` says why)."""
     with reading(files.path, "the model's configuration cannot be used"):
-        return _read_facts(files, hf_overrides or {})
+        return _read_facts(files, hf_overrides or {}, lenient)
 
 
-def _read_facts(files: ModelFiles, overrides: Mapping[str, Any]) -> ModelFacts:
+def _read_facts(files: ModelFiles, overrides: Mapping[str, Any], lenient: bool) -> ModelFacts:
     dtypes, infos = dict[str, int](), dict[str, TensorInfo]()
     if files.format == "gguf":
         headers = read_gguf_shards(files.weights)
@@ -130,9 +139,14 @@ def _read_facts(files: ModelFiles, overrides: Mapping[str, Any]) -> ModelFacts:
     if infos and isinstance(raw.get("text_config"), Mapping):  # who of the two says so differs from version to version
         config["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in infos)
     reader = _Reader(files.name, config)
-    reader.refuse_what_is_not_built()
-    recurrent = reader.recurrent()
-    layers = reader.layers() if recurrent is None else reader.alike(recurrent.attentions)
+    try:
+        reader.refuse_what_is_not_built()
+        recurrent, unplanned = reader.recurrent(), ""
+        layers = reader.layers() if recurrent is None else reader.alike(recurrent.attentions)
+    except _Unplanned as error:
+        if not lenient:
+            raise
+        recurrent, layers, unplanned = None, (), str(error)
     quantization = _quantization(files, config)
     if quantization is not None and infos:
         counted = count_numbers(infos, quantization)
@@ -142,7 +156,7 @@ def _read_facts(files: ModelFiles, overrides: Mapping[str, Any]) -> ModelFacts:
         dtype=reader.dtype(dtypes),
         vocab_size=reader.size("vocab_size"),
         hidden_size=reader.size("hidden_size"),
-        max_position=reader.max_position(),
+        max_position=reader.max_position(unbounded=bool(unplanned)),
         layers=layers,
         eos_ids=reader.ids("eos_token_id", config, generation),
         bos_id=next(iter(reader.ids("bos_token_id", config, generation)), None),
@@ -153,6 +167,7 @@ def _read_facts(files: ModelFiles, overrides: Mapping[str, Any]) -> ModelFacts:
         quantization=quantization,
         kinds=() if recurrent is None else recurrent.kinds,
         states=() if recurrent is None else recurrent.states,
+        unplanned=unplanned,
     )
 
 
@@ -182,14 +197,14 @@ class _Reader:
         if self.config.get("is_encoder_decoder"):
             raise ModelError(f"{self.name}: encoder-decoder models are not supported; only decoders are")
         if (why := _NOT_SERVED.get(str(self.config.get("model_type")))) is not None:
-            raise ModelError(f"{self.name}: {self.config['model_type']} models are not supported: {why}")
+            raise _Unplanned(f"{self.name}: {self.config['model_type']} models are not supported: {why}")
         if not any(name in self.config for name in _NAMES["heads"]):
-            raise ModelError(
+            raise _Unplanned(
                 f"{self.name}: the model's config has none of {', '.join(_NAMES['heads'])}; only models with attention are "
                 "supported, and those that name its heads so"
             )
         if self.config.get("kv_lora_rank") and self.config.get("index_topk"):
-            raise ModelError(
+            raise _Unplanned(
                 f"{self.name}: sparse attention by an indexer (index_topk) is not supported; latent attention without one is"
             )
 
@@ -264,18 +279,18 @@ class _Reader:
         known = {"full_attention": None, "sliding_attention": window}
         for kind in types:
             if kind not in known:
-                raise ModelError(f"{self.name}: layers of type {kind!r} are not supported; {' and '.join(known)} are")
+                raise _Unplanned(f"{self.name}: layers of type {kind!r} are not supported; {' and '.join(known)} are")
         if "sliding_attention" in types and window is None:
             raise self._wrong("sliding_window", "a positive integer, since layer_types has sliding_attention")
         return [known[kind] for kind in types]
 
-    def max_position(self) -> int:
+    def max_position(self, unbounded: bool = False) -> int:
         """The longest context the position encoding was made for.
 
         max_position_embeddings already is the stretched length in llama3, longrope and Gemma 3 checkpoints. With yarn it may be
         either, so the original length times the factor decides. With linear and dynamic scaling it is the original.
         """
-        length = self.size("max_position")
+        length = self.size("max_position", default=UNBOUNDED if unbounded else None)
         rope = self.config.get("rope_parameters")
         if not isinstance(rope, Mapping) or "full_attention" in rope:
             return length

@@ -56,7 +56,7 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "glm": _GLM, "glm4": _GLM,
     "gpt_bigcode": {"multi_query": True, "tie_word_embeddings": True},
     "gpt_neox": {"rope_theta": 1e4, "partial_rotary_factor": 0.25},
-    "gptj": {"rope_theta": 1e4, "rotary_dim": 64},
+    "gptj": {"rope_theta": 1e4, "rotary_dim": 64}, "codegen": {"rope_theta": 1e4, "rotary_dim": 64},
     "granite": {"rope_theta": 1e4},
     "helium": {"rope_theta": 1e5, "head_dim": 128, "rms_norm_eps": 1e-8},
     "hunyuan_v1_dense": {"rope_theta": 1e4, "rms_norm_eps": 1e-5},

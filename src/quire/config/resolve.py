@@ -42,16 +42,19 @@ def resolve(
     describe: Callable[[str], DeviceFacts],
     facts: ModelFacts | None = None,
     serving: bool = False,
+    complete: Callable[[ModelFacts], ModelFacts] | None = None,
 ) -> Config:
     """`find_device` says which device `auto` is; `describe` says what suits a device.
 
     Both may need torch, so they are asked after everything that can fail without it. `facts`: the model's, if known already.
     `serving`: requests come and go while others wait for their next token; otherwise what counts is when all are done.
+    `complete`: asks the model's code what its configuration does not tell, if somebody here runs it.
     """
     facts = facts or find_facts(args)
     sampling = choose_sampling(args, facts)
     length, explicit = choose_length(args, facts)
     device = describe(choose_device(args, find_device))
+    facts = facts if complete is None else complete(facts)
     max_batched_tokens, max_seqs = choose_batch(args, default_batch(device, serving, facts), length)
     quantization = choose_quantization(args.quantization, facts.quantization, facts.files.format == "gguf")
     keep_quantized = choose_keep_quantized(args, facts, device, quantization)
@@ -112,7 +115,7 @@ def find_facts(args: EngineArgs) -> ModelFacts:
         token=args.hf_token,
         weights=_wants_weights(args),
     )
-    return read_facts(files, args.hf_overrides)
+    return read_facts(files, args.hf_overrides, lenient=True)
 
 
 @dataclass(frozen=True)

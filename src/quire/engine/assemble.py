@@ -26,12 +26,12 @@ from quire.engine.executor.fake_model import FakeModel
 from quire.engine.scheduling import make_scheduler
 from quire.engine.timeline import Stopwatch, Timeline
 from quire.grammar.lanes import GrammarLanes
-from quire.models.registry import find_family
+from quire.models.registry import complete_facts, find_family
 from quire.progress import doing
 from quire.sched.draft.make import make_drafter
 from quire.sched.draft.speculation import Speculation
 from quire.types.cache import CacheLayout
-from quire.types.errors import ConfigError
+from quire.types.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from quire.dist.collectives import Group
@@ -82,7 +82,8 @@ def resolve_here(args: EngineArgs, watch: Stopwatch, serving: bool = False, engi
         return facts
 
     with doing(f"reading the configuration of {args.model}"):
-        config = resolve(args, find, ask, serving=serving)
+        complete = None if args.distributed_executor_backend == "fake" else partial(complete_facts, impl=args.model_impl)
+        config = resolve(args, find, ask, serving=serving, complete=complete)
     watch.lap("configuration")
     return config
 
@@ -98,6 +99,8 @@ def start_core(
     watch = watch or Stopwatch()
     adapters = adapters or (config.max_loras, config.args.max_lora_rank)
     facts = bounded_facts(config)
+    if facts.unplanned:
+        raise ModelError(facts.unplanned)
     layers = largest_share(facts.layers, config.ranks)
     layout = make_layout(layers, config.page_size, config.cache_bytes, bool(facts.states))
     local = partial(start_local, drafter=drafter, adapters=adapters)

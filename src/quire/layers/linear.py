@@ -198,6 +198,24 @@ class HeadsLinear(Linear):
         return {path: Part(sum(self.sections), tuple(kept))}
 
 
+class BlockedLinear(Linear):
+    """q, k and v in one matrix of the checkpoint, which has so many blocks: of each some heads' q, then their v, then k."""
+
+    def __init__(self, inputs: int, division: HeadDivision, blocks: int) -> None:
+        size, cut = division.queries * division.size, division.cut_queries
+        super().__init__(inputs, 3 * size, role=Role.COLUMN, sections=(size,) * 3, cuts=(cut,) * 3)
+        self.division, self.each = division, division.queries // blocks
+
+    def parts(self, path: str) -> Mapping[str, Part]:
+        size, kept, at = self.division.size, list[tuple[int, range]](), 0
+        for some, place in zip(self.kept_outputs, (0, 2, 1), strict=True):
+            for head in range(some.start // size, some.stop // size):
+                row = ((head // self.each * 3 + place) * self.each + head % self.each) * size
+                kept.append((at, range(row, row + size)))
+                at += size
+        return {path: Part(sum(self.sections), tuple(kept))}
+
+
 class MergedLinear(Linear):
     """Siblings in the checkpoint, one matrix here: at `a.qkv` with parts q_proj, ... it takes `a.q_proj.weight`, ..."""
 

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from quire.attn.backend import AttentionSpec
 from quire.files.reading import told
-from quire.models.fallback_interface import Mask, install
+from quire.models.fallback_interface import Mask, Recomputable, install
 from quire.types.cache import LayerCache
 from quire.types.errors import ModelError
 
 # what modules pass along that changes nothing of the mathematics
 NEUTRAL = frozenset({"cache_position", "dropout", "logits_to_keep", "position_ids", "return_dict", "use_cache"})
 FOLLOWED = frozenset({"attention_mask", "is_causal", "s_aux", "scaling", "sliding_window", "softcap"})
-LENGTH_BOUND_ROPES = frozenset({"dynamic", "longrope"})
 TOLERANCE = 0.02  # relative; a module that mixes tokens changes far more than rounding does
 
 
@@ -33,6 +32,10 @@ class Call:
     path: str  # of the calling module
     spec: AttentionSpec
     doubts: tuple[str, ...]
+
+    @property
+    def cache(self) -> LayerCache:
+        return LayerCache(self.spec.kv_heads, self.spec.head_dim, self.spec.window)
 
 
 class Recorder:
@@ -46,17 +49,18 @@ class Recorder:
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> Tensor:
         doubts = tuple(_doubts(module, query, key, value, options))
-        self.calls.append(Call(self.paths[module], _spec(query, key, options), doubts))
+        self.calls.append(Call(self.paths[module], _spec(query, key, value, options), doubts))
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
-def _spec(query: Tensor, key: Tensor, options: Mapping[str, Any]) -> AttentionSpec:
+def _spec(query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> AttentionSpec:
+    """Heads are as large as the larger of keys and values, and smaller ones are filled up with zeros."""
     _, heads, _, head_dim = query.shape
     mask, scale = options["attention_mask"], options.get("scaling")
     return AttentionSpec(
         heads=heads,
         kv_heads=key.shape[1],
-        head_dim=head_dim,
+        head_dim=max(head_dim, value.shape[-1]),
         scale=float(scale) if isinstance(scale, int | float) else head_dim**-0.5,
         window=mask.window if isinstance(mask, Mask) else options.get("sliding_window"),
         soft_cap=options.get("softcap"),
@@ -66,8 +70,8 @@ def _spec(query: Tensor, key: Tensor, options: Mapping[str, Any]) -> AttentionSp
 
 def _doubts(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> Iterator[str]:
     mask, scale, sinks = options["attention_mask"], options.get("scaling"), options.get("s_aux")
-    if key.shape != value.shape or key.shape[-1] != query.shape[-1]:
-        yield f"queries, keys and values differ in size ({query.shape[-1]}, {key.shape[-1]} and {value.shape[-1]})"
+    if key.shape[:-1] != value.shape[:-1] or key.shape[-1] != query.shape[-1]:
+        yield f"queries, keys and values differ in shape ({[*query.shape]}, {[*key.shape]} and {[*value.shape]})"
     if key.shape[2] != query.shape[2]:
         yield "it attends to other tokens than its own"
     if not (mask is None or isinstance(mask, Mask)) or (isinstance(mask, Mask) and not mask.causal):
@@ -85,10 +89,10 @@ def _doubts(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, option
             yield f"its attention takes {name}, which is not understood"
 
 
-def trace(model: Any, layers: Sequence[LayerCache]) -> tuple[list[Call], Tensor]:
-    """One call per layer of a model built with WATCHED attention on the meta device, and its hidden states [T, H].
+def trace(model: Any, layers: Sequence[LayerCache] | None = None) -> tuple[list[Call], Tensor]:
+    """The calls of a model built with WATCHED attention on the meta device, in order, and its hidden states [T, H].
 
-    There are as many calls as `layers`, and such as those were planned for.
+    layers: there are as many calls as these, and such as those were planned for.
     """
     _check_class(model)
     recorder = Recorder(model)
@@ -99,20 +103,22 @@ def trace(model: Any, layers: Sequence[LayerCache]) -> tuple[list[Call], Tensor]
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"a trial run without weights fails ({told(error)})") from error
-    paths = [call.path for call in recorder.calls]
-    if len(set(paths)) != len(paths):
-        raise ModelError("its attention layers attend more than once")
-    if len(paths) != len(layers):
-        raise ModelError(f"{len(paths)} of its {len(layers)} layers attend through transformers' attention interface")
-    for index, (call, cache) in enumerate(zip(recorder.calls, layers, strict=True)):
-        spec, doubts = call.spec, list(call.doubts)
-        for what in ("kv_heads", "head_dim", "window"):
-            if getattr(spec, what) != getattr(cache, what):
-                doubts.append(f"its {what} is {getattr(spec, what)}, but the cache is planned for {getattr(cache, what)}")
+        raise Recomputable(f"a trial run without weights fails ({told(error)})") from error
+    calls, count = recorder.calls, model.config.get_text_config().num_hidden_layers
+    if not calls or len(calls) % count:  # some attend several times
+        raise Recomputable(f"{len(calls)} of its {count} layers attend through transformers' attention interface")
+    for index, call in enumerate(calls):
+        doubts = list(call.doubts)
+        if layers is not None and len(layers) == len(calls):
+            for what in ("kv_heads", "head_dim", "window"):
+                if getattr(call.spec, what) != getattr(layers[index], what):
+                    planned = getattr(layers[index], what)
+                    doubts.append(f"its {what} is {getattr(call.spec, what)}, but the cache is planned for {planned}")
         if doubts:
-            raise ModelError(f"layer {index}: {'; '.join(doubts)}")
-    return recorder.calls, hidden[0]
+            raise Recomputable(f"layer {index}: {'; '.join(doubts)}")
+    if layers is not None and len(layers) != len(calls):
+        raise ModelError(f"it attends {len(calls)} times, but the cache is planned for {len(layers)}")
+    return calls, hidden[0]
 
 
 def _check_class(model: Any) -> None:
@@ -120,15 +126,13 @@ def _check_class(model: Any) -> None:
     if config.is_encoder_decoder:
         raise ModelError("it is an encoder-decoder; only decoders are served")
     if model._is_stateful:
-        raise ModelError("it keeps a recurrent state beside keys and values")
+        raise Recomputable("it keeps a recurrent state beside keys and values")
     if getattr(config, "alibi", False):
-        raise ModelError("it knows positions by a bias on attention (ALiBi)")
+        raise Recomputable("it knows positions by a bias on attention (ALiBi)")
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
-        raise ModelError("it takes no position_ids: it knows positions by a bias on attention (ALiBi) or counts them itself")
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {str(settings.get("rope_type")) for settings in (rope, *rope.values()) if isinstance(settings, Mapping)}
-    if found := kinds & LENGTH_BOUND_ROPES:
-        raise ModelError(f"rope type {min(found)} in transformers changes with the longest sequence of a batch")
+        raise Recomputable("it takes no position_ids: it knows positions by a bias on attention (ALiBi) or counts them itself")
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise Recomputable("its own positions do not begin at 0, but behind the padding token's id (RoBERTa's)")
 
 
 class Probe:

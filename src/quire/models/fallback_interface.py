@@ -11,16 +11,24 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from quire.files.reading import told
 from quire.types.errors import ModelError
+
+if TYPE_CHECKING:
+    from quire.config.facts import ModelFacts
 
 transformers: Any = importlib.import_module("transformers")
 
 WATCHED, SERVED = "quire-watched", "quire"
+
+
+class Recomputable(ModelError):
+    """Why a model cannot be run over our cache; it may be one that can be run without."""
 
 
 @contextlib.contextmanager
@@ -52,14 +60,14 @@ class Mask:
     causal: bool = True  # False = something else than a plain causal mask with or without a window
 
     def __getattr__(self, name: str) -> Any:
-        raise ModelError("it computes with its attention mask instead of handing it on")
+        raise Recomputable("it computes with its attention mask instead of handing it on")
 
     def __getitem__(self, index: Any) -> Any:
-        raise ModelError("it cuts its attention mask instead of handing it on")
+        raise Recomputable("it cuts its attention mask instead of handing it on")
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        raise ModelError("it computes with its attention mask instead of handing it on")
+        raise Recomputable("it computes with its attention mask instead of handing it on")
 
 
 def install(handler: Handler, module: nn.Module) -> None:
@@ -93,3 +101,54 @@ def _describe_mask(*, mask_function: Callable[..., Any], local_size: int | None 
 for _name in (WATCHED, SERVED):
     transformers.AttentionInterface.register(_name, _attend)
 transformers.AttentionMaskInterface.register(WATCHED, _describe_mask)
+
+
+def find_class(facts: "ModelFacts") -> tuple[Any, Any]:
+    """transformers' configuration and class of the model."""
+    kind = facts.hf.get("model_type")
+    if kind not in transformers.CONFIG_MAPPING:
+        if facts.hf.get("auto_map"):
+            raise ModelError("it needs code from its own repository, which is never run")
+        raise ModelError(f"transformers {transformers.__version__} does not know the model_type {kind!r}")
+    try:
+        settings = {name: value for name, value in facts.hf.items() if name != "quantization_config"}  # it is given floats
+        config = transformers.CONFIG_MAPPING[kind].from_dict(settings)
+        settle_rope(config, facts.max_position)
+    except Exception as error:
+        raise ModelError(f"transformers does not accept its configuration ({told(error)})") from error
+    classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    found = classes.get(type(config), None)
+    if found is None or found.__name__ != facts.architecture:
+        served = f"; for {kind} that is {found.__name__}" if found is not None else ""
+        raise ModelError(f"it is not a causal language model of transformers {transformers.__version__}{served}")
+    return config, found
+
+
+def settle_rope(config: Any, longest: int) -> None:
+    """Rotations that transformers changes when a text grows long are those of the longest one from the beginning: keys are
+    cached as they were turned."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    trained = getattr(config, "max_position_embeddings", longest)
+    for settings in (rope, *rope.values()):
+        kind = settings.get("rope_type") if isinstance(settings, dict) else None
+        if kind == "longrope":
+            stated = settings.get("original_max_position_embeddings")
+            if longest > (stated or getattr(config, "original_max_position_embeddings", None) or trained):
+                settings["short_factor"] = settings["long_factor"]
+        elif kind == "dynamic" and longest > trained:
+            head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            turned, factor = int(head * settings.get("partial_rotary_factor", 1.0)), settings["factor"]
+            settings["rope_theta"] *= (factor * longest / trained - (factor - 1)) ** (turned / (turned - 2))
+            settings["rope_type"] = "default"
+
+
+def build(config: Any, attention: str, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+    """The model with weights as transformers initializes them."""
+    try:
+        with torch.device(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()
+    except Exception as error:
+        if isinstance(error, KeyError) and attention in error.args:
+            raise Recomputable("its attention does not go through transformers' attention interface") from error
+        raise ModelError(f"transformers cannot build it ({told(error)})") from error

@@ -1,4 +1,4 @@
-"""GPT-J: attention and feed-forward beside each other behind one norm, neighbouring components that turn together."""
+"""GPT-J: attention and feed-forward beside each other behind one norm, neighbouring components that turn together. CodeGen."""
 
 from typing import TYPE_CHECKING
 
@@ -6,6 +6,7 @@ from torch import nn
 
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import Head
+from quire.layers.linear import BlockedLinear
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm, Norm
 from quire.models.blocks import ParallelBlock
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 class GPTJ(Decoder):
     interleaved = True
-    renames = (
+    renames: tuple[tuple[str, str | None], ...] = (
         (r"^transformer\.", ""),
         (r"\.attn\.(bias|masked_bias|embed_positions)$", None),
         (r"^wte\.", "embed_tokens."),
@@ -46,3 +47,18 @@ class GPTJ(Decoder):
     def make_head(self, facts: "ModelFacts") -> Head:
         tied = self.embed_tokens if facts.hf.get("tie_word_embeddings", self.tied) else None
         return Head(facts.vocab_size, facts.hidden_size, tied=tied, bias=True)
+
+
+class CodeGen(GPTJ):
+    """q, k and v in one matrix, which was made for four devices."""
+
+    renames = (
+        *GPTJ.renames,
+        (r"\.self_attn\.causal_mask$", None),
+        (r"\.self_attn\.qkv_proj\.", ".self_attn.qkv."),
+    )
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
+        attention = self.attention(facts, index, heads=facts.hf["n_head"], fused=True)
+        attention.qkv = BlockedLinear(facts.hidden_size, attention.division, blocks=4)
+        return attention

@@ -27,11 +27,17 @@ _COMPOSITES = """
 """
 _OTHERS = """
 **Other decoders of `transformers`** run through the fallback (`pip install 'quire[transformers]'`, or
-`model_impl="transformers"` by choice), with Quire's cache and attention. They are traced and probed before they are
-trusted: a model that would not give its own tokens there is refused with the reason. Code from a model's repository is
-never run: `BaichuanForCausalLM`, `ChatGLMModel`, `ExaoneForCausalLM`, `InternLM2ForCausalLM`, `InternLM3ForCausalLM` and
-`MiniCPMForCausalLM` are families of ours; their tokenizers may be code, too, and are then not to be had
-(`--skip-tokenizer-init`). Encoders, encoder-decoders, most recurrent models and pooling are not served.
+`model_impl="transformers"` by choice), with Quire's cache and attention. They are traced before their cache is planned, and
+probed before they are trusted: heads of other sizes in every layer, several attentions in one and rotations for long texts are
+what the model says they are. A model whose layers do not fit that cache (a recurrent state, a bias or a mask of its own,
+positions that it counts itself) is run without keys and values: its cache holds tokens, every step computes the whole of its
+sequences, and the log says so at the start. Its tokens are right and slow. What looks ahead, or is no causal language model of
+transformers, is refused with the reason. `python scripts/sweep.py` tries all types that transformers has, each with a tiny
+random checkpoint against transformers' own log-probabilities.
+
+Code from a model's repository is never run: `BaichuanForCausalLM`, `ChatGLMModel`, `ExaoneForCausalLM`,
+`InternLM2ForCausalLM`, `InternLM3ForCausalLM` and `MiniCPMForCausalLM` are families of ours; their tokenizers may be code,
+too, and are then not to be had (`--skip-tokenizer-init`). Encoders, encoder-decoders and pooling are not served.
 
 ## Weights
 

@@ -2,12 +2,16 @@
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from quire.files.reading import reading
 from quire.models.composite import COMPOSITES, TEXT_MODELS, renames_of
+from quire.types.cache import LayerCache
 from quire.types.errors import ModelError
+
+NO_CACHE = LayerCache(1, 1)  # in the place of what nobody knows, of a model that will be refused
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
@@ -22,6 +26,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "BloomForCausalLM": "quire.models.alibi:Bloom",
         "ChatGLMForConditionalGeneration": "quire.models.glm:ChatGLM",
         "ChatGLMModel": "quire.models.glm:ChatGLM",
+        "CodeGenForCausalLM": "quire.models.gptj:CodeGen",
         "Cohere2ForCausalLM": "quire.models.cohere:Cohere2",
         "CohereForCausalLM": "quire.models.cohere:Cohere",
         "DbrxForCausalLM": "quire.models.dbrx:DBRX",
@@ -83,6 +88,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
     }
 )
 FALLBACK = "quire.models.fallback:Fallback"
+RECOMPUTED = "quire.models.recomputed:Recomputed"
 
 
 def find_family(facts: "ModelFacts") -> str | None:
@@ -90,6 +96,20 @@ def find_family(facts: "ModelFacts") -> str | None:
     if facts.architecture in COMPOSITES:
         return FAMILIES.get(TEXT_MODELS.get(facts.hf.get("model_type", ""), ""))
     return FAMILIES.get(facts.architecture)
+
+
+def complete_facts(facts: "ModelFacts", impl: str) -> "ModelFacts":
+    """Of a model that transformers runs: what its cache must hold, as the model itself says. Whoever cannot be run is left as
+    is: `build_model` says why."""
+    ours = find_family(facts) is not None and impl != "transformers"
+    if not ours and impl != "quire" and facts.architecture not in COMPOSITES:
+        try:
+            return importlib.import_module("quire.models.fallback_plan").plan(facts)  # type: ignore[no-any-return]
+        except (ModuleNotFoundError, ModelError):
+            return replace(facts, layers=(NO_CACHE,), unplanned="") if facts.unplanned else facts
+    if facts.unplanned:
+        raise ModelError(facts.unplanned)
+    return facts
 
 
 def build_model(facts: "ModelFacts", impl: str = "auto") -> "Decoder":
@@ -111,12 +131,12 @@ def build_model(facts: "ModelFacts", impl: str = "auto") -> "Decoder":
             f"{facts.architecture} cannot be run through transformers: it has recurrent layers, whose states are kept for a "
             "family of our own only; model_impl must be auto or quire for it"
         )
-    unserved = f"no model family serves {facts.architecture} (known are {', '.join(sorted(FAMILIES))})"
+    unserved = f"no model family serves {facts.architecture} (`quire models` lists them)"
     if impl == "quire":
         raise ModelError(unserved)
     try:
         with torch.device("meta"):
-            return _import(FALLBACK)(facts).eval()
+            return _import(RECOMPUTED if facts.recomputed else FALLBACK)(facts).eval()
     except ModuleNotFoundError as error:
         install = f"transformers cannot be used ({error}); install it with pip install 'quire[transformers]'"
         raise ModelError(f"{unserved}, and {install}" if impl == "auto" else install) from error
