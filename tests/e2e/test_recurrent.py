@@ -85,6 +85,17 @@ def test_several_of_one(checkpoint, how):
     assert len({tuple(part.token_ids) for part in one.outputs}) > 1
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("how", [{}, {"enforce_eager": True, "long_prefill_token_threshold": 7}])
+def test_on_cuda(checkpoint, name, how):
+    case = checkpoint(name)
+    llm = engine(case, device="cuda", max_num_batched_tokens=64, kv_cache_memory_bytes=256 << 20, **how)
+    for _ in range(2):
+        for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
+            check(case, prompt, output)
+
+
 @pytest.mark.parametrize(
     ("args", "named"),
     [

@@ -11,6 +11,7 @@ from quire.attn.batch import Batch
 from quire.layers.linear import Linear
 from quire.layers.parameter import parameter
 from quire.layers.recurrent import GatedNorm, Recurrence, ShortConvolution, rows_of
+from quire.ops.arguments import TimeSteps
 from quire.ops.convolution import convolve
 from quire.ops.ssd import ssd
 from quire.types.cache import StateCache
@@ -77,11 +78,9 @@ class Mamba2(nn.Module):
         mixed = convolve(mixed, self.conv1d.weight, self.conv1d.bias, conv, rows, silu=True)
         each = shape.groups * shape.state
         values, key, query = torch.split(mixed, [shape.inner, each, each], -1)
-        steps = F.softplus(dt.float() + self.dt_bias).clamp(*self.limits)
         out = ssd(
             values.view(len(x), shape.heads, shape.head_dim),
-            steps,
-            -torch.exp(self.A_log),
+            TimeSteps(dt, self.dt_bias, self.A_log, *self.limits),
             key.view(len(x), shape.groups, shape.state),
             query.view(len(x), shape.groups, shape.state),
             self.D,

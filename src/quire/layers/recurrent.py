@@ -1,12 +1,12 @@
 """What recurrent layers have in common: a state of every sequence, and a short convolution before it."""
 
-import torch
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch
 from quire.layers.claims import Claim, Claims, Take
 from quire.layers.parameter import parameter
 from quire.ops.arguments import StateRows
+from quire.ops.gated_norm import gated_norm
 from quire.types.cache import StateCache
 from quire.types.errors import EngineError
 
@@ -73,8 +73,4 @@ class GatedNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x, gate [T, n] -> [T, n]."""
-        gated = torch.nn.functional.silu(gate.float())
-        values = x.float() if self.norm_first else x.float() * gated
-        parts = values.view(len(x), self.groups, -1)
-        values = (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + self.eps)).view_as(values) * self.weight.float()
-        return (values * gated if self.norm_first else values).to(gate.dtype)
+        return gated_norm(x, gate, self.weight, self.eps, self.groups, self.norm_first)

@@ -35,8 +35,6 @@ class MixerBlock(nn.Module):
 class HybridDecoder(Decoder):
     """A family says in `make_mixer` what its recurrent layers are."""
 
-    recordable = False
-
     def count_blocks(self, facts: "ModelFacts") -> int:
         return len(facts.kinds)
 

@@ -36,6 +36,17 @@ class StateRows:
 
 
 @dataclass(frozen=True)
+class TimeSteps:
+    """How far each head's state moves with a token: dt = softplus(raw + bias) within limits; it decays by exp(-dt e^rate_log)."""
+
+    raw: Tensor  # [T, heads]
+    bias: Tensor  # [heads] float32
+    rate_log: Tensor  # [heads] float32
+    low: float = 0.0
+    high: float = float("inf")
+
+
+@dataclass(frozen=True)
 class ClampedSwiglu:
     """Of a gate of at most `limit` and an up within ± limit: gate * sigmoid(alpha * gate) * (up + 1)."""
 

@@ -10,6 +10,10 @@ from quire.ops.arguments import StateRows
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: StateRows, silu: bool) -> Tensor:
     """x [T, C], weight [C, width], bias [C], state [entries, C, width - 1] -> [T, C] of x's type. The last inputs of each row
     are its entry of the state afterwards."""
+    if x.is_cuda:
+        from quire.ops.kernels import convolution
+
+        return convolution.convolve(x, weight, bias, state, rows, silu)
     return reference_convolve(x, weight, bias, state, rows, silu)
 
 

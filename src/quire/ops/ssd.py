@@ -6,24 +6,29 @@ Several tokens at once are a product of matrices over pieces of a row: within a 
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.arguments import StateRows
+from quire.ops.arguments import StateRows, TimeSteps
 
 PIECE = 64  # tokens
 
 
-def ssd(
-    x: Tensor, dt: Tensor, decay: Tensor, key: Tensor, query: Tensor, skip: Tensor | None, state: Tensor, rows: StateRows
-) -> Tensor:
-    """x [T, heads, size], dt [T, heads] float32, decay [heads] float32 (A, below 0), key and query (B and C) [T, groups, n],
-    skip (D) [heads], state [entries, heads, size, n] float32 -> [T, heads, size] float32."""
-    return reference_ssd(x, dt, decay, key, query, skip, state, rows)
+def ssd(x: Tensor, steps: TimeSteps, key: Tensor, query: Tensor, skip: Tensor | None, state: Tensor, rows: StateRows) -> Tensor:
+    """x [T, heads, size], key and query (B and C) [T, groups, n], skip (D) [heads] float32, state [entries, heads, size, n]
+    float32 -> [T, heads, size] float32."""
+    if x.is_cuda:
+        from quire.ops.kernels import ssd as kernel
+
+        return kernel.ssd(x, steps, key, query, skip, state, rows)
+    return reference_ssd(x, steps, key, query, skip, state, rows)
 
 
 def reference_ssd(
-    x: Tensor, dt: Tensor, decay: Tensor, key: Tensor, query: Tensor, skip: Tensor | None, state: Tensor, rows: StateRows
+    x: Tensor, steps: TimeSteps, key: Tensor, query: Tensor, skip: Tensor | None, state: Tensor, rows: StateRows
 ) -> Tensor:
+    dt = F.softplus(steps.raw.float() + steps.bias).clamp(steps.low, steps.high)
+    decay = -torch.exp(steps.rate_log)
     heads = x.shape[1]
     values, repeats = x.float(), heads // key.shape[1]
     key, query = (part.float().repeat_interleave(repeats, 1) for part in (key, query))

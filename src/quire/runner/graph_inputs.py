@@ -144,6 +144,7 @@ class Inputs:
             rows=() if bucket.tokens else _of_one_token(n),
             logit_index=self._index[:n],
             groups=tuple(GroupView(tables, write) for tables, write in zip(rows.tables, rows.write, strict=True)),
+            entries=self.row_numbers(bucket)[0],
         )
         self._attach(batch, at, n, bucket.room)
         return batch
