@@ -37,7 +37,7 @@ class StateRows:
 
 @dataclass(frozen=True)
 class TimeSteps:
-    """How far each head's state moves with a token: dt = softplus(raw + bias) within limits; it decays by exp(-dt e^rate_log)."""
+    """How far each head's state moves with a token: dt = softplus(raw + bias) in limits; it decays by exp(-dt e^rate_log)."""
 
     raw: Tensor  # [T, heads]
     bias: Tensor  # [heads] float32
