@@ -181,7 +181,7 @@ class LLM(NotBuilt):
     def get_world_size(self, include_dp: bool = True) -> int:
         """Ranks that share the model, of all engines."""
         config = self.llm_engine.config
-        return config.ranks * (config.args.data_parallel_size if include_dp else 1)
+        return config.world * (config.args.data_parallel_size if include_dp else 1)
 
     def collective_rpc(
         self,

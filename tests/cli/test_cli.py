@@ -72,8 +72,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "./nothing"]) == 1
     assert capsys.readouterr().err == "quire plan: ./nothing: no such file or directory\n"
-    assert main(["plan", "--pipeline-parallel-size", "4"]) == 2
-    assert capsys.readouterr().err.startswith("quire plan: pipeline_parallel_size=4 is not supported")
+    assert main(["plan", "--decode-context-parallel-size", "4"]) == 2
+    assert capsys.readouterr().err.startswith("quire plan: decode_context_parallel_size=4 is not supported")
     with pytest.raises(SystemExit):
         main(["plan", "--max-modle-len", "4"])
     assert capsys.readouterr().err.count("\n") == 1

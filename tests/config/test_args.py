@@ -38,7 +38,7 @@ def test_every_field_has_help_and_a_flag() -> None:
     for field in dataclasses.fields(EngineArgs):
         assert spec_of(field).help
         assert f"--{field.name.replace('_', '-')}" in help_text
-    assert "pipeline-parallel" not in help_text
+    assert "decode-context-parallel" not in help_text
 
 
 def test_flags() -> None:
@@ -50,7 +50,9 @@ def test_flags() -> None:
     assert from_line("--max-model-len=-1").max_model_len == -1
     assert from_line('--hf_overrides={"a_b":1}').hf_overrides == {"a_b": 1}
     assert from_line("--served-model-name a b").served_model_name == ["a", "b"]
-    assert from_line("--pipeline_parallel_size 1 --trust-remote-code=false -pp 1") == EngineArgs()
+    assert from_line("--enable_eplb=false --trust-remote-code=false -pp 1") == EngineArgs()
+    stages = from_line("-pp 3 --pipeline-layer-partition 4,5,5")
+    assert (stages.pipeline_parallel_size, stages.pipeline_layer_partition) == (3, "4,5,5")
     ranks = from_line("-tp 3 -ep --distributed_executor_backend mp")
     assert (ranks.tensor_parallel_size, ranks.enable_expert_parallel, ranks.distributed_executor_backend) == (3, True, "mp")
 
@@ -75,7 +77,9 @@ def test_what_is_not_a_number(text: str) -> None:
     [
         ({"max_modle_len": 5}, r"unknown engine argument 'max_modle_len'; did you mean max_model_len"),
         ({"xyzzy": 5}, r"unknown engine argument 'xyzzy'$"),
-        ({"pipeline_parallel_size": 2}, r"pipeline_parallel_size=2 is not supported: .*only tensor_parallel_size.*at 1"),
+        ({"decode_context_parallel_size": 2}, r"decode_context_parallel_size=2 is not supported: of the ways .*at 1"),
+        ({"pipeline_parallel_size": 0}, r"pipeline_parallel_size must be at least 1"),
+        ({"pipeline_layer_partition": "4,x"}, r"pipeline_layer_partition must be how many layers each stage has.*got '4,x'"),
         ({"tensor_parallel_size": 0}, r"tensor_parallel_size must be at least 1"),
         ({"distributed_executor_backend": "ray"}, r"'ray' is not supported: ranks are processes of one machine"),
         ({"distributed_executor_backend": "spark"}, r"must be one of auto, mp, uni, fake"),
@@ -116,7 +120,7 @@ def test_what_asks_for_nothing_is_accepted() -> None:
 
 
 def test_the_constructor_knows_vllms_other_names_as_well(caplog: pytest.LogCaptureFixture) -> None:
-    args = AsyncEngineArgs(model="m", pipeline_parallel_size=1, trust_remote_code=True, disable_log_requests=True)
+    args = AsyncEngineArgs(model="m", enable_eplb=False, trust_remote_code=True, disable_log_requests=True)
     assert args == EngineArgs(model="m")
     assert "trust_remote_code=True changes nothing" in caplog.text and "disable_log_requests=True" in caplog.text
     with pytest.raises(ConfigError, match="enable_prompt_embeds=True is not supported"):
@@ -224,8 +228,8 @@ def test_dicts_are_not_shared() -> None:
 
 
 def test_refused_flags_on_the_command_line() -> None:
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=2"):
-        from_line("-pp 2")
+    with pytest.raises(ConfigError, match="decode_context_parallel_size=2"):
+        from_line("--decode-context-parallel-size 2")
     with pytest.raises(ConfigError, match="'ray' is not supported"):
         from_line("--distributed-executor-backend ray")
     with pytest.raises(ConfigError, match="enable_prompt_embeds=True"):

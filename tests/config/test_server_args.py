@@ -37,7 +37,7 @@ def test_every_field_has_help_and_a_flag() -> None:
     for field in (*dataclasses.fields(ServerArgs), *dataclasses.fields(EngineArgs)):
         assert spec_of(field).help
         assert f"--{field.name.replace('_', '-')}" in help_text
-    for hidden in ("tool-server", "middleware", "pipeline-parallel"):
+    for hidden in ("tool-server", "middleware", "decode-context-parallel"):
         assert hidden not in help_text
 
 
@@ -58,7 +58,7 @@ def test_flags() -> None:
     [
         ("--tool-server x", "tools are called by the client"),
         ("--middleware a.b", "the server runs no code but its own"),
-        ("--pipeline-parallel-size 2", "pipeline_parallel_size=2"),
+        ("--decode-context-parallel-size 2", "decode_context_parallel_size=2"),
         ("--api-key k --no-auth", "contradict"),
         ("--ssl-keyfile k", "ssl_certfile is missing"),
         ("--ssl-ciphers x", "need --ssl-keyfile"),

@@ -115,5 +115,5 @@ def engine_facts(llm: "LLM") -> dict[str, Any]:
         "enable_prefix_caching": config.prefix_caching,
         "async_scheduling": config.depth > 0,
         "enforce_eager": config.args.enforce_eager,
-        "executor": config.args.distributed_executor_backend or ("mp" if config.ranks > 1 else "uni"),
+        "executor": config.args.distributed_executor_backend or ("mp" if config.world > 1 else "uni"),
     }

@@ -11,7 +11,6 @@ import re
 from typing import Any
 
 from quire.cache.capacity import fit, fit_states, pages_for
-from quire.cache.layout import make_layout
 from quire.cli.model_tag import add_model_tag, engine_args
 from quire.cli.plan_text import MemoryPlan, render
 from quire.config.args import EngineArgs, add_cli_arguments
@@ -22,7 +21,7 @@ from quire.config.memory import CUDA_CONTEXT_BYTES, activation_bytes, host_cache
 from quire.config.quantization import FORMS, estimate_quantized_bytes, quantized_bytes
 from quire.config.resolve import resolve
 from quire.device.registry import open_device
-from quire.dist.mesh import largest_share
+from quire.engine.layouts import share_memory, whole_layout
 from quire.files.gguf import read_gguf_shards
 from quire.files.resolve import resolve_model, with_weights_on_disk
 from quire.files.safetensors import read_header
@@ -76,17 +75,16 @@ def resolve_for(args: EngineArgs, memory: int | None, serving: bool = True) -> t
 def plan_for(config: Config, total: int) -> MemoryPlan:
     args, facts, kind = config.args, config.facts, config.device
     element = DTYPE_BYTES[config.dtype]
-    layers = largest_share(facts.layers, config.ranks)
-    layout = make_layout(layers, config.page_size, config.cache_bytes, bool(facts.states))
+    layout = whole_layout(config)
     weights, held_as = _weights(config, facts, element)
     steps = activation_bytes(facts.hf, element_bytes=element, tokens=config.max_batched_tokens, rows=config.max_seqs)
     usable = int(total * args.gpu_memory_utilization) if kind == "cuda" else total
     reserved = CUDA_CONTEXT_BYTES if kind == "cuda" else 0
     left = usable - weights - steps - reserved
-    cache = args.kv_cache_memory_bytes or (left if kind == "cuda" else host_cache_bytes(left)) // config.ranks
+    cache = args.kv_cache_memory_bytes or share_memory(config, layout, left if kind == "cuda" else host_cache_bytes(left))
     pages, length, problems = _fit(config, layout, cache, usable / total)
-    if args.kv_cache_memory_bytes and cache * config.ranks > left:
-        problems.append(f"kv_cache_memory_bytes asks for {gib(cache * config.ranks)}, but only {gib(left)} are left")
+    if args.kv_cache_memory_bytes and cache * config.world > left:
+        problems.append(f"kv_cache_memory_bytes asks for {gib(cache * config.world)}, but only {gib(left)} are left")
     sizes = sorted({size for size in TYPICAL_LENGTHS if size < length} | ({length} if length else set()))
     return MemoryPlan(
         model=facts.files.name,
@@ -109,7 +107,8 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
         **_per_kind(facts, config.cache_bytes),
         page_size=config.page_size,
         bytes_per_page=layout.bytes_per_page,
-        ranks=config.ranks,
+        ranks=config.world,
+        stages=tuple(len(stage) for stage in config.stage_layers),
         cache=max(0, cache),
         pages=pages,
         positions=facts.max_position,

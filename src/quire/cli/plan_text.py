@@ -29,6 +29,7 @@ class MemoryPlan:
     page_size: int
     bytes_per_page: int
     ranks: int  # processes that share the model; pages and cache are of each
+    stages: tuple[int, ...]  # layers of each; pages and cache are those of the stage that has most of them
     cache: int
     pages: int
     positions: int  # max_position of the model
@@ -55,6 +56,8 @@ def render(plan: MemoryPlan) -> str:
     pages = f"{plan.pages:,} pages of {plan.page_size} tokens, {size(plan.bytes_per_page)} each"
     cache = f"{size(plan.cache)} in {plan.cache_dtype}: {pages}"
     lines.append(("Cache", cache if plan.ranks == 1 else f"{cache}, in each of {plan.ranks} ranks"))
+    if len(plan.stages) > 1:
+        lines.append(("Stages", f"{len(plan.stages)}, of {', '.join(map(str, plan.stages))} layers"))
     lines.append(("Context", f"{plan.max_model_len:,} tokens (the model was made for {plan.positions:,})"))
     for length, requests in plan.concurrency.items():
         lines.append(("At once", f"{_requests(requests, plan.max_seqs)} of {length:,} tokens"))

@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from quire.config.flags import add_flags, add_hidden_flags, kind_of
 from quire.config.hints import HINT_SHORT_FLAGS, HINTS, take_hint, taken_for
 from quire.config.refused import REFUSED, SHORT_FLAGS, refuse, refuse_value
 from quire.config.speculative import SpeculativeConfig, read_speculative
+from quire.config.stages import PARTITION, read_partition
 from quire.config.structured import checked_structured_outputs
 from quire.types.errors import ConfigError
 
@@ -188,6 +190,13 @@ class EngineArgs:
         1, NUMBER, _RANKS, "processes that share the model's matrices and attention heads, evenly or not; on CPUs", low=1,
         short="-tp",
     )  # fmt: skip
+    pipeline_parallel_size: int = setting(
+        1, NUMBER, _RANKS, "stages that have some of the model's layers each and work on different steps; on CPUs", low=1,
+        short="-pp",
+    )  # fmt: skip
+    pipeline_layer_partition: str | None = setting(
+        None, TEXT, _RANKS, "layers of each stage, such as 8,12,12; default: VLLM_PP_LAYER_PARTITION, or as evenly as can be"
+    )
     enable_expert_parallel: bool = setting(
         False, FLAG, _RANKS, "each of them has some of the experts, instead of a part of each", short="-ep"
     )
@@ -208,6 +217,10 @@ class EngineArgs:
         self.structured_outputs_config = checked_structured_outputs(self.structured_outputs_config)
         self.speculation()
         check_device(self.device)
+        if self.pipeline_parallel_size > 1 and self.pipeline_layer_partition is None:
+            self.pipeline_layer_partition = os.environ.get(PARTITION) or None
+        if self.pipeline_layer_partition is not None:
+            read_partition(self.pipeline_layer_partition)
 
     def speculation(self) -> SpeculativeConfig | None:
         """What speculative_config and its flags ask for together."""

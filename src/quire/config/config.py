@@ -8,6 +8,7 @@ from quire.config.draft_heads import DraftHead
 from quire.config.facts import DTYPE_BYTES, DeviceFacts, ModelFacts
 from quire.config.quantization import Quantization
 from quire.config.speculative import SpeculativeConfig
+from quire.config.stages import split_layers
 from quire.types.sampling import LogprobsMode
 
 Policy = Literal["fcfs", "priority"]
@@ -54,6 +55,27 @@ class Config:
     @property
     def drafts_on_device(self) -> bool:
         return self.draft_facts is not None or self.draft_head is not None
+
+    @property
+    def stages(self) -> int:
+        """Of a pipeline, one behind the other; each is shared by `ranks` processes."""
+        return self.args.pipeline_parallel_size
+
+    @property
+    def world(self) -> int:
+        """All processes that have a part of the model."""
+        return self.ranks * self.stages
+
+    @property
+    def divided(self) -> str:
+        """What was asked for that needs several processes, in words."""
+        sizes = {"tensor_parallel_size": self.ranks, "pipeline_parallel_size": self.stages}
+        return " and ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+
+    @property
+    def stage_layers(self) -> tuple[range, ...]:
+        """Of each stage."""
+        return split_layers(len(self.facts.layers), self.stages, self.args.pipeline_layer_partition)
 
     @property
     def cache_dtype(self) -> str:

@@ -103,11 +103,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         ),
     ),
     Conflict(
-        "drafts for several ranks",
-        lambda c: c.speculation is not None and c.ranks > 1,
-        lambda c: f"tensor_parallel_size={c.ranks} cannot be had with speculative_config; leave it at 1, or drop that",
-    ),
-    Conflict(
         "a draft model elsewhere than on a CPU",
         lambda c: c.drafts_on_device and c.device != "cpu",
         lambda c: (
@@ -133,8 +128,8 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "drafts of ranks",
-        lambda c: c.speculation is not None and c.ranks > 1,
-        lambda c: f"speculative_config cannot be had with tensor_parallel_size={c.ranks} yet; leave one of them out",
+        lambda c: c.speculation is not None and c.world > 1,
+        lambda c: f"speculative_config cannot be had with {c.divided} yet; leave one of them out",
     ),
     Conflict(
         "drafts of recurrent layers",
@@ -146,10 +141,8 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "ranks of recurrent layers",
-        lambda c: c.ranks > 1 and bool(c.facts.states),
-        lambda c: (
-            f"tensor_parallel_size={c.ranks}: the recurrent layers of {c.facts.architecture} are not divided yet; leave it at 1"
-        ),
+        lambda c: c.world > 1 and bool(c.facts.states),
+        lambda c: f"{c.divided}: the recurrent layers of {c.facts.architecture} are not divided yet; leave it at 1",
     ),
     Conflict(
         "adapters of recurrent layers",
@@ -166,17 +159,18 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "ranks on a device that has none",
-        lambda c: c.ranks > 1 and c.device != "cpu",
-        lambda c: f"tensor_parallel_size={c.ranks} is built for CPUs, and the device is {c.device}; leave it at 1",
+        lambda c: c.world > 1 and c.device != "cpu",
+        lambda c: f"{c.divided} is built for CPUs, and the device is {c.device}; leave it at 1",
     ),
     Conflict(
         "ranks in one process",
-        lambda c: c.ranks > 1 and c.args.distributed_executor_backend in ("uni", "fake"),
+        lambda c: c.world > 1 and c.args.distributed_executor_backend in ("uni", "fake"),
         lambda c: (
-            f"distributed_executor_backend={c.args.distributed_executor_backend!r} has one rank, and tensor_parallel_size is "
-            f"{c.ranks}; leave one of them out"
+            f"distributed_executor_backend={c.args.distributed_executor_backend!r} has one rank, and {c.divided} asks for "
+            "more; leave one of them out"
         ),
     ),
+    Conflict("layers that cannot be divided so", lambda c: bool(_why_no_stages(c)), lambda c: _why_no_stages(c)),
     Conflict(
         "more ranks than heads",
         lambda c: c.ranks > count_heads(c.facts),
@@ -225,13 +219,18 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "adapters with pipeline stages",
-        lambda c: c.max_loras > 0 and (getattr(c.args, "pipeline_parallel_size", None) or 1) > 1,
-        lambda c: (
-            f"enable_lora cannot be used with pipeline_parallel_size {getattr(c.args, 'pipeline_parallel_size', 1)} yet. Leave "
-            "one of them out"
-        ),
+        lambda c: c.max_loras > 0 and c.stages > 1,
+        lambda c: f"enable_lora cannot be used with pipeline_parallel_size {c.stages} yet. Leave one of them out",
     ),
 )  # fmt: skip
+
+
+def _why_no_stages(config: Config) -> str:
+    try:
+        config.stage_layers  # noqa: B018
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def refuse_conflicts(config: Config) -> None:

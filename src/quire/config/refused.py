@@ -9,7 +9,7 @@ from typing import Any
 from quire.types.errors import ConfigError
 
 # reason -> {name: harmless values besides None}
-_NOT_DIVIDED = "of the ways to use several devices only tensor_parallel_size and data_parallel_size are built"
+_NOT_DIVIDED = "of the ways to use several devices tensor_, pipeline_ and data_parallel_size are built"
 _ONE_HOST = (
     "all engines of a server run on its own machine, and data_parallel_size is how many; for several machines run a server on "
     "each, behind a load balancer"
@@ -39,7 +39,7 @@ _TABLE: _Groups = (
     (_NOT_REPLACED, {"scheduler_cls": (), "worker_cls": ("auto",), "worker_extension_cls": ("",), "io_processor_plugin": (),
                      "additional_config": ({},)}),
     (_NOT_DIVIDED, {
-        "pipeline_parallel_size": (1,), "enable_eplb": (False,),
+        "enable_eplb": (False,),
         "decode_context_parallel_size": (1,), "prefill_context_parallel_size": (1,), "device_ids": (),
     }),
     (_ONE_HOST, {
@@ -75,7 +75,6 @@ def table_of(groups: _Groups) -> dict[str, tuple[str, tuple[Any, ...]]]:
 
 REFUSED = table_of(_TABLE)
 SHORT_FLAGS = {
-    "pipeline_parallel_size": "-pp",
     "data_parallel_size_local": "-dpl",
     "data_parallel_start_rank": "-dpr",
     "data_parallel_rank": "-dpn",

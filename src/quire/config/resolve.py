@@ -257,7 +257,10 @@ def choose_following(args: EngineArgs, facts: ModelFacts, device: DeviceFacts) -
 
 
 def choose_depth(args: EngineArgs, device: DeviceFacts) -> int:
-    """Drafters of the host have to know all tokens before they guess the next."""
+    """Drafters of the host have to know all tokens before they guess the next. In a pipeline every stage has a step."""
+    stages = args.pipeline_parallel_size
+    if stages > 1:
+        return 0 if args.async_scheduling is False else stages - 1
     usual = device.overlaps and args.speculation() is None
     return int(usual if args.async_scheduling is None else args.async_scheduling)
 

@@ -37,13 +37,22 @@ class Watch(Protocol):
         ...
 
 
+def meeting_size(ranks: int) -> int:
+    """Bytes, of which only what is used becomes real."""
+    return 2 * ranks * PIECE
+
+
 class SharedMemoryGroup:
-    def __init__(self, position: Position, memory: int, peers: Mapping[int, socket.socket], watch: Watch) -> None:
-        """memory: a file of any size. peers: a connection to every other rank."""
+    def __init__(
+        self, position: Position, memory: int, peers: Mapping[int, socket.socket], watch: Watch, offset: int = 0
+    ) -> None:
+        """memory: a file of any size, of which the part from `offset` on is for them. peers: a connection to every other rank,
+        under the names that `watch` knows."""
         self._rank, self._size, self._peers, self._watch = position.rank, position.size, dict(peers), watch
-        size = 2 * position.size * PIECE  # of which only what is used becomes real
-        os.ftruncate(memory, size)  # whoever comes first
-        mapped = mmap.mmap(memory, size)
+        size = meeting_size(position.size)
+        if os.fstat(memory).st_size < offset + size:
+            os.ftruncate(memory, offset + size)  # whoever comes first
+        mapped = mmap.mmap(memory, size, offset=offset)
         self._turns = torch.frombuffer(mapped, dtype=torch.uint8).view(2, position.size, PIECE)
         self._turn = 0
         for peer in self._peers.values():

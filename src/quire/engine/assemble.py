@@ -7,7 +7,7 @@ import logging
 import os
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.cache.capacity import MOST_SNAPSHOTS, Capacity, fit, fit_states, pages_for
 from quire.cache.layout import make_layout
@@ -18,11 +18,12 @@ from quire.config.facts import DTYPE_BYTES, DeviceFacts, ModelFacts
 from quire.config.resolve import resolve
 from quire.device.base import Device
 from quire.device.registry import describe, find_device, open_device
-from quire.dist.mesh import ALONE, Position, largest_share, share_layers
+from quire.dist.mesh import ALONE, Position, share_layers
 from quire.engine.core import EngineCore
 from quire.engine.executor.base import Executor
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
+from quire.engine.layouts import share_memory, whole_layout
 from quire.engine.scheduling import make_scheduler
 from quire.engine.timeline import Stopwatch, Timeline
 from quire.grammar.lanes import GrammarLanes
@@ -75,7 +76,7 @@ def resolve_here(args: EngineArgs, watch: Stopwatch, serving: bool = False, engi
 
     def ask(name: str) -> DeviceFacts:
         if args.data_parallel_size > 1 and (name != "cuda" or args.device == name):  # whoever was found has taken it
-            ranks = args.tensor_parallel_size
+            ranks = args.tensor_parallel_size * args.pipeline_parallel_size
             open_device(name).take_part(engine * ranks, args.data_parallel_size * ranks)
         facts = describe(name)
         watch.lap("device")
@@ -101,8 +102,7 @@ def start_core(
     facts = bounded_facts(config)
     if facts.unplanned:
         raise ModelError(facts.unplanned)
-    layers = largest_share(facts.layers, config.ranks)
-    layout = make_layout(layers, config.page_size, config.cache_bytes, bool(facts.states))
+    layout = whole_layout(config)
     local = partial(start_local, drafter=drafter, adapters=adapters)
     start = start_fake if config.args.distributed_executor_backend == "fake" else local
     executor, capacity = start(config, facts, layout, watch)
@@ -154,7 +154,7 @@ def start_local(
     adapters: tuple[int, int] = (0, 0),
 ) -> tuple[Executor, Capacity]:
     """The model in this process, or the first rank's share of it."""
-    workers = None if config.ranks == 1 else start_workers(config, drafter)  # which import torch while we do
+    workers = None if config.world == 1 else start_workers(config, drafter)  # which import torch while we do
     try:
         import_torch()
         with doing("importing the model's code"):
@@ -170,6 +170,12 @@ def start_local(
             drafter, share = make_device_drafter(config, layout)
         if workers is None:
             executor = LocalExecutor(make_runner(config, device, drafter=drafter, adapters=adapters))
+        elif config.stages > 1:
+            from quire.engine.executor.stages import StagesExecutor
+            from quire.engine.pipeline import join_pipeline, make_stage_runner
+
+            ring = join_pipeline(config, 0, workers.memory, workers.peers, workers)
+            executor = StagesExecutor(make_stage_runner(config, device, ring), workers, ring)
         else:
             position = Position(0, config.ranks, args.enable_expert_parallel)
             group = join_group(workers, position)
@@ -183,7 +189,7 @@ def start_local(
         with doing("measuring memory"):
             budget = min(executor.call_all("profile", args.gpu_memory_utilization, args.kv_cache_memory_bytes))
         if args.kv_cache_memory_bytes is None:
-            budget //= config.ranks  # of one machine, and each sees all of its memory
+            budget = share_memory(config, layout, budget)  # of one machine, and each sees all of it
             if config.device_facts.one_memory:
                 budget //= args.data_parallel_size
         watch.lap("profile")
@@ -205,11 +211,11 @@ def start_workers(config: Config, drafter: "Drafter | None") -> "Workers":
     args, facts = config.args, config.facts
     if args.model_impl == "transformers" or find_family(facts) is None:
         raise ConfigError(
-            f"tensor_parallel_size={config.ranks}: {facts.architecture} is run by transformers here, and only models of a "
-            "family of our own can be divided; leave it at 1"
+            f"{config.divided}: {facts.architecture} is run by transformers here, and only models of a family of our own can "
+            "be divided; leave it at 1"
         )
     if drafter is not None:
-        raise ConfigError(f"tensor_parallel_size={config.ranks} cannot be had with drafts; leave it at 1")
+        raise ConfigError(f"{config.divided} cannot be had with drafts; leave it at 1")
     told = replace(
         args,
         model=str(facts.files.path.absolute()),
@@ -219,7 +225,7 @@ def start_workers(config: Config, drafter: "Drafter | None") -> "Workers":
         max_num_batched_tokens=config.max_batched_tokens,
         max_num_seqs=config.max_seqs,
     )
-    return Workers(told, config.ranks, SOONER * args.engine_hang_timeout)
+    return Workers(told, config.world, SOONER * args.engine_hang_timeout)
 
 
 def start_device(config: Config) -> Device:
@@ -227,8 +233,8 @@ def start_device(config: Config) -> Device:
 
     device = open_device(config.device)
     device.start()
-    if config.ranks > 1:
-        torch.set_num_threads(threads_wanted(ranks=config.ranks))
+    if config.world > 1:
+        torch.set_num_threads(threads_wanted(ranks=config.world))
     return device
 
 
@@ -248,29 +254,37 @@ def make_runner(
     """Of the whole model, or of a rank's share of it."""
     from quire.runner.step import Runner
 
-    args, facts = config.args, bounded_facts(config)
+    facts = bounded_facts(config)
     return Runner(
         facts,
         device=device,
-        dtype=config.dtype,
         layout=make_layout(share_layers(facts.layers, position), config.page_size, config.cache_bytes, bool(facts.states)),
-        max_seqs=config.max_seqs,
-        max_batched_tokens=config.max_batched_tokens,
-        load_format=args.load_format,
-        seed=config.seed,
-        logprobs_mode=config.logprobs_mode,
-        model_impl=args.model_impl,
-        enforce_eager=args.enforce_eager,
-        keep_quantized=config.keep_quantized,
-        quantization=config.quantization,
-        keeps=config.device_facts.keeps if config.keep_quantized else frozenset(),
         drafter=drafter,
-        drafts=0 if config.speculation is None else config.speculation.num_speculative_tokens,
         adapters=adapters,
         position=position,
         group=group,
-        cache_dtype=config.cache_dtype,
+        **runner_options(config),
     )
+
+
+def runner_options(config: Config) -> dict[str, Any]:
+    """What is the same for every runner of an engine."""
+    args = config.args
+    return {
+        "dtype": config.dtype,
+        "max_seqs": config.max_seqs,
+        "max_batched_tokens": config.max_batched_tokens,
+        "load_format": args.load_format,
+        "seed": config.seed,
+        "logprobs_mode": config.logprobs_mode,
+        "model_impl": args.model_impl,
+        "enforce_eager": args.enforce_eager,
+        "keep_quantized": config.keep_quantized,
+        "quantization": config.quantization,
+        "keeps": config.device_facts.keeps if config.keep_quantized else frozenset(),
+        "drafts": 0 if config.speculation is None else config.speculation.num_speculative_tokens,
+        "cache_dtype": config.cache_dtype,
+    }
 
 
 def make_device_drafter(config: Config, layout: CacheLayout) -> "tuple[Drafter, float]":

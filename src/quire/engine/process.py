@@ -106,8 +106,10 @@ class Link:
 class EngineLoop:
     """One core, turned by commands."""
 
-    def __init__(self, core: EngineCore, link: Link, pulse: Pulse) -> None:
-        self._core, self._link, self._pulse = core, link, pulse
+    def __init__(self, core: EngineCore, link: Link, pulse: Pulse, gathers: bool = True) -> None:
+        """`gathers`: the next step is planned shortly before the one in flight ends. The first stage of a pipeline has nothing
+        to do until then, so it is planned at once."""
+        self._core, self._link, self._pulse, self._gathers = core, link, pulse, gathers
         core.constraints.on_refused = partial(self._refuse, added=True)
         self._deadline = PlanDeadline()
         self.stopping = False
@@ -131,7 +133,7 @@ class EngineLoop:
                 deltas = self._core.step()
                 self._link.send(ipc.StepReport(deltas, self._core.stats, self._core.tokens))
                 self._tell_viewers()
-                rows = self._core.rows if self._core.ahead else 0
+                rows = self._core.rows if self._core.ahead and self._gathers else 0
                 self._deadline.turned(began, time.monotonic(), self._core.waited, rows, self._core.tokens)
 
     def _tell_viewers(self) -> int:
@@ -271,7 +273,7 @@ def _serve(link: Link, pulse: Pulse, journal: Journal, watch: Stopwatch) -> int:
         link.send(ipc.Failed(type(error).__name__, str(error)))
         return 1
     core.before_admission = journal.write
-    engine = EngineLoop(core, link, pulse)
+    engine = EngineLoop(core, link, pulse, gathers=first.args.pipeline_parallel_size == 1)
 
     def stop(*_: object) -> None:
         engine.stopping = True

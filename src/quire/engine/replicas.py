@@ -14,14 +14,13 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from quire.cache.layout import make_layout
 from quire.config.config import Config
-from quire.dist.mesh import largest_share
 from quire.engine import ipc
 from quire.engine.adapter_client import load_everywhere
 from quire.engine.assemble import make_grammars
 from quire.engine.child import COMMAND
 from quire.engine.client import EngineClient, as_started, engine_args
+from quire.engine.layouts import whole_layout
 from quire.engine.router import EngineRouter
 from quire.engine.timeline import Stopwatch
 from quire.grammar.lanes import GrammarLanes
@@ -95,10 +94,13 @@ class Replicas:
         ready = list(inbox.ready.values())
         self.config = as_started(config, ready[0])
         self.pages, self.max_model_len = min(each.pages for each in ready), min(each.max_model_len for each in ready)
-        layers = largest_share(config.facts.layers, config.ranks)
-        layout = make_layout(layers, self.config.page_size, self.config.cache_bytes, bool(config.facts.states))
         self._limits = RequestLimits(
-            layout, self.pages, self.max_model_len, self.config.max_batched_tokens, config.chunk_cap, config.chunked
+            whole_layout(self.config),
+            self.pages,
+            self.max_model_len,
+            self.config.max_batched_tokens,
+            config.chunk_cap,
+            config.chunked,
         )
         self.constraints = _Grammars(make_grammars(config, 0))
         self._open: set[str] = set()

@@ -30,5 +30,6 @@ def make_scheduler(
         budget=budget,
         single_rows_share=config.device_facts.single_rows_share,
         in_one_piece=config.device_facts.reads_in_place,
+        turns=config.depth + 1 if config.stages > 1 else 1,
         **more,
     )

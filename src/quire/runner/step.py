@@ -55,6 +55,7 @@ DTYPES = {
     "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
     "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
 }  # fmt: skip
+Wanted = tuple[list[tuple[int, Report]], Callable[[Masks | None], Drawn] | None, Tensor | None]  # of a step: see `StepFlight`
 PROMPT_PIECE = 256  # prompt positions whose logits are held at a time
 
 
@@ -134,9 +135,7 @@ class Runner:
         )
 
     def load(self) -> None:
-        model = build_model(self._facts, self._model_impl)
-        if self._group is not None:
-            shard(model, self._position, self._group)
+        model = self._build()
         count, rank = self._room
         adapters: Adapters | None = None
         if count:
@@ -148,7 +147,7 @@ class Runner:
             cache_scales=self._cache_dtype.itemsize == 1,
         )  # fmt: skip
         self._parameters = sum(parameter.numel() for parameter in model.parameters())  # a device may keep them elsewhere
-        facts = self._facts if self._group is None else replace(self._facts, layers=self._layers)
+        facts = replace(self._facts, layers=tuple(self._layers))
         tapped = self._companion is not None and bool(self._companion.taps)
         setting = Setting(facts, self._dtype, self._layout, self._load_format, tapped)
         prepared = self._device.prepare(model, setting)
@@ -161,6 +160,13 @@ class Runner:
             self._reserved = count * adapters.bytes_of(rank)
             budget = self._reserved if self._device.torch_device.type != "cpu" else None
             self._shelf = Shelf(adapters, model, count, rank, budget)
+
+    def _build(self) -> Decoder:
+        """This rank's share of the model, without weights."""
+        model = build_model(self._facts, self._model_impl)
+        if self._group is not None:
+            shard(model, self._position, self._group)
+        return model
 
     @property
     def shelf(self) -> Shelf:
@@ -232,7 +238,33 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepFlight:
-        model = self._loaded()
+        slots, sampler = self._take_in(plan)
+        if not len(plan.slot):
+            return StepFlight(plan, [], None)
+        plain = not len(plan.masked) and sampler.plain(plan.slot)
+        parts = [part for part in self._parts if part.active(plan.slot)]
+        outputs, drafted = plan.outputs, bool(plan.drafts.any())
+        more = drafted or len(outputs.prompt_logprobs) or len(outputs.pool)  # graphs draw, and nothing else
+        replayed = None if self.graphs is None or more else self._replay(self.graphs, plan, plain, parts)
+        prompts: list[tuple[int, Report]] = []
+        pooled: Tensor | None = None
+        draw: Drawn | Callable[[Masks | None], Drawn] | None = None
+        if replayed is None:
+            whole = self._companion is not None and self._companion.whole
+            built = build_batch(plan, slots, parts, whole=whole, states=self._states)
+            prompts, draw, pooled = self._take_out(plan, built, self._loaded()(built.batch))
+        elif isinstance(replayed, Tensor):
+            draw = Drawn(replayed, of_all=True)
+        elif len(replayed.rows.slots):
+            draw = partial(self._draw, replayed.logits, replayed.rows, None)
+        slots.advance(plan)
+        if self._states is not None:
+            self._states.copy(plan.save_slot, plan.save_entry)
+        return StepFlight(plan, prompts, draw, pooled)
+
+    def _take_in(self, plan: StepPlan) -> tuple[Slots, Sampler]:
+        """Everything of a plan but its rows."""
+        self._loaded()
         if self._tenants is None:
             raise EngineError("a step was launched before the cache was allocated")
         slots, kv, sampler = self._tenants
@@ -246,54 +278,42 @@ class Runner:
                 tenancy.admit(admission.slot, admission)
         sampler.refresh(slots.updates)
         kv.copy(plan.copy_from, plan.copy_to)
-        companion = self._companion
-        if companion is not None:
-            companion.copy(plan.copy_from, plan.copy_to)
+        if self._companion is not None:
+            self._companion.copy(plan.copy_from, plan.copy_to)
         if self._states is not None:
             self._states.copy(plan.load_entry, plan.load_slot)
-        if not len(plan.slot):
+        if len(plan.slot):
+            slots.check(plan)
+            self._device.note(plan.tokens)
+        else:
             slots.updates.deliver()
-            return StepFlight(plan, [], None)
-        slots.check(plan)
-        self._device.note(plan.tokens)
-        prompts: list[tuple[int, Report]] = []
-        pooled: Tensor | None = None
-        plain = not len(plan.masked) and sampler.plain(plan.slot)
-        parts = [part for part in self._parts if part.active(plan.slot)]
-        outputs, drafted = plan.outputs, bool(plan.drafts.any())
-        more = drafted or len(outputs.prompt_logprobs) or len(outputs.pool)  # graphs draw, and nothing else
-        replayed = None if self.graphs is None or more else self._replay(self.graphs, plan, plain, parts)
-        draw: Drawn | Callable[[Masks | None], Drawn] | None = None
-        if replayed is None:
-            whole = companion is not None and companion.whole
-            built = build_batch(plan, slots, parts, whole=whole, states=self._states)
-            batch, hidden = built.batch, model(built.batch)
-            if companion is not None:
-                companion.see(plan, batch, [hidden] if self._taps is None else self._taps.take())
-            prompts = _report_prompts(plan, built, hidden, model, slots, sampler)
-            if len(outputs.pool):
-                pooled = hidden[upload(_final(outputs.pool, plan, built), hidden.device)].float()
-            drawn_from = hidden[batch.logit_index] if len(outputs.draw) else hidden[:0]
-            verified = drafted or self._drafter is not None
-            follow = prepare(plan, slots, batch, built.rows, drawn_from) if verified else None
-            self._untold = None
-            if len(drawn_from):
-                adapters = None if batch.adapters is None else batch.adapters.take(plan.outputs.draw)
-                logits = model.logits(drawn_from, adapters)
-                if self._position.rank == 0:
-                    draw = partial(self._draw, logits, built.rows, follow)
-                else:
-                    self._untold = built.rows
-            elif companion is not None:
-                companion.settle()
-        elif isinstance(replayed, Tensor):
-            draw = Drawn(replayed, of_all=True)
-        elif len(replayed.rows.slots):
-            draw = partial(self._draw, replayed.logits, replayed.rows, None)
-        slots.advance(plan)
-        if self._states is not None:
-            self._states.copy(plan.save_slot, plan.save_entry)
-        return StepFlight(plan, prompts, draw, pooled)
+        return slots, sampler
+
+    def _take_out(self, plan: StepPlan, built: Built, hidden: Tensor) -> Wanted:
+        """hidden [K, H] of the tokens that the batch keeps."""
+        assert self._tenants is not None
+        (slots, _, sampler), model, batch = self._tenants, self._loaded(), built.batch
+        outputs, pooled = plan.outputs, None
+        if self._companion is not None:
+            self._companion.see(plan, batch, [hidden] if self._taps is None else self._taps.take())
+        prompts = _report_prompts(plan, built, hidden, model, slots, sampler)
+        if len(outputs.pool):
+            pooled = hidden[upload(_final(outputs.pool, plan, built), hidden.device)].float()
+        drawn_from = hidden[batch.logit_index] if len(outputs.draw) else hidden[:0]
+        verified = bool(plan.drafts.any()) or self._drafter is not None
+        follow = prepare(plan, slots, batch, built.rows, drawn_from) if verified else None
+        self._untold = None
+        draw: Callable[[Masks | None], Drawn] | None = None
+        if len(drawn_from):
+            adapters = None if batch.adapters is None else batch.adapters.take(outputs.draw)
+            logits = model.logits(drawn_from, adapters)
+            if self._position.rank == 0:
+                draw = partial(self._draw, logits, built.rows, follow)
+            else:
+                self._untold = built.rows
+        elif self._companion is not None:
+            self._companion.settle()
+        return prompts, draw, pooled
 
     def _replay(self, graphs: Graphs, plan: StepPlan, plain: bool, parts: list[RowPart]) -> Tensor | Undrawn | None:
         brought = [part.replayed(plan.slot) for part in parts]

@@ -15,7 +15,7 @@ token last. What a row of one token writes is read in its own step only on devic
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 from quire.cache.tables import Tables
@@ -58,11 +58,13 @@ class Scheduler:
         drafts: int = 0,
         speculation: Speculation | None = None,
         snapshots: int | None = None,
+        turns: int = 1,
     ) -> None:
         """`budget`: how many tokens a step has, where that is not always `max_batched_tokens`. `single_rows_share`: within a
         step, the device lets other rows read what a row of one token writes. `in_one_piece`: see `Pool`. `drafts`: how many
         tokens the device guesses ahead, to be verified by the next row. `speculation`: the host guesses them instead.
-        `snapshots`: layers are recurrent, and there is room for so many states beside those of the slots."""
+        `snapshots`: layers are recurrent, and there is room for so many states beside those of the slots. `turns`: steps of a
+        pipeline that are in flight together; the running take turns, so that no draw is waited for."""
         if max_seqs < 1:
             raise ConfigError(f"max_seqs must be at least 1, got {max_seqs}")
         self._limits = RequestLimits(layout, pages, max_model_len, max_batched_tokens, chunk_cap, chunked)
@@ -84,7 +86,7 @@ class Scheduler:
         self._last: Scheduled | None = None  # the latest step
         self._blocked: tuple[Request, int, int] | None = None  # who did not fit, and when that was
         self._single_rows_share = single_rows_share
-        self._drafts = drafts
+        self._drafts, self._turns = drafts, turns
         self.speculation = speculation
         if speculation is not None:
             roster.on_leave.append(speculation.forget)
@@ -244,7 +246,7 @@ class Scheduler:
         Only those after a request give way to it, so the list may lose its end while we go through it.
         """
         left, requests, ends, granted = self._room, plan.requests, plan.ends, self._granted
-        for request in self._running:
+        for request in self._running if self._turns == 1 else self._whose_turn():
             if not left:
                 break
             end = request.computed + 1
@@ -263,6 +265,11 @@ class Scheduler:
                 self._place(request, count + drafts, plan, drafts)
                 left -= count + drafts
         return left
+
+    def _whose_turn(self) -> Iterator[Request]:
+        """An equal part of the running, of those who have no draw in flight."""
+        most = -(-len(self._running) // self._turns)
+        return islice((request for request in self._running if not request.pending), most)
 
     def _admit(self, plan: PlanBuilder, left: int, now: float) -> None:
         while left and self._roster.slots:

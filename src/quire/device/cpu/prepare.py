@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.attn.batch import Batch, take_rows, without_adapters
 from quire.device.base import Body, Prepared, Setting
@@ -36,6 +36,7 @@ from quire.types.cache import KVLayout, can_divide
 def prepare(model: Decoder, setting: Setting) -> Prepared:
     adopt_forms(model)
     body: Body = model.run_blocks
+    head: nn.Module = model.lm_head  # which may be another stage's
     layout, whole = KVLayout.LINES, setting.dtype == torch.float32 and not isinstance(model, Filling)
     layers = kept_in_blocks(model)
     floats = runtime_for_floats() if whole else None
@@ -56,10 +57,10 @@ def prepare(model: Decoder, setting: Setting) -> Prepared:
                 pack_floats(model, floats)
         if compiled is None and layers:
             multiply_by_layer(model)
-        elif isinstance(model.lm_head.method, GGUFHead):
-            pack_blocks(model.lm_head)
-        elif floats is not None:
-            model.lm_head.use(PackedHead(model.lm_head, floats))
+        elif isinstance(head, Head) and isinstance(head.method, GGUFHead):
+            pack_blocks(head)
+        elif isinstance(head, Head) and floats is not None:
+            head.use(PackedHead(head, floats))
             hold_once(model, setting)
         give_back_memory()
     gather_in_background(setting.facts.weight_bytes)
@@ -168,7 +169,9 @@ def kept_in_blocks(model: Decoder) -> list[tuple[Linear, GGUFMethod]]:
 
 def multiply_by_layer(model: Decoder) -> None:
     """Layers that are run by themselves multiply few rows by copies of their blocks in whole numbers."""
-    pack_blocks(model.lm_head)
+    head: nn.Module = model.lm_head
+    if isinstance(head, Head):
+        pack_blocks(head)
     multiply_few_rows(model)
 
 

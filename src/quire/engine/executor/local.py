@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import AcceleratorError
 
+from quire.engine.executor.base import Flight
 from quire.runner.flight import StepFlight
 from quire.runner.step import Runner
 from quire.types.adapter import AdapterFacts, AdapterRef
@@ -44,7 +45,7 @@ class LocalExecutor:
     def counts(self) -> DeviceCounts:
         return self._runner.counts
 
-    def submit(self, plan: StepPlan) -> LocalFlight:
+    def submit(self, plan: StepPlan) -> Flight:
         try:
             return LocalFlight(self._runner.launch(plan))
         except AcceleratorError as error:

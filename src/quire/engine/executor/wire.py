@@ -33,6 +33,19 @@ class RunStep(_RankFrame):
     plan: StepPlan
 
 
+class BeginStep(_RankFrame):
+    """Of a pipeline: the rows go through a rank's stage. `drawn`: what steps that are finished drew, for the first stage."""
+
+    drawn: dict[int, Ints]
+    plan: StepPlan
+
+
+class FinishStep(_RankFrame):
+    """Of a pipeline: the first stage takes what came out of the last one. Steps are finished in the order they were begun."""
+
+    step: int
+
+
 class CallRank(_RankFrame):
     """One of a runner's public methods, by name. The answer is an Answer."""
 
@@ -63,7 +76,7 @@ class RankFailed(_RankFrame):
     step: int | None  # in which it failed; None = before there were any
 
 
-Command = StartRank | RunStep | CallRank | ReadAdapter
+Command = StartRank | RunStep | BeginStep | FinishStep | CallRank | ReadAdapter
 Report = Answer | RankFailed
 
 

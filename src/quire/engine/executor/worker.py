@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,6 +24,7 @@ from quire.types.errors import QuireError
 
 if TYPE_CHECKING:
     from quire.engine.executor.rank_adapters import RankAdapters
+    from quire.runner.stage import Begun, StageRunner
     from quire.runner.step import Runner
 
 FAILED = 1
@@ -48,6 +50,7 @@ class Rank:
         self._memory, self._peers = memory, peers
         self._runner: Runner | None = None
         self._adapters: RankAdapters | None = None  # since the first was asked for
+        self._begun: deque[Begun] = deque()  # steps of a pipeline that are to be finished here
         self.step: int | None = None  # that is run
 
     def obey(self, command: wire.Command) -> wire.Report | None:
@@ -64,6 +67,17 @@ class Rank:
                     self._own_adapters.ask(ref)
                 else:
                     self._own_adapters.forget_adapter(ref.version)
+            case wire.BeginStep(drawn_of, plan):
+                self.step = plan.step
+                runner = self._staged
+                for step, ids in drawn_of.items() if runner.finishes else ():
+                    runner.take_drawn_of(step, ids)
+                begun = runner.begin(plan)
+                if runner.finishes:
+                    self._begun.append(begun)
+            case wire.FinishStep(step):
+                self.step = step
+                self._staged.finish(self._begun.popleft())
             case wire.CallRank(method, args):
                 return wire.Answer(self._call(method, args))
         return None
@@ -81,6 +95,13 @@ class Rank:
             self._adapters = RankAdapters(self._started.shelf)
         return self._adapters
 
+    @property
+    def _staged(self) -> "StageRunner":
+        from quire.runner.stage import StageRunner
+
+        assert isinstance(self._runner, StageRunner)
+        return self._runner
+
     def _start(self, command: wire.StartRank) -> "Runner":
         from quire.dist.mesh import Position
         from quire.dist.shared_memory import SharedMemoryGroup
@@ -88,6 +109,11 @@ class Rank:
         from quire.engine.timeline import Stopwatch
 
         config = resolve_here(command.args, Stopwatch())
+        if config.stages > 1:
+            from quire.engine.pipeline import join_pipeline, make_stage_runner
+
+            ring = join_pipeline(config, command.rank, self._memory, self._peers, Others())
+            return make_stage_runner(config, start_device(config), ring)
         position = Position(command.rank, config.ranks, command.args.enable_expert_parallel)
         group = SharedMemoryGroup(position, self._memory, self._peers, Others())
         adapters = (config.max_loras, config.args.max_lora_rank)

@@ -1,6 +1,6 @@
 """The processes of all ranks but the first, as the first one has them. Importing this imports no torch.
 
-    first rank ──── StartRank, CallRank, RunStep ────► a rank          one connection each
+    first rank ──── StartRank, CallRank, RunStep ────► a rank          one connection each; BeginStep, FinishStep in a pipeline
     first rank ◄─── Answer, RankFailed ────────────── a rank
     any rank   ◄─── a byte for every turn ──────────► any other        `dist/shared_memory.py`
 
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from threading import Lock
 from typing import Any, NoReturn
 
@@ -39,8 +39,11 @@ SENDING = 30.0  # seconds for a message to find room: a rank reads whenever it w
 class Worker:
     """One rank."""
 
-    def __init__(self, rank: int, process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
-        self.rank, self.process = rank, process
+    def __init__(
+        self, rank: int, process: "subprocess.Popen[bytes]", connection: socket.socket, stage: int | None = None
+    ) -> None:
+        """stage: of a pipeline, if there is one."""
+        self.rank, self.process, self._stage = rank, process, stage
         self._sending = Lock()  # adapters are asked for by another thread
         self.failure: wire.RankFailed | None = None
         self.answers: list[Any] = []
@@ -50,7 +53,8 @@ class Worker:
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank} (process {self.process.pid})"
+        stage = "" if self._stage is None else f"stage {self._stage}, "
+        return f"rank {self.rank} ({stage}process {self.process.pid})"
 
     def send(self, frame: bytes) -> None:
         """OSError = it does not read, or is gone."""
@@ -92,7 +96,8 @@ class Workers:
                 handed.callback(end.close)
             try:
                 for rank in range(1, size):
-                    workers.append(_start(rank, self.memory, ends[rank]))
+                    stage = rank // args.tensor_parallel_size if args.pipeline_parallel_size > 1 else None
+                    workers.append(_start(rank, self.memory, ends[rank], stage))
                     workers[-1].send(wire.encode(wire.StartRank(args, rank)))
             except BaseException:
                 self.end()
@@ -113,9 +118,12 @@ class Workers:
         self._dead = self._dead or reason
         return EngineDead(self._dead)
 
-    def send(self, command: wire.Command) -> None:
+    def send(self, command: wire.Command, ranks: Collection[int] | None = None) -> None:
+        """To these; None = to all."""
         frame = wire.encode(command)
         for worker in self._workers:
+            if ranks is not None and worker.rank not in ranks:
+                continue
             try:
                 worker.send(frame)
             except TimeoutError:
@@ -165,8 +173,8 @@ class Workers:
             time.sleep(0.01)
 
     def late(self, ranks: Sequence[int], seconds: float) -> None:
+        self._refuse_stopped(self._workers, seconds)  # whoever is late may itself wait for another one
         late = [worker for worker in self._workers if worker.rank in ranks]
-        self._refuse_stopped(late, seconds)
         if seconds > self._hang_timeout:
             names = " and ".join(worker.name for worker in late)
             raise self.give_up(f"{names} kept the other ranks waiting for {seconds:.1f} s (engine_hang_timeout)")
@@ -195,7 +203,7 @@ def _wait(workers: Iterable[Worker], seconds: float) -> bool:
     return bool(waiting.poll(1000 * seconds))
 
 
-def _start(rank: int, memory: int, peers: dict[int, socket.socket]) -> Worker:
+def _start(rank: int, memory: int, peers: dict[int, socket.socket], stage: int | None) -> Worker:
     ours, theirs = socket.socketpair()
     with theirs:
         ends = [f"{other}:{end.fileno()}" for other, end in peers.items()]
@@ -210,7 +218,7 @@ def _start(rank: int, memory: int, peers: dict[int, socket.socket]) -> Worker:
         except BaseException:
             ours.close()
             raise
-    return Worker(rank, process, ours)
+    return Worker(rank, process, ours, stage)
 
 
 def _end(owner: int, workers: Sequence[Worker], peers: dict[int, socket.socket], memory: int) -> None:

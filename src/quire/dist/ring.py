@@ -1,0 +1,43 @@
+"""What joins the ranks of a pipeline: within a stage they meet, and from stage to stage they hand on.
+
+    memory    [ stage 0's meetings | stage 1's | ... | rank 0's hidden states | rank 1's | ... ]
+"""
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from quire.dist.channel import Inlet, Outlet, Shape
+from quire.dist.collectives import Group
+from quire.dist.shared_memory import SharedMemoryGroup, Watch, meeting_size
+from quire.dist.stages import Seat
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One rank's ends of it."""
+
+    seat: Seat
+    group: Group | None  # None = it has its stage alone
+    inlet: Inlet
+    outlet: Outlet
+    others: Sequence[int]  # ranks of other stages
+
+
+def join_ring(seat: Seat, shape: Shape, memory: int, peers: Mapping[int, socket.socket], watch: Watch) -> Ring:
+    """memory: a file of any size. peers: a connection to every other rank."""
+    size, stages = seat.position.size, len(seat.stage.layers)
+    meeting = meeting_size(size) if size > 1 else 0
+    os.ftruncate(memory, stages * meeting + seat.world * shape.size)  # whoever comes first
+    group = None
+    if size > 1:
+        mates = {rank: peers[rank] for rank in seat.together if rank != seat.rank}
+        group = SharedMemoryGroup(seat.position, memory, mates, watch, seat.stage.index * meeting)
+
+    def offset(sender: int) -> int:
+        return stages * meeting + sender * shape.size
+
+    inlet = Inlet(shape, memory, offset(seat.before), seat.before, peers[seat.before], watch)
+    outlet = Outlet(shape, memory, offset(seat.rank), seat.behind, peers[seat.behind], watch)
+    return Ring(seat, group, inlet, outlet, [rank for rank in range(seat.world) if rank not in seat.together])

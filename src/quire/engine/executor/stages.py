@@ -1,0 +1,118 @@
+"""The executor whose model is divided into stages of a pipeline, each of one rank or of several: the first rank is in this
+process, the others in `workers.py`'s.
+
+    this process    begin 1 │ begin 2 │ finish 1 │ begin 3 │ finish 2 │ ...
+    stage 1                 │ 1 ........ │ 2 ........ │ 3 ........ │
+
+Every plan goes to all ranks. A step is begun when it is submitted, and finished when its result is wanted, or before a step
+that needs what it draws or gives a slot of it away. So any order of plans is right; those are quick that leave the requests of
+the last few steps alone, as the scheduler's are.
+"""
+
+from collections import deque
+from typing import Any
+
+from quire.dist.ring import Ring
+from quire.engine.executor import wire
+from quire.engine.executor.local import LocalExecutor
+from quire.engine.executor.workers import Workers
+from quire.runner.flight import StepFlight
+from quire.runner.stage import Begun, StageRunner
+from quire.types.errors import EngineDead
+from quire.types.plan import Ints, StepPlan, StepResult, Words
+
+
+class StageFlight:
+    def __init__(self, executor: "StagesExecutor", begun: Begun) -> None:
+        self._executor, self.begun = executor, begun
+        self.flight: StepFlight | None = None  # when it is finished
+        plan = begun.plan
+        self._slots, self._draws = {*plan.slot.tolist()}, {*plan.slot[plan.sample].tolist()}
+
+    def comes_before(self, plan: StepPlan) -> bool:
+        """Has it to be finished before the plan is begun?"""
+        taken = {*plan.retired.tolist(), *plan.given_slot.tolist(), *(admission.slot for admission in plan.admitted)}
+        return not self._slots.isdisjoint(taken) or not self._draws.isdisjoint(plan.slot.tolist())
+
+    def draw(self, masks: Words) -> None:
+        self._executor.finish(self).draw(masks)
+        self._executor.note_drawn(self)
+
+    def result(self) -> StepResult:
+        return self._executor.finish(self).result()
+
+
+class StagesExecutor(LocalExecutor):
+    """Ranks are in step or lost: a step that fails on one of them is the end of all."""
+
+    def __init__(self, runner: StageRunner, workers: Workers, ring: Ring) -> None:
+        super().__init__(runner)
+        self._stage, self._workers = runner, workers
+        self._mates = [rank for rank in ring.seat.together if rank != ring.seat.rank]
+        self._open: deque[StageFlight] = deque()  # begun, not finished
+        self._drawn: dict[int, Ints] = {}  # step -> what the other ranks of this stage have not been told
+
+    def submit(self, plan: StepPlan) -> StageFlight:
+        self.check()
+        for flight in [each for each in self._open if each.comes_before(plan)][-1:]:
+            self.finish(flight)
+        drawn, self._drawn = self._drawn, {}
+        self._workers.send(wire.BeginStep(drawn, plan))
+        with self._in_step(plan):
+            flight = StageFlight(self, self._stage.begin(plan))
+        self._open.append(flight)
+        return flight
+
+    def finish(self, wanted: StageFlight) -> StepFlight:
+        """It, and whatever was begun before."""
+        while wanted.flight is None:
+            flight = self._open.popleft()
+            plan = flight.begun.plan
+            with self._in_step(plan):
+                if self._mates:
+                    self._workers.send(wire.FinishStep(plan.step), self._mates)
+                flight.flight = self._stage.finish(flight.begun)
+            self.note_drawn(flight)
+        return wanted.flight
+
+    def note_drawn(self, flight: StageFlight) -> None:
+        ids = None if flight.flight is None or not self._mates else flight.flight.drawn_ids()
+        if ids is not None:
+            self._drawn[flight.begun.plan.step] = ids
+
+    def _in_step(self, plan: StepPlan) -> "_InStep":
+        return _InStep(self._workers, plan.step)
+
+    def check(self) -> None:
+        self._workers.check()
+
+    def call(self, method: str, *args: Any) -> Any:
+        """On all ranks; the answer is the first one's."""
+        return self.call_all(method, *args)[0]
+
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        self.check()
+        target = self.find(method)
+        self._workers.send(wire.CallRank(method, list(args)))
+        return [target(*args), *self._workers.answers()]
+
+    def stop(self) -> None:
+        self._workers.end()
+        super().stop()
+
+
+class _InStep:
+    """An interrupt, too, leaves the others waiting."""
+
+    def __init__(self, workers: Workers, step: int) -> None:
+        self._workers, self._step = workers, step
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, EngineDead):
+            return
+        dead = self._workers.give_up(f"the ranks are out of step: step {self._step} failed on the first: {error!r}")
+        if isinstance(error, Exception):
+            raise dead from error

@@ -1,0 +1,37 @@
+"""A rank of a pipeline, put together: how it is joined to the others, its stage's runner, and its part of the memory."""
+
+import socket
+from collections.abc import Mapping
+
+from quire.cache.stages import stage_layout
+from quire.config.config import Config
+from quire.device.base import Device
+from quire.dist.channel import Shape
+from quire.dist.mesh import share_layers
+from quire.dist.ring import Ring, join_ring
+from quire.dist.shared_memory import Watch
+from quire.dist.stages import Seat
+from quire.engine.assemble import bounded_facts, runner_options
+from quire.runner.stage import StageRunner
+from quire.runner.step import DTYPES
+
+
+def join_pipeline(config: Config, rank: int, memory: int, peers: Mapping[int, socket.socket], watch: Watch) -> Ring:
+    """memory, peers: what all ranks have of each other."""
+    seat = Seat.of(rank, config.stage_layers, config.ranks, config.args.enable_expert_parallel)
+    places = config.depth + 2  # a step is in flight in each but one
+    shape = Shape(places, config.max_batched_tokens, config.facts.hidden_size, DTYPES[config.dtype])
+    return join_ring(seat, shape, memory, peers, watch)
+
+
+def make_stage_runner(config: Config, device: Device, ring: Ring) -> StageRunner:
+    facts, own = bounded_facts(config), ring.seat.stage.own
+    layers = share_layers(facts.layers, ring.seat.position)
+    return StageRunner(
+        facts,
+        device=device,
+        layout=stage_layout(layers, own, config.page_size, config.cache_bytes),
+        ring=ring,
+        layers=[layers[index] for index in own],
+        **runner_options(config),
+    )

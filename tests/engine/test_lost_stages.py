@@ -1,0 +1,54 @@
+"""A stage of a pipeline that dies or is stopped is named, and the engine goes on with others."""
+
+import json
+import os
+import signal
+
+import pytest
+from test_lost_ranks import lives, ranks_of
+from tiny import TEXT, open_model
+
+from quire import SamplingParams
+from quire.engine.executor import workers
+from quire.types.errors import EngineDead
+from serving import NAME, Running
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+
+def test_a_stopped_stage_is_named_and_ends_with_the_engine(tiny_model, monkeypatch):
+    monkeypatch.setattr(workers, "STOPPED", 0.1)
+    llm = open_model(tiny_model, pipeline_parallel_size=2)
+    [pid] = ranks_of(os.getpid())
+    llm.generate(TEXT, GREEDY, use_tqdm=False)
+    os.kill(pid, signal.SIGSTOP)
+    for _ in range(2):  # and again: it does not go on
+        with pytest.raises(EngineDead, match=rf"rank 1 \(stage 1, process {pid}\) is stopped \(SIGSTOP\), and kept the other"):
+            llm.generate(TEXT, GREEDY, use_tqdm=False)
+    llm.llm_engine.shutdown()
+    assert not lives(pid)
+
+
+@pytest.fixture
+def served(tiny_model):
+    running = Running(tiny_model, pipeline_parallel_size=2)
+    yield running
+    running.close()
+
+
+def test_streams_outlive_a_killed_stage(served, shared_llm):
+    body = {"model": NAME, "prompt": TEXT[:3], "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    alone = [output.outputs[0].text for output in shared_llm.generate(TEXT[:3], params, use_tqdm=False)]
+    [rank] = ranks_of(served.llm.engine_pid)
+    texts, killed = ["", "", ""], None
+    with served.http.stream("POST", "/v1/completions", json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                [choice] = json.loads(line.removeprefix("data: "))["choices"]
+                texts[choice["index"]] += choice["text"]
+            if min(map(len, texts)) > 20 and killed is None:
+                os.kill(rank, signal.SIGKILL)
+                killed = rank
+    assert texts == alone
+    assert served.llm.last_loss == f"rank 1 (stage 1, process {killed}) ended with signal SIGKILL"
