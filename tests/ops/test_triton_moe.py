@@ -7,9 +7,10 @@ from kernel_support import DTYPES, close, numbers
 from quire.ops.activation import ACTIVATIONS
 from quire.ops.arguments import ClampedSwiglu, ExpertBiases
 from quire.ops.moe import reference_experts_forward, reference_route
+from quire.ops.routing import reference_route_by_scores
 
 pytest.importorskip("triton")
-from quire.ops.kernels import moe, moe_few, moe_many
+from quire.ops.kernels import moe, moe_few, moe_many, routing
 
 WAYS = pytest.mark.parametrize("way", [moe_few, moe_many], ids=["few", "many"])
 
@@ -42,6 +43,26 @@ def test_routing_of_equal_and_broken_logits(device):
     assert chosen.tolist() == [[1, 2, 4, 0], [0, 1, 2, 3], [1, 3, 4, 2]]
     assert weights[0].isfinite().all()
     assert weights[1:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "groups", "settings"),
+    [
+        (256, 8, (8, 4, 2), {"scoring": "sigmoid", "renormalize": True, "scale": 2.5}),  # DeepSeek V3
+        (160, 6, (8, 3, 1), {"scoring": "softmax", "renormalize": False, "scale": 16.0}),  # V2
+        (64, 4, (1, 1, 2), {"scoring": "sigmoid", "renormalize": True, "scale": 1.8}),  # GLM 4.7 Flash
+        (6, 3, (3, 2, 2), {"scoring": "softmax", "renormalize": True, "scale": 1.0}),
+    ],
+)
+@pytest.mark.parametrize("corrected", [True, False])
+def test_routing_by_scores(experts, top_k, groups, settings, corrected, device):
+    logits = numbers(5, experts, dtype=torch.float32, device=device)
+    correction = numbers(experts, dtype=torch.float32, device=device, seed=1) if corrected else None
+    more = settings | {"correction": correction, "groups": groups[0], "top_groups": groups[1], "group_best": groups[2]}
+    weights, chosen = routing.route_by_scores(logits, top_k, **more)
+    expected_weights, expected = reference_route_by_scores(logits, top_k, **more)
+    assert torch.equal(chosen, expected)
+    close(weights, expected_weights)
 
 
 @pytest.mark.parametrize(("slots", "experts"), [(1, 4), (100, 3), (300, 128), (33, 60), (1111, 5), (2049, 7), (9000, 20)])

@@ -39,7 +39,7 @@ class Absorbed:
 
 @dataclass(frozen=True)
 class Expanded:
-    TILE: ClassVar[int] = 64  # tokens
+    TILE: ClassVar[int] = 128  # tokens
 
     tiles: Tensor  # [tiles, 3] int32: row, first token within the row, place of its first key
     pages: Tensor  # [S] int64 of the rows that are seen, one sequence after the other
@@ -130,7 +130,8 @@ def run_expanded(
         query.stride(0), made.stride(0), spec.scale,
         HEADS=spec.heads, RANK=spec.latent, NOPE=latents.nope, NOPE_BLOCK=_block(latents.nope), VALUES=latents.values,
         VALUE_BLOCK=_block(latents.values), **_turning(latents),
-        BLOCK_M=Expanded.TILE, BLOCK_N=32 if wide else 64, num_warps=4, num_stages=1 if wide else 2, **overlapping(),
+        BLOCK_M=Expanded.TILE, BLOCK_N=32 if wide else 64, num_warps=8,
+        num_stages=1 if wide or max(latents.nope, latents.values) > 128 else 2, **overlapping(),
     )  # fmt: skip
 
 

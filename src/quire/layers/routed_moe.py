@@ -68,8 +68,9 @@ class RoutedMoE(MoE):
         if self.scoring == "sparsemixer":
             return route_sparsemixer(logits, self.top_k, self.tolerance)
         return route_by_scores(
-            logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(-1),
+            logits,
             self.top_k,
+            scoring=self.scoring,
             correction=None if correction is None else correction.flatten(),
             groups=self.groups[0],
             top_groups=self.groups[1],

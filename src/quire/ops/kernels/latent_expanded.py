@@ -89,7 +89,7 @@ def expanded_kernel(
     at_token = (start + token).to(tl.int64)
     source = query + at_token * query_stride + head * (NOPE + 2 * HALF)
     q = tl.load(source[:, None] + d[None, :], mask=real[:, None] & (d < NOPE)[None, :], other=0.0)
-    one, two, _, _, _ = _turned(source + NOPE, cos, sin, position, real, HALF, HALF_BLOCK, INTERLEAVED)
+    one, two, _first_at, _second_at, _mask = _turned(source + NOPE, cos, sin, position, real, HALF, HALF_BLOCK, INTERLEAVED)
     q_first, q_second = one.to(q.dtype), two.to(q.dtype)
     acc = tl.zeros((BLOCK_M, VALUE_BLOCK), tl.float32)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
