@@ -1,6 +1,7 @@
 """A device that another package brings, through the front door."""
 
 import dataclasses
+import json
 import re
 import sys
 from pathlib import Path
@@ -38,6 +39,12 @@ class Broken(CPUDevice):
     def __init__(self):
         raise KeyError("toys")
 
+class Greedy(CPUDevice):
+    def plan_budget(self, total, utilization, used):
+        from quire.device.base import PlannedBudget
+
+        return PlannedBudget(total - 3, 3, 2**20)
+
 not_a_device = dict
 '''
 PAGE = (Path(__file__).parents[2] / "docs" / "devices.md").read_text(encoding="utf-8")
@@ -45,6 +52,7 @@ EXAMPLE = re.search(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[1
 POINTS = """[quire.devices]
 mine = toy_device:MyDevice
 toy = toy_device:Toy
+greedy = toy_device:Greedy
 wrong = toy_device:not_a_device
 vague = toy_device:Vague
 broken = toy_device:Broken
@@ -95,6 +103,17 @@ def test_a_plan_names_it(toy, tmp_path, capsys):
     assert "mine, 8.00 GiB available" in capsys.readouterr().out
 
 
+def test_a_plan_asks_it_how_much_is_the_caches(toy, tmp_path, capsys):
+    model = str(make_model(tmp_path))
+    found = {}
+    for device, more in (("mine", ()), ("mine", ("--gpu-memory-utilization", "0.5")), ("greedy", ())):
+        assert main(["plan", model, "--device", device, "--memory", "8GiB", "--json", *more]) == 0
+        found[device, more] = json.loads(capsys.readouterr().out)
+    whole, half, greedy = found.values()
+    assert whole["cache"] - half["cache"] == whole["memory_usable"] - half["memory_usable"] > 2**31
+    assert (greedy["memory_usable"], greedy["reserved"], greedy["cache"]) == (2**33 - 3, 3, 2**20)
+
+
 def test_the_documentation_has_every_fact():
     rows = PAGE.partition("## Facts")[2].splitlines()
     named = {name for row in rows if row.startswith("| `") for name in re.findall(r"`(\w+)`", row.split("|")[1])}
@@ -118,6 +137,7 @@ def test_what_is_no_device(name, why, toy, tmp_path):
 
 def test_names_are_checked_before_anything_else(toy):
     with pytest.raises(
-        ConfigError, match="device must be one of auto, cpu, cuda, absent, broken, mine, quits, toy, vague, wrong; got 'tpu'"
+        ConfigError,
+        match="device must be one of auto, cpu, cuda, absent, broken, greedy, mine, quits, toy, vague, wrong; got 'tpu'",
     ):
         EngineArgs(model="nowhere", device="tpu")

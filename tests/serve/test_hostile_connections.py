@@ -172,10 +172,27 @@ def test_requests_are_answered_in_order(patient: Hosted) -> None:
     assert answer.index(b"\n19 ") < answer.index(b"/echo")
 
 
-@pytest.mark.parametrize("rest", [b"garbage \r\n\r\n", (GET + b"\r\n") * 1000])
-def test_an_answer_is_not_broken_by_what_follows_its_request(patient: Hosted, rest: bytes) -> None:
+UNFINISHED = CHUNKED + b"3\r\nabc\r\nno length\r\n"
+
+
+@pytest.mark.parametrize(
+    ("rest", "more", "why"),
+    [
+        (b"garbage \r\n\r\n", 0, b"not a valid HTTP request"),
+        (UNFINISHED, 0, b"not a valid HTTP request"),
+        ((GET + b"\r\n") * 3 + UNFINISHED, 3, b"not a valid HTTP request"),
+        ((GET + b"\r\n") * (LIMITS.pipelined + 1), LIMITS.pipelined, b"at most 16 requests may wait"),
+        ((GET + b"\r\n") * 1000, LIMITS.pipelined, b"at most 16 requests may wait"),
+    ],
+)
+def test_what_follows_is_refused_after_the_answers_to_what_came_before(
+    patient: Hosted, rest: bytes, more: int, why: bytes
+) -> None:
     answer = patient.ask(b"GET /stream?n=20 HTTP/1.1\r\n\r\n" + rest)
-    assert answer.count(b"HTTP/1.1 ") == 1 and status(answer) == 200 and answer.endswith(b"0\r\n\r\n")
+    whole, end, last = answer.partition(b"0\r\n\r\n")  # of the stream
+    assert status(whole) == 200 and end and b"\n19 " in whole
+    before, refused, _ = last.rpartition(b"HTTP/1.1 400 ")
+    assert refused and why in last and before.count(b"HTTP/1.1 200") == last.count(b"HTTP/1.1 ") - 1 == more
 
 
 def test_whoever_hangs_up_with_requests_waiting_is_gone() -> None:

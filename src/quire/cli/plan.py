@@ -17,7 +17,7 @@ from quire.config.args import EngineArgs, add_cli_arguments
 from quire.config.config import Config
 from quire.config.facts import DTYPE_BYTES, ModelFacts, read_facts
 from quire.config.host import available_host_bytes
-from quire.config.memory import CUDA_CONTEXT_BYTES, activation_bytes, host_cache_bytes, kept_weight_bytes
+from quire.config.memory import activation_bytes, kept_weight_bytes
 from quire.config.quantization import FORMS, estimate_quantized_bytes, quantized_bytes
 from quire.config.resolve import resolve
 from quire.device.registry import open_device
@@ -78,11 +78,10 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
     layout = whole_layout(config)
     weights, held_as = _weights(config, facts, element)
     steps = activation_bytes(facts.hf, element_bytes=element, tokens=config.max_batched_tokens, rows=config.max_seqs)
-    usable = int(total * args.gpu_memory_utilization) if kind == "cuda" else total
-    reserved = CUDA_CONTEXT_BYTES if kind == "cuda" else 0
-    left = usable - weights - steps - reserved
-    cache = args.kv_cache_memory_bytes or share_memory(config, layout, left if kind == "cuda" else host_cache_bytes(left))
-    pages, length, problems = _fit(config, layout, cache, usable / total)
+    budget = open_device(kind).plan_budget(total, args.gpu_memory_utilization, weights + steps)
+    left = budget.usable - weights - steps - budget.reserved
+    cache = args.kv_cache_memory_bytes or share_memory(config, layout, budget.cache)
+    pages, length, problems = _fit(config, layout, cache, budget.usable / total)
     if args.kv_cache_memory_bytes and cache * config.world > left:
         problems.append(f"kv_cache_memory_bytes asks for {gib(cache * config.world)}, but only {gib(left)} are left")
     sizes = sorted({size for size in TYPICAL_LENGTHS if size < length} | ({length} if length else set()))
@@ -98,9 +97,9 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
         dtype=config.dtype,
         device=kind,
         memory=total,
-        memory_usable=usable,
+        memory_usable=budget.usable,
         activations=steps,
-        reserved=reserved,
+        reserved=budget.reserved,
         max_batched_tokens=config.max_batched_tokens,
         max_seqs=config.max_seqs,
         cache_dtype=config.cache_dtype,

@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
+@dataclass(frozen=True)
+class PlannedBudget:
+    """Bytes."""
+
+    usable: int  # of all there are
+    reserved: int  # for the device's own programs
+    cache: int  # for pages; below 0: so much is missing
+
+
 class Body(Protocol):
     """A decoder's way from embedded tokens to the hidden states of the final ones."""
 
@@ -118,6 +127,12 @@ class Device:
         """Bytes for the cache; ConfigError = there are none. `utilization`: the share of its memory that the engine may have;
         `profile_run`: runs the largest step; `reserve`: bytes that are taken later, for recorded steps."""
         raise NotImplementedError
+
+    def plan_budget(self, total: int, utilization: float, used: int) -> PlannedBudget:
+        """What `budget` will come to on a device with `total` bytes, which need not be there, where a model and its largest
+        step take `used` of them."""
+        usable = int(total * utilization)
+        return PlannedBudget(usable, 0, usable - used)
 
     def updates(self) -> "DeviceUpdates":
         """How small changes of arrays reach it."""

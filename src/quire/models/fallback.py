@@ -19,6 +19,7 @@ from quire.load.source import Source, read_whole
 from quire.models.decoder import Decoder
 from quire.models.fallback_checks import check_tokens_meet_in_attention_only, trace
 from quire.models.fallback_interface import SERVED, WATCHED, build, find_class, install, without_bars
+from quire.progress import doing
 from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ class Fallback(Decoder):
         self.trunk.requires_grad_(False)
         self.head.requires_grad_(False)
         try:
-            check_tokens_meet_in_attention_only(self.trunk, attending, self.facts.vocab_size, device)
+            with doing("trying how tokens of the model meet"):
+                check_tokens_meet_in_attention_only(self.trunk, attending, self.facts.vocab_size, device)
         except ModelError as error:
             raise ModelError(f"{self.facts.architecture} cannot be run through transformers: {error}") from error
         for path, module in zip(self.paths, attending, strict=True):

@@ -98,6 +98,7 @@ class ClientConnection(HttpToolsProtocol):
         self._fields = self._field_bytes = 0  # headers so far
         self._framing = 0  # bytes since the body's latest
         self._thrown = 0  # bytes that came for nobody
+        self._due: bytes | None = None  # a refusal that follows the answers to what came before
         self._age = 0  # seconds
         self._progress = 0  # bytes of the body in that time
         self._unsent, self._unread = 0, 0  # bytes that the client does not take, and for how many seconds
@@ -116,7 +117,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._crowd.leave(self)
-        self._over, self._rest = True, b""
+        self._over, self._rest, self._due = True, b"", None
         self.pipeline.clear()
         if self._answered is not None and not self._answered.response_complete:
             self._answered.disconnected = True
@@ -246,6 +247,8 @@ class ClientConnection(HttpToolsProtocol):
         self._crowd.end_body(self)
         self._age = 0
         if self._over:
+            if self._due is not None and self._answered is not None and self._answered.response_complete:
+                self._tell(self._due)
             return
         if self._rest:
             self.loop.call_soon(self._go_on)
@@ -304,15 +307,18 @@ class ClientConnection(HttpToolsProtocol):
 
     # ---- refusals ---------------------------------------------------------------------------------------------------------
 
-    def _end_after_answer(self) -> None:
-        """Nothing more is heard. The answer that is due is given."""
+    def _hear_nothing(self) -> None:
         self._over, self._rest, self._age, self._thrown = True, b"", 0, 0
-        self.pipeline.clear()
         self._crowd.busy(self)
         self._crowd.end_body(self)
         if self._flow is not None:
             self._flow.hold(False)
             self._flow.resume_reading()
+
+    def _end_after_answer(self) -> None:
+        """Nothing more is heard. The answer that is due is given."""
+        self.pipeline.clear()
+        self._hear_nothing()
         if self._answered is None:
             return
         self._answered.keep_alive = False
@@ -325,19 +331,29 @@ class ClientConnection(HttpToolsProtocol):
         logger.debug("%s: %d, %s", self.client, status, message)
         answered, sending = self._answered, not self._in_head
         unfinished = sending and answered is self.cycle and answered is not None
-        if answered is not None and not answered.response_complete and (not unfinished or answered.response_started):
-            self._end_after_answer()
-            return
+        if answered is not None and not answered.response_complete:
+            if not unfinished:  # what came before is answered first
+                if sending:
+                    self.pipeline.popleft()  # the one that did not come whole
+                self._due = self._refusal(status, message, retry_after)
+                self._hear_nothing()
+                return
+            if answered.response_started:
+                self._end_after_answer()
+                return
         was_answered = unfinished and answered is not None and answered.response_complete
         self._answered = None
         self._end_after_answer()
         if unfinished and answered is not None:
             answered.disconnected = True
             answered.message_event.set()
+        self._tell(b"" if was_answered else self._refusal(status, message, retry_after))
+
+    def _tell(self, refusal: bytes) -> None:
+        self._due = None
         if self.transport.is_closing():
             return
-        if not was_answered:
-            self.transport.write(self._refusal(status, message, retry_after))
+        self.transport.write(refusal)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._crowd.idle(self)

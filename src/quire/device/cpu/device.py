@@ -9,7 +9,7 @@ from quire.config.devices import KEEPS
 from quire.config.facts import DeviceFacts
 from quire.config.host import available_host_bytes
 from quire.config.memory import host_cache_bytes
-from quire.device.base import GIB, Device, Prepared, Setting, no_memory
+from quire.device.base import GIB, Device, PlannedBudget, Prepared, Setting, no_memory
 from quire.device.cpu import libraries
 
 if TYPE_CHECKING:
@@ -87,6 +87,9 @@ class CPUDevice(Device):
                 "use a smaller model or dtype, free some memory, or set kv_cache_memory_bytes"
             )
         return budget
+
+    def plan_budget(self, total: int, utilization: float, used: int) -> PlannedBudget:  # noqa: ARG002
+        return PlannedBudget(total, 0, host_cache_bytes(total - used))
 
     def note(self, tokens: int) -> None:
         if self._trim is not None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from quire.config.devices import KEEPS
 from quire.config.facts import DeviceFacts
-from quire.device.base import Device, Recorder
+from quire.config.memory import CUDA_CONTEXT_BYTES
+from quire.device.base import Device, PlannedBudget, Recorder
 from quire.types.errors import ConfigError
 from quire.types.stats import DeviceCounts
 
@@ -72,6 +73,10 @@ class CUDADevice(Device):
         from quire.device.cuda.memory import device_budget
 
         return device_budget(self.torch_device, utilization, profile_run, reserve)
+
+    def plan_budget(self, total: int, utilization: float, used: int) -> PlannedBudget:
+        usable = int(total * utilization)
+        return PlannedBudget(usable, CUDA_CONTEXT_BYTES, usable - CUDA_CONTEXT_BYTES - used)
 
     def updates(self) -> "DeviceUpdates":
         from quire.device.cuda.updates import CUDAUpdates
