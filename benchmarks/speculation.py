@@ -4,14 +4,24 @@
 
 Every prompt of `prompts/` is answered by SmolLM2, greedily, without and with each method, and
 the answers are compared: they have to be the same. For speeds the machine has to be quiet.
+
+    python benchmarks/speculation.py --shape [--together 1 4 16 64 256] [--rates 0 0.3 0.7]
+
+Llama-8B's shape with random weights, for a GPU: what a step with drafts costs, and what drafts bring that are right so
+often. Since random weights say nothing twice, it is made up which drafts were right; everything else is as it is.
 """
 
 import argparse
 import json
+import random
+import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
+
 from quire import LLM, SamplingParams
+from quire.runner import flight
 
 SETS = ("editing", "summarizing")
 METHODS = {
@@ -28,7 +38,13 @@ def main() -> None:
     parser.add_argument("--together", type=int, nargs="+", default=[1], help="requests at a time")
     parser.add_argument("--tokens", type=int, default=96, help="most tokens of an answer")
     parser.add_argument("--always", action="store_true", help="all drafts that there are, also where they do not pay")
+    parser.add_argument("--shape", action="store_true", help="Llama-8B's, with random weights")
+    parser.add_argument("--layers", type=int, default=32, help="of that shape")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 0.3, 0.7], help="how often a draft is right")
     options = parser.parse_args()
+    if options.shape:
+        run_shape(options.together, options.rates, options.tokens, options.layers)
+        return
     print("| set | together | method | tokens/s | drafts right | tokens per row with drafts |\n|---|---|---|---|---|---|")
     plain: dict[tuple[str, int], list[list[int]]] = {}
     for method in ("off", *options.method):
@@ -40,6 +56,80 @@ def main() -> None:
                 if plain.setdefault((name, together), answers) != answers:
                     raise SystemExit(f"{method} changed an answer of {name}")
         llm.llm_engine.shutdown()
+
+
+class Guessing:
+    """Guesses something, whatever the text is."""
+
+    def propose(self, text, most: int) -> list[int]:
+        return [(len(text.tokens) + i) % 1000 for i in range(most)]
+
+
+class Pretended:
+    """Of the drafts, the first few were right; how many is a matter of chance."""
+
+    def __init__(self) -> None:
+        self.rate, self._dice, self._judge = 0.0, random.Random(0), flight.accept_told
+        flight.accept_told = self
+
+    def __call__(self, plan, ids, _fault):
+        first = np.flatnonzero(np.diff(plan.draw_row, prepend=-1))
+        drafts, lengths, at = plan.drafts[plan.sample].tolist(), [], 0
+        for begin, count in zip(first.tolist(), drafts, strict=True):
+            right = 0
+            while right < count and self._dice.random() < self.rate:
+                right += 1
+            ids[begin : begin + right] = plan.draft_token[at : at + right]
+            at += count
+            lengths.append(1 + right)
+        return np.array(lengths)
+
+
+def run_shape(together: list[int], rates: list[float], tokens: int, layers: int) -> None:
+    from adapters import CONFIG
+
+    pretended = Pretended()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
+        llm = LLM(
+            folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=4096, max_num_seqs=max(together),
+            enable_prefix_caching=False,
+            speculative_config={"method": "custom_class", "model": "__main__:Guessing", "num_speculative_tokens": 8},
+        )  # fmt: skip
+    core, speculation = llm.llm_engine.core, llm.llm_engine.core.scheduler.speculation
+
+    def pace(requests: int, rate: float, drafts: int, adaptive: bool) -> tuple[float, float]:
+        """Tokens per second, and steps per second, of so many requests at a time."""
+        pretended.rate, speculation.most, speculation._adaptive = rate, drafts, adaptive
+        speculation.waits = False
+        prompts = [{"prompt_token_ids": [10 + (7 * i + j) % 1000 for j in range(128)]} for i in range(requests)]
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        best = 0.0, 0.0
+        for _ in range(2):  # the first one records graphs
+            began, steps = time.monotonic(), core.scheduler._step
+            llm.generate(prompts, params, use_tqdm=False)
+            seconds = time.monotonic() - began
+            best = max(best, (requests * tokens / seconds, (core.scheduler._step - steps) / seconds))
+        return best
+
+    plain = {requests: pace(requests, 0.0, 0, False) for requests in together}
+    one = plain[together[0]][1]
+    print(f"a step of {together[0]}: {1e3 / one:.3f} ms")
+    for drafts in (4, 8):
+        steps = pace(together[0], 0.0, drafts, False)[1]
+        print(f"with {drafts} drafts each, all wrong: {1e3 / steps:.3f} ms, {one / steps:.3f} x")
+    for drafts in (4, 8):
+        reached = pace(together[0], 0.7, drafts, False)[0]
+        print(
+            f"with {drafts} drafts, each right 7 times of 10: {reached:.1f} tokens/s, {reached / plain[together[0]][0]:.2f} x"
+        )
+    print("\n| together | off, tokens/s | " + " | ".join(f"{rate:g} right" for rate in rates) + " |")
+    print("|---|---|" + "---|" * len(rates))
+    for requests in together:
+        reached = [pace(requests, rate, 4, True)[0] / plain[requests][0] for rate in rates]
+        print(
+            f"| {requests} | {plain[requests][0]:.0f} | " + " | ".join(f"{each:.2f} x" for each in reached) + " |", flush=True
+        )
 
 
 def run(llm: LLM, name: str, together: int, tokens: int, method: str) -> list[list[int]]:

@@ -102,19 +102,21 @@ def test_conflicts(tmp_path):
         args = EngineArgs(model=str(tmp_path), load_format="dummy", **{"spec_method": "ngram", **values})
         return resolve(args, lambda: device, lambda name: open_device(name).facts(memory=0))
 
-    assert (resolved().depth, resolved("cuda").depth, resolved("cuda", spec_method=None).depth) == (0, 0, 1)
-    with pytest.raises(ConfigError, match=r"async_scheduling plans .*ngram drafts from them"):
-        resolved(async_scheduling=True)
+    assert (resolved().depth, resolved("cuda").depth, resolved("cuda", spec_method=None).depth) == (0, 1, 1)
+    assert resolved(async_scheduling=True).depth == 1
     with pytest.raises(ConfigError, match=r"num_speculative_tokens 9 and a token before them do not fit"):
         resolved(spec_tokens=9, max_num_batched_tokens=8, max_num_seqs=2)
 
-    def with_draft(device="cpu", **changes):
+    def with_draft(device="cpu", async_scheduling=None, **changes):
         directory = tmp_path / "draft"
         directory.mkdir(exist_ok=True)
         (directory / "config.json").write_text(json.dumps(described | changes))
-        return resolved(device, spec_method=None, speculative_config={"model": str(directory)})
+        asked = {"spec_method": None, "speculative_config": {"model": str(directory)}, "async_scheduling": async_scheduling}
+        return resolved(device, **asked)
 
     assert len(with_draft(num_hidden_layers=3).draft_facts.layers) == 3
+    with pytest.raises(ConfigError, match=r"async_scheduling plans .*draft_model drafts from them"):
+        with_draft(async_scheduling=True)
     with pytest.raises(ConfigError, match=r"has 99 tokens, but the model has 100"):
         with_draft(vocab_size=99)
     with pytest.raises(ConfigError, match=r"the draft model has 32 positions, fewer than max_model_len 64"):

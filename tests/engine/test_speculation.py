@@ -114,7 +114,7 @@ def test_the_same_tokens_with_every_drafter(expected, name, smaller):
     model = {"itself": {"model": str(directory)}, "smaller": {"model": str(smaller)}}.get(name, {})
     llm = open_model(
         directory, dtype="float32", max_num_seqs=6, num_gpu_blocks_override=40, max_num_batched_tokens=24,
-        speculative_config={**DRAFTERS[name], **model, "adaptive": False},
+        speculative_config={**DRAFTERS[name], **model, "adaptive": False}, async_scheduling=name in ("suffix", "right"),
     )  # fmt: skip
     core = llm.llm_engine.core
     same(llm.generate(prompts, params, use_tqdm=False), answers)
@@ -133,9 +133,12 @@ def test_the_same_tokens_with_every_drafter(expected, name, smaller):
     llm.llm_engine.shutdown()
 
 
-@pytest.fixture(scope="module")
-def adaptive(expected):
-    llm = open_model(expected[0], dtype="float32", speculative_config=DRAFTERS["ngram"], disable_log_stats=False)
+@pytest.fixture(scope="module", params=[False, True], ids=["one step at a time", "ahead"])
+def adaptive(expected, request):
+    llm = open_model(
+        expected[0], dtype="float32", speculative_config=DRAFTERS["ngram"], disable_log_stats=False,
+        async_scheduling=request.param,
+    )  # fmt: skip
     yield llm
     llm.llm_engine.shutdown()
 

@@ -1,12 +1,15 @@
 """Which drafts were right, and what a step says of draws that went wrong behind them."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from runner_support import plan
 
 from quire.ops.arguments import BROKEN, GOOD
-from quire.runner.draft.verify import NO_DRAFT, accept
+from quire.runner.draft.unroll import unroll
+from quire.runner.draft.verify import NO_DRAFT, accept, accept_told
 from quire.runner.flight import StepFlight
 from quire.runner.sampler.pipeline import Drawn
 
@@ -28,6 +31,20 @@ def test_leading_drafts_that_were_drawn_are_accepted(seed):
         first.append(len(ids))
         ids, drafts = ids + own, [*drafts, *guessed, NO_DRAFT]
     assert lengths(ids, drafts, first).tolist() == expected
+    ends = np.append(first[1:], len(ids)) - 1
+    step = plan(0, [(i, size, size, True, size - 1) for i, size in enumerate((ends - first + 1).tolist())])
+    told = dataclasses.replace(step, draft_token=np.array([d for d in drafts if d != NO_DRAFT], np.int32))
+    assert accept_told(told, np.array(ids), np.full(len(ids), GOOD)).tolist() == expected
+
+
+def test_a_row_with_drafts_as_rows_of_one_token():
+    step = plan(0, [(4, 3, 9, True, 2), (1, 5, 5, False), (0, 1, 7, True), (2, 2, 6, True, 1)])
+    unrolled, owner = unroll(step)
+    assert owner.tolist() == [0, 0, 0, 1, 2, 3, 3]
+    assert unrolled.slot.tolist() == [4, 4, 4, 1, 0, 2, 2] and unrolled.end.tolist() == [7, 8, 9, 5, 7, 5, 6]
+    assert unrolled.count.tolist() == [1, 1, 1, 5, 1, 1, 1] and not unrolled.drafts.any()
+    assert unrolled.outputs.draw.tolist() == step.outputs.draw.tolist()
+    assert unrolled.draw_row.tolist() == [0, 1, 2, 4, 5, 6]
 
 
 def test_a_row_that_fails_behind_a_right_draft_brings_what_came_before():

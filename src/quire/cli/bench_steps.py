@@ -107,9 +107,9 @@ class StepMeter:
         self._landed: list[tuple[Scheduled, float]] = []
         tell = core.scheduler.took
 
-        def note(scheduled: "Scheduled", seconds: float) -> None:
+        def note(scheduled: "Scheduled", seconds: float, paused: float = 0.0) -> None:
             self._landed.append((scheduled, seconds))
-            tell(scheduled, seconds)
+            tell(scheduled, seconds, paused)
 
         core.scheduler.took = note  # type: ignore[method-assign]
 

@@ -96,7 +96,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "steps planned ahead of drafts",
-        lambda c: c.speculation is not None and c.depth > 0,
+        lambda c: c.drafts_on_device and c.depth > 0,
         lambda c: (
             f"async_scheduling plans steps before the last one's tokens are known, but "
             f"{c.speculation and c.speculation.method} drafts from them; drop async_scheduling, or speculative_config"

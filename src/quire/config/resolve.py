@@ -257,11 +257,12 @@ def choose_following(args: EngineArgs, facts: ModelFacts, device: DeviceFacts) -
 
 
 def choose_depth(args: EngineArgs, device: DeviceFacts) -> int:
-    """Drafters of the host have to know all tokens before they guess the next. In a pipeline every stage has a step."""
-    stages = args.pipeline_parallel_size
+    """Where drafts of the host are worth it, the engine waits for the tokens that they are made from. In a pipeline every stage
+    has a step."""
+    stages, asked = args.pipeline_parallel_size, args.speculation()
     if stages > 1:
         return 0 if args.async_scheduling is False else stages - 1
-    usual = device.overlaps and args.speculation() is None
+    usual = device.overlaps and (asked is None or asked.method not in ON_DEVICE)
     return int(usual if args.async_scheduling is None else args.async_scheduling)
 
 

@@ -29,6 +29,7 @@ from quire.engine.timeline import Stopwatch, Timeline
 from quire.grammar.lanes import GrammarLanes
 from quire.models.registry import complete_facts, find_family
 from quire.progress import doing
+from quire.sched.draft.costs import UNMEASURED
 from quire.sched.draft.make import make_drafter
 from quire.sched.draft.speculation import Speculation
 from quire.types.cache import CacheLayout
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FAKE_LATENCY = "QUIRE_FAKE_LATENCY"  # environment: how many seconds a step of the fake executor takes
+NEARLY_FREE = 0.05  # a draft, before it was measured, where a step's time is that of reading the weights
 MOST_FAKE_PAGES = 1 << 17
 SOONER = 0.9  # of the time after which an engine counts as hung: a rank that hangs is named before
 
@@ -135,6 +137,7 @@ def _speculation(config: Config) -> Speculation | None:
         adaptive=asked.adaptive,
         largest_batch=asked.disable_by_batch_size,
         schedule=asked.num_speculative_tokens_per_batch_size,
+        unmeasured=NEARLY_FREE if config.device_facts.overlaps else UNMEASURED,
     )
 
 

@@ -24,6 +24,7 @@ from quire.types.request import EngineRequest
 from quire.types.stats import Stats
 
 logger = logging.getLogger(__name__)
+SHORT = 0.01  # seconds without a step that are planning, and not waiting for work
 
 
 class EngineCore:
@@ -44,9 +45,10 @@ class EngineCore:
         self.scheduler, self.executor, self.depth, self._clock = scheduler, executor, depth, clock
         self.constraints = Constraints(scheduler, grammars, self._tell)
         self.adapters = AdapterDesk(scheduler.roster, executor, *adapters, self.constraints.refuse)
-        self._flights: deque[tuple[Scheduled, Flight]] = deque()
+        self._flights: deque[tuple[Scheduled, Flight, bool]] = deque()  # True = it was launched behind another
         self._deltas: list[TokenDelta] = []  # to be handed out by the next step
         self._busy_since = 0.0  # the device with the first of them
+        self._landed_at = 0.0  # the latest
         self.tokens = self.rows = 0  # run by the latest step
         self.waited = 0.0  # seconds, by the latest step, for the device
         self.watch: Watch | None = None  # for viewers, while there are any
@@ -101,6 +103,9 @@ class EngineCore:
 
     def step(self) -> list[TokenDelta]:
         """One turn of the loop: plan and submit a step, take in those that are due."""
+        speculation = self.scheduler.speculation
+        while self._flights and speculation is not None and speculation.waits:  # drafts are from tokens that have come
+            self._land(*self._flights.popleft())
         self.constraints.before_plan(self.depth, self.ahead)
         self.adapters.turn()
         scheduled = self.scheduler.schedule(self._clock())
@@ -136,7 +141,8 @@ class EngineCore:
         self.executor.stop()
 
     def _submit(self, scheduled: Scheduled) -> None:
-        if not self._flights:
+        ahead = bool(self._flights)
+        if not ahead:
             self._busy_since = self._clock()
         try:
             flight = self.executor.submit(scheduled.plan)
@@ -144,7 +150,7 @@ class EngineCore:
                 while self._flights:  # masks depend on their tokens
                     self._land(*self._flights.popleft())
                 flight.draw(self._masks(scheduled))
-            self._flights.append((scheduled, flight))
+            self._flights.append((scheduled, flight, ahead))
         except EngineDead:
             raise
         except Exception as error:
@@ -163,7 +169,7 @@ class EngineCore:
         self._deltas += deltas
         self.constraints.note(deltas)
 
-    def _land(self, scheduled: Scheduled, flight: Flight) -> None:
+    def _land(self, scheduled: Scheduled, flight: Flight, ahead: bool) -> None:
         began = self._clock()
         try:
             result = flight.result()
@@ -174,8 +180,10 @@ class EngineCore:
         else:
             ended = self._clock()
             self.waited += ended - began
+            paused = self._busy_since - self._landed_at  # the device, before this step
             busy, self._busy_since = ended - self._busy_since, ended
-            self.scheduler.took(scheduled, busy)
+            self.scheduler.took(scheduled, busy, paused if not ahead and 0 < paused < SHORT else 0.0)
+            self._landed_at = ended
             if self.watch is not None:
                 self.watch.landing(scheduled, result, busy, ended)
             self._tell(self.scheduler.commit(scheduled, result))

@@ -6,6 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from quire.ops.arguments import GOOD
+from quire.runner.draft.verify import accept_told
 from quire.runner.sampler.grammar import Masks
 from quire.runner.sampler.logprobs import Report, to_top_logprobs
 from quire.runner.sampler.pipeline import FAULTS, Drawn
@@ -74,7 +75,7 @@ class StepFlight:
         plan, drawn = self._plan, self._drawn
         lengths, ids, fault = plan.sample.astype(np.int32), np.empty(0, np.int32), np.empty(0, np.int32)
         if drawn is not None:
-            ids, fault = next(arrays)[:, plan.draw_row if drawn.of_all else slice(len(plan.draw_row))]
+            ids, fault = next(arrays)[:, slice(len(plan.draw_row)) if drawn.places is None else drawn.places]
         pooled: dict[int, Floats] = {}
         if self._pooled is not None:
             states, owner = next(arrays).astype(np.float32), plan.rows_of(plan.outputs.pool)
@@ -82,6 +83,9 @@ class StepFlight:
         kept: Ints | slice = slice(None)  # the draws that count
         if drawn is not None and drawn.lengths is not None:
             lengths[plan.sample] = next(arrays)
+            kept = spans(np.searchsorted(plan.draw_row, np.arange(len(lengths))), lengths)
+        elif drawn is not None and plan.drafts.any():
+            lengths[plan.sample] = accept_told(plan, ids, fault)
             kept = spans(np.searchsorted(plan.draw_row, np.arange(len(lengths))), lengths)
         drafts: dict[int, Ints] = {}
         if drawn is not None and drawn.guesses is not None and len(plan.masked):

@@ -88,13 +88,16 @@ class Graphs:
         vocabulary: int,
         max_tokens: int,
         adapters: int = 0,
+        drafts: int = 0,
     ) -> None:
-        """`max_tokens`: no step has more. `adapters`: there may be so many; steps with some have graphs of their own."""
+        """`max_tokens`: no step has more. `adapters`: there may be so many; steps with some have graphs of their own. `drafts`:
+        a slot may have so many more rows (`draft/unroll.py`)."""
         self._adapters = adapters > 0
         self._max_tokens = min(max_tokens, MOST_TOKENS)
         self._slots, self._sampler, self._planners = slots, sampler, planners
-        self._max_rows = min(len(slots.tokens), MOST_ROWS)
-        self._allowance = allowance(len(slots.tokens), vocabulary, self._adapters)
+        rows = len(slots.tokens) * (1 + drafts)
+        self._max_rows = min(rows, MOST_ROWS)
+        self._allowance = allowance(rows, vocabulary, self._adapters)
         self._taken = 0  # bytes
         self._wanted: Counter[Bucket] = Counter()
         self._recorded: dict[Bucket, Recording] = {}

@@ -27,6 +27,7 @@ from quire.runner.batch import Built, build_batch
 from quire.runner.buckets import MOST_TOKENS
 from quire.runner.draft.base import DeviceDrafter, Drafter
 from quire.runner.draft.taps import Taps
+from quire.runner.draft.unroll import unroll
 from quire.runner.draft.verify import Verification, prepare
 from quire.runner.flight import StepFlight
 from quire.runner.graphs import Graphs, Undrawn, allowance, fixed_plans
@@ -199,7 +200,7 @@ class Runner:
             if kv_cache_memory_bytes <= 0:
                 raise ConfigError(f"kv_cache_memory_bytes must be positive, got {kv_cache_memory_bytes}")
             return kv_cache_memory_bytes
-        graphs = allowance(self._max_seqs, self._facts.vocab_size, self._room[0] > 0) if self._recording else 0
+        graphs = allowance(self._max_seqs * (1 + self._drafts), self._facts.vocab_size, self._room[0] > 0) if self._recording else 0
         reserve = self._reserved + graphs
         return self._device.budget(gpu_memory_utilization, self._profile_run, reserve)
 
@@ -227,7 +228,9 @@ class Runner:
         self.graphs = None
         if planners is not None:
             recorder, most = self._device.recorder(), self._max_batched_tokens
-            self.graphs = Graphs(model, slots, sampler, planners, recorder, self._facts.vocab_size, most, self._room[0])
+            self.graphs = Graphs(
+                model, slots, sampler, planners, recorder, self._facts.vocab_size, most, self._room[0], self._drafts
+            )
 
     def close(self) -> None:
         self._model = self._tenants = self.graphs = self._shelf = self._group = self._states = None
@@ -243,18 +246,21 @@ class Runner:
             return StepFlight(plan, [], None)
         plain = not len(plan.masked) and sampler.plain(plan.slot)
         parts = [part for part in self._parts if part.active(plan.slot)]
-        outputs, drafted = plan.outputs, bool(plan.drafts.any())
-        more = drafted or len(outputs.prompt_logprobs) or len(outputs.pool)  # graphs draw, and nothing else
-        replayed = None if self.graphs is None or more else self._replay(self.graphs, plan, plain, parts)
+        outputs, told = plan.outputs, self._drafter is None and bool(plan.drafts.any())
+        run, owner = unroll(plan) if told and slots.device.type == "cuda" else (plan, None)
+        more = run.drafts.any() or len(outputs.prompt_logprobs) or len(outputs.pool)  # graphs draw, and nothing else
+        replayed = None if self.graphs is None or more else self._replay(self.graphs, run, plain, parts)
         prompts: list[tuple[int, Report]] = []
         pooled: Tensor | None = None
         draw: Drawn | Callable[[Masks | None], Drawn] | None = None
         if replayed is None:
             whole = self._companion is not None and self._companion.whole
-            built = build_batch(plan, slots, parts, whole=whole, states=self._states)
-            prompts, draw, pooled = self._take_out(plan, built, self._loaded()(built.batch))
+            built = build_batch(run, slots, parts, whole=whole, states=self._states)
+            prompts, draw, pooled = self._take_out(run, built, self._loaded()(built.batch))
+            if owner is not None:
+                prompts = [(int(owner[row]), report) for row, report in prompts]
         elif isinstance(replayed, Tensor):
-            draw = Drawn(replayed, of_all=True)
+            draw = Drawn(replayed, places=run.draw_row)
         elif len(replayed.rows.slots):
             draw = partial(self._draw, replayed.logits, replayed.rows, None)
         slots.advance(plan)
@@ -300,8 +306,7 @@ class Runner:
         if len(outputs.pool):
             pooled = hidden[upload(_final(outputs.pool, plan, built), hidden.device)].float()
         drawn_from = hidden[batch.logit_index] if len(outputs.draw) else hidden[:0]
-        verified = bool(plan.drafts.any()) or self._drafter is not None
-        follow = prepare(plan, slots, batch, built.rows, drawn_from) if verified else None
+        follow = None if self._drafter is None else prepare(plan, slots, batch, built.rows, drawn_from)
         self._untold = None
         draw: Callable[[Masks | None], Drawn] | None = None
         if len(drawn_from):
@@ -327,7 +332,7 @@ class Runner:
         assert self._tenants is not None
         slots, _, sampler = self._tenants
         drawn = sampler.sample(logits, rows, masks)
-        return drawn if follow is None else follow.follow(drawn, slots, self._drafter)
+        return drawn if follow is None or self._drafter is None else follow.follow(drawn, slots, self._drafter)
 
     @torch.inference_mode()
     def take_drawn(self, ids: Ints) -> None:

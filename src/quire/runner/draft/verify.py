@@ -4,6 +4,8 @@
     drawn        t1       t2       t3       t4               behind each of them
     accepted     t1       t2       t3                        where draft 1 = t1, draft 2 = t2, draft 3 is not t3
 
+Drafts of the device are compared there; those that came with the plan by the host, which knows where the slots stand.
+
 Every draw is what it would be without drafts: with the same logits, parameters and random numbers, and the drafts before it as
 its history. A draft that is not drawn only ends the row's tokens.
 """
@@ -20,8 +22,8 @@ from quire.runner.draft.base import Drafter
 from quire.runner.sampler.pipeline import Drawn
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
-from quire.runner.transfer import upload_together
-from quire.types.plan import StepPlan
+from quire.runner.transfer import Longs, upload_together
+from quire.types.plan import Ints, StepPlan
 
 NO_DRAFT = -1
 
@@ -34,13 +36,11 @@ class Verification:
     hidden: Tensor  # [N, H] what the draws are from
     token: Tensor  # [N] int64 behind which of the step's tokens they are
 
-    def follow(self, drawn: Drawn, slots: Slots, drafter: Drafter | None) -> Drawn:
-        """Moves the slots on, and has their next tokens guessed if that is done here."""
+    def follow(self, drawn: Drawn, slots: Slots, drafter: Drafter) -> Drawn:
+        """Moves the slots on, and has their next tokens guessed."""
         lengths = accept(drawn.result[:, : len(self.drafts)], self.first, self.drafts)
         slot, newest = self.rows.slot[self.first], self.rows.end[self.first] + lengths - 1
         slots.position[slot] = newest
-        if drafter is None:
-            return replace(drawn, lengths=lengths)
         last = self.first + lengths - 1
         guesses = drafter.propose(slot, newest + 1, slots.tokens, self.hidden[last], self.token[last]).int()
         places = newest[:, None] + 1 + torch.arange(drafter.most, device=newest.device)
@@ -60,6 +60,18 @@ def prepare(plan: StepPlan, slots: Slots, batch: Batch, rows: Rows, hidden: Tens
     slots.position[passing] += by
     drafts = torch.where(draft_there == NO_DRAFT, NO_DRAFT, batch.ids[draft_there])
     return Verification(rows, first_there, drafts, hidden, token)
+
+
+def accept_told(plan: StepPlan, ids: Ints, fault: Ints) -> Longs:
+    """As `accept`, on the host, of drafts that came with the plan: ids and fault [N] of its draws."""
+    row = plan.draw_row
+    first = np.flatnonzero(np.diff(row, prepend=-1))
+    behind = np.flatnonzero(np.append(np.diff(row) == 0, False)[: len(row)])
+    drafts = np.full(len(row), NO_DRAFT)
+    drafts[behind[: len(plan.draft_token)]] = plan.draft_token
+    ending = np.where((ids != drafts) | (fault != GOOD), np.arange(len(row)), len(row))
+    nearest: Longs = np.minimum.accumulate(ending[::-1])[::-1]
+    return nearest[first] - first + 1
 
 
 def accept(result: Tensor, first: Tensor, drafts: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class Drawn:
     reported: Longs = field(default_factory=lambda: np.empty(0, np.int64))  # [n] the rows with logprobs
     widths: Sequence[int] = ()  # [n] tokens beside the chosen one
     report: Report | None = None  # of those rows
-    of_all: bool = False  # N are all rows of the step, whether they draw or not
+    places: Ints | None = None  # [draws] where the draws are among N; None = they are the first
     lengths: Tensor | None = None  # [n] how many of its draws each row takes that has any; None = all, and that is one
     guesses: Tensor | None = None  # [n, k] int32 what those rows are expected to draw next
 

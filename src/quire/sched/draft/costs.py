@@ -27,7 +27,9 @@ class Measured:
 
 
 class StepCosts:
-    def __init__(self) -> None:
+    def __init__(self, unmeasured: float = UNMEASURED) -> None:
+        """`unmeasured`: what a draft costs before one was measured, of a row's share of a step."""
+        self._unmeasured = unmeasured
         self._by_rows: dict[int, dict[int, Measured]] = {}  # rows -> drafts -> seconds, both as `_bucket` has them
 
     def took(self, rows: int, drafts: int, seconds: float) -> None:
@@ -56,7 +58,7 @@ class StepCosts:
         known = sorted(found)
         i = bisect_left(known, place)
         if len(known) == 1:
-            return base * (1 + UNMEASURED * drafts / rows)
+            return base * (1 + self._unmeasured * drafts / rows)
         low, high = (known[i - 1], known[i]) if i < len(known) else (0, known[-1])
         below, above = found[low].seconds, found[high].seconds
         return max(base, below + (above - below) * (place - low) / (high - low))

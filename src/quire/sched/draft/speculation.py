@@ -5,12 +5,16 @@
 
 A guess that is not run is compared with what comes all the same, so it costs nothing to learn that a drafter has become good.
 What drafts cost is learnt by running some; where they are not worth it, that is tried again once in a while.
+
+Where steps are planned ahead of the tokens of the last one, there are no drafts: guessing needs these tokens, and waiting for
+them is part of what drafts cost. Meanwhile the texts of some requests are looked at, as far as they have come. When drafts are
+worth it, the engine `waits` for what is in flight, and goes on so as long as they are.
 """
 
 from collections.abc import Iterable, Sequence
 
 from quire.sched.draft.base import HostDrafter, Text
-from quire.sched.draft.costs import StepCosts
+from quire.sched.draft.costs import UNMEASURED, StepCosts
 from quire.sched.plan_builder import Scheduled
 from quire.types.plan import StepResult
 from quire.types.request import Drafting, Request
@@ -21,6 +25,7 @@ COMMON = 0.02  # of all requests: what is expected of a new one
 TRIED_EVERY = 200  # steps in which nothing was worth it
 LIKELY = 0.3  # a draft that is tried is right that often, at least
 MOST_TOGETHER = 512  # drafts of a step
+LOOKED_AT = 8  # requests of a step that is planned ahead
 Schedule = Sequence[tuple[int, int, int]]
 
 
@@ -35,15 +40,20 @@ class Speculation:
         adaptive: bool = True,
         largest_batch: int | None = None,
         schedule: Schedule = (),
+        unmeasured: float = UNMEASURED,
     ) -> None:
         """`drafter`: None = the device drafts, and all rows have `most` drafts. `largest_batch`: with more requests there are
-        none. `schedule`: from so many requests to so many, at most so many drafts of a row."""
+        none. `schedule`: from so many requests to so many, at most so many drafts of a row. `unmeasured`: see `StepCosts`."""
         self.most, self._drafter, self._adaptive = most, drafter, adaptive
         self._largest_batch, self._schedule = largest_batch, tuple(schedule)
-        self._costs = StepCosts()
+        self._costs = StepCosts(unmeasured)
         self._common = Drafting(first=0.5, later=0.5)
         self._idle = 0  # steps since drafts were run that could have been
+        self._trial = False  # drafts are run once, worth it or not
+        self._turn = 0  # of those who are looked at
+        self._ahead = self._ahead_once = False  # is a step in flight when another lands, and was one ever?
         self.granted: dict[Request, int] = {}  # drafts of the next step
+        self.waits = drafter is not None and not adaptive  # the next step is planned when all tokens are known
 
     @property
     def by_host(self) -> bool:
@@ -57,6 +67,7 @@ class Speculation:
         self.granted = {}
         rows = [request for request in running if request.known == 1]
         limit = self._limit(len(rows))
+        self.waits = self.by_host and not self._adaptive and limit > 0
         if self._drafter is None:
             self.granted = {request: limit for request in rows if limit and request.drew}
             return
@@ -66,7 +77,10 @@ class Speculation:
         if not self._adaptive:
             self.granted = {request: min(limit, len(request.drafting.tokens)) for request in able}
         elif self._costs.plain(len(rows)) is not None:
-            self._choose(len(rows), able, limit)
+            gains = self._gains(able, limit)
+            for _, request in gains[: self._worth(len(rows), gains)]:
+                self.granted[request] = self.granted.get(request, 0) + 1
+            self.waits, self._trial = bool(self.granted), False
 
     def tokens(self, request: Request, count: int) -> Sequence[int]:
         """Its first drafts."""
@@ -81,24 +95,28 @@ class Speculation:
             return 0
         return min([self.most, *(count for low, high, count in self._schedule if low <= requests <= high)])
 
-    def _choose(self, rows: int, able: list[Request], limit: int) -> None:
-        gains: list[tuple[float, Request]] = []  # that the next draft of a request is right, most likely first
+    def _gains(self, able: list[Request], limit: int) -> list[tuple[float, Request]]:
+        """That the next draft of a request is right, most likely first."""
+        gains: list[tuple[float, Request]] = []
         for request in able:
             chance, later = self._chances(request.drafting)
             for _ in range(min(limit, len(request.drafting.tokens))):
                 gains.append((chance, request))
                 chance *= later
-        gains.sort(key=lambda gain: -gain[0])
+        return sorted(gains, key=lambda gain: -gain[0])
+
+    def _worth(self, rows: int, gains: list[tuple[float, Request]], share: float = 1.0) -> int:
+        """How many of the likeliest drafts are run, in a step of so many rows. `share`: of which so many were looked at."""
         best, expected, pace = 0, float(rows), WORTH * rows / self._costs.seconds(rows, 0)
         for count, (chance, _) in enumerate(gains[: min(MOST_TOGETHER, 2 * self._costs.most(rows) + 1)], 1):
-            expected += chance
-            if (reached := expected / self._costs.seconds(rows, count)) > pace:
+            expected += chance / share
+            if (reached := expected / self._costs.seconds(rows, round(count / share))) > pace:
                 best, pace = count, reached
         self._idle = 0 if best else self._idle + 1
-        if self._idle >= TRIED_EVERY and gains[0][0] > LIKELY:
-            best, self._idle = min(len(gains), len(able)), 0
-        for _, request in gains[:best]:
-            self.granted[request] = self.granted.get(request, 0) + 1
+        if not best and gains and (self._trial or (self._idle >= TRIED_EVERY and gains[0][0] > LIKELY)):
+            best, self._idle = min(len(gains), len({id(request) for _, request in gains})), 0
+            self._trial = self._ahead  # then it is tried when all tokens have come
+        return best
 
     def _chances(self, drafting: Drafting) -> tuple[float, float]:
         common = self._common
@@ -108,9 +126,11 @@ class Speculation:
 
     # ---- after a step
 
-    def took(self, scheduled: Scheduled, seconds: float) -> None:
+    def took(self, scheduled: Scheduled, seconds: float, waited: bool = False) -> None:
+        """`waited`: the step was planned when the last one's tokens had come. Without drafts none has to be."""
         plan, drafts = scheduled.plan, int(scheduled.plan.drafts.sum())
-        if seconds > 0 and plan.tokens - drafts == len(plan.slot) and not len(plan.masked):
+        usual = drafts or not (waited and self._ahead_once)
+        if seconds > 0 and usual and plan.tokens - drafts == len(plan.slot) and not len(plan.masked):
             self._costs.took(len(plan.slot), drafts, seconds)
 
     def landed(self, scheduled: Scheduled, result: StepResult) -> list[Request]:
@@ -118,17 +138,39 @@ class Speculation:
         fruitful: list[Request] = []
         if self._drafter is None:
             return fruitful
-        wanted = self._limit(len(scheduled.requests)) > 0
+        wanted, rows = self._limit(len(scheduled.requests)) > 0, list[Request]()
         for request, length in zip(scheduled.requests, result.lengths.tolist(), strict=True):
             if length:
                 self._learn(request)
-            if request.finished is not None or not length or request.pending or not wanted:
-                continue
+                request.drafting.tokens, request.drafting.at = (), -1
+            if request.finished is None and length and wanted:
+                rows.append(request)
+        self._ahead = any(request.pending for request in rows)
+        self._ahead_once |= self._ahead
+        looked_at = self._some(rows) if self._ahead else rows
+        for request in looked_at:
             drafting = request.drafting
             drafting.tokens, drafting.at = self._drafter.propose(text_of(request), self.most), len(request.tokens)
             if drafting.tokens:
                 fruitful.append(request)
-        return fruitful
+        if self._adaptive:
+            self._decide(rows, looked_at, fruitful)
+        return [] if self._ahead else fruitful
+
+    def _some(self, rows: list[Request]) -> list[Request]:
+        """Of many, a few: others the next time."""
+        turns = -(-len(rows) // LOOKED_AT)
+        self._turn += 1
+        return rows[self._turn % turns :: turns]
+
+    def _decide(self, rows: list[Request], looked_at: list[Request], fruitful: list[Request]) -> None:
+        """Is the next step worth waiting for the tokens of those in flight?"""
+        count = len(rows)
+        if not fruitful or self._costs.plain(count) is None:
+            self.waits = self.waits and bool(fruitful)
+            return
+        if self._ahead:
+            self.waits = self._worth(count, self._gains(fruitful, self._limit(count)), len(looked_at) / count) > 0
 
     def forget(self, request: Request) -> None:
         """It has ended."""
