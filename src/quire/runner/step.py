@@ -200,7 +200,8 @@ class Runner:
             if kv_cache_memory_bytes <= 0:
                 raise ConfigError(f"kv_cache_memory_bytes must be positive, got {kv_cache_memory_bytes}")
             return kv_cache_memory_bytes
-        graphs = allowance(self._max_seqs * (1 + self._drafts), self._facts.vocab_size, self._room[0] > 0) if self._recording else 0
+        rows = self._max_seqs * (1 + self._drafts)
+        graphs = allowance(rows, self._facts.vocab_size, self._room[0] > 0) if self._recording else 0
         reserve = self._reserved + graphs
         return self._device.budget(gpu_memory_utilization, self._profile_run, reserve)
 
