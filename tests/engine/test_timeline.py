@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -87,9 +86,9 @@ def test_an_engine_knows_where_its_start_went(shared_llm):
 
 
 def test_a_server_tells_where_its_start_went(caplog):
-    engine = SimpleNamespace(config=SimpleNamespace(served_names=("m",)), timeline=Timeline([("load", 2.0)], 2.0, 3.0))
+    timeline = Timeline([("load", 2.0)], 2.0, 3.0)
     with caplog.at_level(logging.DEBUG):
-        launch._tell_ready(engine, "http://x", started=time.monotonic() - 9.0, page="http://x/")
+        launch.tell_ready("m", "http://x", time.monotonic() - 9.0, "http://x/", timeline)
     assert re.search(r"ready: serving m on http://x after 9\.\d s", caplog.text)
     assert "open the API" in caplog.text
     [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
