@@ -74,16 +74,19 @@ def timed(llm: LLM, kind: str, count: int, loras: Sequence[LoRARequest | None], 
     return best
 
 
-def first_token(llm: LLM, lora: LoRARequest | None, streams: int) -> tuple[float, float]:
+def first_token(llm: LLM, lora: LoRARequest, streams: int, turn: int) -> tuple[float, float]:
     """Seconds to a request's first token beside `streams` others, and the longest of their steps until then."""
     engine = llm.llm_engine
     long = SamplingParams(temperature=0, ignore_eos=True, max_tokens=400)
-    for number in range(streams):
-        engine.add_request(f"other{number}", {"prompt_token_ids": [number + 5] * 64}, long)
+    others = [f"{turn}.{number}" for number in range(streams)]
+    for number, name in enumerate(others):
+        engine.add_request(name, {"prompt_token_ids": [number + 5] * 64}, long)
     for _ in range(60):
         engine.step()
     began = last = time.perf_counter()
-    engine.add_request("asked", {"prompt_token_ids": list(range(100, 228))}, SamplingParams(max_tokens=1), lora_request=lora)
+    engine.add_request(
+        "asked", {"prompt_token_ids": [100 + turn, *range(100, 227)]}, SamplingParams(max_tokens=1), lora_request=lora
+    )
     longest, done = 0.0, False
     while not done:
         outputs = engine.step()
@@ -92,7 +95,7 @@ def first_token(llm: LLM, lora: LoRARequest | None, streams: int) -> tuple[float
             longest, last = max(longest, now - last), now
         done = any(output.request_id == "asked" and output.finished for output in outputs)
     took = time.perf_counter() - began
-    engine.abort_request([f"other{number}" for number in range(streams)])
+    engine.abort_request(others)
     while engine.has_unfinished_requests():
         engine.step()
     return took, longest
@@ -148,8 +151,8 @@ def main() -> None:
                 took = timed(llm, "mixed", options.requests, used, vocabulary, options.runs)
                 print(f"{what:<18} mixed  {took:7.2f} s", flush=True)
         if "cold" in options.rows:
-            for lora in (loras[0], loras[0], loras[0], *loras[most:]):
-                took, longest = first_token(llm, lora, 8)
+            for turn, lora in enumerate((*[loras[0]] * 6, *loras[most:])):
+                took, longest = first_token(llm, lora, 8, turn)
                 print(
                     f"first token with {lora.lora_name}: {1000 * took:.1f} ms, longest pause beside it {1000 * longest:.1f} ms"
                 )

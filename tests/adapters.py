@@ -12,6 +12,11 @@ from quire.prepare.adapt import adapt
 from quire.runner.adapters import Shelf
 from quire.types.adapter import AdapterRef
 
+IDS = [5 + i * 7 % 300 for i in range(21)]
+KINDS = {  # name -> rank, whether it is rsLoRA, and what it adds to
+    "all": (2, False, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")),
+    "some": (3, True, ("self_attn.v_proj", "mlp.up_proj")),
+}
 Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj"
 
 
@@ -59,3 +64,16 @@ def put(shelf: Shelf, path, place: int) -> None:
     ref = AdapterRef(place, f"{path}", str(path))
     shelf.read(ref)
     shelf.put(ref, place)
+
+
+def merge(model, directory, rank, rslora, modules):
+    """Writes an adapter, and adds what it adds to the model."""
+    tensors = {}
+    for i, module in enumerate(f"model.layers.{layer}.{name}" for layer in (0, 1) for name in modules):
+        matrix = model.get_submodule(module).weight.data
+        named = halves(f"base_model.model.{module}", *matrix.shape, rank, seed=i)
+        down, up = named.values()
+        matrix += up @ down * (8 / (rank**0.5 if rslora else rank))
+        tensors |= named
+    targets = [name.rpartition(".")[2] for name in modules]
+    return write_adapter(directory, tensors, r=rank, lora_alpha=8, use_rslora=rslora, target_modules=targets)

@@ -2,16 +2,18 @@
 
 import pytest
 import torch
-from test_adapters_llm import GREEDY, IDS, KINDS, PROMPT, merge
 from tiny import open_model
 from transformers import LlamaForCausalLM
 
-from adapters import halves, write_adapter
+from adapters import IDS, KINDS, halves, merge, write_adapter
+from quire import SamplingParams
 from quire.lora.request import LoRARequest
 
 pytestmark = pytest.mark.gpu
 
 NONE = "none"
+PROMPT = {"prompt_token_ids": IDS}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 def answer(model) -> list[int]:

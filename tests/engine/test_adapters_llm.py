@@ -10,34 +10,16 @@ import torch
 from tiny import open_model
 from transformers import LlamaForCausalLM
 
-from adapters import halves, write_adapter
+from adapters import IDS, KINDS, halves, merge, write_adapter
 from quire import SamplingParams
 from quire.config.server_args import ServerArgs
 from quire.lora.request import LoRARequest
 from quire.types.errors import AdapterError
 from serving import Running, error_of, events_of
 
-IDS = [5 + i * 7 % 300 for i in range(21)]
 PROMPT = {"prompt_token_ids": IDS}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-KINDS = {  # name -> rank, whether it is rsLoRA, and what it adds to
-    "all": (2, False, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")),
-    "some": (3, True, ("self_attn.v_proj", "mlp.up_proj")),
-}
 Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj"
-
-
-def merge(model, directory, rank, rslora, modules):
-    """Writes an adapter, and adds what it adds to the model."""
-    tensors = {}
-    for i, module in enumerate(f"model.layers.{layer}.{name}" for layer in (0, 1) for name in modules):
-        matrix = model.get_submodule(module).weight.data
-        named = halves(f"base_model.model.{module}", *matrix.shape, rank, seed=i)
-        down, up = named.values()
-        matrix += up @ down * (8 / (rank**0.5 if rslora else rank))
-        tensors |= named
-    targets = [name.rpartition(".")[2] for name in modules]
-    return write_adapter(directory, tensors, r=rank, lora_alpha=8, use_rslora=rslora, target_modules=targets)
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,11 @@ import signal
 import time
 
 import pytest
-from test_adapters_llm import BAD, GREEDY, IDS, PROMPT, expected  # noqa: F401 (a fixture)
+from test_adapters_llm import BAD, GREEDY, PROMPT, expected  # noqa: F401 (a fixture)
 from tiny import TEXT, open_model
 
 from adapter_files import write_adapter as write_content
-from adapters import write_adapter
+from adapters import IDS, write_adapter
 from forked_ranks import rank_nursery
 from patience import PATIENCE
 from quire import SamplingParams

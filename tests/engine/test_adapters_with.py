@@ -4,10 +4,11 @@ matrices."""
 import shutil
 
 import pytest
-from test_adapters_llm import GREEDY, IDS, KINDS, PROMPT, merge
+from test_adapters_llm import GREEDY, PROMPT
 from tiny import TEXT, open_model
 from transformers import LlamaForCausalLM
 
+from adapters import IDS, KINDS, merge
 from quire import SamplingParams
 from quire.lora.request import LoRARequest
 from quire.types.sampling import BeamSearchParams

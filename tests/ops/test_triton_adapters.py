@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from kernel_support import DTYPES, numbers
 
 from quire.attn.batch import AdapterRows
@@ -94,7 +95,22 @@ def test_gated_addition(parts, dtype, device):
     x, out = (numbers(len(of_tokens), size, dtype=dtype, device=device, seed=size) for size in (64, 80))
     rows = AdapterRows(of_tokens, torch.device(device))
     expected = bank.gated(out.clone(), x, rows, None, "silu")
-    got = kernels.add_gated(out.clone(), x, tile(of_tokens, torch.device(device)), table, None, "silu")
+    got = kernels.add(out.clone(), x, tile(of_tokens, torch.device(device)), table, None, "silu")
     torch.testing.assert_close(
         got, expected, atol=5e-5 if dtype == torch.float32 else 5e-2, rtol=1e-4 if dtype == torch.float32 else 5e-2
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["", "silu"])
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_one_token(activation, place, dtype, device):
+    """The layer's own product comes with it."""
+    bank, table, _ = make_bank([(0, 40), (40, 40)], 272, dtype, device, True, True)
+    x, weight, bias = (numbers(*shape, dtype=dtype, device=device, seed=7) * 0.3 for shape in ((1, 272), (80, 272), (80,)))
+    rows = AdapterRows(np.array([place]), torch.device(device))
+    out = F.linear(x, weight, bias)
+    expected = bank.gated(out, x, rows, bias, activation) if activation else bank.add(out, x, rows, bias)
+    got = kernels.one_row(x, weight, bias, tile(rows.places, torch.device(device)), table, activation)
+    loose = 1e-4 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(got, expected, atol=loose, rtol=loose)

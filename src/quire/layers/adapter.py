@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.attn.batch import AdapterRows
 from quire.ops.activation import gated, reference_gated
-from quire.ops.adapters import add_tiled, gated_tiled
+from quire.ops.adapters import add_tiled
 from quire.ops.arguments import AdapterTable, ClampedSwiglu, ExpertBiases
 
 TOGETHER = 16  # rows on a CPU that are one product: a row's sums are then the same whoever is beside it
@@ -93,7 +93,7 @@ class LinearBank(Bank[LinearNumbers]):
     def gated(self, out: Tensor, x: Tensor, rows: AdapterRows, own: Tensor | None, activation: str) -> Tensor:
         """As `add`, and the first half of the outputs is then a gate of the second -> [T, outputs / 2]."""
         if self.table is not None and rows.tiles is not None:
-            return gated_tiled(out, x, rows.tiles, self.table, own, activation)
+            return add_tiled(out, x, rows.tiles, self.table, own, activation)
         return gated(self.add(out, x, rows, own), activation)
 
 

@@ -18,6 +18,7 @@ from quire.layers.adapter import LinearBank
 from quire.layers.claims import Claim, Claims, Take, rows_of
 from quire.layers.parameter import Method, MethodLayer, parameter
 from quire.layers.role import Role
+from quire.ops.adapters import linear_tiled
 from quire.ops.linear import gated_linear, linear
 
 
@@ -154,15 +155,20 @@ class Linear(MethodLayer):
 
     def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """x [..., inputs] -> [..., outputs]."""
-        out = self.method.apply(self, x)
-        if adapters is not None and self.bank is not None:
-            out = self.bank.add(out, x, adapters, self.bias)
+        if adapters is None or self.bank is None:
+            out = self.method.apply(self, x)
+        elif adapters.tiles is not None and self.bank.table is not None and isinstance(self.method, Plain):
+            out = linear_tiled(x, self.weight, self.bias, adapters.tiles, self.bank.table)
+        else:
+            out = self.bank.add(self.method.apply(self, x), x, adapters, self.bias)
         return out if self.group is None else add_parts(out, self.group)
 
     def gated(self, x: Tensor, activation: str, adapters: AdapterRows | None = None) -> Tensor:
         """As `LinearMethod.apply_gated`: in one launch where the method can, and nobody asks for an adapter."""
         if self.bank is None or adapters is None:
             return self.method.apply_gated(self, x, activation)
+        if adapters.tiles is not None and self.bank.table is not None and isinstance(self.method, Plain):
+            return linear_tiled(x, self.weight, self.bias, adapters.tiles, self.bank.table, activation)
         return self.bank.gated(self.method.apply(self, x), x, adapters, self.bias, activation)
 
 

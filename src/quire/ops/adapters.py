@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.arguments import AdapterTable, AdapterTiles
+from quire.ops.linear import linear, streams
 
 ENTRY = 5  # numbers of a part in a table
 BLOCK = 128  # outputs of a program
@@ -48,15 +49,22 @@ def sort_rows(groups: Tensor, starts: Tensor, places: Tensor, tokens: int, most:
     return adapters.sort(groups, starts, places, tokens, most)
 
 
-def add_tiled(out: Tensor, x: Tensor, rows: AdapterTiles, table: AdapterTable, own: Tensor | None) -> Tensor:
-    """out [T, outputs], which it may overwrite, of x [T, inputs]; own [outputs]: the layer's bias."""
+def add_tiled(
+    out: Tensor, x: Tensor, rows: AdapterTiles, table: AdapterTable, own: Tensor | None, activation: str = ""
+) -> Tensor:
+    """out [T, outputs], which it may overwrite, of x [T, inputs]; own [outputs]: the layer's bias. With an activation: the
+    first half of the outputs is then a gate of the second -> [T, outputs / 2]."""
     from quire.ops.kernels import adapters
 
-    return adapters.add(out, x, rows, table, own) if len(x) else out
+    return adapters.add(out, x, rows, table, own, activation)
 
 
-def gated_tiled(out: Tensor, x: Tensor, rows: AdapterTiles, table: AdapterTable, own: Tensor | None, activation: str) -> Tensor:
-    """As `add_tiled`, and the first half of the outputs is then a gate of the second -> [T, outputs / 2]."""
-    from quire.ops.kernels import adapters
+def linear_tiled(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rows: AdapterTiles, table: AdapterTable, activation: str = ""
+) -> Tensor:
+    """A matrix times rows, with what their adapters add; as `add_tiled`."""
+    if len(x) == 1 and streams(x, weight):
+        from quire.ops.kernels import adapters
 
-    return adapters.add_gated(out, x, rows, table, own, activation)
+        return adapters.one_row(x, weight, bias, rows, table, activation)
+    return add_tiled(linear(x, weight, bias), x, rows, table, bias, activation)

@@ -45,7 +45,7 @@ DOZENS = (32, 64, 96, 128, 192)  # tokens, one row or many, for layers that do n
 MIXED = 3  # rows of one token beside a prompt
 RECORDED = 4  # times a step is repeated, so that it is recorded and replayed where steps are
 THREADS = 8
-ADAPTED = (1, 17, 65, 513)  # tokens that adapters' kernels are different for
+ADAPTED = (1, 2, 17, 65, 513)  # tokens that adapters' kernels are different for
 SORTED = (64, 128, 256, 512, 1024)
 # rows of products that no graph is recorded for: in the last layer those that are drawn from, in the others all of a large
 # step; the distances are odd, for which kernel suits a number of rows depends on its last bits too

@@ -5,7 +5,10 @@
     expand   the partial sums in their order, times the other matrix, onto what the layer made of the tokens
 
 Where an adapter's matrices are, and their rank, is read from a table on the device, so that a recorded launch serves whoever is
-there when it is replayed. Launches are as large as any mixture needs; a program without work ends at once.
+there when it is replayed. Launches are as large as any mixture needs; a program without work ends at once. Tiles and tables are
+read before the previous kernel has ended: `sort` does not let the next one start early, and tables are written between steps.
+
+One token alone is faster with the narrow matrices read by the launch that reads the layer's own.
 
     tiles   [ of group 0 ............ | of group 1 ...... | ... ]   group g has those from (tokens before it) // BLOCK + g on
 """
@@ -21,6 +24,7 @@ from quire.ops.adapters import BLOCK
 from quire.ops.arguments import AdapterTable, AdapterTiles
 from quire.ops.kernels.activation import KINDS, gate_by
 from quire.ops.kernels.launcher import launched
+from quire.ops.kernels.linear import stream, stream_from
 from quire.ops.kernels.math import cdiv, power_of_two
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
@@ -106,7 +110,6 @@ def _shrink(
     EARLY: tl.constexpr,
 ):
     let_next_start(EARLY)
-    wait_for_previous(EARLY)
     tile, split = tl.program_id(0), tl.program_id(1)
     blocks: tl.constexpr = (RANKS + BLOCK_R - 1) // BLOCK_R
     part, first_rank = tl.program_id(2) // blocks, tl.program_id(2) % blocks * BLOCK_R
@@ -122,18 +125,35 @@ def _shrink(
         span = tl.cdiv(tl.cdiv(inputs, SPLITS), BLOCK_K) * BLOCK_K
         begin = split * span
         end = tl.minimum(begin + span, inputs)
+        rows = down + ranks[None, :] * inputs + (begin + k)[:, None]
+        if ALIGNED:
+            rows = tl.multiple_of(rows, [16, 16])
+        narrow = tl.load(rows, mask=(ranks < rank)[None, :] & (begin + k < end)[:, None], other=0.0)
+        wait_for_previous(EARLY)
         acc = tl.zeros((BLOCK, BLOCK_R), tl.float32)
         for at in tl.range(begin, end, BLOCK_K):
-            inside = at + k < end
-            some = x + token[:, None] * inputs + (at + k)[None, :]
-            some = tl.load(some, mask=(lane < count)[:, None] & inside[None, :], other=0.0)
-            rows = down + ranks[None, :] * inputs + (at + k)[:, None]
+            rows = down + ranks[None, :] * inputs + (at + BLOCK_K + k)[:, None]
             if ALIGNED:
                 rows = tl.multiple_of(rows, [16, 16])
-            narrow = tl.load(rows, mask=(ranks < rank)[None, :] & inside[:, None], other=0.0)
+            coming = tl.load(rows, mask=(ranks < rank)[None, :] & (at + BLOCK_K + k < end)[:, None], other=0.0)
+            some = x + token[:, None] * inputs + (at + k)[None, :]
+            some = tl.load(some, mask=(lane < count)[:, None] & (at + k < end)[None, :], other=0.0)
             acc = tl.dot(some, narrow, acc, input_precision="ieee")
+            narrow = coming
         to = out + ((split * tokens + first + lane) * (PARTS * RANKS) + part * RANKS)[:, None] + ranks[None, :]
         tl.store(to, acc, mask=(lane < count)[:, None] & (ranks < rank)[None, :])
+    else:
+        wait_for_previous(EARLY)
+
+
+@triton.jit
+def _wide(up, at, rank, column, inside, width, BLOCK_R: tl.constexpr, ALIGNED: tl.constexpr):
+    """[BLOCK_R, BLOCK_N] of up."""
+    ranks = at + tl.arange(0, BLOCK_R)
+    rows = up + ranks[:, None] * width + column[None, :]
+    if ALIGNED:
+        rows = tl.multiple_of(rows, [16, 16])
+    return tl.load(rows, mask=(ranks < rank)[:, None] & inside[None, :], other=0.0)
 
 
 @triton.jit
@@ -155,11 +175,14 @@ def _added(
     BLOCK_N: tl.constexpr,
     ALIGNED: tl.constexpr,
     KIND: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """-> [BLOCK, BLOCK_N] float32."""
+    """-> [BLOCK, BLOCK_N] float32. Waits for the previous kernel before the first load of sums."""
     acc = tl.zeros((BLOCK, BLOCK_N), tl.float32)
     rank = tl.load(entry + 2).to(tl.int32)
     up = tl.load(entry + 1).to(tl.pointer_type(KIND))  # [rank, width]
+    wide = _wide(up, 0, rank, column, inside, width, BLOCK_R, ALIGNED)
+    wait_for_previous(EARLY)
     for at in tl.range(0, rank, BLOCK_R):
         ranks = at + tl.arange(0, BLOCK_R)
         some = real[:, None] & (ranks < rank)[None, :]
@@ -167,11 +190,8 @@ def _added(
         for split in tl.static_range(SPLITS):
             lie = sums + ((split * tokens + lanes) * (PARTS * RANKS) + part * RANKS)[:, None] + ranks[None, :]
             shrunk += tl.load(lie, mask=some, other=0.0)
-        rows = up + ranks[:, None] * width + column[None, :]
-        if ALIGNED:
-            rows = tl.multiple_of(rows, [16, 16])
-        wide = tl.load(rows, mask=(ranks < rank)[:, None] & inside[None, :], other=0.0)
         acc = tl.dot(shrunk.to(KIND), wide, acc, input_precision="ieee")
+        wide = _wide(up, at + BLOCK_R, rank, column, inside, width, BLOCK_R, ALIGNED)
     return acc
 
 
@@ -217,7 +237,6 @@ def _expand(
     EARLY: tl.constexpr,
 ):
     let_next_start(EARLY)
-    wait_for_previous(EARLY)
     tile, block = tl.program_id(0), tl.program_id(1)
     part = tl.load(blocks + block * 4)
     entry = table + tl.load(tiles + tile * 3) * stride + part * 5
@@ -234,13 +253,15 @@ def _expand(
         token = tl.load(order + first + lane, mask=lane < count, other=0).to(tl.int64)
         added = _added(
             sums, entry, part, column, inside, width, first + lane, lane < count, tokens,
-            PARTS, RANKS, SPLITS, BLOCK, BLOCK_R, BLOCK_N, UNIT > 1, kind,
+            PARTS, RANKS, SPLITS, BLOCK, BLOCK_R, BLOCK_N, UNIT > 1, kind, EARLY,
         )  # fmt: skip
         to = out + token[:, None] * outputs + output[None, :]
         mask = (lane < count)[:, None] & inside[None, :]
         base = tl.load(to, mask=mask, other=0.0).to(tl.float32)
         value = _changed(base, added, entry, own, output, column, inside, OWN, kind)
         tl.store(to, value.to(out.dtype.element_ty), mask=mask)
+    else:
+        wait_for_previous(EARLY)
 
 
 @launched
@@ -269,7 +290,6 @@ def _expand_gated(
 ):
     """Of all tokens, those without an adapter, too."""
     let_next_start(EARLY)
-    wait_for_previous(EARLY)
     tile = tl.program_id(0)
     entry = table + tl.load(tiles + tile * 3) * stride
     behind = entry + (PARTS - 1) * 5
@@ -286,11 +306,11 @@ def _expand_gated(
         token = tl.load(order + first + lane, mask=real, other=0).to(tl.int64)
         gates = _added(
             sums, entry, 0, gate_at, inside, width, first + lane, real, tokens,
-            PARTS, RANKS, SPLITS, BLOCK, BLOCK_R, BLOCK_N, ALIGNED, kind,
+            PARTS, RANKS, SPLITS, BLOCK, BLOCK_R, BLOCK_N, ALIGNED, kind, EARLY,
         )  # fmt: skip
         ups = _added(
             sums, behind, PARTS - 1, up_at, inside, width, first + lane, real, tokens,
-            PARTS, RANKS, SPLITS, BLOCK, BLOCK_R, BLOCK_N, ALIGNED, kind,
+            PARTS, RANKS, SPLITS, BLOCK, BLOCK_R, BLOCK_N, ALIGNED, kind, False,
         )  # fmt: skip
         mask = real[:, None] & inside[None, :]
         lie = base + token[:, None] * 2 * size + gate_at[None, :]
@@ -300,6 +320,51 @@ def _expand_gated(
         up = _changed(up, ups, behind, own, gate_at + size, up_at, inside, OWN, kind)
         value = gate_by(gate, up, ACTIVATION, 0.0, 0.0, kind)
         tl.store(out + token[:, None] * size + gate_at[None, :], value.to(kind), mask=mask)
+    else:
+        wait_for_previous(EARLY)
+
+
+@launched
+@triton.jit
+def _linear_and_shrink(
+    x,  # [INNER], of one token
+    matrix,  # [outputs, INNER]
+    bias,  # [outputs]
+    tiles,  # [1, 3] int32
+    table,  # AdapterTable.entries
+    out,  # [outputs]
+    sums,  # [PARTS * RANKS] float32
+    outputs,
+    stride,  # of places in the table
+    INNER: tl.constexpr,
+    BIAS: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The layer's matrix and the adapter's narrow ones are read by the same launch; see `linear.py`."""
+    let_next_start(EARLY)
+    own = tl.cdiv(outputs, BLOCK_N)
+    if tl.program_id(0) < own:
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        value = stream(x, matrix, n, n < outputs, INNER, BLOCK_K, EARLY)
+        if BIAS:
+            value += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)
+        tl.store(out + n, value.to(out.dtype.element_ty), mask=n < outputs)
+    else:
+        blocks: tl.constexpr = (RANKS + BLOCK_N - 1) // BLOCK_N
+        part = (tl.program_id(0) - own) // blocks
+        ranks = (tl.program_id(0) - own) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+        entry = table + tl.load(tiles) * stride + part * 5
+        inside = ranks < tl.load(entry + 2).to(tl.int32)
+        down = tl.load(entry).to(tl.pointer_type(x.dtype.element_ty))
+        places = down + ranks[:, None] * INNER + tl.arange(0, BLOCK_K)[None, :]
+        if ALIGNED:
+            places = tl.multiple_of(places, [16, 16])
+        value = stream_from(x, places, inside, INNER, BLOCK_K, EARLY)
+        tl.store(sums + part * RANKS + ranks, value, mask=inside)
 
 
 def sort(groups: Tensor, starts: Tensor, places: Tensor, tokens: int, most: int) -> AdapterTiles:
@@ -326,7 +391,7 @@ def _shrunk(x: Tensor, rows: AdapterTiles, table: AdapterTable) -> tuple[Tensor,
     tokens, inputs = x.shape
     program = program_for(tokens)
     splits = min(program.parts, cdiv(inputs, BLOCK_K))
-    block_r = min(max(power_of_two(table.ranks), LEAST), MOST_RANKS)
+    block_r = _ranks_at_once(table)
     sums = torch.empty(splits, tokens, table.parts * table.ranks, dtype=torch.float32, device=x.device)
     shape = {
         "PARTS": table.parts, "RANKS": table.ranks, "SPLITS": splits, "BLOCK": program.tokens, "BLOCK_R": block_r
@@ -338,9 +403,47 @@ def _shrunk(x: Tensor, rows: AdapterTiles, table: AdapterTable) -> tuple[Tensor,
     return sums, shape
 
 
-def add(out: Tensor, x: Tensor, rows: AdapterTiles, table: AdapterTable, own: Tensor | None) -> Tensor:
+def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, rows: AdapterTiles, table: AdapterTable, activation: str) -> Tensor:
+    """x [1, inputs] through a layer of floats with what its adapter adds."""
+    x = x.contiguous()
+    outputs, inner = weight.shape
+    out = x.new_empty(1, outputs)
+    sums = torch.empty(1, 1, table.parts * table.ranks, dtype=torch.float32, device=x.device)
+    matrix_rows, warps = (2, 8) if inner >= 2048 else (4, 4)  # as in `linear.py`
+    _linear_and_shrink[(cdiv(outputs, matrix_rows) + table.parts * cdiv(table.ranks, matrix_rows),)](
+        x, weight, weight if bias is None else bias, rows.tiles, table.entries, out, sums, outputs, table.stride, INNER=inner,
+        BIAS=bias is not None, RANKS=table.ranks, BLOCK_N=matrix_rows, BLOCK_K=256 * warps, ALIGNED=inner % 16 == 0,
+        num_warps=warps, **overlapping(),
+    )  # fmt: skip
+    shape = {
+        "PARTS": table.parts, "RANKS": table.ranks, "SPLITS": 1, "BLOCK": FEW.tokens, "BLOCK_R": _ranks_at_once(table)
+    }  # fmt: skip
+    return _expand_sums(out, x, sums, shape, rows, table, bias, activation)
+
+
+def add(out: Tensor, x: Tensor, rows: AdapterTiles, table: AdapterTable, own: Tensor | None, activation: str = "") -> Tensor:
+    """With an activation: the first half of the outputs is then a gate of the second."""
     x, out = x.contiguous(), out.contiguous()
     sums, shape = _shrunk(x, rows, table)
+    return _expand_sums(out, x, sums, shape, rows, table, own, activation)
+
+
+def _ranks_at_once(table: AdapterTable) -> int:
+    return min(max(power_of_two(table.ranks), LEAST), MOST_RANKS)
+
+
+def _expand_sums(
+    out: Tensor,
+    x: Tensor,
+    sums: Tensor,
+    shape: dict[str, int],
+    rows: AdapterTiles,
+    table: AdapterTable,
+    own: Tensor | None,
+    activation: str,
+) -> Tensor:
+    if activation:
+        return _gate_sums(out, sums, shape, rows, table, own, activation)
     _expand[(len(rows.tiles), len(table.blocks))](
         sums, rows.order, rows.tiles, table.entries, table.blocks, out if own is None else own, x, out,
         len(x), out.shape[1], table.stride, **shape, BLOCK_N=BLOCK, UNIT=table.unit, OWN=own is not None, num_warps=4,
@@ -349,13 +452,19 @@ def add(out: Tensor, x: Tensor, rows: AdapterTiles, table: AdapterTable, own: Te
     return out
 
 
-def add_gated(base: Tensor, x: Tensor, rows: AdapterTiles, table: AdapterTable, own: Tensor | None, activation: str) -> Tensor:
-    x, base = x.contiguous(), base.contiguous()
-    sums, shape = _shrunk(x, rows, table)
+def _gate_sums(
+    base: Tensor,
+    sums: Tensor,
+    shape: dict[str, int],
+    rows: AdapterTiles,
+    table: AdapterTable,
+    own: Tensor | None,
+    activation: str,
+) -> Tensor:
     size = base.shape[1] // 2
     out = base.new_empty(len(base), size)
     _expand_gated[(len(rows.tiles), cdiv(size, BLOCK))](
-        sums, rows.order, rows.tiles, table.entries, base if own is None else own, base, out, len(x), size, table.stride,
+        sums, rows.order, rows.tiles, table.entries, base if own is None else own, base, out, len(base), size, table.stride,
         **shape,
         BLOCK_N=BLOCK, ALIGNED=size % 16 == 0, OWN=own is not None, ACTIVATION=KINDS[activation], num_warps=4,
         **overlapping(),

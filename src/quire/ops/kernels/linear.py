@@ -34,11 +34,17 @@ def stream(
     EARLY: tl.constexpr,
 ):
     """-> [R] float32. Waits for the previous kernel between the first load of the matrix and the first of x."""
+    places = matrix + row.to(tl.int64)[:, None] * INNER + tl.arange(0, BLOCK_K)[None, :]
+    return stream_from(x, places, inside, INNER, BLOCK_K, EARLY)
+
+
+@triton.jit
+def stream_from(x, places, inside, INNER: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr):
+    """places [R, BLOCK_K]: where the rows of the matrix begin."""
     k = tl.arange(0, BLOCK_K)
-    places = matrix + row.to(tl.int64)[:, None] * INNER + k[None, :]
     tile = tl.load(places, mask=inside[:, None] & (k < INNER)[None, :], other=0.0)
     wait_for_previous(EARLY)
-    acc = tl.zeros((row.shape[0], BLOCK_K // 8), tl.float32)
+    acc = tl.zeros((places.shape[0], BLOCK_K // 8), tl.float32)
     for begin in tl.range(0, INNER, BLOCK_K):
         following = begin + BLOCK_K
         coming = tl.load(places + following, mask=inside[:, None] & (k < INNER - following)[None, :], other=0.0)
