@@ -73,6 +73,7 @@ class Workload:
     visits: tuple[Visit, ...]
     faults: Faults
     snapshots: int | None = field(default=None, kw_only=True)  # of recurrent states
+    turns: bool = field(default=False, kw_only=True)  # those who run take turns
     drafts: int
     wrong: int  # every so manyth draft is; 1 = all
     host: bool  # who drafts
@@ -225,6 +226,7 @@ def workloads(draw, faulty: bool = False) -> Workload:
         drafts=draw(st.sampled_from((0, 0, 1, 2, 3))),
         wrong=draw(st.sampled_from((1, 2, 3, 5, 100))),
         host=draw(st.booleans()),
+        turns=draw(st.booleans()),
     )
 
 
@@ -234,7 +236,7 @@ def run(work: Workload) -> dict[str, Heard]:
         work.layout, pages=work.pages, max_model_len=MAX_MODEL_LEN, max_batched_tokens=work.budget, max_seqs=work.max_seqs,
         chunk_cap=work.chunk_cap, chunked=work.chunked, prefix_caching=work.prefix_caching, policy=work.policy,
         budget=work.follows, drafts=0 if work.host else work.drafts,
-        snapshots=work.snapshots,
+        snapshots=work.snapshots, turns=work.depth + 1 if work.turns else 1,
         speculation=Speculation(Oracle(work), work.drafts, adaptive=False) if work.host and work.drafts else None,
     )  # fmt: skip
     executor = StrictExecutor(

@@ -1,0 +1,75 @@
+"""The stages of a model, one behind the other in one process, give the whole model's logits, bit for bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from oracle import FAMILIES, in_pieces
+from quire.config.stages import split_layers
+from quire.dist.stages import Seat, Stage
+from quire.load.load import load_weights
+from quire.models.registry import build_model
+from quire.prepare.stage import keep_stage
+from quire.types.errors import ConfigError
+
+IDS = torch.randint(3, 199, (2, 40), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def staged(facts, layers, load_format="auto"):
+    models = []
+    for index in range(len(layers)):
+        model = build_model(facts)
+        keep_stage(model, Stage(index, layers))
+        load_weights(model, facts, device="cpu", dtype="float32", load_format=load_format)
+        models.append(model)
+    return models
+
+
+def behind_each_other(models):
+    """As one model, which the first of them is made into."""
+    first, bodies = models[0], [model.run_blocks for model in models]
+
+    def run(x, batch):
+        for body in bodies[:-1]:
+            x = body(x, replace(batch, kept=None))
+            assert len(x) == len(batch.ids)
+        return bodies[-1](x, batch)
+
+    first.body = run
+    first.attentions = [attention for model in models for attention in model.attentions]
+    return first
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_are_the_whole(checkpoint, family):
+    case = checkpoint(family)
+    if case.facts.states:
+        pytest.skip("recurrent layers are not divided")
+    models = staged(case.facts, split_layers(len(case.facts.layers), min(2, len(case.facts.layers))))
+    held = [sum(weight.numel() for weight in model.parameters()) for model in (*models, case.model)]
+    assert sum(held[:-1]) == held[-1]  # a head that is the embedding is there once
+    for ours, theirs in zip(in_pieces(behind_each_other(models), *IDS), in_pieces(case.model, *IDS), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_random_weights_are_those_of_the_whole(checkpoint):
+    case = checkpoint("llama")
+    whole = build_model(case.facts)
+    load_weights(whole, case.facts, device="cpu", dtype="float32", load_format="dummy")
+    models = staged(case.facts, split_layers(3, 3, "1,1,1"), "dummy")
+    assert torch.equal(in_pieces(behind_each_other(models), *IDS)[0], in_pieces(whole, *IDS)[0])
+
+
+def test_models_of_transformers_have_no_stages(checkpoint):
+    model = build_model(checkpoint("llama").facts, "transformers")
+    with pytest.raises(ConfigError, match="family of our own"):
+        keep_stage(model, Stage(0, split_layers(3, 2)))
+
+
+def test_who_hands_on_to_whom():
+    seats = [Seat.of(rank, split_layers(7, 3), 2) for rank in range(6)]
+    assert [seat.rank for seat in seats] == list(range(6))
+    assert [seat.behind for seat in seats] == [2, 3, 4, 5, 0, 1] and [seat.before for seat in seats] == [4, 5, 0, 1, 2, 3]
+    assert [list(seat.together) for seat in seats[::2]] == [[0, 1], [2, 3], [4, 5]]
+    assert [seat.stage.own for seat in seats[::2]] == [range(2), range(2, 4), range(4, 7)]
