@@ -99,6 +99,24 @@ def test_prefix_hits(divided, shared_llm):
     assert divided.reset_prefix_cache()
 
 
+def test_drafts(tiny_model, shared_llm):
+    """All ranks run them, and are told what was drawn."""
+    config = {"method": "suffix", "num_speculative_tokens": 4, "adaptive": False, "suffix_decoding_max_spec_factor": 2.0}
+    llm = open_model(tiny_model, tensor_parallel_size=2, num_gpu_blocks_override=60, speculative_config=config)
+    try:
+        for params in (
+            GREEDY,
+            SEEDED,
+            SamplingParams(temperature=0.0, max_tokens=30, structured_outputs={"regex": "[a-c]{9}x"}),
+        ):
+            for _ in range(2):  # the second time the answers are known
+                assert ids(llm, TEXT, params) == ids(shared_llm, TEXT, params)
+        drafts = llm.llm_engine.core.stats.drafts
+        assert 0 < drafts.accepted < drafts.tokens
+    finally:
+        llm.llm_engine.shutdown()
+
+
 def test_preemption(tiny_model, shared_llm):
     llm = open_model(tiny_model, tensor_parallel_size=3, num_gpu_blocks_override=20, max_model_len=64)
     try:

@@ -19,7 +19,8 @@ from quire.types.structured import StructuredOutputsParams
 
 @pytest.fixture(scope="module")
 def two(tiny_model):
-    llm = open_model(tiny_model, data_parallel_size=2, disable_log_stats=False)
+    drafts = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3, "adaptive": False}  # which change nothing
+    llm = open_model(tiny_model, data_parallel_size=2, disable_log_stats=False, speculative_config=drafts)
     yield llm
     llm.llm_engine.shutdown()
 
@@ -101,6 +102,8 @@ def test_the_cache_is_forgotten_everywhere_and_metrics_are_told_by_engine(two):
     assert not any(o.num_cached_tokens for o in two.generate([TEXT[0]], params(max_tokens=1), use_tqdm=False))
     told = [metric for metric in two.get_metrics() if metric.name == "vllm:prompt_tokens"]
     assert {metric.labels["engine"] for metric in told} == {"0", "1"} and all(metric.value > 0 for metric in told)
+    drafted = [metric for metric in two.get_metrics() if metric.name == "vllm:spec_decode_num_draft_tokens"]
+    assert {metric.labels["engine"] for metric in drafted} == {"0", "1"} and sum(metric.value for metric in drafted) > 0
 
 
 def test_a_killed_engine_is_only_a_pause(tiny_model, monkeypatch, traces):

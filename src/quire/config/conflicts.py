@@ -127,9 +127,12 @@ CONFLICTS: tuple[Conflict, ...] = (
         ),
     ),
     Conflict(
-        "drafts of ranks",
-        lambda c: c.speculation is not None and c.world > 1,
-        lambda c: f"speculative_config cannot be had with {c.divided} yet; leave one of them out",
+        "drafts of stages, and models that draft on several ranks",
+        lambda c: c.speculation is not None and (c.stages > 1 or (c.drafts_on_device and c.world > 1)),
+        lambda c: (
+            f"speculative_config.method {c.speculation and c.speculation.method} cannot be had with {c.divided} yet; leave one of "
+            "them out"
+        ),
     ),
     Conflict(
         "drafts of recurrent layers",
