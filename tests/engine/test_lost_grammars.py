@@ -53,8 +53,11 @@ class Run:
         self.engine.core.scheduler.check()
 
     def finish(self, kill_at=()):
+        """Of kills in a row, a late one waits until the one before is overcome: on a busy machine that takes many turns."""
+        due, lane = sorted(kill_at, reverse=True), self.engine.core.constraints.grammars.first
         while self.engine.has_unfinished_requests():
-            if self.turns in kill_at:
+            if due and self.turns >= due[-1] and (due[-1] < 20 or not lane._lost):
+                due.pop()
                 kill(self.engine)
             self.turn()
         return self.answers
