@@ -13,6 +13,35 @@ MAMBA2: dict[str, Any] = {
     "mamba_chunk_size": 8,
 }
 
+ALONE: dict[str, Any] = dict.fromkeys(
+    ("num_attention_heads", "num_key_value_heads", "intermediate_size", "max_position_embeddings")
+)
+GRANITE: dict[str, Any] = {
+    **MAMBA2,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 32,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 3.0,
+    "residual_multiplier": 0.5,
+    "embedding_multiplier": 2.0,
+}
+
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 32,
+}
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
+
 RECURRENT: dict[str, Family] = {
     "bamba": Family("BambaConfig", "BambaForCausalLM", {**MAMBA2, "attn_layer_indices": [1]}),
     "lfm2": Family(
@@ -20,4 +49,63 @@ RECURRENT: dict[str, Family] = {
         "Lfm2ForCausalLM",
         {"block_multiple_of": 16, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},
     ),
+    "granite-hybrid": Family(
+        "GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
+    "granite-hybrid-dense": Family(
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {**GRANITE, "num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
+    "falcon-h1": Family(
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {
+            **MAMBA2,
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": 96,
+            "mamba_rms_norm": True,
+            "ssm_multipliers": [0.5, 0.9, 1.1, 0.8, 1.2],
+            "mlp_multipliers": [0.7, 1.3],
+            "key_multiplier": 0.6,
+            "attention_in_multiplier": 0.8,
+            "attention_out_multiplier": 0.9,
+            "ssm_in_multiplier": 1.2,
+            "ssm_out_multiplier": 0.7,
+            "embedding_multiplier": 1.5,
+            "lm_head_multiplier": 0.5,
+        },
+    ),
+    "falcon-h1-no-norm": Family(
+        "FalconH1Config", "FalconH1ForCausalLM", {**MAMBA2, "num_hidden_layers": 2, "mamba_d_ssm": 96, "mamba_rms_norm": False}
+    ),
+    "nemotron-h": Family(
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {
+            "num_hidden_layers": None,
+            "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
+            "head_dim": 16,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+            "chunk_size": 8,
+        },
+    ),
+    "jamba": Family(
+        "JambaConfig",
+        "JambaForCausalLM",
+        {"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 5},
+    ),
+    "mamba": Family("MambaConfig", "MambaForCausalLM", {**ALONE, "state_size": 8, "use_bias": True}),
+    "falcon-mamba": Family("FalconMambaConfig", "FalconMambaForCausalLM", {**ALONE, "state_size": 8}),
+    "mamba2": Family(
+        "Mamba2Config",
+        "Mamba2ForCausalLM",
+        {**ALONE, "num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8},
+    ),
+    "qwen3-next": Family("Qwen3NextConfig", "Qwen3NextForCausalLM", {**DELTA, **EXPERTS, "mlp_only_layers": [2]}),
+    "qwen3.5": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", DELTA),
+    "qwen3.5-moe": Family("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {**DELTA, **EXPERTS}),
 }

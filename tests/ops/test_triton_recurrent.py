@@ -5,11 +5,12 @@ import torch
 
 from quire.ops.arguments import StateRows, TimeSteps
 from quire.ops.convolution import reference_convolve
+from quire.ops.delta_rule import reference_delta_rule
 from quire.ops.gated_norm import reference_gated_norm
 from quire.ops.ssd import reference_ssd
 
 pytest.importorskip("triton")
-from quire.ops.kernels import convolution, gated_norm
+from quire.ops.kernels import convolution, delta_rule, gated_norm
 from quire.ops.kernels import ssd as kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -92,3 +93,18 @@ def test_gated_norm(groups, shared, norm_first):
     x, gate, weight = numbers(4, 30), numbers(4, 44)[:, 5:35], numbers(10 if shared else 30)
     got = gated_norm.gated_norm(x, gate, weight, 1e-5, groups, norm_first)
     torch.testing.assert_close(got, reference_gated_norm(x, gate, weight, 1e-5, groups, norm_first))
+
+
+@pytest.mark.parametrize(("shapes", "padding"), [([(3, 0, 2), (1, 5, 0), (9, 9, 4)], 0), (SINGLES, 2)])
+def test_delta_rule(shapes, padding):
+    rows, tokens = rows_of(shapes, padding), sum(count for count, _, _ in shapes)
+    total, key_heads, heads, keys, values = tokens + padding, 2, 4, 12, 20
+    query, key = numbers(total, key_heads, keys), numbers(total, key_heads, keys) + 0.5
+    value, beta = numbers(total, heads, values), numbers(total, heads)
+    steps = TimeSteps(numbers(total, heads), numbers(heads), numbers(heads) * 0.1)
+    same(
+        lambda state: delta_rule.delta_rule(query, key, value, steps, beta, state, rows),
+        lambda state: reference_delta_rule(query, key, value, steps, beta, state, rows),
+        numbers(ENTRIES, heads, keys, values),
+        tokens,
+    )

@@ -8,7 +8,7 @@ from quire.config.gguf import translate
 from quire.config.hf import explicit_config, read_json
 from quire.config.memory import estimate_parameters
 from quire.config.quantization import Quantization, count_numbers, read_quantization
-from quire.config.recurrent import Kind, Layers, read_recurrent
+from quire.config.recurrent import READERS, Kind, Layers, read_recurrent
 from quire.files.gguf import read_gguf_shards
 from quire.files.reading import reading, shown
 from quire.files.resolve import ModelFiles
@@ -40,8 +40,7 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _OWN_ATTENTION = "their attention is of a kind of its own, which the paged cache does not serve"
 _STATE = "they keep a recurrent state, and only attention is served"
 _NOT_SERVED = {
-    "nemotron_h": _STATE, "rwkv": _STATE, "mamba": _STATE, "mamba2": _STATE,
-    "falcon_mamba": _STATE, "xlm": _OWN_ATTENTION, "flaubert": _OWN_ATTENTION, "xlnet": _OWN_ATTENTION,
+    "rwkv": _STATE, "xlm": _OWN_ATTENTION, "flaubert": _OWN_ATTENTION, "xlnet": _OWN_ATTENTION,
 }  # fmt: skip
 _FIRST_ARE_FULL = ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3")  # layers, of windowed ones
 # nothing comes near these; larger numbers would only be noticed when memory is gone
@@ -198,7 +197,7 @@ class _Reader:
             raise ModelError(f"{self.name}: encoder-decoder models are not supported; only decoders are")
         if (why := _NOT_SERVED.get(str(self.config.get("model_type")))) is not None:
             raise _Unplanned(f"{self.name}: {self.config['model_type']} models are not supported: {why}")
-        if not any(name in self.config for name in _NAMES["heads"]):
+        if self.config.get("model_type") not in READERS and not any(name in self.config for name in _NAMES["heads"]):
             raise _Unplanned(
                 f"{self.name}: the model's config has none of {', '.join(_NAMES['heads'])}; only models with attention are "
                 "supported, and those that name its heads so"

@@ -17,6 +17,8 @@ from quire.types.errors import ModelError
 _GEMMA_SHAPE = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
 _QWEN2_VL = {"rope_theta": 1e6, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 80,
              "rms_norm_eps": 1e-5}  # fmt: skip
+_QWEN35 = {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "head_dim": 256, "rms_norm_eps": 1e-6}
+_UNBOUNDED = {"max_position_embeddings": 131072}  # nothing in them ends there, but arrays have to
 _GLM = {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7}
 _LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
            "hidden_act": "silu", "rms_norm_eps": 1e-6}  # fmt: skip
@@ -71,6 +73,13 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "starcoder2": {"rope_theta": 1e4},
     "bamba": {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "mamba_d_state": 256},
     "lfm2": {"rope_theta": 1e6, "hidden_act": "silu"},
+    "mamba": _UNBOUNDED, "falcon_mamba": _UNBOUNDED, "mamba2": {**_UNBOUNDED, "n_groups": 8, "state_size": 128, "head_dim": 64},
+    "granitemoehybrid": {"rope_theta": 1e4, "mamba_d_state": 256},
+    "falcon_h1": {"rope_theta": 1e5, "mamba_d_ssm": 1024, "mamba_d_state": 256, "rms_norm_eps": 1e-5},
+    "jamba": {"mamba_d_state": 16},
+    "qwen3_next": {**_QWEN35, "norm_topk_prob": True},
+    "qwen3_5_text": _QWEN35, "qwen3_5_moe_text": {**_QWEN35, "norm_topk_prob": True},
+    "nemotron_h": {"head_dim": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128},
     "bloom": {"seq_length": 2048, "tie_word_embeddings": True},
     "mpt": {"tie_word_embeddings": True},
     "baichuan": {"rope_theta": 1e4},

@@ -64,8 +64,36 @@ def mamba2_state(config: Config) -> StateCache:
     return StateCache((heads * head_dim + 2 * groups * state, width - 1), (heads, head_dim, state))
 
 
+def mamba_sizes(config: Config) -> tuple[int, int, int, int]:
+    """channels, state, rank of the time steps, width of the convolution."""
+    hidden = whole(config, "hidden_size")
+    rank = config.get("mamba_dt_rank", config.get("time_step_rank", "auto"))
+    rank = -(-hidden // 16) if rank == "auto" else whole({"time_step_rank": rank}, "time_step_rank")
+    inner = whole(config, "mamba_expand", "expand", default=2) * hidden
+    state = whole(config, "mamba_d_state", "state_size", default=16)
+    return inner, state, rank, whole(config, "mamba_d_conv", "conv_kernel", default=4)
+
+
+def mamba_state(config: Config) -> StateCache:
+    inner, state, _, width = mamba_sizes(config)
+    return StateCache((inner, width - 1), (inner, state))
+
+
+def delta_sizes(config: Config) -> tuple[int, int, int, int, int]:
+    """key heads, heads, size of a key, size of a value, width of the convolution."""
+    key_heads, heads = whole(config, "linear_num_key_heads", default=16), whole(config, "linear_num_value_heads", default=32)
+    if heads % key_heads:
+        raise ModelError(f"linear_num_value_heads {heads} must be a multiple of linear_num_key_heads {key_heads}")
+    sizes = whole(config, "linear_key_head_dim", default=128), whole(config, "linear_value_head_dim", default=128)
+    return key_heads, heads, *sizes, whole(config, "linear_conv_kernel_dim", default=4)
+
+
 def kinds_of(config: Config, attends: Callable[[int], bool]) -> tuple[Kind, ...]:
     return tuple("attention" if attends(index) else "recurrent" for index in range(whole(config, "num_hidden_layers")))
+
+
+def all_of(config: Config, kind: Kind) -> tuple[Kind, ...]:
+    return (kind,) * whole(config, "num_hidden_layers")
 
 
 def kinds_by_types(config: Config, names: Mapping[str, Kind], key: str = "layer_types") -> tuple[Kind, ...]:
@@ -93,9 +121,65 @@ def _lfm2(config: Config) -> Layers:
     return Layers(kinds_of(config, lambda index: at is None or index in at), state)
 
 
+def _mamba(config: Config) -> Layers:
+    return Layers(all_of(config, "recurrent"), mamba_state(config))
+
+
+def _mamba2(config: Config) -> Layers:
+    return Layers(all_of(config, "recurrent"), mamba2_state(config))
+
+
+def _granite(config: Config) -> Layers:
+    types = config.get("layer_types") or config.get("layers_block_type") or ()
+    at = {index for index, kind in enumerate(types) if kind in ("attention", "full_attention")}
+    return Layers(kinds_of(config, lambda index: index in at), mamba2_state(config))
+
+
+def _falcon_h1(config: Config) -> Layers:
+    return Layers(all_of(config, "both"), mamba2_state(config))
+
+
+def _jamba(config: Config) -> Layers:
+    period, offset = whole(config, "attn_layer_period", default=8), config.get("attn_layer_offset", 4)
+    return Layers(kinds_of(config, lambda index: index % period == offset), mamba_state(config))
+
+
+def _nemotron_h(config: Config) -> Layers:
+    names: dict[str, Kind] = {
+        "mamba": "recurrent", "linear_attention": "recurrent", "attention": "attention", "full_attention": "attention",
+        "mlp": "neither", "M": "recurrent", "*": "attention", "-": "neither",
+    }  # fmt: skip
+    types = config.get("layers_block_type") or config.get("layer_types") or list(config.get("hybrid_override_pattern") or ())
+    if any(kind in ("moe", "E") for kind in types):
+        raise ModelError("its experts have no gates, and such experts are not supported yet")
+    if not types or not all(kind in names for kind in types):
+        raise ModelError(f"layers_block_type in the model's config must be a list of {', '.join(names)}, got {shown(types)}")
+    return Layers(tuple(names[kind] for kind in types), mamba2_state(config))
+
+
+def _delta_net(config: Config) -> Layers:
+    key_heads, heads, key, value, width = delta_sizes(config)
+    state = StateCache((2 * key_heads * key + heads * value, width - 1), (heads, key, value))
+    if config.get("layer_types") is not None:
+        names: dict[str, Kind] = {"full_attention": "attention", "linear_attention": "recurrent"}
+        return Layers(kinds_by_types(config, names), state)
+    every = whole(config, "full_attention_interval", default=4)
+    return Layers(kinds_of(config, lambda index: (index + 1) % every == 0), state)
+
+
 READERS: Mapping[str, Callable[[Config], Layers]] = MappingProxyType(
     {
         "bamba": _bamba,
+        "falcon_h1": _falcon_h1,
+        "falcon_mamba": _mamba,
+        "granitemoehybrid": _granite,
+        "jamba": _jamba,
         "lfm2": _lfm2,
+        "mamba": _mamba,
+        "mamba2": _mamba2,
+        "nemotron_h": _nemotron_h,
+        "qwen3_5_moe_text": _delta_net,
+        "qwen3_5_text": _delta_net,
+        "qwen3_next": _delta_net,
     }
 )

@@ -51,6 +51,7 @@ class Mamba2(nn.Module):
         norm: GatedNorm | None,
         *,
         bias: bool = False,
+        out_bias: bool | None = None,
         conv_bias: bool = True,
         limits: Sequence[float] = (0.0, float("inf")),
         multipliers: Sequence[float] | None = None,
@@ -63,7 +64,7 @@ class Mamba2(nn.Module):
         self.dt_bias = parameter(shape.heads, dtype=torch.float32)
         self.D = parameter(shape.heads, dtype=torch.float32)
         self.norm = norm
-        self.out_proj = Linear(shape.inner, hidden_size, bias=bias)
+        self.out_proj = Linear(shape.inner, hidden_size, bias=bias if out_bias is None else out_bias)
         self.core = Recurrence(shape.cache)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:

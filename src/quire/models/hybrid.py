@@ -3,7 +3,7 @@
 `facts.layers` has the attention layers, `facts.states` the recurrent ones, `facts.kinds` says which of a model's is which.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -32,6 +32,18 @@ class MixerBlock(nn.Module):
         return x if self.scale == 1.0 else x * self.scale
 
 
+class OneMixerBlock(nn.Module):
+    """norm, mixer; `feeds`: what mixes is a feed-forward part, which looks at every token by itself."""
+
+    def __init__(self, norm: Norm, mixer: nn.Module, feeds: bool = False) -> None:
+        super().__init__()
+        self.norm, self.mixer, self.feeds = norm, mixer, feeds
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = self.norm.add(x, residual)
+        return self.mixer(x, batch.adapters) if self.feeds else self.mixer(x, batch), residual
+
+
 class HybridDecoder(Decoder):
     """A family says in `make_mixer` what its recurrent layers are."""
 
@@ -55,9 +67,12 @@ class HybridDecoder(Decoder):
     def make_mixer(self, facts: "ModelFacts", index: int) -> nn.Module:
         raise NotImplementedError
 
-    def attend(self, facts: "ModelFacts", index: int, **differences: object) -> SelfAttention:
+    def attend(
+        self, facts: "ModelFacts", index: int, kind: type[SelfAttention] = SelfAttention, **differences: Any
+    ) -> SelfAttention:
         """Layer `index`'s attention."""
-        among = facts.kinds[:index].count("attention")
-        attention = self.attention(facts, among, **differences)
-        attention.last = False
-        return attention
+        among = sum(kind in ("attention", "both") for kind in facts.kinds[:index])
+        options = {"heads": facts.hf["num_attention_heads"], **differences}
+        if "rope" not in options:
+            options["rope"] = self.rope(facts, among)
+        return kind(facts.hidden_size, cache=facts.layers[among], **options)

@@ -217,7 +217,7 @@ class Runner:
         if model.recurrents:
             seats = self._max_seqs if pages else 0
             self._states = StateBuffers(model.recurrents, seats, snapshots, self._dtype, self._device.allocate)
-        groups, page_size = len(self._layout.groups), self._layout.page_size
+        groups, page_size = max(1, len(self._layout.groups)), self._layout.page_size  # whoever fills rows counts on one
         told = self._drafter is None and self._drafts > 0
         slots = Slots(self._max_seqs, max_model_len, groups, page_size, device, self._drafts, self._device.updates(), told)
         sampler = Sampler(self._max_seqs, self._facts.vocab_size, device, self._logprobs_mode, self._drafts)
@@ -352,8 +352,8 @@ class Runner:
             "pid": os.getpid(),
             "threads": torch.get_num_threads(),
             "parameters": self._parameters,
-            "heads": model.attentions[0].spec.heads,
-            "kv_heads": model.attentions[0].spec.kv_heads,
+            "heads": model.attentions[0].spec.heads if model.attentions else 0,
+            "kv_heads": model.attentions[0].spec.kv_heads if model.attentions else 0,
         }
 
     def check_health(self) -> None:

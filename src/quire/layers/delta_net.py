@@ -1,0 +1,94 @@
+"""Gated delta networks: projections, a short convolution, the delta rule, a gated norm of every head."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quire.attn.batch import Batch
+from quire.layers.linear import Linear, MergedLinear
+from quire.layers.parameter import parameter
+from quire.layers.recurrent import GatedNorm, Recurrence, ShortConvolution, rows_of
+from quire.ops.arguments import TimeSteps
+from quire.ops.convolution import convolve
+from quire.ops.delta_rule import delta_rule
+from quire.types.cache import StateCache
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    width: int  # of the convolution
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.heads * self.value_dim
+
+    @property
+    def cache(self) -> StateCache:
+        return StateCache((2 * self.keys + self.values, self.width - 1), (self.heads, self.key_dim, self.value_dim))
+
+
+class DeltaNet(nn.Module):
+    """`by_head`: the checkpoint has q, k, v and z as one matrix, for one key head after the other, and so b and a; otherwise
+    q, k and v one behind the other, and the rest by themselves."""
+
+    fixed = frozenset({"A_log", "dt_bias"})
+
+    def __init__(self, hidden_size: int, shape: DeltaShape, eps: float, *, by_head: bool) -> None:
+        super().__init__()
+        self.shape, self.by_head = shape, by_head
+        if by_head:
+            self.in_proj_qkvz = Linear(hidden_size, 2 * shape.keys + 2 * shape.values)
+            self.in_proj_ba = Linear(hidden_size, 2 * shape.heads)
+        else:
+            parts = {"in_proj_qkv": 2 * shape.keys + shape.values, "in_proj_z": shape.values,
+                     "in_proj_b": shape.heads, "in_proj_a": shape.heads}  # fmt: skip
+            self.in_proj = MergedLinear(hidden_size, parts)
+        self.conv1d = ShortConvolution(2 * shape.keys + shape.values, shape.width, bias=False)
+        self.A_log = parameter(shape.heads, dtype=torch.float32)
+        self.dt_bias = parameter(shape.heads, dtype=torch.float32)
+        self.norm = GatedNorm(shape.value_dim, eps, groups=shape.heads, norm_first=True)
+        self.out_proj = Linear(shape.values, hidden_size)
+        self.core = Recurrence(shape.cache)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        shape, rows, count = self.shape, rows_of(batch), len(x)
+        conv, state = self.core.bound()
+        mixed, gate, beta, steps = self._project(x, batch)
+        mixed = convolve(mixed, self.conv1d.weight, None, conv, rows, silu=True)
+        query, key, value = torch.split(mixed, [shape.keys, shape.keys, shape.values], -1)
+        out = delta_rule(
+            query.view(count, shape.key_heads, shape.key_dim),
+            key.view(count, shape.key_heads, shape.key_dim),
+            value.view(count, shape.heads, shape.value_dim),
+            TimeSteps(steps, self.dt_bias, self.A_log),
+            beta,
+            state,
+            rows,
+        )
+        final: Tensor = self.out_proj(self.norm(out.flatten(1), gate), batch.adapters)
+        return final
+
+    def _project(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """-> q, k and v; z; b; a."""
+        shape = self.shape
+        if not self.by_head:
+            sizes = [2 * shape.keys + shape.values, shape.values, shape.heads, shape.heads]
+            mixed, gate, beta, steps = torch.split(self.in_proj(x, batch.adapters), sizes, -1)
+            return mixed, gate, beta, steps
+        each = shape.heads // shape.key_heads
+        wide = each * shape.value_dim
+        parts = self.in_proj_qkvz(x, batch.adapters).view(len(x), shape.key_heads, -1)
+        *three, gate = torch.split(parts, [shape.key_dim, shape.key_dim, wide, wide], -1)
+        beta, steps = self.in_proj_ba(x, batch.adapters).view(len(x), shape.key_heads, 2, each).unbind(2)
+        mixed = torch.cat([part.flatten(1) for part in three], -1)
+        return mixed, gate.flatten(1), beta.flatten(1), steps.flatten(1)

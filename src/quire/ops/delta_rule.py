@@ -1,0 +1,61 @@
+"""The gated delta rule: a state [keys, values] decays, and is then corrected towards the value that belongs to a key:
+
+state = decay * state        state = state + k (beta * (v - k state))        out = q state
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.ops.arguments import StateRows, TimeSteps
+
+EPS = 1e-6
+
+
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, steps: TimeSteps, beta: Tensor, state: Tensor, rows: StateRows
+) -> Tensor:
+    """query and key [T, key heads, n], which are brought to length 1, value [T, heads, m], beta [T, heads] before its sigmoid,
+    state [entries, heads, n, m] float32 -> [T, heads, m] float32."""
+    if query.is_cuda:
+        from quire.ops.kernels import delta_rule as kernel
+
+        return kernel.delta_rule(query, key, value, steps, beta, state, rows)
+    return reference_delta_rule(query, key, value, steps, beta, state, rows)
+
+
+def reference_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, steps: TimeSteps, beta: Tensor, state: Tensor, rows: StateRows
+) -> Tensor:
+    repeats = value.shape[1] // key.shape[1]
+    query, key = (_unit(part.float()).repeat_interleave(repeats, 1) for part in (query, key))
+    query, value, beta = query * query.shape[-1] ** -0.5, value.float(), beta.float().sigmoid()
+    dt = F.softplus(steps.raw.float() + steps.bias).clamp(steps.low, steps.high)
+    decay = torch.exp(-dt * torch.exp(steps.rate_log))
+    out = torch.empty_like(value)
+    ones = [row for row in rows.rows if row[1] == 1]
+    if ones:
+        at = torch.tensor([first for first, *_ in ones], device=query.device)
+        own = torch.tensor([row[3] for row in ones], device=query.device)
+        fresh = torch.tensor([row[2] == 0 for row in ones], device=query.device)
+        before = state[own].masked_fill(fresh[:, None, None, None], 0)
+        state[own], out[at] = _step(before, query[at], key[at], value[at], decay[at], beta[at])
+    for first, count, begin, entry in rows.rows:
+        if count != 1:
+            current = state[entry] if begin else torch.zeros_like(state[entry])
+            for at_ in range(first, first + count):
+                current, out[at_] = _step(current, query[at_], key[at_], value[at_], decay[at_], beta[at_])
+            state[entry] = current
+    return out
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
+
+
+def _step(state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., heads, n, m] and [..., heads, ...] of one token."""
+    state = state * decay[..., None, None]
+    wrong = value - (state * key.unsqueeze(-1)).sum(-2)
+    state = state + key.unsqueeze(-1) * (beta.unsqueeze(-1) * wrong).unsqueeze(-2)
+    return state, (state * query.unsqueeze(-1)).sum(-2)
