@@ -38,11 +38,11 @@ def test_leading_drafts_that_were_drawn_are_accepted(seed):
 
 
 def test_a_row_with_drafts_as_rows_of_one_token():
-    step = plan(0, [(4, 3, 9, True, 2), (1, 5, 5, False), (0, 1, 7, True), (2, 2, 6, True, 1)])
+    step = plan(0, [(4, 3, 9, True, 2), (1, 5, 5, False), (0, 1, 7, True), (2, 6, 6, True, 1)])
     unrolled, owner = unroll(step)
     assert owner.tolist() == [0, 0, 0, 1, 2, 3, 3]
     assert unrolled.slot.tolist() == [4, 4, 4, 1, 0, 2, 2] and unrolled.end.tolist() == [7, 8, 9, 5, 7, 5, 6]
-    assert unrolled.count.tolist() == [1, 1, 1, 5, 1, 1, 1] and not unrolled.drafts.any()
+    assert unrolled.count.tolist() == [1, 1, 1, 5, 1, 5, 1] and not unrolled.drafts.any()
     assert unrolled.outputs.draw.tolist() == step.outputs.draw.tolist()
     assert unrolled.draw_row.tolist() == [0, 1, 2, 4, 5, 6]
 

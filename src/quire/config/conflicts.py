@@ -130,8 +130,8 @@ CONFLICTS: tuple[Conflict, ...] = (
         "drafts of stages, and models that draft on several ranks",
         lambda c: c.speculation is not None and (c.stages > 1 or (c.drafts_on_device and c.world > 1)),
         lambda c: (
-            f"speculative_config.method {c.speculation and c.speculation.method} cannot be had with {c.divided} yet; leave one of "
-            "them out"
+            f"speculative_config.method {c.speculation and c.speculation.method} cannot be had with {c.divided} yet; leave one "
+            "of them out"
         ),
     ),
     Conflict(

@@ -16,20 +16,19 @@ from quire.types.plan import Ints, Outputs, StepPlan, spans
 
 
 def unroll(plan: StepPlan) -> tuple[StepPlan, Ints]:
-    """And the row of the plan that each of its rows is of. Rows with drafts have one token before them."""
-    pieces = np.where(plan.drafts > 0, plan.count, 1)
+    """And the row of the plan that each of its rows is of."""
+    pieces = 1 + plan.drafts  # what is known, and each draft
     owner = np.repeat(np.arange(len(pieces), dtype=np.int32), pieces)
-    behind = (pieces[owner] - 1) - spans(np.zeros_like(pieces), pieces)  # tokens of its row that come after a piece
-    split = (plan.drafts > 0)[owner]
-    count = np.where(split, 1, plan.count[owner]).astype(np.int32)
-    outputs = replace(Outputs.last(count, plan.sample[owner].astype(np.int32)), prompt_logprobs=plan.outputs.prompt_logprobs)
+    place = spans(np.zeros_like(pieces), pieces)
+    count = np.where(place == 0, (plan.count - plan.drafts)[owner], 1).astype(np.int32)
+    outputs = Outputs.last(count, plan.sample[owner].astype(np.int32))
     unrolled = replace(
         plan,
         slot=plan.slot[owner],
         count=count,
         drafts=np.zeros_like(count),
-        end=np.where(split, plan.end[owner] - behind, plan.end[owner]).astype(np.int32),
-        outputs=replace(outputs, pool=plan.outputs.pool),
+        end=((plan.end - plan.drafts)[owner] + place).astype(np.int32),
+        outputs=replace(outputs, prompt_logprobs=plan.outputs.prompt_logprobs, pool=plan.outputs.pool),
         draft_token=plan.draft_token[:0],
     )
     return unrolled, owner
