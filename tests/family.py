@@ -22,7 +22,7 @@ class Alias:
 class Family:
     config: str  # class name in transformers
     model: str  # class name in transformers, the architecture of the checkpoint
-    settings: dict[str, Any] = field(default_factory=dict)  # over TINY; None removes a setting
+    settings: dict[str, Any] = field(default_factory=dict)  # over TINY; None removes a setting, ... says None
     text: str | None = None  # where those are of a nested text model: its model_type, and
     around: dict[str, Any] = field(default_factory=dict)  # the settings around it
     alias: Alias | None = None  # what the checkpoint is rewritten as

@@ -41,7 +41,7 @@ LONG: dict[str, Any] = {
 
 LATENT: dict[str, Family] = {
     "deepseek-v2": Family(  # V2-Lite's way
-        "DeepseekV2Config", "DeepseekV2ForCausalLM", {**RANKS, **EXPERTS, "q_lora_rank": None, "rope_parameters": YARN}
+        "DeepseekV2Config", "DeepseekV2ForCausalLM", {**RANKS, **EXPERTS, "q_lora_rank": ..., "rope_parameters": YARN}
     ),
     "deepseek-v2-groups": Family(
         "DeepseekV2Config",
@@ -56,7 +56,7 @@ LATENT: dict[str, Family] = {
     "deepseek-v3-halves": Family(
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
-        {**RANKS, **EXPERTS, "n_group": 1, "topk_group": 1, "rope_interleave": False, "q_lora_rank": None},
+        {**RANKS, **EXPERTS, "n_group": 1, "topk_group": 1, "rope_interleave": False, "q_lora_rank": ...},
     ),
     "glm4-moe-lite": Family("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", {**RANKS, **EXPERTS, "first_k_dense_replace": None}),
     "minicpm3": Family(

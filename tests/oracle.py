@@ -280,7 +280,8 @@ COMPOSITES: dict[str, Family] = {
 def make_checkpoint(family: Family, directory: Path) -> None:
     import transformers
 
-    settings = {name: value for name, value in (TINY | family.settings).items() if value is not None}
+    stated = (TINY | family.settings).items()
+    settings = {name: None if value is ... else value for name, value in stated if value is not None}
     if family.text is not None:
         settings = {"text_config": {"model_type": family.text, **settings}, **family.around}
     config = getattr(transformers, family.config)(**settings)

@@ -2,10 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gguf_files import write_gguf
 from oracle import in_pieces
 from quantized_checkpoints import BLOCKS, fp8
 from quire import LLM, SamplingParams
@@ -14,6 +16,7 @@ from quire.config.memory import estimate_parameters
 from quire.files.resolve import resolve_model
 from quire.layers.latent import LatentAttention
 from quire.layers.linear import Plain
+from quire.load.gguf_names import FAMILIES
 from quire.load.load import load_weights
 from quire.models.registry import build_model
 from quire.types.errors import ConfigError
@@ -73,6 +76,44 @@ def test_a_checkpoint_in_blocks_of_8_bits(checkpoint, tmp_path):
     plain = [isinstance(linear.method, Plain) for layer in layers for linear in (layer.kv_b_proj, layer.down)]
     assert plain == [True, False] * 3
     assert all(logits.isfinite().all() for logits in in_pieces(model, *(2 * [PROMPTS[2] + PROMPTS[1]])))
+
+
+@pytest.mark.parametrize(("name", "apart"), [("deepseek-v3", True), ("deepseek-v2", False)])
+def test_gguf(checkpoint, name, apart, tmp_path):
+    """As llama.cpp converts them, today and before: what makes keys and values is apart, or not."""
+    case, tensors, stacks, names = checkpoint(name), {}, {}, FAMILIES["deepseek2"]
+    parts, whole = ({ours: theirs for theirs, ours in table.items()} for table in (names.parts, names.whole))
+    for full, tensor in load_file(case.directory / "model.safetensors").items():
+        weight, (_, _, layer, *path) = tensor.numpy(), f"{full}..".split(".")
+        block, module = f"blk.{layer}.", ".".join(path).rstrip(".").removesuffix(".weight")
+        if full in whole:
+            tensors[whole[full]] = weight
+        elif ".experts." in full:
+            expert, part = module.split(".")[2:]
+            stacks.setdefault(f"{block}ffn_{part.removesuffix('_proj')}_exps.weight", {})[int(expert)] = weight
+        elif full.endswith("correction_bias"):
+            tensors[f"{block}exp_probs_b.bias"] = weight
+        elif module == "self_attn.kv_b_proj" and apart:
+            keys, values = np.split(weight.reshape(6, 22, 32), [12], axis=1)
+            tensors |= {f"{block}attn_k_b.weight": keys.transpose(0, 2, 1), f"{block}attn_v_b.weight": values}
+        else:
+            tensors[f"{block}{parts[module]}.weight"] = weight
+    tensors |= {name: np.stack([experts[i] for i in range(8)]) for name, experts in stacks.items()}
+    sizes = {"attention.key_length_mla": 20, "attention.value_length_mla": 10} if apart else {}
+    fields = {
+        "block_count": 3, "context_length": 128, "embedding_length": 48, "feed_forward_length": 80, "attention.head_count": 6,
+        "attention.head_count_kv": 1 if apart else 6, "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 10000.0,
+        "rope.dimension_count": 8, "attention.key_length": 40 if apart else 20, "attention.value_length": 32 if apart else 10,
+        "attention.kv_lora_rank": 32, "leading_dense_block_count": 1, "expert_count": 8, "expert_used_count": 3,
+        "expert_shared_count": 2, "expert_feed_forward_length": 24, "expert_weights_scale": 1.5,
+        "expert_weights_norm": apart, "expert_gating_func": 2 if apart else 1, "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32, "rope.scaling.yarn_log_multiplier": 0.12,
+        **({"attention.q_lora_rank": 20, "expert_group_count": 4, "expert_group_used_count": 2} if apart else {}), **sizes,
+    }  # fmt: skip
+    file = write_gguf(tmp_path / "m.gguf", architecture="deepseek2", fields=fields, tensors=tensors)
+    equal = {"rope_parameters": case.facts.hf["rope_parameters"] | {"mscale": 1.2}}  # a GGUF file has one of both
+    expected = engine(case.directory, hf_overrides=equal)
+    assert tokens(engine(file)) == tokens(expected)
 
 
 @pytest.mark.gpu

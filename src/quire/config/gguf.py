@@ -228,6 +228,29 @@ def _finish_gemma(header: GGUFHeader, config: dict[str, Any]) -> None:
         config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
 
 
+def _finish_deepseek(header: GGUFHeader, config: dict[str, Any]) -> None:
+    """V2's and V3's are one architecture: experts are chosen by a softmax in the one, and by sigmoids in the other."""
+    rotary, key, value = (
+        header.get(name) for name in ("rope.dimension_count", "attention.key_length", "attention.value_length")
+    )
+    key, value = header.get("attention.key_length_mla", key), header.get("attention.value_length_mla", value)
+    if not all(isinstance(size, int) for size in (rotary, key, value)) or key <= rotary:
+        raise ModelError(f"{header.path}: key_length, value_length and rope.dimension_count must tell the sizes of its heads")
+    config |= {"qk_rope_head_dim": rotary, "qk_nope_head_dim": key - rotary, "v_head_dim": value}
+    config["q_lora_rank"] = header.get("attention.q_lora_rank")
+    config["norm_topk_prob"] = bool(header.get("expert_weights_norm"))
+    if header.get("expert_gating_func", 1) == 2:
+        corrected = any(name.endswith(".exp_probs_b.bias") for name in header.tensors)
+        config |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+        config |= {"topk_method": "noaux_tc" if corrected else "greedy", "n_group": config.get("n_group", 1)}
+        config["topk_group"] = config.get("topk_group", 1)
+    else:
+        config["topk_method"] = "group_limited_greedy" if config.get("n_group", 1) > 1 else "greedy"
+    stretched, weight = config["rope_parameters"], header.get("rope.scaling.yarn_log_multiplier")
+    if weight and stretched["rope_type"] == "yarn":
+        stretched |= {"mscale": _neat(10 * weight), "mscale_all_dim": _neat(10 * weight)}
+
+
 _GELU = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh", "attention_bias": False}
 _SILU = {"hidden_act": "silu"}
 ARCHITECTURES: dict[str, Architecture] = {
@@ -246,5 +269,21 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", {**_GELU, "sliding_window_pattern": 2}, finish=_finish_gemma),
     "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", {**_GELU, "sliding_window_pattern": 6}, finish=_finish_gemma),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", _SILU),
+    "deepseek2": Architecture(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        _SILU,
+        {
+            **_FIELDS,
+            "attention.kv_lora_rank": "kv_lora_rank",
+            "leading_dense_block_count": "first_k_dense_replace",
+            "expert_count": "n_routed_experts",
+            "expert_shared_count": "n_shared_experts",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+        },
+        finish=_finish_deepseek,
+    ),
     "gpt2": Architecture("GPT2LMHeadModel", "gpt2", {"activation_function": "gelu_new", "without": ("rope",)}, _GPT2_FIELDS),
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """Latent attention: what a token leaves in the cache is one row of few numbers, of which the keys and values of all heads are
 made. `attn/latent.py` says how."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from quire.attn.backend import AttentionSpec, Latents
 from quire.attn.batch import AdapterRows, Batch
 from quire.dist.mesh import HeadDivision, Position
 from quire.layers.attention import Attention, keep
+from quire.layers.claims import Claim, Claims, Take
 from quire.layers.linear import Linear, MergedLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.role import Role
@@ -17,6 +19,41 @@ from quire.types.cache import LayerCache
 from quire.types.errors import ModelError
 
 EPS = 1e-6  # of its own norms, whatever those of the model have
+
+
+class UpProjection(Linear):
+    """What keys and values are made by: of each head `nope` rows for its keys above those for its values. Other files have
+    both apart, beside `path`: k_b_proj [heads, rank, nope] and v_b_proj [heads, values, rank]."""
+
+    apart = False
+
+    def __init__(self, rank: int, heads: int, nope: int, values: int) -> None:
+        cut = HeadDivision(heads, heads, nope + values).cut_queries
+        super().__init__(rank, heads * (nope + values), role=Role.COLUMN, cuts=(cut,), as_floats=True)
+        self.heads, self.nope, self.values = heads, nope, values
+
+    def by_head(self) -> Tensor:
+        """[heads that are kept, nope + values, rank]."""
+        return self.weight.view(-1, self.nope + self.values, self.inputs)
+
+    def arrange(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.apart = f"{path.removesuffix('kv_b_proj')}k_b_proj.weight" in shapes
+
+    def claims(self, path: str) -> Claims:
+        if not self.apart:
+            return super().claims(path)
+        [some], size, rank = self.kept_outputs, self.nope + self.values, self.inputs
+        heads = some.start // size, some.stop // size
+        whole = self.by_head().data
+        keys, values = whole[:, : self.nope], whole[:, self.nope :]
+        of_keys = Take(keys.transpose(1, 2), (heads, (0, rank), (0, self.nope)))
+        of_values = Take(values, (heads, (0, self.values), (0, rank)))
+        beside = path.removesuffix("kv_b_proj")
+        return {
+            f"{path}.weight": None,  # some have it too
+            f"{beside}k_b_proj.weight": Claim((self.heads, rank, self.nope), (of_keys,)).simple,
+            f"{beside}v_b_proj.weight": Claim((self.heads, self.values, rank), (of_values,)).simple,
+        }
 
 
 class LatentAttention(nn.Module):
@@ -39,10 +76,11 @@ class LatentAttention(nn.Module):
         last: bool = False,
     ) -> None:
         super().__init__()
-        assert cache.latent is not None
+        if cache.latent is None:
+            raise ModelError("latent attention needs a kv_lora_rank, and there is none")
         rank = cache.latent
         self.division = HeadDivision(heads, heads, nope + rotary)
-        cut, cut_up, cut_back = (HeadDivision(heads, heads, n).cut_queries for n in (nope + rotary, nope + values, values))
+        cut, cut_back = self.division.cut_queries, HeadDivision(heads, heads, values).cut_queries
         row = {"kv_a_proj_with_mqa": rank + rotary}
         if query_rank is None:
             if bias:
@@ -56,7 +94,7 @@ class LatentAttention(nn.Module):
             self.q_a_layernorm = RMSNorm(query_rank, EPS)
             self.q_b_proj = Linear(query_rank, heads * (nope + rotary), role=Role.COLUMN, cuts=(cut,))
         self.kv_a_layernorm = RMSNorm(rank, EPS)
-        self.kv_b_proj = Linear(rank, heads * (nope + values), role=Role.COLUMN, cuts=(cut_up,), as_floats=True)
+        self.kv_b_proj = UpProjection(rank, heads, nope, values)
         self.o_proj = Linear(heads * values, hidden_size, bias=bias, role=Role.ROW, cuts=(cut_back,))
         self.rope, self.nope, self.row, self.last = rope, nope, rank + rotary, last
         self.core = Attention(AttentionSpec(heads, 1, rank + rotary, scale, latent=rank))
@@ -67,8 +105,8 @@ class LatentAttention(nn.Module):
 
     @property
     def latents(self) -> Latents:
-        up = self.kv_b_proj.weight.view(self.core.spec.heads, -1, self.kv_b_proj.inputs)
-        return Latents(self.kv_a_layernorm.weight, self.kv_a_layernorm.eps, self.rope.table, up, self.nope)
+        norm = self.kv_a_layernorm
+        return Latents(norm.weight, norm.eps, self.rope.table, self.kv_b_proj.by_head(), self.nope)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H] -> [T, H], or less if it is the last."""

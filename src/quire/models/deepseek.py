@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from quire.files.reading import shown
 from quire.layers.latent import LatentAttention
 from quire.layers.mlp import GatedMLP
 from quire.layers.rope import Rope, rope_parameters
 from quire.layers.routed_moe import RoutedMoE
 from quire.models.decoder import Decoder
 from quire.models.granite import Granite
+from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
@@ -33,7 +35,7 @@ class Latent(Decoder):
             nope=nope,
             rotary=rotary,
             values=hf["v_head_dim"] or facts.hidden_size // heads,
-            query_rank=hf["q_lora_rank"],
+            query_rank=hf["q_lora_rank"] or None,
             scale=(nope + rotary) ** -0.5 * stretched_scale(rope_parameters(hf)),
             bias=bool(hf.get("attention_bias")),
             last=index == len(facts.layers) - 1,
@@ -62,7 +64,7 @@ class DeepseekV2(Latent):
 
     renames: tuple[tuple[str, str | None], ...] = (
         *Decoder.renames,
-        (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.e_score_correction_bias"),
+        (r"\.mlp\.gate\.e_score_correction[_.]bias$", ".mlp.e_score_correction_bias"),
         (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),
     )
 
@@ -77,15 +79,17 @@ class DeepseekV2(Latent):
         if not is_sparse(hf, index):
             return super().make_mlp(facts, index)
         inner, shared = hf["moe_intermediate_size"], hf.get("n_shared_experts")
+        experts, top_k, routing = hf["n_routed_experts"], hf["num_experts_per_tok"], self.routing(hf)
+        check_routing(experts, top_k, routing["groups"])
         return RoutedMoE(
             facts.hidden_size,
             inner,
             hf["hidden_act"],
-            experts=hf["n_routed_experts"],
-            top_k=hf["num_experts_per_tok"],
+            experts=experts,
+            top_k=top_k,
             scale=hf.get("routed_scaling_factor", 1.0),
             shared=GatedMLP(facts.hidden_size, inner * shared, hf["hidden_act"]) if shared else None,
-            **self.routing(hf),
+            **routing,
         )
 
     def routing(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,8 +99,19 @@ class DeepseekV2(Latent):
         return {"renormalize": bool(hf.get("norm_topk_prob")), "groups": groups}
 
 
+def check_routing(experts: int, top_k: int, groups: tuple[int, int, int]) -> None:
+    count, chosen, best = groups
+    if experts % count or not 0 < chosen <= count or (count > 1 and best > experts // count):
+        told = f"{chosen} (topk_group) of {count} groups (n_group)"
+        raise ModelError(f"{experts} experts (n_routed_experts) cannot be chosen from {told}")
+    if not 0 < top_k <= experts // count * chosen:
+        raise ModelError(f"num_experts_per_tok must be between 1 and {experts // count * chosen}, got {top_k}")
+
+
 def is_sparse(hf: Mapping[str, Any], index: int) -> bool:
     """Is the layer one of experts?"""
+    if not hf.get("n_routed_experts"):
+        return False
     kinds = hf.get("mlp_layer_types")
     if kinds is not None:
         return bool(kinds[index] == "sparse")
@@ -107,10 +122,12 @@ class DeepseekV3(DeepseekV2):
     """Scores are sigmoids, corrected for the choice; a group of experts is judged by its two best."""
 
     def routing(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        corrected = hf.get("topk_method", "noaux_tc") == "noaux_tc"
+        corrected, scoring = hf.get("topk_method", "noaux_tc") == "noaux_tc", hf.get("scoring_func", "sigmoid")
+        if scoring not in ("sigmoid", "softmax"):
+            raise ModelError(f"scoring_func must be sigmoid or softmax, got {shown(scoring)}")
         return {
             "renormalize": hf.get("norm_topk_prob", True),
-            "scoring": hf.get("scoring_func", "sigmoid"),
+            "scoring": scoring,
             "correction": (hf["n_routed_experts"],) if corrected else None,
             "groups": (hf.get("n_group") or 1, hf.get("topk_group") or 1, 2),
         }
