@@ -26,16 +26,16 @@ from quire.engine import ipc
 from quire.engine.adapter_client import AdapterClient
 from quire.engine.adapter_names import AdapterNames
 from quire.engine.child import COMMAND, Child
-from quire.engine.client import EngineClient, as_started, engine_args
-from quire.engine.router import EngineRouter, FleetHearer
+from quire.engine.client import as_started
+from quire.engine.router import FleetHearer, start_engines
 from quire.engine.supervisor import State
 from quire.engine.timeline import Timeline
 from quire.engine.view import Engines, OneEngine
-from quire.paced import Pace
 from quire.text.aside import Aside
-from quire.text.inputs import InputProcessor, PreparedRequest
+from quire.text.inputs import InputProcessor, PreparedRequest, is_quick
 from quire.text.open import open_tokenizer
 from quire.text.outputs import OutputProcessor, RequestAnswer
+from quire.text.stream import Stream, catch_up
 from quire.text.tokenizer import Tokenizer
 from quire.types.adapter import LoRARequest
 from quire.types.errors import AdapterChanged, EngineError, QuireError, RequestError
@@ -47,35 +47,6 @@ from quire.types.sight import Sight
 from quire.types.stats import Observer, Stats, together
 
 logger = logging.getLogger(__name__)
-
-SHORT = 4096  # token ids that are checked faster than they are handed to a thread
-
-
-class Stream:
-    """What one request has to tell. An output is made when it is taken, of all there is: slow listeners lose nothing."""
-
-    __slots__ = ("_error", "_waiter", "answer")
-
-    def __init__(self, answer: RequestAnswer) -> None:
-        self.answer = answer
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None and not waiter.done() and not waiter.get_loop().is_closed():
-            waiter.set_result(None)
-
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        self.wake()
-
-    def news(self) -> "asyncio.Future[None]":
-        """To be awaited while there is no output."""
-        if self._error is not None:
-            raise self._error
-        self._waiter = asyncio.get_running_loop().create_future()
-        return self._waiter
 
 
 class AsyncLLM:
@@ -227,7 +198,7 @@ class AsyncLLM:
                 while not answer.due:
                     await stream.news()
                 if answer.behind:
-                    await _catch_up(answer)
+                    await catch_up(answer)
                 output = answer.emit()
                 finished = output.finished
                 yield output
@@ -391,7 +362,7 @@ class AsyncLLM:
                 request_id, prompt, params, arrival=arrival, priority=priority, tenant=tenant, engine_id=serial, extras=extras
             )
 
-        return prepare() if _is_quick(prompt, params) else await self.aside.thread(prepare)
+        return prepare() if is_quick(prompt, params) else await self.aside.thread(prepare)
 
     def _open(
         self, prepared: PreparedRequest, trace_headers: Mapping[str, str] | None, arrived: float, at_once: bool
@@ -433,25 +404,6 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         if self.state != "dead" and (self._task is None or self._task.done() or self._task.get_loop() is not loop):
             self._task = loop.create_task(self._client.run(), name="quire-supervisor")
-
-
-def start_engines(config: Config, hearer: FleetHearer, command: Sequence[str] = COMMAND, spare: Child | None = None) -> Engines:
-    """`spare` is an engine process that was started ahead."""
-    args = engine_args(config)
-    return (EngineRouter if args.data_parallel_size > 1 else EngineClient)(args, hearer, command, spare)
-
-
-async def _catch_up(answer: RequestAnswer) -> None:
-    pace = Pace()
-    while answer.behind:
-        await pace()
-        answer.catch_up()
-
-
-def _is_quick(prompt: PromptType | Prompt, params: SamplingParams) -> bool:
-    """Is there nothing to tokenize, and little to check?"""
-    ids = prompt.ids if isinstance(prompt, Prompt) else prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
-    return isinstance(ids, list) and len(ids) <= SHORT and not getattr(params, "bad_words", None)
 
 
 AsyncLLMEngine = AsyncLLM

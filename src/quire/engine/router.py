@@ -14,11 +14,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from quire.config.args import EngineArgs
+from quire.config.config import Config
 from quire.engine import ipc
 from quire.engine.child import COMMAND, Child
-from quire.engine.client import EngineClient, check_number
+from quire.engine.client import EngineClient, check_number, engine_args
 from quire.engine.supervisor import State
-from quire.engine.view import EngineState
+from quire.engine.view import Engines, EngineState
 from quire.sched.balancer import Balancer
 from quire.types.errors import QuireError
 from quire.types.outputs import TokenDelta
@@ -219,3 +220,9 @@ class EngineRouter:
         states = [engine.state for engine in self.engines]
         ready = [number for number, state in enumerate(states) if state == "ready"]
         return ready or [number for number, state in enumerate(states) if state != "dead"]
+
+
+def start_engines(config: Config, hearer: FleetHearer, command: Sequence[str] = COMMAND, spare: Child | None = None) -> Engines:
+    """`spare` is an engine process that was started ahead."""
+    args = engine_args(config)
+    return (EngineRouter if args.data_parallel_size > 1 else EngineClient)(args, hearer, command, spare)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from quire.text.aside import Aside
 
 _MASK64 = 2**64 - 1
+SHORT = 4096  # token ids that are checked faster than they are handed to a thread
 
 
 @dataclass(frozen=True)
@@ -215,3 +216,9 @@ def fan_out(base: EngineRequest, n: int) -> tuple[EngineRequest, ...]:
     return tuple(
         replace(base, id=f"{base.id}#{i}", seed=(base.seed + i) & _MASK64, fork_of=first if i else None) for i in range(n)
     )
+
+
+def is_quick(prompt: PromptType | Prompt, params: SamplingParams) -> bool:
+    """Is there nothing to tokenize, and little to check?"""
+    ids = prompt.ids if isinstance(prompt, Prompt) else prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+    return isinstance(ids, list) and len(ids) <= SHORT and not getattr(params, "bad_words", None)

@@ -19,13 +19,13 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from quire.async_llm import start_engines
 from quire.config.args import EngineArgs
 from quire.config.config import Config
 from quire.config.resolve import resolve
 from quire.config.server_args import ServerArgs
 from quire.device.registry import describe_unseen
 from quire.engine.child import COMMAND, Child
+from quire.engine.router import start_engines
 from quire.engine.timeline import Timeline
 from quire.serve.fronts import wire
 from quire.serve.fronts.hub import Desk, Hub
