@@ -18,7 +18,7 @@ _SIZES = tuple((size, tuple(names.split())) for size, names in (
     (HEAD, "head_dim qk_rope_head_dim attention_head_dim kv_channels d_kv dim_head swa_head_dim qk_nope_head_dim v_head_dim "
      "swa_v_head_dim attention_head_size mamba_d_head mamba_d_state state_size ssm_state_size linear_key_head_dim "
      "linear_value_head_dim d_head mamba_head_dim index_head_dim"),
-    (8, "rotary_dim mamba_n_heads laurel_rank sliding_window attention_chunk_size index_topk local_attention_window_size "
+    (8, "rotary_dim mamba_n_heads laurel_rank sliding_window attention_chunk_size local_attention_window_size "
      "window_size"),
     (LAYERS, "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
      "num_decoder_layers"),
@@ -31,6 +31,7 @@ _SIZES = tuple((size, tuple(names.split())) for size, names in (
      "num_layers_per_stack"),
     (24, "kv_lora_rank q_lora_rank"),
     (32, "hidden_size_per_layer_input"),
+    (64, "index_topk"),  # all keys: what is chosen of equally bad ones is arbitrary, in transformers too
 ))  # fmt: skip
 SMALL = {name: size for size, names in _SIZES for name in names}
 _HEADS, _KEYS, _LAYERS = (next(names for _, names in _SIZES if word in names) for word in
@@ -54,14 +55,17 @@ ASIDE = (
     "dtype",
     "problem_type",
 )
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _MIXED = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
 _GEMMA4 = {"layer_types": _MIXED, "per_layer_config": {"03": {"head_dim": 32}}}
 # what cannot be had from the names alone
 OWN: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "cohere_compass_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE)},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
              "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64}},
+    "bailing_hybrid": {"num_expert_group": 1, "topk_group": 1},
+    "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,

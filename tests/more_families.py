@@ -35,6 +35,18 @@ GLM_MOE: dict[str, Any] = {
 NAMES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
 MPT: dict[str, Any] = {**PLAIN, **dict.fromkeys(NAMES), "d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 128}
 
+LLAMA4: dict[str, Any] = {
+    "head_dim": 8,
+    "num_hidden_layers": 4,
+    "no_rope_layers": [1, 1, 0, 1],
+    "attention_chunk_size": 8,
+    "floor_scale": 4,
+    "intermediate_size_mlp": 56,
+    "interleave_moe_layer_step": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+}
+
 MORE: dict[str, Family] = {
     "arcee": Family("ArceeConfig", "ArceeForCausalLM", {"mlp_bias": True}),
     "cohere": Family("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.5}),
@@ -136,6 +148,12 @@ MORE: dict[str, Family] = {
         "GraniteMoeSharedConfig", "GraniteMoeSharedForCausalLM", {**GRANITE, **LOCAL, "shared_intermediate_size": 32}
     ),
     "hunyuan-moe": Family("HunYuanMoEV1Config", "HunYuanMoEV1ForCausalLM", {"num_experts": 4, "moe_topk": 2, "head_dim": 16}),
+    "llama4": Family("Llama4TextConfig", "Llama4ForCausalLM", LLAMA4),
+    "llama4-two-experts": Family(
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {**LLAMA4, "use_qk_norm": False, "num_experts_per_tok": 2, "no_rope_layers": [0, 1, 1, 0]},
+    ),
     "minimax-m2": Family("MiniMaxM2Config", "MiniMaxM2ForCausalLM", {**LOCAL, "head_dim": 16, "partial_rotary_factor": 0.5}),
     "olmoe": Family("OlmoeConfig", "OlmoeForCausalLM", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 1.0}),
     "phi-moe": Family("PhimoeConfig", "PhimoeForCausalLM", {**LOCAL, "attention_bias": True, "lm_head_bias": True}),

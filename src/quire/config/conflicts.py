@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from quire.config.args import FLOAT_NAMES
 from quire.config.config import EIGHT_BITS, Config
-from quire.config.facts import count_experts, count_heads
+from quire.config.facts import CHUNKED, count_experts, count_heads
 from quire.types.errors import ConfigError
 
 
@@ -77,6 +77,14 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda c: (
             f"kv_cache_dtype {c.args.kv_cache_dtype} is not built for latent attention (kv_lora_rank), whose cache is small; "
             "use auto"
+        ),
+    ),
+    Conflict(
+        "chunks of half a page",
+        lambda c: bool((c.facts.hf.get("attention_chunk_size") or 0) % c.page_size) and c.facts.hf.get("model_type") in CHUNKED,
+        lambda c: (
+            f"block_size {c.page_size} does not divide the model's attention_chunk_size ({c.facts.hf['attention_chunk_size']}), "
+            "and chunks are made of whole pages"
         ),
     ),
     Conflict(

@@ -47,6 +47,24 @@ def _dbrx(config: Config) -> Config:
     return {common: attention[own] for own, common in names.items() if attention.get(own) is not None}
 
 
+def _llama4(config: Config) -> Config:
+    """What is not said of each layer follows from how often it comes."""
+    count = config.get("num_hidden_layers")
+    if not isinstance(count, int):
+        return {}
+    turned, every, step = (config.get(n) for n in ("no_rope_layers", "no_rope_layer_interval", "interleave_moe_layer_step"))
+    turned = turned or [int((index + 1) % (every or 4) != 0) for index in range(count)]
+    kinds = ["chunked_attention" if turns else "full_attention" for turns in turned]
+    if config.get("attention_chunk_size") is None:
+        kinds = ["full_attention"] * count
+    moe = config.get("moe_layers")
+    return {
+        "no_rope_layers": turned,
+        "layer_types": config.get("layer_types") or kinds,
+        "moe_layers": list(range((step or 1) - 1, count, step or 1)) if moe is None else moe,
+    }
+
+
 def _minicpm(config: Config) -> Config:
     """Granite's multipliers, said differently."""
     scale = {"embedding_multiplier": config.get("scale_emb", 1.0)}
@@ -82,6 +100,8 @@ _DIALECTS: Mapping[str, Callable[[Config], Config]] = MappingProxyType(
         "gpt_bigcode": _gpt_bigcode,
         "gpt_neox": _gpt_neox,
         "gptj": _gptj,
+        "llama4": _llama4,
+        "llama4_text": _llama4,
         "minicpm": _minicpm,
         "minicpm3": _minicpm,
         "minimax_m2": _minimax_m2,

@@ -42,6 +42,7 @@ _STATE = "they keep a recurrent state, and only attention is served"
 _NOT_SERVED = {
     "rwkv": _STATE, "xlm": _OWN_ATTENTION, "flaubert": _OWN_ATTENTION, "xlnet": _OWN_ATTENTION,
 }  # fmt: skip
+CHUNKED = ("llama4_text", "llama4")  # whose chunks of attention are served
 _FIRST_ARE_FULL = ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3")  # layers, of windowed ones
 # nothing comes near these; larger numbers would only be noticed when memory is gone
 _MOST = {"layers": 1 << 12, "heads": 1 << 16, "kv_heads": 1 << 16, "head_dim": 1 << 16, "hidden_size": 1 << 24,
@@ -142,6 +143,7 @@ def _read_facts(files: ModelFiles, overrides: Mapping[str, Any], lenient: bool) 
         reader.refuse_what_is_not_built()
         recurrent, unplanned = reader.recurrent(), ""
         layers = reader.layers() if recurrent is None else reader.alike(recurrent.attentions)
+        reader.check_bounded()
     except _Unplanned as error:
         if not lenient:
             raise
@@ -206,6 +208,10 @@ class _Reader:
             raise _Unplanned(
                 f"{self.name}: sparse attention by an indexer (index_topk) is not supported; latent attention without one is"
             )
+
+    def check_bounded(self) -> None:
+        if all(self.config.get(name) is None for name in _NAMES["max_position"]):
+            raise _Unplanned(str(self._wrong("max_position_embeddings", "a positive integer")))
 
     def dtype(self, stored: Mapping[str, int]) -> str:
         name = self.config.get("dtype") or self.config.get("torch_dtype")
@@ -276,6 +282,8 @@ class _Reader:
         if not isinstance(types, list) or len(types) != count:
             raise self._wrong("layer_types", f"a list of {count} layer types")
         known = {"full_attention": None, "sliding_attention": window}
+        if "chunked_attention" in types and self.config.get("model_type") in CHUNKED:
+            known["chunked_attention"] = self.size("attention_chunk_size")  # nobody sees further back
         for kind in types:
             if kind not in known:
                 raise _Unplanned(f"{self.name}: layers of type {kind!r} are not supported; {' and '.join(known)} are")

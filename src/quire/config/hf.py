@@ -25,6 +25,9 @@ _LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "q
 _DEEPSEEK_V3 = {"rope_theta": 1e4, **_LATENT, "first_k_dense_replace": 3, "n_routed_experts": 256, "n_shared_experts": 1,
                 "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4,
                 "routed_scaling_factor": 2.5, "norm_topk_prob": True}  # fmt: skip
+_LLAMA4 = {"rope_theta": 5e5, "head_dim": 128, "rms_norm_eps": 1e-5, "attention_chunk_size": 8192, "num_experts_per_tok": 1,
+           "num_local_experts": 16, "hidden_act": "silu", "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+           "num_attention_heads": 40, "num_key_value_heads": 8}  # fmt: skip
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"rope_theta": 1e4},
     "mistral": {"rope_theta": 1e4, "sliding_window": 4096},
@@ -46,6 +49,7 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
                 "swiglu_limit": 7.0, "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
                                                       "truncate": False, "original_max_position_embeddings": 4096}},
     "phi3": {"rope_theta": 1e4, "sliding_window": None},
+    "llama4_text": _LLAMA4, "llama4": _LLAMA4,
     "gpt2": {"tie_word_embeddings": True},
     "opt": {"tie_word_embeddings": True},
     "arcee": {"rope_theta": 1e4, "rms_norm_eps": 1e-5},
@@ -127,7 +131,7 @@ _TEXT_TYPES = {
     "video_llava": "llama", "mistral3": "mistral", "internvl": "qwen2", "paligemma": "gemma", "gemma3": "gemma3_text",
     "got_ocr2": "qwen2", "idefics2": "mistral", "idefics3": "llama", "smolvlm": "llama", "qwen2_vl": "qwen2_vl_text",
     "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text", "qwen3_vl_moe": "qwen3_vl_moe_text", "qwen2_audio": "qwen2",
-    "voxtral": "llama", "lighton_ocr": "qwen3", "deepseek_vl": "llama",
+    "voxtral": "llama", "llama4": "llama4_text", "lighton_ocr": "qwen3", "deepseek_vl": "llama",
 }  # fmt: skip
 # rope types whose parameters name the length they were stretched from
 _STRETCHED = ("llama3", "yarn", "longrope")

@@ -157,7 +157,7 @@ class Fallback(Decoder):
             raise ModelError(f"its head gives {count} logits, but its vocabulary has {self.facts.vocab_size} tokens")
 
     def build(self, attention: str, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
-        return build(self.config, attention, dtype, device, seed)
+        return build(self.kind, self.config, attention, dtype, device, seed)
 
     def load(self, source: Source, device: torch.device, dtype: torch.dtype, attention: str = SERVED) -> Any:
         tensors = read_whole(source)

@@ -118,6 +118,9 @@ def find_class(facts: "ModelFacts") -> tuple[Any, Any]:
         raise ModelError(f"transformers does not accept its configuration ({told(error)})") from error
     classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     found = classes.get(type(config), None)
+    named = getattr(transformers, facts.architecture, None)
+    if found is None and named is not None and type(config) is named.config_class and named.can_generate():
+        found = named  # the text half of a model that also sees, for instance
     if found is None or found.__name__ != facts.architecture:
         served = f"; for {kind} that is {found.__name__}" if found is not None else ""
         raise ModelError(f"it is not a causal language model of transformers {transformers.__version__}{served}")
@@ -142,12 +145,12 @@ def settle_rope(config: Any, longest: int) -> None:
             settings["rope_type"] = "default"
 
 
-def build(config: Any, attention: str, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+def build(kind: Any, config: Any, attention: str, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
     """The model with weights as transformers initializes them."""
     try:
         with torch.device(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()
+            return kind._from_config(config, attn_implementation=attention, dtype=dtype).eval()
     except Exception as error:
         if isinstance(error, KeyError) and attention in error.args:
             raise Recomputable("its attention does not go through transformers' attention interface") from error

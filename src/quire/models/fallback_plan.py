@@ -17,10 +17,10 @@ DIGITS, RADIX = 4, 128  # of token ids, where they are all that the cache holds
 
 def plan(facts: "ModelFacts") -> "ModelFacts":
     """`facts` with the layers that the model attends with; or with one of tokens, where that cannot be (`recomputed`)."""
-    config, _ = find_class(facts)
+    config, kind = find_class(facts)
     bare = replace(facts, unplanned="", kinds=(), states=())
     try:
-        model = build(config, WATCHED, torch.bfloat16, torch.device("meta"), seed=0)
+        model = build(kind, config, WATCHED, torch.bfloat16, torch.device("meta"), seed=0)
         calls, _ = trace(model)
     except Recomputable as error:
         return replace(bare, layers=(LayerCache(1, DIGITS),), recomputed=str(error))

@@ -62,6 +62,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "InternLM3ForCausalLM": "quire.models.other_names:InternLM3",
         "JambaForCausalLM": "quire.models.hybrids:Jamba",
         "Lfm2ForCausalLM": "quire.models.lfm2:LFM2",
+        "Llama4ForCausalLM": "quire.models.llama4:Llama4",
         "LlamaForCausalLM": "quire.models.llama:Llama",
         "MPTForCausalLM": "quire.models.alibi:MPT",
         "Mamba2ForCausalLM": "quire.models.mamba:Mamba2",
@@ -127,8 +128,6 @@ def build_model(facts: "ModelFacts", impl: str = "auto") -> "Decoder":
 
     impl: "auto" = our own family, else the fallback; "quire" = only our own; "transformers" = only the fallback.
     """
-    import torch
-
     if impl not in ("auto", "quire", "transformers"):
         raise ModelError(f"unknown model_impl {impl!r}; it must be auto, quire or transformers")
     family = find_family(facts)
@@ -145,8 +144,7 @@ def build_model(facts: "ModelFacts", impl: str = "auto") -> "Decoder":
     if impl == "quire":
         raise ModelError(unserved)
     try:
-        with torch.device("meta"):
-            return _import(RECOMPUTED if facts.recomputed else FALLBACK)(facts).eval()
+        return _import(RECOMPUTED if facts.recomputed else FALLBACK)(facts).eval()
     except ModuleNotFoundError as error:
         install = f"transformers cannot be used ({error}); install it with pip install 'quire[transformers]'"
         raise ModelError(f"{unserved}, and {install}" if impl == "auto" else install) from error

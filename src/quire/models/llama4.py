@@ -1,0 +1,120 @@
+"""Llama 4: most layers attend within chunks and turn their heads; the others see everything, know nothing of positions, and
+sharpen their queries as a text grows. Experts are given a share of a token instead of a share in the sum."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from quire.attn.batch import AdapterRows, Batch
+from quire.layers.attention import SelfAttention
+from quire.layers.chunked import cut_rows
+from quire.layers.mlp import GatedMLP
+from quire.layers.moe import MoE
+from quire.layers.rope import Rope
+from quire.models.decoder import Decoder
+from quire.ops.norm import rms_norm
+from quire.ops.qkv import turn
+
+if TYPE_CHECKING:
+    from quire.config.facts import ModelFacts
+
+
+class Llama4Attention(SelfAttention):
+    """`turning`: of heads, here and not in a kernel, for what is norm'ed behind it. `norm`: the epsilon of a norm without weights.
+    `temper`: the positions after which queries are sharpened again, and how much."""
+
+    def __init__(
+        self,
+        *args: Any,
+        turning: Rope | None,
+        norm: float | None,
+        temper: tuple[float, float] | None,
+        chunk: int | None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, rope=None, **options)
+        self.turning, self.norm, self.temper, self.chunk = turning, norm, temper, chunk
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        out = attend_in_chunks(self, self.qkv(x, batch.adapters), batch)
+        back: Tensor = self.o_proj(out, self.adapters_behind(batch))
+        return back
+
+
+def attend_in_chunks(attention: Llama4Attention, qkv: Tensor, batch: Batch) -> Tensor:
+    """As `attend_heads`. It can be overridden."""
+    if has_torch_function_unary(qkv):
+        return handle_torch_function(attend_in_chunks, (qkv,), attention, qkv, batch)
+    core, backend = attention.core, attention.core.backend
+    assert backend is not None
+    spec, kv = core.spec, core.bound()
+    heads = qkv.view(len(qkv), -1, spec.head_dim)[:, : spec.heads + spec.kv_heads]
+    if attention.turning is not None:
+        table = attention.turning.table
+        turn(heads, *table.rows(batch.positions), table.interleaved)
+    if attention.norm is not None:
+        heads.copy_(rms_norm(heads, torch.ones_like(heads[0, 0]), attention.norm))
+    if attention.temper is not None:
+        every, weight = attention.temper
+        sharper = torch.log1p(torch.floor((batch.positions.float() + 1.0) / every)) * weight + 1.0
+        heads[:, : spec.heads].mul_(sharper[:, None, None].to(heads.dtype))
+    if attention.chunk is None:
+        return backend.run_heads(spec, attention.heads, qkv, kv, batch, core.group, attention.last)
+    cut = cut_rows(batch, core.group, attention.chunk, kv.shape[3])
+    out = backend.run_heads(spec, attention.heads, qkv, kv, cut, core.group, False)
+    return attention.select_residual(out, batch)
+
+
+class Llama4MoE(MoE):
+    """What an expert is given is the token times the sigmoid of its score."""
+
+    def __init__(self, *args: Any, shared: nn.Module, **options: Any) -> None:
+        super().__init__(*args, renormalize=False, **options)
+        self.shared_expert = shared
+
+    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        scores, chosen = self.gate(x, adapters).topk(self.top_k, dim=-1)
+        shares = scores.float().sigmoid()
+        out: Tensor = self.shared_expert(x, adapters)
+        whole = torch.ones_like(shares[:, :1])
+        for i in range(self.top_k):
+            out = out + self.experts((x * shares[:, i : i + 1]).to(x.dtype), whole, chosen[:, i : i + 1], adapters)
+        return out
+
+
+class Llama4(Decoder):
+    interleaved = True
+    recordable = False  # which chunks a step's rows cross is known on the host alone
+    renames = (*Decoder.renames, (r"\.feed_forward\.", ".mlp."), (r"\.mlp\.router\.", ".mlp.gate."))
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
+        hf, cache = facts.hf, facts.layers[index]
+        bias, turns = bool(hf.get("attention_bias")), bool(hf["no_rope_layers"][index])
+        tempered = bool(hf.get("attn_temperature_tuning", True)) and not turns
+        return Llama4Attention(
+            facts.hidden_size,
+            hf["num_attention_heads"],
+            cache,
+            turning=self.rope(facts, index) if turns else None,
+            norm=hf.get("rms_norm_eps", 1e-5) if turns and hf.get("use_qk_norm", True) else None,
+            temper=(hf.get("floor_scale", 8192), hf.get("attn_scale", 0.1)) if tempered else None,
+            chunk=cache.window,
+            bias=bias,
+            out_bias=bias,
+            last=index == len(facts.layers) - 1,
+        )
+
+    def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:
+        hf = facts.hf
+        if index not in hf["moe_layers"]:
+            return GatedMLP(facts.hidden_size, hf["intermediate_size_mlp"], hf["hidden_act"])
+        return Llama4MoE(
+            facts.hidden_size,
+            hf["intermediate_size"],
+            hf["hidden_act"],
+            experts=hf["num_local_experts"],
+            top_k=hf["num_experts_per_tok"],
+            shared=GatedMLP(facts.hidden_size, hf["intermediate_size"], hf["hidden_act"]),
+        )
