@@ -22,7 +22,7 @@ _SIZES = tuple((size, tuple(names.split())) for size, names in (
      "window_size"),
     (LAYERS, "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
      "num_decoder_layers"),
-    (VOCABULARY, "vocab_size vocab_size_per_layer_input"),
+    (VOCABULARY, "vocab_size vocab_size_per_layer_input decoder_vocab_size"),
     (LENGTH, "max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length seq_length max_target_positions "
      "max_source_positions max_seq_length"),
     (4, "num_experts num_local_experts n_routed_experts moe_num_experts"),

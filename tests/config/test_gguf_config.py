@@ -132,7 +132,7 @@ def test_gpt2(tmp_path: Path) -> None:
 
 
 def test_wrong_files_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="'mamba' is not supported; these are: deepseek2, gemma, "):
+    with pytest.raises(ModelError, match="'mamba' is not supported; these are: arcee, "):
         other(tmp_path, "mamba")
     with pytest.raises(ModelError, match="token_embd"):
         facts_of(write_gguf(tmp_path / "m.gguf", fields=LLAMA))

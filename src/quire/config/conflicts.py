@@ -83,8 +83,8 @@ CONFLICTS: tuple[Conflict, ...] = (
         "chunks of half a page",
         lambda c: bool((c.facts.hf.get("attention_chunk_size") or 0) % c.page_size) and c.facts.hf.get("model_type") in CHUNKED,
         lambda c: (
-            f"block_size {c.page_size} does not divide the model's attention_chunk_size ({c.facts.hf['attention_chunk_size']}), "
-            "and chunks are made of whole pages"
+            f"block_size {c.page_size} does not divide the model's attention_chunk_size "
+            f"({c.facts.hf['attention_chunk_size']}), and chunks are made of whole pages"
         ),
     ),
     Conflict(

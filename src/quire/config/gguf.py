@@ -251,6 +251,46 @@ def _finish_deepseek(header: GGUFHeader, config: dict[str, Any]) -> None:
         stretched |= {"mscale": _neat(10 * weight), "mscale_all_dim": _neat(10 * weight)}
 
 
+def _finish_granite(header: GGUFHeader, config: dict[str, Any]) -> None:
+    """Also MiniCPM, whose multipliers are the same by other names; only Granite's say how queries are scaled."""
+    config["embedding_multiplier"] = _neat(header.get("embedding_scale", 1.0))
+    config["residual_multiplier"] = _neat(header.get("residual_scale", 1.0))
+    config["logits_scaling"] = _neat(header.get("logit_scale", 1.0))
+    config["attention_multiplier"] = _neat(header.get("attention.scale", config["head_dim"] ** -0.5))
+    _finish_llama(header, config)
+
+
+def _finish_cohere(header: GGUFHeader, config: dict[str, Any]) -> None:
+    config["logit_scale"] = _neat(header.get("logit_scale", 1.0))
+    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in header.tensors
+    config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+
+
+def _finish_starcoder2(header: GGUFHeader, config: dict[str, Any]) -> None:
+    config["use_bias"] = "blk.0.attn_q.bias" in header.tensors
+
+
+def _finish_falcon(header: GGUFHeader, config: dict[str, Any]) -> None:
+    config["new_decoder_architecture"] = "blk.0.attn_norm_2.weight" in header.tensors
+    config["num_kv_heads"] = config.pop("num_key_value_heads", 1)
+    if not config["new_decoder_architecture"] and config["num_kv_heads"] != 1:
+        raise ModelError(f"{header.path}: a Falcon of several key heads has norms of its own for attention (attn_norm_2)")
+
+
+def _finish_shared(header: GGUFHeader, config: dict[str, Any]) -> None:
+    _finish_experts(header, config)
+    config["shared_expert_intermediate_size"] = header.get("expert_shared_feed_forward_length")
+
+
+def _finish_exaone(header: GGUFHeader, config: dict[str, Any]) -> None:  # noqa: ARG001
+    config["num_layers"] = config["num_hidden_layers"]
+    config["layer_norm_epsilon"] = config["rms_norm_eps"]
+
+
+_LAYER_NORM = _FIELDS | {"attention.layer_norm_epsilon": "layer_norm_eps"}
+_STARCODER2 = _FIELDS | {"attention.layer_norm_epsilon": "norm_epsilon"}
+_FALCON = _FIELDS | {"attention.layer_norm_epsilon": "layer_norm_epsilon", "feed_forward_length": "ffn_hidden_size"}
+_NO_BIAS = {"attention_bias": False, "mlp_bias": False}
 _GELU = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh", "attention_bias": False}
 _SILU = {"hidden_act": "silu"}
 ARCHITECTURES: dict[str, Architecture] = {
@@ -285,5 +325,31 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         finish=_finish_deepseek,
     ),
+    "granite": Architecture("GraniteForCausalLM", "granite", _SILU, finish=_finish_granite),
+    "minicpm": Architecture("GraniteForCausalLM", "granite", _SILU, finish=_finish_granite),
+    "internlm2": Architecture("LlamaForCausalLM", "llama", _SILU, finish=_finish_llama),  # as its conversion leaves it
+    "arcee": Architecture("ArceeForCausalLM", "arcee", {"hidden_act": "relu2"}, finish=_finish_llama),
+    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", {**_SILU, **_NO_BIAS, "no_rope_layer_interval": 4}),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5", {**_SILU, "use_bias": False}),
+    "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", {**_SILU, **_NO_BIAS}),
+    "exaone": Architecture("ExaoneForCausalLM", "exaone", {"activation_function": "silu"}, finish=_finish_exaone),
+    "command-r": Architecture("CohereForCausalLM", "cohere", _SILU, _LAYER_NORM, finish=_finish_cohere),
+    "cohere2": Architecture(
+        "Cohere2ForCausalLM", "cohere2", {**_SILU, "sliding_window_pattern": 4}, _LAYER_NORM, finish=_finish_cohere
+    ),
+    "starcoder2": Architecture(
+        "Starcoder2ForCausalLM", "starcoder2", {"hidden_act": "gelu_pytorch_tanh"}, _STARCODER2, finish=_finish_starcoder2
+    ),
+    "falcon": Architecture(
+        "FalconForCausalLM", "falcon", {"parallel_attn": True, "bias": False, "alibi": False, "multi_query": True}, _FALCON,
+        finish=_finish_falcon,
+    ),
+    "qwen2moe": Architecture(
+        "Qwen2MoeForCausalLM", "qwen2_moe",
+        {**_SILU, "use_sliding_window": False, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        finish=_finish_shared,
+    ),
+    "olmoe": Architecture("OlmoeForCausalLM", "olmoe", {**_SILU, "norm_topk_prob": False, "attention_bias": False},
+                          finish=_finish_experts),
     "gpt2": Architecture("GPT2LMHeadModel", "gpt2", {"activation_function": "gelu_new", "without": ("rope",)}, _GPT2_FIELDS),
 }  # fmt: skip

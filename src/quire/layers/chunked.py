@@ -1,7 +1,7 @@
 """Attention within chunks: a token sees those before it that are in the same chunk of positions, and no other.
 
-To kernels that is attention to everything, of rows that begin where a chunk does: a row that crosses chunks becomes several, and
-the page table of each begins with its chunk's first page. So chunks are made of whole pages.
+To kernels that is attention to everything, of rows that begin where a chunk does: a row that crosses chunks becomes several,
+and the page table of each begins with its chunk's first page. So chunks are made of whole pages.
 """
 
 from dataclasses import replace

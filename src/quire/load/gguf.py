@@ -38,6 +38,8 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if self.name.row and len(self.stored) == 1:
+            return (1, *self.stored)
         return self.stored[::-1] if self.name.transposed else self.stored
 
 
@@ -96,6 +98,8 @@ class GGUFSource:
         tensor = dequantize(raw, piece.type, piece.stored)
         if piece.name.undo is not None:
             tensor = piece.name.undo(tensor)
+        if piece.name.row:
+            tensor = tensor.view(piece.shape)
         return cut(tensor.t() if piece.name.transposed else tensor, ranges)
 
     def _take_blocks(self, piece: Piece, ranges: Ranges) -> Tensor:

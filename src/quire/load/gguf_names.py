@@ -7,9 +7,10 @@ One row of `FAMILIES` per GGUF architecture. This file knows no file and no bloc
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quire.types.errors import ModelError
@@ -30,6 +31,7 @@ class Family:
     experts: Mapping[str, str] = field(default_factory=dict)
     rotary_pairs: bool = False  # q and k rows were reordered so that the two halves of a rotary pair are neighbours
     norm_plus_one: bool = False  # norm weights were stored with their 1 added
+    by_key_head: bool = False  # q, k and v in one matrix lie one behind the other, and Hugging Face has them for each key head
     transposed: frozenset[str] = frozenset()  # parts whose matrices Hugging Face stores [in, out]
 
 
@@ -41,6 +43,7 @@ class Name:
     expert: int | None = None
     undo: Undo | None = None
     transposed: bool = False
+    row: bool = False  # a matrix of one row, which the conversion may have made a vector of
 
 
 def hf_names(architecture: str, hf: Mapping[str, Any], gguf_name: str, shape: tuple[int, ...]) -> Iterator[Name]:
@@ -64,7 +67,8 @@ def hf_names(architecture: str, hf: Mapping[str, Any], gguf_name: str, shape: tu
                 yield Name(f"{prefix}.{template.format(expert)}.{kind}", expert)
     elif part in family.parts:
         transposed = part in family.transposed and kind == "weight"
-        yield Name(f"{prefix}.{family.parts[part]}.{kind}", undo=_undo(family, hf, part), transposed=transposed)
+        row = part == "ffn_gate_inp_shexp"
+        yield Name(f"{prefix}.{family.parts[part]}.{kind}", undo=_undo(family, hf, part), transposed=transposed, row=row)
     else:
         raise _unknown(architecture, gguf_name)
 
@@ -75,7 +79,18 @@ def _undo(family: Family, hf: Mapping[str, Any], part: str) -> Undo | None:
         return lambda rows: split_pairs(rows, heads)
     if family.norm_plus_one and part.endswith("norm"):
         return _minus_one
+    if family.by_key_head and part == "attn_qkv":
+        heads, keys = int(hf["num_attention_heads"]), int(hf["num_kv_heads"] or 1)
+        return lambda rows: join_heads(rows, heads, keys)
     return None
+
+
+def join_heads(rows: Tensor, heads: int, keys: int) -> Tensor:
+    """rows [(heads + 2 * keys) * head_dim, ...] of q, then k, then v: for each key head its queries, itself and its value."""
+    size = rows.shape[0] // (heads + 2 * keys)
+    parts = torch.split(rows, [heads * size, keys * size, keys * size])
+    grouped = [part.reshape(keys, -1, *rows.shape[1:]) for part in parts]
+    return torch.cat(grouped, dim=1).reshape(rows.shape)
 
 
 def split_pairs(rows: Tensor, heads: int) -> Tensor:
@@ -91,6 +106,9 @@ def _minus_one(weight: Tensor) -> Tensor:
 def _family(architecture: str, hf: Mapping[str, Any]) -> Family:
     if architecture == "llama" and hf.get("model_type") == "mixtral":
         return MIXTRAL
+    if architecture == "falcon" and hf.get("new_decoder_architecture"):
+        falcon = FAMILIES["falcon"]
+        return replace(falcon, parts={**falcon.parts, "attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"})
     if architecture not in FAMILIES:
         raise ModelError(f"GGUF architecture {architecture!r} is not supported; {', '.join(FAMILIES)} are")
     return FAMILIES[architecture]
@@ -98,6 +116,10 @@ def _family(architecture: str, hf: Mapping[str, Any]) -> Family:
 
 def _unknown(architecture: str, gguf_name: str) -> ModelError:
     return ModelError(f"GGUF tensor {gguf_name!r} has no known place in a {architecture!r} model")
+
+
+def _without(parts: Mapping[str, str], *names: str) -> dict[str, str]:
+    return {part: path for part, path in parts.items() if part not in names}
 
 
 _WHOLE = {
@@ -130,6 +152,18 @@ MIXTRAL = Family(
     },
     rotary_pairs=True,
 )
+_EXPERTS = {
+    "ffn_gate": "mlp.experts.{}.gate_proj",
+    "ffn_up": "mlp.experts.{}.up_proj",
+    "ffn_down": "mlp.experts.{}.down_proj",
+}
+_NORM_BIAS = {"output_norm.bias": "model.norm.bias"}
+_FALCON = {
+    "token_embd.weight": "transformer.word_embeddings.weight",
+    "output_norm.weight": "transformer.ln_f.weight",
+    "output_norm.bias": "transformer.ln_f.bias",
+    "output.weight": "lm_head.weight",
+}
 FAMILIES: dict[str, Family] = {
     "llama": Family({**_ATTENTION, **_MLP}, _WHOLE, rotary_pairs=True),
     "qwen2": Family({**_ATTENTION, **_MLP}, _WHOLE),
@@ -137,11 +171,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3moe": Family(
         {**_ATTENTION, **_QK_NORMS, "ffn_gate_inp": "mlp.gate"},
         _WHOLE,
-        experts={
-            "ffn_gate": "mlp.experts.{}.gate_proj",
-            "ffn_up": "mlp.experts.{}.up_proj",
-            "ffn_down": "mlp.experts.{}.down_proj",
-        },
+        experts=_EXPERTS,
     ),
     "deepseek2": Family(
         {
@@ -167,6 +197,60 @@ FAMILIES: dict[str, Family] = {
     "gemma3": Family({**_ATTENTION, **_MLP, **_SANDWICH, **_QK_NORMS}, _WHOLE, norm_plus_one=True),
     "phi3": Family(
         {**_ATTENTION, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}, _WHOLE
+    ),
+    "granite": Family({**_ATTENTION, **_MLP}, _WHOLE, rotary_pairs=True),
+    "minicpm": Family({**_ATTENTION, **_MLP}, _WHOLE, rotary_pairs=True),
+    "internlm2": Family({**_ATTENTION, **_MLP}, _WHOLE, rotary_pairs=True),
+    "arcee": Family({**_ATTENTION, "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}, _WHOLE, rotary_pairs=True),
+    "smollm3": Family({**_ATTENTION, **_MLP}, _WHOLE, rotary_pairs=True),
+    "ernie4_5": Family({**_ATTENTION, **_MLP}, _WHOLE),
+    "olmo2": Family(_without({**_ATTENTION, **_MLP, **_QK_NORMS, **_SANDWICH}, "attn_norm", "ffn_norm"), _WHOLE),
+    "command-r": Family(_without({**_ATTENTION, **_MLP, **_QK_NORMS}, "ffn_norm"), _WHOLE),
+    "cohere2": Family(_without({**_ATTENTION, **_MLP}, "ffn_norm"), _WHOLE),
+    "starcoder2": Family({**_ATTENTION, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, {**_WHOLE, **_NORM_BIAS}),
+    "olmoe": Family({**_ATTENTION, **_QK_NORMS, "ffn_gate_inp": "mlp.gate"}, _WHOLE, experts=_EXPERTS),
+    "qwen2moe": Family(
+        {
+            **_ATTENTION,
+            "ffn_gate_inp": "mlp.gate",
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+            "ffn_up_shexp": "mlp.shared_expert.up_proj",
+            "ffn_down_shexp": "mlp.shared_expert.down_proj",
+        },
+        _WHOLE,
+        experts=_EXPERTS,
+    ),
+    "exaone": Family(
+        {
+            "attn_norm": "ln_1",
+            "attn_q": "attn.attention.q_proj",
+            "attn_k": "attn.attention.k_proj",
+            "attn_v": "attn.attention.v_proj",
+            "attn_output": "attn.attention.out_proj",
+            "ffn_norm": "ln_2",
+            "ffn_gate": "mlp.c_fc_0",
+            "ffn_up": "mlp.c_fc_1",
+            "ffn_down": "mlp.c_proj",
+        },
+        {
+            "token_embd.weight": "transformer.wte.weight",
+            "output_norm.weight": "transformer.ln_f.weight",
+            "output.weight": "lm_head.weight",
+        },
+        layers="transformer.h",
+    ),
+    "falcon": Family(
+        {
+            "attn_norm": "input_layernorm",
+            "attn_qkv": "self_attention.query_key_value",
+            "attn_output": "self_attention.dense",
+            "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h",
+        },
+        _FALCON,
+        layers="transformer.h",
+        by_key_head=True,
     ),
     "gpt2": Family(
         {

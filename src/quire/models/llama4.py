@@ -16,25 +16,29 @@ from quire.layers.rope import Rope
 from quire.models.decoder import Decoder
 from quire.ops.norm import rms_norm
 from quire.ops.qkv import turn
+from quire.types.cache import LayerCache
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
 
 
 class Llama4Attention(SelfAttention):
-    """`turning`: of heads, here and not in a kernel, for what is norm'ed behind it. `norm`: the epsilon of a norm without weights.
-    `temper`: the positions after which queries are sharpened again, and how much."""
+    """`turning`: of heads, here and not in a kernel, for they are normed behind it. `norm`: the epsilon of a norm without
+    weights. `temper`: the positions after which queries are sharpened again, and how much."""
 
     def __init__(
         self,
-        *args: Any,
+        hidden_size: int,
+        heads: int,
+        cache: LayerCache,
+        *,
         turning: Rope | None,
         norm: float | None,
         temper: tuple[float, float] | None,
         chunk: int | None,
         **options: Any,
     ) -> None:
-        super().__init__(*args, rope=None, **options)
+        super().__init__(hidden_size, heads, cache, None, **options)
         self.turning, self.norm, self.temper, self.chunk = turning, norm, temper, chunk
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
