@@ -36,7 +36,7 @@ from quire.types.cache import KVLayout, can_divide
 def prepare(model: Decoder, setting: Setting) -> Prepared:
     adopt_forms(model)
     body: Body = model.run_blocks
-    head: nn.Module = model.lm_head  # which may be another stage's
+    head: nn.Module | None = getattr(model, "lm_head", None)  # which may be another stage's, or transformers'
     layout, whole = KVLayout.LINES, setting.dtype == torch.float32 and not isinstance(model, Filling)
     layers = kept_in_blocks(model)
     floats = runtime_for_floats() if whole else None
