@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_speculation import STEM, same, some_params
 from tiny import make_model, open_model
 from torch import nn
@@ -27,6 +27,12 @@ GLM = {
     "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 320, "max_position_embeddings": 256, "n_routed_experts": 4,
     "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 1, "eos_token_id": 1, "bos_token_id": 0, "pad_token_id": 0, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+LATENT = {
+    "kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "head_dim": 8,
+    "num_key_value_heads": 4,
 }  # fmt: skip
 
 
@@ -72,18 +78,20 @@ def eagle(tmp_path_factory):
     return directory, forward
 
 
-@pytest.fixture(scope="module")
-def glm(tmp_path_factory):
+@pytest.fixture(scope="module", params=["Glm4Moe", "DeepseekV3"])
+def with_layer(request, tmp_path_factory):
     """A model with an MTP layer."""
-    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
-    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRMSNorm, Glm4MoeRotaryEmbedding
+    import transformers
 
     torch.manual_seed(3)
-    directory = make_model(tmp_path_factory.mktemp("glm"))  # the tokenizer's files
-    config = Glm4MoeConfig(**GLM)
-    large = Glm4MoeForCausalLM(config).eval()
+    directory = make_model(tmp_path_factory.mktemp("mtp"))  # the tokenizer's files
+    name, latent = request.param, LATENT if request.param == "DeepseekV3" else {}
+    config = getattr(transformers, f"{name}Config")(**GLM | latent)
+    large = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     large.save_pretrained(directory)
-    layer, (enorm, hnorm, norm) = Glm4MoeDecoderLayer(config, 1).eval(), (Glm4MoeRMSNorm(SIZE) for _ in range(3))
+    code = sys.modules[type(large).__module__]
+    part = {kind: getattr(code, f"{name}{kind}") for kind in ("DecoderLayer", "RMSNorm", "RotaryEmbedding")}
+    layer, (enorm, hnorm, norm) = part["DecoderLayer"](config, 1).eval(), (part["RMSNorm"](SIZE) for _ in range(3))
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.3)
     eh_proj, head = nn.Linear(2 * SIZE, SIZE, bias=False), nn.Linear(SIZE, 320, bias=False)
@@ -96,12 +104,10 @@ def glm(tmp_path_factory):
     own |= {"enorm.weight": enorm.weight, "hnorm.weight": hnorm.weight, "eh_proj.weight": eh_proj.weight}
     own |= {"shared_head.norm.weight": norm.weight, "shared_head.head.weight": head.weight}
     own["embed_tokens.weight"] = large.model.embed_tokens.weight
-    from safetensors.torch import load_file
-
     path = directory / "model.safetensors"
     more = {f"model.layers.2.{name}": value.detach().contiguous().clone() for name, value in own.items()}
     save_file(load_file(path) | more, path)
-    rotary = Glm4MoeRotaryEmbedding(config)
+    rotary = part["RotaryEmbedding"](config)
 
     def forward(embedded, hidden):
         embedded = embedded.clone()
@@ -154,17 +160,8 @@ def listen(llm):
     return heard
 
 
-@pytest.mark.parametrize("method", ["eagle", "mtp"])
-def test_guesses_are_those_of_a_plain_computation(method, model, eagle, glm):
+def check_guesses(directory, config, forward, large, head):
     """Also of prompts that come in pieces, beside each other, and behind drafts that were wrong."""
-    from transformers import AutoModelForCausalLM
-
-    if method == "eagle":
-        directory, (path, forward) = model, eagle
-        large = AutoModelForCausalLM.from_pretrained(model).eval()
-        config, head = {"method": "eagle", "model": str(path)}, large.lm_head
-    else:
-        (directory, forward, large, head), config = glm, {"method": "mtp"}
     llm = open_model(
         directory, dtype="float32", max_num_batched_tokens=24, enable_prefix_caching=False, block_size=16,
         speculative_config={**config, "num_speculative_tokens": 2},
@@ -179,6 +176,18 @@ def test_guesses_are_those_of_a_plain_computation(method, model, eagle, glm):
     same(answers, plain.generate(prompts, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), use_tqdm=False))
     for each in (llm, plain):
         each.llm_engine.shutdown()
+
+
+def test_eagle_guesses_as_a_plain_computation_does(model, eagle):
+    from transformers import AutoModelForCausalLM
+
+    (path, forward), large = eagle, AutoModelForCausalLM.from_pretrained(model).eval()
+    check_guesses(model, {"method": "eagle", "model": str(path)}, forward, large, large.lm_head)
+
+
+def test_mtp_layers_guess_as_a_plain_computation_does(with_layer):
+    directory, forward, large, head = with_layer
+    check_guesses(directory, {"method": "mtp"}, forward, large, head)
 
 
 @pytest.fixture(scope="module")
@@ -217,8 +226,6 @@ def test_the_same_tokens(name, model, trained, eagle, expected):
 
 def test_speculators_are_read(model, trained, tmp_path):
     """The same head in the words of another project; how many tokens it drafts is said there."""
-    from safetensors.torch import load_file
-
     config = json.loads((trained["eagle3"] / "config.json").read_text())
     taps = config.pop("eagle_config")["eagle_aux_hidden_state_layer_ids"]
     vocabulary = config.pop("draft_vocab_size")

@@ -20,7 +20,7 @@ class MTPLayers(HeadLayers):
         facts = head.facts
         super().__init__(head, facts.hidden_size)
         count = int(facts.hf["num_hidden_layers"])
-        alone = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
+        alone = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_layer_types": None, "num_nextn_predict_layers": 0}
         model = build_model(replace(facts, hf={**facts.hf, **alone}), "quire")
         size, here = facts.hidden_size, rf"^model\.layers\.{count}\."
         self.renames = (
