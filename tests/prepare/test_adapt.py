@@ -128,18 +128,19 @@ def test_without_an_adapter_nothing_changes(checkpoint):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rank", [1, 8, 33])
-def test_what_is_added_to_a_row_depends_on_no_other(dtype, rank):
+@pytest.mark.parametrize("stacked", [False, True])
+def test_what_is_added_to_a_row_depends_on_no_other(dtype, rank, stacked):
     dice = torch.Generator().manual_seed(rank)
     bank = LinearBank()
     for place in (1, 2):
         down, up = (torch.randn(shape, generator=dice).to(dtype) for shape in ((96, rank), (rank, 80)))
-        bank.places[place] = LinearNumbers((LowRank(16, down, up),))
+        bank.places[place] = LinearNumbers((LowRank(16, down, up),), stacked=down if stacked else None)
     x, out = (torch.randn(70, columns, generator=dice).to(dtype) for columns in (96, 96))
     places = torch.randint(0, 4, (70,), generator=dice).clamp(max=2)
     places[:3] = 0
 
     def add(rows):
-        return bank.add(out[rows], x[rows], AdapterRows(places[rows].numpy(), torch.device("cpu")), None)
+        return bank.add(out[rows].clone(), x[rows], AdapterRows(places[rows].numpy(), torch.device("cpu")), None)
 
     together = add(torch.arange(70))
     for row in range(70):

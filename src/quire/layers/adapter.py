@@ -62,6 +62,30 @@ class LinearNumbers:
     gain: Tensor | None = None  # [outputs] of DoRA: new length of each of the matrix's rows, by its old one
     bias: Tensor | None = None  # [outputs] to be added behind it
     whole: Tensor | None = None  # [inputs, outputs] a matrix that stands in the layer's place
+    stacked: Tensor | None = None  # [inputs, all ranks] the parts' `down` beside each other, in their order
+
+    @property
+    def simple(self) -> bool:
+        """Are there parts alone, to be multiplied by together?"""
+        return self.stacked is not None and self.gain is None and self.bias is None and self.whole is None
+
+    def add_to(self, out: Tensor, x: Tensor, tokens: Tensor | None) -> None:
+        """As `change` of a simple one, for these tokens of out [T, outputs] and x [T, inputs]; None = all."""
+        assert self.stacked is not None
+        some = (x if tokens is None else x.index_select(0, tokens)).to(self.stacked.dtype)
+        count, together = len(some), TOGETHER if x.device.type == "cpu" else len(some)
+        if count % together:
+            some = F.pad(some, (0, 0, 0, -count % together))
+        for first in range(0, count, together):
+            shrunk, end, at = torch.mm(some[first : first + together], self.stacked), min(first + together, count), 0
+            for part in self.parts:
+                rank = len(part.up)
+                added = torch.mm(shrunk[:, at : at + rank], part.up)[: end - first].to(out.dtype)
+                columns, at = out[:, part.outputs], at + rank
+                if tokens is None:
+                    columns[first:end] += added
+                else:
+                    columns.index_add_(0, tokens[first:end], added)
 
     def change(self, out: Tensor, x: Tensor, own: Tensor | None) -> Tensor:
         """out [n, outputs] of x [n, inputs]; own [outputs]: the layer's bias. May overwrite `out`."""
@@ -84,7 +108,9 @@ class LinearBank(Bank[LinearNumbers]):
             return add_tiled(out, x, rows.tiles, self.table, own)
         flat, given = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1])
         for numbers, tokens in self.of(rows):
-            if tokens is None:
+            if numbers.simple:
+                numbers.add_to(given, flat, tokens)
+            elif tokens is None:
                 given = numbers.change(given, flat, own)
             else:
                 given[tokens] = numbers.change(given[tokens], flat[tokens], own)

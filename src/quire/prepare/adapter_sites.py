@@ -99,12 +99,13 @@ class LinearSite:
 
     def cut(self, found: Mapping[str, Addition]) -> Numbers:
         numbers: Numbers = {}
-        across = self._layer.kept_inputs
+        across, downs = self._layer.kept_inputs, list[Tensor]()
         for name, addition in found.items():
             rows = [some for _, some in self._parts[name].kept]
             if addition.down is not None and addition.up is not None:
-                down = addition.down[:, across.start : across.stop]
-                numbers[f"{name}.down"] = down if self._bank.table is not None else down.t()  # as products are quick with
+                downs.append(addition.down[:, across.start : across.stop])
+                if self._bank.table is not None:
+                    numbers[f"{name}.down"] = downs[-1]
                 numbers[f"{name}.up"] = _rows(addition.up, rows).t()
             if addition.magnitude is not None:
                 numbers[f"{name}.magnitude"] = _rows(addition.magnitude, rows)
@@ -112,17 +113,21 @@ class LinearSite:
                 for key, values in (("added", addition.added), ("bias", addition.bias)):
                     if values is not None:
                         numbers[f"{name}.{key}"] = _rows(values, rows)
+        if downs and self._bank.table is None:
+            numbers["down"] = torch.cat(downs).t()  # as products on a CPU are quick with
         return numbers
 
     def put(self, place: int, numbers: Numbers, known: Numbers) -> None:
-        layer, parts = self._layer, list[LowRank]()
-        for name, part in self._parts.items():
-            if f"{name}.down" in numbers:
-                down = numbers[f"{name}.down"]
-                down = down.t() if self._bank.table is not None else down
-                parts.append(LowRank(part.kept[0][0], down, numbers[f"{name}.up"]))
+        parts, stacked, at = list[LowRank](), numbers.get("down"), 0
+        names = [name.removesuffix(".up") for name in numbers if name.endswith(".up")]
+        for name in names:
+            up = numbers[f"{name}.up"]
+            down = numbers[f"{name}.down"].t() if stacked is None else stacked[:, at : at + len(up)]
+            parts.append(LowRank(self._parts[name].kept[0][0], down, up))
+            at += len(up)
         gain = self._gain(parts, numbers, known)
-        self._bank.places[place] = LinearNumbers(tuple(parts), gain, self._bias(numbers, layer.bias))
+        bias = self._bias(numbers, self._layer.bias)
+        self._bank.places[place] = LinearNumbers(tuple(parts), gain, bias, stacked=stacked)
 
     def drop(self, place: int) -> None:
         self._bank.places.pop(place, None)
@@ -211,7 +216,7 @@ class HeadSite(Untabled):
         if "bias" in numbers and layer.bias is not None:
             added.append(numbers["bias"] - layer.bias)
         bias = sum(added[1:], added[0]) if added else None
-        self._bank.places[place] = LinearNumbers(parts, gain, bias, numbers.get("whole"))
+        self._bank.places[place] = LinearNumbers(parts, gain, bias, numbers.get("whole"), numbers.get("down"))
 
     def drop(self, place: int) -> None:
         self._bank.places.pop(place, None)
