@@ -21,6 +21,7 @@ from quire.attn.batch import Batch
 from quire.config.draft_heads import DraftHead
 from quire.config.quantization import choose_quantization
 from quire.device.base import Device
+from quire.files.reading import reading
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.parameter import parameter
@@ -84,7 +85,7 @@ class HeadDrafter(DeviceDrafter):
 
     def load(self, device: Device, dtype: torch.dtype, model: Decoder) -> None:
         facts = self._head.facts
-        with torch.device("meta"):
+        with reading(facts.files.path, f"its configuration makes no head of {self._head.method}"), torch.device("meta"):
             layers = self._make(self._head).eval()
         load_weights(
             layers, facts, device=device.torch_device, dtype=dtype, load_format=self._load_format, seed=self._seed,

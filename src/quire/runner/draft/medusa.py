@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from quire.config.draft_heads import DraftHead
 from quire.device.base import Device
+from quire.files.reading import reading
 from quire.layers.embedding import Head
 from quire.layers.linear import Linear
 from quire.layers.parameter import parameter
@@ -55,7 +56,7 @@ class Medusa(DeviceDrafter):
         self._heads: MedusaHeads | None = None
 
     def load(self, device: Device, dtype: torch.dtype, model: Decoder) -> None:
-        with torch.device("meta"):
+        with reading(self._head.facts.files.path, "its configuration makes no Medusa heads"), torch.device("meta"):
             heads = MedusaHeads(self._head, self.most).eval()
         load_weights(
             heads, self._head.facts, device=device.torch_device, dtype=dtype, load_format=self._load_format, seed=self._seed

@@ -5,6 +5,7 @@ judged by those that were: between two measurements on the line between them, be
 """
 
 from bisect import bisect_left
+from functools import lru_cache
 
 WEIGHT = 0.2  # of a new measurement
 FIRST = 3  # measurements of which the least counts: the first step of a kind may have to prepare something
@@ -62,6 +63,12 @@ class StepCosts:
         low, high = (known[i - 1], known[i]) if i < len(known) else (0, known[-1])
         below, above = found[low].seconds, found[high].seconds
         return max(base, below + (above - below) * (place - low) / (high - low))
+
+
+@lru_cache(64)
+def bucket_ends(most: int) -> tuple[int, ...]:
+    """Up to `most`, the largest numbers that cost the same: of these one is best."""
+    return tuple(count for count in range(1, most + 1) if count == most or _bucket(count) != _bucket(count + 1))
 
 
 def _bucket(count: int) -> int:

@@ -12,9 +12,10 @@ worth it, the engine `waits` for what is in flight, and goes on so as long as th
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from quire.sched.draft.base import HostDrafter, Text
-from quire.sched.draft.costs import UNMEASURED, StepCosts
+from quire.sched.draft.costs import UNMEASURED, StepCosts, bucket_ends
 from quire.sched.plan_builder import Scheduled
 from quire.types.plan import StepResult
 from quire.types.request import Drafting, Request
@@ -107,9 +108,10 @@ class Speculation:
 
     def _worth(self, rows: int, gains: list[tuple[float, Request]], share: float = 1.0) -> int:
         """How many of the likeliest drafts are run, in a step of so many rows. `share`: of which so many were looked at."""
-        best, expected, pace = 0, float(rows), WORTH * rows / self._costs.seconds(rows, 0)
-        for count, (chance, _) in enumerate(gains[: min(MOST_TOGETHER, 2 * self._costs.most(rows) + 1)], 1):
-            expected += chance / share
+        best, pace = 0, WORTH * rows / self._costs.seconds(rows, 0)
+        sums = list(accumulate(chance for chance, _ in gains[: min(MOST_TOGETHER, 2 * self._costs.most(rows) + 1)]))
+        for count in bucket_ends(len(sums)):
+            expected = rows + sums[count - 1] / share
             if (reached := expected / self._costs.seconds(rows, round(count / share))) > pace:
                 best, pace = count, reached
         self._idle = 0 if best else self._idle + 1
