@@ -91,6 +91,21 @@ def test_places_are_taken_and_given_back(checkpoint, tmp_path):
     assert torch.equal(answer(2), plain) and shelf.filled == {1}
 
 
+def test_positions_that_turn_by_the_longest_context(checkpoint, tmp_path):
+    """Of longrope PEFT takes the factors by the prompt at hand, and Quire by the longest there can be: behind the original
+    length they are the same."""
+    case = checkpoint("phi3-longrope")
+    ids = [3 + i * 7 % 190 for i in range(40)]
+    theirs = write_with_peft(copy.deepcopy(case.reference), tmp_path, 1, r=2, target_modules="all-linear")
+    model, shelf = open_shelf(case)
+    put(shelf, tmp_path, 1)
+    sequences = Sequences(model, 1, 40)
+    sequences.adapters = [1]
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(sequences.step([(0, ids)])[0], expected, atol=1e-4, rtol=1e-4)
+
+
 def test_a_bin_file_and_other_widths(checkpoint, tmp_path):
     case = checkpoint("llama")
     _, shelf = open_shelf(case)
