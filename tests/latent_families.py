@@ -35,6 +35,7 @@ LONG: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
     "original_max_position_embeddings": 32,
+    "factor": 4.0,
     "short_factor": [1.0, 1.1, 1.2, 1.3],
     "long_factor": [1.0, 2.0, 3.0, 4.0],
 }
@@ -57,6 +58,11 @@ LATENT: dict[str, Family] = {
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
         {**RANKS, **EXPERTS, "n_group": 1, "topk_group": 1, "rope_interleave": False, "q_lora_rank": ...},
+    ),
+    "axk1": Family(
+        "AXK1Config",
+        "AXK1ForCausalLM",
+        {**RANKS, **EXPERTS, "n_group": 4, "topk_group": 2, "first_k_dense_replace": None},
     ),
     "glm4-moe-lite": Family("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", {**RANKS, **EXPERTS, "first_k_dense_replace": None}),
     "minicpm3": Family(

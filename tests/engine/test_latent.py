@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gguf_files import write_gguf
 from oracle import in_pieces
 from quantized_checkpoints import BLOCKS, fp8
 from quire import LLM, SamplingParams
@@ -81,6 +80,8 @@ def test_a_checkpoint_in_blocks_of_8_bits(checkpoint, tmp_path):
 @pytest.mark.parametrize(("name", "apart"), [("deepseek-v3", True), ("deepseek-v2", False)])
 def test_gguf(checkpoint, name, apart, tmp_path):
     """As llama.cpp converts them, today and before: what makes keys and values is apart, or not."""
+    from gguf_files import write_gguf
+
     case, tensors, stacks, names = checkpoint(name), {}, {}, FAMILIES["deepseek2"]
     parts, whole = ({ours: theirs for theirs, ours in table.items()} for table in (names.parts, names.whole))
     for full, tensor in load_file(case.directory / "model.safetensors").items():

@@ -101,6 +101,7 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"rope_theta": 1e4, **_LATENT, "first_k_dense_replace": 0, "n_routed_experts": 64, "n_shared_experts": 2,
                     "moe_intermediate_size": 1407},
     "deepseek_v3": _DEEPSEEK_V3, "kimi_k2": _DEEPSEEK_V3,
+    "axk1": {**_DEEPSEEK_V3, "first_k_dense_replace": 1, "n_routed_experts": 192},
     "glm4_moe_lite": {"rope_theta": 1e4, **_LATENT, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256,
                       "rms_norm_eps": 1e-5, "n_routed_experts": 64, "n_shared_experts": 1, "routed_scaling_factor": 1.8,
                       "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "first_k_dense_replace": 1},

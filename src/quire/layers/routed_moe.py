@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from quire.attn.batch import AdapterRows
 from quire.layers.linear import Linear, Plain
 from quire.layers.moe import MoE
+from quire.layers.norm import RMSNorm
 from quire.layers.parameter import parameter
 from quire.ops.linear import linear_float
 from quire.ops.moe import route
@@ -20,7 +21,7 @@ class RoutedMoE(MoE):
 
     `groups`: of experts, how many of these are chosen from, and how many of its best a group is judged by. `scale`: of the
     chosen ones' weights. `tolerance`: of Phi's choice. `shared`: what every token goes through besides; `shared_gated`: as
-    far as a gate lets it.
+    far as a gate lets it. `norm`: of what comes out.
     """
 
     fixed = frozenset({"e_score_correction_bias"})
@@ -41,22 +42,27 @@ class RoutedMoE(MoE):
         tolerance: float = 0.01,
         shared: nn.Module | None = None,
         shared_gated: bool = False,
+        norm: RMSNorm | None = None,
     ) -> None:
         super().__init__(hidden_size, inner_size, activation, experts=experts, top_k=top_k, renormalize=renormalize)
         self.scoring, self.groups, self.scale, self.tolerance = scoring, groups, scale, tolerance
         self.e_score_correction_bias = None if correction is None else parameter(*correction, dtype=torch.float32)
         self.shared_expert = shared
         self.shared_expert_gate = Linear(hidden_size, 1) if shared_gated else None
+        self.post_mlp_layernorm = norm
 
     def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         weights, chosen = self.choose(x, adapters)
         out: Tensor = self.experts(x, weights, chosen, adapters)
         if self.shared_expert is None:
-            return out
+            return self.normed(out)
         beside: Tensor = self.shared_expert(x, adapters)
         if self.shared_expert_gate is not None:
             beside = torch.sigmoid(self.shared_expert_gate(x, adapters)) * beside
-        return out + beside
+        return self.normed(out + beside)
+
+    def normed(self, out: Tensor) -> Tensor:
+        return out if self.post_mlp_layernorm is None else self.post_mlp_layernorm(out)
 
     def choose(self, x: Tensor, adapters: AdapterRows | None) -> tuple[Tensor, Tensor]:
         """x [T, H] -> weights [T, top_k] float32 and experts [T, top_k]."""

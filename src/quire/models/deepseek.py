@@ -9,6 +9,7 @@ from torch import nn
 from quire.files.reading import shown
 from quire.layers.latent import LatentAttention
 from quire.layers.mlp import GatedMLP
+from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope, rope_parameters
 from quire.layers.routed_moe import RoutedMoE
 from quire.models.decoder import Decoder
@@ -131,6 +132,15 @@ class DeepseekV3(DeepseekV2):
             "correction": (hf["n_routed_experts"],) if corrected else None,
             "groups": (hf.get("n_group") or 1, hf.get("topk_group") or 1, 2),
         }
+
+
+class AXK1(DeepseekV3):
+    """What experts give is normed."""
+
+    renames = (*DeepseekV3.renames, (r"(?<!\.mlp)\.post_mlp_layernorm\.", ".mlp.post_mlp_layernorm."))
+
+    def routing(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        return {**super().routing(hf), "norm": RMSNorm(hf["hidden_size"], hf["rms_norm_eps"])}
 
 
 class Glm4MoELite(DeepseekV3):

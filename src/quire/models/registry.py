@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
+        "AXK1ForCausalLM": "quire.models.deepseek:AXK1",
         "ArceeForCausalLM": "quire.models.llama:Arcee",
         "BaiChuanForCausalLM": "quire.models.other_names:Baichuan",
         "BaichuanForCausalLM": "quire.models.other_names:Baichuan",
