@@ -203,3 +203,16 @@ def test_a_size_without_a_unit_is_not_a_few_bytes(text: str, model: str, capsys:
 def test_the_package_is_a_command() -> None:
     done = subprocess.run([sys.executable, "-m", "quire", "--help"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("usage: quire COMMAND")
+
+
+def test_a_plan_for_stages(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A page takes what its layers take in the largest stage, and the stages share the memory accordingly."""
+    alone = make_plan(EngineArgs(model=model, device="cpu"), 80 * GIB)
+    staged = make_plan(EngineArgs(model=model, device="cpu", pipeline_parallel_size=3), 80 * GIB)
+    assert (alone.ranks, alone.stages, staged.ranks, staged.stages) == (1, (32,), 3, (10, 11, 11))
+    assert staged.bytes_per_page * 32 == alone.bytes_per_page * 11
+    assert abs(staged.pages - alone.pages) <= 1
+    given = make_plan(EngineArgs(model=model, device="cpu", pipeline_parallel_size=2, kv_cache_memory_bytes=GIB), 80 * GIB)
+    assert given.pages == GIB // (alone.bytes_per_page // 2) - 1
+    assert main(["plan", model, "--memory", "80GiB", "--device", "cpu", "-pp", "2", "--pipeline-layer-partition", "20,12"]) == 0
+    assert "2, of 20, 12 layers" in capsys.readouterr().out

@@ -75,7 +75,14 @@ class FakeLLM:
 
     def __init__(self):
         self.config = SimpleNamespace(
-            served_names=("tiny",), device="cpu", dtype="float32", max_seqs=4, max_batched_tokens=64, page_size=4
+            served_names=("tiny",),
+            device="cpu",
+            dtype="float32",
+            max_seqs=4,
+            max_batched_tokens=64,
+            page_size=4,
+            world=1,
+            stages=1,
         )
         self.observers, self.viewer = [], None
         self.state, self.restarts, self.replayed, self.last_loss, self.pid = "ready", 0, 0, None, 1
