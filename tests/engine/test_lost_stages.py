@@ -10,6 +10,7 @@ from tiny import TEXT, open_model
 
 from quire import SamplingParams
 from quire.engine.executor import workers
+from quire.sampling_params import StructuredOutputsParams
 from quire.types.errors import EngineDead
 from serving import NAME, Running
 
@@ -40,6 +41,15 @@ def test_streams_outlive_a_killed_stage(served, shared_llm):
     body = {"model": NAME, "prompt": TEXT[:3], "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
     alone = [output.outputs[0].text for output in shared_llm.generate(TEXT[:3], params, use_tqdm=False)]
+    rules = {"regex": "(fox|dog) [a-z]{3,9}"}
+    more = {"temperature": 0.8, "seed": 3, "n": 2, "max_tokens": 20, "logprobs": 2}
+    [expected] = shared_llm.generate(
+        TEXT[0], SamplingParams(**more, structured_outputs=StructuredOutputsParams(**rules)), use_tqdm=False
+    )
+    answer = served.http.post(
+        "/v1/completions", json={"model": NAME, "prompt": TEXT[0], "structured_outputs": rules, **more}
+    ).json()
+    assert [choice["text"] for choice in answer["choices"]] == [output.text for output in expected.outputs]
     [rank] = ranks_of(served.llm.engine_pid)
     texts, killed = ["", "", ""], None
     with served.http.stream("POST", "/v1/completions", json=body) as response:
