@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = str(Path(__file__).absolute().parent.parent)
 WITH_US = "with-us"  # the argument of a process that is to end when the thread that starts it does
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def environment() -> dict[str, str] | None:
@@ -32,6 +32,12 @@ def end_with_parent() -> None:
     """This process is killed when the thread that started it ends, however that comes about, and even while it is stopped."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def name_process(name: str) -> None:
+    """What `ps -o comm` and `top` call this process, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"quire-{name}".encode(), 0, 0, 0)
 
 
 def nameless_memory(name: str, size: int = 0) -> int:
@@ -54,9 +60,9 @@ def ending(code: int) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """By SIGSTOP and its kin; False where that cannot be known."""
+    """By SIGSTOP and its kin, not by a debugger; False where that cannot be known."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except (OSError, IndexError):
         return False
 

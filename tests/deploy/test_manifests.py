@@ -25,6 +25,37 @@ KINDS = {
     ("v1", "Secret"): "io.k8s.api.core.v1.Secret",
     ("v1", "Service"): "io.k8s.api.core.v1.Service",
 }
+_POD, _TEXTS = (
+    {"$ref": "#/$defs/io.k8s.api.core.v1.PodTemplateSpec"},
+    {"type": "object", "additionalProperties": {"type": "string"}},
+)
+_NUMBER, _TEXT, _FLAG = {"type": "integer"}, {"type": "string"}, {"type": "boolean"}
+
+
+def _object(required: list[str], **fields: Any) -> dict[str, Any]:
+    return {"type": "object", "required": required, "properties": fields, "additionalProperties": False}
+
+
+# the fields of KubeRay's types (ray.io/v1) that are of use here; others are taken for mistakes
+_HEAD = _object(["rayStartParams", "template"], rayStartParams=_TEXTS, template=_POD, serviceType=_TEXT, enableIngress=_FLAG)
+_WORKERS = _object(
+    ["groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"],
+    groupName=_TEXT, replicas=_NUMBER, minReplicas=_NUMBER, maxReplicas=_NUMBER, numOfHosts=_NUMBER, rayStartParams=_TEXTS,
+    template=_POD,
+)  # fmt: skip
+_CLUSTER = _object(
+    ["headGroupSpec"], rayVersion=_TEXT, headGroupSpec=_HEAD, workerGroupSpecs={"type": "array", "items": _WORKERS},
+    enableInTreeAutoscaling=_FLAG, suspend=_FLAG,
+)  # fmt: skip
+_JOB = _object(
+    [], entrypoint=_TEXT, rayClusterSpec=_CLUSTER, shutdownAfterJobFinishes=_FLAG, backoffLimit=_NUMBER, suspend=_FLAG,
+    ttlSecondsAfterFinished=_NUMBER, runtimeEnvYAML=_TEXT, metadata=_TEXTS, activeDeadlineSeconds=_NUMBER,
+)  # fmt: skip
+SCHEMA["$defs"]["ray.io.v1.RayJob"] = _object(
+    ["apiVersion", "kind", "metadata", "spec"], apiVersion={"const": "ray.io/v1"}, kind={"const": "RayJob"},
+    metadata={"type": "object"}, spec=_JOB,
+)  # fmt: skip
+KINDS["ray.io/v1", "RayJob"] = "ray.io.v1.RayJob"
 BLOCK = re.compile(r"^```yaml\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -97,3 +128,18 @@ def test_the_server_takes_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None
     server = ServerArgs.take_from(namespace)
     assert (server.host, server.port) == ("0.0.0.0", container["ports"][0]["containerPort"])
     assert pod["terminationGracePeriodSeconds"] > server.shutdown_timeout
+
+
+def test_what_ray_starts_is_what_the_server_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "a key")
+    spec = manifests()["RayJob"]["spec"]
+    command, *arguments = spec["entrypoint"].split()
+    namespace = make_parser().parse_args(arguments)
+    server, cluster = ServerArgs.take_from(namespace), spec["rayClusterSpec"]
+    head = cluster["headGroupSpec"]
+    assert command == "quire" and server.port == head["template"]["spec"]["containers"][0]["ports"][0]["containerPort"]
+    groups = [(head, 1), *((group, group["replicas"]) for group in cluster["workerGroupSpecs"])]
+    assert (
+        sum(replicas * int(group["rayStartParams"]["num-cpus"]) for group, replicas in groups) == namespace.tensor_parallel_size
+    )
+    assert sum(replicas for _, replicas in groups) == namespace.nnodes

@@ -149,13 +149,25 @@ def test_an_engine_that_cannot_start_is_named(tiny_model, traces):
         fake(tiny_model, num_gpu_blocks_override=2, max_model_len=64)
 
 
-def test_engines_that_are_given_up_are_told(tiny_model, traces):
+def test_engines_that_are_given_up_are_told(tiny_model, traces, monkeypatch):
+    monkeypatch.setenv("QUIRE_FAKE_LATENCY", "0.005")
     llm = fake(tiny_model, max_engine_restarts=0)
     core = llm.llm_engine.core
     first, second = (engine.pid for engine in core.engines)
-    os.kill(first, signal.SIGKILL)
+    prompts = [f"{TEXT[0]} {i}" for i in range(8)]
+    some = [params(max_tokens=100, n=1 + i % 2, seed=i, temperature=1.0) for i in range(8)]
+    alone = told(fake(tiny_model, data_parallel_size=1).generate(prompts, some, use_tqdm=False))
+
+    def lose():
+        while not all(engine.stats is not None and engine.stats.running for engine in core.engines):
+            time.sleep(0.001)
+        os.kill(first, signal.SIGKILL)
+
+    threading.Thread(target=lose, daemon=True).start()
+    assert told(llm.generate(prompts, some, use_tqdm=False)) == alone, "what it had begun goes on in the other"
     while core.engines[0].state != "dead":
         time.sleep(0.01)
+    assert core.replayed > 0
     assert all(output.finished for output in llm.generate(list(TEXT), params(), use_tqdm=False)), "the other goes on"
     assert core.engines[1].pid == second
     os.kill(second, signal.SIGKILL)
@@ -173,7 +185,6 @@ def test_arguments():
         ("data_parallel_size_local", 1, "data_parallel_size is how many"),
         ("data_parallel_address", "10.0.0.1", "load balancer"),
         ("data_parallel_backend", "ray", "load balancer"),
-        ("nnodes", 2, "load balancer"),
         ("data_parallel_rank", 1, "X-data-parallel-rank"),
     ):
         with pytest.raises(ConfigError, match=instead):

@@ -11,8 +11,6 @@ from server_process import body, children, serving, wait_for
 
 from quire.cli.top_feed import Known
 from quire.cli.top_screen import screen
-from quire.config.server_args import ServerArgs
-from quire.types.errors import ConfigError
 from serving import Running, error_of, events_of
 
 RANK = "X-data-parallel-rank"
@@ -170,9 +168,3 @@ def test_metrics_health_and_events_of_a_whole_server(serve_model):
         assert client.post("/reset_prefix_cache").status_code in (200, 404)
         server.signal()
         assert server.wait() == 0
-
-
-def test_what_it_cannot_do_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"headless=True .*behind a load balancer"):
-        ServerArgs.from_kwargs(headless=True)
-    assert ServerArgs.from_kwargs(api_server_count=1, headless=False) == ServerArgs()

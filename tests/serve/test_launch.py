@@ -74,8 +74,7 @@ def test_vllms_module_is_the_same_command(serve_model: Path) -> None:
     done = run_line("--model", str(serve_model), "--headless", module="quire.entrypoints.openai.api_server")
     assert done.returncode == 2
     assert done.stderr == (
-        "quire serve: headless=True is not supported: every server has its API; for several machines run a server on each, "
-        "behind a load balancer; leave it out or at False\n"
+        "quire serve: --headless is for machines 1 to nnodes - 1: give --nnodes and --node-rank; got 1 and 0\n"
     )
 
 

@@ -1,6 +1,7 @@
 """`quire serve MODEL`: the OpenAI-compatible server."""
 
 import argparse
+import dataclasses
 from typing import Any
 
 from quire.cli.model_tag import add_model_tag, engine_args
@@ -30,6 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(namespace: argparse.Namespace) -> int:
     settings = ServerArgs.take_from(namespace)
     args = engine_args(namespace)
+    if settings.headless:
+        from quire.cli.headless import run_headless
+
+        return run_headless(args)
+    if args.warm_restart is None:
+        args = dataclasses.replace(args, warm_restart=True)
     try:
         from quire.engine.child import Child
 

@@ -182,6 +182,11 @@ class EngineArgs:
     max_engine_restarts: int = setting(6, NUMBER, _PROCESS, "most restarts within engine_restart_window", low=0)
     engine_restart_window: float = setting(600.0, REAL, _PROCESS, "seconds in which restarts are counted", above=0.0)
 
+    warm_restart: bool | None = setting(
+        None, FLAG, _PROCESS, "keep a process that has imported everything, from which a lost engine is restarted in a moment; "
+        "default: quire serve does",
+    )  # fmt: skip
+
     data_parallel_size: int = setting(
         1, NUMBER, _RANKS, "engines that share requests out among them, each with the whole model, a cache and a device",
         low=1, high=64, short="-dp",
@@ -200,10 +205,17 @@ class EngineArgs:
     enable_expert_parallel: bool = setting(
         False, FLAG, _RANKS, "each of them has some of the experts, instead of a part of each", short="-ep"
     )
+    nnodes: int = setting(
+        1, NUMBER, _RANKS, "machines that the ranks are on; quire serve runs on each of them", low=1, short="-n"
+    )
+    node_rank: int = setting(0, NUMBER, _RANKS, "which of the machines this is; all but 0 are --headless", low=0, short="-r")
+    master_addr: str = setting("127.0.0.1", TEXT, _RANKS, "address of machine 0, where it waits for the others")
+    master_port: int = setting(29501, NUMBER, _RANKS, "port of machine 0", low=1, high=65535)
     distributed_executor_backend: str | None = setting(
         None, TEXT, _RANKS,
-        "auto: as many processes as there are ranks; mp: the same; uni: one; fake: no model, for tests of all the rest",
-        choices=("auto", "mp", "uni", "fake"),
+        "auto: as many processes as there are ranks; mp: the same; ray: Ray starts those of other machines; uni: one; fake: no "
+        "model, for tests of all the rest",
+        choices=("auto", "mp", "ray", "uni", "fake"),
     )  # fmt: skip
 
     disable_log_stats: bool = setting(False, FLAG, _OTHER, "no periodic throughput line")

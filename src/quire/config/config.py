@@ -48,6 +48,11 @@ class Config:
     max_cpu_loras: int = 0  # in the host's memory, those among them
 
     @property
+    def node_ranks(self) -> int:
+        """Of the node that has most."""
+        return -(-self.world // self.args.nnodes)
+
+    @property
     def ranks(self) -> int:
         """Processes that share the model's matrices."""
         return self.args.tensor_parallel_size

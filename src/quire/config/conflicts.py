@@ -135,6 +135,42 @@ CONFLICTS: tuple[Conflict, ...] = (
         ),
     ),
     Conflict(
+        "more nodes than ranks",
+        lambda c: c.args.nnodes > c.world,
+        lambda c: (
+            f"nnodes={c.args.nnodes} machines need as many ranks, and there are {c.world} (tensor_parallel_size). "
+            "Lower the first or raise the second"
+        ),
+    ),
+    Conflict(
+        "stages on several nodes",
+        lambda c: c.stages > 1 and (c.args.nnodes > 1 or c.args.distributed_executor_backend == "ray"),
+        lambda c: (
+            f"pipeline_parallel_size={c.stages} cannot be had with ranks on several machines yet; leave it at 1, and use "
+            "tensor_parallel_size there"
+        ),
+    ),
+    Conflict(
+        "an engine that is on another node",
+        lambda c: c.args.node_rank > 0,
+        lambda c: (
+            f"node_rank={c.args.node_rank}: the engine is on machine 0, and this one has some of its ranks: run quire serve "
+            "with --headless here"
+        ),
+    ),
+    Conflict(
+        "nodes of one process",
+        lambda c: c.args.nnodes > 1 and c.args.distributed_executor_backend in ("uni", "fake"),
+        lambda c: f"nnodes={c.args.nnodes}: {c.args.distributed_executor_backend} is one process, on one machine",
+    ),
+    Conflict(
+        "engines of several nodes",
+        lambda c: c.args.data_parallel_size > 1 and (c.args.nnodes > 1 or c.args.distributed_executor_backend == "ray"),
+        lambda c: (
+            f"data_parallel_size={c.args.data_parallel_size} cannot be had with ranks on several machines yet; leave it at 1"
+        ),
+    ),
+    Conflict(
         "drafts of stages, and models that draft on several ranks",
         lambda c: c.speculation is not None and (c.stages > 1 or (c.drafts_on_device and c.world > 1)),
         lambda c: (

@@ -34,7 +34,7 @@ _TABLE: tuple[tuple[str, dict[str, Kind]], ...] = (
         "disable_custom_all_reduce": FLAG, "disable_nccl_for_dp_synchronization": FLAG, "max_parallel_loading_workers": TEXT,
         "all2all_backend": TEXT, "eplb_config": OBJECT, "expert_placement_strategy": TEXT,
         "enable_dbo": FLAG, "ubatch_size": TEXT, "dbo_decode_token_threshold": TEXT, "dbo_prefill_token_threshold": TEXT,
-        "master_addr": TEXT, "master_port": TEXT, "cp_kv_cache_interleave_size": TEXT, "dcp_kv_cache_interleave_size": TEXT,
+        "cp_kv_cache_interleave_size": TEXT, "dcp_kv_cache_interleave_size": TEXT,
     }),
     (_PAGES, {
         "swap_space": TEXT, "watermark": TEXT, "scheduler_reserve_full_isl": FLAG, "disable_hybrid_kv_cache_manager": FLAG,

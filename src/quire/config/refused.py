@@ -44,7 +44,7 @@ _TABLE: _Groups = (
     }),
     (_ONE_HOST, {
         "data_parallel_size_local": (), "data_parallel_start_rank": (0,), "data_parallel_address": ("127.0.0.1", "localhost"),
-        "data_parallel_rpc_port": (), "data_parallel_backend": ("mp",), "nnodes": (1,), "node_rank": (0,),
+        "data_parallel_rpc_port": (), "data_parallel_backend": ("mp",),
     }),
     (_BALANCED, {
         "data_parallel_rank": (), "data_parallel_hybrid_lb": (False,), "data_parallel_external_lb": (False,),
@@ -87,7 +87,6 @@ SHORT_FLAGS = {
 # values of fields that are there: why they cannot be had
 REFUSED_VALUES: dict[str, dict[Any, str]] = {
     "distributed_executor_backend": {
-        "ray": "ranks are processes of one machine for now; mp starts them",
         "external_launcher": "ranks are started by the engine; mp does so",
     },
 }

@@ -108,6 +108,9 @@ class ServerArgs:
         1, NUMBER, _RUN, "API processes on the one port, in front of the same engines; each reads and writes texts", low=1,
         high=64, short="-asc",
     )  # fmt: skip
+    headless: bool = setting(
+        False, FLAG, _RUN, "no API here: this machine has ranks of an engine that machine 0 serves (--nnodes, --node-rank)"
+    )
     shutdown_timeout: float = setting(
         30.0, REAL, _RUN, "seconds that running requests get to finish after SIGTERM or Ctrl-C; then they are ended", low=0.0
     )

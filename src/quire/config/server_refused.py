@@ -5,13 +5,11 @@ from typing import Any
 from quire.config.fields import FLAG, Kind
 from quire.config.refused import table_of
 
-_WITH_API = "every server has its API; for several machines run a server on each, behind a load balancer"
 _NO_PLUGINS = "the server runs no code but its own"
 
 SERVER_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = table_of((
     ("tools are called by the client, never by the server", {"tool_server": ()}),
     (_NO_PLUGINS, {"middleware": ([],), "log_config_file": ()}),
-    (_WITH_API, {"headless": (False,)}),
     ("only HTTP is spoken", {"grpc": (False,)}),
     ("certificates are read once, at the start", {"enable_ssl_refresh": (False,)}),
     ("the docs page loads its script from the network", {"enable_offline_docs": (False,)}),

@@ -209,6 +209,7 @@ def start_local(
 
 def start_workers(config: Config, drafter: "Drafter | None") -> "Workers":
     """The other ranks' processes, which begin to import what they need."""
+    from quire.engine.executor.launch import find_nodes
     from quire.engine.executor.workers import Workers
 
     args, facts = config.args, config.facts
@@ -228,7 +229,8 @@ def start_workers(config: Config, drafter: "Drafter | None") -> "Workers":
         max_num_batched_tokens=config.max_batched_tokens,
         max_num_seqs=config.max_seqs,
     )
-    return Workers(told, config.world, SOONER * args.engine_hang_timeout)
+    told, links = find_nodes(told, config.world)
+    return Workers(told, config.world, SOONER * args.engine_hang_timeout, links)
 
 
 def start_device(config: Config) -> Device:
@@ -237,7 +239,7 @@ def start_device(config: Config) -> Device:
     device = open_device(config.device)
     device.start()
     if config.world > 1:
-        torch.set_num_threads(threads_wanted(ranks=config.world))
+        torch.set_num_threads(threads_wanted(ranks=config.node_ranks))
     return device
 
 

@@ -20,22 +20,30 @@ from typing import IO
 
 from quire.config.args import EngineArgs
 from quire.engine import ipc
+from quire.engine.nursery import PARENT, Forked, Nursery
 from quire.frames import Mailbox
 from quire.subprocesses import ending, environment
 from quire.types.errors import ConfigError
 
 COMMAND = (sys.executable, "-P", "-m", "quire.engine.process")  # -P: what lies in the working directory is not imported
 LAST_LINES = 20
+_Process = subprocess.Popen[bytes] | Forked
 
 
 class Child:
     """Without arguments, the process waits for `begin`, and spends the time importing what an engine with a model needs.
 
     `engine` is its number, of args.data_parallel_size; `serving`: requests come and go while others wait for their tokens.
+    `nursery`: who forks it, if that can be.
     """
 
     def __init__(
-        self, args: EngineArgs | None, command: Sequence[str] = COMMAND, engine: int = 0, serving: bool = True
+        self,
+        args: EngineArgs | None,
+        command: Sequence[str] = COMMAND,
+        engine: int = 0,
+        serving: bool = True,
+        nursery: Nursery | None = None,
     ) -> None:
         start = None if args is None else _first_frame(args, engine, serving)
         self._journal = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed with the rest
@@ -45,27 +53,38 @@ class Child:
             self._journal.close()
             raise
         self._mailbox = Mailbox(ours)
-        process = None
+        process: _Process | None = None
+        try:
+            inner, outer = os.pipe()
+        except OSError:
+            ours.close()
+            theirs.close()
+            self._journal.close()
+            raise
         try:
             options = [ipc.AHEAD] if args is None else []
-            process = subprocess.Popen(
-                [*command, str(self._journal.fileno()), str(os.getpid()), str(theirs.fileno()), *options],
-                pass_fds=[self._journal.fileno(), theirs.fileno()],
-                env=environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                process_group=0,  # Ctrl-C is for the parent
-            )
+            if nursery is not None:
+                process = _fork(nursery, self._journal.fileno(), theirs.fileno(), outer)
+            if process is None:
+                process = subprocess.Popen(
+                    [*command, str(self._journal.fileno()), str(os.getpid()), str(theirs.fileno()), *options],
+                    pass_fds=[self._journal.fileno(), theirs.fileno()],
+                    env=environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=outer,
+                    stderr=subprocess.STDOUT,
+                    process_group=0,  # Ctrl-C is for the parent
+                )
         finally:
             theirs.close()
+            os.close(outer)
             self._finalizer = weakref.finalize(self, _clean_up, self._mailbox, process, self._journal)
             if process is None:
+                os.close(inner)
                 self._finalizer()
         self._process = process
-        assert process.stdout is not None
         try:
-            self._log = Log(process.stdout, process.pid)
+            self._log = Log(os.fdopen(inner, "rb"), process.pid)
         except RuntimeError as error:  # the system gives no thread
             self._finalizer()
             raise OSError(errno.EAGAIN, str(error)) from None
@@ -163,7 +182,15 @@ def _first_frame(args: EngineArgs, engine: int, serving: bool) -> bytes:
         raise ConfigError(f"an engine argument cannot be sent to the engine process: {error}") from None
 
 
-def _clean_up(mailbox: Mailbox, process: "subprocess.Popen[bytes] | None", journal: IO[bytes]) -> None:
+def _fork(nursery: Nursery, journal: int, connection: int, out: int) -> Forked | None:
+    """None: it cannot, and a process has to be started."""
+    try:
+        return nursery.fork("engine", ["{0}", PARENT, "{1}"], [journal, connection], out)
+    except OSError:
+        return None
+
+
+def _clean_up(mailbox: Mailbox, process: "_Process | None", journal: IO[bytes]) -> None:
     if process is not None:
         process.kill()
         with suppress(subprocess.TimeoutExpired):

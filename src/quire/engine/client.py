@@ -11,7 +11,7 @@ happens to MOST_STRIKES times ends with an error.
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from quire.config.args import EngineArgs
 from quire.config.config import Config
 from quire.engine import ipc
 from quire.engine.child import COMMAND, Child
+from quire.engine.nursery import WarmStart
 from quire.engine.supervisor import State, Supervisor, SupervisorLimits
 from quire.types.adapter import AdapterRef
 from quire.types.errors import EngineDead, EngineError, InvalidParameter, QuireError
@@ -28,6 +29,7 @@ from quire.types.sight import Sight
 from quire.types.stats import Stats
 
 SUSPECT, MOST_STRIKES = 2, 3
+WARM_AFTER = 3.0  # seconds after an engine is ready, in which the first requests have the machine to themselves
 AT_ONCE = 1 << 16  # tokens of requests in one message to the engine
 
 
@@ -46,7 +48,7 @@ class Hearer(Protocol):
 
 
 @dataclass(eq=False)
-class _OpenRequest:
+class OpenRequest:
     """A request that is not finished."""
 
     spec: EngineRequest
@@ -80,25 +82,30 @@ class EngineClient:
         spare: Child | None = None,
         engine: int = 0,
         serving: bool = True,
+        warm: WarmStart | None = None,
     ) -> None:
+        """`warm`: where restarts are quick; without one it makes its own, if that is asked for."""
         self._hearer = hearer
-        self._open: dict[str, _OpenRequest] = {}
-        self._suspects: deque[_OpenRequest] = deque()
-        self._probe: _OpenRequest | None = None  # the suspect whose progress is awaited
+        self._warm = warm or WarmStart()
+        self._warms = bool(args.warm_restart) and args.distributed_executor_backend != "fake" and tuple(command) == COMMAND
+        self._open: dict[str, OpenRequest] = {}
+        self._suspects: deque[OpenRequest] = deque()
+        self._probe: OpenRequest | None = None  # the suspect whose progress is awaited
         self._calls: dict[int, tuple[ipc.CallMethod | ipc.LoadAdapter, asyncio.Future[Any]]] = {}
         self._numbers = itertools.count()
-        self._outbox: deque[_OpenRequest] = deque()  # to be sent
+        self._outbox: deque[OpenRequest] = deque()  # to be sent
         self._sending = False  # the rest of them has its turn soon
-        self._sent_now: list[_OpenRequest] = []  # with the latest message
+        self._sent_now: list[OpenRequest] = []  # with the latest message
         self.replayed = 0  # requests that another engine had before
         self._watched = False
+        self.heir: Callable[[list[OpenRequest]], list[OpenRequest]] = lambda orphans: orphans  # see `on_dead`
         self.stats: Stats | None = None  # as of the latest step
         self.pages = 0  # of the cache; 0 until an engine is ready
         spares = [] if spare is None else [spare]
 
         def start() -> Child:
             if not spares:
-                return Child(args, command, engine, serving)
+                return Child(args, command, engine, serving, self._warm.get())
             child = spares.pop()
             child.begin(args, engine, serving)
             return child
@@ -157,7 +164,7 @@ class EngineClient:
     def add(self, requests: Iterable[EngineRequest]) -> None:
         """What cannot be sent now is sent when an engine is ready."""
         self.check()
-        fresh = [_OpenRequest(request) for request in requests]
+        fresh = [OpenRequest(request) for request in requests]
         self._open.update((entry.spec.id, entry) for entry in fresh)
         if self.supervisor.state != "ready":
             return
@@ -219,12 +226,15 @@ class EngineClient:
     def stop(self, timeout: float) -> None:
         """Ends the engine. Open requests end with `abort`."""
         self.supervisor.stop(timeout)
+        self._warm.close()
         self._end_all("abort", None, EngineDead("the engine was shut down"))
 
     # ---- hearing (called by the supervisor) ------------------------------------------------------------------------------
 
     def on_ready(self, ready: ipc.Ready) -> None:
         self.pages = ready.pages
+        if self._warms:
+            asyncio.get_running_loop().call_later(WARM_AFTER, self._prepare)
         self._hearer.on_ready(ready)
         if self._watched:
             self.supervisor.send(ipc.Watch(True))
@@ -235,6 +245,10 @@ class EngineClient:
             self.supervisor.send(command)
         if len(self._suspects) == len(self._open):
             self._go_on()
+
+    def _prepare(self) -> None:
+        if self.supervisor.state != "dead":
+            self._warm.prepare()
 
     def on_deltas(self, deltas: Sequence[TokenDelta]) -> None:
         for delta in deltas:
@@ -290,11 +304,26 @@ class EngineClient:
             self._hearer.on_deltas([_last(name, "error", why) for name in guilty])
 
     def on_dead(self, error: QuireError) -> None:
+        """The engine is given up. Whoever inherits its requests returns those that nobody can have: they end."""
+        orphans = list(self._open.values())
+        left = self.heir(orphans) if orphans else []
+        self._open = {entry.spec.id: entry for entry in left}
         self._end_all("error", str(error), error)
+
+    def adopt(self, entries: Iterable[OpenRequest]) -> None:
+        """Requests that another engine had begun go on in this one, from their token logs."""
+        for entry in entries:
+            entry.sent_with = -1
+            self._open[entry.spec.id] = entry
+            if entry.strikes >= SUSPECT:
+                self._suspects.append(entry)
+        if self.supervisor.state == "ready":
+            self._send([entry for entry in self._open.values() if entry.sent_with < 0 and entry.strikes < SUSPECT])
+            self._go_on()
 
     # ---- inside ----------------------------------------------------------------------------------------------------------
 
-    def _send(self, entries: Sequence[_OpenRequest]) -> None:
+    def _send(self, entries: Sequence[OpenRequest]) -> None:
         """So much at a time that others have their turn in between."""
         self._outbox.extend(entries)
         if not self._sending:
@@ -305,7 +334,7 @@ class EngineClient:
         if self.supervisor.state != "ready":
             self._outbox.clear()  # all that is open will be sent to the next engine
             return
-        batch: list[_OpenRequest] = []
+        batch: list[OpenRequest] = []
         prompts, tokens = set[int](), 0
         while self._outbox and tokens < AT_ONCE:
             entry = self._outbox.popleft()

@@ -16,10 +16,10 @@ def whole_layout(config: Config) -> CacheLayout:
 
 
 def share_memory(config: Config, layout: CacheLayout, memory: int) -> int:
-    """Of memory that all ranks have together, the part of the one that has most of each page: all get to the same number of
-    pages so."""
+    """Of memory that all ranks of a node have together, the part of the one that has most of each page: all get to the same
+    number of pages so."""
     if config.stages == 1:
-        return memory // config.ranks
+        return memory // config.node_ranks
     layers = largest_share(config.facts.layers, config.ranks)
     stages = [stage_layout(layers, stage, config.page_size, config.cache_bytes) for stage in config.stage_layers]
     return memory * layout.bytes_per_page // (config.ranks * sum(stage.bytes_per_page for stage in stages))

@@ -28,6 +28,7 @@ from quire.engine.plan_deadline import PlanDeadline
 from quire.engine.timeline import Stopwatch
 from quire.frames import Mailbox
 from quire.progress import doing, shown
+from quire.subprocesses import name_process
 from quire.types.errors import EngineDead, QuireError, RequestError
 from quire.types.request import EngineRequest
 
@@ -234,6 +235,7 @@ def _tell(line: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     file, parent, number, *options = sys.argv[1:] if argv is None else argv
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    name_process("engine")
     for inherited in (file, number):
         os.set_inheritable(int(inherited), False)
     mailbox = Mailbox(socket.socket(fileno=int(number)))

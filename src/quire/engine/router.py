@@ -5,8 +5,8 @@
                      └─► ...                         deltas ─► whoever uses the router, as they come
 
 A request stays with its engine. One that is lost is restarted, and has its requests again, by its own supervisor; the others
-never hear of it. New requests go to engines that are ready, if there are any. An engine that is given up for good costs its own
-requests, and the others go on: the router is dead when all of them are.
+never hear of it. New requests go to engines that are ready, if there are any. The requests of an engine that is given up for
+good go on in the others, from their token logs: the router is dead when all of them are.
 """
 
 import asyncio
@@ -17,7 +17,8 @@ from quire.config.args import EngineArgs
 from quire.config.config import Config
 from quire.engine import ipc
 from quire.engine.child import COMMAND, Child
-from quire.engine.client import EngineClient, check_number, engine_args
+from quire.engine.client import EngineClient, OpenRequest, check_number, engine_args
+from quire.engine.nursery import WarmStart
 from quire.engine.supervisor import State
 from quire.engine.view import Engines, EngineState
 from quire.sched.balancer import Balancer
@@ -90,11 +91,13 @@ class EngineRouter:
     ) -> None:
         self._balancer = Balancer(args.data_parallel_size)
         self.engines: list[EngineClient] = []
+        warm = WarmStart()  # for all of them
         try:
             for number in range(args.data_parallel_size):
                 ear = _Ear(number, hearer, self._balancer, args.enable_prefix_caching)
                 first, spare = spare, None
-                self.engines.append(EngineClient(args, ear, command, first, number, serving))
+                self.engines.append(EngineClient(args, ear, command, first, number, serving, warm))
+                self.engines[-1].heir = self._inherit
         except BaseException:
             self.stop(0.0)
             raise
@@ -214,6 +217,22 @@ class EngineRouter:
                     engine.supervisor.send(ipc.Stop())  # all at the same time
         for engine in self.engines:
             engine.stop(timeout)
+
+    def _inherit(self, orphans: list[OpenRequest]) -> list[OpenRequest]:
+        """Of an engine that is given up. A wish for that one cannot be met any more."""
+        takers = self._takers()
+        if not takers:
+            return orphans
+        shares: dict[int, list[OpenRequest]] = {}
+        for orphan in orphans:
+            self._balancer.end(orphan.spec.id)
+        for orphan in orphans:
+            number = self._balancer.place(orphan.spec, takers)
+            self._balancer.told(orphan.spec.id, len(orphan.tokens))
+            shares.setdefault(number, []).append(orphan)
+        for number, share in shares.items():
+            self.engines[number].adopt(share)
+        return []
 
     def _takers(self) -> list[int]:
         """Who may get requests: the ready ones, or else those that will be."""

@@ -21,6 +21,7 @@ from typing import Literal, Protocol
 from quire.config.args import EngineArgs
 from quire.engine import ipc
 from quire.engine.child import Child
+from quire.subprocesses import is_stopped
 from quire.types.errors import EngineDead, QuireError
 from quire.types.outputs import TokenDelta
 from quire.types.sight import Sight
@@ -30,6 +31,7 @@ State = Literal["starting", "ready", "restarting", "dead"]
 TICK = 0.1  # seconds between looks at the process
 CHUNK = 128  # requests whose news are handed out before the event loop may do something else
 GRACE = 0.05  # seconds for the last reports of an ended process to come through
+STOPPED = 1.0  # seconds of silence of a process that is stopped
 START_SILENCE = 300.0  # seconds without a beat that a starting engine is allowed: libraries load, beside busy neighbours
 BURIAL = 30.0  # seconds for a killed process to disappear
 LONGEST_PAUSE = 5.0  # seconds between two failing starts
@@ -242,6 +244,8 @@ class Supervisor:
     def _diagnose(self) -> str | None:
         """What is wrong with an engine whose process lives, if anything is."""
         started = self.state == "ready"
+        if self._silence > STOPPED and self._child is not None and is_stopped(self._child.pid):
+            return f"its process is stopped (SIGSTOP), and has been silent for {self._silence:.1f} s"
         if self._silence > (self._limits.dead_after if started else max(self._limits.dead_after, START_SILENCE)):
             return f"it has been silent for {self._silence:.1f} s"
         if started and self._busy > self._limits.hang_timeout:

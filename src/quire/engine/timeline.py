@@ -76,6 +76,12 @@ class Stopwatch:
         return Timeline.of(self._laps, self._began, time.monotonic())
 
 
+def begin_anew() -> None:
+    """This process was forked from one that had imported everything."""
+    global _imported
+    _imported = time.monotonic()
+
+
 def process_start() -> float:
     """When this process began, in seconds of time.monotonic(); where the system does not say, when this file was imported."""
     try:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.dist.mesh import Position
+from quire.dist.nodes import NodesGroup
 from quire.dist.shared_memory import SharedMemoryGroup
 from quire.engine.executor import wire
 from quire.engine.executor.local import LocalExecutor, LocalFlight
@@ -17,6 +18,8 @@ from quire.types.plan import Ints, StepPlan, Words
 
 def join_group(workers: Workers, position: Position) -> SharedMemoryGroup:
     """The first rank's way to the others."""
+    if workers.remote:
+        return NodesGroup(position, workers.memory, workers.peers, workers, workers.remote)
     return SharedMemoryGroup(position, workers.memory, workers.peers, workers)
 
 
@@ -120,5 +123,5 @@ class RanksExecutor(LocalExecutor):
         return self._workers.answers()
 
     def stop(self) -> None:
-        self._workers.end()
+        self._workers.finish()
         super().stop()

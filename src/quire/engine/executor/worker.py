@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire.config.cores import wait_politely
 from quire.engine.executor import wire
+from quire.engine.executor.nodes import REMOTE
 from quire.engine.executor.workers import LOST
 from quire.frames import Frames
-from quire.subprocesses import WITH_US, end_with_parent
+from quire.subprocesses import WITH_US, end_with_parent, name_process
 from quire.types.errors import QuireError
 
 if TYPE_CHECKING:
@@ -46,8 +47,9 @@ class Others:
 
 
 class Rank:
-    def __init__(self, memory: int, peers: Mapping[int, socket.socket]) -> None:
-        self._memory, self._peers = memory, peers
+    def __init__(self, memory: int, peers: Mapping[int, socket.socket], remote: Mapping[int, socket.socket]) -> None:
+        """peers: connections to ranks of this node; remote: to those of others."""
+        self._memory, self._peers, self._remote = memory, peers, remote
         self._runner: Runner | None = None
         self._adapters: RankAdapters | None = None  # since the first was asked for
         self._begun: deque[Begun] = deque()  # steps of a pipeline that are to be finished here
@@ -104,6 +106,7 @@ class Rank:
 
     def _start(self, command: wire.StartRank) -> "Runner":
         from quire.dist.mesh import Position
+        from quire.dist.nodes import NodesGroup
         from quire.dist.shared_memory import SharedMemoryGroup
         from quire.engine.assemble import make_runner, resolve_here, start_device
         from quire.engine.timeline import Stopwatch
@@ -116,6 +119,8 @@ class Rank:
             return make_stage_runner(config, start_device(config), ring)
         position = Position(command.rank, config.ranks, command.args.enable_expert_parallel)
         group = SharedMemoryGroup(position, self._memory, self._peers, Others())
+        if self._remote:
+            group = NodesGroup(position, self._memory, self._peers, Others(), self._remote)
         adapters = (config.max_loras, config.args.max_lora_rank)
         return make_runner(config, start_device(config), position, group, adapters=adapters)
 
@@ -135,14 +140,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.getppid() != int(parent):  # it ended before that
         return LOST
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    name_process("rank")
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("quire").setLevel(logging.ERROR)  # whatever else there is to say, the first rank says as well
-    pairs = [end.split(":") for end in ends.split(",")]
+    pairs = [end.split(":") for end in ends.split(",") if end]
     for inherited in (connection, memory, *(fd for _, fd in pairs)):
         os.set_inheritable(int(inherited), False)
     frames = Frames(socket.socket(fileno=int(connection)))
     wait_politely()
-    rank = Rank(int(memory), {int(other): socket.socket(fileno=int(fd)) for other, fd in pairs})
+    sockets = {name: socket.socket(fileno=int(fd)) for name, fd in pairs}
+    local = {int(name): end for name, end in sockets.items() if not name.startswith(REMOTE)}
+    rank = Rank(int(memory), local, {int(name): end for name, end in sockets.items() if name.startswith(REMOTE)})
     try:
         return _serve(frames, rank)
     except (RankLost, OSError):  # OSError: of the connection

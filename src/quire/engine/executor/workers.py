@@ -21,8 +21,10 @@ from threading import Lock
 from typing import Any, NoReturn
 
 from quire.config.args import EngineArgs
-from quire.engine import ipc
+from quire.engine import ipc, nursery
 from quire.engine.executor import wire
+from quire.engine.executor.nodes import REMOTE, Links, NodeLine, RemoteProcess, name_ends
+from quire.engine.nursery import Forked
 from quire.frames import Frames
 from quire.subprocesses import ending, environment, is_stopped, nameless_memory, with_us
 from quire.types.adapter import AdapterRef
@@ -31,7 +33,7 @@ from quire.types.errors import EngineDead, QuireError
 COMMAND = (sys.executable, "-P", "-m", "quire.engine.executor.worker")
 LOST = 3  # the exit code of a rank that ends because another one is gone
 LOOK = 0.5  # seconds between looks at those who are waited for
-STOPPED = 2.0  # seconds that a stopped process may keep the others waiting
+STOPPED = 0.5  # seconds that a stopped process may keep the others waiting
 LAST_WORDS = 1.0  # seconds for the cause of a loss to show
 SENDING = 30.0  # seconds for a message to find room: a rank reads whenever it waits
 
@@ -40,7 +42,11 @@ class Worker:
     """One rank."""
 
     def __init__(
-        self, rank: int, process: "subprocess.Popen[bytes]", connection: socket.socket, stage: int | None = None
+        self,
+        rank: int,
+        process: "subprocess.Popen[bytes] | Forked | RemoteProcess",
+        connection: socket.socket,
+        stage: int | None = None,
     ) -> None:
         """stage: of a pipeline, if there is one."""
         self.rank, self.process, self._stage = rank, process, stage
@@ -54,6 +60,8 @@ class Worker:
     @property
     def name(self) -> str:
         stage = "" if self._stage is None else f"stage {self._stage}, "
+        if isinstance(self.process, RemoteProcess):
+            return f"rank {self.rank} ({stage}on node {self.process.line.node})"
         return f"rank {self.rank} ({stage}process {self.process.pid})"
 
     def send(self, frame: bytes) -> None:
@@ -79,29 +87,44 @@ class Worker:
 class Workers:
     """`memory` and `peers` are the first rank's own ends of what joins all ranks."""
 
-    def __init__(self, args: EngineArgs, size: int, hang_timeout: float) -> None:
-        """args: see `StartRank`. hang_timeout: seconds that a rank may keep the others waiting for its part of a sum."""
+    def __init__(self, args: EngineArgs, size: int, hang_timeout: float, links: Links | None = None) -> None:
+        """args: see `StartRank`. hang_timeout: seconds that a rank may keep the others waiting for its part of a sum. links: to
+        ranks on other nodes, which are started there."""
+        links = links or Links([range(size)])
         self._hang_timeout = hang_timeout
         self._dead: str | None = None  # why
         workers: list[Worker] = []
         self._workers: Sequence[Worker] = workers
         with contextlib.ExitStack() as handed:
             self.memory = nameless_memory("quire-ranks")
-            ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
-            self.peers = ends[0]
-            self.end = weakref.finalize(self, _end, os.getpid(), workers, self.peers, self.memory)
-            for first, second in itertools.combinations(range(size), 2):
+            ends: list[dict[int, socket.socket]] = [{} for _ in links.own]
+            self.peers, self.remote = ends[0], links.ends.get(0, {})
+            self.end = weakref.finalize(self, _end, os.getpid(), workers, self.peers, self.memory, links)
+            for first, second in itertools.combinations(links.own, 2):
                 ends[first][second], ends[second][first] = socket.socketpair()
-            for end in itertools.chain.from_iterable(ends[rank].values() for rank in range(1, size)):
-                handed.callback(end.close)
+            for rank in links.own[1:]:
+                for end in (*ends[rank].values(), *links.ends.get(rank, {}).values()):
+                    handed.callback(end.close)
+            self._lines = {node: NodeLine(node, connection) for node, connection in links.nodes.items()}
             try:
                 for rank in range(1, size):
                     stage = rank // args.tensor_parallel_size if args.pipeline_parallel_size > 1 else None
-                    workers.append(_start(rank, self.memory, ends[rank], stage))
+                    if rank in links.own:
+                        workers.append(_start(rank, self.memory, ends[rank], links.ends.get(rank, {}), stage))
+                    else:
+                        process = RemoteProcess(rank, self._lines[links.node_of(rank)])
+                        workers.append(Worker(rank, process, links.controls[rank], stage))
                     workers[-1].send(wire.encode(wire.StartRank(args, rank)))
             except BaseException:
                 self.end()
                 raise
+
+    def finish(self) -> None:
+        """The end of the engine, and not only of its ranks: other nodes need not wait for another one."""
+        if self._dead is None and self.end.alive:
+            for line in self._lines.values():
+                line.close()
+        self.end()
 
     def check(self) -> None:
         """Raises why, if a rank is lost."""
@@ -181,7 +204,7 @@ class Workers:
 
     def _refuse_stopped(self, late: Iterable[Worker], seconds: float) -> None:
         for worker in late:
-            if seconds >= STOPPED and is_stopped(worker.process.pid):
+            if seconds >= STOPPED and worker.process.pid and is_stopped(worker.process.pid):
                 raise self.give_up(f"{worker.name} is stopped (SIGSTOP), and kept the other ranks waiting for {seconds:.1f} s")
 
     def _failed(self, worker: Worker) -> QuireError:
@@ -203,14 +226,15 @@ def _wait(workers: Iterable[Worker], seconds: float) -> bool:
     return bool(waiting.poll(1000 * seconds))
 
 
-def _start(rank: int, memory: int, peers: dict[int, socket.socket], stage: int | None) -> Worker:
+def _start(
+    rank: int, memory: int, peers: dict[int, socket.socket], remote: dict[int, socket.socket], stage: int | None
+) -> Worker:
     ours, theirs = socket.socketpair()
     with theirs:
-        ends = [f"{other}:{end.fileno()}" for other, end in peers.items()]
         try:
-            process = subprocess.Popen(
-                [*COMMAND, str(os.getpid()), str(theirs.fileno()), str(memory), ",".join(ends), *with_us()],
-                pass_fds=[theirs.fileno(), memory, *(end.fileno() for end in peers.values())],
+            process = _fork(theirs.fileno(), memory, peers, remote) or subprocess.Popen(
+                [*COMMAND, str(os.getpid()), str(theirs.fileno()), str(memory), name_ends(peers, remote), *with_us()],
+                pass_fds=[theirs.fileno(), memory, *(end.fileno() for end in (*peers.values(), *remote.values()))],
                 env=environment(),
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C is for the first rank
@@ -221,7 +245,20 @@ def _start(rank: int, memory: int, peers: dict[int, socket.socket], stage: int |
     return Worker(rank, process, ours, stage)
 
 
-def _end(owner: int, workers: Sequence[Worker], peers: dict[int, socket.socket], memory: int) -> None:
+def _fork(connection: int, memory: int, peers: dict[int, socket.socket], remote: dict[int, socket.socket]) -> Forked | None:
+    """Of the process that forked this one, if there is one and it can."""
+    if nursery.ours is None or not nursery.ours.usable:
+        return None
+    names = [*map(str, peers), *(f"{REMOTE}{other}" for other in remote)]
+    ends = ",".join(f"{name}:{{{place}}}" for place, name in enumerate(names, 2))
+    descriptors = [connection, memory, *(end.fileno() for end in (*peers.values(), *remote.values()))]
+    try:
+        return nursery.ours.fork("rank", [nursery.PARENT, "{0}", "{1}", ends], descriptors, 2)
+    except OSError:
+        return None
+
+
+def _end(owner: int, workers: Sequence[Worker], peers: dict[int, socket.socket], memory: int, links: Links) -> None:
     if os.getpid() != owner:  # a fork of it
         return
     for worker in workers:
@@ -232,4 +269,5 @@ def _end(owner: int, workers: Sequence[Worker], peers: dict[int, socket.socket],
         worker.socket.close()
     for end in peers.values():
         end.close()
+    links.close()
     os.close(memory)

@@ -1,0 +1,353 @@
+"""How ranks on several machines, the nodes, find each other. Importing this imports no torch.
+
+    node 0, in the engine        listens at the address that all know ◄── every other node: hello, here I am
+                                 tells all who has which ranks ─────────► and where they listen
+    node k connects to node 0    a control connection for each of its ranks
+    ... and to all nodes below   a connection for each pair of ranks
+    node k starts its ranks      which inherit their ends, as ranks of node 0 do (`workers.py`)
+
+Whoever can connect can be a rank, if it knows the key (QUIRE_CLUSTER_KEY; none by default): run it in a network that others
+cannot reach. Nothing received is ever executed or unpickled.
+"""
+
+import contextlib
+import hmac
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.subprocesses import environment, is_stopped, nameless_memory, with_us
+from quire.types.errors import EngineError
+
+WORKER = (sys.executable, "-P", "-m", "quire.engine.executor.worker")
+KEY = "QUIRE_CLUSTER_KEY"
+REMOTE = "+"  # before the number of a rank of another node, among a rank's ends
+LONGEST = 1 << 16  # bytes of a message
+HELLO = 10.0  # seconds for one who connected to say who it is
+AGAIN = 0.1  # seconds between two attempts to connect
+LOOK = 0.2  # seconds between looks at a node's ranks
+STOPPED = 0.5  # seconds that one may be stopped
+_LENGTH = struct.Struct("<I")
+Address = tuple[str, int]
+
+
+@dataclass
+class Links:
+    """What a node's ranks have of others. The sockets are inherited by them."""
+
+    ranks: Sequence[range]  # of every node
+    node: int = 0
+    controls: dict[int, socket.socket] = field(default_factory=dict)  # by rank; on node 0 those of ranks elsewhere
+    ends: dict[int, dict[int, socket.socket]] = field(default_factory=dict)  # own rank -> a rank elsewhere -> connection
+    nodes: dict[int, socket.socket] = field(default_factory=dict)  # on node 0: to every other node; elsewhere to node 0
+
+    @property
+    def own(self) -> range:
+        return self.ranks[self.node]
+
+    def node_of(self, rank: int) -> int:
+        return next(node for node, ranks in enumerate(self.ranks) if rank in ranks)
+
+    def close(self) -> None:
+        for one in (
+            *self.controls.values(),
+            *self.nodes.values(),
+            *(end for ends in self.ends.values() for end in ends.values()),
+        ):
+            one.close()
+
+
+def share_ranks(ranks: int, nodes: int) -> list[range]:
+    """As evenly as can be, the first nodes have the first ranks."""
+    return [range(ranks * node // nodes, ranks * (node + 1) // nodes) for node in range(nodes)]
+
+
+def listen(address: Address) -> socket.socket:
+    try:
+        return socket.create_server(address, backlog=1024, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+    except OSError as error:
+        raise EngineError(f"cannot listen on {address[0]}, port {address[1]}, for other nodes: {error.strerror}") from None
+
+
+# ---- node 0
+
+
+def gather(listener: socket.socket, ranks: Sequence[range], key: str, seconds: float) -> Links:
+    """Waits for all other nodes, and for what their ranks connect."""
+    deadline, links, places = time.monotonic() + seconds, Links(ranks), {0: ("", 0)}
+    try:
+        while len(links.nodes) < len(ranks) - 1:
+            connection, said = _accept(listener, key, deadline, f"{len(ranks) - 1 - len(links.nodes)} of {len(ranks)} nodes")
+            node = said.get("node")
+            if not isinstance(node, int) or not 0 < node < len(ranks) or node in links.nodes:
+                _say(connection, {"refused": f"node_rank {node} is not one of 1 to {len(ranks) - 1}, or is there already"})
+                connection.close()
+                continue
+            links.nodes[node] = connection
+            places[node] = (str(said["host"]), int(said["port"]))
+        told = {"ranks": [[own.start, own.stop] for own in ranks], "nodes": [places[node] for node in range(len(ranks))]}
+        for connection in links.nodes.values():
+            _say(connection, told)
+        _take_ends(listener, links, key, deadline)
+    except BaseException:
+        links.close()
+        raise
+    return links
+
+
+# ---- the others
+
+
+def join(first: Address, node: int, host: str, key: str, seconds: float) -> Links:
+    """`host`: where this node can be reached by others."""
+    deadline = time.monotonic() + seconds
+    with listen((host, 0)) as listener:
+        to_first = _connect(first, deadline)
+        links = Links((), node, nodes={0: to_first})
+        try:
+            _say(to_first, {"key": key, "node": node, "host": host, "port": listener.getsockname()[1]})
+            told = _heard(to_first, deadline - time.monotonic())
+            if "refused" in told:
+                raise EngineError(f"node 0 refused this one: {told['refused']}")
+            links.ranks = [range(*own) for own in told["ranks"]]
+            places = [first, *(tuple(place) for place in told["nodes"][1:])]
+            for rank in links.own:
+                links.controls[rank] = _connect(first, deadline)
+                _say(links.controls[rank], {"key": key, "control": rank})
+                for below in range(node):
+                    for other in links.ranks[below]:
+                        end = _connect(places[below], deadline)
+                        _say(end, {"key": key, "from": rank, "to": other})
+                        links.ends.setdefault(rank, {})[other] = end
+            _take_ends(listener, links, key, deadline)
+        except BaseException:
+            links.close()
+            raise
+    return links
+
+
+class NodeRanks:
+    """The ranks of a node that is not the first, started here."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        memory = nameless_memory("quire-ranks")
+        ends: dict[int, dict[int, socket.socket]] = {rank: {} for rank in links.own}
+        for one, other in itertools.combinations(links.own, 2):
+            ends[one][other], ends[other][one] = socket.socketpair()
+        try:
+            for rank in links.own:
+                self.processes[rank] = _start(links.controls[rank], memory, ends[rank], links.ends.get(rank, {}))
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            os.close(memory)
+            for mine in ends.values():
+                for end in mine.values():
+                    end.close()
+            for inherited in (*links.controls.values(), *(end for mine in links.ends.values() for end in mine.values())):
+                inherited.close()
+
+    def watch(self) -> bool:
+        """Until a rank or node 0 is gone, which is then told. True: node 0 has ended, and said so."""
+        first, since, told = self._links.nodes[0], dict[int, float](), set[int]()
+        waiting = select.poll()
+        waiting.register(first, select.POLLIN)
+        while True:
+            if waiting.poll(1000 * LOOK):
+                with contextlib.suppress(EngineError, OSError):
+                    return bool(_heard(first, HELLO).get("over"))
+                return False
+            for rank, process in self.processes.items():
+                code = process.poll()
+                stopped = code is None and is_stopped(process.pid)
+                begun = since.setdefault(rank, time.monotonic()) if stopped else since.pop(rank, None)
+                if stopped and begun is not None and time.monotonic() - begun > STOPPED:
+                    code = -signal.SIGSTOP
+                if code is not None and rank not in told:
+                    told.add(rank)
+                    with contextlib.suppress(OSError):
+                        _say(first, {"ended": rank, "code": code})
+
+    def end(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+        for process in self.processes.values():
+            process.wait()
+        self._links.close()
+
+
+def run_node(first: Address, node: int, host: str, key: str, seconds: float) -> bool:
+    """One life of an engine. True: it was over; otherwise another one may be started, and this node is wanted again."""
+    ranks = NodeRanks(join(first, node, host, key, seconds))
+    try:
+        return ranks.watch()
+    finally:
+        ranks.end()
+
+
+# ---- as node 0 has ranks elsewhere
+
+
+class NodeLine:
+    """The connection to another node."""
+
+    def __init__(self, node: int, connection: socket.socket) -> None:
+        self.node, self._connection = node, connection
+        self._ended: dict[int, int] = {}
+        self._gone = False
+
+    def ending(self, rank: int) -> int | None:
+        """How a rank ended, as its node told; a node that is gone has hung up."""
+        while not self._gone and _readable(self._connection):
+            try:
+                told = _heard(self._connection, HELLO)
+                self._ended.setdefault(int(told["ended"]), int(told["code"]))
+            except (EngineError, OSError, KeyError, ValueError):
+                self._gone = True
+        return self._ended.get(rank, -signal.SIGHUP if self._gone else None)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            _say(self._connection, {"over": True})
+        self._connection.close()
+
+
+class RemoteProcess:
+    """What `subprocess.Popen` has of a process of ours."""
+
+    pid = 0  # nobody's here
+
+    def __init__(self, rank: int, line: NodeLine) -> None:
+        self.rank, self.line = rank, line
+
+    def poll(self) -> int | None:
+        return self.line.ending(self.rank)
+
+    def kill(self) -> None:
+        """It ends with its connections."""
+
+    def wait(self, timeout: float | None = None) -> int:  # noqa: ARG002
+        return 0
+
+
+# ---- inside
+
+
+def _start(
+    control: socket.socket, memory: int, local: Mapping[int, socket.socket], remote: Mapping[int, socket.socket]
+) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [*WORKER, str(os.getpid()), str(control.fileno()), str(memory), name_ends(local, remote), *with_us()],
+        pass_fds=[control.fileno(), memory, *(end.fileno() for end in (*local.values(), *remote.values()))],
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        process_group=0,
+    )
+
+
+def name_ends(local: Mapping[int, socket.socket], remote: Mapping[int, socket.socket]) -> str:
+    """An argument of a rank's process."""
+    here = [f"{rank}:{end.fileno()}" for rank, end in local.items()]
+    return ",".join([*here, *(f"{REMOTE}{rank}:{end.fileno()}" for rank, end in remote.items())])
+
+
+def _take_ends(listener: socket.socket, links: Links, key: str, deadline: float) -> None:
+    """What nodes above this one connect, and for node 0 the control connections of all."""
+    above = [rank for ranks in links.ranks[links.node + 1 :] for rank in ranks]
+    missing: set[Any] = {(rank, own) for rank in above for own in links.own}
+    if not links.node:
+        missing.update(above)
+    while missing:
+        connection, said = _accept(listener, key, deadline, f"{len(missing)} connections of other nodes")
+        what = said["control"] if "control" in said else (said.get("from"), said.get("to"))
+        if what not in missing:
+            connection.close()
+            continue
+        missing.remove(what)
+        if isinstance(what, tuple):
+            links.ends.setdefault(what[1], {})[what[0]] = connection
+        else:
+            links.controls[what] = connection
+
+
+def _accept(listener: socket.socket, key: str, deadline: float, what: str) -> tuple[socket.socket, dict[str, Any]]:
+    while True:
+        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            raise EngineError(f"{what} did not come in time") from None
+        try:
+            said = _heard(connection, HELLO)
+            if hmac.compare_digest(str(said.get("key", "")), key):
+                return connection, said
+            _say(connection, {"refused": f"the key ({KEY}) is another one"})
+        except (EngineError, OSError):
+            pass
+        connection.close()
+
+
+def _connect(address: Address, deadline: float) -> socket.socket:
+    while True:
+        try:
+            made = socket.create_connection(address, timeout=HELLO)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise EngineError(f"{address[0]}, port {address[1]}, cannot be reached: {error}") from None
+            time.sleep(AGAIN)
+        else:
+            made.settimeout(None)
+            return made
+
+
+def _say(connection: socket.socket, what: Mapping[str, Any]) -> None:
+    data = json.dumps(what).encode()
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def _heard(connection: socket.socket, seconds: float) -> dict[str, Any]:
+    """A whole message. Bytes behind it stay where they are: they are for whoever gets the connection next."""
+    connection.settimeout(max(0.01, seconds))
+    try:
+        (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+        if size > LONGEST:
+            raise EngineError("another node said what no node says")
+        said = json.loads(_exactly(connection, size))
+    except TimeoutError:
+        raise EngineError("another node said nothing in time") from None
+    except ValueError:
+        raise EngineError("another node said what no node says") from None
+    finally:
+        connection.settimeout(None)
+    if not isinstance(said, dict):
+        raise EngineError("another node said what no node says")
+    return said
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = connection.recv(count - len(data))
+        if not piece:
+            raise EngineError("another node has hung up")
+        data += piece
+    return data
+
+
+def _readable(connection: socket.socket) -> bool:
+    waiting = select.poll()
+    waiting.register(connection, select.POLLIN)
+    return bool(waiting.poll(0))

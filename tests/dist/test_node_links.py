@@ -1,0 +1,114 @@
+"""Ranks of several nodes add and join as ranks of one do; nodes that do not belong together are refused."""
+
+import contextlib
+import itertools
+import os
+import socket
+import threading
+
+import pytest
+import torch
+
+from quire.dist import shared_memory
+from quire.dist.mesh import Position, evenly
+from quire.dist.nodes import NodesGroup
+from quire.engine.executor import nodes
+from quire.subprocesses import nameless_memory
+from quire.types.errors import EngineError
+
+
+class Patient:
+    def lost(self, rank):
+        raise AssertionError(f"rank {rank} is gone")
+
+    def late(self, ranks, seconds):
+        pass
+
+
+@contextlib.contextmanager
+def groups(places):
+    """places: of every rank, its node."""
+    size = len(places)
+    local, remote = [{} for _ in places], [{} for _ in places]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for one, other in itertools.combinations(range(size), 2):
+            if places[one] == places[other]:
+                local[one][other], local[other][one] = socket.socketpair()
+            else:
+                remote[one][other] = socket.create_connection(server.getsockname())
+                remote[other][one] = server.accept()[0]
+    memories = {node: nameless_memory("test") for node in set(places)}
+    try:
+        yield [
+            NodesGroup(Position(rank, size), memories[node], local[rank], Patient(), remote[rank])
+            for rank, node in enumerate(places)
+        ]
+    finally:
+        for end in itertools.chain.from_iterable(ends.values() for ends in (*local, *remote)):
+            end.close()
+        for memory in memories.values():
+            os.close(memory)
+
+
+def together(made, work):
+    results = [None] * len(made)
+
+    def run(rank):
+        results[rank] = work(made[rank], rank)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(made))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize("places", [(0, 1), (0, 0, 1), (0, 1, 1, 2)])
+def test_sums_and_joins(monkeypatch, places):
+    monkeypatch.setattr(shared_memory, "PIECE", 1 << 16)  # several pieces, and more than the connections hold at once
+    size = len(places)
+    shares = [evenly(65)(Position(rank, size)) for rank in range(size)]
+    with groups(places) as made:
+        for rows, kind in ((1, torch.float32), (700, torch.float32), (700, torch.bfloat16), (0, torch.float32)):
+            parts = [torch.randn(rows, 65, generator=torch.Generator().manual_seed(rank)).to(kind) for rank in range(size)]
+            expected = parts[0]
+            for part in parts[1:]:
+                expected = expected + part
+            added = together(made, lambda group, rank, parts=parts: group.add(parts[rank]))
+            assert all(torch.equal(one, expected) for one in added)
+            whole = parts[0]
+            joined = together(made, lambda group, rank, whole=whole: group.join(whole[:, list(shares[rank])].contiguous(), 65))
+            assert all(torch.equal(one, whole) for one in joined)
+
+
+def test_who_is_let_in():
+    with nodes.listen(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        refused = []
+
+        def come(node, key):
+            try:
+                nodes.join(address, node, "127.0.0.1", key, 5.0).close()
+            except EngineError as error:
+                refused.append(str(error))
+
+        def intrude():
+            with socket.create_connection(address) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+
+        def visit():
+            intrude()
+            come(1, "other")
+            come(7, "right")
+            come(1, "right")
+
+        visitor = threading.Thread(target=visit)
+        visitor.start()
+        links = nodes.gather(listener, nodes.share_ranks(3, 2), "right", 10.0)
+        visitor.join()
+        assert links.own == range(1) and sorted(links.controls) == [1, 2] and sorted(links.ends[0]) == [1, 2]
+        links.close()
+    assert "the key (QUIRE_CLUSTER_KEY) is another one" in refused[0] and "node_rank 7 is not one of 1 to 1" in refused[1]
+    with nodes.listen(("127.0.0.1", 0)) as listener, pytest.raises(EngineError, match="1 of 2 nodes did not come in time"):
+        nodes.gather(listener, nodes.share_ranks(2, 2), "", 0.05)

@@ -1,0 +1,80 @@
+"""Two nodes on one machine: the engine with its ranks here, others behind TCP. The same tokens, and a lost rank is named."""
+
+import os
+import signal
+import socket
+import threading
+
+import pytest
+from test_ranks import GREEDY, PROMPTS, SEEDED, family_engine, ids
+
+from forked_ranks import rank_nursery
+from quire import LLM
+from quire.cli.main import main
+from quire.engine.executor import nodes, workers
+from quire.types.errors import ConfigError, EngineDead
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked(tmp_path_factory):
+    with rank_nursery(tmp_path_factory.mktemp("nursery")) as command, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "COMMAND", command)
+        patch.setattr(nodes, "WORKER", command)
+        yield
+
+
+@pytest.fixture
+def port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_two_nodes_give_the_tokens_of_one_process(checkpoint, port):
+    directory = checkpoint("llama").directory
+    prompts, params = PROMPTS * 2, [GREEDY] * len(PROMPTS) + [SEEDED] * len(PROMPTS)
+    expected = ids(family_engine(directory), prompts, params)
+    over = []
+    other = threading.Thread(target=lambda: over.append(nodes.run_node(("127.0.0.1", port), 1, "127.0.0.1", "", 60.0)))
+    other.start()
+    llm = family_engine(directory, tensor_parallel_size=3, nnodes=2, master_port=port)
+    assert ids(llm, prompts, params) == expected
+    told = llm.collective_rpc("describe_rank")
+    assert [rank["rank"] for rank in told] == [0, 1, 2]
+    llm.llm_engine.shutdown()
+    other.join(30)
+    assert over == [True], "the node was told that it is over"
+
+
+def test_a_lost_rank_of_another_node_is_named(checkpoint, port):
+    over = []
+    other = threading.Thread(target=lambda: over.append(nodes.run_node(("127.0.0.1", port), 1, "127.0.0.1", "", 60.0)))
+    other.start()
+    llm = family_engine(checkpoint("llama").directory, tensor_parallel_size=2, nnodes=2, master_port=port)
+    pid = llm.collective_rpc("describe_rank")[1]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineDead, match=r"rank 1 \(on node 1\)"):
+        while True:
+            ids(llm, PROMPTS, GREEDY)
+    llm.llm_engine.shutdown()
+    other.join(30)
+    assert over == [False], "another engine may be started, and wants it"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"nnodes": 2}, "nnodes=2 machines need as many ranks, and there are 1"),
+        ({"nnodes": 2, "node_rank": 1, "tensor_parallel_size": 2}, "run quire serve with --headless here"),
+        ({"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2}, "data_parallel_size=2 cannot be had"),
+        ({"nnodes": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "pipeline_parallel_size=2 cannot be had with"),
+        ({"distributed_executor_backend": "external_launcher"}, "is not supported: ranks are started by the engine"),
+    ],
+)
+def test_what_cannot_be_had(checkpoint, args, message):
+    with pytest.raises(ConfigError, match=message):
+        LLM(str(checkpoint("llama").directory), skip_tokenizer_init=True, device="cpu", **args)
+
+
+def test_headless_is_for_other_machines(capsys):
+    assert main(["serve", "x", "--headless"]) == 2
+    assert "--headless is for machines 1 to nnodes - 1" in capsys.readouterr().err
