@@ -15,7 +15,7 @@ import httpx
 import pytest
 import torch
 
-from forked_engines import nursery
+from forked import nursery
 from more_families import MORE
 from oracle import COMPOSITES, FALLBACK, FAMILIES, make_checkpoint, open_reference
 from quire.models import registry
@@ -74,7 +74,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
-    with nursery(tmp_path_factory.mktemp("engines")) as command:
+    with nursery(tmp_path_factory.mktemp("engines"), "engine") as command:
         yield command
 
 

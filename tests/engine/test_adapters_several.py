@@ -10,7 +10,7 @@ from tiny import TEXT, open_model
 
 from adapter_files import write_adapter as write_content
 from adapters import IDS, write_adapter
-from forked_ranks import rank_nursery
+from forked import nursery
 from patience import PATIENCE
 from quire import SamplingParams
 from quire.config.server_args import ServerArgs
@@ -25,7 +25,7 @@ def test_ranks_have_their_shares(tiny_model, expected, tmp_path, monkeypatch):  
     loras = {name: LoRARequest(name, i, str(path)) for i, (name, path) in enumerate(paths.items(), start=1)} | {"none": None}
     tensors, config = BAD["nan"]
     bad = write_adapter(tmp_path / "bad", tensors, target_modules=["q_proj"], **config)
-    with rank_nursery(tmp_path) as command:
+    with nursery(tmp_path, "rank") as command:
         monkeypatch.setattr(workers, "COMMAND", command)
         for size, places in ((2, 2), (3, 1)):  # with one place they make way for each other
             llm = open_model(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import TEXT, open_model
 
-from forked_ranks import rank_nursery
+from forked import nursery
 from oracle import TINY
 from quire import LLM, SamplingParams
 from quire.engine.executor import workers
@@ -20,7 +20,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _forked(tmp_path_factory):
-    with rank_nursery(tmp_path_factory.mktemp("nursery")) as command, pytest.MonkeyPatch.context() as patch:
+    with nursery(tmp_path_factory.mktemp("nursery"), "rank") as command, pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers, "COMMAND", command)
         yield
 

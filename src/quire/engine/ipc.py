@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from quire.config.args import EngineArgs
+from quire.engine.arrays import array_reader, from_array
 from quire.engine.timeline import Timeline
 from quire.types import errors
 from quire.types.adapter import AdapterRef
@@ -28,7 +28,6 @@ from quire.types.stats import Stats
 
 AHEAD = "ahead"  # to an engine process that is started before its arguments are known: import what a model needs
 END = b"\0"  # of the journal, the file that says who is being worked on: one request id per line
-ARRAYS = ("<i4", "<f4")  # the kinds of numpy arrays that cross
 
 
 class _EngineFrame(msgspec.Struct, array_like=True, tag=True):
@@ -174,24 +173,8 @@ Command = StartEngine | Add | Abort | CallMethod | LoadAdapter | Watch | Stop
 Report = Ready | StepReport | Seen | Beat | Refused | Reply | Failed
 
 
-def _from_array(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return (value.dtype.str, value.shape, np.ascontiguousarray(value).data)
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
-
-
-def to_array(kind: Any, value: Any) -> Any:
-    if getattr(kind, "__origin__", kind) is not np.ndarray:
-        raise TypeError(f"a {kind} cannot be received from another process")
-    dtype, shape, data = value
-    if dtype not in ARRAYS:
-        raise TypeError(f"an array of {dtype} cannot be received; only {' and '.join(ARRAYS)} can")
-    return np.frombuffer(data, dtype).reshape(shape)
-
-
-encode: Callable[[Command | Report], bytes] = msgspec.msgpack.Encoder(enc_hook=_from_array).encode
+to_array = array_reader(("<i4", "<f4"))  # the kinds of numpy arrays that cross
+encode: Callable[[Command | Report], bytes] = msgspec.msgpack.Encoder(enc_hook=from_array).encode
 decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command, dec_hook=to_array).decode
 decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report, dec_hook=to_array).decode
 

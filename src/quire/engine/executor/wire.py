@@ -5,13 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from quire.config.args import EngineArgs
+from quire.engine.arrays import array_reader, from_array
 from quire.types.adapter import AdapterRef
 from quire.types.plan import Ints, StepPlan
-
-ARRAYS = ("<i4", "<i8", "<u4", "<f4", "|b1")
 
 
 class _RankFrame(msgspec.Struct, array_like=True, tag=True):
@@ -80,23 +78,7 @@ Command = StartRank | RunStep | BeginStep | FinishStep | CallRank | ReadAdapter
 Report = Answer | RankFailed
 
 
-def _from_array(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return (value.dtype.str, value.shape, np.ascontiguousarray(value).data)
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"a {type(value).__name__} cannot be sent to another rank")
-
-
-def _to_array(kind: Any, value: Any) -> Any:
-    if getattr(kind, "__origin__", kind) is not np.ndarray:
-        raise TypeError(f"a {kind} cannot be received from another rank")
-    dtype, shape, data = value
-    if dtype not in ARRAYS:
-        raise TypeError(f"an array of {dtype} cannot be received; only {', '.join(ARRAYS)} can")
-    return np.frombuffer(data, dtype).reshape(shape).copy()  # one that may be written to
-
-
-encode: Callable[[Command | Report], bytes] = msgspec.msgpack.Encoder(enc_hook=_from_array).encode
+_to_array = array_reader(("<i4", "<i8", "<u4", "<f4", "|b1"), writable=True)
+encode: Callable[[Command | Report], bytes] = msgspec.msgpack.Encoder(enc_hook=from_array).encode
 decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command, dec_hook=_to_array).decode
 decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report, dec_hook=_to_array).decode
