@@ -8,7 +8,7 @@ import threading
 import pytest
 from test_ranks import GREEDY, PROMPTS, SEEDED, family_engine, ids
 
-from forked_ranks import rank_nursery
+from forked import nursery
 from quire import LLM
 from quire.cli.main import main
 from quire.engine.executor import nodes, workers
@@ -17,7 +17,7 @@ from quire.types.errors import ConfigError, EngineDead
 
 @pytest.fixture(scope="module", autouse=True)
 def _forked(tmp_path_factory):
-    with rank_nursery(tmp_path_factory.mktemp("nursery")) as command, pytest.MonkeyPatch.context() as patch:
+    with nursery(tmp_path_factory.mktemp("nursery"), "rank") as command, pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers, "COMMAND", command)
         patch.setattr(nodes, "WORKER", command)
         yield
