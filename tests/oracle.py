@@ -24,6 +24,7 @@ from quire.load.load import load_weights
 from quire.models.decoder import Decoder
 from quire.models.registry import build_model
 from quire.ops.adapters import tile
+from recurrent_families import DELTA, EXPERTS
 
 PAGE_SIZE = 4
 ORIGINAL = "original"  # of a checkpoint that was rewritten: where it is kept as transformers wrote it
@@ -216,6 +217,8 @@ SIGLIP: dict[str, Any] = {"vision_config": {"model_type": "siglip_vision_model",
 PIXTRAL: dict[str, Any] = {"vision_config": {"model_type": "pixtral", "head_dim": 8, **SMALL, **PATCHES}}
 QWEN_EYE: dict[str, Any] = {"depth": 1, "embed_dim": 16, "hidden_size": 48, "num_heads": 2, "patch_size": 4}
 QWEN3_EYE: dict[str, Any] = {**SMALL, "depth": 1, "num_heads": 2, "out_hidden_size": 48, "deepstack_visual_indexes": [0]}
+QWEN35_EYE: dict[str, Any] = {**SMALL, "depth": 1, "num_heads": 2, "out_hidden_size": 48}
+MROPE35: dict[str, Any] = {**DELTA["rope_parameters"], "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 MROPE3: dict[str, Any] = {**MROPE, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
 EAR: dict[str, Any] = {
@@ -272,6 +275,10 @@ COMPOSITES: dict[str, Family] = {
                {"vision_config": QWEN3_EYE, "tie_word_embeddings": True}),
         Family("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration", {**QWEN3_MOE, "rope_parameters": MROPE3},
                "qwen3_vl_moe_text", {"vision_config": QWEN3_EYE}),
+        Family("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", {**DELTA, "rope_parameters": MROPE35}, "qwen3_5_text",
+               {"vision_config": QWEN35_EYE}),
+        Family("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration", {**DELTA, **EXPERTS, "rope_parameters": MROPE35},
+               "qwen3_5_moe_text", {"vision_config": QWEN35_EYE}),
         Family("SmolVLMConfig", "SmolVLMForConditionalGeneration", {}, "llama", {"vision_config": {**SMALL, **PATCHES}}),
         Family("VideoLlavaConfig", "VideoLlavaForConditionalGeneration", {}, "llama", CLIP),
         Family("VipLlavaConfig", "VipLlavaForConditionalGeneration", {}, "llama", CLIP | {"vision_feature_layers": [0, 0]}),
@@ -362,6 +369,10 @@ class Sequences:
             sides = 2 if spec.latent is None else 1
             kv = torch.full((pages, sides, spec.kv_heads, page_size, spec.head_dim), float("nan"), dtype=dtype, device=device)
             attention.bind(kv, self.windows.index(window))
+        for layer in model.recurrents:
+            layer.bind(
+                *(torch.full((count, *shape), float("nan"), device=device) for shape in (layer.cache.conv, layer.cache.state))
+            )
         self.lengths = [0] * count
         self.adapters = [0] * count  # that each sequence asks for
         self.tiled = False  # by kernels
@@ -393,6 +404,8 @@ class Sequences:
             rows=tuple(shapes),
             logit_index=torch.arange(len(ids) if kept is None else sum(kept), device=self.device),
             groups=tuple(groups),
+            entries=torch.tensor([sequence for sequence, _ in rows], device=self.device),
+            entry_list=tuple(sequence for sequence, _ in rows),
             adapters=AdapterRows(places, torch.device(self.device), tiles) if any(self.adapters) else None,
         )
         counts = [len(tokens) for _, tokens in rows]

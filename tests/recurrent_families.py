@@ -108,4 +108,29 @@ RECURRENT: dict[str, Family] = {
     "qwen3-next": Family("Qwen3NextConfig", "Qwen3NextForCausalLM", {**DELTA, **EXPERTS, "mlp_only_layers": [2]}),
     "qwen3.5": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", DELTA),
     "qwen3.5-moe": Family("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {**DELTA, **EXPERTS}),
+    "lfm2-moe": Family(
+        "Lfm2MoeConfig",
+        "Lfm2MoeForCausalLM",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "minimax": Family(
+        "MiniMaxConfig",
+        "MiniMaxForCausalLM",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "block_size": 8,
+            "linear_attn_alpha_factor": 0.7,
+            "linear_attn_beta_factor": 1.2,
+            "full_attn_alpha_factor": 0.9,
+            "mlp_beta_factor": 1.1,
+        },
+    ),
 }

@@ -76,7 +76,8 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "stablelm": {"rope_theta": 1e4, "partial_rotary_factor": 0.25},
     "starcoder2": {"rope_theta": 1e4},
     "bamba": {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "mamba_d_state": 256},
-    "lfm2": {"rope_theta": 1e6, "hidden_act": "silu"},
+    "lfm2": {"rope_theta": 1e6, "hidden_act": "silu"}, "lfm2_moe": {"rope_theta": 1e6, "hidden_act": "silu"},
+    "minimax": {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2},
     "mamba": _UNBOUNDED, "falcon_mamba": _UNBOUNDED, "mamba2": {**_UNBOUNDED, "n_groups": 8, "state_size": 128, "head_dim": 64},
     "granitemoehybrid": {"rope_theta": 1e4, "mamba_d_state": 256},
     "falcon_h1": {"rope_theta": 1e5, "mamba_d_ssm": 1024, "mamba_d_state": 256, "rms_norm_eps": 1e-5},
@@ -133,6 +134,7 @@ _TEXT_TYPES = {
     "got_ocr2": "qwen2", "idefics2": "mistral", "idefics3": "llama", "smolvlm": "llama", "qwen2_vl": "qwen2_vl_text",
     "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text", "qwen3_vl_moe": "qwen3_vl_moe_text", "qwen2_audio": "qwen2",
     "voxtral": "llama", "llama4": "llama4_text", "lighton_ocr": "qwen3", "deepseek_vl": "llama",
+    "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
 }  # fmt: skip
 # rope types whose parameters name the length they were stretched from
 _STRETCHED = ("llama3", "yarn", "longrope")

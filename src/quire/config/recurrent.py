@@ -167,6 +167,16 @@ def _delta_net(config: Config) -> Layers:
     return Layers(kinds_of(config, lambda index: (index + 1) % every == 0), state)
 
 
+def _minimax(config: Config) -> Layers:
+    heads = whole(config, "num_attention_heads")
+    size = whole(config, "head_dim", default=max(1, whole(config, "hidden_size") // heads))
+    state = StateCache(state=(heads, size, size))
+    if config.get("layer_types") is not None:
+        names: dict[str, Kind] = {"full_attention": "attention", "linear_attention": "recurrent"}
+        return Layers(kinds_by_types(config, names), state)
+    return Layers(kinds_of(config, lambda index: index % 2 == 0), state)
+
+
 READERS: Mapping[str, Callable[[Config], Layers]] = MappingProxyType(
     {
         "bamba": _bamba,
@@ -175,8 +185,10 @@ READERS: Mapping[str, Callable[[Config], Layers]] = MappingProxyType(
         "granitemoehybrid": _granite,
         "jamba": _jamba,
         "lfm2": _lfm2,
+        "lfm2_moe": _lfm2,
         "mamba": _mamba,
         "mamba2": _mamba2,
+        "minimax": _minimax,
         "nemotron_h": _nemotron_h,
         "qwen3_5_moe_text": _delta_net,
         "qwen3_5_text": _delta_net,

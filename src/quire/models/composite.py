@@ -31,6 +31,8 @@ TEXT_MODELS: Mapping[str, str] = MappingProxyType(
         "qwen3_vl_text": "Qwen3ForCausalLM",
         "qwen3_moe": "Qwen3MoeForCausalLM",
         "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
+        "qwen3_5_text": "Qwen3_5ForCausalLM",
+        "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     }
 )
 
@@ -58,6 +60,8 @@ COMPOSITES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "Qwen2_5_VLForConditionalGeneration": ("visual",),
         "Qwen3VLForConditionalGeneration": ("visual",),
         "Qwen3VLMoeForConditionalGeneration": ("visual",),
+        "Qwen3_5ForConditionalGeneration": ("visual", "mtp"),
+        "Qwen3_5MoeForConditionalGeneration": ("visual", "mtp"),
         "SmolVLMForConditionalGeneration": ("vision_model", "connector"),
         "VideoLlavaForConditionalGeneration": ("video_tower", "image_tower", "multi_modal_projector"),
         "VipLlavaForConditionalGeneration": _SEEN,

@@ -7,6 +7,7 @@ from torch import nn
 from quire.layers.attention import SelfAttention
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import Norm, RMSNorm
+from quire.layers.routed_moe import RoutedMoE
 from quire.layers.short_conv import ShortConv
 from quire.models.hybrid import HybridDecoder
 
@@ -52,3 +53,26 @@ class LFM2(HybridDecoder):
                 step = hf.get("block_multiple_of", 256)
                 size = -(-int(factor * size) // step) * step
         return size
+
+
+class LFM2MoE(LFM2):
+    """Experts behind the first few layers."""
+
+    renames = (*LFM2.renames, (r"\.feed_forward\.expert_bias$", ".feed_forward.e_score_correction_bias"))
+
+    def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:
+        hf = facts.hf
+        if index < hf.get("num_dense_layers", 2):
+            return GatedMLP(facts.hidden_size, hf["intermediate_size"], "silu")
+        experts = hf.get("num_experts", 32)
+        return RoutedMoE(
+            facts.hidden_size,
+            hf.get("moe_intermediate_size", 1792),
+            "silu",
+            experts=experts,
+            top_k=hf.get("num_experts_per_tok", 4),
+            renormalize=bool(hf.get("norm_topk_prob", True)),
+            scoring="sigmoid",
+            correction=(experts,) if hf.get("use_expert_bias", True) else None,
+            scale=hf.get("routed_scaling_factor", 1.0),
+        )
