@@ -5,13 +5,16 @@ BIN := $(VENV)/bin
 # what a process compiles the next one need not: the tests start hundreds, and each would spend seconds on torch
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test check docs clean
+.PHONY: serve test matrix check docs clean
 
 serve: $(VENV)/.installed
 	$(BIN)/quire serve smollm2 --sample "What is the capital of France? Answer in one word."
 
 test: check
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+matrix: $(VENV)/.installed-dev
+	QUIRE_MATRIX=all $(BIN)/python -m pytest -n 2 --dist load tests/e2e
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Every family, and a sample of the decoders that transformers runs, through the whole engine: the tokens are transformers'
+"""Families in turn, and a sample of the decoders that transformers runs, through the whole engine: the tokens are transformers'
 greedy ones whatever the batching, chunks, cache, preemption.
 
 A repetition penalty keeps the tiny random models from saying one token for ever.
@@ -9,6 +9,7 @@ import copy
 import pytest
 import torch
 
+import rotation
 from more_families import MORE
 from oracle import FAMILIES, TINY
 from quire import LLM, SamplingParams
@@ -33,9 +34,10 @@ ENGINES = {
 
 # an activation of its own
 SAMPLE = ("apertus",)
+IN_CI = 6  # others with every commit
 
 
-@pytest.fixture(scope="module", params=[*sorted({*FAMILIES} - {*MORE}), *SAMPLE])
+@pytest.fixture(scope="module", params=[*rotation.sample(sorted({*FAMILIES} - {*MORE}), IN_CI), *SAMPLE])
 def name(request) -> str:
     return request.param
 

@@ -1,4 +1,4 @@
-"""Every family, and a sample of the decoders that transformers runs: a served model's tokens are transformers' greedy ones,
+"""Families in turn, and decoders that transformers runs: a served model's tokens are transformers' greedy ones,
 in every protocol.
 
 One server per family, whose engine is a process of its own, as in `quire serve`. Prompts are cut in steps of 16 tokens.
@@ -15,6 +15,7 @@ import httpx
 import pytest
 import torch
 
+import rotation
 from forked import nursery
 from more_families import MORE
 from oracle import COMPOSITES, FALLBACK, FAMILIES, make_checkpoint, open_reference
@@ -31,6 +32,7 @@ ALL = {**FAMILIES, **FALLBACK, **COMPOSITES, **RECURRENT}
 NAMES = [*sorted({*NATIVE.values()} - {*MORE}), *SAMPLE, *WITH_EYES]
 STRUCTURED = ("llama", "apertus")
 NEW_TOKENS = 20
+IN_CI = 8  # of both lists, others with every commit
 PROMPTS = [
     torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (37, 9)
 ]
@@ -92,7 +94,7 @@ def served(name: str, directory: Path, command: tuple[str, ...]) -> Iterator[Cas
         running.close()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", rotation.sample(NAMES, IN_CI))
 def test_served(tmp_path, engines, name):
     with served(name, tmp_path, engines) as case:
         (first, logprobs), (second, _) = (case.expected(prompt) for prompt in PROMPTS)
@@ -105,7 +107,7 @@ def test_served(tmp_path, engines, name):
             check_structured(case)
 
 
-@pytest.mark.parametrize("name", [*sorted({*NATIVE.values()} & {*MORE}), "bamba", "lfm2"])
+@pytest.mark.parametrize("name", rotation.sample([*sorted({*NATIVE.values()} & {*MORE}), "bamba", "lfm2"], IN_CI))
 def test_more_served(tmp_path, engines, name):
     with served(name, tmp_path, engines) as case:
         (first, logprobs), (second, _) = (case.expected(prompt) for prompt in PROMPTS)

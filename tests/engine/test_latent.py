@@ -1,4 +1,4 @@
-"""Latent attention through the whole engine: beside what `test_more_families_offline.py` asks of every family."""
+"""Latent attention through the whole engine: beside what `test_matrix.py` asks of every family."""
 
 import json
 
