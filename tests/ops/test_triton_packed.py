@@ -11,8 +11,9 @@ from quire.ops.forms import Activation, Float4, Float8, Int8, PackedInts, pack_n
 from quire.ops.packed import FLOAT8_MAX, INT8_MAX, STREAMED, choose_way, pack
 
 pytest.importorskip("triton")
-from quire.ops.kernels.packed import Way, dequantize, product
+from quire.ops.kernels.packed import Way, product
 from quire.ops.kernels.rounding import rescale, round_rows
+from quire.ops.kernels.words import dequantize
 
 LOOSE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
@@ -125,7 +126,8 @@ def test_rows_rounded_to_8_bits(name, given, device):
     """As the matrix has its columns: the product of both as they lie is that of the rounded rows."""
     form = there(FORMS[name], device)
     packed = pack(form).packed
-    x = torch.randn(9, form.inputs, device=device) / form.dequantize().norm(dim=1).max()
+    # numbers of which none is half-way between two of 8 bits
+    x = torch.randn(9, form.inputs, generator=torch.Generator().manual_seed(5)).to(device) / form.dequantize().norm(dim=1).max()
     kind, largest = (torch.int8, INT8_MAX) if name == "w8a8" else (torch.float8_e4m3fn, FLOAT8_MAX)
     known = (x.abs().max() / largest * 0.9).view(1) if given else None
     numbers, scales = round_rows(x, packed.columns, packed.apart, kind, largest, known)

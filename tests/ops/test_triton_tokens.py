@@ -101,7 +101,7 @@ def test_heads_go_to_a_cache_of_8_bits(heads, kv_heads, head_dim, turned, given,
         assert torch.equal(caches[1].view(torch.uint8), caches[0].view(torch.uint8))
         assert torch.equal(kv_scales(caches[1]), kv_scales(caches[0]))
     else:
-        step = 0.07 if kind == torch.float8_e4m3fn else 0.14
+        step = 0.13 if kind == torch.float8_e4m3fn else 0.26  # what lies between two may go to either
         torch.testing.assert_close(ours, theirs, rtol=step, atol=1e-3)
 
 

@@ -127,7 +127,7 @@ def _beside(layout: CacheLayout, pages: int, size: int, config: Config) -> float
 
 def _weights(config: Config, facts: ModelFacts, element: int) -> tuple[int, str]:
     """Their bytes in memory, and as what they are there."""
-    quantization, kept, keeps = config.quantization, config.keep_quantized, config.device_facts.keeps
+    quantization, kept, keeps = config.quantization, config.keep_quantized, config.kept_forms
     floats = facts.parameters * element
     if kept and quantization is not None and find_family(facts) and keeps.intersection(FORMS[quantization.method]):
         infos = {name: info for path in facts.files.weights for name, info in read_header(path).items()}

@@ -58,6 +58,14 @@ class Config:
         return self.args.tensor_parallel_size
 
     @property
+    def kept_forms(self) -> frozenset[str]:
+        """Of the forms that the device multiplies by as they are (`DeviceFacts.keeps`), those that are used: what adapters add
+        goes between the matrices of an expert, which are floats then."""
+        if not self.keep_quantized:
+            return frozenset()
+        return self.device_facts.keeps - {"experts"} if self.max_loras else self.device_facts.keeps
+
+    @property
     def drafts_on_device(self) -> bool:
         return self.draft_facts is not None or self.draft_head is not None
 

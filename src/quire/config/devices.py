@@ -9,7 +9,7 @@ GROUP = "quire.devices"
 # forms of few bits (`ops/forms.py`) that ours multiply by as they are, a CPU where it has kernels; experts become floats
 KEEPS = {
     "cpu": frozenset({"int4", "int8", "w8a8"}),
-    "cuda": frozenset({"int4", "int8", "w8a8", "fp8", "fp4"}),
+    "cuda": frozenset({"int4", "int8", "w8a8", "fp8", "fp4", "experts"}),
 }
 
 

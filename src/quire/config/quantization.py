@@ -32,7 +32,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "fp8": ("fp8",),
     "gptq": ("int4", "int8"),
     "modelopt": ("fp8", "fp4"),
-    "mxfp4": (),  # gpt-oss's experts, which become floats
+    "mxfp4": ("fp4",),  # gpt-oss's experts
 }
 ALIASES = {alias: method for method, aliases in METHODS.items() for alias in (method, *aliases)}
 ONLINE = ("fp8",)  # may be made of floats as they are loaded

@@ -286,7 +286,7 @@ def runner_options(config: Config) -> dict[str, Any]:
         "enforce_eager": args.enforce_eager,
         "keep_quantized": config.keep_quantized,
         "quantization": config.quantization,
-        "keeps": config.device_facts.keeps if config.keep_quantized else frozenset(),
+        "keeps": config.kept_forms,
         "drafts": 0 if config.speculation is None else config.speculation.num_speculative_tokens,
         "cache_dtype": config.cache_dtype,
     }

@@ -51,8 +51,14 @@ too, and are then not to be had (`--skip-tokenizer-init`). Encoders, encoder-dec
 | `load_format="dummy"` | random | random |
 
 Quantized weights stay quantized where Quire's kernels were compiled (ARM, x86 with AVX-512 VNNI), and on x86 Linux with the
-extra `cpu`; elsewhere they are dequantized when loaded, and the log says so. Experts of mixtures are dequantized in any
-case.
+extra `cpu`; elsewhere they are dequantized when loaded, and the log says so. Experts of mixtures stay quantized on a GPU,
+unless `enable_lora` asks for adapters, which go between their matrices; on a CPU they are dequantized.
+
+**Which scheme when**, on an H200 (figures in [performance.md](performance.md)): `quantization="fp8"`, or a checkpoint in fp8 by
+channel, is the one to begin with: half the memory, and faster than bfloat16 for any number of requests. 4 bits (awq, gptq,
+compressed-tensors) are the fastest for a single request and take a quarter of the memory, but from about 100 requests at a
+time on they are slower than bfloat16: take them where memory is what is short. Blocks of 128 x 128 in fp8 are between the two.
+Experts gain from 8 and from 4 bits alike, as nearly all of a step is reading them.
 
 ## The cache
 
@@ -83,10 +89,9 @@ nvfp4, mxfp4, nf4). Which of them a device multiplies by as they are:
 | method | other names | a CPU | a CUDA GPU |
 |---|---|---|---|
 {}
-What a device does not keep becomes floats of the model's type, with the same values; so do experts. On a CPU that is so for
+What a device does not keep becomes floats of the model's type, with the same values; on a CPU so do experts. There that is so for
 everything if there is an explicit `dtype`, and for act-order and groups that are no multiple of 32; what stays is multiplied by
-rows of 8 bits, as with GGUF files. On a GPU `dtype` is the activations' type. mxfp4 is gpt-oss's: of its experts, which become
-floats, too.
+rows of 8 bits, as with GGUF files. On a GPU `dtype` is the activations' type. mxfp4 is gpt-oss's: of its experts.
 
 - awq: the gemm layout. gptq: 4 and 8 bits, formats gptq and gptq_v2, act-order, `dynamic`. compressed-tensors: packed int4
   and int8, int8, fp8, nvfp4 and mxfp4, symmetric or not, by tensor, output, group or block, several schemes in one model,

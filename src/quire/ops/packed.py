@@ -1,26 +1,32 @@
 """Matrices of 4 and 8 bits on a GPU: repacked once, when all is loaded, for kernels that read them as they lie.
 
-    few rows    the packed matrix streams past them (`kernels/packed.py`): no number of a row is rounded
+    one row     the packed matrix streams past it, and is multiplied in float32 (`kernels/packed_rows.py`)
+    some rows   it streams past them, multiplied by matrix units (`kernels/packed.py`): no number of a row is rounded
     many rows   in 8 bits, where the scheme rounds rows; else the matrix is dequantized, and a library multiplies
 
 What goes where was measured on an H200.
 """
 
 from dataclasses import dataclass
-from math import gcd, lcm
+from math import lcm
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.activation import gated
+from quire.ops.arguments import ClampedSwiglu, ExpertBiases
 from quire.ops.forms import Activation, Float4, Float8, Int8, PackedInts, powers_of_two, unpack_nibbles
 from quire.ops.linear import SHORT, gated_linear, linear
 
-STREAMED = 512  # rows: for more it is faster to dequantize
-ROUNDED = 17  # rows from which on products in 8 bits are faster
-FILLING = 264, 132  # programs that keep an H200 reading, with up to 16 rows, and with more
-WIDEST = 128  # words of a block
+STREAMED = 256  # rows: for more it is faster to dequantize
+# rows from which on products in 8 bits are faster: of floats with a scale to a row; of others, which torch has for no fewer
+ROUNDED = 2, 17
+FILLING = 264  # programs that keep an H200 busy
+BLOCK = 128  # columns of a scale, where rows are rounded by blocks
+MOST_READ = 1 << 22  # bytes of a matrix, read once for each row
+AT_ONCE = 1 << 26  # numbers that are packed together
 FLOAT8_MAX, INT8_MAX = 448.0, 127.0
 
 
@@ -37,7 +43,7 @@ class PackedMatrix:
 
     @property
     def outputs(self) -> int:
-        return len(self.packed.words)
+        return int(self.packed.outputs)
 
     def multiply(self, x: Tensor, bias: Tensor | None, activation: str = "") -> Tensor:
         """x [..., inputs] -> [..., outputs]; with an activation: of gate above up [..., outputs / 2]."""
@@ -48,23 +54,39 @@ class PackedMatrix:
         return out.view(*x.shape[:-1], out.shape[-1])
 
     def _multiply(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        from quire.ops.kernels.packed import dequantize, product
+        from quire.ops.kernels.packed import product
+        from quire.ops.kernels.packed_rows import linear as one_by_one
+        from quire.ops.kernels.words import dequantize
 
-        if len(x) >= ROUNDED and self._rounds(x):
+        rows, packed = len(x), self.packed
+        if rows >= (ROUNDED[0] if packed.form == "float8" else ROUNDED[1]) and self._rounds(x):
             return self._round(x, bias, activation)
-        if len(x) <= STREAMED and x.dtype in SHORT:
+        if rows >= ROUNDED[1] and self._rounds_blocks(x):
+            from quire.ops.kernels.packed_blocks import product as by_blocks
+
+            out = by_blocks(x, packed, bias, choose_tile(packed, rows))
+            return gated(out, activation) if activation else out
+        if rows == 1 or rows * packed.words.nbytes <= MOST_READ:
+            return one_by_one(x, packed, bias, activation, choose_program(packed))
+        if rows <= STREAMED and x.dtype in SHORT:
             outputs = self.outputs // 2 if activation else self.outputs
-            return product(x, self.packed, bias, activation, choose_way(self.packed, len(x), outputs, bool(activation)))
-        matrix = dequantize(self.packed, x)
+            return product(x, packed, bias, activation, choose_way(packed, rows, outputs, bool(activation)))
+        matrix = dequantize(packed, x)
         return gated_linear(x, matrix, bias, activation) if activation else linear(x, matrix, bias)
 
     def _rounds(self, x: Tensor) -> bool:
         """Whether rows are rounded to 8 bits, one scale to a row, and the libraries multiply them."""
-        if self.activation not in (Activation.TOKEN, Activation.TENSOR) or self.packed.scales.shape[1] > 1:
+        if self.activation not in (Activation.TOKEN, Activation.TENSOR) or self.packed.groups > 1:
             return False
         if self.packed.form == "float8" and torch.cuda.get_device_capability(x.device) < (8, 9):
             return False
         return self.outputs % 16 == 0 and self.packed.columns % 16 == 0 and x.dtype in SHORT
+
+    def _rounds_blocks(self, x: Tensor) -> bool:
+        """Whether rows are rounded to 8 bits, one scale to each block of columns, and our kernel multiplies them."""
+        if self.activation is not Activation.GROUP or self.packed.group != BLOCK or self.packed.apart != BLOCK // 2:
+            return False
+        return x.dtype in SHORT and torch.cuda.get_device_capability(x.device) >= (8, 9)
 
     def _round(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
         from quire.ops.kernels.rounding import rescale, round_rows
@@ -95,25 +117,48 @@ def _one(device: torch.device) -> Tensor:
     return _ones[device]
 
 
-def choose_way(packed: Any, rows: int, outputs: int, gated: bool) -> Any:
-    from quire.ops.kernels.packed import NUMBERS, Way
+def choose_program(packed: Any) -> Any:
+    """Of the kernel for single rows."""
+    from quire.ops.kernels.math import power_of_two
+    from quire.ops.kernels.packed_rows import Program
 
-    several = packed.scales.shape[1] > 1
-    words = min(WIDEST, _power(gcd(packed.apart, packed.group) if several else packed.apart))
-    if rows > 64:
-        return Way(128, 128, min(64, words), 1, 8, 3, fold=several)
-    block = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    if gated and block == 64:
-        words = min(64, words)
-    tiles = -(-outputs // 64)
-    shares = max(1, min(8, packed.words.shape[1] // words, round(FILLING[rows > 16] / tiles)))
-    stages = 5 if NUMBERS[packed.form] == 2 and block == 16 else 3
-    return Way(block, 64, words, shares, 4, stages)
+    wide = packed.words.shape[-1]
+    if packed.form in ("float8", "int8") and wide < 4096 and packed.outputs > 4 * wide:
+        return Program(4, 512, 2)
+    return Program(8 if wide <= 1024 else 4, max(256, min(1024, power_of_two(wide))), 4)
+
+
+def choose_way(packed: Any, rows: int, outputs: int, gated: bool) -> Any:
+    from quire.ops.kernels.packed import Way
+    from quire.ops.kernels.words import NUMBERS
+
+    four, block = NUMBERS[packed.form] == 4, 16 if rows <= 16 else 32 if rows <= 32 else 64
+    words = min(32 if four else 64, packed.span)
+    high = 128 if four and not (block == 64 and outputs * packed.columns <= 1 << 24) else 64
+    tiles = -(-outputs // high) * -(-rows // block)
+    programs = FILLING if block == 64 or gated else 2 * FILLING
+    shares = choose_shares(programs / tiles, packed.words.shape[-1] // words)
+    warps = 8 if gated and four and block == 16 else 4
+    return Way(block, high, words, shares, warps, 6 if block == 16 else 4, fold=four and packed.span < 32 and block > 16)
+
+
+def choose_tile(packed: Any, rows: int) -> Any:
+    """Of the kernel for scales by block."""
+    from quire.ops.kernels.packed_blocks import Tile
+
+    high = 64 if rows <= 64 and packed.outputs <= 8192 else 128
+    tiles = -(-packed.outputs // high) * -(-rows // 64)
+    return Tile(64, high, 4, 3 if tiles >= FILLING else 4, choose_shares(FILLING / tiles, packed.columns // 512))
+
+
+def choose_shares(wanted: float, most: int) -> int:
+    """Powers of two: for each number a kernel is compiled."""
+    return next(shares for shares in (8, 4, 2, 1) if shares == 1 or (shares <= most and shares < 1.42 * wanted))
 
 
 def pack(form: Any) -> PackedMatrix | None:
     """A form as a GPU multiplies by it; None = no kernel reads it so."""
-    if form.numbers.dim() != 2:
+    if form.numbers.dim() > 2 and getattr(form, "order", None) is not None:  # each expert has its own
         return None
     match form:
         case PackedInts(bits=4):
@@ -143,30 +188,75 @@ def pack(form: Any) -> PackedMatrix | None:
 
 
 def _pack(name: str, numbers: Tensor, group: int, scale: Tensor, zeros: Tensor | None, fill: int) -> Any:
-    """numbers [outputs, inputs] uint8, one to a byte."""
-    from quire.ops.kernels.packed import NUMBERS, Packed
+    """numbers [..., outputs, inputs] uint8, one to a byte."""
+    from quire.ops.kernels.words import NUMBERS, Packed
 
-    inputs, per = numbers.shape[1], NUMBERS[name]
-    groups = scale.shape[1]
+    inputs, per = numbers.shape[-1], NUMBERS[name]
+    groups = scale.shape[-1]
     if groups > 1 and group % 16:
         return None
-    grain = per * (64 if groups == 1 else lcm(group, 64))
+    close = groups > 1 and group % (16 * per) == 0  # all numbers of a word have one scale
+    grain = group if close else per * (64 if groups == 1 else lcm(group, 64))
     columns = -(-inputs // grain) * grain
-    numbers = F.pad(numbers, (0, columns - inputs), value=fill)
     if groups > 1:
         more = columns // group - groups
         scale = F.pad(scale, (0, more))
         zeros = None if zeros is None else F.pad(zeros, (0, more))
     else:
         group = columns
-    parts = numbers.chunk(per, 1)
-    words = torch.zeros(parts[0].shape, dtype=torch.int32, device=numbers.device)
-    for index, part in enumerate(parts):
-        words |= part.to(torch.int32) << (16 // per * index)
-    words = (words - ((words & 0x8000) << 1)).to(torch.int16)
-    return Packed(name, words, scale.contiguous(), zeros, columns // per, group)
+    apart = group // per if close else columns // per
+    words = torch.empty(*numbers.shape[:-1], columns // per, dtype=torch.int16, device=numbers.device)
+    flat, out = numbers.reshape(-1, inputs), words.view(-1, words.shape[-1])
+    step = max(1, AT_ONCE // columns)
+    for start in range(0, len(flat), step):
+        some = F.pad(flat[start : start + step], (0, columns - inputs), value=fill)
+        parts = some.view(len(some), -1, per, apart).to(torch.int32)
+        joined = torch.zeros_like(parts[:, :, 0])
+        for index in range(per):
+            joined |= parts[:, :, index] << (16 // per * index)
+        out[start : start + step] = (joined - ((joined & 0x8000) << 1)).to(torch.int16).flatten(1)
+    scale = scale.transpose(-1, -2).contiguous()
+    return Packed(name, words, scale, None if zeros is None else zeros.transpose(-1, -2).contiguous(), apart, group)
 
 
-def _power(number: int) -> int:
-    """The largest power of two that divides it."""
-    return number & -number
+def packed_experts_forward(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    up: PackedMatrix,
+    down: PackedMatrix,
+    activation: str | ClampedSwiglu,
+    biases: ExpertBiases | None = None,
+) -> Tensor:
+    """As `moe.experts_forward`."""
+    from quire.ops.kernels import moe_many, packed_rows
+    from quire.ops.kernels.moe import FEW_SLOTS
+    from quire.ops.kernels.packed import Slots, product
+
+    tokens, top_k = experts.shape
+    if not tokens:
+        return torch.empty_like(x)
+    x = x.contiguous()
+    if experts.numel() <= FEW_SLOTS:
+        outputs = 16 if x.dtype == torch.float32 else 1
+        programs = packed_rows.Program(outputs, 256, 1), packed_rows.Program(outputs, 128, 1)
+        return packed_rows.experts_forward(x, weights, experts, up.packed, down.packed, activation, biases, programs)
+    before, behind = biases or (None, None)
+    order, ends = moe_many.sort_slots(experts.flatten(), len(up.packed.words))
+    slots = Slots(order, ends, top_k)
+    each = experts.numel() / len(up.packed.words)
+    inner = product(x, up.packed, before, activation, choose_expert_way(up.packed, each), slots)
+    slots = slots._replace(sharing=1)
+    y = product(inner, down.packed, behind, "", choose_expert_way(down.packed, each), slots)
+    return moe_many.weighted_sum(y, weights, torch.empty_like(x))
+
+
+def choose_expert_way(packed: Any, rows: float) -> Any:
+    """For so many rows an expert on average."""
+    from quire.ops.kernels.packed import Way
+    from quire.ops.kernels.words import NUMBERS
+
+    four = NUMBERS[packed.form] == 4
+    words = min(32 if four else 64, packed.span)
+    block, high = (16, 64 if four else 128) if rows <= 8 else (32, 64) if rows <= 40 else (64, 128)
+    return Way(block, high, words, 1, 4, 3 if block == 64 else 4, fold=four and packed.span < 32)

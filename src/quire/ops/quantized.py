@@ -14,7 +14,7 @@ from quire.ops.arguments import ExpertBiases, Gated
 from quire.ops.forms import Activation, Float8, Int8, PackedInts, in_groups
 from quire.ops.linear import linear_float
 from quire.ops.moe import experts_forward, sum_experts
-from quire.ops.packed import PackedMatrix, pack
+from quire.ops.packed import PackedMatrix, pack, packed_experts_forward
 
 FLOAT8_MAX = 448.0
 GROUP = 128  # numbers of a row that are rounded together
@@ -48,6 +48,8 @@ def quantized_experts_forward(
 
     A token's contributions are added in an order of its own, so the other tokens cannot change its result.
     """
+    if isinstance(up, PackedMatrix) and isinstance(down, PackedMatrix):
+        return packed_experts_forward(x, weights, experts, up, down, activation, biases)
     if x.is_cuda:
         return experts_forward(
             rounded(x, up), weights, experts, dequantized(up, x.dtype), dequantized(down, x.dtype), activation, biases

@@ -117,7 +117,9 @@ class OnlineExperts(PlainExperts):
 
     def finish(self, layer: Experts) -> None:
         super().finish(layer)
-        self.matrices = quantize_float8(layer.up.data), quantize_float8(layer.down.data)
+        up, down = (settled(quantize_float8(stack.data)) for stack in (layer.up, layer.down))
+        assert up is not None and down is not None  # by channel there is a kernel for any size
+        self.matrices = up, down
         layer.hold(self)
 
     def apply(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:

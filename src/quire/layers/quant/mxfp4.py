@@ -1,5 +1,6 @@
 """gpt-oss's experts in mxfp4: `gate_up_proj_blocks` [E, 2 * inner, hidden / 32, 16], where a gate and its up are neighbours,
-`down_proj_blocks` [E, hidden, inner / 32, 16], and `_scales` of the same without the last dimension. They become floats."""
+`down_proj_blocks` [E, hidden, inner / 32, 16], and `_scales` of the same without the last dimension.
+Where a device does not keep experts so, they become floats."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from quire.layers.quant.layout import check_group, check_scale
 from quire.layers.quant.scheme import Inventory
 from quire.layers.quant.stored import Target
 from quire.ops.forms import Float4
+from quire.ops.quantized import quantized_experts_forward, settled
 from quire.types.errors import ModelError
 
 GROUP, BYTES = 32, 16  # numbers that share a scale, and what they take
@@ -52,12 +54,32 @@ class MXFP4Experts(Method):
             taken[f"{path}.{name}_scales"] = Claim(whole, (Take(scales, ranges),)).simple
         return taken
 
+    up: Any  # forms
+    down: Any
+
     def finish(self, layer: Experts) -> None:
+        whole = layer.kept_inner.start % GROUP == 0 and layer.kept_inner.stop % GROUP == 0
+        if whole and self._target.keeps >= {Float4.kind, "experts"}:
+            gates, back = (self._form(layer, name) for name in STACKS)
+            part_pairs(gates.numbers)
+            part_pairs(gates.scale)
+            self.up, self.down = settled(gates), settled(back)
+            assert self.up is not None and self.down is not None  # there is a kernel for its groups
+            layer.hold(self)
+            return
         up, down = (self._dequantize(layer, name) for name in STACKS)
         part_pairs(up)
         first = layer.kept_inner.start - self._inner.start * GROUP
         down = down[..., first : first + len(layer.kept_inner)].contiguous()
         layer.hold(PlainExperts(), up=up, down=down)
+
+    def _form(self, layer: Experts, name: str) -> Float4:
+        blocks, scales = (layer.get_parameter(f"{name}_{part}").data for part in PARTS)
+        check_scale(scales, f"{self._called}.{name}_scales")
+        return Float4("e2m1", GROUP, blocks.flatten(2), scales)
+
+    def apply(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        return quantized_experts_forward(x, weights, experts, self.up, self.down, layer.activation, layer.biases)
 
     def _dequantize(self, layer: Experts, name: str) -> Tensor:
         """An expert at a time: on the way numbers take more room."""
@@ -71,7 +93,7 @@ class MXFP4Experts(Method):
 
 
 class MXFP4Scheme:
-    """All but the experts are floats; random experts (no inventory) are, too."""
+    """All but the experts are floats."""
 
     def __init__(self, config: Mapping[str, Any], inventory: Inventory | None, target: Target) -> None:  # noqa: ARG002
         self._inventory, self._target = inventory, target
@@ -86,8 +108,9 @@ class MXFP4Scheme:
         return None
 
     def experts(self, path: str, layer: Experts) -> MXFP4Experts | None:
-        if self._inventory is None or f"{path}.gate_up_proj" in self._inventory.tensors:
+        if self._inventory is not None and f"{path}.gate_up_proj" in self._inventory.tensors:
             return None
         if not layer.paired:
             raise ModelError(f"{path}: mxfp4 is read for the experts of gpt-oss only")
-        return MXFP4Experts(layer, self._inventory.names.get(path, path), self._target)
+        called = path if self._inventory is None else self._inventory.names.get(path, path)
+        return MXFP4Experts(layer, called, self._target)

@@ -19,6 +19,7 @@ from quire.ops.kernels.activation import constants_of, gate_by
 from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.math import cdiv, power_of_two
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
+from quire.ops.kernels.tiles import find_tile
 
 SUM_BLOCK = 1024
 STEP = 128  # slots a program sorts at a time
@@ -130,16 +131,8 @@ def _product(
     let_next_start(EARLY)
     wait_for_previous(EARLY)
     tile = tl.program_id(1)
-    each = tl.arange(0, EXPERT_BLOCK)
-    end = tl.load(ends + each, mask=each < EXPERTS, other=0)
-    begin = tl.load(ends + each - 1, mask=(each > 0) & (each < EXPERTS), other=0)
-    tiles = tl.where(each < EXPERTS, (end - begin + BLOCK_M - 1) // BLOCK_M, 0)
-    last = tl.cumsum(tiles, 0)
-    expert = tl.sum((last <= tile).to(tl.int32), 0)
+    expert, first, stop = find_tile(ends, tile, EXPERTS, EXPERT_BLOCK, BLOCK_M)
     if expert < EXPERTS:
-        mine = each == expert
-        first = tl.sum(tl.where(mine, begin + (tile - last + tiles) * BLOCK_M, 0), 0)
-        stop = tl.sum(tl.where(mine, end, 0), 0)
         at = first + tl.arange(0, BLOCK_M)
         slot = tl.load(order + at, mask=at < stop, other=0)
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -235,16 +228,23 @@ def _weighted_sum(
     tl.store(out + token * size + at, acc.to(out.dtype.element_ty), mask=at < size)
 
 
+def weighted_sum(y: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    """y [T * top_k, size], weights [T, top_k] -> out [T, size]."""
+    tokens, size = out.shape
+    _weighted_sum[(tokens, cdiv(size, SUM_BLOCK))](
+        y, weights, out, size, TOP_K=weights.shape[1], BLOCK=SUM_BLOCK, **overlapping()
+    )
+    return out
+
+
 def experts_forward(
     x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: Gated, biases: ExpertBiases | None = None
 ) -> Tensor:
-    tokens, top_k = experts.shape
+    top_k = experts.shape[1]
     before, behind = biases or (None, None)
     out = torch.empty_like(x)
     block = blocks(experts.numel() / len(up), x.dtype)
     order, ends = sort_slots(experts.flatten(), len(up))
     inner = product(x, up, before, order, ends, block, top_k, activation)
     y = product(inner, down, behind, order, ends, block, 1)
-    size = x.shape[1]
-    _weighted_sum[(tokens, cdiv(size, SUM_BLOCK))](y, weights, out, size, TOP_K=top_k, BLOCK=SUM_BLOCK, **overlapping())
-    return out
+    return weighted_sum(y, weights, out)

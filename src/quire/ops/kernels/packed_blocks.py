@@ -1,0 +1,161 @@
+"""Many rows times a matrix of 8-bit floats with a scale to each block of 128 x 128: both in 8 bits, by matrix units.
+
+Rows are rounded by groups of 128 columns. What a group's products add up to is scaled by its two scales and then added in
+float32, so a long sum loses nothing.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.kernels.launcher import launched
+from quire.ops.kernels.math import cdiv
+from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
+from quire.ops.kernels.shares import add_shares, turns_of
+from quire.ops.kernels.words import Packed
+
+GROUP = 128  # columns
+LARGEST = 448.0
+
+
+@launched
+@triton.jit
+def _round_groups(
+    x,  # [rows, inner]
+    out,  # [rows, columns] of 8 bits, as words of a matrix lie: of two columns that are APART, one beside the other
+    scales,  # [columns / GROUP, rows]
+    rows,
+    inner,
+    columns,
+    GROUP: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,  # groups
+    EARLY: tl.constexpr,
+):
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
+    HALF: tl.constexpr = GROUP // 2
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.arange(0, HALF)
+    column = group[:, None] * GROUP + at[None, :]
+    low = tl.load(x + row * inner + column, mask=column < inner, other=0.0).to(tl.float32)
+    high = tl.load(x + row * inner + column + HALF, mask=column + HALF < inner, other=0.0).to(tl.float32)
+    most = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+    scale = tl.maximum(most, 1e-10) / LARGEST
+    numbers = tl.interleave(low / scale[:, None], high / scale[:, None])
+    place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    tl.store(out + row * columns + place, numbers.to(out.dtype.element_ty), mask=place < columns)
+    tl.store(scales + group.to(tl.int64) * rows + row, scale, mask=group * GROUP < columns)
+
+
+def round_groups(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """x [rows, inputs] -> numbers [rows, columns] of 8 bits, scales [columns / 128, rows] float32."""
+    x = x.contiguous()
+    rows, inner = x.shape
+    out = x.new_empty(rows, columns, dtype=torch.float8_e4m3fn)
+    scales = x.new_empty(columns // GROUP, rows, dtype=torch.float32)
+    block = 16
+    _round_groups[(rows, cdiv(columns // GROUP, block))](
+        x, out, scales, rows, inner, columns, GROUP=GROUP, LARGEST=LARGEST, BLOCK=block, num_warps=4, **overlapping()
+    )
+    return out, scales
+
+
+@launched
+@triton.jit(do_not_specialize=["rows"])
+def _blocks(
+    x,  # [rows, columns] of 8 bits
+    rows_scale,  # [groups, rows]
+    matrix,  # [outputs, columns] of 8 bits
+    scales,  # [groups, SCALES]
+    bias,  # [outputs]
+    out,  # [rows, outputs]
+    sums,  # float32: of each share of each program's tile
+    turns,  # [tiles] zeros
+    rows,
+    outputs,
+    columns,
+    SCALES: tl.constexpr,
+    HIGH: tl.constexpr,
+    BIAS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHARES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TOGETHER: tl.constexpr,  # tiles of rows that run by the same outputs at about the same time
+    EARLY: tl.constexpr,
+):
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
+    tile = tl.program_id(0)
+    row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(outputs, BLOCK_N)
+    band = tile // (TOGETHER * column_tiles)
+    height = tl.minimum(row_tiles - band * TOGETHER, TOGETHER)
+    within = tile % (TOGETHER * column_tiles)
+    r = (band * TOGETHER + within % height) * ROWS + tl.arange(0, ROWS)
+    n = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    read, there = tl.minimum(n, outputs - 1), tl.minimum(r, rows - 1)
+    k = tl.arange(0, GROUP)
+    a = x + there.to(tl.int64)[:, None] * columns + k[None, :]
+    b = matrix + read.to(tl.int64)[None, :] * columns + k[:, None]
+    groups = columns // GROUP
+    each = tl.cdiv(groups, SHARES)
+    begin = tl.program_id(1) * each
+    end = tl.minimum(begin + each, groups)
+    a += begin * GROUP
+    b += begin * GROUP
+    ONE: tl.constexpr = HIGH % BLOCK_N == 0  # scale of a block of the matrix
+    own = scales + within // height * BLOCK_N // HIGH
+    acc = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    factor = tl.load(rows_scale + begin * rows + there)  # asked for a group ahead
+    if ONE:
+        factor *= tl.load(own + begin * SCALES)
+    for group in tl.range(begin, end):
+        following = tl.minimum(group + 1, groups - 1)
+        next_factor = tl.load(rows_scale + following * rows + there)
+        if ONE:
+            next_factor *= tl.load(own + following * SCALES)
+            acc += tl.dot(tl.load(a), tl.load(b)) * factor[:, None]
+        else:
+            acc += tl.dot(tl.load(a), tl.load(b)) * factor[:, None] * tl.load(scales + group * SCALES + read // HIGH)[None, :]
+        factor = next_factor
+        a += GROUP
+        b += GROUP
+    if SHARES > 1:
+        acc, last = add_shares(acc, sums, turns, tile, SHARES)
+        if not last:
+            return
+    if BIAS:
+        acc += tl.load(bias + read).to(tl.float32)[None, :]
+    place = out + r.to(tl.int64)[:, None] * outputs + n[None, :]
+    tl.store(place, acc.to(out.dtype.element_ty), mask=(r < rows)[:, None] & (n < outputs)[None, :])
+
+
+class Tile(NamedTuple):
+    rows: int
+    outputs: int
+    warps: int
+    stages: int
+    shares: int = 1
+
+
+def product(x: Tensor, matrix: Packed, bias: Tensor | None, tile: Tile) -> Tensor:
+    """x [rows, inputs] -> [rows, outputs]."""
+    numbers, factors = round_groups(x, matrix.columns)
+    rows, outputs = len(x), matrix.outputs
+    out = x.new_empty(rows, outputs)
+    words = matrix.words.view(torch.float8_e4m3fn)
+    tiles = cdiv(rows, tile.rows) * cdiv(outputs, tile.outputs)
+    sums = x.new_empty(tiles * tile.shares * tile.rows * tile.outputs if tile.shares > 1 else 1, dtype=torch.float32)
+    _blocks[(tiles, tile.shares)](
+        numbers, factors, words, matrix.scales, matrix.scales if bias is None else bias, out, sums, turns_of(x.device),
+        rows, outputs, matrix.columns,
+        SCALES=matrix.scales.shape[-1], HIGH=outputs // matrix.scales.shape[-1], BIAS=bias is not None, GROUP=GROUP,
+        SHARES=tile.shares, ROWS=tile.rows, BLOCK_N=tile.outputs, TOGETHER=8, num_warps=tile.warps,
+        num_stages=tile.stages, **overlapping(),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,278 @@
+"""Matrices of 4- and 8-bit numbers (`words.py`) times one row, as fast as they can be read: `linear.py` for few bits, and
+`moe_few.py` for experts of few bits. A program takes some rows of a matrix, whole, and multiplies in float32."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.arguments import ClampedSwiglu, ExpertBiases
+from quire.ops.kernels.activation import constants_of
+from quire.ops.kernels.launcher import launched
+from quire.ops.kernels.linear import pair_rows, pair_values
+from quire.ops.kernels.math import cdiv, power_of_two
+from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
+from quire.ops.kernels.words import Packed, column_of, offset_of, unpack
+
+
+class Program(NamedTuple):
+    outputs: int
+    words: int  # at a time
+    warps: int
+
+
+@triton.jit
+def _stream(
+    x, matrix, scales, zeros, row, scale_row, inside, inner,
+    WORDS: tl.constexpr, APART: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SCALES: tl.constexpr,
+    OFFSET: tl.constexpr, FORM: tl.constexpr, PADDED: tl.constexpr, ASM: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Rows [R] of a matrix times x, pointers [R, 1] or [1, 1] -> [R] float32. Waits for the previous kernel between the first
+    load of the matrix and the first of x."""
+    kind: tl.constexpr = x.dtype.element_ty
+    PER: tl.constexpr = 4 if FORM == "int4" or FORM == "float4" else 2
+    R: tl.constexpr = row.shape[0]
+    SPANS: tl.constexpr = BLOCK_K // SPAN
+    MIDDLE: tl.constexpr = 8.0 if FORM == "int4" else 0.0
+    k = tl.arange(0, BLOCK_K)
+    begins = tl.arange(0, SPANS) * SPAN
+    places = matrix + row.to(tl.int64)[:, None] * WORDS + k[None, :]
+    word = tl.load(places, mask=inside[:, None] & (k < WORDS)[None, :], other=0)
+    wait_for_previous(EARLY)
+    constant = offset_of(zeros, row * 0, FORM, False, kind, ASM)
+    CLOSE: tl.constexpr = GROUPS == 1 or GROUP % (PER * APART) == 0  # one scale for all places of a word
+    acc = tl.zeros((R, SPANS, SPAN // 8), tl.float32)
+    for begin in tl.range(0, WORDS, BLOCK_K):
+        following = begin + BLOCK_K
+        coming = tl.load(places + following, mask=inside[:, None] & (k < WORDS - following)[None, :], other=0)
+        at, first = begin + k, begin + begins
+        real = inside[:, None] & (first < WORDS)[None, :]
+        products = tl.zeros((R, BLOCK_K), tl.float32)
+        if OFFSET:
+            parts = tl.zeros((x.shape[0], BLOCK_K), tl.float32)
+        for i in tl.static_range(PER):
+            column = column_of(at, i, APART, FORM)
+            there = (at < WORDS) & (column < inner) if PADDED else at < WORDS
+            part = tl.load(x + column[None, :], mask=there[None, :], other=0.0).to(tl.float32)
+            products += unpack(word, constant, i, FORM, False, kind, ASM).to(tl.float32) * part
+            if OFFSET:
+                parts += part
+            if i == PER - 1 or not CLOSE:
+                sums = tl.sum(tl.reshape(products, (R, SPANS, SPAN // 8, 8)), 3)
+                place = scale_row[:, None] + (column_of(first, i, APART, FORM) // GROUP * SCALES)[None, :]
+                if OFFSET:
+                    shift = MIDDLE - tl.load(zeros + place, mask=real, other=0).to(tl.float32)
+                    each = tl.sum(tl.reshape(parts, (x.shape[0], SPANS, SPAN // 8, 8)), 3)
+                    sums += each * shift[:, :, None]
+                    parts = tl.zeros((x.shape[0], BLOCK_K), tl.float32)
+                if GROUPS > 1:
+                    sums *= tl.load(scales + place, mask=real, other=0.0).to(tl.float32)[:, :, None]
+                acc += sums
+                products = tl.zeros((R, BLOCK_K), tl.float32)
+        word = coming
+    total = tl.sum(tl.sum(acc, 2), 1)
+    if GROUPS == 1:
+        total *= tl.load(scales + scale_row, mask=inside, other=0.0).to(tl.float32)
+    return total
+
+
+@launched
+@triton.jit
+def _row(
+    x,  # [rows, inner]
+    matrix,  # [outputs, WORDS]; gated: [2 * outputs, WORDS]
+    scales,  # [GROUPS, SCALES]
+    zeros,  # as scales
+    bias,  # as many as the matrix has rows
+    out,  # [rows, outputs]
+    outputs,
+    inner,
+    WORDS: tl.constexpr,
+    APART: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SCALES: tl.constexpr,
+    HIGH: tl.constexpr,
+    OFFSET: tl.constexpr,
+    FORM: tl.constexpr,
+    PADDED: tl.constexpr,
+    ASM: tl.constexpr,
+    BIAS: tl.constexpr,
+    KIND: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    let_next_start(EARLY)
+    rows = tl.num_programs(0) // tl.cdiv(outputs, BLOCK_N)
+    x += tl.program_id(0) % rows * inner
+    out += tl.program_id(0) % rows * outputs
+    first = tl.program_id(0) // rows * BLOCK_N
+    n = first + tl.arange(0, BLOCK_N)
+    if KIND == "":
+        row, inside = n, n < outputs
+    else:
+        row, inside = pair_rows(first, outputs, BLOCK_N)
+    value = _stream(
+        x + tl.zeros((1, 1), tl.int32), matrix, scales, zeros, row, row // HIGH, inside, inner,
+        WORDS, APART, GROUP, GROUPS, SCALES, OFFSET, FORM, PADDED, ASM, SPAN, BLOCK_K, EARLY,
+    )  # fmt: skip
+    if BIAS:
+        value += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
+    if KIND != "":
+        value = pair_values(value, BLOCK_N, KIND, 0.0, 0.0, out.dtype.element_ty)
+    tl.store(out + n, value.to(out.dtype.element_ty), mask=n < outputs)
+
+
+def linear(x: Tensor, matrix: Packed, bias: Tensor | None, activation: str, program: Program) -> Tensor:
+    """x [rows, inputs] -> [rows, outputs]; with an activation: of gate rows above up rows [rows, outputs / 2]. For each row the
+    matrix is read anew."""
+    x = x.contiguous()
+    rows, inputs = x.shape
+    outputs = matrix.outputs // 2 if activation else matrix.outputs
+    out = x.new_empty(rows, outputs)
+    gating = constants_of(activation)["KIND"]
+    block = max(1, program.outputs // 2) if activation else program.outputs
+    _row[(rows * cdiv(outputs, block),)](
+        x, *matrix.tensors, matrix.words if bias is None else bias, out, outputs, inputs, **matrix.constants(x),
+        BIAS=bias is not None, KIND=gating, SPAN=min(matrix.span, program.words), BLOCK_N=block, BLOCK_K=program.words,
+        num_warps=program.warps, **overlapping(),
+    )  # fmt: skip
+    return out
+
+
+@launched
+@triton.jit
+def _up(
+    x,  # [T, inner]
+    matrices,  # [E, 2 * outputs, WORDS] gate above up
+    scales,  # [E, GROUPS, SCALES]
+    zeros,  # as scales
+    experts,  # [T * TOP_K]
+    biases,  # [E, 2 * outputs]
+    out,  # [T * TOP_K, outputs]
+    outputs,
+    inner,
+    WORDS: tl.constexpr,
+    APART: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SCALES: tl.constexpr,
+    HIGH: tl.constexpr,
+    OFFSET: tl.constexpr,
+    FORM: tl.constexpr,
+    PADDED: tl.constexpr,
+    ASM: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BIAS: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    wait_for_previous(EARLY)
+    let_next_start(EARLY)
+    slot = tl.program_id(0)
+    first = tl.program_id(1) * BLOCK_N
+    expert = tl.load(experts + slot)
+    row, inside = pair_rows(first, outputs, BLOCK_N)
+    both = _stream(
+        x + slot // TOP_K * inner + tl.zeros((1, 1), tl.int32), matrices, scales, zeros,
+        expert * (2 * outputs) + row, expert * (GROUPS * SCALES) + row // HIGH, inside, inner,
+        WORDS, APART, GROUP, GROUPS, SCALES, OFFSET, FORM, PADDED, ASM, SPAN, BLOCK_K, False,
+    )  # fmt: skip
+    if BIAS:
+        both += tl.load(biases + expert * 2 * outputs + row, mask=inside, other=0.0).to(tl.float32)
+    value = pair_values(both, BLOCK_N, KIND, ALPHA, LIMIT, out.dtype.element_ty)
+    n = first + tl.arange(0, BLOCK_N)
+    tl.store(out + slot * outputs + n, value.to(out.dtype.element_ty), mask=n < outputs)
+
+
+@launched
+@triton.jit
+def _down(
+    x,  # [T * TOP_K, inner]
+    matrices,  # [E, outputs, WORDS]
+    scales,  # [E, GROUPS, SCALES]
+    zeros,  # as scales
+    weights,  # [T * TOP_K] float32
+    experts,  # [T * TOP_K]
+    biases,  # [E, outputs]
+    out,  # [T, outputs]
+    outputs,
+    inner,
+    WORDS: tl.constexpr,
+    APART: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SCALES: tl.constexpr,
+    HIGH: tl.constexpr,
+    OFFSET: tl.constexpr,
+    FORM: tl.constexpr,
+    PADDED: tl.constexpr,
+    ASM: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BIAS: tl.constexpr,
+    TOP_BLOCK: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """May begin when all before `_up` has ended: until it waits it reads only what was there then, past the near cache."""
+    let_next_start(EARLY)
+    at = tl.arange(0, BLOCK_N * TOP_BLOCK)  # all slots of the first output, of the second, ...
+    output = tl.program_id(1) * BLOCK_N + at // TOP_BLOCK
+    slot = tl.program_id(0) * TOP_K + at % TOP_BLOCK
+    inside = (output < outputs) & (at % TOP_BLOCK < TOP_K)
+    expert = tl.load(experts + slot, mask=inside, other=0, cache_modifier=".cg")
+    weight = tl.load(weights + slot, mask=inside, other=0.0, cache_modifier=".cg")
+    slot = tl.where(inside, slot, 0)
+    each = _stream(
+        x + (slot * inner)[:, None], matrices, scales, zeros, expert * outputs + output,
+        expert * (GROUPS * SCALES) + output // HIGH, inside, inner,
+        WORDS, APART, GROUP, GROUPS, SCALES, OFFSET, FORM, PADDED, ASM, SPAN, BLOCK_K, EARLY,
+    )  # fmt: skip
+    if BIAS:
+        each += tl.load(biases + expert * outputs + output, mask=inside, other=0.0).to(tl.float32)
+    value = tl.sum(tl.reshape(each * weight, (BLOCK_N, TOP_BLOCK)), 1)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tl.store(out + tl.program_id(0) * outputs + n, value.to(out.dtype.element_ty), mask=n < outputs)
+
+
+def experts_forward(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    up: Packed,
+    down: Packed,
+    activation: str | ClampedSwiglu,
+    biases: ExpertBiases | None,
+    programs: tuple[Program, Program],
+) -> Tensor:
+    """Every slot reads its expert's matrices by itself."""
+    tokens, top_k = experts.shape
+    before, behind = biases or (None, None)
+    first, second = programs
+    size, inner_size = down.outputs, up.outputs // 2
+    inner = x.new_empty(tokens * top_k, inner_size)
+    out = torch.empty_like(x)
+    _up[(tokens * top_k, cdiv(inner_size, first.outputs))](
+        x, *up.tensors, experts, weights if before is None else before, inner, inner_size, x.shape[1], **up.constants(x),
+        TOP_K=top_k, BIAS=before is not None, **constants_of(activation), SPAN=min(up.span, first.words),
+        BLOCK_N=first.outputs, BLOCK_K=first.words, num_warps=first.warps, **overlapping(),
+    )  # fmt: skip
+    _down[(tokens, cdiv(size, second.outputs))](
+        inner, *down.tensors, weights, experts, weights if behind is None else behind, out, size, inner_size,
+        **down.constants(inner), TOP_K=top_k, BIAS=behind is not None, TOP_BLOCK=power_of_two(top_k),
+        SPAN=min(down.span, second.words), BLOCK_N=second.outputs, BLOCK_K=second.words, num_warps=second.warps,
+        **overlapping(),
+    )  # fmt: skip
+    return out

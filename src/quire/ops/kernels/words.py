@@ -1,0 +1,207 @@
+"""Matrices of 4- and 8-bit numbers as they lie in a GPU's memory, and how they are unpacked.
+
+Words of 16 bits hold numbers that lie P columns apart, so that two neighbouring words, one register, unpack by a shift and a
+mask to two neighbouring numbers of the activation's type, which is how matrix units take them:
+
+    4 bits   word j = columns j, j + P, j + 2 P, j + 3 P, from the lowest bits on, for j < P; then the next 4 P columns
+    8 bits   word j = columns j, j + P
+"""
+
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import JITFunction
+
+from quire.ops.kernels.launcher import launched
+from quire.ops.kernels.math import cdiv
+from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
+
+# a number so large that the last bits of a mantissa count in ones, how the type is called, 1, -1: each twice in a register
+LARGE = {
+    "bf16": ("0x43004300", "bf16x2", "0x3F803F80", "0xBF80BF80"),
+    "fp16": ("0x64006400", "f16x2", "0x3C003C00", "0xBC00BC00"),
+}
+# of smaller floats, how far to the left their exponent and mantissa are here, and what their exponents are off by, as a factor
+EIGHT_BITS = {"bf16": (4, "0x7B807B80"), "fp16": (7, "0x5C005C00")}
+FOUR_BITS = {"bf16": (6, "0x7E807E80"), "fp16": (9, "0x74007400")}
+
+
+@triton.constexpr_function
+def _assembly(form, i, name, offset):
+    """Two words in a register, $1, to two numbers, $0. With an offset: $2 is what is added to both."""
+    large, kind, one, minus = LARGE[name]
+    lines = [".reg .b32 t, s, u, c;", f"mov.b32 c, {large};"]
+    if form == "int4":
+        lines += [f"shr.b32 t, $1, {4 * i};", "lop3.b32 t, t, 0x000F000F, c, 0xEA;"]
+    elif form == "float4":
+        shift, far = FOUR_BITS[name]
+        lines += [f"shr.b32 u, $1, {4 * i};", "and.b32 t, u, 0x00070007;", f"shl.b32 t, t, {shift};", "shl.b32 s, u, 12;"]
+        lines += ["mov.b32 u, 0x80008000;", "lop3.b32 t, s, u, t, 0xEA;", f"mov.b32 c, {far};", f"fma.rn.{kind} t, t, c, u;"]
+    elif form == "int8" and name == "bf16":  # the lower seven bits, and less 128 where the sign is set
+        lines += [f"shr.b32 u, $1, {8 * i};", "lop3.b32 t, u, 0x007F007F, c, 0xEA;", "lop3.b32 s, u, 0x00800080, c, 0xEA;"]
+        lines += [f"mov.b32 u, {minus};", f"fma.rn.{kind} t, s, u, t;"]
+    elif form == "int8":
+        lines += [f"shr.b32 u, $1, {8 * i};", "xor.b32 u, u, 0x00800080;", "lop3.b32 t, u, 0x00FF00FF, c, 0xEA;"]
+        lines += [f"mov.b32 u, {one};", "mov.b32 s, 0xE480E480;", f"fma.rn.{kind} t, t, u, s;"]  # less 1024 + 128
+    else:
+        shift, far = EIGHT_BITS[name][0] - 8 * i, EIGHT_BITS[name][1]
+        lines += [f"and.b32 t, $1, {0x007F007F << 8 * i:#x};", f"sh{'l' if shift > 0 else 'r'}.b32 t, t, {abs(shift)};"]
+        lines += [f"shl.b32 s, $1, {8 - 8 * i};", "mov.b32 u, 0x80008000;", "lop3.b32 t, s, u, t, 0xEA;"]
+        lines += [f"mov.b32 c, {far};", f"fma.rn.{kind} t, t, c, u;"]
+    if form == "int4" or offset:
+        lines += [f"mov.b32 u, {one};", f"fma.rn.{kind} t, t, u, $2;"]
+    return "{ " + " ".join(lines) + " mov.b32 $0, t; }"
+
+
+@triton.jit
+def unpack(word, offset, PLACE: tl.constexpr, FORM: tl.constexpr, OFFSET: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
+    """The numbers at a place of words [N, K] int16, plus the offset [N, 1]."""
+    if ASM:
+        name: tl.constexpr = "bf16" if tl.bfloat16 == KIND else "fp16"
+        if FORM == "int4" or OFFSET:
+            added = tl.broadcast_to(offset, word.shape)
+            return tl.inline_asm_elementwise(
+                _assembly(FORM, PLACE, name, OFFSET), "=r,r,r", [word, added], offset.dtype, True, 2
+            )
+        else:  # noqa: RET505
+            return tl.inline_asm_elementwise(_assembly(FORM, PLACE, name, OFFSET), "=r,r", [word], offset.dtype, True, 2)
+    else:
+        if FORM == "int4":
+            value = ((word >> (4 * PLACE)) & 15).to(tl.float32)
+        elif FORM == "float4":
+            bits = (word >> (4 * PLACE)) & 15
+            value = (((bits & 7) << 9) | ((bits & 8) << 12)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+        else:
+            byte = (word >> (8 * PLACE)) & 255
+            if FORM == "int8":
+                value = byte.to(tl.float32) - tl.where(byte > 127, 256.0, 0.0)
+            else:
+                small = (((byte & 127) << 7) | ((byte & 128) << 8)).to(tl.int16).to(tl.float16, bitcast=True)
+                value = small.to(tl.float32) * 256.0  # the exponents' difference
+        if FORM == "int4" or OFFSET:
+            value += offset.to(tl.float32)
+        return value.to(KIND)
+
+
+@triton.jit
+def offset_of(zeros, place, FORM: tl.constexpr, OFFSET: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
+    """[N, 1]: what is added to the stored numbers, and to the large number that unpacking leaves 4 bits with."""
+    zero = tl.load(zeros + place).to(tl.float32) if OFFSET else tl.full(place.shape, 8.0 if FORM == "int4" else 0.0, tl.float32)
+    if FORM == "int4" and ASM:
+        zero += 128.0 if tl.bfloat16 == KIND else 1024.0
+    return (-zero).to(KIND)[:, None]
+
+
+NUMBERS = {"int4": 4, "float4": 4, "int8": 2, "float8": 2}  # in a word
+
+
+class Packed(NamedTuple):
+    """A matrix, or one of each expert: then everything has one more dimension, the first."""
+
+    form: str  # "int4", "int8", "float8", "float4"
+    words: Tensor  # [outputs, W] int16
+    scales: Tensor  # [groups, outputs / high]: who makes neighbouring outputs reads neighbouring scales
+    zeros: Tensor | None  # as scales
+    apart: int
+    group: int  # columns of a scale; it and `apart` are multiples of the smaller one, or it is of all columns
+
+    @property
+    def columns(self) -> int:
+        """There may be more than inputs: scales are 0 there."""
+        return NUMBERS[self.form] * self.words.shape[-1]
+
+    @property
+    def outputs(self) -> int:
+        return self.words.shape[-2]
+
+    @property
+    def groups(self) -> int:
+        return self.scales.shape[-2]
+
+    @property
+    def span(self) -> int:
+        """Neighbouring words whose numbers at one place have one scale."""
+        span = gcd(self.apart, self.group) if self.groups > 1 else self.apart
+        return span & -span
+
+    def constants(self, x: Tensor) -> dict[str, Any]:
+        """What a kernel that multiplies x by it is told."""
+        return {
+            "WORDS": self.words.shape[-1], "APART": self.apart, "GROUP": self.group, "GROUPS": self.groups,
+            "SCALES": self.scales.shape[-1], "HIGH": self.outputs // self.scales.shape[-1],
+            "OFFSET": self.zeros is not None, "FORM": self.form, "PADDED": self.columns > x.shape[-1], "ASM": assembles(x),
+        }  # fmt: skip
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.words, self.scales, self.scales if self.zeros is None else self.zeros
+
+
+def assembles(x: Tensor) -> bool:
+    """Whether numbers are unpacked in assembly, two at a time."""
+    return x.dtype != torch.float32 and isinstance(unpack, JITFunction)
+
+
+@triton.jit
+def column_of(at, place: tl.constexpr, APART: tl.constexpr, FORM: tl.constexpr):
+    """Of the numbers at a place of words `at`."""
+    PER: tl.constexpr = 4 if FORM == "int4" or FORM == "float4" else 2
+    return at // APART * (PER * APART) + place * APART + at % APART
+
+
+@launched
+@triton.jit
+def _dequantize(
+    matrix,  # [E * outputs, WORDS] int16
+    scales,  # [E, GROUPS, SCALES]
+    zeros,  # as scales
+    out,  # [E * outputs, inner]
+    outputs,
+    inner,
+    WORDS: tl.constexpr,
+    APART: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SCALES: tl.constexpr,
+    HIGH: tl.constexpr,
+    OFFSET: tl.constexpr,
+    FORM: tl.constexpr,
+    PADDED: tl.constexpr,
+    ASM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
+    kind: tl.constexpr = out.dtype.element_ty
+    PER: tl.constexpr = 4 if FORM == "int4" or FORM == "float4" else 2
+    n = tl.program_id(0).to(tl.int64)
+    first = n // outputs * (GROUPS * SCALES) + n % outputs // HIGH
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(matrix + n * WORDS + at, mask=at < WORDS, other=0)[None, :]
+    for i in tl.static_range(PER):
+        column = column_of(at, i, APART, FORM)
+        place = first + column // GROUP * SCALES
+        inside = (at < WORDS) & (column < inner) if PADDED else at < WORDS
+        scale = tl.load(scales + place, mask=inside, other=0.0).to(tl.float32)
+        zero = tl.full((1,), 8.0 if FORM == "int4" else 0.0, tl.float32)
+        if OFFSET:
+            zero = tl.load(zeros + place, mask=inside, other=0).to(tl.float32)
+        shift = (128.0 if kind == tl.bfloat16 else 1024.0) if FORM == "int4" and ASM else 0.0
+        number = unpack(word, (-zero - shift).to(kind)[None, :], i, FORM, OFFSET, kind, ASM)
+        tl.store(out + n * inner + column, (number.to(tl.float32) * scale[None, :]).to(kind).reshape(BLOCK), mask=inside)
+
+
+def dequantize(matrix: Packed, like: Tensor) -> Tensor:
+    """[..., outputs, inputs] of the type and the inputs of `like` [..., inputs]."""
+    words = matrix.words
+    out = like.new_empty(*words.shape[:-1], like.shape[-1])
+    block = 1024
+    _dequantize[(words.numel() // words.shape[-1], cdiv(words.shape[-1], block))](
+        *matrix.tensors, out, matrix.outputs, out.shape[-1], **matrix.constants(like), BLOCK=block, num_warps=4, **overlapping()
+    )
+    return out
