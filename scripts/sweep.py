@@ -178,7 +178,9 @@ def main() -> None:
         counts[found["verdict"]] = counts.get(found["verdict"], 0) + 1
     print(counts)
     if asked.keep:
-        kept = {"transformers": transformers.__version__, "types": dict(sorted(results.items()))}
+        fields = ("verdict", "architecture", "why")
+        told_of = {kind: {field: found[field] for field in fields if field in found} for kind, found in sorted(results.items())}
+        kept = {"transformers": transformers.__version__, "types": told_of}
         KEPT.write_text(json.dumps(kept, indent=1) + "\n")
     sys.exit(1 if {"wrong", "unclear"} & counts.keys() else 0)
 

@@ -1,6 +1,8 @@
 """docs/models.md: which models run, from which files, on which device. `python -m quire.models.reference` writes it."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from quire.config.gguf import ARCHITECTURES
@@ -34,6 +36,7 @@ positions that it counts itself) is run without keys and values: its cache holds
 sequences, and the log says so at the start. Its tokens are right and slow. What looks ahead, or is no causal language model of
 transformers, is refused with the reason. `python scripts/sweep.py` tries all types that transformers has, each with a tiny
 random checkpoint against transformers' own log-probabilities.
+SWEPT
 
 Code from a model's repository is never run: `BaichuanForCausalLM`, `ChatGLMModel`, `ExaoneForCausalLM`,
 `InternLM2ForCausalLM`, `InternLM3ForCausalLM` and `MiniCPMForCausalLM` are families of ours; their tokenizers may be code,
@@ -122,6 +125,27 @@ Not read, and refused by name: {}.
 """
 
 
+def swept() -> str:
+    """What `scripts/sweep.py` found, which keeps it in served.json."""
+    found = json.loads((Path(__file__).parent / "served.json").read_text())
+    by: dict[str, list[str]] = {}
+    for kind, entry in found["types"].items():
+        verdict = "native" if entry.get("architecture") in FAMILIES else entry["verdict"]
+        why = f" ({entry['why']})" if "why" in entry and verdict not in _SERVED else ""
+        by.setdefault(verdict, []).append(f"`{kind}`{why}")
+    count = sum(len(by.get(verdict, ())) for verdict in _SERVED)
+    lines = [f"\nOf the {len(found['types'])} causal types of transformers {found['transformers']}, {count} are served:\n"]
+    for verdict, title in (_SERVED | _NOT_SERVED).items():
+        if names := by.get(verdict):
+            between = "; " if verdict in _NOT_SERVED else ", "
+            lines.append(f"- {title} ({len(names)}): {between.join(names)}.")
+    return "\n".join(lines) + "\n"
+
+
+_SERVED = {"native": "families of our own", "fallback": "over our cache", "recomputed": "without keys and values"}
+_NOT_SERVED = {"refused": "refused", "not built": "not tried, no tiny checkpoint of it was made"}
+
+
 def table() -> str:
     by_class: dict[str, list[str]] = {}
     for name, found in ARCHITECTURES.items():
@@ -141,7 +165,7 @@ def table() -> str:
         f"| {name} | {_listed([f'`{other}`' for other in entry['names']])} | {_kept(entry, 'cpu')} | {_kept(entry, 'cuda')} |\n"
         for name, entry in quantization_table().items()
     )
-    return _HEAD + families + _OTHERS.format(methods) + types + _UNREADABLE.format(unreadable)
+    return _HEAD + families + _OTHERS.replace("SWEPT\n", swept()).format(methods) + types + _UNREADABLE.format(unreadable)
 
 
 def _kept(entry: Mapping[str, Any], device: str) -> str:
