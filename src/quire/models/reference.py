@@ -94,7 +94,8 @@ nvfp4, mxfp4, nf4). Which of them a device multiplies by as they are:
 {}
 What a device does not keep becomes floats of the model's type, with the same values; on a CPU so do experts. There
 that is so for everything if there is an explicit `dtype`, and for act-order and groups that are no multiple of 32;
-what stays is multiplied by rows of 8 bits, as with GGUF files. On a GPU `dtype` is the activations' type. mxfp4 is gpt-oss's: of its experts.
+what stays is multiplied by rows of 8 bits, as with GGUF files. On a GPU `dtype` is the activations' type. mxfp4
+is gpt-oss's: of its experts.
 
 - awq: the gemm layout. gptq: 4 and 8 bits, formats gptq and gptq_v2, act-order, `dynamic`. compressed-tensors: packed int4
   and int8, int8, fp8, nvfp4 and mxfp4, symmetric or not, by tensor, output, group or block, several schemes in one model,
