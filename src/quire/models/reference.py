@@ -80,7 +80,7 @@ with or without a window; so tokens do not depend on how a prompt was cut, on a 
   `k_proj.output_scale`, `k_cache.scale`, `kv_scale`; one number, or one for each head). One without the other, one that is no
   positive number and zero points are refused by name. With `kv_cache_dtype` auto they have no use. Queries are not rounded.
 - On a CPU torch attends over such a cache, a copy of whose keys it makes in floats: it saves memory, not time. On a GPU the
-  kernels read 8 bits; they compile for Hopper, and have only been run in Triton's interpreter.
+  kernels read 8 bits; they were tested on an H200, where no whole engine with such a cache was measured yet.
 
 ## Quantized safetensors
 
