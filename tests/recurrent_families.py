@@ -1,13 +1,16 @@
 """Families some of whose layers are recurrent (see oracle.py)."""
 
+from importlib.metadata import version
 from typing import Any
 
 from family import Family
 
+# older ones norm all groups of Mamba 2 together, unlike the models' own code
+GROUPS = 2 if tuple(map(int, version("transformers").split(".")[:2])) >= (5, 23) else 1
 MAMBA2: dict[str, Any] = {
     "mamba_n_heads": 6,
     "mamba_d_head": 16,
-    "mamba_n_groups": 2,
+    "mamba_n_groups": GROUPS,
     "mamba_d_state": 8,
     "mamba_expand": 2,
     "mamba_chunk_size": 8,
@@ -103,7 +106,7 @@ RECURRENT: dict[str, Family] = {
     "mamba2": Family(
         "Mamba2Config",
         "Mamba2ForCausalLM",
-        {**ALONE, "num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8},
+        {**ALONE, "num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": GROUPS, "chunk_size": 8},
     ),
     "qwen3-next": Family("Qwen3NextConfig", "Qwen3NextForCausalLM", {**DELTA, **EXPERTS, "mlp_only_layers": [2]}),
     "qwen3.5": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", DELTA),

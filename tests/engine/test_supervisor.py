@@ -128,7 +128,7 @@ def test_a_frozen_engine_is_noticed_and_replaced(tiny_model):
         while llm.engine_pid == pid:
             ages.append(llm.heartbeat_age)
             await asyncio.sleep(0.05)
-        assert max(ages) > 1.0 and ages[10] < ages[15] < ages[20]
+        assert max(ages) > 0.5 and ages[2] < ages[5] < ages[8]
         assert [o async for o in stream][-1].outputs[0].token_ids == whole.outputs[0].token_ids
         assert (llm.restarts, llm.state) == (1, "ready") and llm.heartbeat_age < 3.0
 

@@ -28,7 +28,7 @@ class Bamba(HybridDecoder):
         return Mamba2(
             facts.hidden_size,
             shape,
-            GatedNorm(shape.inner, hf.get("rms_norm_eps", 1e-5)),
+            GatedNorm(shape.inner, hf.get("rms_norm_eps", 1e-5), groups=shape.groups),
             bias=bool(hf.get("mamba_proj_bias")),
             conv_bias=bool(hf.get("mamba_conv_bias", True)),
             limits=hf.get("time_step_limit") or (0.0, float("inf")),

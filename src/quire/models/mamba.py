@@ -37,7 +37,7 @@ class Mamba2(HybridDecoder):
         return Mamba2Mixer(
             facts.hidden_size,
             shape,
-            GatedNorm(shape.inner, hf.get("layer_norm_epsilon", 1e-5)),
+            GatedNorm(shape.inner, hf.get("layer_norm_epsilon", 1e-5), groups=shape.groups),
             bias=bool(hf.get("use_bias")),
             conv_bias=bool(hf.get("use_conv_bias", True)),
             limits=hf.get("time_step_limit") or (0.0, float("inf")),
