@@ -124,8 +124,8 @@ def test_a_response_that_begins_after_the_deadline_is_a_refusal() -> None:
 
 
 def test_a_frozen_engine(serve_model: Path) -> None:
-    """SIGSTOP turns /livez 503 within five seconds; both ways back lead to 200, and the stream goes on."""
-    with serving(serve_model, "--engine-dead-after", "8", latency=0.03) as server, server.client() as http:
+    """SIGSTOP is noticed within five seconds, the supervisor replaces the engine, and the stream goes on."""
+    with serving(serve_model, latency=0.03) as server, server.client() as http:
         begun = threading.Event()
         with ThreadPoolExecutor(1) as pool:
             stream = pool.submit(read_stream, http, body(150, True), begun.set)
@@ -133,13 +133,9 @@ def test_a_frozen_engine(serve_model: Path) -> None:
             engine = server.engine_pid()
             os.kill(engine, signal.SIGSTOP)
             frozen = time.monotonic()
-            wait_for(lambda: http.get("/livez").status_code == 503)
+            wait_for(lambda: http.get("/readyz").status_code == 503)
             assert time.monotonic() - frozen < 5 * crowd()
-            assert http.get("/readyz").status_code == 503
-            os.kill(engine, signal.SIGCONT)  # it comes back by itself
-            wait_for(lambda: http.get("/livez").status_code == 200)
-            os.kill(engine, signal.SIGSTOP)  # it does not: the supervisor replaces it
-            wait_for(lambda: http.get("/livez").status_code == 503)
+            assert http.get("/livez").status_code == 200  # it is being restarted
             wait_for(lambda: http.get("/readyz").status_code == 200)
             assert server.engine_pid() != engine
             events = stream.result(PATIENCE)
