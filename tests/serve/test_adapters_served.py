@@ -102,7 +102,8 @@ def test_loading_replacing_and_unloading(running, folder):
         assert (gone.status_code, gone.text) == (200, "Success: LoRA adapter 'c' removed successfully.")
         assert error_of(http.post("/v1/completions", json=BODY | {"model": "c"}))["code"] == 404
         assert error_of(http.post("/v1/unload_lora_adapter", json={"lora_name": "c"}))["code"] == 404
-        for body in ({}, {"lora_name": "c"}, {"lora_name": "", "lora_path": "x"}, {"lora_name": 1, "lora_path": "x"}):
+        odd = {"lora_name": "c\n", "lora_path": "x"}, {"lora_name": "c", "lora_path": f"{folder}/c\0"}
+        for body in ({}, {"lora_name": "c"}, {"lora_name": "", "lora_path": "x"}, {"lora_name": 1, "lora_path": "x"}, *odd):
             assert error_of(http.post("/v1/load_lora_adapter", json=body))["code"] == 400
     running.wait_idle()
 

@@ -244,6 +244,13 @@ def test_one_prompt_of_a_batch_fails(server):
             server.wait_idle()
 
 
+def test_who_forbids_all_tokens_is_to_blame(http):
+    for stream in (False, True):
+        body = {"stream": stream, "allowed_token_ids": [5], "min_tokens": 2, "stop_token_ids": [5]}
+        told = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, **body}).text
+        assert "no token is allowed" in told and '"code":400' in told.replace(" ", "")
+
+
 def test_engine_errors_of_one_request(server):
     """finish_reason "error" is a 500 with the engine's own short reason."""
 

@@ -92,6 +92,9 @@ class ServedAdapters:
         await self._llm.add_lora(LoRARequest(name, key, path, base, load_inplace=inplace))
 
     async def load_from_client(self, name: str, path: str, inplace: bool) -> None:
+        for field, value in (("lora_name", name), ("lora_path", path)):
+            if not value.isprintable():
+                raise InvalidParameter(f"{field} must be of printable characters", field)
         if self._allowed is not None and not await asyncio.to_thread(_inside, absolute(path), self._allowed):
             raise InvalidParameter("lora_path is outside of the folder that adapters may be loaded from", "lora_path")
         await self.load(name, path, inplace)

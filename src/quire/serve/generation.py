@@ -15,7 +15,7 @@ from quire.serve.protocol.fields import GenerationFields
 from quire.serve.sampling import max_tokens_for, sampling_params
 from quire.serve.server import Server, answer_id, priority_of, rank_of
 from quire.serve.wording import Wording, wording_of
-from quire.types.errors import RequestError
+from quire.types.errors import NO_TOKEN, RequestError
 from quire.types.outputs import RequestOutput
 from quire.types.prompts import Prompt
 from quire.types.sampling import SamplingParams
@@ -90,7 +90,8 @@ async def collect(server: Server, job: GenerationJob) -> list[RequestOutput]:
 def raise_failure(output: RequestOutput) -> None:
     for choice in output.outputs:
         if choice.finish_reason == "error":
-            raise GenerationFailed((choice.error or "no reason given").splitlines()[0])
+            reason = (choice.error or "no reason given").splitlines()[0]
+            raise RequestError(NO_TOKEN) if reason == NO_TOKEN else GenerationFailed(reason)
 
 
 def _start(server: Server, job: GenerationJob, i: int) -> AsyncGenerator[RequestOutput, None]:

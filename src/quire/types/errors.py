@@ -17,6 +17,12 @@ QuireError
 The message always says what is wrong and what would be right.
 """
 
+# why a request ended when it forbade all tokens at once
+NO_TOKEN = (
+    "no token is allowed: structured_outputs, allowed_token_ids, bad_words, logit_bias and min_tokens, which puts off stop "
+    "tokens, forbid every one together"
+)
+
 
 class QuireError(Exception):
     pass

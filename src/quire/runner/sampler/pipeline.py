@@ -24,6 +24,7 @@ from quire.runner.sampler.stage import Columns, Edit, Filter, Rows, Stage, Tenan
 from quire.runner.sampler.temperature import Temperature
 from quire.runner.sampler.truncation import Truncation
 from quire.runner.transfer import Longs, upload
+from quire.types.errors import NO_TOKEN
 from quire.types.plan import Admission, Ints
 from quire.types.sampling import LogprobsMode
 
@@ -31,8 +32,7 @@ FILTERS: tuple[type[Filter], ...] = ()  # a new one is a file and its class here
 CACHED_LOGITS = 2**18  # as many stay in a processor's cache while a CPU filters them
 FAULTS = {
     BROKEN: "the model's logits are broken: they contain NaN or +inf, or no finite value at all",
-    NOTHING_ALLOWED: "no token is allowed: structured_outputs, allowed_token_ids, bad_words, min_tokens and logit_bias forbid "
-    "every one together",
+    NOTHING_ALLOWED: NO_TOKEN,
 }
 
 
