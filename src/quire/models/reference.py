@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import fill, shorten
 from typing import Any
 
 from quire.config.gguf import ARCHITECTURES
@@ -58,10 +59,11 @@ extra `cpu`; elsewhere they are dequantized when loaded, and the log says so. Ex
 unless `enable_lora` asks for adapters, which go between their matrices; on a CPU they are dequantized.
 
 **Which scheme when**, on an H200 (figures in [performance.md](performance.md)): `quantization="fp8"`, or a checkpoint in fp8 by
-channel, is the one to begin with: half the memory, and faster than bfloat16 for any number of requests. 4 bits (awq, gptq,
-compressed-tensors) are the fastest for a single request and take a quarter of the memory, but from about 100 requests at a
-time on they are slower than bfloat16: take them where memory is what is short. Blocks of 128 x 128 in fp8 are between the two.
-Experts gain from 8 and from 4 bits alike, as nearly all of a step is reading them.
+channel, is the one to begin with: half the memory, and faster than bfloat16 in all that was measured. 4 bits (awq, gptq,
+compressed-tensors) take a quarter of the memory and are as fast for a single request, but beyond 64 requests or so at a time
+they are slower than bfloat16: take them where memory is what is short. Blocks of 128 x 128 in fp8 gain up to about 64
+requests, too, and lose at 256. Experts gain from 8 and from 4 bits while few tokens are on their way, and lose a fifth to a
+quarter in long prompts.
 
 ## The cache
 
@@ -131,18 +133,23 @@ def swept() -> str:
     found = json.loads((Path(__file__).parent / "served.json").read_text())
     by: dict[str, list[str]] = {}
     for kind, entry in found["types"].items():
-        verdict = "native" if entry.get("architecture") in FAMILIES else entry["verdict"]
-        why = f" ({entry['why']})" if "why" in entry and verdict not in _SERVED else ""
+        verdict = entry["verdict"]
+        why = f": {shorten(entry['why'], LONGEST_REASON)}" if "why" in entry and verdict not in _SERVED else ""
         by.setdefault(verdict, []).append(f"`{kind}`{why}")
     count = sum(len(by.get(verdict, ())) for verdict in _SERVED)
     lines = [f"\nOf the {len(found['types'])} causal types of transformers {found['transformers']}, {count} are served:\n"]
     for verdict, title in (_SERVED | _NOT_SERVED).items():
-        if names := by.get(verdict):
-            between = "; " if verdict in _NOT_SERVED else ", "
-            lines.append(f"- {title} ({len(names)}): {between.join(names)}.")
+        if not (names := by.get(verdict)):
+            continue
+        if verdict in _SERVED:
+            text = f"- {title} ({len(names)}): {', '.join(names)}."
+            lines.append(fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+        else:
+            lines += [f"- {title} ({len(names)}):", *(f"    - {name}" for name in names)]
     return "\n".join(lines) + "\n"
 
 
+WIDTH, LONGEST_REASON = 128, 220
 _SERVED = {"native": "families of our own", "fallback": "over our cache", "recomputed": "without keys and values"}
 _NOT_SERVED = {"refused": "refused", "not built": "not tried, no tiny checkpoint of it was made"}
 
