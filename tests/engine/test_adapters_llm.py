@@ -62,6 +62,7 @@ def test_two_adapters_and_the_base_in_one_batch(tiny_model, expected):
 
 BAD = {
     "nan": ({f"{Q_PROJ}.lora_A.weight": torch.full((2, 32), float("nan")), f"{Q_PROJ}.lora_B.weight": torch.ones(32, 2)}, {}),
+    "huge": (halves(Q_PROJ, 32, 32) | {f"{Q_PROJ}.lora_A.weight": torch.full((2, 32), 3e38)}, {}),
     "shape": (halves(Q_PROJ, 31, 32), {}),
     "unknown": (halves("base_model.model.model.layers.9.self_attn.q_proj", 32, 32), {}),
 }

@@ -162,7 +162,9 @@ BAD = {
     r"q_proj.weight.* is a whole matrix \(modules_to_save\)": ({f"{Q_PROJ}.weight": torch.ones(48, 48)}, {}),
     "has 5 tokens more than the model's 199: added vocabulary": ({"base_model.model.lm_head.weight": torch.ones(204, 48)}, {}),
     "no tensors that add anything": ({}, {}),
-    "too large for its scale": (GOOD | {B: GOOD[B] * 1e38}, {"lora_alpha": 1e6}),
+    rf"{A}.* has a number of 3e\+38: more than 1e\+06 overflows": (GOOD | {A: torch.full_like(GOOD[A], 3e38)}, {}),
+    rf"{A}.* and its lora_B add up to .*: more than 1e\+06 overflows": (GOOD, {"lora_alpha": 1e9}),
+    "lm_head.* has a number of 1e": ({"base_model.model.lm_head.weight": torch.full((199, 48), 1e30)}, {}),
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ What an adapter targets is read off its tensors: `target_modules` says how they 
 """
 
 import logging
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -45,6 +46,7 @@ HALVES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     )
 )
 HALF_OF = {"down": "lora_A", "up": "lora_B"}
+LARGEST = 1e6  # what a matrix may be multiplied by, and a number that is added: beyond it activations overflow before long
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ class Reader:
             rank = self._config.rank_of(module)
             self._check_shape(down, (rank, inputs), site)
             self._check_shape(up, (outputs, rank), site)
+            self.check_size(down, up, module)
             addition = replace(addition, down=down.values, up=scaled(up, self._config.scale_of(module)))
         for kind, shape in (("magnitude", (outputs,)), ("added", (outputs,)), ("bias", (outputs,))):
             if kind in halves:
@@ -222,6 +225,13 @@ class Reader:
             raise named.wrong(f"has rank {rank}; max_lora_rank is {self._model.max_rank}")
         self._largest = max(self._largest, rank)
 
+    def check_size(self, down: Named, up: Named, module: str) -> None:
+        """By the length of what both add to a layer, at most."""
+        lengths = [float(torch.linalg.vector_norm(named.values, dtype=torch.float64)) for named in (down, up)]
+        product = math.prod(lengths) * abs(self.scale_of(module))
+        if product > LARGEST:
+            raise down.wrong(f"and its lora_B add up to {product:.0e} to a layer: more than {LARGEST:.0e} overflows")
+
     def _check_shape(self, named: Named, shape: tuple[int, ...], site: Site) -> None:
         found = tuple(named.values.shape)
         if found == shape:
@@ -260,4 +270,7 @@ def _checked(name: str, values: Tensor) -> Tensor:
         raise named.wrong(f"of shape {list(values.shape)} claims more numbers than its file has")
     if not torch.isfinite(values).all():
         raise named.wrong("has numbers that are not finite (NaN or infinity)")
+    largest = float(values.abs().max()) if values.numel() else 0.0
+    if largest > LARGEST:
+        raise named.wrong(f"has a number of {largest:.0e}: more than {LARGEST:.0e} overflows")
     return values

@@ -29,6 +29,8 @@ class Terms(Protocol):
     def check_rank(self, named: "Named", rank: int, module: str, merged: int = 1) -> None:
         """`merged`: matrices whose ranks lie beside each other in it."""
 
+    def check_size(self, down: "Named", up: "Named", module: str) -> None: ...
+
     def scale_of(self, module: str) -> float: ...
 
 
@@ -65,6 +67,7 @@ class ExpertTensors:
         if not site.holds_floats:
             raise down.wrong("adds to experts, which are held in few bits on this device")
         pair = Pair(down, up, rank, module.replace(NESTED, ""))
+        self.terms.check_size(down, up, pair.module)
         if expert is None:
             self._stacks.setdefault(site.path, []).append(pair)
             return
