@@ -7,23 +7,23 @@ import logging
 import os
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.cache.capacity import MOST_SNAPSHOTS, Capacity, fit, fit_states, pages_for
 from quire.cache.layout import make_layout
 from quire.config.args import EngineArgs
 from quire.config.config import Config
-from quire.config.cores import threads_wanted, wait_politely
+from quire.config.cores import wait_politely
 from quire.config.facts import DTYPE_BYTES, DeviceFacts, ModelFacts
 from quire.config.resolve import resolve
-from quire.device.base import Device
 from quire.device.registry import describe, find_device, open_device
-from quire.dist.mesh import ALONE, Position, share_layers
+from quire.dist.mesh import Position
 from quire.engine.core import EngineCore
 from quire.engine.executor.base import Executor
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
 from quire.engine.layouts import share_memory, whole_layout
+from quire.engine.runners import bounded_facts, make_runner, start_device
 from quire.engine.scheduling import make_scheduler
 from quire.engine.timeline import Stopwatch, Timeline
 from quire.grammar.lanes import GrammarLanes
@@ -36,10 +36,8 @@ from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
-    from quire.dist.collectives import Group
     from quire.engine.executor.workers import Workers
     from quire.runner.draft.base import Drafter
-    from quire.runner.step import Runner
 
 logger = logging.getLogger(__name__)
 
@@ -231,65 +229,6 @@ def start_workers(config: Config, drafter: "Drafter | None") -> "Workers":
     )
     told, links = find_nodes(told, config.world)
     return Workers(told, config.world, SOONER * args.engine_hang_timeout, links)
-
-
-def start_device(config: Config) -> Device:
-    import torch
-
-    device = open_device(config.device)
-    device.start()
-    if config.world > 1:
-        torch.set_num_threads(threads_wanted(ranks=config.node_ranks))
-    return device
-
-
-def bounded_facts(config: Config) -> ModelFacts:
-    """Rope tables are made for the longest context that can come, so a shorter one may choose finer factors."""
-    return replace(config.facts, max_position=config.max_model_len)
-
-
-def make_runner(
-    config: Config,
-    device: Device,
-    position: Position = ALONE,
-    group: "Group | None" = None,
-    drafter: "Drafter | None" = None,
-    adapters: tuple[int, int] = (0, 0),
-) -> "Runner":
-    """Of the whole model, or of a rank's share of it."""
-    from quire.runner.step import Runner
-
-    facts = bounded_facts(config)
-    return Runner(
-        facts,
-        device=device,
-        layout=make_layout(share_layers(facts.layers, position), config.page_size, config.cache_bytes, bool(facts.states)),
-        drafter=drafter,
-        adapters=adapters,
-        position=position,
-        group=group,
-        **runner_options(config),
-    )
-
-
-def runner_options(config: Config) -> dict[str, Any]:
-    """What is the same for every runner of an engine."""
-    args = config.args
-    return {
-        "dtype": config.dtype,
-        "max_seqs": config.max_seqs,
-        "max_batched_tokens": config.max_batched_tokens,
-        "load_format": args.load_format,
-        "seed": config.seed,
-        "logprobs_mode": config.logprobs_mode,
-        "model_impl": args.model_impl,
-        "enforce_eager": args.enforce_eager,
-        "keep_quantized": config.keep_quantized,
-        "quantization": config.quantization,
-        "keeps": config.kept_forms,
-        "drafts": 0 if config.speculation is None else config.speculation.num_speculative_tokens,
-        "cache_dtype": config.cache_dtype,
-    }
 
 
 def make_device_drafter(config: Config, layout: CacheLayout) -> "tuple[Drafter, float]":

@@ -11,7 +11,7 @@ from quire.dist.mesh import share_layers
 from quire.dist.ring import Ring, join_ring
 from quire.dist.shared_memory import Watch
 from quire.dist.stages import Seat
-from quire.engine.assemble import bounded_facts, runner_options
+from quire.engine.runners import bounded_facts, runner_options
 from quire.runner.stage import StageRunner
 from quire.runner.step import DTYPES
 

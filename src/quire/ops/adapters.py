@@ -8,11 +8,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.ops.arguments import AdapterTable, AdapterTiles
+from quire.ops.arguments import ADAPTER_BLOCK, AdapterTable, AdapterTiles
 from quire.ops.linear import linear, streams
 
 ENTRY = 5  # numbers of a part in a table
-BLOCK = 128  # outputs of a program
 UNIT = 16  # outputs, where parts begin and end at multiples of it
 
 
@@ -22,7 +21,7 @@ def make_table(entries: Tensor, stride: int, ranks: int, parts: Sequence[tuple[i
     blocks = [
         (number, at // unit, start // unit, width // unit)
         for number, (start, width) in enumerate(parts)
-        for at in range(start, start + width, BLOCK)
+        for at in range(start, start + width, ADAPTER_BLOCK)
     ]
     there = torch.tensor(blocks, dtype=torch.int32, device=entries.device)
     return AdapterTable(entries, stride, ranks, there, unit, len(parts))

@@ -65,6 +65,9 @@ class AdapterTiles:
     tiles: Tensor  # [N, 3] int32 place of the adapter, first token in the order, count; 0 tokens = there is nothing to do
 
 
+ADAPTER_BLOCK = 128  # outputs of a program that adds what adapters do
+
+
 @dataclass(frozen=True)
 class AdapterTable:
     """Where kernels find what adapters have for a layer. It stays where it is while adapters come and go."""

@@ -108,7 +108,8 @@ class Rank:
         from quire.dist.mesh import Position
         from quire.dist.nodes import NodesGroup
         from quire.dist.shared_memory import SharedMemoryGroup
-        from quire.engine.assemble import make_runner, resolve_here, start_device
+        from quire.engine.assemble import resolve_here
+        from quire.engine.runners import make_runner, start_device
         from quire.engine.timeline import Stopwatch
 
         config = resolve_here(command.args, Stopwatch())

@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.adapters import BLOCK
-from quire.ops.arguments import AdapterTable, AdapterTiles
+from quire.ops.arguments import ADAPTER_BLOCK, AdapterTable, AdapterTiles
 from quire.ops.kernels.activation import KINDS, gate_by
 from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.linear import stream, stream_from
@@ -446,7 +445,7 @@ def _expand_sums(
         return _gate_sums(out, sums, shape, rows, table, own, activation)
     _expand[(len(rows.tiles), len(table.blocks))](
         sums, rows.order, rows.tiles, table.entries, table.blocks, out if own is None else own, x, out,
-        len(x), out.shape[1], table.stride, **shape, BLOCK_N=BLOCK, UNIT=table.unit, OWN=own is not None, num_warps=4,
+        len(x), out.shape[1], table.stride, **shape, BLOCK_N=ADAPTER_BLOCK, UNIT=table.unit, OWN=own is not None, num_warps=4,
         **overlapping(),
     )  # fmt: skip
     return out
@@ -463,10 +462,10 @@ def _gate_sums(
 ) -> Tensor:
     size = base.shape[1] // 2
     out = base.new_empty(len(base), size)
-    _expand_gated[(len(rows.tiles), cdiv(size, BLOCK))](
+    _expand_gated[(len(rows.tiles), cdiv(size, ADAPTER_BLOCK))](
         sums, rows.order, rows.tiles, table.entries, base if own is None else own, base, out, len(base), size, table.stride,
         **shape,
-        BLOCK_N=BLOCK, ALIGNED=size % 16 == 0, OWN=own is not None, ACTIVATION=KINDS[activation], num_warps=4,
+        BLOCK_N=ADAPTER_BLOCK, ALIGNED=size % 16 == 0, OWN=own is not None, ACTIVATION=KINDS[activation], num_warps=4,
         **overlapping(),
     )  # fmt: skip
     return out

@@ -1,0 +1,76 @@
+"""The runner of an engine, or of a rank of one, as the configuration has it. Importing this file does not import torch."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from quire.cache.layout import make_layout
+from quire.config.config import Config
+from quire.config.cores import threads_wanted
+from quire.config.facts import ModelFacts
+from quire.device.base import Device
+from quire.device.registry import open_device
+from quire.dist.mesh import ALONE, Position, share_layers
+
+if TYPE_CHECKING:
+    from quire.dist.collectives import Group
+    from quire.runner.draft.base import Drafter
+    from quire.runner.step import Runner
+
+
+def start_device(config: Config) -> Device:
+    import torch
+
+    device = open_device(config.device)
+    device.start()
+    if config.world > 1:
+        torch.set_num_threads(threads_wanted(ranks=config.node_ranks))
+    return device
+
+
+def bounded_facts(config: Config) -> ModelFacts:
+    """Rope tables are made for the longest context that can come, so a shorter one may choose finer factors."""
+    return replace(config.facts, max_position=config.max_model_len)
+
+
+def make_runner(
+    config: Config,
+    device: Device,
+    position: Position = ALONE,
+    group: "Group | None" = None,
+    drafter: "Drafter | None" = None,
+    adapters: tuple[int, int] = (0, 0),
+) -> "Runner":
+    """Of the whole model, or of a rank's share of it."""
+    from quire.runner.step import Runner
+
+    facts = bounded_facts(config)
+    return Runner(
+        facts,
+        device=device,
+        layout=make_layout(share_layers(facts.layers, position), config.page_size, config.cache_bytes, bool(facts.states)),
+        drafter=drafter,
+        adapters=adapters,
+        position=position,
+        group=group,
+        **runner_options(config),
+    )
+
+
+def runner_options(config: Config) -> dict[str, Any]:
+    """What is the same for every runner of an engine."""
+    args = config.args
+    return {
+        "dtype": config.dtype,
+        "max_seqs": config.max_seqs,
+        "max_batched_tokens": config.max_batched_tokens,
+        "load_format": args.load_format,
+        "seed": config.seed,
+        "logprobs_mode": config.logprobs_mode,
+        "model_impl": args.model_impl,
+        "enforce_eager": args.enforce_eager,
+        "keep_quantized": config.keep_quantized,
+        "quantization": config.quantization,
+        "keeps": config.kept_forms,
+        "drafts": 0 if config.speculation is None else config.speculation.num_speculative_tokens,
+        "cache_dtype": config.cache_dtype,
+    }
