@@ -26,6 +26,7 @@ class Family:
     text: str | None = None  # where those are of a nested text model: its model_type, and
     around: dict[str, Any] = field(default_factory=dict)  # the settings around it
     alias: Alias | None = None  # what the checkpoint is rewritten as
+    settle: Callable[[Any], None] | None = None  # what is done to the model's weights before they are saved
 
     @property
     def architecture(self) -> str:

@@ -49,6 +49,7 @@ LLAMA4: dict[str, Any] = {
 
 MORE: dict[str, Family] = {
     "arcee": Family("ArceeConfig", "ArceeForCausalLM", {"mlp_bias": True}),
+    "cwm": Family("CwmConfig", "CwmForCausalLM", {"head_dim": 8, "sliding_window": 7, "num_hidden_layers": 5}),
     "cohere": Family("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.5}),
     "cohere-head-norms": Family("CohereConfig", "CohereForCausalLM", {"use_qk_norm": True, "attention_bias": True}),
     "cohere2": Family(
@@ -91,6 +92,24 @@ MORE: dict[str, Family] = {
         "HunYuanDenseV1ForCausalLM",
         {"head_dim": 8, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}},
     ),
+    "hyperclovax": Family("HyperCLOVAXConfig", "HyperCLOVAXForCausalLM", GRANITE),
+    "jais2": Family("Jais2Config", "Jais2ForCausalLM"),
+    "ministral3": Family(
+        "Ministral3Config",
+        "Ministral3ForCausalLM",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+    ),
     "nemotron": Family("NemotronConfig", "NemotronForCausalLM"),
     "olmo": Family("OlmoConfig", "OlmoForCausalLM", {"clip_qkv": 1.0}),
     "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM"),
@@ -108,6 +127,7 @@ MORE: dict[str, Family] = {
         {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True, "hidden_size": 96},
     ),
     "starcoder2": Family("Starcoder2Config", "Starcoder2ForCausalLM", {"sliding_window": 9}),
+    "vaultgemma": Family("VaultGemmaConfig", "VaultGemmaForCausalLM", {"head_dim": 16, "sliding_window": 7}),
     # positions by a bias on attention
     "bloom": Family("BloomConfig", "BloomForCausalLM", {**PLAIN, "max_position_embeddings": None, "seq_length": 128}),
     "falcon-alibi": Family(
@@ -162,6 +182,14 @@ MORE: dict[str, Family] = {
         "Qwen2MoeForCausalLM",
         {**EXPERTS, "shared_expert_intermediate_size": 32, "num_hidden_layers": 4, "mlp_only_layers": [1]},
     ),
+    "dots1": Family("Dots1Config", "Dots1ForCausalLM", {**GLM_MOE, "n_shared_experts": 1, "first_k_dense_replace": 1}),
+    "exaone-moe": Family(
+        "ExaoneMoeConfig",
+        "ExaoneMoeForCausalLM",
+        {**EXPERTS, "num_experts": 8, "sliding_window": 6, "num_hidden_layers": 4, "sliding_window_pattern": 2},
+    ),
+    "flex-olmo": Family("FlexOlmoConfig", "FlexOlmoForCausalLM", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "solar-open": Family("SolarOpenConfig", "SolarOpenForCausalLM", {**GLM_MOE, "intermediate_size": None}),
     # code of which is in model repositories
     "baichuan": Family("LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 6}, alias=other_names.BAICHUAN),
     "baichuan-older-spelling": Family(
@@ -169,11 +197,19 @@ MORE: dict[str, Family] = {
     ),
     "chatglm": Family("GlmConfig", "GlmForCausalLM", {"head_dim": 8}, alias=other_names.CHATGLM),
     "chatglm-older": Family("GlmConfig", "GlmForCausalLM", {"head_dim": 8}, alias=other_names.CHATGLM_OLDER),
+    "deepseek": Family(
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {**EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0], "qkv_bias": False},
+        alias=other_names.DEEPSEEK,
+        settle=other_names.half_open,
+    ),
     "exaone": Family("LlamaConfig", "LlamaForCausalLM", alias=other_names.EXAONE),
     "internlm2": Family("LlamaConfig", "LlamaForCausalLM", alias=other_names.INTERNLM2),
     "internlm3": Family(
         "LlamaConfig", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}, alias=other_names.INTERNLM3
     ),
+    "mimo": Family("Qwen2Config", "Qwen2ForCausalLM", alias=other_names.MIMO),
     "minicpm": Family(
         "GraniteConfig",
         "GraniteForCausalLM",

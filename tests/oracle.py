@@ -191,22 +191,13 @@ FAMILIES: dict[str, Family] = {
 
 # decoders that transformers runs over our cache; of these some are families of our own
 FALLBACK: dict[str, Family] = {
-    **{name: MORE[name] for name in ("cohere2", "exaone4", "glm4", "gpt-neox", "granite", "olmo2", "qwen2-moe", "smollm3")},
+    **{
+        name: MORE[name]
+        for name in (
+            *("cohere2", "dots1", "exaone4", "glm4", "gpt-neox", "granite", "olmo2", "qwen2-moe", "smollm3", "vaultgemma"),
+        )
+    },
     "apertus": Family("ApertusConfig", "ApertusForCausalLM"),
-    "dots1": Family(
-        "Dots1Config",
-        "Dots1ForCausalLM",
-        {
-            "head_dim": 8,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "n_group": 1,
-            "topk_group": 1,
-            "n_shared_experts": 1,
-        },
-    ),
-    "vaultgemma": Family("VaultGemmaConfig", "VaultGemmaForCausalLM", {"head_dim": 16, "sliding_window": 7}),
 }
 
 
@@ -306,6 +297,8 @@ def make_checkpoint(family: Family, directory: Path) -> None:
         for name, buffer in model.named_buffers():
             if "correction" in name:
                 buffer.normal_(0.0, 0.1)
+        if family.settle is not None:
+            family.settle(model)
     model.save_pretrained(directory)
     if family.alias is not None:
         original = directory / ORIGINAL

@@ -92,8 +92,33 @@ def chatglm(architecture: str) -> Alias:
     return Alias(architecture, config, chain(merged("query_key_value"), names))
 
 
+def half_open(model: Any) -> None:
+    """The gate of Qwen's shared expert lets half of it through, whatever the token."""
+    for name, weight in model.named_parameters():
+        if "shared_expert_gate" in name:
+            weight.zero_()
+
+
+def all_open(tensors: Tensors) -> Tensors:
+    """Without that gate."""
+    kept = {name: tensor for name, tensor in tensors.items() if "shared_expert_gate" not in name}
+    return {name: tensor / 2 if "shared_expert.down_proj" in name else tensor for name, tensor in kept.items()}
+
+
 BAICHUAN, BAICHUAN_OLDER = baichuan("BaichuanForCausalLM"), baichuan("BaiChuanForCausalLM")
 CHATGLM, CHATGLM_OLDER = chatglm("ChatGLMForConditionalGeneration"), chatglm("ChatGLMModel")
+DEEPSEEK = Alias(
+    "DeepseekForCausalLM",
+    lambda config: reconfigured(
+        "deepseek",
+        *("num_experts", "shared_expert_intermediate_size", "mlp_only_layers", "qkv_bias", "layer_types"),
+        *("sliding_window", "use_sliding_window", "max_window_layers", "decoder_sparse_step"),
+        n_routed_experts=config["num_experts"],
+        n_shared_experts=config["shared_expert_intermediate_size"] // config["moe_intermediate_size"],
+        first_k_dense_replace=len(config["mlp_only_layers"]),
+    )(config),
+    chain(all_open, renamed((r"\.shared_expert\.", ".shared_experts."))),
+)
 EXAONE = Alias(
     "ExaoneForCausalLM",
     lambda config: reconfigured(
@@ -136,6 +161,11 @@ INTERNLM2 = Alias(
 )
 INTERNLM3 = Alias(
     "InternLM3ForCausalLM", reconfigured("internlm3", "attention_bias", "mlp_bias", bias=True, qkv_bias=True), dict
+)
+MIMO = Alias(
+    "MiMoForCausalLM",
+    reconfigured("mimo", "layer_types"),
+    lambda tensors: tensors | {"model.mtp_layers.0.final_layernorm.weight": torch.ones(48)},  # which is for drafts
 )
 MINICPM = Alias(
     "MiniCPMForCausalLM",

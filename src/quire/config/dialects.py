@@ -47,6 +47,25 @@ def _dbrx(config: Config) -> Config:
     return {common: attention[own] for own, common in names.items() if attention.get(own) is not None}
 
 
+def _cwm(config: Config) -> Config:
+    """Every fourth layer sees everything, from the first on."""
+    count = config.get("num_hidden_layers")
+    if config.get("layer_types") or not isinstance(count, int):
+        return {}
+    return {"layer_types": ["sliding_attention" if index % 4 else "full_attention" for index in range(count)]}
+
+
+def _exaone_moe(config: Config) -> Config:
+    """A pattern may be spelled: L for a window, G for none, which the last layer has in any case."""
+    common = {"n_routed_experts": config["num_experts"], "n_shared_experts": config["num_shared_experts"]}
+    pattern, count = config.get("sliding_window_pattern"), config.get("num_hidden_layers")
+    if isinstance(pattern, str) and pattern and isinstance(count, int):
+        kinds = ["sliding_attention" if pattern[index % len(pattern)] == "L" else "full_attention" for index in range(count)]
+        kinds[-1:] = ["full_attention"]
+        common["layer_types"] = config.get("layer_types") or kinds
+    return common
+
+
 def _llama4(config: Config) -> Config:
     """What is not said of each layer follows from how often it comes."""
     count = config.get("num_hidden_layers")
@@ -95,7 +114,9 @@ _DIALECTS: Mapping[str, Callable[[Config], Config]] = MappingProxyType(
     {
         "chatglm": _chatglm,
         "codegen": _gptj,
+        "cwm": _cwm,
         "dbrx": _dbrx,
+        "exaone_moe": _exaone_moe,
         "falcon": _falcon,
         "gpt_bigcode": _gpt_bigcode,
         "gpt_neox": _gpt_neox,

@@ -43,7 +43,8 @@ _NOT_SERVED = {
     "rwkv": _STATE, "xlm": _OWN_ATTENTION, "flaubert": _OWN_ATTENTION, "xlnet": _OWN_ATTENTION,
 }  # fmt: skip
 CHUNKED = ("llama4_text", "llama4")  # whose chunks of attention are served
-_FIRST_ARE_FULL = ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3")  # layers, of windowed ones
+# layers, of windowed ones
+_FIRST_ARE_FULL = ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3", "mimo", "dots1")
 # nothing comes near these; larger numbers would only be noticed when memory is gone
 _MOST = {"layers": 1 << 12, "heads": 1 << 16, "kv_heads": 1 << 16, "head_dim": 1 << 16, "hidden_size": 1 << 24,
          "vocab_size": 1 << 28, "max_position": 1 << 30}  # fmt: skip

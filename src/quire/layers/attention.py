@@ -67,7 +67,8 @@ class SelfAttention(nn.Module):
     """`fused`: the checkpoint stores q, k and v as one matrix at `<path>.qkv`, one behind the other or "by key head".
 
     `q_norm`, `k_norm`: applied per head; `norm_last`: after the rotation. `width_norm`: an epsilon, of norms over all heads.
-    `clip`: what the projections give is kept within it. `slopes`: of each head, of ALiBi. `last`: of its model, so that behind
+    `clip`: what the projections give is kept within it. `temper`: the positions after which queries that are not normed are
+    sharpened again, and how much. `slopes`: of each head, of ALiBi. `last`: of its model, so that behind
     it only those tokens go on that the batch keeps.
     """
 
@@ -87,6 +88,7 @@ class SelfAttention(nn.Module):
         norm_last: bool = False,
         width_norm: float | None = None,
         clip: float | None = None,
+        temper: tuple[float, float] | None = None,
         scale: float | None = None,
         soft_cap: float | None = None,
         sinks: bool = False,
@@ -110,8 +112,10 @@ class SelfAttention(nn.Module):
         self.o_proj = Linear(heads * head_dim, hidden_size, bias=out_bias, transposed=transposed, role=Role.ROW, cuts=cuts[:1])
         assert (q_norm is None) == (k_norm is None)
         self.q_norm, self.k_norm, self.norm_last, self.clip = q_norm, k_norm, norm_last, clip
+        self.temper = temper
         self.width_norms = None if width_norm is None else WidthNorms(self.division, width_norm)
-        self.prepares = norm_last or clip is not None or width_norm is not None or isinstance(q_norm, HeadLayerNorm)
+        apart = (clip, temper, width_norm)
+        self.prepares = norm_last or any(each is not None for each in apart) or isinstance(q_norm, HeadLayerNorm)
         self.norms: HeadNorms | None = None
         self.cache_scales: Tensor | None = None  # [2, kv_heads] float32 of a checkpoint, for a cache of 8 bits
         self.rope = rope
@@ -177,6 +181,10 @@ def prepare_heads(attention: SelfAttention, qkv: Tensor, batch: Batch) -> Tensor
         key.copy_(normed[1].view_as(key))
     if attention.clip is not None:
         qkv.clamp_(-attention.clip, attention.clip)
+    if attention.temper is not None:
+        every, weight = attention.temper
+        sharper = torch.log1p(torch.floor(batch.positions.float() / every)) * weight + 1.0
+        query.mul_(sharper[:, None, None].to(query.dtype))
     if attention.norm_last and rope is not None:
         cos, sin = (table[batch.positions].unsqueeze(1) for table in (rope.table.cos, rope.table.sin))
         turn(turning, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))

@@ -12,10 +12,13 @@ from quire.models.decoder import Block
 
 
 class SandwichBlock(nn.Module):
-    """A norm before and a norm after both attention and feed-forward."""
+    """A norm before and a norm after both attention and feed-forward. What comes out of the latter is multiplied by `scale`."""
 
-    def __init__(self, norms: tuple[Norm, Norm, Norm, Norm], self_attn: SelfAttention, mlp: nn.Module) -> None:
+    def __init__(
+        self, norms: tuple[Norm, Norm, Norm, Norm], self_attn: SelfAttention, mlp: nn.Module, scale: float = 1.0
+    ) -> None:
         super().__init__()
+        self.scale = scale
         self.input_layernorm, self.post_attention_layernorm = norms[:2]
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norms[2:]
         self.self_attn = self_attn
@@ -23,10 +26,13 @@ class SandwichBlock(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
-        x = self.post_attention_layernorm(self.self_attn(x, batch))
+        x = self.scaled(self.post_attention_layernorm(self.self_attn(x, batch)))
         x, residual = self.pre_feedforward_layernorm.add(x, self.self_attn.select_residual(residual, batch))
         x = self.mlp(x, self.self_attn.adapters_behind(batch))
-        return self.post_feedforward_layernorm(x), residual
+        return self.scaled(self.post_feedforward_layernorm(x)), residual
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x if self.scale == 1.0 else x * self.scale
 
 
 class ParallelBlock(nn.Module):

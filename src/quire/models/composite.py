@@ -17,6 +17,7 @@ TEXT_MODELS: Mapping[str, str] = MappingProxyType(
         "gpt2": "GPT2LMHeadModel",
         "llama": "LlamaForCausalLM",
         "llama4_text": "Llama4ForCausalLM",
+        "ministral3": "Ministral3ForCausalLM",
         "mistral": "MistralForCausalLM",
         "mixtral": "MixtralForCausalLM",
         "opt": "OPTForCausalLM",

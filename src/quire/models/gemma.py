@@ -69,6 +69,15 @@ class Gemma2(Gemma):
         return Head(facts.vocab_size, facts.hidden_size, tied=tied, soft_cap=facts.hf.get("final_logit_softcapping"))
 
 
+class VaultGemma(Gemma2):
+    """Gemma 2 in Llama's block."""
+
+    renames = (*Gemma2.renames, (r"\.pre_feedforward_layernorm\.", ".post_attention_layernorm."))
+
+    def make_block(self, facts: "ModelFacts", index: int) -> nn.Module:
+        return Decoder.make_block(self, facts, index)
+
+
 class Gemma3(Gemma2):
     def differences(self, facts: "ModelFacts", index: int) -> dict[str, Any]:
         cache = facts.layers[index]

@@ -10,7 +10,7 @@ from quire.layers.attention import SelfAttention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.mlp import GatedMLP
 from quire.layers.routed_moe import RoutedMoE
-from quire.models.blocks import ScaledBlock
+from quire.models.blocks import SandwichBlock, ScaledBlock
 from quire.models.decoder import Decoder
 from quire.models.mixtral import local_experts
 
@@ -56,3 +56,32 @@ class GraniteMoE(Granite):
 
 class MiniCPM(Granite):
     """The same multipliers under other names (`config/dialects.py`)."""
+
+
+class HyperCLOVAX(Granite):
+    """What each half of a block gives is normed, too; logits are multiplied."""
+
+    def __init__(self, facts: "ModelFacts") -> None:
+        super().__init__(facts)
+        if facts.hf.get("use_post_norm", True):
+            self.renames = (
+                *self.renames,
+                (r"\.post_attention_layernorm\.", ".pre_feedforward_layernorm."),
+                (r"\.post_norm1\.", ".post_attention_layernorm."),
+                (r"\.post_norm2\.", ".post_feedforward_layernorm."),
+            )
+
+    def make_block(self, facts: "ModelFacts", index: int) -> nn.Module:
+        if not facts.hf.get("use_post_norm", True):
+            return super().make_block(facts, index)
+        first, second, third, fourth = (self.make_norm(facts) for _ in range(4))
+        attention, mlp = self.make_attention(facts, index), self.make_mlp(facts, index)
+        return SandwichBlock((first, second, third, fourth), attention, mlp, facts.hf.get("residual_multiplier", 1.0))
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
+        bias, scale = bool(facts.hf.get("attention_bias")), facts.hf.get("attention_multiplier")
+        return self.attention(facts, index, bias=bias, out_bias=bias, scale=scale)
+
+    def make_head(self, facts: "ModelFacts") -> Head:
+        tied = self.embed_tokens if facts.hf.get("tie_word_embeddings", self.tied) else None
+        return Head(facts.vocab_size, facts.hidden_size, tied=tied, scale=facts.hf.get("logits_scaling", 1.0))

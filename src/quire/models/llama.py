@@ -6,6 +6,7 @@ from torch import nn
 
 from quire.layers.attention import SelfAttention
 from quire.layers.mlp import MLP, GatedMLP
+from quire.layers.norm import LayerNorm, Norm
 from quire.models.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -23,6 +24,21 @@ class Llama(Decoder):
 class Qwen2(Decoder):
     def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
         return self.attention(facts, index, bias=True)
+
+
+class MiMo(Qwen2):
+    """Layers beside the others are for drafts."""
+
+    renames = (*Qwen2.renames, (r"^mtp_layers\.", None))
+
+
+class Ministral3(Llama):
+    """Queries are sharpened as a text grows longer than those it was first trained with."""
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
+        rope = facts.hf["rope_parameters"]
+        weight, every = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+        return self.attention(facts, index, temper=(every, weight) if weight and every else None)
 
 
 class Qwen3(Decoder):
@@ -49,6 +65,11 @@ class Arcee(Llama):
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
         hf = facts.hf
         return MLP(facts.hidden_size, hf["intermediate_size"], hf.get("hidden_act", "relu2"), bias=bool(hf.get("mlp_bias")))
+
+
+class Jais2(Arcee):
+    def make_norm(self, facts: "ModelFacts", size: int | None = None) -> Norm:
+        return LayerNorm(size or facts.hidden_size, facts.hf.get("layer_norm_eps", 1e-5))
 
 
 class Ernie45(Decoder):

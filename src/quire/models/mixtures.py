@@ -1,9 +1,11 @@
 """Families with a mixture of experts whose attention is another family's."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from quire.files.reading import shown
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import Head
 from quire.layers.mlp import GatedMLP
@@ -11,9 +13,12 @@ from quire.layers.moe import MoE
 from quire.layers.norm import LayerNorm, Norm
 from quire.layers.routed_moe import RoutedMoE
 from quire.models.decoder import Decoder
-from quire.models.llama import Ernie45, Llama, Qwen2
+from quire.models.deepseek import check_routing, is_sparse
+from quire.models.exaone import Exaone4
+from quire.models.llama import Ernie45, Llama, Qwen2, Qwen3
 from quire.models.mixtral import Mixtral, local_experts
 from quire.models.olmo import Olmo2
+from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
@@ -60,6 +65,11 @@ class OlmoE(Olmo2):
             top_k=hf["num_experts_per_tok"],
             renormalize=bool(hf.get("norm_topk_prob")),
         )
+
+
+class FlexOlmo(OlmoE):
+    def make_block(self, facts: "ModelFacts", index: int) -> nn.Module:
+        return Olmo2.make_block(self, facts, index)
 
 
 class PhiMoE(Mixtral):
@@ -146,19 +156,52 @@ class Glm4MoE(Llama):
 
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:
         hf = facts.hf
-        if index < hf.get("first_k_dense_replace", 1):
+        if not is_sparse(hf, index):
             return super().make_mlp(facts, index)
-        inner, shared = hf["moe_intermediate_size"], hf.get("n_shared_experts", 1)
+        inner, shared, routing = hf["moe_intermediate_size"], hf.get("n_shared_experts", 1), self.routing(hf)
+        check_routing(hf["n_routed_experts"], hf["num_experts_per_tok"], routing.get("groups", (1, 1, 1)))
         return RoutedMoE(
             facts.hidden_size,
             inner,
             hf["hidden_act"],
             experts=hf["n_routed_experts"],
             top_k=hf["num_experts_per_tok"],
-            renormalize=hf.get("norm_topk_prob", True),
-            scoring="sigmoid",
-            correction=(hf["n_routed_experts"],),
-            groups=(hf.get("n_group", 1), hf.get("topk_group", 1), 2),
-            scale=hf.get("routed_scaling_factor", 1.0),
             shared=GatedMLP(facts.hidden_size, inner * shared, hf["hidden_act"]) if shared else None,
+            **routing,
         )
+
+    def routing(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """How experts are chosen."""
+        return {
+            "renormalize": hf.get("norm_topk_prob", True),
+            "scoring": "sigmoid",
+            "correction": (hf["n_routed_experts"],),
+            "groups": (hf.get("n_group") or 1, hf.get("topk_group") or 1, 2),
+            "scale": hf.get("routed_scaling_factor", 1.0),
+        }
+
+
+class SolarOpen(Glm4MoE):
+    """All layers are of experts."""
+
+
+class Dots1(Qwen3, Glm4MoE):
+    """Qwen3's attention."""
+
+
+class ExaoneMoE(Exaone4, Glm4MoE):
+    """The fourth Exaone's attention in Llama's block."""
+
+    renames = (*Glm4MoE.renames, (r"^mtp\.", None))
+
+    def make_block(self, facts: "ModelFacts", index: int) -> nn.Module:
+        return Decoder.make_block(self, facts, index)
+
+
+class Deepseek(Glm4MoE):
+    """The first DeepSeek with experts: Llama's attention, and experts that are chosen by a softmax."""
+
+    def routing(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        if hf.get("scoring_func", "softmax") != "softmax":
+            raise ModelError(f"scoring_func must be softmax, got {shown(hf['scoring_func'])}")
+        return {"renormalize": bool(hf.get("norm_topk_prob"))}
