@@ -94,6 +94,11 @@ MORE: dict[str, Family] = {
     ),
     "hyperclovax": Family("HyperCLOVAXConfig", "HyperCLOVAXForCausalLM", GRANITE),
     "jais2": Family("Jais2Config", "Jais2ForCausalLM"),
+    "ministral": Family(
+        "MinistralConfig",
+        "MinistralForCausalLM",
+        {"head_dim": 8, "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    ),
     "ministral3": Family(
         "Ministral3Config",
         "Ministral3ForCausalLM",
@@ -190,6 +195,12 @@ MORE: dict[str, Family] = {
     ),
     "flex-olmo": Family("FlexOlmoConfig", "FlexOlmoForCausalLM", {"num_experts": 4, "num_experts_per_tok": 2}),
     "solar-open": Family("SolarOpenConfig", "SolarOpenForCausalLM", {**GLM_MOE, "intermediate_size": None}),
+    "exaone-moe-other-spelling": Family(
+        "ExaoneMoeConfig",
+        "ExaoneMoeForCausalLM",
+        {**EXPERTS, "sliding_window": 6, "num_hidden_layers": 4},
+        alias=other_names.EXAONE_MOE,
+    ),
     # code of which is in model repositories
     "baichuan": Family("LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 6}, alias=other_names.BAICHUAN),
     "baichuan-older-spelling": Family(

@@ -198,6 +198,7 @@ FALLBACK: dict[str, Family] = {
         )
     },
     "apertus": Family("ApertusConfig", "ApertusForCausalLM"),
+    "bitnet": Family("BitNetConfig", "BitNetForCausalLM"),
 }
 
 

@@ -141,6 +141,7 @@ EXAONE = Alias(
         (r"\.down_proj\.", ".c_proj."),
     ),
 )
+EXAONE_MOE = Alias("ExaoneMoEForCausalLM", reconfigured("exaone_moe", "layer_types", sliding_window_pattern="LLLG"), dict)
 INTERNLM2 = Alias(
     "InternLM2ForCausalLM",
     reconfigured("internlm2", bias=False),

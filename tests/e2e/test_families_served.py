@@ -26,7 +26,7 @@ from tiny_model import VOCABULARY, make_tokenizer
 
 # one checkpoint of each architecture: the first of the table
 NATIVE = {family.architecture: name for name, family in reversed(FAMILIES.items())}
-SAMPLE = ("apertus", "dots1", "vaultgemma")
+SAMPLE = ("apertus", "bitnet")
 WITH_EYES = ("Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration")
 ALL = {**FAMILIES, **FALLBACK, **COMPOSITES, **RECURRENT}
 NAMES = [*sorted({*NATIVE.values()} - {*MORE}), *SAMPLE, *WITH_EYES]
