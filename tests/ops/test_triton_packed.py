@@ -26,6 +26,8 @@ def ints(bits, outputs, inputs, group, zeros):
     numbers = some(outputs, inputs, high=2**bits)
     scale = torch.rand(outputs, inputs // group) * 2 ** (3 - bits)
     offsets = some(outputs, inputs // group, high=2**bits) if zeros else None
+    if zeros == "any":
+        offsets = 2 ** (bits - 1) + torch.randint(-64, 64, offsets.shape) / 16
     return PackedInts(bits, group, pack_nibbles(numbers) if bits == 4 else numbers, scale, offsets, None)
 
 
@@ -39,6 +41,8 @@ def float8(outputs, inputs, rows=1, columns=None):
 def forms():
     yield "int4 of 32", ints(4, 48, 256, 32, False)
     yield "int4 of 64 with zeros, odd groups", ints(4, 70, 192, 64, True)
+    yield "int4 of 32 with any zeros", ints(4, 48, 128, 32, "any")
+    yield "int8 of 16 with any zeros", ints(8, 32, 64, 16, "any")
     yield "int4 by channel", ints(4, 64, 512, 512, True)
     yield "int8 of 32", ints(8, 64, 128, 32, False)
     yield "int8 by channel with zeros", ints(8, 48, 160, 160, True)

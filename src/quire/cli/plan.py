@@ -17,7 +17,7 @@ from quire.config.args import EngineArgs, add_cli_arguments
 from quire.config.config import Config
 from quire.config.facts import DTYPE_BYTES, ModelFacts, read_facts
 from quire.config.host import available_host_bytes
-from quire.config.memory import activation_bytes, kept_weight_bytes
+from quire.config.memory import activation_bytes, form_weight_bytes, kept_weight_bytes
 from quire.config.quantization import FORMS, estimate_quantized_bytes, quantized_bytes
 from quire.config.resolve import resolve
 from quire.device.registry import open_device
@@ -138,8 +138,10 @@ def _weights(config: Config, facts: ModelFacts, element: int) -> tuple[int, str]
         return (total, f"{quantization.method}, the rest {config.dtype}") if total < floats else (floats, config.dtype)
     if kept and facts.files.format == "gguf" and facts.files.weights:
         headers = read_gguf_shards(facts.files.weights)
-        tensors = (tensor for header in headers for tensor in header.tensors.values())
-        return kept_weight_bytes(tensors), "the file's blocks, repacked"
+        tensors = [tensor for header in headers for tensor in header.tensors.values()]
+        if "blocks" in keeps:
+            return kept_weight_bytes(tensors), "the file's blocks, repacked"
+        return form_weight_bytes(tensors, element, "experts" in keeps), f"4 and 8 bits, the rest {config.dtype}"
     return floats, config.dtype
 
 

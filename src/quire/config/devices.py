@@ -6,9 +6,10 @@ from quire.types.errors import ConfigError
 
 AUTO, OURS = "auto", ("cpu", "cuda")
 GROUP = "quire.devices"
-# forms of few bits (`ops/forms.py`) that ours multiply by as they are, a CPU where it has kernels; experts become floats
+# forms of few bits (`ops/forms.py`) that ours multiply by as they are, a CPU where it has kernels; experts become floats.
+# "blocks": those of GGUF files stay as they are, too
 KEEPS = {
-    "cpu": frozenset({"int4", "int8", "w8a8"}),
+    "cpu": frozenset({"blocks", "int4", "int8", "w8a8"}),
     "cuda": frozenset({"int4", "int8", "w8a8", "fp8", "fp4", "experts"}),
 }
 

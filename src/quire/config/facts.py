@@ -87,8 +87,8 @@ class DeviceFacts:
     times_steps: bool = True  # how long steps take while people wait is measured; otherwise it is known from sizes
     dtype: str | None = "float32"  # where nobody asks for one; None = the checkpoint's, if it has 16 bits
     page_size: int = 16  # tokens
-    keeps_quantized: bool = False  # weights of GGUF files stay in their blocks, and are multiplied by as they are
-    keeps: frozenset[str] = frozenset()  # forms (`ops/forms.py`) that it multiplies by as they are; "experts": theirs, too
+    # forms (`ops/forms.py`) that it multiplies by as they are; "experts": theirs, too; "blocks": those of GGUF files
+    keeps: frozenset[str] = frozenset()
     always_keeps: bool = False  # whatever type is asked for: that is the activations'
     quantized_page_size: int = 16  # where they do
     advice: str = ""  # to users whose quantized weights it does not keep, if something can be done about it

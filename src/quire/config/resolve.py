@@ -222,9 +222,8 @@ def choose_keep_quantized(
     args: EngineArgs, facts: ModelFacts, device: DeviceFacts, quantization: Quantization | None = None
 ) -> bool:
     """Unless a type was asked for: then the weights are dequantized to it, if the device cannot have both."""
-    if facts.files.format == "gguf":
-        return device.keeps_quantized and args.dtype == "auto"
-    return quantization is not None and bool(device.keeps) and (device.always_keeps or args.dtype == "auto")
+    quantized = quantization is not None or facts.files.format == "gguf"
+    return quantized and bool(device.keeps) and (device.always_keeps or args.dtype == "auto")
 
 
 def default_batch(device: DeviceFacts, serving: bool, facts: ModelFacts | None = None) -> tuple[int, int]:

@@ -43,6 +43,12 @@ READABLE_TYPES = (
     "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4",
 )  # fmt: skip
 
+# those that are whole numbers with factors: bits that hold them, numbers of a scale, and whether there is an offset, too
+WHOLE_NUMBERS = {
+    "Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q4_K": (4, 32, True), "Q5_0": (8, 32, False), "Q5_1": (8, 32, True),
+    "Q5_K": (8, 32, True), "Q6_K": (8, 16, False), "Q8_0": (8, 32, False),
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class GGUFTensor:

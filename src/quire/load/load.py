@@ -109,7 +109,7 @@ def _load(
     source = None if load_format == "dummy" else open_source(facts, load_format)
     renames: Renames = getattr(model, "renames", ())
     if keep_quantized and isinstance(source, Blocks):
-        keep(model, source, renames)
+        keep(model, source, renames, target, device)
     if cache_scales and source is not None:
         count = take_cache_scales(model, source, renames, device)
         logger.info("scales of the cache: %s", f"the checkpoint's, in {count} layers" if count else "computed for every token")
@@ -161,11 +161,13 @@ def arrange(model: nn.Module, source: Source, renames: Renames) -> None:
             module.arrange(path, shapes)
 
 
-def keep(model: nn.Module, source: Blocks, renames: Renames) -> None:
-    """What the source has in blocks stays in them, wherever a layer can use it so."""
+def keep(model: nn.Module, source: Blocks, renames: Renames, target: Target, device: torch.device) -> None:
+    """What the source has in blocks stays in them, wherever a layer can use it so, or gets a form that the device keeps."""
     stored = source.stored
     claimed = {ours: name for name in stored if (ours := rename(name, renames)) is not None}
-    scheme = find_scheme("gguf")({ours: stored[name] for ours, name in claimed.items()})
+    mine = {ours: stored[name] for ours, name in claimed.items()}
+    mapped = not target.keeps or "blocks" in target.keeps
+    scheme = find_scheme("gguf")(mine) if mapped else find_scheme("gguf forms")(mine, target, device)
     quantize(model, scheme)
     source.keep(frozenset(claimed[name] for name in scheme.kept))
 

@@ -50,13 +50,14 @@ pooling are not served.
 |---|---|---|
 | safetensors in float32, bfloat16, float16 | float32, or `dtype` | bfloat16, or the checkpoint's float16, or `dtype` |
 | GGUF, floating point (F32, F16, BF16, F64) | as above | as above |
-| GGUF, quantized | stays quantized; with an explicit `dtype` dequantized when loaded | dequantized when loaded |
+| GGUF, quantized | stays quantized; with an explicit `dtype` dequantized when loaded | stays quantized, but for embeddings |
 | safetensors with a `quantization_config` | as below | stays quantized |
 | safetensors of floats with `quantization="fp8"` | rounded to 8 bits, held as floats | 8 bits |
 | `load_format="dummy"` | random | random |
 
 Quantized weights stay quantized where Quire's kernels were compiled (ARM, x86 with AVX-512 VNNI), and on x86 Linux with the
-extra `cpu`; elsewhere they are dequantized when loaded, and the log says so. Experts of mixtures stay quantized on a GPU,
+extra `cpu`; elsewhere they are dequantized when loaded, and the log says so. On a GPU Q4_0, Q4_1 and Q4_K stay in 4 bits, and
+Q5_x, Q6_K and Q8_0 are held in 8; other types of GGUF files are dequantized. Experts of mixtures stay quantized on a GPU,
 unless `enable_lora` asks for adapters, which go between their matrices; on a CPU they are dequantized.
 
 **Which scheme when**, on an H200 (figures in [performance.md](performance.md)): `quantization="fp8"`, or a checkpoint in fp8 by

@@ -207,7 +207,7 @@ def _split(x: Tensor, outer: int, inner: int) -> Tensor:
     return x.view(len(x), outer, inner, -1)
 
 
-def _half(blocks: Tensor, start: int, count: int = 1) -> Tensor:
+def half_at(blocks: Tensor, start: int, count: int = 1) -> Tensor:
     """`count` half-precision numbers from byte `start` of each block: [G, count, N] float32."""
     low, high = blocks[:, start : start + 2 * count : 2], blocks[:, start + 1 : start + 2 * count : 2]
     return (low.to(torch.int16) | high.to(torch.int16) << 8).view(torch.float16).float()
@@ -215,41 +215,41 @@ def _half(blocks: Tensor, start: int, count: int = 1) -> Tensor:
 
 def _nibbles(packed: Tensor) -> Tensor:
     """[G, n, N] -> [G, 2n, N]: all low halves, then all high halves."""
-    return _slices(packed, 4).flatten(1, 2)
+    return slices(packed, 4).flatten(1, 2)
 
 
-def _slices(packed: Tensor, bits: int) -> Tensor:
+def slices(packed: Tensor, bits: int) -> Tensor:
     """[..., n, N] -> [..., 8 / bits, n, N]: the lowest `bits` of every byte, the next, ..."""
-    down = torch.arange(0, 8, bits, dtype=torch.uint8).view(-1, 1, 1)
+    down = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(-1, 1, 1)
     return (packed.unsqueeze(-3) >> down).bitwise_and_((1 << bits) - 1)
 
 
 def _bits(packed: Tensor) -> Tensor:
     """[G, n, N] -> [G, 8n, N] of 0 and 1, lowest bit first."""
-    return _slices(packed, 1).transpose(1, 2).flatten(1, 2)
+    return slices(packed, 1).transpose(1, 2).flatten(1, 2)
 
 
 def _q8_0(blocks: Tensor, out: Tensor) -> None:
-    out.copy_(blocks[:, 2:].view(torch.int8)).mul_(_half(blocks, 0))
+    out.copy_(blocks[:, 2:].view(torch.int8)).mul_(half_at(blocks, 0))
 
 
 def _q4_0(blocks: Tensor, out: Tensor) -> None:
-    out.copy_(_nibbles(blocks[:, 2:])).sub_(8).mul_(_half(blocks, 0))
+    out.copy_(_nibbles(blocks[:, 2:])).sub_(8).mul_(half_at(blocks, 0))
 
 
 def _q4_1(blocks: Tensor, out: Tensor) -> None:
-    out.copy_(_nibbles(blocks[:, 4:])).mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    out.copy_(_nibbles(blocks[:, 4:])).mul_(half_at(blocks, 0)).add_(half_at(blocks, 2))
 
 
 def _q5_0(blocks: Tensor, out: Tensor) -> None:
-    out.copy_(_nibbles(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4).sub_(16).mul_(_half(blocks, 0))
+    out.copy_(_nibbles(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4).sub_(16).mul_(half_at(blocks, 0))
 
 
 def _q5_1(blocks: Tensor, out: Tensor) -> None:
-    out.copy_(_nibbles(blocks[:, 8:]) | _bits(blocks[:, 4:8]) << 4).mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    out.copy_(_nibbles(blocks[:, 8:]) | _bits(blocks[:, 4:8]) << 4).mul_(half_at(blocks, 0)).add_(half_at(blocks, 2))
 
 
-def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
+def scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
     """The 8 scales and 8 minima of 6 bits each that K blocks keep in 12 bytes: two of [G, 8, N].
 
     bytes 0-3    low 6 bits: scales 0-3    high 2 bits: top of scales 4-7
@@ -264,32 +264,32 @@ def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 def _scale_k(blocks: Tensor, out: Tensor) -> None:
     """out [G, 256, N] holds the integers; each 32 of them have a scale and a minimum."""
-    both = _half(blocks, 0, 2)
-    scales, minima = _scales_and_minima(blocks[:, 4:16])
+    both = half_at(blocks, 0, 2)
+    scales, minima = scales_and_minima(blocks[:, 4:16])
     groups = _split(out, 8, 32)
     groups.mul_((both[:, :1] * scales).unsqueeze(2)).sub_((both[:, 1:] * minima).unsqueeze(2))
 
 
-def _nibble_groups(packed: Tensor) -> Tensor:
+def nibble_groups(packed: Tensor) -> Tensor:
     """[G, 128, N] -> [G, 256, N]: 32 bytes hold the low halves of one group and the high halves of the next."""
-    return _slices(_split(packed, 4, 32), 4).flatten(1, 3)
+    return slices(_split(packed, 4, 32), 4).flatten(1, 3)
 
 
 def _q4_k(blocks: Tensor, out: Tensor) -> None:
-    out.copy_(_nibble_groups(blocks[:, 16:]))
+    out.copy_(nibble_groups(blocks[:, 16:]))
     _scale_k(blocks, out)
 
 
 def _q5_k(blocks: Tensor, out: Tensor) -> None:
-    out.copy_(_nibble_groups(blocks[:, 48:]) | _slices(blocks[:, 16:48], 1).flatten(1, 2) << 4)
+    out.copy_(nibble_groups(blocks[:, 48:]) | slices(blocks[:, 16:48], 1).flatten(1, 2) << 4)
     _scale_k(blocks, out)
 
 
 def _q6_k(blocks: Tensor, out: Tensor) -> None:
-    low = _slices(_split(blocks[:, :128], 2, 64), 4).flatten(1, 3)
-    high = _slices(_split(blocks[:, 128:192], 2, 32), 2).flatten(1, 3)
+    low = slices(_split(blocks[:, :128], 2, 64), 4).flatten(1, 3)
+    high = slices(_split(blocks[:, 128:192], 2, 32), 2).flatten(1, 3)
     out.copy_(low | high << 4).sub_(32)
-    scales = blocks[:, 192:208].view(torch.int8) * _half(blocks, 208)
+    scales = blocks[:, 192:208].view(torch.int8) * half_at(blocks, 208)
     _split(out, 16, 16).mul_(scales.unsqueeze(2))
 
 
@@ -348,32 +348,36 @@ Apart = tuple[int, Tensor, Tensor, Tensor | None]  # bits, numbers [1, elements,
 
 
 def _apart_q8_0(blocks: Tensor) -> Apart:
-    return 8, blocks[:, 2:] ^ 128, _half(blocks, 0), None
+    return 8, blocks[:, 2:] ^ 128, half_at(blocks, 0), None
 
 
 def _apart_q4_0(blocks: Tensor) -> Apart:
-    return 4, _nibbles(blocks[:, 2:]), _half(blocks, 0), None
+    return 4, _nibbles(blocks[:, 2:]), half_at(blocks, 0), None
 
 
 def _apart_q4_1(blocks: Tensor) -> Apart:
-    scale = _half(blocks, 0)
-    return 4, _nibbles(blocks[:, 4:]), scale, _half(blocks, 2) + 8 * scale
+    scale = half_at(blocks, 0)
+    return 4, _nibbles(blocks[:, 4:]), scale, half_at(blocks, 2) + 8 * scale
 
 
 def _apart_q5_0(blocks: Tensor) -> Apart:
-    return 8, (_nibbles(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4) + 112, _half(blocks, 0), None
+    return 8, (_nibbles(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4) + 112, half_at(blocks, 0), None
 
 
 def _apart_q5_1(blocks: Tensor) -> Apart:
-    scale = _half(blocks, 0)
-    return 8, (_nibbles(blocks[:, 8:]) | _bits(blocks[:, 4:8]) << 4) + 112, scale, _half(blocks, 2) + 16 * scale
+    scale = half_at(blocks, 0)
+    return 8, (_nibbles(blocks[:, 8:]) | _bits(blocks[:, 4:8]) << 4) + 112, scale, half_at(blocks, 2) + 16 * scale
 
 
 def _apart_q4_k(blocks: Tensor) -> Apart:
-    both = _half(blocks, 0, 2)
-    scales, minima = _scales_and_minima(blocks[:, 4:16])
+    both = half_at(blocks, 0, 2)
+    scales, minima = scales_and_minima(blocks[:, 4:16])
     scale = both[:, :1] * scales
-    return 4, _nibble_groups(blocks[:, 16:]), scale, 8 * scale - both[:, 1:] * minima
+    return 4, nibble_groups(blocks[:, 16:]), scale, 8 * scale - both[:, 1:] * minima
+
+
+def apart_of(name: str) -> Callable[[Tensor], Apart]:
+    return _APART[name]
 
 
 _APART: dict[str, Callable[[Tensor], Apart]] = {

@@ -7,7 +7,7 @@ gives one of a stack. Numbers of 4 bits are two to a byte, the one of the even i
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from functools import cache
+from functools import cache, reduce
 from math import gcd
 from typing import Any, Literal, Protocol, Self
 
@@ -81,7 +81,8 @@ class PackedInts(_Stack):
     group: int  # inputs that share a scale; it divides K
     numbers: Tensor  # [..., N, K * bits / 8] uint8
     scale: Tensor  # [..., N, K / group], of the type the checkpoint has them in
-    zeros: Tensor | None  # [..., N, K / group] uint8 (with 4 bits at most 16); None = all are 2 ** (bits - 1)
+    # [..., N, K / group] uint8 (with 4 bits at most 16), or float32, any; None = all are 2 ** (bits - 1)
+    zeros: Tensor | None
     order: Tensor | None  # [..., K] int32: column k is of input order[k] of a row; None = they are in order
 
     @property
@@ -95,6 +96,16 @@ class PackedInts(_Stack):
     def unpacked(self) -> Tensor:
         """[..., N, K] uint8."""
         return unpack_nibbles(self.numbers) if self.bits == 4 else self.numbers
+
+    def divided(self, bits: int, group: int, dtype: torch.dtype) -> "PackedInts":
+        """The same values with more bits, smaller groups and another type of scales."""
+        if (bits, group, dtype) == (self.bits, self.group, self.scale.dtype):
+            return self
+        moved = 2 ** (bits - 1) - 2 ** (self.bits - 1)  # what was in the middle still is
+        numbers = self.unpacked() + moved if moved else self.numbers
+        times = self.group // group
+        zeros = None if self.zeros is None else (self.zeros + moved).repeat_interleave(times, -1)
+        return PackedInts(bits, group, numbers, self.scale.to(dtype).repeat_interleave(times, -1), zeros, self.order)
 
     def dequantize(self) -> Tensor:
         zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros.float().unsqueeze(-1)
@@ -223,9 +234,12 @@ def _above(parts: Sequence[Any], name: str) -> Tensor:
 
 
 def _merge_ints(parts: Sequence[PackedInts]) -> PackedInts | None:
-    first = parts[0]
-    if len({(part.bits, part.group, part.scale.dtype, part.order is None) for part in parts}) > 1:
+    if len({part.order is None for part in parts}) > 1:
         return None
+    bits, group = max(part.bits for part in parts), gcd(*(part.group for part in parts))
+    dtype = reduce(torch.promote_types, (part.scale.dtype for part in parts))
+    parts = [part.divided(bits, group, dtype) for part in parts]
+    first = parts[0]
     if first.order is not None and not all(torch.equal(first.order, part.order) for part in parts if part.order is not None):
         return None
     zeros = None

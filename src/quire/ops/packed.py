@@ -162,10 +162,12 @@ def pack(form: Any) -> PackedMatrix | None:
         return None
     match form:
         case PackedInts(bits=4):
-            packed = _pack("int4", form.unpacked(), form.group, form.scale, form.zeros, fill=8)
+            packed = _pack("int4", form.unpacked(), form.group, form.scale, _short(form.zeros), fill=8)
         case PackedInts(bits=8):
-            zeros = None if form.zeros is None else form.zeros.to(torch.int16) - 128
-            packed = _pack("int8", (form.numbers ^ 128), form.group, form.scale, zeros, fill=0)
+            zeros = form.zeros
+            if zeros is not None:
+                zeros = (zeros if zeros.is_floating_point() else zeros.to(torch.int16)) - 128
+            packed = _pack("int8", (form.numbers ^ 128), form.group, form.scale, _short(zeros), fill=0)
         case Int8():
             packed = _pack("int8", form.numbers.view(torch.uint8), form.inputs, form.scale, None, fill=0)
         case Float8():
@@ -185,6 +187,10 @@ def pack(form: Any) -> PackedMatrix | None:
         form.kind, form.inputs, packed, getattr(form, "order", None),
         getattr(form, "activation", Activation.NONE), getattr(form, "input_scale", None),
     )  # fmt: skip
+
+
+def _short(zeros: Tensor | None) -> Tensor | None:
+    return zeros.half() if zeros is not None and zeros.is_floating_point() else zeros
 
 
 def _pack(name: str, numbers: Tensor, group: int, scale: Tensor, zeros: Tensor | None, fill: int) -> Any:

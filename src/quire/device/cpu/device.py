@@ -37,7 +37,6 @@ class CPUDevice(Device):
             total_bytes=available,
             free_bytes=available,
             page_size=PAGE,
-            keeps_quantized=able,
             keeps=KEEPS["cpu"] if able else frozenset(),
             quantized_page_size=NETWORK_PAGE,
             advice="" if able else libraries.ADVICE,

@@ -84,6 +84,62 @@ class Piece:
         return self.layout.convert(tensors, called)
 
 
+class HeldLinear:
+    """What multiplies by a form, if the device keeps it; else the layer becomes a plain one."""
+
+    target: Target
+    matrix: Any  # a form
+
+    def settle(self, layer: Linear, parts: Sequence[Any]) -> None:
+        """parts: above each other."""
+        found = self.target.settle(parts)
+        if isinstance(found, Tensor):
+            layer.hold(Plain(), weight=found)
+        else:
+            layer.hold(self)
+            self.matrix = found
+
+    def apply(self, layer: Linear, x: Tensor) -> Tensor:
+        return quantized_linear(x, self.matrix, layer.bias)
+
+    def apply_gated(self, layer: Linear, x: Tensor, activation: str) -> Tensor:
+        return quantized_gated_linear(x, self.matrix, layer.bias, activation)
+
+
+class HeldHead:
+    target: Target
+    matrix: Any  # a form
+
+    def settle(self, layer: Head, parts: Sequence[Any]) -> None:
+        found = self.target.settle(parts)
+        if isinstance(found, Tensor):
+            layer.hold(PlainHead(), weight=found)
+        else:
+            layer.hold(self)
+            self.matrix = found
+
+    def apply(self, layer: Head, hidden: Tensor) -> Tensor:
+        return quantized_linear_float(hidden, self.matrix, layer.bias)
+
+
+class HeldExperts:
+    target: Target
+    up: Any  # forms, [E, 2 * inner, hidden] with the gate above, and [E, hidden, inner]
+    down: Any
+
+    def settle(self, layer: Experts, gate: Any, up: Any, down: Any) -> None:
+        above, below = self.target.settle([gate, up], stack=True), self.target.settle([down], stack=True)
+        if isinstance(above, Tensor) or isinstance(below, Tensor):
+            floats = [part if isinstance(part, Tensor) else dequantized(part, self.target.dtype) for part in (above, below)]
+            layer.hold(PlainExperts(), up=floats[0], down=floats[1])
+        else:
+            layer.hold(self)
+            self.up, self.down = above, below
+
+    def apply(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        return quantized_experts_forward(x, weights, experts, self.up, self.down, layer.activation, layer.biases)
+
+
 class Pieces(Method):
     """What layers of all kinds have in common."""
 
@@ -114,10 +170,8 @@ class Pieces(Method):
         return [piece.convert(self.tensors(layer, key), piece.called[0]) for key, piece in self.pieces.items()]
 
 
-class StoredLinear(Pieces):
+class StoredLinear(Pieces, HeldLinear):
     """Pieces above each other."""
-
-    matrix: Any  # a form
 
     def shapes(self, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
         return self.declared()
@@ -126,24 +180,11 @@ class StoredLinear(Pieces):
         return self.claimed(layer)
 
     def finish(self, layer: Linear) -> None:
-        found = self.target.settle(self.convert(layer))
-        if isinstance(found, Tensor):
-            layer.hold(Plain(), weight=found)
-        else:
-            layer.hold(self)
-            self.matrix = found
-
-    def apply(self, layer: Linear, x: Tensor) -> Tensor:
-        return quantized_linear(x, self.matrix, layer.bias)
-
-    def apply_gated(self, layer: Linear, x: Tensor, activation: str) -> Tensor:
-        return quantized_gated_linear(x, self.matrix, layer.bias, activation)
+        self.settle(layer, self.convert(layer))
 
 
-class StoredHead(Pieces):
+class StoredHead(Pieces, HeldHead):
     """One piece."""
-
-    matrix: Any  # a form
 
     def shapes(self, vocab_size: int, hidden_size: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
         return self.declared()
@@ -152,22 +193,11 @@ class StoredHead(Pieces):
         return self.claimed(layer)
 
     def finish(self, layer: Head) -> None:
-        found = self.target.settle(self.convert(layer))
-        if isinstance(found, Tensor):
-            layer.hold(PlainHead(), weight=found)
-        else:
-            layer.hold(self)
-            self.matrix = found
-
-    def apply(self, layer: Head, hidden: Tensor) -> Tensor:
-        return quantized_linear_float(hidden, self.matrix, layer.bias)
+        self.settle(layer, self.convert(layer))
 
 
-class StoredExperts(Pieces):
+class StoredExperts(Pieces, HeldExperts):
     """Pieces `gate`, `up` and `down`, of all experts that are kept; a piece's own name is behind an expert's number."""
-
-    up: Any  # forms, [E, 2 * inner, hidden] with the gate above, and [E, hidden, inner]
-    down: Any
 
     def shapes(self, count: int, hidden_size: int, inner_size: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
         return self.declared()
@@ -185,14 +215,7 @@ class StoredExperts(Pieces):
         return taken
 
     def finish(self, layer: Experts) -> None:
-        up = self.target.settle([self._convert_stack(layer, "gate"), self._convert_stack(layer, "up")], stack=True)
-        down = self.target.settle([self._convert_stack(layer, "down")], stack=True)
-        if isinstance(up, Tensor) or isinstance(down, Tensor):
-            floats = [part if isinstance(part, Tensor) else dequantized(part, self.target.dtype) for part in (up, down)]
-            layer.hold(PlainExperts(), up=floats[0], down=floats[1])
-        else:
-            layer.hold(self)
-            self.up, self.down = up, down
+        self.settle(layer, *(self._convert_stack(layer, key) for key in ("gate", "up", "down")))
 
     def _convert_stack(self, layer: Experts, key: str) -> Any:
         """A few experts at a time: on the way numbers take more room."""
@@ -210,9 +233,6 @@ class StoredExperts(Pieces):
             for one in some if len(some) > 1 else ():  # which it is
                 self._convert_some(piece, tensors, range(one, one + 1))
             raise
-
-    def apply(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return quantized_experts_forward(x, weights, experts, self.up, self.down, layer.activation, layer.biases)
 
 
 def pile_up(stacks: Sequence[Any]) -> Any:

@@ -60,12 +60,12 @@ def _add(
     k = tl.arange(0, BLOCK_K)
     row = matrix + n.to(tl.int64)[:, None] * WORDS + k[None, :]
     columns = rows + k[None, :]
-    offset = offset_of(zeros, scale_row * 0, FORM, False, kind, ASM)
+    offset = offset_of(zeros, scale_row * 0, FORM, 0, kind, ASM)
     if CLOSE:  # asked for a block ahead
         place = begin * PER // GROUP * SCALES + scale_row
         scale = tl.load(scales + place)
         if OFFSET:
-            offset = offset_of(zeros, place, FORM, True, kind, ASM)
+            offset = offset_of(zeros, place, FORM, OFFSET, kind, ASM)
     for at in tl.range(begin, end, BLOCK_K):
         word = tl.load(row + at)
         if CLOSE:
@@ -73,13 +73,13 @@ def _add(
             place = tl.minimum(at + BLOCK_K, end - BLOCK_K) * PER // GROUP * SCALES + scale_row
             next_scale = tl.load(scales + place)
             if OFFSET:
-                next_offset = offset_of(zeros, place, FORM, True, kind, ASM)
+                next_offset = offset_of(zeros, place, FORM, OFFSET, kind, ASM)
         for i in tl.static_range(PER):
             column = _block_column(at, i, WORDS, APART, BLOCK_K, FORM)
             real = there & (k < inner - column)[None, :] if PADDED else there
             part = tl.load(columns + column, mask=real, other=0.0)
             if OFFSET and not CLOSE:
-                offset = offset_of(zeros, column // GROUP * SCALES + scale_row, FORM, True, kind, ASM)
+                offset = offset_of(zeros, column // GROUP * SCALES + scale_row, FORM, OFFSET, kind, ASM)
             value = unpack(word, offset, i, FORM, OFFSET, kind, ASM)
             if CLOSE:
                 whole = tl.dot(value, tl.trans(part), whole, input_precision="ieee")

@@ -42,7 +42,7 @@ def _stream(
     places = matrix + row.to(tl.int64)[:, None] * WORDS + k[None, :]
     word = tl.load(places, mask=inside[:, None] & (k < WORDS)[None, :], other=0)
     wait_for_previous(EARLY)
-    constant = offset_of(zeros, row * 0, FORM, False, kind, ASM)
+    constant = offset_of(zeros, row * 0, FORM, 0, kind, ASM)
     CLOSE: tl.constexpr = GROUPS == 1 or GROUP % (PER * APART) == 0  # one scale for all places of a word
     acc = tl.zeros((R, SPANS, SPAN // 8), tl.float32)
     for begin in tl.range(0, WORDS, BLOCK_K):
@@ -57,7 +57,7 @@ def _stream(
             column = column_of(at, i, APART, FORM)
             there = (at < WORDS) & (column < inner) if PADDED else at < WORDS
             part = tl.load(x + column[None, :], mask=there[None, :], other=0.0).to(tl.float32)
-            products += unpack(word, constant, i, FORM, False, kind, ASM).to(tl.float32) * part
+            products += unpack(word, constant, i, FORM, 0, kind, ASM).to(tl.float32) * part
             if OFFSET:
                 parts += part
             if i == PER - 1 or not CLOSE:

@@ -20,11 +20,14 @@ from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.math import cdiv
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
-# a number so large that the last bits of a mantissa count in ones, how the type is called, 1, -1: each twice in a register
+# a number so large that the last bits of a mantissa count in ones, how the type is called, 1, -1, and less that number: each
+# twice in a register
 LARGE = {
-    "bf16": ("0x43004300", "bf16x2", "0x3F803F80", "0xBF80BF80"),
-    "fp16": ("0x64006400", "f16x2", "0x3C003C00", "0xBC00BC00"),
+    "bf16": ("0x43004300", "bf16x2", "0x3F803F80", "0xBF80BF80", "0xC300C300"),
+    "fp16": ("0x64006400", "f16x2", "0x3C003C00", "0xBC00BC00", "0xE400E400"),
 }
+# zero points: there are none, whole numbers, or any numbers, which are taken off when the large one is
+NO_ZEROS, WHOLE_ZEROS, ANY_ZEROS = 0, 1, 2
 # of smaller floats, how far to the left their exponent and mantissa are here, and what their exponents are off by, as a factor
 EIGHT_BITS = {"bf16": (4, "0x7B807B80"), "fp16": (7, "0x5C005C00")}
 FOUR_BITS = {"bf16": (6, "0x7E807E80"), "fp16": (9, "0x74007400")}
@@ -33,7 +36,7 @@ FOUR_BITS = {"bf16": (6, "0x7E807E80"), "fp16": (9, "0x74007400")}
 @triton.constexpr_function
 def _assembly(form, i, name, offset):
     """Two words in a register, $1, to two numbers, $0. With an offset: $2 is what is added to both."""
-    large, kind, one, minus = LARGE[name]
+    large, kind, one, minus, less = LARGE[name]
     lines = [".reg .b32 t, s, u, c;", f"mov.b32 c, {large};"]
     if form == "int4":
         lines += [f"shr.b32 t, $1, {4 * i};", "lop3.b32 t, t, 0x000F000F, c, 0xEA;"]
@@ -52,6 +55,8 @@ def _assembly(form, i, name, offset):
         lines += [f"and.b32 t, $1, {0x007F007F << 8 * i:#x};", f"sh{'l' if shift > 0 else 'r'}.b32 t, t, {abs(shift)};"]
         lines += [f"shl.b32 s, $1, {8 - 8 * i};", "mov.b32 u, 0x80008000;", "lop3.b32 t, s, u, t, 0xEA;"]
         lines += [f"mov.b32 c, {far};", f"fma.rn.{kind} t, t, c, u;"]
+    if form == "int4" and offset == ANY_ZEROS:
+        lines += [f"mov.b32 u, {one};", f"mov.b32 s, {less};", f"fma.rn.{kind} t, t, u, s;"]
     if form == "int4" or offset:
         lines += [f"mov.b32 u, {one};", f"fma.rn.{kind} t, t, u, $2;"]
     return "{ " + " ".join(lines) + " mov.b32 $0, t; }"
@@ -91,7 +96,7 @@ def unpack(word, offset, PLACE: tl.constexpr, FORM: tl.constexpr, OFFSET: tl.con
 def offset_of(zeros, place, FORM: tl.constexpr, OFFSET: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
     """[N, 1]: what is added to the stored numbers, and to the large number that unpacking leaves 4 bits with."""
     zero = tl.load(zeros + place).to(tl.float32) if OFFSET else tl.full(place.shape, 8.0 if FORM == "int4" else 0.0, tl.float32)
-    if FORM == "int4" and ASM:
+    if FORM == "int4" and ASM and OFFSET < 2:
         zero += 128.0 if tl.bfloat16 == KIND else 1024.0
     return (-zero).to(KIND)[:, None]
 
@@ -133,8 +138,14 @@ class Packed(NamedTuple):
         return {
             "WORDS": self.words.shape[-1], "APART": self.apart, "GROUP": self.group, "GROUPS": self.groups,
             "SCALES": self.scales.shape[-1], "HIGH": self.outputs // self.scales.shape[-1],
-            "OFFSET": self.zeros is not None, "FORM": self.form, "PADDED": self.columns > x.shape[-1], "ASM": assembles(x),
+            "OFFSET": self.offset, "FORM": self.form, "PADDED": self.columns > x.shape[-1], "ASM": assembles(x),
         }  # fmt: skip
+
+    @property
+    def offset(self) -> int:
+        if self.zeros is None:
+            return NO_ZEROS
+        return ANY_ZEROS if self.zeros.is_floating_point() else WHOLE_ZEROS
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,7 +202,7 @@ def _dequantize(
         zero = tl.full((1,), 8.0 if FORM == "int4" else 0.0, tl.float32)
         if OFFSET:
             zero = tl.load(zeros + place, mask=inside, other=0).to(tl.float32)
-        shift = (128.0 if kind == tl.bfloat16 else 1024.0) if FORM == "int4" and ASM else 0.0
+        shift = (128.0 if kind == tl.bfloat16 else 1024.0) if FORM == "int4" and ASM and OFFSET < 2 else 0.0
         number = unpack(word, (-zero - shift).to(kind)[None, :], i, FORM, OFFSET, kind, ASM)
         tl.store(out + n * inner + column, (number.to(tl.float32) * scale[None, :]).to(kind).reshape(BLOCK), mask=inside)
 
