@@ -17,6 +17,8 @@ INF = float("inf")
 class TopA:
     """Drops what is less likely than `a` times the square of the largest probability; never the likeliest."""
 
+    fields = ("extra_args",)
+
     def __init__(self, columns: Columns, vocabulary: int) -> None:
         self._column = columns.make(np.float32, 0.0)
         self.applied = 0

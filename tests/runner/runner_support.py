@@ -30,6 +30,8 @@ def admission(
     **params: Any,
 ) -> Admission:
     known = np.array(tokens, np.int32)
+    if bad_words:
+        params["bad_words"] = [str(word) for word in bad_words]
     return Admission(
         slot, known, len(known) if prompt is None else prompt, start, SamplingParams(**params), seed, stop_ids, bad_words
     )

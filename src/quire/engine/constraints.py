@@ -24,10 +24,12 @@ JUMP_PRICE = 2  # steps that a row of several tokens costs everyone
 
 
 class Constraints:
-    """`tell` takes what was decided about requests here; it has to call `note`."""
+    """`tell` takes what was decided about requests here; it has to call `note`. Before a request asks for masks (`begun`) there
+    is nothing to note, to expect or to do before a plan."""
 
     def __init__(self, scheduler: Scheduler, grammars: GrammarLanes | None, tell: Callable[[list[TokenDelta]], None]) -> None:
         self.grammars, self._scheduler, self._tell = grammars, scheduler, tell
+        self.begun = False
         self.on_refused: Callable[[str, RequestError], None] | None = None  # told of requests whose grammar or adapter is bad
 
     @property
@@ -37,6 +39,7 @@ class Constraints:
     def supported(self) -> GrammarLanes:
         if self.grammars is None:
             raise NotSupported("structured_outputs and thinking_token_budget cannot be used: this engine has no masks")
+        self.begun = True
         return self.grammars
 
     def check(self, params: StructuredOutputsParams) -> None:
@@ -55,17 +58,16 @@ class Constraints:
             else:
                 self.supported().tell(delta.request_id, delta.token_ids)
 
-    def expect(self, scheduled: Scheduled, result: StepResult, drafted: Iterable[Request] = ()) -> None:
+    def expect(self, scheduled: Scheduled, result: StepResult, drafted: Iterable[Request]) -> None:
         """What the device drafts behind the tokens that were noted, or the host for requests."""
-        for request in drafted if self.grammars else ():
+        if not self.grammars:
+            return
+        for request in drafted:
             if request.constrained:
-                self.supported().guess(request.spec.id, request.drafting.tokens)
-        for row, drafts in result.drafts.items() if self.grammars else ():
-            self.supported().guess(scheduled.requests[row].spec.id, drafts.tolist())
-
-    def send(self) -> None:
-        if self.grammars:
-            self.grammars.send()
+                self.grammars.guess(request.spec.id, request.drafting.tokens)
+        for row, drafts in result.drafts.items():
+            self.grammars.guess(scheduled.requests[row].spec.id, drafts.tolist())
+        self.grammars.send()
 
     def wait(self) -> None:
         if self.grammars:

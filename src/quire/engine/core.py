@@ -58,13 +58,16 @@ class EngineCore:
         """A request with a grammar runs when that is compiled, one with an adapter when that is on the device. If the grammar
         cannot be compiled or followed in reasonable time, or the adapter be read, `constraints.on_refused` is told, or a last
         delta tells."""
-        if request.params.needs_masks:
+        masked, adapted = request.params.needs_masks, request.extras.lora is not None
+        if masked:
             self.constraints.supported()
-        if request.extras.lora is not None:
+        if adapted:
             self.adapters.supported()
         self.scheduler.add(request)
-        self.constraints.open(request)
-        self.adapters.open(request)
+        if masked:
+            self.constraints.open(request)
+        if adapted:
+            self.adapters.open(request)
 
     def abort(self, ids: Iterable[str]) -> None:
         """Ends requests now; the next step says so with their last delta. Unknown and finished ids are ignored."""
@@ -106,8 +109,10 @@ class EngineCore:
         speculation = self.scheduler.speculation
         while self._flights and speculation is not None and speculation.waits:  # drafts are from tokens that have come
             self._land(*self._flights.popleft())
-        self.constraints.before_plan(self.depth, self.ahead)
-        self.adapters.turn()
+        if self.constraints.begun:
+            self.constraints.before_plan(self.depth, self.ahead)
+        if self.adapters.places:
+            self.adapters.turn()
         scheduled = self.scheduler.schedule(self._clock())
         self.tokens, self.rows = (0, 0) if scheduled is None else (scheduled.plan.tokens, len(scheduled.plan.slot))
         self.waited = 0.0
@@ -167,7 +172,8 @@ class EngineCore:
     def _tell(self, deltas: list[TokenDelta]) -> None:
         """To be handed out."""
         self._deltas += deltas
-        self.constraints.note(deltas)
+        if self.constraints.begun:
+            self.constraints.note(deltas)
 
     def _land(self, scheduled: Scheduled, flight: Flight, ahead: bool) -> None:
         began = self._clock()
@@ -190,8 +196,9 @@ class EngineCore:
             if self.watch is not None:
                 self.watch.landed()
             speculation = self.scheduler.speculation
-            self.constraints.expect(scheduled, result, () if speculation is None else speculation.landed(scheduled, result))
-            self.constraints.send()
+            drafted = () if speculation is None else speculation.landed(scheduled, result)
+            if self.constraints.begun:
+                self.constraints.expect(scheduled, result, drafted)
 
     def _fail(self, scheduled: Scheduled, error: Exception) -> None:
         """A lost step ends its own requests and no others."""

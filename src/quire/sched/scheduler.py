@@ -318,7 +318,7 @@ class Scheduler:
         if self._snapshots is not None and (entry := self._snapshots.save(request)) is not None:
             plan.save(request.slot, entry)
         sample = not request.known
-        masked = sample and (request.constrained or left_to_think(request) <= 0)
+        masked = sample and request.spec.params.needs_masks and (request.constrained or left_to_think(request) <= 0)
         request.drew = sample
         if sample:
             request.known = 1

@@ -10,6 +10,8 @@ from quire.types.plan import Admission
 
 
 class Allowed:
+    fields = ("allowed_token_ids",)
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._ids = Lists(device)

@@ -15,6 +15,8 @@ ANYTHING = -1  # in a beginning: matches whatever is there
 
 
 class BadWords:
+    fields = ("bad_words",)
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._words: dict[int, tuple[tuple[int, ...], ...]] = {}

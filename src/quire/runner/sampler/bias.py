@@ -9,6 +9,8 @@ from quire.types.plan import Admission
 
 
 class Bias:
+    fields = ("logit_bias",)
+
     def __init__(self, device: torch.device) -> None:
         self._bias = Lists(device)
 

@@ -20,9 +20,6 @@ class Draw:
     def admit(self, slot: int, admission: Admission) -> None:
         self.seed[slot] = as_signed(admission.seed)
 
-    def retire(self, slot: int) -> None:
-        self.seed.reset(slot)
-
     def choose(self, logits: Tensor, rows: Rows) -> Tensor:
         """logits [N, V] -> ids [N] int64."""
         keys = row_keys(self.seed.at(rows.slot), rows.end)

@@ -41,6 +41,8 @@ def top_ids(logits: Tensor, count: int) -> Tensor:
 class Logprobs:
     """Which slots want logprobs, and of which tokens. Nothing is computed for the others."""
 
+    fields = ("logprobs", "logprob_token_ids", "prompt_logprobs")
+
     def __init__(self, slots: int, vocabulary: int, mode: LogprobsMode, device: torch.device) -> None:
         self.mode = mode
         self.processed = mode.startswith("processed")

@@ -9,6 +9,8 @@ from quire.types.plan import Admission
 
 
 class MinP:
+    fields = ("min_p",)
+
     def __init__(self, columns: Columns) -> None:
         self.column = columns.make(np.float32, 0.0)
 

@@ -10,6 +10,8 @@ from quire.types.plan import Admission
 
 
 class MinTokens:
+    fields = ("min_tokens",)
+
     def __init__(self, slots: int, device: torch.device) -> None:
         self._least = np.zeros(slots, np.int64)  # [S]
         self._stops = Lists(device)

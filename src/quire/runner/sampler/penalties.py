@@ -20,6 +20,8 @@ NEUTRAL = (1.0, 0.0, 0.0)  # repetition, frequency, presence
 class Penalties:
     """repetition_penalty over prompt and output; frequency_penalty and presence_penalty over the output alone."""
 
+    fields = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+
     def __init__(self, columns: Columns, vocabulary: int) -> None:
         self._device, self._vocabulary = columns.device, vocabulary
         self._columns = [columns.make(np.float32, neutral) for neutral in NEUTRAL]

@@ -1,5 +1,6 @@
 """The stages in their order, applied to the rows of one step."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +21,7 @@ from quire.runner.sampler.logprobs import Logprobs, Report
 from quire.runner.sampler.min_p import MinP
 from quire.runner.sampler.min_tokens import MinTokens
 from quire.runner.sampler.penalties import Penalties
-from quire.runner.sampler.stage import Columns, Edit, Filter, Rows, Stage, Tenancy
+from quire.runner.sampler.stage import Columns, Edit, Extra, Filter, Part, Rows, Stage, concerns
 from quire.runner.sampler.temperature import Temperature
 from quire.runner.sampler.truncation import Truncation
 from quire.runner.transfer import Longs, upload
@@ -88,8 +89,10 @@ class Sampler:
         min_p, truncation = MinP(columns), Truncation(columns, vocabulary)
         self._unfused: tuple[Filter, ...] = tuple(make(columns, vocabulary) for make in FILTERS)
         self._filters: tuple[Stage, ...] = (self._temperature, *self._unfused, min_p, truncation)
-        self._parts: tuple[Tenancy, ...] = (self.logprobs, self._draw, *self._edits, *self._filters)
-        self._tenants: set[int] = set()  # slots that have one
+        self._parts: tuple[Part, ...] = (self.logprobs, *self._edits, *self._filters)
+        self._tenants: dict[int, list[Part]] = {}  # of slots that have one: those whose parameters it sets
+        self._users: Counter[Part] = Counter()  # how many tenants each has
+        self._extras: tuple[Extra, ...] = (self.logprobs, *self._edits)
         self._special: set[int] = set()  # slots for which a draw is not all there is to do
         self._filtered: set[int] = set()  # slots with a filter that a fused draw does not know
         parameters = (self._temperature.column, truncation.top_k, truncation.top_p, min_p.column, self._draw.seed)
@@ -98,21 +101,22 @@ class Sampler:
 
     def admit(self, slot: int, admission: Admission) -> None:
         self.retire(slot)
-        self._tenants.add(slot)
-        for part in self._parts:
+        self._draw.admit(slot, admission)
+        parts = self._tenants[slot] = [part for part in self._parts if concerns(part, admission.params)]
+        for part in parts:
             part.admit(slot, admission)
-        if self._scratch is not None and any(stage.wants(admission) for stage in self._unfused):
+            self._users[part] += 1
+        if self._scratch is not None and any(stage in parts and stage.wants(admission) for stage in self._unfused):
             self._filtered.add(slot)
-        if slot in self._filtered or self.logprobs.wants(admission) or any(stage.wants(admission) for stage in self._edits):
+        if slot in self._filtered or any(stage in parts and stage.wants(admission) for stage in self._extras):
             self._special.add(slot)
 
     def retire(self, slot: int) -> None:
-        if slot in self._tenants:
-            self._tenants.remove(slot)
-            self._special.discard(slot)
-            self._filtered.discard(slot)
-            for part in self._parts:
-                part.retire(slot)
+        self._special.discard(slot)
+        self._filtered.discard(slot)
+        for part in self._tenants.pop(slot, ()):
+            part.retire(slot)
+            self._users[part] -= 1
 
     def plain(self, slots: Ints | Longs) -> bool:
         """Whether `draw` is all that these slots ask for: no edits, no logprobs."""
@@ -146,7 +150,7 @@ class Sampler:
     def edit(self, logits: Tensor, rows: Rows, masks: Masks | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """What the draw is from; then, where something was edited: what was wrong before, and the raw logits of rows that ask
         for logprobs of those."""
-        edits = [stage for stage in self._edits if stage.active(rows)]
+        edits = [stage for stage in self._edits if self._users[stage] and stage.active(rows)]
         filtered = self._filtered_rows(rows)
         fault, raw = None, None
         if edits or masks is not None or len(filtered):
@@ -213,7 +217,7 @@ class Sampler:
             chosen, drawing = upload(part, self._device), rows.take(part)
             filtered = logits[chosen]
             for stage in self._filters:
-                if stage.active(drawing):
+                if self._users[stage] and stage.active(drawing):
                     filtered = stage.apply(filtered, drawing)
             ids[chosen] = self._draw.choose(filtered, drawing)
             if self.logprobs.processed:

@@ -12,6 +12,7 @@ from quire.device.updates import DeviceUpdates
 from quire.runner.transfer import Longs, upload
 from quire.types.errors import EngineError
 from quire.types.plan import Admission
+from quire.types.sampling import SamplingParams
 
 MOST_COLUMNS = 16
 LEAST = float(np.finfo(np.float32).tiny)  # nothing below is safe: a device may take it for 0
@@ -55,7 +56,14 @@ class Tenancy(Protocol):
     def retire(self, slot: int) -> None: ...
 
 
-class Stage(Tenancy, Protocol):
+class Part(Tenancy, Protocol):
+    """`fields`: the sampling parameters it reads. A tenant who leaves all of them as they are is not admitted to it."""
+
+    @property
+    def fields(self) -> tuple[str, ...]: ...
+
+
+class Stage(Part, Protocol):
     """`apply` may change `logits` [N, V] float32 in place and returns them; it is called only when `active` says so."""
 
     def active(self, rows: Rows) -> bool: ...
@@ -63,10 +71,15 @@ class Stage(Tenancy, Protocol):
     def apply(self, logits: Tensor, rows: Rows) -> Tensor: ...
 
 
-class Edit(Stage, Protocol):
+class Extra(Part, Protocol):
+    """Something beside filters and the draw."""
+
     def wants(self, admission: Admission) -> bool:
         """Whether it may ever be active for this tenant."""
         ...
+
+
+class Edit(Stage, Extra, Protocol): ...
 
 
 class Filter(Edit, Protocol):
@@ -74,6 +87,13 @@ class Filter(Edit, Protocol):
     and leaves at least one."""
 
     def __init__(self, columns: "Columns", vocabulary: int) -> None: ...
+
+
+NEUTRAL = SamplingParams()
+
+
+def concerns(part: Part, params: SamplingParams) -> bool:
+    return any(getattr(params, name) != getattr(NEUTRAL, name) for name in part.fields)
 
 
 class Columns:

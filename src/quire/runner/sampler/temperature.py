@@ -10,6 +10,8 @@ from quire.types.plan import Admission
 
 
 class Temperature:
+    fields = ("temperature",)
+
     def __init__(self, columns: Columns) -> None:
         self.column = columns.make(np.float32, 1.0)
 

@@ -17,6 +17,8 @@ FIRST_LOOK = 1024  # as many of the most likely tokens hold the mass of nearly e
 
 
 class Truncation:
+    fields = ("top_k", "top_p")
+
     def __init__(self, columns: Columns, vocabulary: int) -> None:
         self._device = columns.device
         self._vocabulary = vocabulary
