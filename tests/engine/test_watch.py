@@ -45,7 +45,7 @@ def make_core(clock, depth=1, pages=64, max_seqs=4, budget=16, drafts=0):
 
 def request(name, prompt=6, tokens=5, tenant=""):
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    ids = tuple((hash(tenant) + int(name) * 7 + i) % VOCABULARY for i in range(prompt))
+    ids = tuple((int(name) * 7 + i) % VOCABULARY for i in range(prompt))
     return EngineRequest(name, ids, params, 0, stop_ids=frozenset(), eos_ids=frozenset(), arrival=0.0, tenant=tenant)
 
 
