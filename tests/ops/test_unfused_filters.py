@@ -8,6 +8,7 @@ from quire import LLM, SamplingParams
 from quire.runner.sampler import pipeline
 from quire.runner.sampler.pipeline import Sampler
 from quire.runner.sampler.stage import Columns, Rows
+from quire.types import sampling
 from quire.types.plan import Admission
 from tiny_model import make_model
 
@@ -45,7 +46,7 @@ class TopA:
 @pytest.fixture(autouse=True)
 def added(monkeypatch):
     monkeypatch.setattr(pipeline, "FILTERS", (TopA,))
-    monkeypatch.setattr(SamplingParams, "_refuse_what_is_not_built", lambda _: None)
+    monkeypatch.delitem(sampling._CHECKS, "extra_args")
 
 
 def params_of(top_a: float = 0.0, **options) -> SamplingParams:

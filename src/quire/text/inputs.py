@@ -15,10 +15,11 @@ from quire.text.prompts import PromptReader
 from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.types.adapter import LoRARequest
+from quire.types.checks import shown
 from quire.types.errors import InvalidParameter, NotSupported
 from quire.types.prompts import NO_EXTRAS, Extras, Prompt, PromptType
 from quire.types.request import EngineRequest
-from quire.types.sampling import SamplingParams, shown
+from quire.types.sampling import SamplingParams
 from quire.types.structured import FIELD, MOST_GRAMMAR_BYTES, StructuredOutputsParams
 
 if TYPE_CHECKING:

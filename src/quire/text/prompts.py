@@ -12,9 +12,9 @@ from quire.text.helper.wire import MOST_RENDERED, Cut
 from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_prompt import render_told, wants_words
+from quire.types.checks import shown
 from quire.types.errors import InvalidParameter, PromptTooLong, RequestError
 from quire.types.prompts import NO_EXTRAS, Extras, Prompt
-from quire.types.sampling import shown
 
 if TYPE_CHECKING:
     from quire.text.aside import Aside

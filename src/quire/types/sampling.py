@@ -7,13 +7,14 @@ known without it.
 import copy
 import difflib
 import enum
-import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
+from quire.types.checks import LARGEST_INT, check_flag, check_ids, check_int, check_real
 from quire.types.errors import InvalidParameter, NotSupported, UnknownParameter
 from quire.types.structured import StructuredOutputsParams, as_structured_outputs
 
@@ -24,7 +25,6 @@ MOST_STOP_STRINGS = 4
 MOST_LOGPROB_TOKEN_IDS = 128
 MOST_BAD_WORDS = 128
 SEED_BITS = 64
-LARGEST_INT = 2**63 - 1
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
@@ -44,7 +44,7 @@ class RepetitionDetectionParams(msgspec.Struct, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         for name in ("max_pattern_size", "min_pattern_size", "min_count"):
-            _check_int("repetition_detection", getattr(self, name), low=0)
+            check_int("repetition_detection", getattr(self, name), low=0)
         if self.max_pattern_size and self.min_count < 2:
             raise InvalidParameter(
                 f"repetition_detection.min_count must be at least 2, got {self.min_count}", "repetition_detection"
@@ -127,10 +127,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, metaclass=_Named):
     trace_decode_token_ids: list[int] | None = None
 
     def __post_init__(self) -> None:
-        self._normalize()
-        self._check_ranges()
-        self._check_lists()
-        self._refuse_what_is_not_built()
+        """What was left at its default needs no check."""
+        for name, check in _CHECKS.items():
+            value, default = getattr(self, name), _DEFAULTS[name]
+            if value is not default and (type(value) is not type(default) or value != default):
+                setattr(self, name, check(name, value))
+        self._check_pairs()
         if self.greedy:
             self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
 
@@ -173,112 +175,23 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, metaclass=_Named):
         twin.__post_init__()
         return twin
 
-    def _normalize(self) -> None:
-        if self.stop is None:
-            self.stop = []
-        elif isinstance(self.stop, str):
-            self.stop = [self.stop]
-        elif isinstance(self.stop, Sequence):
-            self.stop = list(self.stop)
-        self.stop_token_ids = [] if self.stop_token_ids is None else list(self.stop_token_ids)
-        self.bad_words = [] if self.bad_words is None else list(self.bad_words)
-        if self.seed == -1:
-            self.seed = None
-        if self.logprobs is True:
-            self.logprobs = 1
-        if self.prompt_logprobs is True:
-            self.prompt_logprobs = 1
-        if isinstance(self.repetition_detection, dict):
-            self.repetition_detection = _as_repetition_detection(self.repetition_detection)  # type: ignore[unreachable]
-        if self.structured_outputs is not None:
-            self.structured_outputs = as_structured_outputs(self.structured_outputs)
-
-    def _check_ranges(self) -> None:
-        _check_int("n", self.n, low=1, high=MOST_SEQUENCES)
-        _check_real("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
-        _check_real("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
-        _check_real("repetition_penalty", self.repetition_penalty, above=0.0)
-        _check_real("temperature", self.temperature, low=0.0, high=2.0)
-        _check_real("top_p", self.top_p, above=0.0, high=1.0)
-        _check_int("top_k", self.top_k, low=-1)
-        _check_real("min_p", self.min_p, low=0.0, high=1.0)
-        if self.seed is not None:
-            _check_int("seed", self.seed, low=-(2 ** (SEED_BITS - 1)), high=2**SEED_BITS - 1)
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, low=1)
-        _check_int("min_tokens", self.min_tokens, low=0)
+    def _check_pairs(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter(
                 f"min_tokens ({self.min_tokens}) must not be larger than max_tokens ({self.max_tokens})", "min_tokens"
             )
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
-                _check_int(name, value, low=-1)
         if self.prompt_logprobs is not None and self.skip_reading_prefix_cache is False:
             raise InvalidParameter(
                 "prompt_logprobs need every prompt position to be run: leave skip_reading_prefix_cache out or set it to true",
                 "skip_reading_prefix_cache",
             )
-        if self.thinking_token_budget is not None:
-            _check_int("thinking_token_budget", self.thinking_token_budget, low=0)
-        if self.stream_interval is not None:
-            _check_int("stream_interval", self.stream_interval, low=1)
-        for name in (
-            "ignore_eos", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
-            "include_stop_str_in_output", "skip_clone",
-        ):  # fmt: skip
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidParameter(f"{name} must be true or false, got {getattr(self, name)!r}", name)
-        if not isinstance(self.output_kind, RequestOutputKind):
-            raise InvalidParameter(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}", "output_kind")
-        if GREEDY_BELOW <= self.temperature < LOWEST_TEMPERATURE:
-            warnings.warn(f"temperature {self.temperature} is too small to be exact; using {LOWEST_TEMPERATURE}", stacklevel=3)
-            self.temperature = LOWEST_TEMPERATURE
         if self.greedy and self.n > 1:
             raise InvalidParameter(f"n must be 1 when temperature is 0 (greedy), got {self.n}", "n")
-
-    def _check_lists(self) -> None:
-        if not isinstance(self.stop, list) or not all(isinstance(s, str) for s in self.stop):
-            raise InvalidParameter(f"stop must be a string or a list of strings, got {self.stop!r}", "stop")
-        if any(not s for s in self.stop):
-            raise InvalidParameter("stop must not contain an empty string", "stop")
-        if len(self.stop) > MOST_STOP_STRINGS:
-            raise InvalidParameter(f"stop may hold at most {MOST_STOP_STRINGS} strings, got {len(self.stop)}", "stop")
         if self.stop and not self.detokenize:
             raise InvalidParameter("stop strings need detokenize=True; use stop_token_ids instead", "stop")
-        _check_ids("stop_token_ids", self.stop_token_ids)
-        _check_ids("allowed_token_ids", self.allowed_token_ids)
-        _check_ids("logprob_token_ids", self.logprob_token_ids)
-        _check_ids("thinking_end_ids", self.thinking_end_ids)
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InvalidParameter("allowed_token_ids must not be empty; leave it out to allow all", "allowed_token_ids")
-        if self.logprob_token_ids is not None and len(self.logprob_token_ids) > MOST_LOGPROB_TOKEN_IDS:
-            raise InvalidParameter(
-                f"logprob_token_ids may hold at most {MOST_LOGPROB_TOKEN_IDS} ids, got {len(self.logprob_token_ids)}",
-                "logprob_token_ids",
-            )
-        words = self.bad_words or []
-        if any(not isinstance(word, str) or not word for word in words):
-            raise InvalidParameter(f"bad_words must be non-empty strings, got {words!r}", "bad_words")
-        if len(words) > MOST_BAD_WORDS:
-            raise InvalidParameter(f"bad_words may hold at most {MOST_BAD_WORDS} words, got {len(words)}", "bad_words")
-        if self.logit_bias is not None:
-            self.logit_bias = _checked_bias(self.logit_bias)
-
-    def _refuse_what_is_not_built(self) -> None:
-        not_built = {
-            "extra_args": (bool(self.extra_args), "no installed plugin reads extra_args"),
-            "thinking_token_budget": (
-                self.thinking_token_budget is not None and not self.thinking_end_ids,
-                "no reasoning parser is configured",
-            ),
-            "routed_experts_prompt_start": (self.routed_experts_prompt_start != 0, "routed experts are not returned"),
-            "trace_decode_token_ids": (self.trace_decode_token_ids is not None, "decode traces are not available"),
-        }
-        for name, (asked, reason) in not_built.items():
-            if asked:
-                raise NotSupported(f"{name} cannot be used: {reason}", name)
+        if self.thinking_token_budget is not None and not self.thinking_end_ids:
+            name = "thinking_token_budget"
+            raise NotSupported(f"{name} cannot be used: no reasoning parser is configured", name)
 
 
 MOST_LENGTH_PENALTY = 32.0  # no length to this power is more than a float can hold
@@ -294,82 +207,159 @@ class BeamSearchParams(msgspec.Struct):
     structured_outputs: Any = None
 
     def __post_init__(self) -> None:
-        _check_int("beam_width", self.beam_width, low=1, high=MOST_SEQUENCES)
-        _check_int("max_tokens", self.max_tokens, low=1)
-        _check_real("temperature", self.temperature, low=0.0, high=2.0)
-        _check_real("length_penalty", self.length_penalty, low=-MOST_LENGTH_PENALTY, high=MOST_LENGTH_PENALTY)
+        check_int("beam_width", self.beam_width, low=1, high=MOST_SEQUENCES)
+        check_int("max_tokens", self.max_tokens, low=1)
+        check_real("temperature", self.temperature, low=0.0, high=2.0)
+        check_real("length_penalty", self.length_penalty, low=-MOST_LENGTH_PENALTY, high=MOST_LENGTH_PENALTY)
         if self.structured_outputs is not None:
             raise NotSupported("structured_outputs cannot be used: a beam search is not constrained", "structured_outputs")
 
 
-def _check_int(name: str, value: Any, low: int, high: int = LARGEST_INT) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidParameter(f"{name} must be an integer, got {value!r}", name)
-    if value < low or value > high:
-        bounds = f"at least {low}" if value < low and high == LARGEST_INT else f"between {low} and {high}"
-        raise InvalidParameter(f"{name} must be {bounds}, got {shown(value)}", name)
+# ---- the table of checks: each takes a field's name and what was given, and returns what the field then has
+
+Check = Callable[[str, Any], Any]
 
 
-def _is_finite(value: float) -> bool:
+def _integer(low: int, high: int = LARGEST_INT) -> Check:
+    return partial(check_int, low=low, high=high)
+
+
+def _real(low: float | None = None, high: float | None = None, above: float | None = None) -> Check:
+    return partial(check_real, low=low, high=high, above=above)
+
+
+def _or_none(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _not_built(why: str, empty: Any) -> Check:
+    def check(name: str, value: Any) -> Any:
+        if value != empty:
+            raise NotSupported(f"{name} cannot be used: {why}", name)
+        return value
+
+    return check
+
+
+def _temperature(name: str, value: Any) -> Any:
+    check_real(name, value, low=0.0, high=2.0)
+    if GREEDY_BELOW <= value < LOWEST_TEMPERATURE:
+        warnings.warn(f"temperature {value} is too small to be exact; using {LOWEST_TEMPERATURE}", stacklevel=3)
+        return LOWEST_TEMPERATURE
+    return value
+
+
+def _seed(name: str, value: Any) -> int | None:
+    seed = check_int(name, value, low=-(2 ** (SEED_BITS - 1)), high=2**SEED_BITS - 1)
+    return None if seed == -1 else seed
+
+
+def _logprobs(name: str, value: Any) -> int:
+    return check_int(name, 1 if value is True else value, low=-1)
+
+
+def _output_kind(name: str, value: Any) -> RequestOutputKind:
+    if not isinstance(value, RequestOutputKind):
+        raise InvalidParameter(f"{name} must be a RequestOutputKind, got {value!r}", name)
+    return value
+
+
+def _stop(name: str, value: Any) -> list[str]:
+    stop = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stop, Sequence) or not all(isinstance(text, str) for text in stop):
+        raise InvalidParameter(f"stop must be a string or a list of strings, got {value!r}", name)
+    if any(not text for text in stop):
+        raise InvalidParameter("stop must not contain an empty string", name)
+    if len(stop) > MOST_STOP_STRINGS:
+        raise InvalidParameter(f"stop may hold at most {MOST_STOP_STRINGS} strings, got {len(stop)}", name)
+    return list(stop)
+
+
+def _bad_words(name: str, value: Any) -> list[str]:
+    words = [] if value is None else list(value)
+    if any(not isinstance(word, str) or not word for word in words):
+        raise InvalidParameter(f"bad_words must be non-empty strings, got {words!r}", name)
+    if len(words) > MOST_BAD_WORDS:
+        raise InvalidParameter(f"bad_words may hold at most {MOST_BAD_WORDS} words, got {len(words)}", name)
+    return words
+
+
+def _stop_ids(name: str, value: Any) -> list[int]:
+    return check_ids(name, [] if value is None else list(value))
+
+
+def _allowed_ids(name: str, value: Any) -> list[int]:
+    ids = check_ids(name, value)
+    if not ids:
+        raise InvalidParameter("allowed_token_ids must not be empty; leave it out to allow all", name)
+    return ids
+
+
+def _logprob_ids(name: str, value: Any) -> list[int]:
+    ids = check_ids(name, value)
+    if len(ids) > MOST_LOGPROB_TOKEN_IDS:
+        raise InvalidParameter(f"logprob_token_ids may hold at most {MOST_LOGPROB_TOKEN_IDS} ids, got {len(ids)}", name)
+    return ids
+
+
+def _repetition_detection(name: str, value: Any) -> Any:
     try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer that no float can hold
-        return False
-
-
-def shown(number: float) -> str:
-    """A number in an error's words; an integer of thousands of digits, which Python will not print, by its size."""
-    if isinstance(number, int) and number.bit_length() > 128:
-        return f"an integer of {number.bit_length()} bits"
-    return f"{number}"
-
-
-def _check_real(name: str, value: Any, low: float | None = None, high: float | None = None, above: float | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidParameter(f"{name} must be a number, got {value!r}", name)
-    bad = not _is_finite(value)
-    bad |= low is not None and value < low
-    bad |= above is not None and value <= above
-    bad |= high is not None and value > high
-    if bad:
-        parts = ["finite"]
-        if low is not None:
-            parts.append(f"at least {low:g}")
-        if above is not None:
-            parts.append(f"above {above:g}")
-        if high is not None:
-            parts.append(f"at most {high:g}")
-        raise InvalidParameter(f"{name} must be {', '.join(parts)}, got {shown(value)}", name)
-
-
-def _check_ids(name: str, ids: Any) -> None:
-    if ids is None:
-        return
-    if not isinstance(ids, list):
-        raise InvalidParameter(f"{name} must be a list of token ids (integers from 0), got {type(ids).__name__}", name)
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            what = shown(token) if isinstance(token, int) else f"{token!r:.80}"
-            raise InvalidParameter(f"{name} must be a list of token ids (integers from 0), got {what} in it", name)
-
-
-def _as_repetition_detection(value: dict[str, Any]) -> RepetitionDetectionParams:
-    try:
-        return RepetitionDetectionParams(**value)
+        return RepetitionDetectionParams(**value) if isinstance(value, dict) else value
     except TypeError as error:
-        raise InvalidParameter(f"repetition_detection: {error}", "repetition_detection") from None
+        raise InvalidParameter(f"repetition_detection: {error}", name) from None
 
 
-def _checked_bias(bias: Any) -> dict[int, float]:
+def _bias(name: str, value: Any) -> dict[int, float]:
     """OpenAI clients send the ids as strings; values are clamped to ±100 as OpenAI and vLLM do."""
-    if not isinstance(bias, dict):
-        raise InvalidParameter(f"logit_bias must map token ids to numbers, got {bias!r}", "logit_bias")
+    if not isinstance(value, dict):
+        raise InvalidParameter(f"logit_bias must map token ids to numbers, got {value!r}", name)
     out = {}
-    for key, value in bias.items():
+    for key, number in value.items():
         try:
             token = int(key)
         except (TypeError, ValueError):
-            raise InvalidParameter(f"logit_bias keys must be token ids, got {key!r}", "logit_bias") from None
-        _check_real("logit_bias", value)
-        out[token] = min(100.0, max(-100.0, float(value)))
+            raise InvalidParameter(f"logit_bias keys must be token ids, got {key!r}", name) from None
+        check_real(name, number)
+        out[token] = min(100.0, max(-100.0, float(number)))
     return out
+
+
+_CHECKS: dict[str, Check] = {
+    "n": _integer(1, MOST_SEQUENCES),
+    "presence_penalty": _real(low=-2.0, high=2.0),
+    "frequency_penalty": _real(low=-2.0, high=2.0),
+    "repetition_penalty": _real(above=0.0),
+    "temperature": _temperature,
+    "top_p": _real(above=0.0, high=1.0),
+    "top_k": _integer(-1),
+    "min_p": _real(low=0.0, high=1.0),
+    "seed": _seed,
+    "max_tokens": _or_none(_integer(1)),
+    "min_tokens": _integer(0),
+    "logprobs": _logprobs,
+    "prompt_logprobs": _logprobs,
+    "thinking_token_budget": _integer(0),
+    "stream_interval": _integer(1),
+    "ignore_eos": check_flag,
+    "flat_logprobs": check_flag,
+    "detokenize": check_flag,
+    "skip_special_tokens": check_flag,
+    "spaces_between_special_tokens": check_flag,
+    "include_stop_str_in_output": check_flag,
+    "skip_clone": check_flag,
+    "output_kind": _output_kind,
+    "stop": _stop,
+    "stop_token_ids": _stop_ids,
+    "allowed_token_ids": _allowed_ids,
+    "logprob_token_ids": _logprob_ids,
+    "thinking_end_ids": check_ids,
+    "bad_words": _bad_words,
+    "logit_bias": _bias,
+    "repetition_detection": _repetition_detection,
+    "structured_outputs": lambda _, value: as_structured_outputs(value),
+    "extra_args": _not_built("no installed plugin reads extra_args", {}),
+    "routed_experts_prompt_start": _not_built("routed experts are not returned", 0),
+    "trace_decode_token_ids": _not_built("decode traces are not available", None),
+}
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
+_DEFAULTS |= {name: [] for name in ("stop", "stop_token_ids", "bad_words")}

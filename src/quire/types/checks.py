@@ -1,0 +1,66 @@
+"""What a parameter of a request may be: each check returns the value, or raises InvalidParameter with the parameter's name."""
+
+import math
+from typing import Any
+
+from quire.types.errors import InvalidParameter
+
+LARGEST_INT = 2**63 - 1
+
+
+def check_int(name: str, value: Any, low: int, high: int = LARGEST_INT) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidParameter(f"{name} must be an integer, got {value!r}", name)
+    if value < low or value > high:
+        bounds = f"at least {low}" if value < low and high == LARGEST_INT else f"between {low} and {high}"
+        raise InvalidParameter(f"{name} must be {bounds}, got {shown(value)}", name)
+    return value
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
+
+
+def shown(number: float) -> str:
+    """A number in an error's words; an integer of thousands of digits, which Python will not print, by its size."""
+    if isinstance(number, int) and number.bit_length() > 128:
+        return f"an integer of {number.bit_length()} bits"
+    return f"{number}"
+
+
+def check_real(name: str, value: Any, low: float | None = None, high: float | None = None, above: float | None = None) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidParameter(f"{name} must be a number, got {value!r}", name)
+    bad = not _is_finite(value)
+    bad |= low is not None and value < low
+    bad |= above is not None and value <= above
+    bad |= high is not None and value > high
+    if bad:
+        parts = ["finite"]
+        if low is not None:
+            parts.append(f"at least {low:g}")
+        if above is not None:
+            parts.append(f"above {above:g}")
+        if high is not None:
+            parts.append(f"at most {high:g}")
+        raise InvalidParameter(f"{name} must be {', '.join(parts)}, got {shown(value)}", name)
+    return value
+
+
+def check_ids(name: str, ids: Any) -> list[int]:
+    if not isinstance(ids, list):
+        raise InvalidParameter(f"{name} must be a list of token ids (integers from 0), got {type(ids).__name__}", name)
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            what = shown(token) if isinstance(token, int) else f"{token!r:.80}"
+            raise InvalidParameter(f"{name} must be a list of token ids (integers from 0), got {what} in it", name)
+    return ids
+
+
+def check_flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidParameter(f"{name} must be true or false, got {value!r}", name)
+    return value
