@@ -47,6 +47,17 @@ LLAMA4: dict[str, Any] = {
     "num_experts_per_tok": 1,
 }
 
+GEMMA4: dict[str, Any] = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 6,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 199,
+    "num_hidden_layers": 5,
+    "layer_types": [*("sliding_attention", "full_attention") * 2, "full_attention"],
+    "initializer_range": 0.1,
+}
+
 MORE: dict[str, Family] = {
     "arcee": Family("ArceeConfig", "ArceeForCausalLM", {"mlp_bias": True}),
     "cwm": Family("CwmConfig", "CwmForCausalLM", {"head_dim": 8, "sliding_window": 7, "num_hidden_layers": 5}),
@@ -72,6 +83,43 @@ MORE: dict[str, Family] = {
     ),
     "falcon-in-turn": Family(
         "FalconConfig", "FalconForCausalLM", {**PLAIN, "parallel_attn": False, "multi_query": False, "bias": True}
+    ),
+    "gemma3n": Family(
+        "Gemma3nTextConfig",
+        "Gemma3nForCausalLM",
+        {
+            "head_dim": 8,
+            "sliding_window": 6,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 180,  # larger ids have the first one's input
+            "num_hidden_layers": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "num_kv_shared_layers": 2,
+            "altup_num_inputs": 3,
+            "laurel_rank": 6,
+            "intermediate_size": [80, 80, 64, 80, 80],
+            "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0, 0.8],
+            "initializer_range": 0.1,
+        },
+    ),
+    "gemma4": Family(
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {**GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 20.0},
+    ),
+    "gemma4-experts": Family(
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
     ),
     "glm": Family("GlmConfig", "GlmForCausalLM", {"head_dim": 16}),
     "glm4": Family("Glm4Config", "Glm4ForCausalLM", {"head_dim": 16}),

@@ -221,6 +221,8 @@ EAR: dict[str, Any] = {
     "d_model": 16,
 }
 
+# of which transformers makes none without further packages; their tensors' names are tested in test_checkpoint_names.py
+UNMADE = {"Gemma3nForConditionalGeneration"}
 # models that also see or hear, by the architecture; the text half of each is a family of ours
 COMPOSITES: dict[str, Family] = {
     family.model: family
@@ -233,6 +235,11 @@ COMPOSITES: dict[str, Family] = {
             "gemma3_text",
             SIGLIP | {"mm_tokens_per_image": 4, "image_token_index": 190},
         ),
+        Family("Gemma4Config", "Gemma4ForConditionalGeneration", MORE["gemma4"].settings, "gemma4_text",
+               {"vision_config": {**SMALL, "patch_size": 4, "head_dim": 8, "num_key_value_heads": 2,
+                                  "position_embedding_size": 64},
+                "image_token_id": 190, "video_token_id": 191, "audio_token_id": 192, "boi_token_id": 193,
+                "eoi_token_id": 194, "boa_token_id": 195, "eoa_token_index": 196}),
         Family(
             "GotOcr2Config",
             "GotOcr2ForConditionalGeneration",
@@ -298,6 +305,8 @@ def make_checkpoint(family: Family, directory: Path) -> None:
         for name, buffer in model.named_buffers():
             if "correction" in name:
                 buffer.normal_(0.0, 0.1)
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.8)
         if family.settle is not None:
             family.settle(model)
     model.save_pretrained(directory)

@@ -52,6 +52,21 @@ def test_gemma3_without_its_eyes(checkpoint, tmp_path, text, vision):
     torch.testing.assert_close(logits(tmp_path), plain.expected(IDS), atol=1e-4, rtol=1e-4)
 
 
+def test_gemma3n_without_eyes_and_ears(checkpoint, tmp_path):
+    """Layers that attend to the keys of others have matrices of their own in published files, and nobody reads them."""
+    parts = ("vision_tower.timm_model.conv_stem.conv.weight", "embed_audio.embedding.weight", "audio_tower.conformer.0.weight")
+    unread = tuple(f"language_model.layers.4.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm"))
+    plain = checkpoint("gemma3n")
+    rewrite(
+        plain.directory,
+        tmp_path,
+        lambda name: name.replace("model.", "model.language_model."),
+        tuple(f"model.{name}" for name in (*parts, *unread)),
+        lambda config: {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "text_config": config},
+    )
+    torch.testing.assert_close(logits(tmp_path), plain.expected(IDS), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "qwen3-moe-some-layers"])
 def test_experts_in_one_tensor(checkpoint, tmp_path, family, transposed):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from family import Family
-from oracle import CLIP, COMPOSITES, make_checkpoint, open_checkpoint
+from oracle import CLIP, COMPOSITES, UNMADE, make_checkpoint, open_checkpoint
 from quire import LLM, SamplingParams
 from quire.config.facts import read_facts
 from quire.files.resolve import resolve_model
@@ -35,7 +35,7 @@ def expected(reference) -> list[int]:
     return ids[0, len(IDS) :].tolist()
 
 
-@pytest.mark.parametrize("architecture", sorted(composite.COMPOSITES))
+@pytest.mark.parametrize("architecture", sorted({*composite.COMPOSITES} - UNMADE))
 def test_text(tmp_path, architecture):
     make_checkpoint(COMPOSITES[architecture], tmp_path)
     case = open_checkpoint(tmp_path)
@@ -43,7 +43,7 @@ def test_text(tmp_path, architecture):
 
 
 def test_every_composite_is_tested_and_has_a_family():
-    assert set(COMPOSITES) == set(composite.COMPOSITES)
+    assert {*COMPOSITES, *UNMADE} == set(composite.COMPOSITES)
     assert set(composite.TEXT_MODELS.values()) <= set(registry.FAMILIES)
 
 

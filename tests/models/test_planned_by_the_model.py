@@ -62,7 +62,7 @@ def test_tokens_and_logprobs(tmp_path, caplog, name):
     make_checkpoint(family, tmp_path)
     llm = LLM(
         str(tmp_path), skip_tokenizer_init=True, dtype="float32", device="cpu", block_size=4, max_num_seqs=4,
-        max_model_len=29, max_num_batched_tokens=8, kv_cache_memory_bytes=1 << 20,
+        max_model_len=29, max_num_batched_tokens=8, kv_cache_memory_bytes=1 << 20, model_impl="transformers",
     )  # fmt: skip
     facts = llm.llm_engine.config.facts
     assert why in facts.recomputed and bool(why) == bool(facts.recomputed)

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from quire.config.args import FLOAT_NAMES
 from quire.config.config import EIGHT_BITS, Config
 from quire.config.facts import CHUNKED, count_experts, count_heads
+from quire.config.uneven import whole_only
 from quire.types.errors import ConfigError
+
+OVERFLOWING = ("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text")  # model types, in float16
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "float16 overflows",
-        lambda c: c.dtype == "float16" and c.facts.hf.get("model_type") in ("gemma2", "gemma3_text"),
+        lambda c: c.dtype == "float16" and c.facts.hf.get("model_type") in OVERFLOWING,
         lambda c: f"{c.facts.hf['model_type']} overflows in float16; use dtype bfloat16 or float32",
     ),
     Conflict(
@@ -262,6 +265,14 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda c: c.max_loras > 0 and FLOAT_NAMES.get(c.args.lora_dtype, c.args.lora_dtype) not in ("auto", c.dtype),
         lambda c: (
             f"lora_dtype {c.args.lora_dtype} differs from dtype {c.dtype}: adapters are added in the model's. Leave it at auto"
+        ),
+    ),
+    Conflict(
+        "stages of layers that need each other",
+        lambda c: c.stages > 1 and bool(whole_only(c.facts.hf)),
+        lambda c: (
+            f"pipeline_parallel_size {c.stages} cannot be had with {c.facts.architecture}: {whole_only(c.facts.hf)}. "
+            "Use tensor_parallel_size"
         ),
     ),
     Conflict(

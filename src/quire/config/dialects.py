@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from quire.config.uneven import gemma3n, gemma4
+
 Config = Mapping[str, Any]
 
 
@@ -118,6 +120,8 @@ _DIALECTS: Mapping[str, Callable[[Config], Config]] = MappingProxyType(
         "dbrx": _dbrx,
         "exaone_moe": _exaone_moe,
         "falcon": _falcon,
+        "gemma3n_text": gemma3n,
+        "gemma4_text": gemma4,
         "gpt_bigcode": _gpt_bigcode,
         "gpt_neox": _gpt_neox,
         "gptj": _gptj,

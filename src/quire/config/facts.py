@@ -252,7 +252,18 @@ class _Reader:
         if self.config.get("kv_lora_rank"):
             rank = self.size("kv_lora_rank")
             return (LayerCache(1, rank + self.size("qk_rope_head_dim"), latent=rank),) * self.size("layers")
-        return tuple(map(self._layer, self._windows(self.size("layers"))))
+        windows = self._windows(self.size("layers"))
+        shapes = self.config.get("layer_shapes")
+        found = map(self._layer, windows) if shapes is None else map(self._shaped, shapes, windows)
+        layers = tuple(layer for layer in found if layer is not None)
+        return layers[: len(layers) - self.size("num_kv_shared_layers", default=0, least=0)]
+
+    def _shaped(self, shape: tuple[Any, Any] | None, window: int | None) -> LayerCache | None:
+        """Of so many key heads and such a size; None = the layer does not attend."""
+        if shape is None:
+            return None
+        own = _Reader(self.name, {**self.config, "num_key_value_heads": shape[0], "head_dim": shape[1]})
+        return own._layer(window)
 
     def _layer(self, window: int | None) -> LayerCache:
         heads = self.size("heads")

@@ -68,8 +68,8 @@ class SelfAttention(nn.Module):
 
     `q_norm`, `k_norm`: applied per head; `norm_last`: after the rotation. `width_norm`: an epsilon, of norms over all heads.
     `clip`: what the projections give is kept within it. `temper`: the positions after which queries that are not normed are
-    sharpened again, and how much. `slopes`: of each head, of ALiBi. `last`: of its model, so that behind
-    it only those tokens go on that the batch keeps.
+    sharpened again, and how much. `value_norm`: an epsilon, of a norm of values without weights. `slopes`: of each head, of
+    ALiBi. `last`: of its model, so that behind it only those tokens go on that the batch keeps.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class SelfAttention(nn.Module):
         width_norm: float | None = None,
         clip: float | None = None,
         temper: tuple[float, float] | None = None,
+        value_norm: float | None = None,
         scale: float | None = None,
         soft_cap: float | None = None,
         sinks: bool = False,
@@ -112,9 +113,9 @@ class SelfAttention(nn.Module):
         self.o_proj = Linear(heads * head_dim, hidden_size, bias=out_bias, transposed=transposed, role=Role.ROW, cuts=cuts[:1])
         assert (q_norm is None) == (k_norm is None)
         self.q_norm, self.k_norm, self.norm_last, self.clip = q_norm, k_norm, norm_last, clip
-        self.temper = temper
+        self.temper, self.value_norm = temper, value_norm
         self.width_norms = None if width_norm is None else WidthNorms(self.division, width_norm)
-        apart = (clip, temper, width_norm)
+        apart = (clip, temper, value_norm, width_norm)
         self.prepares = norm_last or any(each is not None for each in apart) or isinstance(q_norm, HeadLayerNorm)
         self.norms: HeadNorms | None = None
         self.cache_scales: Tensor | None = None  # [2, kv_heads] float32 of a checkpoint, for a cache of 8 bits
@@ -181,6 +182,9 @@ def prepare_heads(attention: SelfAttention, qkv: Tensor, batch: Batch) -> Tensor
         key.copy_(normed[1].view_as(key))
     if attention.clip is not None:
         qkv.clamp_(-attention.clip, attention.clip)
+    if attention.value_norm is not None:
+        value = lanes[:, spec.heads + spec.kv_heads :]
+        value.copy_(rms_norm(value, torch.ones_like(value[0, 0]), attention.value_norm))
     if attention.temper is not None:
         every, weight = attention.temper
         sharper = torch.log1p(torch.floor(batch.positions.float() / every)) * weight + 1.0

@@ -113,6 +113,14 @@ def _longrope(s: Scheme) -> Frequencies:
     return 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * powers), float(attention)
 
 
+def _proportional(s: Scheme) -> Frequencies:
+    """A part of the components turns, as fast as if all did."""
+    turning = int(s.parameters["partial_rotary_factor"] * s.dim // 2)
+    plain = _inverse(s.base, s.dim) / float(s.parameters.get("factor") or 1.0)
+    plain[turning:] = 0.0
+    return plain, 1.0
+
+
 SCHEMES: dict[str, Callable[[Scheme], Frequencies]] = {
     "default": _default,
     "linear": _linear,
@@ -120,6 +128,7 @@ SCHEMES: dict[str, Callable[[Scheme], Frequencies]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
     "su": _longrope,  # longrope's first name
 }
 
@@ -159,8 +168,9 @@ class Rope(nn.Module):
             raise ModelError(f"unknown rope type {kind!r}; known are {', '.join(SCHEMES)}")
         trained = hf.get("max_position_embeddings") or max_position
         original = hf.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings") or trained
+        part = 1.0 if kind == "proportional" else parameters["partial_rotary_factor"]
         self.scheme = Scheme(
-            dim=int(head_dim * parameters["partial_rotary_factor"] + 1e-6),  # a quotient of whole numbers may be short of it
+            dim=int(head_dim * part + 1e-6),  # a quotient of whole numbers may be short of it
             base=float(parameters["rope_theta"]),
             trained=int(trained),
             original=int(original),

@@ -14,6 +14,8 @@ TEXT_MODELS: Mapping[str, str] = MappingProxyType(
         "gemma": "GemmaForCausalLM",
         "gemma2": "Gemma2ForCausalLM",
         "gemma3_text": "Gemma3ForCausalLM",
+        "gemma3n_text": "Gemma3nForCausalLM",
+        "gemma4_text": "Gemma4ForCausalLM",
         "gpt2": "GPT2LMHeadModel",
         "llama": "LlamaForCausalLM",
         "llama4_text": "Llama4ForCausalLM",
@@ -39,11 +41,14 @@ TEXT_MODELS: Mapping[str, str] = MappingProxyType(
 
 _SEEN = ("vision_tower", "multi_modal_projector")
 _HEARD = ("audio_tower", "multi_modal_projector")
+_BOTH = ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
 # architecture -> the parts that text needs nothing of
 COMPOSITES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "DeepseekVLForConditionalGeneration": ("vision_model", "aligner"),
         "Gemma3ForConditionalGeneration": _SEEN,
+        "Gemma3nForConditionalGeneration": _BOTH,
+        "Gemma4ForConditionalGeneration": _BOTH,
         "GotOcr2ForConditionalGeneration": _SEEN,
         "Idefics2ForConditionalGeneration": ("vision_model", "connector"),
         "Idefics3ForConditionalGeneration": ("vision_model", "connector"),

@@ -31,7 +31,7 @@ class Gemma(Decoder):
             logger.warning(
                 "prompts are read in one direction, as transformers does without token_type_ids; the model knows both"
             )
-        elif facts.hf.get("use_bidirectional_attention"):
+        elif facts.hf.get("use_bidirectional_attention") not in (None, False, "vision"):  # that is: within images
             raise ModelError(
                 "the model attends in both directions (use_bidirectional_attention); only causal models are served"
             )

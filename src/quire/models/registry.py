@@ -52,6 +52,8 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "GPTNeoXForCausalLM": "quire.models.gpt_neox:GPTNeoX",
         "Gemma2ForCausalLM": "quire.models.gemma:Gemma2",
         "Gemma3ForCausalLM": "quire.models.gemma:Gemma3",
+        "Gemma3nForCausalLM": "quire.models.gemma3n:Gemma3n",
+        "Gemma4ForCausalLM": "quire.models.gemma4:Gemma4",
         "GemmaForCausalLM": "quire.models.gemma:Gemma",
         "Glm4ForCausalLM": "quire.models.glm:Glm4",
         "Glm4MoeForCausalLM": "quire.models.mixtures:Glm4MoE",

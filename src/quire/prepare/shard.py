@@ -12,6 +12,7 @@ from quire.layers.latent import LatentAttention
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts
 from quire.layers.role import Role
+from quire.layers.sparse_mlp import Cutoff
 from quire.types.errors import ConfigError
 
 
@@ -48,6 +49,8 @@ def _keep_share(layer: nn.Module, position: Position, group: Group) -> None:
             layer.keep_heads(*layer.division.share(position))
         case LatentAttention():
             layer.keep_heads(position)
+        case Cutoff():
+            layer.group = group
         case WidthNorms():
             layer.keep_heads(*layer.division.share(position))
             layer.group, layer.holders = group, layer.division.holders(position)

@@ -1,0 +1,64 @@
+"""Models whose layers keep unlike keys and values, or none of their own."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.files.reading import shown
+from quire.types.errors import ModelError
+
+Config = Mapping[str, Any]
+
+
+def key_owners(config: Config) -> list[int]:
+    """Of every layer, the one whose keys and values it attends to: itself, or, of the last `num_kv_shared_layers`, the last
+    before those of the same type."""
+    types, shared = config["layer_types"], config.get("num_kv_shared_layers") or 0
+    first = len(types) - shared if isinstance(shared, int) else 0
+    if not 0 < first <= len(types):
+        raise ModelError(f"num_kv_shared_layers must be less than the {len(types)} layers, got {shown(shared)}")
+    last = {kind: index for index, kind in enumerate(types[:first])}
+    for kind in types[first:]:
+        if kind not in last:
+            raise ModelError(f"layer_types: a layer of {kind!r} attends to one before it, of which none keeps its own keys")
+    return [*range(first), *(last[kind] for kind in types[first:])]
+
+
+def gemma3n(config: Config) -> Config:
+    """Every fifth layer sees everything."""
+    count = config.get("num_hidden_layers")
+    if config.get("layer_types") or not isinstance(count, int):
+        return {}
+    return {"layer_types": ["sliding_attention" if (index + 1) % 5 else "full_attention" for index in range(count)]}
+
+
+def gemma4(config: Config) -> Config:
+    """Every sixth layer and the last see everything, with heads of another size."""
+    count, types = config.get("num_hidden_layers"), config.get("layer_types")
+    if not isinstance(count, int) or count < 1:
+        return {}
+    if not types:
+        types = ["sliding_attention" if (index + 1) % 6 else "full_attention" for index in range(count)]
+    if not isinstance(types, list):
+        return {}
+    types = [*types[:-1], "full_attention"]
+    usual = config.get("num_key_value_heads"), config.get("head_dim")
+    wide = usual[0], config.get("global_head_dim") or 512
+    if config.get("attention_k_eq_v") and config.get("num_global_key_value_heads"):
+        wide = config["num_global_key_value_heads"], wide[1]
+    shapes = [usual if kind == "sliding_attention" else wide for kind in types]
+    told = config.get("per_layer_config")
+    if isinstance(told, Mapping):  # as newer files say it, and then of all that differ
+        shapes = [usual] * len(types)
+        for index, layer in told.items():
+            if str(index).isdecimal() and int(index) < len(shapes) and isinstance(layer, Mapping):
+                shapes[int(index)] = layer.get("num_key_value_heads", usual[0]), layer.get("head_dim", usual[1])
+    return {"layer_types": types, "layer_shapes": shapes}
+
+
+def whole_only(config: Config) -> str:
+    """Why a model's layers cannot be divided into the stages of a pipeline; empty = they can."""
+    if config.get("num_kv_shared_layers"):
+        return "its last layers attend to keys of others (num_kv_shared_layers)"
+    if config.get("hidden_size_per_layer_input"):
+        return "its layers have inputs of their own (hidden_size_per_layer_input)"
+    return ""

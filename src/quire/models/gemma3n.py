@@ -1,0 +1,142 @@
+"""Gemma 3n: several residual streams, of which a layer reads one and corrects all (AltUp), a short way past attention
+(LAuReL), and a small input of its own for every layer; the last layers attend to what others wrote.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from quire.attn.batch import Batch
+from quire.layers.attention import SelfAttention, keep
+from quire.layers.linear import Linear
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import Norm
+from quire.layers.parameter import parameter
+from quire.layers.sparse_mlp import SparseGatedMLP
+from quire.models.gemma import Gemma2
+from quire.models.gemma4 import GATE_RENAMES, INPUT_RENAMES, Gate, LayerInputs, SharingGemma
+
+if TYPE_CHECKING:
+    from quire.config.facts import ModelFacts
+
+
+class AltUp(nn.Module):
+    """Streams [T, S, H]; a layer reads the `active` one."""
+
+    def __init__(self, hidden_size: int, streams: int, active: int, router_norm: Norm, scaled: bool) -> None:
+        super().__init__()
+        self.streams, self.active, self.scaled = streams, active, scaled
+        self.router_norm = router_norm
+        self.modality_router = Linear(hidden_size, streams)
+        self.prediction_coefs = Linear(streams, streams * streams)
+        self.correction_coefs = Linear(streams, streams)
+        self.correct_output_scale = parameter(hidden_size)
+
+    def routed(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.modality_router(self.router_norm(x) * x.shape[-1] ** -1.0).float()).to(x.dtype)
+
+    def predict(self, streams: Tensor) -> Tensor:
+        """What each will be, from what all are."""
+        routed = self.prediction_coefs(self.routed(streams[:, self.active]))
+        mixture: Tensor = routed.unflatten(1, (self.streams, self.streams))
+        return streams + mixture @ streams
+
+    def correct(self, predictions: Tensor, x: Tensor) -> Tensor:
+        """x [T, H]: what the active one has become."""
+        shares: Tensor = self.correction_coefs(self.routed(x)) + 1.0
+        return predictions + shares[:, :, None] * (x - predictions[:, self.active])[:, None]
+
+    def output(self, streams: Tensor) -> Tensor:
+        x = streams[:, self.active]
+        return x * self.correct_output_scale if self.scaled else x
+
+
+class Laurel(nn.Module):
+    def __init__(self, hidden_size: int, rank: int, norm: Norm) -> None:
+        super().__init__()
+        self.linear_left, self.linear_right = Linear(hidden_size, rank), Linear(rank, hidden_size)
+        self.post_laurel_norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.post_laurel_norm(self.linear_right(self.linear_left(x)))
+
+
+class Gemma3nBlock(nn.Module):
+    def __init__(
+        self,
+        norms: tuple[Norm, Norm, Norm, Norm],
+        self_attn: SelfAttention,
+        mlp: nn.Module,
+        altup: AltUp,
+        laurel: Laurel,
+        gate: Gate,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = norms[:2]
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norms[2:]
+        self.self_attn, self.mlp, self.altup, self.laurel, self.gate = self_attn, mlp, altup, laurel, gate
+
+    def forward(self, streams: Tensor, given: Tensor, batch: Batch) -> Tensor:
+        """streams [T, S, H], given [T, P]. Of the last layer that writes keys and values less comes out."""
+        predictions = self.altup.predict(streams)
+        x = predictions[:, self.altup.active]
+        normed = self.input_layernorm(x)
+        beside = x + self.laurel(normed)
+        attended = self.post_attention_layernorm(self.self_attn(normed, batch))
+        predictions, beside, given = (self.self_attn.select_residual(part, batch) for part in (predictions, beside, given))
+        adapters = self.self_attn.adapters_behind(batch)
+        x = (attended + beside) * 2**-0.5
+        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), adapters))
+        streams = self.altup.correct(predictions, x)
+        let_through = self.gate(self.altup.output(streams), given, adapters)
+        streams[:, 1:] += let_through[:, None]
+        return streams
+
+
+class Gemma3n(SharingGemma):
+    renames = (*Gemma2.renames, *INPUT_RENAMES, *GATE_RENAMES)
+
+    def __init__(self, facts: "ModelFacts") -> None:
+        super().__init__(facts)
+        others, size = facts.hf.get("altup_num_inputs", 4) - 1, facts.hf["hidden_size_per_layer_input"]
+        self.inputs = LayerInputs(facts, self.make_norm(facts, size), size, len(self.owners))
+        self.altup_projections, self.altup_unembed_projections = (
+            nn.ModuleList(Linear(facts.hidden_size, facts.hidden_size) for _ in range(others)) for _ in range(2)
+        )
+
+    def run_blocks(self, x: Tensor, batch: Batch) -> Tensor:
+        given = self.inputs(x, batch)
+        streams = torch.stack([x, *(as_long(project(x), x) for project in self.altup_projections)], 1)
+        for index, block in enumerate(self.layers):
+            streams = block(streams, given[:, index], batch)
+            if index == self.writers - 1:
+                given = keep(given, batch)
+        first, *others = streams.unbind(1)
+        back = (as_long(project(x), first) for project, x in zip(self.altup_unembed_projections, others, strict=True))
+        return self.norm(torch.stack([first, *back]).mean(0))
+
+    def make_block(self, facts: "ModelFacts", index: int) -> nn.Module:
+        hf, size = facts.hf, facts.hidden_size
+        first, second, third, fourth = (self.make_norm(facts) for _ in range(4))
+        streams, active = hf.get("altup_num_inputs", 4), hf.get("altup_active_idx", 0)
+        altup = AltUp(size, streams, active, self.make_norm(facts), bool(hf.get("altup_correct_scale", True)))
+        laurel = Laurel(size, hf.get("laurel_rank", 64), self.make_norm(facts))
+        gate = Gate(size, hf["hidden_size_per_layer_input"], self.activation(facts), self.make_norm(facts))
+        attention, mlp = self.make_attention(facts, index), self.make_mlp(facts, index)
+        return Gemma3nBlock((first, second, third, fourth), attention, mlp, altup, laurel, gate)
+
+    def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:
+        inner, closed, count = facts.hf["intermediate_size"], facts.hf.get("activation_sparsity_pattern"), len(self.owners)
+        if closed is None:
+            closed = [0.95 if count > 10 > layer else 0.0 for layer in range(count)]
+        inner, share = (value[index] if isinstance(value, list) else value for value in (inner, closed))
+        if share:
+            return SparseGatedMLP(facts.hidden_size, inner, self.activation(facts), share)
+        return GatedMLP(facts.hidden_size, inner, self.activation(facts))
+
+
+def as_long(x: Tensor, other: Tensor) -> Tensor:
+    """x [T, H], brought to the other's root mean square."""
+    length = other.square().mean(-1, keepdim=True).sqrt()
+    return x * length / x.square().mean(-1, keepdim=True).clamp(min=1e-5).sqrt()
