@@ -9,7 +9,6 @@ the other in one piece of memory. A plan that stays (for CUDA graphs) has no suc
     expanded    row 1
 """
 
-import importlib.util
 from dataclasses import dataclass
 from itertools import chain
 
@@ -23,7 +22,7 @@ from quire.attn.batch import Batch
 from quire.attn.latent_launch import TILE_TOKENS, Absorbed, Expanded, heads_at_once, run_absorbed, run_expanded
 from quire.attn.latent_launch import place_rows as place_rows_alone
 from quire.attn.shared_prefix import NOTHING_SHARED, FindSharedPrefix, Ints
-from quire.attn.triton import DTYPES, FixedCuts, room_counts
+from quire.attn.triton import FixedCuts, refuse_without_triton, room_counts
 from quire.attn.work_split import Cuts, cut_rows, cut_tiles
 from quire.types.plan import spans
 
@@ -37,15 +36,7 @@ PART_NUMBERS = 1 << 25  # of all parts together
 class LatentTriton(AttentionBackend):
     def refuse(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> list[str]:
         reasons = ["it needs a cache of latents"] if spec.latent is None else []
-        if device.type != "cuda":
-            reasons.append(f"it needs a CUDA device, not {device.type}")
-        elif importlib.util.find_spec("triton") is None:
-            reasons.append("the package triton is not installed")
-        elif torch.cuda.get_device_capability(device) < (8, 0):
-            reasons.append("it needs compute capability 8.0 or newer")
-        if dtype not in DTYPES:
-            reasons.append(f"it does not compute in {str(dtype).removeprefix('torch.')}")
-        return reasons
+        return reasons + refuse_without_triton(device, dtype)
 
     def run_latent(
         self,

@@ -35,17 +35,23 @@ DEEP = 4096  # keys seen by a row of several tokens that are as well, where tile
 FEW_TILES = 32  # ... leave most of the device idle: beside the tiles of long rows they do not
 
 
+def refuse_without_triton(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Why the kernels cannot run there, or not in that type."""
+    reasons = []
+    if device.type != "cuda":
+        reasons.append(f"it needs a CUDA device, not {device.type}")
+    elif importlib.util.find_spec("triton") is None:
+        reasons.append("the package triton is not installed")
+    elif torch.cuda.get_device_capability(device) < (8, 0):
+        reasons.append("it needs compute capability 8.0 or newer")
+    if dtype not in DTYPES:
+        reasons.append(f"it does not compute in {str(dtype).removeprefix('torch.')}")
+    return reasons
+
+
 class TritonAttention(AttentionBackend):
     def refuse(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> list[str]:
-        reasons = []
-        if device.type != "cuda":
-            reasons.append(f"it needs a CUDA device, not {device.type}")
-        elif importlib.util.find_spec("triton") is None:
-            reasons.append("the package triton is not installed")
-        elif torch.cuda.get_device_capability(device) < (8, 0):
-            reasons.append("it needs compute capability 8.0 or newer")
-        if dtype not in DTYPES:
-            reasons.append(f"it does not compute in {str(dtype).removeprefix('torch.')}")
+        reasons = refuse_without_triton(device, dtype)
         if spec.latent is not None:
             reasons.append(NO_LATENTS)
         elif spec.head_dim > LARGEST_HEAD:

@@ -19,8 +19,8 @@ from quire.engine import ipc
 from quire.engine.child import COMMAND, Child
 from quire.engine.client import EngineClient, OpenRequest, check_number, engine_args
 from quire.engine.nursery import WarmStart
-from quire.engine.supervisor import State
-from quire.engine.view import Engines, EngineState
+from quire.engine.together import Together
+from quire.engine.view import Engines
 from quire.sched.balancer import Balancer
 from quire.types.errors import QuireError
 from quire.types.outputs import TokenDelta
@@ -40,13 +40,6 @@ class FleetHearer(Protocol):
     def on_seen(self, sight: Sight, engine: int = 0) -> None: ...
 
     def on_refused(self, engine_id: str, error: QuireError) -> None: ...
-
-
-def state_of(engines: Sequence[EngineState]) -> State:
-    """Of several: `ready` is whoever takes requests, so one that is ready is enough, once all of them were."""
-    states = {engine.state for engine in engines}
-    order: tuple[State, ...] = ("starting", "ready", "restarting")
-    return next((state for state in order if state in states), "dead")
 
 
 class _Ear:
@@ -78,7 +71,7 @@ class _Ear:
         self._hearer.on_refused(engine_id, error)
 
 
-class EngineRouter:
+class EngineRouter(Together):
     """`spare` is a process that waits for its arguments: it becomes the first engine. `serving`: see `EngineClient`."""
 
     def __init__(
@@ -103,37 +96,6 @@ class EngineRouter:
             raise
 
     # ---- how they are ----------------------------------------------------------------------------------------------------
-
-    @property
-    def state(self) -> State:
-        return state_of(self.engines)
-
-    @property
-    def heartbeat_age(self) -> float:
-        """Of the one that was not heard of for longest, among those that should be."""
-        return max((engine.heartbeat_age for engine in self.engines if engine.state == "ready"), default=0.0)
-
-    @property
-    def busy_for(self) -> float:
-        return max(engine.busy_for for engine in self.engines)
-
-    @property
-    def restarts(self) -> int:
-        return sum(engine.restarts for engine in self.engines)
-
-    @property
-    def replayed(self) -> int:
-        return sum(engine.replayed for engine in self.engines)
-
-    @property
-    def last_loss(self) -> str | None:
-        lost = {number: engine.last_loss for number, engine in enumerate(self.engines) if engine.last_loss is not None}
-        return ". ".join(f"engine {number}: {why}" for number, why in lost.items()) or None
-
-    @property
-    def pid(self) -> int | None:
-        """Of the first; `engines` have their own."""
-        return self.engines[0].pid
 
     @property
     def num_open(self) -> int:

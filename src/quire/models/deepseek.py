@@ -60,9 +60,10 @@ def stretched_scale(rope: Mapping[str, Any]) -> float:
     return float(0.1 * weight * math.log(factor) + 1.0) ** 2
 
 
-class DeepseekV2(Latent):
+class SparseDecoder(Decoder):
     """The first layers are dense. Layers behind the last are for drafts."""
 
+    shared = 0  # experts that every token goes through, where that is not said
     renames: tuple[tuple[str, str | None], ...] = (
         *Decoder.renames,
         (r"\.mlp\.gate\.e_score_correction[_.]bias$", ".mlp.e_score_correction_bias"),
@@ -79,25 +80,32 @@ class DeepseekV2(Latent):
         hf = facts.hf
         if not is_sparse(hf, index):
             return super().make_mlp(facts, index)
-        inner, shared = hf["moe_intermediate_size"], hf.get("n_shared_experts")
+        inner, shared = hf["moe_intermediate_size"], hf.get("n_shared_experts", self.shared)
         experts, top_k, routing = hf["n_routed_experts"], hf["num_experts_per_tok"], self.routing(hf)
-        check_routing(experts, top_k, routing["groups"])
+        check_routing(experts, top_k, routing.get("groups", (1, 1, 1)))
         return RoutedMoE(
             facts.hidden_size,
             inner,
             hf["hidden_act"],
             experts=experts,
             top_k=top_k,
-            scale=hf.get("routed_scaling_factor", 1.0),
             shared=GatedMLP(facts.hidden_size, inner * shared, hf["hidden_act"]) if shared else None,
             **routing,
         )
 
     def routing(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """How experts are chosen: a group of them is judged by its best."""
+        """How experts are chosen."""
+        raise NotImplementedError
+
+
+class DeepseekV2(SparseDecoder, Latent):
+    """A group of experts is judged by its best."""
+
+    def routing(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         limited = hf.get("topk_method") == "group_limited_greedy"
         groups = (hf["n_group"], hf["topk_group"], 1) if limited else (1, 1, 1)
-        return {"renormalize": bool(hf.get("norm_topk_prob")), "groups": groups}
+        scale = hf.get("routed_scaling_factor", 1.0)
+        return {"renormalize": bool(hf.get("norm_topk_prob")), "groups": groups, "scale": scale}
 
 
 def check_routing(experts: int, top_k: int, groups: tuple[int, int, int]) -> None:
@@ -131,6 +139,7 @@ class DeepseekV3(DeepseekV2):
             "scoring": scoring,
             "correction": (hf["n_routed_experts"],) if corrected else None,
             "groups": (hf.get("n_group") or 1, hf.get("topk_group") or 1, 2),
+            "scale": hf.get("routed_scaling_factor", 1.0),
         }
 
 

@@ -13,7 +13,7 @@ from quire.layers.moe import MoE
 from quire.layers.norm import LayerNorm, Norm
 from quire.layers.routed_moe import RoutedMoE
 from quire.models.decoder import Decoder
-from quire.models.deepseek import check_routing, is_sparse
+from quire.models.deepseek import SparseDecoder
 from quire.models.exaone import Exaone4
 from quire.models.llama import Ernie45, Llama, Qwen2, Qwen3
 from quire.models.mixtral import Mixtral, local_experts
@@ -31,19 +31,27 @@ class Qwen2MoE(Qwen2):
         return self.attention(facts, index, bias=facts.hf.get("qkv_bias", True))
 
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:
-        hf = facts.hf
-        if index in (hf.get("mlp_only_layers") or ()) or (index + 1) % hf.get("decoder_sparse_step", 1):
-            return super().make_mlp(facts, index)
-        return RoutedMoE(
-            facts.hidden_size,
-            hf["moe_intermediate_size"],
-            hf["hidden_act"],
-            experts=hf["num_experts"],
-            top_k=hf["num_experts_per_tok"],
-            renormalize=bool(hf.get("norm_topk_prob")),
-            shared=GatedMLP(facts.hidden_size, hf["shared_expert_intermediate_size"], hf["hidden_act"]),
-            shared_gated=True,
-        )
+        return super().make_mlp(facts, index) if is_dense(facts, index) else with_shared_expert(facts)
+
+
+def is_dense(facts: "ModelFacts", index: int) -> bool:
+    hf = facts.hf
+    return index in (hf.get("mlp_only_layers") or ()) or bool((index + 1) % hf.get("decoder_sparse_step", 1))
+
+
+def with_shared_expert(facts: "ModelFacts", renormalize: bool = False) -> RoutedMoE:
+    """Experts, and one for every token behind a gate. `renormalize`: where that is not said."""
+    hf = facts.hf
+    return RoutedMoE(
+        facts.hidden_size,
+        hf["moe_intermediate_size"],
+        hf["hidden_act"],
+        experts=hf["num_experts"],
+        top_k=hf["num_experts_per_tok"],
+        renormalize=bool(hf.get("norm_topk_prob", renormalize)),
+        shared=GatedMLP(facts.hidden_size, hf["shared_expert_intermediate_size"], hf["hidden_act"]),
+        shared_gated=True,
+    )
 
 
 class OlmoE(Olmo2):
@@ -133,20 +141,10 @@ class Ernie45MoE(Ernie45):
         )
 
 
-class Glm4MoE(Llama):
-    """GLM 4.5: the first layers are dense. Layers behind the last are for drafts."""
+class Glm4MoE(SparseDecoder, Llama):
+    """GLM 4.5."""
 
-    renames: tuple[tuple[str, str | None], ...] = (
-        *Decoder.renames,
-        (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.e_score_correction_bias"),
-        (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),
-    )
-
-    def __init__(self, facts: "ModelFacts") -> None:
-        super().__init__(facts)
-        count = len(facts.layers)
-        drafts = "|".join(str(count + i) for i in range(facts.hf.get("num_nextn_predict_layers") or 1))
-        self.renames = (*self.renames, (rf"^layers\.({drafts})\.", None))
+    shared = 1
 
     def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
         norms, head_dim = dict[str, Norm](), facts.layers[index].head_dim
@@ -154,24 +152,7 @@ class Glm4MoE(Llama):
             norms = {name: self.make_norm(facts, head_dim) for name in ("q_norm", "k_norm")}
         return self.attention(facts, index, bias=bool(facts.hf.get("attention_bias")), **norms)
 
-    def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:
-        hf = facts.hf
-        if not is_sparse(hf, index):
-            return super().make_mlp(facts, index)
-        inner, shared, routing = hf["moe_intermediate_size"], hf.get("n_shared_experts", 1), self.routing(hf)
-        check_routing(hf["n_routed_experts"], hf["num_experts_per_tok"], routing.get("groups", (1, 1, 1)))
-        return RoutedMoE(
-            facts.hidden_size,
-            inner,
-            hf["hidden_act"],
-            experts=hf["n_routed_experts"],
-            top_k=hf["num_experts_per_tok"],
-            shared=GatedMLP(facts.hidden_size, inner * shared, hf["hidden_act"]) if shared else None,
-            **routing,
-        )
-
     def routing(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """How experts are chosen."""
         return {
             "renormalize": hf.get("norm_topk_prob", True),
             "scoring": "sigmoid",

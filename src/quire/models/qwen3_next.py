@@ -10,10 +10,9 @@ from quire.config.recurrent import delta_sizes
 from quire.layers.attention import SelfAttention, attend_heads
 from quire.layers.delta_net import DeltaNet, DeltaShape
 from quire.layers.linear import MergedLinear
-from quire.layers.mlp import GatedMLP
 from quire.layers.norm import Norm, RMSNorm
-from quire.layers.routed_moe import RoutedMoE
 from quire.models.hybrid import HybridDecoder
+from quire.models.mixtures import is_dense, with_shared_expert
 from quire.types.cache import LayerCache
 
 if TYPE_CHECKING:
@@ -66,19 +65,7 @@ class Qwen35(HybridDecoder):
 
 class Qwen35MoE(Qwen35):
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:
-        hf = facts.hf
-        if index in (hf.get("mlp_only_layers") or ()) or (index + 1) % hf.get("decoder_sparse_step", 1):
-            return super().make_mlp(facts, index)
-        return RoutedMoE(
-            facts.hidden_size,
-            hf["moe_intermediate_size"],
-            hf["hidden_act"],
-            experts=hf["num_experts"],
-            top_k=hf["num_experts_per_tok"],
-            renormalize=bool(hf.get("norm_topk_prob", True)),
-            shared=GatedMLP(facts.hidden_size, hf["shared_expert_intermediate_size"], hf["hidden_act"]),
-            shared_gated=True,
-        )
+        return super().make_mlp(facts, index) if is_dense(facts, index) else with_shared_expert(facts, renormalize=True)
 
 
 class Qwen3Next(Qwen35MoE):

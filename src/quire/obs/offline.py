@@ -7,13 +7,14 @@ import msgspec
 
 from quire.engine.client import EngineClient
 from quire.engine.replicas import Replicas
+from quire.engine.together import Together
 from quire.llm_engine import LLMEngine
 from quire.obs.metrics import Metrics
 from quire.obs.reader import Metric, read
 from quire.types.stats import NOTHING, Stats
 
 
-class OfflineMetrics:
+class OfflineMetrics(Together):
     """Counts from the moment it is made. Names are vLLM's, prefix included."""
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -47,13 +48,3 @@ class OfflineMetrics:
     @property
     def stats(self) -> Stats:
         return self._engine.core.stats
-
-    @property
-    def restarts(self) -> int:
-        return sum(one.restarts for one in self.engines)
-
-    @property
-    def replayed(self) -> int:
-        return sum(one.replayed for one in self.engines)
-
-    heartbeat_age = 0.0

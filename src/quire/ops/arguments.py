@@ -34,6 +34,17 @@ class StateRows:
     rows: tuple[tuple[int, int, int, int], ...]  # the same on the host: first token, count, first position, entry
     single: bool  # each of them has one token; where that is not so the host may not know them
 
+    def begun(self, state: Tensor) -> "tuple[Tensor, Tensor, Tensor] | None":
+        """Of the rows of one token, if there are any: [n] int64 which tokens they are, [n] int64 their entries of
+        state [entries, ...], and [n, ...] what these hold, or nothing for who begins."""
+        ones = [row for row in self.rows if row[1] == 1]
+        if not ones:
+            return None
+        at = torch.tensor([first for first, *_ in ones], device=state.device)
+        own = torch.tensor([entry for *_, entry in ones], device=state.device)
+        fresh = torch.tensor([begin == 0 for _, _, begin, _ in ones], device=state.device)
+        return at, own, state[own].masked_fill(fresh.view(-1, *[1] * (state.dim() - 1)), 0)
+
 
 @dataclass(frozen=True)
 class TimeSteps:

@@ -20,12 +20,9 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows
 def reference_convolve(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: StateRows, silu: bool) -> Tensor:
     kept = weight.shape[1] - 1
     out = torch.empty_like(x)
-    ones = [row for row in rows.rows if row[1] == 1]
-    if ones:
-        at = torch.tensor([first for first, *_ in ones], device=x.device)
-        own = torch.tensor([row[3] for row in ones], device=x.device)
-        fresh = torch.tensor([row[2] == 0 for row in ones], device=x.device)
-        window = torch.cat((state[own].masked_fill(fresh[:, None, None], 0).to(x.dtype), x[at].unsqueeze(2)), 2)
+    if (ones := rows.begun(state)) is not None:
+        at, own, before = ones
+        window = torch.cat((before.to(x.dtype), x[at].unsqueeze(2)), 2)
         total = (window * weight).sum(2)
         out[at] = total if bias is None else total + bias
         state[own] = window[:, :, 1:].to(state.dtype)

@@ -33,12 +33,8 @@ def reference_delta_rule(
     dt = F.softplus(steps.raw.float() + steps.bias).clamp(steps.low, steps.high)
     decay = torch.exp(-dt * torch.exp(steps.rate_log))
     out = torch.empty_like(value)
-    ones = [row for row in rows.rows if row[1] == 1]
-    if ones:
-        at = torch.tensor([first for first, *_ in ones], device=query.device)
-        own = torch.tensor([row[3] for row in ones], device=query.device)
-        fresh = torch.tensor([row[2] == 0 for row in ones], device=query.device)
-        before = state[own].masked_fill(fresh[:, None, None, None], 0)
+    if (ones := rows.begun(state)) is not None:
+        at, own, before = ones
         state[own], out[at] = _step(before, query[at], key[at], value[at], decay[at], beta[at])
     for first, count, begin, entry in rows.rows:
         if count != 1:

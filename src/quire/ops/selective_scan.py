@@ -15,12 +15,8 @@ def selective_scan(
     """x, dt [T, channels] float32, decay [channels, n] (A, below 0), key and query (B and C) [T, n], skip (D) [channels],
     state [entries, channels, n] float32 -> [T, channels] float32. By torch everywhere: rows of several tokens are a loop."""
     out = torch.empty_like(x)
-    ones = [row for row in rows.rows if row[1] == 1]
-    if ones:
-        at = torch.tensor([first for first, *_ in ones], device=x.device)
-        own = torch.tensor([row[3] for row in ones], device=x.device)
-        fresh = torch.tensor([row[2] == 0 for row in ones], device=x.device)
-        before = state[own].masked_fill(fresh[:, None, None], 0)
+    if (ones := rows.begun(state)) is not None:
+        at, own, before = ones
         after = _step(before, x[at], dt[at], decay, key[at])
         state[own] = after
         out[at] = (after * query[at].unsqueeze(1)).sum(-1)

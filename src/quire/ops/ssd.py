@@ -33,12 +33,8 @@ def reference_ssd(
     values, repeats = x.float(), heads // key.shape[1]
     key, query = (part.float().repeat_interleave(repeats, 1) for part in (key, query))
     out = torch.empty_like(values)
-    ones = [row for row in rows.rows if row[1] == 1]
-    if ones:
-        at = torch.tensor([first for first, *_ in ones], device=x.device)
-        own = torch.tensor([row[3] for row in ones], device=x.device)
-        fresh = torch.tensor([row[2] == 0 for row in ones], device=x.device)
-        before = state[own].masked_fill(fresh[:, None, None, None], 0)
+    if (ones := rows.begun(state)) is not None:
+        at, own, before = ones
         added = (dt[at].unsqueeze(-1) * values[at]).unsqueeze(-1) * key[at].unsqueeze(2)
         after = before * torch.exp(dt[at] * decay)[:, :, None, None] + added
         state[own] = after

@@ -8,8 +8,9 @@ from typing import Any
 
 from quire.engine import ipc
 from quire.engine.client import check_number
-from quire.engine.router import FleetHearer, state_of
+from quire.engine.router import FleetHearer
 from quire.engine.supervisor import State
+from quire.engine.together import Together
 from quire.serve.fronts import wire
 from quire.types.adapter import AdapterRef
 from quire.types.errors import EngineDead
@@ -80,12 +81,12 @@ class EngineMirror:
         """The hub's client does so itself."""
 
 
-class HubClient:
+class HubClient(Together):
     """`counted` tells what this process has counted, and how many requests are open."""
 
     def __init__(self, line: wire.Line, engines: int, hearer: FleetHearer) -> None:
         self._line, self._hearer = line, hearer
-        self.engines = [EngineMirror(self) for _ in range(engines)]
+        self.engines: list[EngineMirror] = [EngineMirror(self) for _ in range(engines)]
         self.counted: Callable[[], wire.Counts] = lambda: wire.Counts(0, [])
         self._open: set[str] = set()
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -97,34 +98,7 @@ class HubClient:
 
     @property
     def state(self) -> State:
-        return "dead" if self._gone else state_of(self.engines)
-
-    @property
-    def heartbeat_age(self) -> float:
-        return max((one.heartbeat_age for one in self.engines if one.state == "ready"), default=0.0)
-
-    @property
-    def busy_for(self) -> float:
-        return max(one.busy_for for one in self.engines)
-
-    @property
-    def restarts(self) -> int:
-        return sum(one.restarts for one in self.engines)
-
-    @property
-    def replayed(self) -> int:
-        return sum(one.replayed for one in self.engines)
-
-    @property
-    def last_loss(self) -> str | None:
-        if len(self.engines) == 1:
-            return self.engines[0].last_loss
-        lost = {number: one.last_loss for number, one in enumerate(self.engines) if one.last_loss is not None}
-        return ". ".join(f"engine {number}: {why}" for number, why in lost.items()) or None
-
-    @property
-    def pid(self) -> int | None:
-        return self.engines[0].pid
+        return "dead" if self._gone else super().state
 
     async def wait_ready(self) -> None:
         await self._ready.wait()
@@ -206,7 +180,7 @@ class HubClient:
                     mirror.see(seen)
                     if seen.stats is not None:
                         self._hearer.on_step(ipc.StepReport([], seen.stats, 0), number)
-                if state_of(self.engines) == "dead":
+                if super().state == "dead":
                     self._ready.set()
             case wire.EngineReady(engine, ready, seen):
                 self.engines[engine].see(seen)
