@@ -70,7 +70,7 @@ class AsyncLLM:
         self.pages = 0  # of the cache; 0 until the engine is ready
         self.timeline: Timeline | None = None  # of the latest start of the engine process
         self._viewer: Callable[[Sight], None] | None = None
-        self.adapters = AdapterNames(config.max_loras > 0)
+        self.adapters = AdapterNames(config.max_loras > 0, config.facts.vocab_size if config.more_tokens else None)
         self._lengths: dict[int, int] = {}  # engine -> the longest context that its cache has room for
         self._name = name
         self._client: Engines = start_engines(config, self, command, spare) if connect is None else connect(self)

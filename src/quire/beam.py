@@ -15,6 +15,7 @@ from quire.llm_engine import LLMEngine
 from quire.step_loop import interrupts_between_steps
 from quire.text.beam_search import Beam, BeamSearch
 from quire.text.outputs import read_logprobs
+from quire.text.tokenizer import Tokenizer
 from quire.types.errors import EngineError
 from quire.types.outputs import BeamSearchOutput, BeamSearchSequence, TokenDelta
 from quire.types.plan import TopLogprobs
@@ -32,9 +33,10 @@ def search_beams(
     step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1 if rescaled else 2 * params.beam_width)
     first = SamplingParams(temperature=0.0, max_tokens=1)
     each = zip(prompts, extras or [NO_EXTRAS] * len(prompts), strict=True)
-    asked = [engine.prepare("beam", prompt, first, extras=extra).requests[0] for prompt, extra in each]
-    searches = [BeamSearch(one.prompt, params, engine.inputs.eos_ids, engine.max_model_len) for one in asked]
-    texts = engine.outputs.tools_for(step)[1]
+    prepared = [engine.prepare("beam", prompt, first, extras=extra) for prompt, extra in each]
+    asked = [one.requests[0] for one in prepared]
+    searches = [BeamSearch(one.prompt, params, one.eos_ids, engine.max_model_len) for one in asked]
+    tools = [engine.outputs.tools_for(one) for one in prepared]
     held: list[list[str]] = [[] for _ in searches]  # by place: the requests whose pages hold the beams of the latest round
     with interrupts_between_steps() as check:
         try:
@@ -48,13 +50,16 @@ def search_beams(
                 answers = _run_round(engine, [request for group in requests for request in group], check)
                 engine.core.release(itertools.chain(*held))
                 held = [[request.id for request in group] for group in requests]
-                for search, group in zip(searches, requests, strict=True):
+                for search, group, (_, texts) in zip(searches, requests, tools, strict=True):
                     if group:
                         tops = [(_rescaled(answers[request.id], params), request.prompt) for request in group]
                         search.advance([read_logprobs(top, 0, texts, before, ranked=True) for top, before in tops])
         finally:
             engine.core.release(itertools.chain(*held))
-    return [BeamSearchOutput([_sequence(engine, search, beam) for beam in search.best()]) for search in searches]
+    return [
+        BeamSearchOutput([_sequence(tokenizer, search, beam) for beam in search.best()])
+        for search, (tokenizer, _) in zip(searches, tools, strict=True)
+    ]
 
 
 def _next_request(
@@ -111,13 +116,13 @@ def _rescaled(top: TopLogprobs, params: BeamSearchParams) -> TopLogprobs:
     return TopLogprobs(top.ids[:, :count], values[:, :count], top.rank)
 
 
-def _sequence(engine: LLMEngine, search: BeamSearch, beam: Beam) -> BeamSearchSequence:
+def _sequence(tokenizer: Tokenizer | None, search: BeamSearch, beam: Beam) -> BeamSearchSequence:
     tokens = [*search.prompt, *search.shown(beam)]
     return BeamSearchSequence(
         tokens=tokens,
         logprobs=list(beam.logprobs),
         cum_logprob=beam.total,
-        text=None if engine.tokenizer is None else engine.tokenizer.decode(tokens),
+        text=None if tokenizer is None else tokenizer.decode(tokens),
         finish_reason="stop" if beam.ended else "length",
         stop_reason=beam.tokens[-1] if beam.ended else None,
     )

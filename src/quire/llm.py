@@ -99,17 +99,23 @@ class LLM(NotBuilt):
             chat_template_kwargs, tokenization_kwargs,
         )  # fmt: skip
         refuse_media(mm_processor_kwargs)
-        return self.generate(self._render(messages, options), sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        prompts = self._render(messages, options, lora_request)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def preprocess_chat(self, messages: Messages | Sequence[Messages], **options: Any) -> list[PromptType]:
         """The prompts that `chat` makes of conversations; the options are those of `chat` from chat_template on."""
         return self._render(messages, ChatOptions(**options))
 
-    def _render(self, messages: Messages | Sequence[Messages], options: ChatOptions) -> list[PromptType]:
+    def _render(
+        self, messages: Messages | Sequence[Messages], options: ChatOptions, lora_request: Adapters = None
+    ) -> list[PromptType]:
         single = bool(messages) and isinstance(messages[0], dict)
         conversations = [cast(Messages, messages)] if single else cast(Sequence[Messages], messages)
         self.get_tokenizer()  # or there are no templates either
-        prompts = self.llm_engine.inputs.prompts.read_chats(conversations, options)
+        own = self.llm_engine.config.more_tokens > 0  # may adapters have their own tokenizers?
+        reader, extras = self.llm_engine.inputs.prompts, self._extras_for(lora_request if own else None, len(conversations))
+        each = zip(conversations, extras, strict=True)
+        prompts = [reader.of(extra).read_chats([one], options)[0] for one, extra in each]
         return [{"prompt": prompt.text or "", "prompt_token_ids": prompt.ids} for prompt in prompts]
 
     def enqueue(

@@ -172,6 +172,9 @@ class EngineArgs:
     max_cpu_loras: int | None = setting(
         None, NUMBER, _ADAPTERS, "most adapters in the host's memory, those on the device among them; default: max_loras", low=1
     )
+    lora_extra_vocab_size: int = setting(
+        0, NUMBER, _ADAPTERS, "most tokens that an adapter may add to the model's own; logits have room for so many more", low=0
+    )
     lora_dtype: str = setting(
         "auto", TEXT, _ADAPTERS, "of adapters: the model's, whatever their files have", choices=("auto", *_FLOATS)
     )

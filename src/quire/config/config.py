@@ -48,6 +48,11 @@ class Config:
     max_cpu_loras: int = 0  # in the host's memory, those among them
 
     @property
+    def more_tokens(self) -> int:
+        """That adapters may add to the model's own."""
+        return self.args.lora_extra_vocab_size if self.max_loras else 0
+
+    @property
     def node_ranks(self) -> int:
         """Of the node that has most."""
         return -(-self.world // self.args.nnodes)

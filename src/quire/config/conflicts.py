@@ -276,6 +276,14 @@ CONFLICTS: tuple[Conflict, ...] = (
         ),
     ),
     Conflict(
+        "drafts of tokens that only adapters have",
+        lambda c: c.more_tokens > 0 and c.speculation is not None and c.speculation.method not in ("ngram", "suffix"),
+        lambda c: (
+            f"lora_extra_vocab_size cannot be had with the speculation method {c.speculation and c.speculation.method}: what "
+            "drafts knows the model's own tokens only. ngram and suffix can be had; or leave it out"
+        ),
+    ),
+    Conflict(
         "adapters with pipeline stages",
         lambda c: c.max_loras > 0 and c.stages > 1,
         lambda c: f"enable_lora cannot be used with pipeline_parallel_size {c.stages} yet. Leave one of them out",

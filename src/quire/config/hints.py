@@ -58,7 +58,7 @@ _TABLE: tuple[tuple[str, dict[str, Kind]], ...] = (
         "language_model_only": FLAG, "disable_mm_preprocessor_cache": FLAG, "disable_chunked_mm_input": FLAG,
         "interleave_mm_strings": FLAG, "skip_mm_profiling": FLAG, "video_pruning_rate": TEXT,
     }),
-    (_ADAPTERS, {"fully_sharded_loras": FLAG, "specialize_active_lora": FLAG, "lora_extra_vocab_size": TEXT}),
+    (_ADAPTERS, {"fully_sharded_loras": FLAG, "specialize_active_lora": FLAG}),
     ("all metrics are shown", {"show_hidden_metrics_for_version": TEXT}),
     ("grammars are followed by llguidance", {"guided_decoding_backend": TEXT, "guided_decoding_disable_fallback": FLAG}),
     ("requests are logged by the server, and only if asked to", {"disable_log_requests": FLAG}),

@@ -266,7 +266,7 @@ def choose_depth(args: EngineArgs, device: DeviceFacts) -> int:
 
 
 def warn_without_adapters(args: EngineArgs) -> None:
-    names = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype")
+    names = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_extra_vocab_size", "lora_dtype")
     given = [name for name in names if getattr(args, name) != getattr(EngineArgs, name)]
     if given and not args.enable_lora:
         logger.warning("%s: changes nothing without enable_lora", ", ".join(given))

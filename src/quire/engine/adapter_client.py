@@ -61,6 +61,8 @@ class AdapterClient:
         old, now = request.extras, self._names.find(request.extras.lora_name)
         if now is None or old.lora is None or now.ref.version == old.lora.version:
             return None
+        if old.lora.added or now.ref.added:
+            return None  # its text was made into tokens of the other version
         extras = replace(old, lora=now.ref)
         salt = tuple(part for part in request.salt if part not in old.salt)
         return replace(request, extras=extras, salt=(*extras.salt, *salt))

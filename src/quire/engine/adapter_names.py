@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
-from quire.files.adapter import digest, stamp
+from quire.files.adapter import count_added, digest, stamp
 from quire.types.adapter import AdapterRef, LoRARequest
 from quire.types.errors import AdapterError, InvalidParameter, NotSupported
 from quire.types.prompts import Extras
@@ -33,8 +33,9 @@ class NamedAdapter:
 
 
 class AdapterNames:
-    def __init__(self, enabled: bool) -> None:
-        self.enabled = enabled
+    def __init__(self, enabled: bool, vocabulary: int | None = None) -> None:
+        """`vocabulary`: tokens of the model; None = adapters add none."""
+        self.enabled, self._vocabulary = enabled, vocabulary
         self._named: dict[str, NamedAdapter] = {}
         self._keys: dict[int, str] = {}  # number -> name
         self._fresh_keys = count(1)
@@ -96,7 +97,8 @@ class AdapterNames:
         version = digest(path)
         there = self._named.get(lora.lora_name)
         key = lora.lora_int_id if there is None else there.ref.key
-        ref = AdapterRef(key, version, path, before if stamp(path) == before else "")
+        added = 0 if self._vocabulary is None else count_added(path, self._vocabulary)
+        ref = AdapterRef(key, version, path, added, before if stamp(path) == before else "")
         return NamedAdapter(lora.lora_name, ref, lora.base_model_name, there is not None and there.pinned)
 
     def put(self, adapter: NamedAdapter) -> str | None:

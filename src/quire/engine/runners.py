@@ -73,4 +73,5 @@ def runner_options(config: Config) -> dict[str, Any]:
         "keeps": config.kept_forms,
         "drafts": 0 if config.speculation is None else config.speculation.num_speculative_tokens,
         "cache_dtype": config.cache_dtype,
+        "more_tokens": config.more_tokens,
     }

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from quire.files.reading import read_object
+from quire.files.safetensors import read_header
 from quire.types.errors import AdapterError, ModelError
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is there where there is a tokenizer
+BESIDE = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json", "chat_template.jinja")
 LARGEST_CONFIG = 16 << 20
 PIECE = 1 << 22
 SETTLED = 0.1  # seconds: a file that was written more recently may be written again without its times telling
@@ -49,11 +52,34 @@ def read_config(files: AdapterFiles) -> dict[str, Any]:
         raise AdapterError(str(error), "lora_path") from error
 
 
+def has_tokenizer(path: str) -> bool:
+    return any((Path(path) / name).is_file() for name in TOKENIZER)
+
+
+def count_added(path: str, vocabulary: int) -> int:
+    """Tokens that its embedding and head have beyond the model's, by the file's header. Whether it can be run with them is
+    found out where it is read: nothing else may have whole matrices."""
+    weights = find_adapter(path).weights
+    try:
+        header = read_header(weights) if weights.suffix == ".safetensors" else {}
+    except (ModelError, OSError):
+        return 0  # who reads it says what is wrong
+    whole = [info.shape for name, info in header.items() if name.endswith(".weight") and "lora_" not in name]
+    return max((shape[0] - vocabulary for shape in whole if len(shape) == 2 and shape[0] > vocabulary), default=0)
+
+
+def _all(files: AdapterFiles) -> list[Path]:
+    """What a version is made of."""
+    beside = (files.config.parent / name for name in (*TOKENIZER, *BESIDE))
+    return [files.config, files.weights, *(file for file in beside if file.is_file())]
+
+
 def digest(path: str) -> str:
     """The version of what is in the files now."""
     files, found = find_adapter(path), sha256(b"quire adapter")
     try:
-        for file in (files.config, files.weights):
+        for file in _all(files):
+            found.update(file.name.encode())
             found.update(file.stat().st_size.to_bytes(8, "little"))
             with file.open("rb") as source:
                 while piece := source.read(PIECE):
@@ -68,7 +94,7 @@ def stamp(path: str) -> str:
     are too new."""
     files, told, newest = find_adapter(path), list[str](), 0
     try:
-        for file in (files.config, files.weights):
+        for file in _all(files):
             found = file.stat()
             newest = max(newest, found.st_mtime_ns, found.st_ctime_ns)
             told.append(f"{found.st_dev}.{found.st_ino}.{found.st_size}.{found.st_mtime_ns}.{found.st_ctime_ns}")

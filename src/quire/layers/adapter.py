@@ -5,7 +5,7 @@ layer made of them. Rows without an adapter are not touched, and an adapter with
 On a GPU kernels do it for linear layers, all adapters at once (`ops/adapters.py`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -63,6 +63,7 @@ class LinearNumbers:
     bias: Tensor | None = None  # [outputs] to be added behind it
     whole: Tensor | None = None  # [inputs, outputs] a matrix that stands in the layer's place
     stacked: Tensor | None = None  # [inputs, all ranks] the parts' `down` beside each other, in their order
+    more: Tensor | None = None  # [inputs, n] of a head: for tokens that the model does not have
 
     @property
     def simple(self) -> bool:
@@ -123,6 +124,21 @@ class LinearBank(Bank[LinearNumbers]):
         return gated(self.add(out, x, rows, own), activation)
 
 
+class HeadBank(LinearBank):
+    more = 0  # tokens that adapters may add to the model's own: logits have so many columns more
+
+    def widen(self, logits: Tensor, hidden: Tensor, rows: AdapterRows | None, shape: Callable[[Tensor], Tensor]) -> Tensor:
+        """logits [P, V] of hidden [P, H] -> [P, V + more]: what a row's adapter does not have cannot be drawn. `shape`: what
+        the head does to logits."""
+        own = logits.shape[1]
+        wide = F.pad(logits, (0, self.more), value=-torch.inf)
+        for numbers, tokens in self.of(rows):
+            if numbers.more is not None:
+                some, columns = slice(None) if tokens is None else tokens, slice(own, own + numbers.more.shape[1])
+                wide[some, columns] = shape(times(hidden[some], numbers.more).float())
+        return wide
+
+
 @dataclass(frozen=True)
 class EmbeddingNumbers:
     """`whole` in place of the layer's rows, `down` and `up` beside them, or both."""
@@ -130,9 +146,12 @@ class EmbeddingNumbers:
     down: Tensor | None = None  # [tokens, rank]
     up: Tensor | None = None  # [rank, size], multiplied by the adapter's scale
     whole: Tensor | None = None  # [tokens, size]
+    more: Tensor | None = None  # [n, size] of tokens that the model does not have
 
 
 class EmbeddingBank(Bank[EmbeddingNumbers]):
+    more = 0  # tokens that adapters may add to the model's own
+
     def add(self, x: Tensor, ids: Tensor, rows: AdapterRows | None, theirs: Tensor | None = None) -> Tensor:
         """x [T, size], which it may overwrite, of ids [T]. theirs [T]: tokens whose rows another rank has."""
         for numbers, tokens in self.of(rows):
@@ -141,6 +160,16 @@ class EmbeddingBank(Bank[EmbeddingNumbers]):
             if numbers.down is not None and numbers.up is not None:
                 found = found + times(F.embedding(ids[some], numbers.down), numbers.up)
             x[some] = found if theirs is None else found.masked_fill(theirs[some].unsqueeze(1), 0.0)
+        return x
+
+    def add_more(self, x: Tensor, ids: Tensor, rows: AdapterRows | None, own: int) -> Tensor:
+        """x [T, size], which it overwrites where ids [T] are not among the model's `own` tokens."""
+        for numbers, tokens in self.of(rows):
+            if numbers.more is not None:
+                some = slice(None) if tokens is None else tokens
+                beyond = ids[some] - own
+                found = F.embedding(beyond.clamp(0, len(numbers.more) - 1), numbers.more).to(x.dtype)
+                x[some] = torch.where((beyond >= 0).unsqueeze(1), found, x[some])
         return x
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quire.attn.batch import AdapterRows
 from quire.dist.collectives import Group
-from quire.layers.adapter import EmbeddingBank, LinearBank
+from quire.layers.adapter import EmbeddingBank, HeadBank
 from quire.layers.claims import Claims, rows_of
 from quire.layers.parameter import Method, MethodLayer, parameter
 from quire.layers.role import Role
@@ -68,18 +68,22 @@ class Embedding(MethodLayer):
 
     def forward(self, ids: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """ids [T] -> [T, size]."""
+        bank = None if adapters is None else self.bank
+        known = ids.clamp(max=self.total - 1) if bank is not None and bank.more else ids
         if self.group is None:
-            x = self.method.look_up(self, ids)
-            if adapters is not None and self.bank is not None:
-                x = self.bank.add(x, ids, adapters)
+            x = self.method.look_up(self, known)
+            if bank is not None:
+                x = bank.add(x, known, adapters)
         else:
-            own = ids - self.kept.start
+            own = known - self.kept.start
             theirs = (own < 0) | (own >= len(self.kept))
             own = own.masked_fill(theirs, 0)
             x = self.method.look_up(self, own).masked_fill(theirs.unsqueeze(1), 0.0)
-            if adapters is not None and self.bank is not None:
-                x = self.bank.add(x, own, adapters, theirs)
+            if bank is not None:
+                x = bank.add(x, own, adapters, theirs)
             x = self.group.add(x)
+        if bank is not None and bank.more:
+            x = bank.add_more(x, ids, adapters, self.total)
         return x if self.scale == 1.0 else x * self.scale
 
 
@@ -123,7 +127,7 @@ class Head(MethodLayer):
     role = Role.VOCABULARY
     weight: nn.Parameter | None
     group: Group | None = None  # of the ranks that have the other tokens
-    bank: LinearBank | None = None  # of the adapters that rows may ask for
+    bank: HeadBank | None = None  # of the adapters that rows may ask for
 
     def __init__(
         self,
@@ -163,15 +167,23 @@ class Head(MethodLayer):
         self.method.finish(self)
 
     def forward(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        """hidden [P, H] -> [P, V] float32."""
+        """hidden [P, H] -> [P, V] float32; with room for tokens of adapters they come behind the V."""
         logits = self.method.apply(self, hidden)
         if adapters is not None and self.bank is not None:
             logits = self.bank.add(logits, hidden, adapters, self.bias)
+        logits = self._shape(logits)
+        if self.group is not None:
+            logits = self.group.join(logits, self.total)
+        if self.bank is not None and self.bank.more:
+            logits = self.bank.widen(logits, hidden, adapters, self._shape)
+        return logits
+
+    def _shape(self, logits: Tensor) -> Tensor:
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
-        return logits if self.group is None else self.group.join(logits, self.total)
+        return logits
 
     def matrix(self) -> Tensor:
         weight = self.weight if self.tied is None else self.tied.weight

@@ -22,6 +22,7 @@ from quire.files.reading import shown, told
 from quire.files.safetensors import read_header
 from quire.load.adapter_config import AdapterConfig, interpret
 from quire.load.adapter_experts import ExpertTensors
+from quire.load.adapter_vocabulary import AddedTokens
 from quire.load.assign import Renames, rename
 from quire.load.safetensors import DTYPES
 from quire.prepare.adapter_sites import Addition, ExpertsSite, HeadSite, LinearSite, Site
@@ -41,8 +42,10 @@ HALVES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"lora_embedding_B(\.default)?", "up"),
         (r"lora_magnitude_vector(\.default)?(\.weight)?", "magnitude"),
         (r"base_layer\.weight", "base"),
+        (r"original_module\.(weight|bias)", "original"),
         (r"(base_layer\.|modules_to_save\.(default\.)?)?bias", "bias"),
-        (r"(modules_to_save\.(default\.)?)?weight", "whole"),
+        (r"modules_to_save\.(default\.)?weight", "whole"),
+        (r"weight", "plain"),
     )
 )
 HALF_OF = {"down": "lora_A", "up": "lora_B"}
@@ -68,6 +71,7 @@ class Model:
     renames: Renames
     parameters: Mapping[str, Tensor]
     max_rank: int
+    more: int = 0  # tokens that an adapter may add to the model's own
 
 
 def read_adapter(path: str, model: Model) -> tuple[Mapping[str, Addition], int]:
@@ -75,7 +79,7 @@ def read_adapter(path: str, model: Model) -> tuple[Mapping[str, Addition], int]:
     files = find_adapter(path)
     config = interpret(read_config(files), str(files.config))
     try:
-        return Reader(config, model).read(_read_tensors(files))
+        return Reader(config, model, files.weights.suffix == ".safetensors").read(_read_tensors(files))
     except AdapterError as error:
         raise AdapterError(f"{path}: {error}", "lora_path") from error
 
@@ -112,9 +116,11 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 class Reader:
-    def __init__(self, config: AdapterConfig, model: Model) -> None:
+    def __init__(self, config: AdapterConfig, model: Model, readable: bool = True) -> None:
+        """`readable`: are shapes in the file's header, for whoever has to know how many tokens there are?"""
         self._config, self._model = config, model
         self._largest = 0
+        self._tokens = AddedTokens(model.more, readable)
 
     def read(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Addition], int]:
         modules: dict[str, dict[str, Named]] = defaultdict(dict)
@@ -124,6 +130,11 @@ class Reader:
             if kind in modules[module]:
                 raise named.wrong("is there twice, under another name")
             modules[module][kind] = named
+        for halves in modules.values():  # where vocabulary was added PEFT saves such a matrix three times
+            halves.pop("original", None)
+            plain = halves.pop("plain", None)
+            if plain is not None:
+                halves.setdefault("whole", plain)
         found: dict[str, Addition] = {}
         experts = ExpertTensors(self)
         for module, halves in modules.items():
@@ -141,6 +152,7 @@ class Reader:
             if addition is not None:
                 found[path] = addition
         found |= experts.finish(self._model.sites)
+        self._tokens.check(found, self._model.sites)
         if not found:
             raise AdapterError("it has no tensors that add anything to the model", "lora_path")
         return found, max(self._largest, 1)
@@ -187,14 +199,16 @@ class Reader:
         shape = (inputs, outputs) if site.kind == "embedding" else (outputs, inputs)
         if whole is not None and site.kind not in ("head", "embedding"):
             raise whole.wrong("is a whole matrix (modules_to_save); only of head and embedding can an adapter have its own")
-        if whole is None and "base" in halves and site.kind in ("head", "embedding"):
-            self._check_shape(halves["base"], shape, site)
+        base = halves.get("base") if site.kind in ("head", "embedding") else None
+        given = base if whole is None else whole
+        if given is not None:
+            self._check_shape(given, shape, site)
+            addition = replace(addition, whole=given.values)
+        addition = self._tokens.split(addition, site, next(iter(halves.values())))
+        if addition.whole is not None and (whole is None or addition.more is not None):
             own = self._model.parameters.get(f"{path}.weight")
-            if own is not None and not torch.equal(own.cpu(), halves["base"].values.to(own.dtype)):
-                whole = halves["base"]
-        if whole is not None:
-            self._check_shape(whole, shape, site)
-            addition = replace(addition, whole=whole.values)
+            same = whole is None if own is None else torch.equal(own.cpu(), addition.whole.to(own.dtype))
+            addition = replace(addition, whole=None if same else addition.whole)
         return None if all(value is None for value in vars(addition).values()) else addition
 
     def _check_nothing(self, path: str, halves: dict[str, Named]) -> None:
@@ -234,13 +248,8 @@ class Reader:
 
     def _check_shape(self, named: Named, shape: tuple[int, ...], site: Site) -> None:
         found = tuple(named.values.shape)
-        if found == shape:
+        if found == shape or self._tokens.allow(named, shape, site):
             return
-        vocabulary = {"embedding": 1, "head": 0}.get(site.kind)
-        tokens = None if vocabulary is None else next(iter(site.shapes.values()))[vocabulary]
-        if tokens in shape and len(found) == len(shape) and found[shape.index(tokens)] > tokens:
-            more = found[shape.index(tokens)] - tokens
-            raise named.wrong(f"has {more} tokens more than the model's {tokens:,}: added vocabulary cannot be run")
         raise named.wrong(f"has shape {list(found)}, where the model needs {list(shape)}")
 
 

@@ -135,8 +135,15 @@ class AddressTable:
         self.unusual.discard(place)
 
 
-def adapt(model: nn.Module, *, device: torch.device, dtype: torch.dtype, tabled: tuple[int, int] | None = None) -> Adapters:
-    """Banks for every layer with matrices. After `shard`; before anything is loaded or after it. `tabled`: see `Adapters`."""
+def adapt(
+    model: nn.Module, *, device: torch.device, dtype: torch.dtype, tabled: tuple[int, int] | None = None, more: int = 0
+) -> Adapters:
+    """Banks for every layer with matrices. After `shard`; before anything is loaded or after it. `tabled`: see `Adapters`.
+    `more`: tokens that adapters may add to the model's own."""
+    return Adapters(find_sites(model, more), device, dtype, tabled)
+
+
+def find_sites(model: nn.Module, more: int = 0) -> list[Site]:
     sites: list[Site] = []
     for path, layer in model.named_modules():
         match layer:
@@ -145,16 +152,16 @@ def adapt(model: nn.Module, *, device: torch.device, dtype: torch.dtype, tabled:
             case Linear():
                 sites.append(LinearSite(path, layer))
             case Head():
-                sites.append(HeadSite(path, layer))
+                sites.append(HeadSite(path, layer, more))
             case Embedding(role=Role.VOCABULARY):
-                sites.append(EmbeddingSite(path, layer))
+                sites.append(EmbeddingSite(path, layer, more))
             case Experts():
                 sites.append(ExpertsSite(path, layer))
     if not any(site.kind == "linear" for site in sites):
         raise ConfigError(
             "LoRA adapters (enable_lora) need a model of a family of our own; this one is run through transformers"
         )
-    return Adapters(sites, device, dtype, tabled)
+    return sites
 
 
 def _aligned(count: int) -> int:

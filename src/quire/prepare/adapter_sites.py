@@ -13,6 +13,7 @@ from quire.layers.adapter import (
     EmbeddingNumbers,
     ExpertsBank,
     ExpertsNumbers,
+    HeadBank,
     LinearBank,
     LinearNumbers,
     LowRank,
@@ -39,6 +40,7 @@ class Addition:
     added: Tensor | None = None  # [outputs] behind the product, multiplied by the scale
     bias: Tensor | None = None  # [outputs] in place of the layer's own
     whole: Tensor | None = None  # [outputs, inputs] in place of the layer's own; of an embedding [tokens, size]
+    more: Tensor | None = None  # [n, inputs], or of an embedding [n, size]: of tokens that the model does not have
     # of experts: each is down [E, rank, inputs] and up [E, outputs, rank], multiplied by the scale
     gate_up: tuple[Tensor, Tensor] | None = None
     back: tuple[Tensor, Tensor] | None = None
@@ -181,10 +183,11 @@ class LinearSite:
 class HeadSite(Untabled):
     kind = "head"
 
-    def __init__(self, path: str, layer: Head) -> None:
+    def __init__(self, path: str, layer: Head, more: int = 0) -> None:
         self.path, self._layer = path, layer
         self.shapes = {path: (layer.total, layer.hidden_size)}
-        self._bank = layer.bank = LinearBank()
+        self._bank = layer.bank = HeadBank()
+        self._bank.more = more
 
     @property
     def biased(self) -> bool:
@@ -197,6 +200,8 @@ class HeadSite(Untabled):
             numbers |= {"down": addition.down.t(), "up": _rows(addition.up, rows).t()}
         if addition.whole is not None:
             numbers["whole"] = _rows(addition.whole, rows).t()
+        if addition.more is not None:
+            numbers["more"] = addition.more.t()
         for key, values in (("magnitude", addition.magnitude), ("added", addition.added), ("bias", addition.bias)):
             if values is not None:
                 numbers[key] = _rows(values, rows)
@@ -216,7 +221,9 @@ class HeadSite(Untabled):
         if "bias" in numbers and layer.bias is not None:
             added.append(numbers["bias"] - layer.bias)
         bias = sum(added[1:], added[0]) if added else None
-        self._bank.places[place] = LinearNumbers(parts, gain, bias, numbers.get("whole"), numbers.get("down"))
+        self._bank.places[place] = LinearNumbers(
+            parts, gain, bias, numbers.get("whole"), numbers.get("down"), numbers.get("more")
+        )
 
     def drop(self, place: int) -> None:
         self._bank.places.pop(place, None)
@@ -225,22 +232,27 @@ class HeadSite(Untabled):
 class EmbeddingSite(Untabled):
     kind = "embedding"
 
-    def __init__(self, path: str, layer: Embedding) -> None:
+    def __init__(self, path: str, layer: Embedding, more: int = 0) -> None:
         self.path, self._layer = path, layer
         self.shapes = {path: (layer.size, layer.total)}  # as of a matrix that is multiplied by tokens
         self._bank = layer.bank = EmbeddingBank()
+        self._bank.more = more
 
     def cut(self, found: Mapping[str, Addition]) -> Numbers:
         [addition] = found.values()
         rows, numbers = [self._layer.kept], Numbers()
         if addition.whole is not None:
             numbers["whole"] = _rows(addition.whole, rows)
+        if addition.more is not None:
+            numbers["more"] = addition.more
         if addition.down is not None and addition.up is not None:
             numbers |= {"down": _rows(addition.down.t(), rows), "up": addition.up.t()}
         return numbers
 
     def put(self, place: int, numbers: Numbers, known: Numbers) -> None:  # noqa: ARG002
-        self._bank.places[place] = EmbeddingNumbers(numbers.get("down"), numbers.get("up"), numbers.get("whole"))
+        self._bank.places[place] = EmbeddingNumbers(
+            numbers.get("down"), numbers.get("up"), numbers.get("whole"), numbers.get("more")
+        )
 
     def drop(self, place: int) -> None:
         self._bank.places.pop(place, None)

@@ -18,9 +18,12 @@ class Shelf:
     Reading may happen in other threads while steps run; everything else is between steps.
     """
 
-    def __init__(self, adapters: Adapters, model: Decoder, room: int, max_rank: int, budget: int | None = None) -> None:
+    def __init__(
+        self, adapters: Adapters, model: Decoder, room: int, max_rank: int, budget: int | None = None, more: int = 0
+    ) -> None:
+        """`more`: tokens that an adapter may add to the model's own."""
         self._adapters, self._room, self._budget = adapters, room, budget
-        self._model = Model(adapters.sites, model.renames, dict(model.named_parameters()), max_rank)
+        self._model = Model(adapters.sites, model.renames, dict(model.named_parameters()), max_rank, more)
         self._held: dict[str, PackedAdapter] = {}
         self._lock = Lock()
         self._taken: dict[int, int] = {}  # place -> bytes

@@ -87,19 +87,22 @@ class Runner:
         drafter: Drafter | None = None,
         drafts: int = 0,
         adapters: tuple[int, int] = (0, 0),
+        more_tokens: int = 0,
         position: Position = ALONE,
         group: Group | None = None,
         cache_dtype: str | None = None,
     ) -> None:
         """`drafts`: rows of plans bring so many of them along, unless a `drafter` makes them here. `adapters`: room for so
-        many, of at most that rank. `position`: whose share of the model this is, where several ranks have one; `layout` is that
-        of its share of the cache, and the ranks meet through `group`. `cache_dtype`: of the cache, if it is not the model's."""
+        many, of at most that rank; `more_tokens`: that they may add to the model's own. `position`: whose share of the model
+        this is, where several ranks have one; `layout` is that of its share of the cache, and the ranks meet through `group`.
+        `cache_dtype`: of the cache, if it is not the model's."""
         self._facts = facts
         self._position, self._group = position, group
         self._layers = facts.layers if group is None else share_layers(facts.layers, position)
         self._parameters = 0  # that were loaded
         self._untold: Rows | None = None  # of the latest step, where another rank draws
-        self._room = adapters
+        self._room, self._more = adapters, more_tokens
+        self._vocabulary = facts.vocab_size + more_tokens
         self._shelf: Shelf | None = None  # of adapters
         self._reserved = 0  # bytes on the device that adapters will take
         self._parts: tuple[RowPart, ...] = ()
@@ -141,7 +144,7 @@ class Runner:
         adapters: Adapters | None = None
         if count:
             tabled = self._room if self._device.torch_device.type == "cuda" else None  # for kernels
-            adapters = adapt(model, device=self._device.torch_device, dtype=self._dtype, tabled=tabled)
+            adapters = adapt(model, device=self._device.torch_device, dtype=self._dtype, tabled=tabled, more=self._more)
         load_weights(
             model, self._facts, device=self._device.torch_device, dtype=self._dtype, load_format=self._load_format,
             seed=self._seed, keep_quantized=self._keep_quantized, quantization=self._quantization, keeps=self._keeps,
@@ -160,7 +163,7 @@ class Runner:
         if adapters is not None:
             self._reserved = count * adapters.bytes_of(rank)
             budget = self._reserved if self._device.torch_device.type != "cpu" else None
-            self._shelf = Shelf(adapters, model, count, rank, budget)
+            self._shelf = Shelf(adapters, model, count, rank, budget, self._more)
 
     def _build(self) -> Decoder:
         """This rank's share of the model, without weights."""
@@ -183,7 +186,7 @@ class Runner:
         assert self._tenants is not None
         longest = min(LONG, self._facts.max_position)
         slots, _, sampler = self._tenants
-        warm_up_parts(self._loaded(), slots, sampler, self._facts.vocab_size, longest)
+        warm_up_parts(self._loaded(), slots, sampler, self._vocabulary, longest)
         for plan in warm_up_steps(self._max_seqs, self._max_batched_tokens, longest):
             self.launch(plan)
         hidden = torch.zeros(self._max_batched_tokens, self._facts.hidden_size, dtype=self._dtype, device=slots.device)
@@ -201,7 +204,7 @@ class Runner:
                 raise ConfigError(f"kv_cache_memory_bytes must be positive, got {kv_cache_memory_bytes}")
             return kv_cache_memory_bytes
         rows = self._max_seqs * (1 + self._drafts)
-        graphs = allowance(rows, self._facts.vocab_size, self._room[0] > 0) if self._recording else 0
+        graphs = allowance(rows, self._vocabulary, self._room[0] > 0) if self._recording else 0
         reserve = self._reserved + graphs
         return self._device.budget(gpu_memory_utilization, self._profile_run, reserve)
 
@@ -220,7 +223,9 @@ class Runner:
         groups, page_size = max(1, len(self._layout.groups)), self._layout.page_size  # whoever fills rows counts on one
         told = self._drafter is None and self._drafts > 0
         slots = Slots(self._max_seqs, max_model_len, groups, page_size, device, self._drafts, self._device.updates(), told)
-        sampler = Sampler(self._max_seqs, self._facts.vocab_size, device, self._logprobs_mode, self._drafts)
+        sampler = Sampler(
+            self._max_seqs, self._vocabulary, device, self._logprobs_mode, self._drafts, own=self._facts.vocab_size
+        )
         self._tenants = slots, kv, sampler
         if self._companion is not None:
             self._companion.allocate(pages, slots)
@@ -229,9 +234,7 @@ class Runner:
         self.graphs = None
         if planners is not None:
             recorder, most = self._device.recorder(), self._max_batched_tokens
-            self.graphs = Graphs(
-                model, slots, sampler, planners, recorder, self._facts.vocab_size, most, self._room[0], self._drafts
-            )
+            self.graphs = Graphs(model, slots, sampler, planners, recorder, self._vocabulary, most, self._room[0], self._drafts)
 
     def close(self) -> None:
         self._model = self._tenants = self.graphs = self._shelf = self._group = self._states = None

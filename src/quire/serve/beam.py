@@ -14,6 +14,7 @@ from quire.serve.sampling import SAME, beam_params, wanted_logprobs
 from quire.serve.server import Server
 from quire.text.beam_search import Beam, BeamSearch
 from quire.text.detokenizer import Detokenizer
+from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter
 from quire.types.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.types.sampling import SamplingParams
@@ -37,7 +38,7 @@ async def search_beams(server: Server, job: GenerationJob, request: GenerationFi
     width = request.n or 1
     _check(server, request, width)
     searches = [
-        BeamSearch(prompt.ids, beam_params(request, params.max_tokens or 1), server.eos_ids, server.llm.max_model_len)
+        BeamSearch(prompt.ids, beam_params(request, params.max_tokens or 1), server.ends_of(prompt), server.llm.max_model_len)
         for prompt, params in zip(job.prompts, job.params, strict=True)
     ]
     step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2 * width)
@@ -78,7 +79,7 @@ def _output(
     choices = [
         CompletionOutput(
             index=index,
-            text=_text(server, request, search, beam),
+            text=_text(server.tokenizer_of(job.prompts[prompt]), request, search, beam),
             token_ids=list(beam.tokens),
             cumulative_logprob=beam.total,
             logprobs=None if top is None else list(map(_likeliest, beam.tokens, beam.logprobs, repeat(top))),
@@ -107,10 +108,8 @@ def _likeliest(chosen: int, position: TokenLogprobs, top: int) -> TokenLogprobs:
     }
 
 
-def _text(server: Server, request: GenerationFields, search: BeamSearch, beam: Beam) -> str:
-    if server.llm.tokenizer is None:
+def _text(tokenizer: Tokenizer | None, request: GenerationFields, search: BeamSearch, beam: Beam) -> str:
+    if tokenizer is None:
         return ""
-    detokenizer = Detokenizer(
-        server.llm.tokenizer, search.prompt, request.skip_special_tokens, request.spaces_between_special_tokens
-    )
+    detokenizer = Detokenizer(tokenizer, search.prompt, request.skip_special_tokens, request.spaces_between_special_tokens)
     return detokenizer.feed(search.shown(beam)) + detokenizer.finish()

@@ -46,7 +46,7 @@ class _ChatReply:
         self._request = request
         as_ids = request.return_tokens_as_token_ids
         as_ids = server.settings.return_tokens_as_token_ids if as_ids is None else as_ids
-        self._names = TokenNames(server.llm.tokenizer, as_ids)
+        self._names = TokenNames(server.tokenizer_of(self._job.prompts[0]), as_ids)
         last = request.messages[-1]
         self._role = server.settings.response_role if request.add_generation_prompt else str(last["role"])
         self._echo = text_of(last) if request.echo and last["role"] == self._role else ""

@@ -55,7 +55,7 @@ class _CompletionChoice:
         self._silent = only_echoes(request)
         self._echo = bool(request.echo)
         as_ids = request.return_tokens_as_token_ids
-        tokenizer = server.llm.tokenizer
+        tokenizer = server.tokenizer_of(self._prompt)
         self._tokenizer = tokenizer
         self._names = TokenNames(tokenizer, server.settings.return_tokens_as_token_ids if as_ids is None else as_ids)
         self._params = job.params[prompt]
@@ -106,7 +106,7 @@ async def _echoes(server: Server, job: GenerationJob, request: CompletionRequest
     for prompt in job.prompts if request.echo else ():
         text = prompt.text
         if text is None and server.llm.tokenizer is not None:
-            text = await server.llm.decode(prompt.ids, skip_special_tokens=False)
+            text = await server.llm.prompts.of(prompt.extras).decode(prompt.ids, skip_special_tokens=False)
         out.append(text or "")
     return out or [""] * len(job.prompts)
 

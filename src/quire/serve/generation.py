@@ -60,7 +60,7 @@ def make_job(
     return GenerationJob(
         id=answer_id(prefix, raw, request),
         model=model,
-        prompts=[replace(prompt, extras=extras) for prompt in prompts] if extras.lora else list(prompts),
+        prompts=[prompt if prompt.extras.lora else replace(prompt, extras=extras) for prompt in prompts],
         params=params,
         priority=priority_of(raw, request, llm.config.policy),
         cache_tenant=getattr(raw.state, "tenant", None),

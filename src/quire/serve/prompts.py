@@ -29,7 +29,7 @@ async def read_prompts(server: Server, request: CompletionRequest) -> list[Promp
     check_work(len(given), request.n or 1, server.limits)
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     refuse_more("prompt", sum(map(len, texts)), server.limits.prompt_characters, "characters in all prompts together")
-    prompts = server.llm.prompts
+    prompts, extras = await server.prompts(request.model)
     cut = _cut(server, request)
     if cut.keep is None:
         for text in texts:
@@ -42,7 +42,7 @@ async def read_prompts(server: Server, request: CompletionRequest) -> list[Promp
     read = iter(encoded)
     tokenized = [next(read) if isinstance(prompt, str) else _cut_ids(cut, prompt) for prompt in given]
     refuse_more("prompt", sum(len(prompt.ids) for prompt in tokenized), server.limits.prompt_tokens, _TOGETHER)
-    return [replace(prompt, cache_salt=request.cache_salt) for prompt in tokenized]
+    return [replace(prompt, cache_salt=request.cache_salt, extras=extras) for prompt in tokenized]
 
 
 def _cut_ids(cut: Cut, ids: list[int]) -> Prompt:
@@ -88,7 +88,8 @@ async def render_messages(
         )
     cut = cut or _cut(server, request)
     _check_messages(server, messages, may_be_cut=cut.keep is not None)
-    prompt = await server.llm.prompts.render(
+    prompts, extras = await server.prompts(request.model)
+    prompt = await prompts.render(
         [_completed(message) for message in messages],
         tell_tools=server.formats.tell_tools and request.chat_template is None,
         tools=tools,
@@ -101,7 +102,8 @@ async def render_messages(
         documents=documents,
         variables=variables,
     )
-    return replace(prompt, cache_salt=request.cache_salt) if isinstance(request, GenerationFields) else prompt
+    salt = request.cache_salt if isinstance(request, GenerationFields) else None
+    return replace(prompt, cache_salt=salt, extras=extras)
 
 
 def _completed(message: dict[str, Any]) -> dict[str, Any]:

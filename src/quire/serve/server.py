@@ -1,5 +1,6 @@
 """What every endpoint needs: the engine, the settings, the names the model answers to. Made once, read by all."""
 
+import asyncio
 import hashlib
 import re
 import time
@@ -23,8 +24,10 @@ from quire.serve.protocol.fields import GenerationFields, RequestBody
 from quire.serve.protocol.responses import ResponsesRequest
 from quire.serve.response_store import ResponseStore
 from quire.serve.unknown_fields import UnknownFields
+from quire.text.prompts import PromptReader
+from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter
-from quire.types.prompts import NO_EXTRAS, Extras
+from quire.types.prompts import NO_EXTRAS, Extras, Prompt
 
 MOST_NAMES = 20  # that an error tells
 _PRINTABLE = re.compile(r"[\x21-\x7e]+")  # ids go into headers and logs
@@ -80,6 +83,11 @@ class Server:
         ids = {*self.llm.config.facts.eos_ids, None if tokenizer is None else tokenizer.eos_token_id}
         return frozenset(i for i in ids if i is not None)
 
+    def ends_of(self, prompt: Prompt) -> frozenset[int]:
+        tokenizer = self.tokenizer_of(prompt)
+        own = None if tokenizer is self.llm.tokenizer or tokenizer is None else tokenizer.eos_token_id
+        return self.eos_ids if own is None else self.eos_ids | {own}
+
     def wants_timing(self, request: Request) -> bool:
         """Does this answer carry its times? The server's setting, or the request's header."""
         return self.settings.enable_per_request_metrics or request.headers.get("x-request-metrics", "").lower() in ("1", "true")
@@ -103,6 +111,17 @@ class Server:
         if adapter is None:
             raise self.no_such_model(model)
         return adapter.extras
+
+    async def prompts(self, model: str | None) -> tuple[PromptReader, Extras]:
+        """What makes tokens of a request to this model, and what it brings along."""
+        extras = self.extras(model or self.names[0])
+        if extras.lora is None or not extras.lora.added:
+            return self.llm.prompts, extras
+        return await asyncio.to_thread(self.llm.prompts.of, extras), extras
+
+    def tokenizer_of(self, prompt: Prompt) -> Tokenizer | None:
+        """Its adapter's, if that has its own."""
+        return self.llm.prompts.of(prompt.extras).tokenizer
 
     def no_such_model(self, name: str) -> HttpError:
         names = [*self.names, *(adapter.name for adapter in self.adapters.all)]

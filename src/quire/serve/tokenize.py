@@ -43,7 +43,7 @@ TokenizeRequest = Annotated[
 async def tokenize(request: TokenizeRequest, raw: Request) -> Response:
     server = server_of(raw)
     ids = await _encode(server, request)
-    tokenizer = server.llm.tokenizer
+    tokenizer = (await server.prompts(request.model))[0].tokenizer
     answer: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": server.llm.max_model_len,
@@ -60,9 +60,10 @@ async def _encode(server: Server, request: TokenizeTextRequest | TokenizeChatReq
         cut = Cut(server.limits.prompt_tokens)
         return (await render_messages(server, request, request.messages, request.documents, request.tools, cut=cut)).ids
     refuse_more("prompt", len(request.prompt), server.limits.prompt_characters, "characters")
-    server.llm.prompts.refuse_hopeless(len(request.prompt), "prompt")
+    prompts, _ = await server.prompts(request.model)
+    prompts.refuse_hopeless(len(request.prompt), "prompt")
     cut = Cut(server.limits.prompt_tokens)
-    return (await server.llm.prompts.encode(request.prompt, request.add_special_tokens, cut, "prompt")).ids
+    return (await prompts.encode(request.prompt, request.add_special_tokens, cut, "prompt")).ids
 
 
 @router.post("/detokenize", responses={200: {"model": DetokenizeAnswer}, 400: {"model": ErrorBody}})
@@ -72,7 +73,8 @@ async def detokenize(request: DetokenizeRequest, raw: Request) -> Response:
     refuse_more("tokens", len(request.tokens), server.limits.detokenize_tokens, "token ids")
     if server.llm.tokenizer is None:
         raise RequestError("there is no tokenizer: the server was started with skip_tokenizer_init")
-    answer: DetokenizeAnswer = {"prompt": await server.llm.decode(request.tokens, request.skip_special_tokens)}
+    prompts, _ = await server.prompts(request.model)
+    answer: DetokenizeAnswer = {"prompt": await prompts.decode(request.tokens, request.skip_special_tokens)}
     return json_response(answer)
 
 

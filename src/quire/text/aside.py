@@ -5,6 +5,7 @@ a list of a million ids does not, and nothing ends a thread.
 """
 
 import asyncio
+import copy
 import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -33,12 +34,19 @@ class Aside:
     def __init__(self, config: Config, tokenizer: Tokenizer | None) -> None:
         args = config.args
         where = wire.Where(str(config.facts.files.path.absolute()), args.tokenizer, args.tokenizer_revision)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._foreign = tokenizer, False
         if tokenizer is not None:
             _ = tokenizer.characters_per_token  # it looks at the whole vocabulary once: now, while nobody waits
         self._threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="quire-text")
         self._quick = ProcessPool(where, MOST_QUICK, self._threads)
         self._long = ProcessPool(where, max(2, min(MOST_LONG, os.cpu_count() or 1)), self._threads)
+
+    def beside(self, tokenizer: Tokenizer) -> "Aside":
+        """The same threads and processes, for another tokenizer: an adapter's, which the processes do not have. Threads do
+        what is long, too."""
+        other = copy.copy(self)
+        other._tokenizer, other._foreign = tokenizer, True
+        return other
 
     def start(self) -> None:
         """Starts the process for chat templates ahead of the first chat."""
@@ -64,7 +72,7 @@ class Aside:
     async def encode(self, text: str, add_special_tokens: bool, cut: wire.Cut = ALL) -> tuple[int, list[int] | None]:
         """How many tokens the text has, and those of them that are wanted; None if they are more than that."""
         tokenizer = self._has_tokenizer()
-        if len(text) <= tokenizer.short:
+        if self._foreign or len(text) <= tokenizer.short:
             return cut.of(await self._encode_short(tokenizer, text, add_special_tokens))
         job = wire.Encode(add_special_tokens, cut)
         count, ids = await self._ask(self._long, job, await _utf8(text), "tokenizing the text", "prompt")
@@ -72,7 +80,7 @@ class Aside:
 
     async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         tokenizer = self._has_tokenizer()
-        if len(ids) <= SHORT_IDS:
+        if self._foreign or len(ids) <= SHORT_IDS:
             return await self.thread(tokenizer.decode, ids, skip_special_tokens)
         pace, blob = Pace(), []
         try:
@@ -113,7 +121,7 @@ class Aside:
             chat_template_content_format,
             tell_tools,
             add_special_tokens,
-            tokenizer.short,
+            most if self._foreign else tokenizer.short,
             most,
             cut,
         )

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from quire.config.config import Config
+from quire.text.adapter_tokenizers import AdapterTokenizers
 from quire.text.prompts import PromptReader
 from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
@@ -38,6 +39,7 @@ class PreparedRequest:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     requests: tuple[EngineRequest, ...]
+    tokenizer: Tokenizer | None = None  # of its adapter, if that has its own
 
     @property
     def lora_name(self) -> str:
@@ -62,9 +64,10 @@ class InputProcessor:
         structured_outputs: Mapping[str, Any] | None = None,
         stream_interval: int = 1,
         aside: "Aside | None" = None,
+        tokenizers: AdapterTokenizers | None = None,
     ) -> None:
-        """`structured_outputs` are defaults of structured_outputs_config for answers in JSON."""
-        self.prompts = PromptReader(tokenizer, vocab_size, max_model_len, aside)
+        """`structured_outputs` are defaults of structured_outputs_config for answers in JSON. `tokenizers`: of adapters."""
+        self.prompts = PromptReader(tokenizer, vocab_size, max_model_len, aside, tokenizers)
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
@@ -93,6 +96,7 @@ class InputProcessor:
             structured_outputs=config.args.structured_outputs_config,
             stream_interval=config.args.stream_interval,
             aside=aside,
+            tokenizers=AdapterTokenizers(tokenizer, config.args.chat_template is not None) if config.more_tokens else None,
         )
 
     def prepare(
@@ -119,17 +123,20 @@ class InputProcessor:
             raise InvalidParameter(f"priority must have at most 64 bits, got {priority!r:.40}", "priority")
         if not isinstance(params, SamplingParams):
             raise InvalidParameter(f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params")
-        read = self.prompts.read(prompt, how, extras)
-        ids = self.prompts.check(read)
+        if isinstance(prompt, Prompt) and extras == NO_EXTRAS:
+            extras = prompt.extras
+        prompts = self.prompts.of(extras)
+        read = prompts.read(prompt, how, extras)
+        ids = prompts.check(read)
         salt = read.extras.salt if read.cache_salt is None else (*read.extras.salt, f"tenant={read.cache_salt}")
         params = params.clone()
-        self._check_params(params)
+        self._check_params(params, prompts.vocab_size)
         if params.max_tokens is None:
-            params.max_tokens = self.prompts.room(len(ids))
+            params.max_tokens = prompts.room(len(ids))
         if params.stream_interval is None:
             params.stream_interval = self._stream_interval
         # with a grammar, ignore_eos is the grammar's matter: where nothing else may follow, the text ends
-        eos_ids = frozenset() if params.ignore_eos and params.structured_outputs is None else self.eos_ids
+        eos_ids = frozenset() if params.ignore_eos and params.structured_outputs is None else self.ends(prompts)
         base = EngineRequest(
             id=engine_id or request_id,
             prompt=ids,
@@ -138,15 +145,22 @@ class InputProcessor:
             stop_ids=eos_ids | frozenset(params.stop_token_ids or ()),
             eos_ids=eos_ids,
             arrival=arrival,
-            bad_words=self._bad_word_ids(params.bad_words or ()),
+            bad_words=_bad_word_ids(prompts.tokenizer, params.bad_words or ()),
             priority=priority,
             tenant=tenant or "",
             salt=salt if tenant is None else (*salt, f"owner={tenant}"),
             extras=read.extras,
         )
-        return PreparedRequest(request_id, read.text, ids, params, fan_out(base, params.n))
+        tokenizer = None if prompts.tokenizer is self.tokenizer else prompts.tokenizer
+        return PreparedRequest(request_id, read.text, ids, params, fan_out(base, params.n), tokenizer)
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def ends(self, prompts: PromptReader) -> frozenset[int]:
+        """Tokens that end a text: the model's, and that of the tokenizer."""
+        tokenizer = prompts.tokenizer
+        own = None if tokenizer is None or tokenizer is self.tokenizer else tokenizer.eos_token_id
+        return self.eos_ids if own is None or own >= prompts.vocab_size else self.eos_ids | {own}
+
+    def _check_params(self, params: SamplingParams, vocab_size: int) -> None:
         if params.structured_outputs is not None:
             self._check_structured(params.structured_outputs)
         for name in ("logprobs", "prompt_logprobs"):
@@ -158,9 +172,9 @@ class InputProcessor:
                 )
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "thinking_end_ids", "logit_bias"):
             for token in getattr(params, name) or ():
-                if not 0 <= token < self.vocab_size:
+                if not 0 <= token < vocab_size:
                     raise InvalidParameter(
-                        f"{name}: token id {shown(token)} is out of vocabulary (0 to {self.vocab_size - 1})", name
+                        f"{name}: token id {shown(token)} is out of vocabulary (0 to {vocab_size - 1})", name
                     )
         if self.tokenizer is None and (params.stop or params.bad_words):
             name = "stop" if params.stop else "bad_words"
@@ -184,23 +198,24 @@ class InputProcessor:
                 f"{FIELD}.{params.constraint} has {size} bytes; at most {MOST_GRAMMAR_BYTES} can be compiled", FIELD
             )
 
-    def _bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """A word is banned at the start of a text and after a space: the two often have different first tokens."""
-        out: list[tuple[int, ...]] = []
-        for word in words:
-            assert self.tokenizer is not None
-            plain = tuple(self.tokenizer.encode(word.lstrip() or word, add_special_tokens=False))
-            spaced = tuple(self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
-            out.append(plain)
-            if spaced != plain and spaced and plain and spaced[0] != plain[0] and len(spaced) == len(plain):
-                out.append(spaced)
-        return tuple(ids for ids in out if ids)
-
     def _seed_for(self, params: SamplingParams) -> int:
         """Unseeded requests differ from each other, but a whole run repeats when its requests come in the same order."""
         if params.seed is not None:
             return params.seed & _MASK64
         return (self.seed * 0x9E3779B97F4A7C15 + (next(self._unseeded) + 1) * 0xD1B54A32D192ED03) & _MASK64
+
+
+def _bad_word_ids(tokenizer: Tokenizer | None, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    """A word is banned at the start of a text and after a space: the two often have different first tokens."""
+    out: list[tuple[int, ...]] = []
+    for word in words:
+        assert tokenizer is not None
+        plain = tuple(tokenizer.encode(word.lstrip() or word, add_special_tokens=False))
+        spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+        out.append(plain)
+        if spaced != plain and spaced and plain and spaced[0] != plain[0] and len(spaced) == len(plain):
+            out.append(spaced)
+    return tuple(ids for ids in out if ids)
 
 
 def refuse_media(mm_processor_kwargs: Any = None) -> None:

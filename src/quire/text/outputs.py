@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from quire.text.detokenizer import Detokenizer
 from quire.text.inputs import PreparedRequest
@@ -52,6 +53,7 @@ class OutputProcessor:
         """`page_size`: tokens of a page of the prefix cache; 0 without one."""
         self._tokenizer = tokenizer
         self._texts = None if tokenizer is None else TokenTexts(tokenizer)
+        self._others: WeakKeyDictionary[Tokenizer, TokenTexts] = WeakKeyDictionary()  # of adapters
         self.page_size = page_size
         self._observers = observers
         self._answers: dict[str, RequestAnswer] = {}  # by user request id
@@ -148,9 +150,16 @@ class OutputProcessor:
         self._tell(news)
         return Absorbed(due, aborts)
 
-    def tools_for(self, params: SamplingParams) -> "tuple[Tokenizer | None, TokenTexts | None]":
+    def tools_for(self, prepared: PreparedRequest) -> "tuple[Tokenizer | None, TokenTexts | None]":
         """What makes text of tokens, for a request that wants any."""
-        return (self._tokenizer, self._texts) if params.detokenize else (None, None)
+        if not prepared.params.detokenize:
+            return None, None
+        other = prepared.tokenizer
+        if other is None:
+            return self._tokenizer, self._texts
+        if other not in self._others:
+            self._others[other] = TokenTexts(other)
+        return other, self._others[other]
 
     def _tell(self, news: OutputNews) -> None:
         for observer in self._observers:
@@ -168,7 +177,7 @@ class RequestAnswer:
     ) -> None:
         self.prepared = prepared
         self._owner = owner
-        tokenizer, self._texts = owner.tools_for(prepared.params)
+        tokenizer, self._texts = owner.tools_for(prepared)
         self._trace_headers = trace_headers
         self.choices = [_GrowingChoice(i, prepared, tokenizer, self._texts) for i in range(len(prepared.requests))]
         self.metrics = RequestMetrics(arrival_time=prepared.requests[0].arrival, queued_ts=arrived)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from quire.text.adapter_tokenizers import AdapterTokenizers
 from quire.text.helper.wire import MOST_RENDERED, Cut
 from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
@@ -38,9 +39,27 @@ class ChatOptions:
 class PromptReader:
     """`max_model_len` may change when an engine has found out what its cache can serve."""
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int, aside: "Aside | None" = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        max_model_len: int,
+        aside: "Aside | None" = None,
+        tokenizers: AdapterTokenizers | None = None,
+    ) -> None:
+        """`tokenizers`: of adapters that have their own."""
         self.tokenizer, self.vocab_size, self.max_model_len = tokenizer, vocab_size, max_model_len
-        self._aside = aside
+        self._aside, self._tokenizers = aside, tokenizers
+
+    def of(self, extras: Extras) -> "PromptReader":
+        """For prompts of this adapter, whose tokens may be others than the model's. It may have to read files."""
+        lora = extras.lora
+        if lora is None or not lora.added or self._tokenizers is None:
+            return self
+        tokenizer, aside = self._tokenizers.of(lora), self._aside
+        if aside is not None and tokenizer is not None and tokenizer is not self.tokenizer:
+            aside = aside.beside(tokenizer)
+        return PromptReader(tokenizer, self.vocab_size + lora.added, self.max_model_len, aside)
 
     # ---- reading
 
@@ -89,6 +108,10 @@ class PromptReader:
         assert self._aside is not None
         count, ids = await self._aside.encode(text, add_special_tokens, cut)
         return self._read_aside(text, count, ids, cut, parameter)
+
+    async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        assert self._aside is not None
+        return await self._aside.decode(ids, skip_special_tokens)
 
     async def render(self, messages: Sequence[Mapping[str, Any]], cut: Cut, **options: Any) -> Prompt:
         """A conversation, beside an event loop; the options are those of `Aside.render`."""

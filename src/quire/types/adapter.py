@@ -66,6 +66,7 @@ class AdapterRef:
     key: int  # lora_int_id
     version: str
     path: str  # its directory
+    added: int = 0  # tokens that it has beyond the model's own
     stamp: str = dataclasses.field(default="", compare=False)  # of the files: while it is the same, so is their digest
 
 

@@ -74,13 +74,15 @@ class Sampler:
         logprobs_mode: LogprobsMode,
         drafts: int = 0,
         fused: bool | None = None,
+        own: int | None = None,
     ) -> None:
-        """`drafts`: a slot may draw so many times more in a step. `fused`: None says as on this device."""
+        """`drafts`: a slot may draw so many times more in a step. `fused`: None says as on this device. `own`: how many tokens
+        the model has itself, if adapters may add some."""
         self._device = device
         fused = device.type == "cuda" if fused is None else fused
         self._together = max(1, CACHED_LOGITS // vocabulary) if device.type == "cpu" else slots
         self._columns = columns = Columns(slots, device)
-        self.logprobs = Logprobs(slots, vocabulary, logprobs_mode, device)
+        self.logprobs = Logprobs(slots, own or vocabulary, logprobs_mode, device)
         self._temperature = Temperature(columns)
         self._draw = Draw(columns, vocabulary)
         self._edits: tuple[Edit, ...] = (

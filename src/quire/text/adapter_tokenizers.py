@@ -1,0 +1,49 @@
+"""Tokenizers of adapters that add tokens to a model's own: read from the adapter's directory when they are first wanted."""
+
+from collections import OrderedDict
+from pathlib import Path
+from threading import Lock
+
+from quire.files.adapter import has_tokenizer
+from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_files import read_tokenizer
+from quire.types.adapter import AdapterRef
+from quire.types.errors import AdapterError, ModelError
+
+MOST = 64  # that are kept
+
+
+class AdapterTokenizers:
+    """`fixed_template`: the chat template was chosen by hand, and is that of all."""
+
+    def __init__(self, base: Tokenizer | None, fixed_template: bool = False) -> None:
+        self._base, self._fixed = base, fixed_template
+        self._read: OrderedDict[str, Tokenizer] = OrderedDict()  # by version
+        self._lock = Lock()
+
+    def of(self, lora: AdapterRef | None) -> Tokenizer | None:
+        """The model's own, unless the adapter adds tokens and has files that say which. May be called by any thread."""
+        if lora is None or not lora.added or self._base is None:
+            return self._base
+        with self._lock:
+            found = self._read.get(lora.version)
+            if found is not None:
+                self._read.move_to_end(lora.version)
+                return found
+        found = self._open(lora, self._base)
+        with self._lock:
+            self._read[lora.version] = found
+            while len(self._read) > MOST:
+                self._read.popitem(last=False)
+        return found
+
+    def _open(self, lora: AdapterRef, base: Tokenizer) -> Tokenizer:
+        if not has_tokenizer(lora.path):
+            return base
+        try:
+            found = read_tokenizer(Path(lora.path))
+        except ModelError as error:
+            raise AdapterError(str(error), "lora_path") from error
+        if base.chat_template is not None and (self._fixed or found.chat_template is None):
+            found.chat_template = base.chat_template
+        return found
