@@ -27,10 +27,10 @@ def test_ranks_have_their_shares(tiny_model, expected, tmp_path, monkeypatch):  
     bad = write_adapter(tmp_path / "bad", tensors, target_modules=["q_proj"], **config)
     with nursery(tmp_path, "rank") as command:
         monkeypatch.setattr(workers, "COMMAND", command)
-        for size, places in ((2, 2), (3, 1)):  # with one place they make way for each other
+        for size, stages, places in ((2, 1, 2), (3, 1, 1), (1, 2, 1)):  # with one place they make way for each other
             llm = open_model(
                 tiny_model, dtype="float32", enable_lora=True, max_loras=places, tensor_parallel_size=size,
-                fully_sharded_loras=True,
+                pipeline_parallel_size=stages, fully_sharded_loras=True,
             )  # fmt: skip
             with pytest.raises(AdapterError, match="q_proj"):
                 llm.llm_engine.add_lora(LoRARequest("bad", 9, bad))

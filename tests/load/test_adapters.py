@@ -160,7 +160,9 @@ BAD = {
         {"base_model.model.model.layers.0.input_layernorm.weight": torch.ones(48)}, {},
     ),
     r"q_proj.weight.* is a whole matrix \(modules_to_save\)": ({f"{Q_PROJ}.weight": torch.ones(48, 48)}, {}),
-    "has 5 tokens more than the model's 199: added vocabulary needs lora_extra_vocab_size of at least 5, and it is 0": ({"base_model.model.lm_head.weight": torch.ones(204, 48)}, {}),
+    "has 5 tokens more than the model's 199: added vocabulary needs lora_extra_vocab_size of at least 5": (
+        {"base_model.model.lm_head.weight": torch.ones(204, 48)}, {},
+    ),
     "no tensors that add anything": ({}, {}),
     rf"{A}.* has a number of 3e\+38: more than 1e\+06 overflows": (GOOD | {A: torch.full_like(GOOD[A], 3e38)}, {}),
     rf"{A}.* and its lora_B add up to .*: more than 1e\+06 overflows": (GOOD, {"lora_alpha": 1e9}),

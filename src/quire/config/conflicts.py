@@ -283,11 +283,6 @@ CONFLICTS: tuple[Conflict, ...] = (
             "drafts knows the model's own tokens only. ngram and suffix can be had; or leave it out"
         ),
     ),
-    Conflict(
-        "adapters with pipeline stages",
-        lambda c: c.max_loras > 0 and c.stages > 1,
-        lambda c: f"enable_lora cannot be used with pipeline_parallel_size {c.stages} yet. Leave one of them out",
-    ),
 )  # fmt: skip
 
 

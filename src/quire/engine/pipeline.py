@@ -33,5 +33,6 @@ def make_stage_runner(config: Config, device: Device, ring: Ring) -> StageRunner
         layout=stage_layout(layers, own, config.page_size, config.cache_bytes),
         ring=ring,
         layers=[layers[index] for index in own],
+        adapters=(config.max_loras, config.args.max_lora_rank),
         **runner_options(config),
     )

@@ -72,6 +72,7 @@ class Model:
     parameters: Mapping[str, Tensor]
     max_rank: int
     more: int = 0  # tokens that an adapter may add to the model's own
+    elsewhere: frozenset[str] = frozenset()  # parameters that another stage has, and looks at
 
 
 def read_adapter(path: str, model: Model) -> tuple[Mapping[str, Addition], int]:
@@ -214,6 +215,8 @@ class Reader:
     def _check_nothing(self, path: str, halves: dict[str, Named]) -> None:
         """A layer without matrices may come with the bias that it has anyway: with bias="all" all are saved."""
         for kind, named in halves.items():
+            if kind == "bias" and f"{path}.bias" in self._model.elsewhere:
+                continue
             own = self._model.parameters.get(f"{path}.bias")
             if kind != "bias" or own is None:
                 raise named.wrong("is for a layer that the model does not have, or that adapters cannot change")

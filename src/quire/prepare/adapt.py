@@ -63,10 +63,12 @@ class Adapters:
         return sum(map(_aligned, sizes)) * self._dtype.itemsize
 
     def pack(self, additions: Mapping[str, Addition]) -> PackedAdapter:
-        """By the matrix's path in the checkpoint, after renames. Shapes are right by now."""
+        """By the matrix's path in the checkpoint, after renames. Shapes are right by now. What is added to layers that are
+        another stage's is left aside."""
         by_site: dict[str, dict[str, Addition]] = {}
         for name, addition in additions.items():
-            by_site.setdefault(self.sites[name].path, {})[name] = addition
+            if name in self.sites:
+                by_site.setdefault(self.sites[name].path, {})[name] = addition
         tensors: list[Tensor] = []
         where: dict[str, dict[str, tuple[int, tuple[int, ...]]]] = {}
         at = 0

@@ -1,15 +1,27 @@
 """The runner's shelf of adapters: what was read lies in the host's memory by version, and is put to places on the device."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
 from threading import Lock
 
 import torch
 
 from quire.load.adapter import Model, read_adapter
+from quire.load.assign import Renames
 from quire.models.decoder import Decoder
 from quire.prepare.adapt import Adapters, PackedAdapter
+from quire.prepare.adapter_sites import Site
 from quire.types.adapter import AdapterFacts, AdapterRef
 from quire.types.errors import AdapterError, EngineError
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """Of which a stage of a pipeline has some layers."""
+
+    sites: Sequence[Site]
+    renames: Renames
+    parameters: Set[str]  # their names
 
 
 class Shelf:
@@ -19,11 +31,23 @@ class Shelf:
     """
 
     def __init__(
-        self, adapters: Adapters, model: Decoder, room: int, max_rank: int, budget: int | None = None, more: int = 0
+        self,
+        adapters: Adapters,
+        model: Decoder,
+        room: int,
+        max_rank: int,
+        budget: int | None = None,
+        more: int = 0,
+        whole: "WholeModel | None" = None,
     ) -> None:
-        """`more`: tokens that an adapter may add to the model's own."""
+        """`more`: tokens that an adapter may add to the model's own. `whole`: where this is a stage's part of a model."""
         self._adapters, self._room, self._budget = adapters, room, budget
-        self._model = Model(adapters.sites, model.renames, dict(model.named_parameters()), max_rank, more)
+        parameters = dict(model.named_parameters())
+        self._model = Model(adapters.sites, model.renames, parameters, max_rank, more)
+        if whole is not None:
+            sites = {name: site for site in whole.sites for name in site.shapes}
+            elsewhere = frozenset(whole.parameters - {*parameters})
+            self._model = Model(sites | adapters.sites, whole.renames, parameters, max_rank, more, elsewhere)
         self._held: dict[str, PackedAdapter] = {}
         self._lock = Lock()
         self._taken: dict[int, int] = {}  # place -> bytes

@@ -15,7 +15,9 @@ import torch
 
 from quire.dist.ring import Ring
 from quire.models.decoder import Decoder
+from quire.prepare.adapt import find_sites
 from quire.prepare.stage import keep_stage
+from quire.runner.adapters import WholeModel
 from quire.runner.batch import Built, build_batch
 from quire.runner.flight import StepFlight
 from quire.runner.sampler.stage import Rows
@@ -44,6 +46,10 @@ class StageRunner(Runner):
 
     def _build(self) -> Decoder:
         model = super()._build()
+        if self._room[0]:  # what is wrong with an adapter is found by every stage, wherever it belongs
+            self._whole = WholeModel(
+                find_sites(model, self._more), model.renames, {name for name, _ in model.named_parameters()}
+            )
         keep_stage(model, self._stage)
         return model
 

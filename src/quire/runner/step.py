@@ -22,7 +22,7 @@ from quire.models.decoder import Decoder
 from quire.models.registry import build_model
 from quire.prepare.adapt import Adapters, adapt
 from quire.prepare.shard import shard
-from quire.runner.adapters import Shelf
+from quire.runner.adapters import Shelf, WholeModel
 from quire.runner.batch import Built, build_batch
 from quire.runner.buckets import MOST_TOKENS
 from quire.runner.draft.base import DeviceDrafter, Drafter
@@ -104,6 +104,7 @@ class Runner:
         self._room, self._more = adapters, more_tokens
         self._vocabulary = facts.vocab_size + more_tokens
         self._shelf: Shelf | None = None  # of adapters
+        self._whole: WholeModel | None = None  # of which this is a stage
         self._reserved = 0  # bytes on the device that adapters will take
         self._parts: tuple[RowPart, ...] = ()
         self._drafter, self._drafts = drafter, drafts if drafter is None else drafter.most
@@ -163,7 +164,7 @@ class Runner:
         if adapters is not None:
             self._reserved = count * adapters.bytes_of(rank)
             budget = self._reserved if self._device.torch_device.type != "cpu" else None
-            self._shelf = Shelf(adapters, model, count, rank, budget, self._more)
+            self._shelf = Shelf(adapters, model, count, rank, budget, self._more, self._whole)
 
     def _build(self) -> Decoder:
         """This rank's share of the model, without weights."""

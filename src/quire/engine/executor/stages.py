@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.dist.ring import Ring
 from quire.engine.executor import wire
-from quire.engine.executor.local import LocalExecutor
+from quire.engine.executor.shared_adapters import SharedAdapters
 from quire.engine.executor.workers import Workers
 from quire.runner.flight import StepFlight
 from quire.runner.stage import Begun, StageRunner
@@ -42,12 +42,12 @@ class StageFlight:
         return self._executor.finish(self).result()
 
 
-class StagesExecutor(LocalExecutor):
+class StagesExecutor(SharedAdapters):
     """Ranks are in step or lost: a step that fails on one of them is the end of all."""
 
     def __init__(self, runner: StageRunner, workers: Workers, ring: Ring) -> None:
-        super().__init__(runner)
-        self._stage, self._workers = runner, workers
+        super().__init__(runner, workers)
+        self._stage = runner
         self._mates = [rank for rank in ring.seat.together if rank != ring.seat.rank]
         self._open: deque[StageFlight] = deque()  # begun, not finished
         self._drawn: dict[int, Ints] = {}  # step -> what the other ranks of this stage have not been told
@@ -82,9 +82,6 @@ class StagesExecutor(LocalExecutor):
 
     def _in_step(self, plan: StepPlan) -> "_InStep":
         return _InStep(self._workers, plan.step)
-
-    def check(self) -> None:
-        self._workers.check()
 
     def call(self, method: str, *args: Any) -> Any:
         """On all ranks; the answer is the first one's."""

@@ -1,0 +1,70 @@
+"""Adapters of executors whose model is divided among processes: all ranks read one at the same time, and have it together or
+not at all (`rank_adapters.py`)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.engine.executor import wire
+from quire.engine.executor.local import LocalExecutor
+from quire.engine.executor.workers import Workers
+from quire.runner.step import Runner
+from quire.types.adapter import AdapterFacts, AdapterRef
+from quire.types.errors import AdapterError, EngineError
+
+
+class SharedAdapters(LocalExecutor):
+    """The first rank is in this process."""
+
+    def __init__(self, runner: Runner, workers: Workers) -> None:
+        super().__init__(runner)
+        self._workers = workers
+
+    def check(self) -> None:
+        self._workers.check()
+
+    def read_adapter(self, ref: AdapterRef) -> AdapterFacts:
+        self._workers.read_adapter(ref)
+        try:
+            return super().read_adapter(ref)
+        except BaseException:
+            self._workers.read_adapter(ref, wanted=False)
+            raise
+
+    def put_adapter(self, ref: AdapterRef, place: int) -> None:
+        self._refuse(ref, self._ask_others("hold_adapter", ref.version))
+        self._tell_others("put_adapter", ref.version, place)
+        try:
+            super().put_adapter(ref, place)
+        except AdapterError:
+            self._workers.answers()
+            self._drop(place)
+            raise
+        wrong = self._workers.answers()
+        if any(wrong):
+            self._drop(place)
+        self._refuse(ref, wrong)
+
+    def drop_adapter(self, place: int) -> None:
+        self._drop(place)
+
+    def forget_adapter(self, version: str) -> None:
+        super().forget_adapter(version)
+        self._ask_others("forget_adapter", version)
+
+    def _drop(self, place: int) -> None:
+        super().drop_adapter(place)
+        self._ask_others("drop_adapter", place)
+
+    def _refuse(self, ref: AdapterRef, wrong: Sequence[str]) -> None:
+        """What is wrong on the other ranks."""
+        for rank, message in enumerate(wrong, 1):
+            if message:
+                raise EngineError(f"rank {rank} cannot have {ref.path}: {message}")
+
+    def _tell_others(self, method: str, *args: Any) -> None:
+        self.check()
+        self._workers.send(wire.CallRank(method, list(args)))
+
+    def _ask_others(self, method: str, *args: Any) -> list[Any]:
+        self._tell_others(method, *args)
+        return self._workers.answers()
