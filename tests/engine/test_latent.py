@@ -1,5 +1,6 @@
 """Latent attention through the whole engine: beside what `test_matrix.py` asks of every family."""
 
+import copy
 import json
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from adapters import halves, write_adapter
 from oracle import in_pieces
 from quantized_checkpoints import BLOCKS, fp8
 from quire import LLM, SamplingParams
@@ -17,6 +19,7 @@ from quire.layers.latent import LatentAttention
 from quire.layers.linear import Plain
 from quire.load.gguf_names import FAMILIES
 from quire.load.load import load_weights
+from quire.lora.request import LoRARequest
 from quire.models.registry import build_model
 from quire.types.errors import ConfigError
 
@@ -52,6 +55,31 @@ def test_several_drawn_from_one_prompt_and_drafts(checkpoint):
     )
     assert tokens(drafting) == expected
     assert tokens(drafting, drawn) == several
+
+
+def test_adapters_of_what_makes_keys_and_values(checkpoint, tmp_path):
+    """Beside rows of another and of none, after a prefix hit and in chunks: tokens are those of matrices with both in them."""
+    case, loras, expected = checkpoint("deepseek-v3"), [None], []
+    with torch.inference_mode():
+        for place in range(3):
+            merged, tensors = copy.deepcopy(case.reference), {}
+            for layer in range(place and len(case.facts.layers)):
+                module = f"model.layers.{layer}.self_attn.kv_b_proj"
+                weight = merged.get_submodule(module).weight
+                down, up = halves(f"base_model.model.{module}", *weight.shape, seed=10 * place + layer).values()
+                tensors |= halves(f"base_model.model.{module}", *weight.shape, seed=10 * place + layer)
+                weight += up @ down * 2
+            if place:
+                loras.append(LoRARequest(f"a{place}", place, write_adapter(tmp_path / f"{place}", tensors)))
+            told = merged.generate(torch.tensor([PROMPTS[2]]), max_new_tokens=12, min_new_tokens=12, do_sample=False)
+            expected.append(told[0, len(PROMPTS[2]) :].tolist())
+    assert len(set(map(tuple, expected))) == 3
+    llm, order = engine(case.directory, enable_lora=True, max_loras=2, max_num_batched_tokens=16), [1, 0, 2, 1]
+    for _ in range(2):
+        outputs = llm.generate(
+            [PROMPTS[2]] * len(order), GREEDY, use_tqdm=False, lora_request=[loras[place] for place in order]
+        )
+        assert [output.outputs[0].token_ids for output in outputs] == [expected[place] for place in order]
 
 
 def test_a_checkpoint_in_blocks_of_8_bits(checkpoint, tmp_path):

@@ -33,7 +33,11 @@ def additions(case, sites, number, dora=False):
     found = {}
     for name, weight in merged.named_parameters():
         path = (rename(name, case.model.renames) or "").removesuffix(".weight")
-        if path not in sites or sites[path].kind != "linear" or (len(found) % 2 == number % 2 and "layers.1" in path):
+        if (
+            path not in sites
+            or sites[path].kind not in ("linear", "latent")
+            or (len(found) % 2 == number % 2 and "layers.1" in path)
+        ):
             continue
         outputs, inputs = sites[path].shapes[path]
         rank = 1 + len(found) % 3

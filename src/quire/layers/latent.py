@@ -4,10 +4,12 @@ made. `attn/latent.py` says how."""
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from quire.attn.backend import AttentionSpec, Latents
-from quire.attn.batch import AdapterRows, Batch
+from quire.attn.batch import AdapterRows, Batch, take_rows
 from quire.dist.mesh import HeadDivision, Position
 from quire.layers.attention import Attention, keep
 from quire.layers.claims import Claim, Claims, Take
@@ -32,9 +34,9 @@ class UpProjection(Linear):
         super().__init__(rank, heads * (nope + values), role=Role.COLUMN, cuts=(cut,), as_floats=True)
         self.heads, self.nope, self.values = heads, nope, values
 
-    def by_head(self) -> Tensor:
-        """[heads that are kept, nope + values, rank]."""
-        return self.weight.view(-1, self.nope + self.values, self.inputs)
+    def by_head(self, changed: Tensor | None = None) -> Tensor:
+        """[heads that are kept, nope + values, rank]. `changed`: what an adapter made of the matrix."""
+        return (self.weight if changed is None else changed).view(-1, self.nope + self.values, self.inputs)
 
     def arrange(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.apart = f"{path.removesuffix('kv_b_proj')}k_b_proj.weight" in shapes
@@ -103,10 +105,9 @@ class LatentAttention(nn.Module):
         """Before anything is loaded: attends with those of a rank; what makes them is its linear layers' business."""
         self.core.spec = replace(self.core.spec, heads=len(self.division.share(position)[0]))
 
-    @property
-    def latents(self) -> Latents:
+    def latents(self, changed: Tensor | None = None) -> Latents:
         norm = self.kv_a_layernorm
-        return Latents(norm.weight, norm.eps, self.rope.table, self.kv_b_proj.by_head(), self.nope)
+        return Latents(norm.weight, norm.eps, self.rope.table, self.kv_b_proj.by_head(changed), self.nope)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H] -> [T, H], or less if it is the last."""
@@ -115,11 +116,34 @@ class LatentAttention(nn.Module):
         query, behind = self.select_residual(query, batch), self.adapters_behind(batch)
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
             query = self.q_b_proj(self.q_a_layernorm(query), behind)
-        assert core.backend is not None
-        by_head = query.unflatten(1, (core.spec.heads, -1))
-        out = core.backend.run_latent(core.spec, self.latents, by_head, rows, core.bound(), batch, core.group, self.last)
+        out = self._attend(query.unflatten(1, (core.spec.heads, -1)), rows, batch)
         back: Tensor = self.o_proj(out, behind)
         return back
+
+    def _attend(self, query: Tensor, rows: Tensor, batch: Batch) -> Tensor:
+        """query [Q, heads, nope + rotary] of the tokens that come out of it, rows [T, row] of all."""
+        bank = self.kv_b_proj.bank
+        if bank is None or batch.adapters is None or not any(place in bank.places for place, _ in batch.adapters.groups):
+            return self._run(query, rows, batch)
+        places = batch.adapters.places[[start for start, _, _ in batch.rows]]  # a row's keys and values are its adapter's
+        shape, out = len(query), query.new_zeros(0)
+        for place in np.unique(np.where(np.isin(places, [*bank.places]), places, 0)).tolist():
+            some = np.flatnonzero(places == place if place else ~np.isin(places, [*bank.places])).tolist()
+            part = take_rows(batch, some)
+            index = part.final if self.last else part.tokens
+            asked = query[index]
+            if self.last and len(part.batch.final.ids) > len(asked):  # a token that nobody wants, and that has no query
+                asked = torch.cat((asked, asked.new_zeros(1, *asked.shape[1:])))
+            numbers = bank.places.get(place)
+            found = self._run(asked, rows[part.tokens], part.batch, None if numbers is None else numbers.whole)
+            out = out if len(out) else found.new_empty(shape, found.shape[1])
+            out[index] = found[: len(index)]
+        return out
+
+    def _run(self, query: Tensor, rows: Tensor, batch: Batch, changed: Tensor | None = None) -> Tensor:
+        core, latents = self.core, self.latents(changed)
+        assert core.backend is not None
+        return core.backend.run_latent(core.spec, latents, query, rows, core.bound(), batch, core.group, self.last)
 
     def adapters_behind(self, batch: Batch) -> AdapterRows | None:
         """Of the tokens that come out of it."""

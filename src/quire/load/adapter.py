@@ -185,7 +185,7 @@ class Reader:
         elif self._config.dora and addition.down is not None:
             raise first.wrong("has no lora_magnitude_vector beside it, though use_dora is true")
         if "added" in halves:
-            if addition.down is None or not isinstance(site, LinearSite | HeadSite):
+            if addition.down is None or not isinstance(site, LinearSite | HeadSite) or site.kind == "latent":
                 raise halves["added"].wrong("has no lora_A and lora_B of a linear layer beside it")
             addition = replace(addition, added=scaled(halves["added"], self._config.scale_of(module)))
         if "bias" in halves:

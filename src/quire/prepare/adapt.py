@@ -19,7 +19,7 @@ from quire.layers.linear import Linear
 from quire.layers.moe import Experts
 from quire.layers.role import Role
 from quire.ops.adapters import ENTRY
-from quire.prepare.adapter_sites import Addition, EmbeddingSite, ExpertsSite, HeadSite, LinearSite, Numbers, Site
+from quire.prepare.adapter_sites import Addition, EmbeddingSite, ExpertsSite, HeadSite, LatentSite, LinearSite, Numbers, Site
 from quire.types.errors import ConfigError
 
 ALIGNED = 64  # numbers, to a multiple of which every tensor is placed
@@ -150,7 +150,7 @@ def find_sites(model: nn.Module, more: int = 0) -> list[Site]:
     for path, layer in model.named_modules():
         match layer:
             case Linear(as_floats=True):
-                pass  # nothing can be added to what it gives
+                sites.append(LatentSite(path, layer))
             case Linear():
                 sites.append(LinearSite(path, layer))
             case Head():

@@ -23,6 +23,7 @@ from quire.layers.linear import Linear
 from quire.layers.moe import Experts
 from quire.layers.role import Role
 from quire.ops.adapters import make_table
+from quire.types.errors import AdapterError
 
 AT_ONCE = 256  # inputs of a matrix that are looked at together
 
@@ -178,6 +179,29 @@ class LinearSite:
         layer = self._layer
         squares = squares_of_rows(partial(layer.method.apply, layer), layer.inputs, parts, like)
         return (squares if layer.group is None else layer.group.add(squares)).sqrt()
+
+
+class LatentSite(LinearSite):
+    """What makes keys and values of latents, inside attention: an adapter's is the whole matrix, with its additions in it. On
+    CPUs."""
+
+    kind = "latent"
+
+    def __init__(self, path: str, layer: Linear) -> None:
+        super().__init__(path, layer)
+        self.parts = []
+
+    def put(self, place: int, numbers: Numbers, known: Numbers) -> None:
+        weight = self._layer.weight
+        if weight.is_cuda:
+            raise AdapterError(f"it adds to {self.path}, which adapters cannot do on a GPU", "lora_path")
+        super().put(place, numbers, known)
+        made = self._bank.places[place]
+        whole = weight.float().clone()
+        for part in made.parts:
+            whole[part.outputs] += (part.down.float() @ part.up.float()).t()
+        whole = whole if made.gain is None else whole * made.gain.float().unsqueeze(1)
+        self._bank.places[place] = LinearNumbers(whole=whole.to(weight.dtype))
 
 
 class HeadSite(Untabled):
