@@ -41,3 +41,12 @@ def checkpoint(tmp_path_factory):
         return made[name]
 
     return get
+
+
+@pytest.fixture(scope="module")
+def quick():
+    """Engine processes are forked (quick_engines.py)."""
+    from quick_engines import quick_engines
+
+    with quick_engines():
+        yield

@@ -14,6 +14,7 @@ import uvicorn
 import uvloop
 
 from patience import PATIENCE
+from quick_engines import quick_engines
 from quire.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
 from quire.config.resolve import resolve
@@ -27,9 +28,9 @@ NAME = "tiny"
 
 
 class Running:
-    """An event loop in a thread, with an engine and any number of HTTP servers on it."""
+    """An event loop in a thread, with an engine and any number of HTTP servers on it. `quick`: the engine is forked."""
 
-    def __init__(self, directory: Path, command: Sequence[str] = COMMAND, **args: Any) -> None:
+    def __init__(self, directory: Path, command: Sequence[str] = COMMAND, quick: bool = True, **args: Any) -> None:
         defaults = {
             "served_model_name": [NAME, "also-tiny"],
             "device": "cpu",
@@ -43,7 +44,8 @@ class Running:
         self._thread.start()
         self._stack = contextlib.ExitStack()
         settings = EngineArgs.from_kwargs(model=str(directory), **(defaults | args))
-        self.llm = AsyncLLM(resolve(settings, lambda: "cpu", describe), command)
+        with quick_engines() if quick else contextlib.nullcontext():
+            self.llm = AsyncLLM(resolve(settings, lambda: "cpu", describe), command)
         self.call(self.llm.wait_ready())
         self.http = self._stack.enter_context(self.serve(ServerArgs()))
 

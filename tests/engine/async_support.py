@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -11,13 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from patience import PATIENCE
+from quick_engines import FAULTY
 from quire import AsyncLLM, EngineArgs, RequestOutput, SamplingParams
 from quire.config.resolve import resolve
 from quire.device.registry import describe
 from quire.engine.child import COMMAND
 
 SMALL = {"device": "cpu", "block_size": 4, "max_num_seqs": 64, "max_num_batched_tokens": 256}
-FAULTY = (sys.executable, str(Path(__file__).parent / "faulty_engine.py"))
 
 
 def open_async(model: Path, *fault: object, backend: str = "fake", **args) -> AsyncLLM:

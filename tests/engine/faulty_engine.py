@@ -18,7 +18,7 @@ from quire.grammar import client as grammar_client
 from quire.grammar import process as grammar_process
 from quire.sched.scheduler import Scheduler
 
-fault, argument = sys.argv[1:3]
+argument = ""
 submit, add, schedule = FakeExecutor.submit, Scheduler.add, Scheduler.schedule
 
 
@@ -69,18 +69,25 @@ def hang(self, plan):
     return submit(self, plan)
 
 
-if fault == "start":
-    assemble.start_core = start
-elif fault == "once":
-    if not first_time():
-        os._exit(4)
-elif fault == "grammar":
-    grammar_process.COMMAND = (sys.executable, str(Path(__file__).parents[1] / "grammar" / "faulty_grammar.py"))
-    grammar_client.MOST_SLOW = float(argument)
-elif fault == "add":
-    Scheduler.add = refuse
-elif fault == "schedule":
-    Scheduler.schedule = stumble
-else:
-    FakeExecutor.submit = {"step": die, "poison": poison, "hang": hang}[fault]
-sys.exit(process.main(sys.argv[3:]))
+def install(fault: str, given: str) -> None:
+    global argument
+    argument = given
+    if fault == "start":
+        assemble.start_core = start
+    elif fault == "once":
+        if not first_time():
+            os._exit(4)
+    elif fault == "grammar":
+        grammar_process.COMMAND = (sys.executable, str(Path(__file__).parents[1] / "grammar" / "faulty_grammar.py"))
+        grammar_client.MOST_SLOW = float(argument)
+    elif fault == "add":
+        Scheduler.add = refuse
+    elif fault == "schedule":
+        Scheduler.schedule = stumble
+    else:
+        FakeExecutor.submit = {"step": die, "poison": poison, "hang": hang}[fault]
+
+
+if __name__ == "__main__":
+    install(*sys.argv[1:3])
+    sys.exit(process.main(sys.argv[3:]))

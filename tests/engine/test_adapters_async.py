@@ -18,6 +18,8 @@ LONG = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
 SOME = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 TEXT = "the quick brown fox"
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 
 @pytest.fixture
 def adapters(tmp_path):

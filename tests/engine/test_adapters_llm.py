@@ -84,7 +84,7 @@ def test_bad_adapters_name_the_tensor_and_change_nothing(tiny_model, expected, t
     llm.llm_engine.shutdown()
 
 
-def test_served_and_the_engine_killed(tiny_model, expected, tmp_path):
+def test_served_and_the_engine_killed(tiny_model, expected, tmp_path, quick):
     paths, answers = expected
     running = Running(tiny_model, dtype="float32", enable_lora=True, max_loras=2)
     try:

@@ -44,7 +44,7 @@ def test_ranks_have_their_shares(tiny_model, expected, tmp_path, monkeypatch):  
             llm.llm_engine.shutdown()
 
 
-def test_every_engine_has_every_adapter(tiny_model, expected, tmp_path):  # noqa: F811
+def test_every_engine_has_every_adapter(tiny_model, expected, tmp_path, quick):  # noqa: F811
     """Over HTTP: loads, replacements and removals reach all of them, and one that was killed and started again."""
     paths, answers = expected
     running = Running(tiny_model, dtype="float32", enable_lora=True, max_loras=2, data_parallel_size=2)
@@ -81,7 +81,7 @@ def test_every_engine_has_every_adapter(tiny_model, expected, tmp_path):  # noqa
         running.close()
 
 
-def test_engines_offline(tiny_model, tmp_path):
+def test_engines_offline(tiny_model, tmp_path, quick):
     """Without a model: tokens depend on the version that a row ran with."""
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     loras = [LoRARequest(f"a{n}", n, str(write_content(tmp_path / f"{n}", f"content {n}"))) for n in (1, 2, 3)]

@@ -17,6 +17,7 @@ from quire.types.errors import ConfigError, EngineDead, InvalidParameter, Prompt
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 DELTA = RequestOutputKind.DELTA
+pytestmark = pytest.mark.usefixtures("quick")
 leaves_nothing = pytest.mark.usefixtures("traces")
 
 
@@ -32,7 +33,7 @@ class Crew:
 
 
 @pytest.fixture(scope="module")
-def shared(tiny_model):
+def shared(tiny_model, quick):
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("QUIRE_FAKE_LATENCY", "0.002")
         crew = Crew(tiny_model)

@@ -71,7 +71,7 @@ def test_a_rank_that_cannot_start_is_named(tiny_model, monkeypatch, code, messag
 
 @pytest.fixture
 def served(tiny_model):
-    running = Running(tiny_model, tensor_parallel_size=2)
+    running = Running(tiny_model, quick=False, tensor_parallel_size=2)
     yield running
     running.close()
 

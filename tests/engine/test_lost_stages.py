@@ -32,7 +32,7 @@ def test_a_stopped_stage_is_named_and_ends_with_the_engine(tiny_model, monkeypat
 
 @pytest.fixture
 def served(tiny_model):
-    running = Running(tiny_model, pipeline_parallel_size=2)
+    running = Running(tiny_model, quick=False, pipeline_parallel_size=2)
     yield running
     running.close()
 

@@ -16,9 +16,11 @@ from quire.types.errors import ConfigError, EngineDead, InvalidParameter, Prompt
 from quire.types.sampling import BeamSearchParams
 from quire.types.structured import StructuredOutputsParams
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 
 @pytest.fixture(scope="module")
-def two(tiny_model):
+def two(tiny_model, quick):
     drafts = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3, "adaptive": False}  # which change nothing
     llm = open_model(tiny_model, data_parallel_size=2, disable_log_stats=False, speculative_config=drafts)
     yield llm

@@ -17,6 +17,8 @@ from tiny import TEXT
 
 from patience import PATIENCE
 from quire import RequestOutputKind, SamplingParams
+from quire.engine import client
+from quire.engine.child import Child
 from quire.engine.ipc import StepReport
 from quire.engine.supervisor import Supervisor, SupervisorLimits
 from quire.types.errors import ConfigError, EngineDead, EngineError
@@ -24,7 +26,7 @@ from quire.types.outputs import TokenDelta
 from quire.types.stats import Stats
 
 DELTA = RequestOutputKind.DELTA
-pytestmark = pytest.mark.usefixtures("traces")
+pytestmark = pytest.mark.usefixtures("quick", "traces")
 POISON = 300  # a token of the tiny vocabulary that no answer below contains
 
 
@@ -357,6 +359,7 @@ def test_shutdown_during_a_restart(tiny_model, traces):
 
 
 def test_a_restart_does_not_depend_on_where_we_are(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "Child", Child)  # one that is started, not forked
     monkeypatch.chdir(tiny_model.parent)
     llm = open_async(Path(tiny_model.name))
     (tmp_path / "msgspec.py").write_text("raise SystemExit('a stranger')")

@@ -17,7 +17,7 @@ RANK = "X-data-parallel-rank"
 
 
 @pytest.fixture(scope="module")
-def two(serve_model):
+def two(serve_model, quick):
     running = Running(serve_model, data_parallel_size=2)
     yield running
     running.close()

@@ -1,0 +1,96 @@
+"""Engine processes that start in a blink: a nursery (quire/engine/nursery.py) forks them, whoever starts them.
+
+    with quick_engines(): AsyncLLM(...)      python quick_engines.py PARENT SOCKET [with-us]
+
+A forked engine is what a started one is, but for the imports it finds done: a process with its own number, with the environment
+and the directory of who starts it. Tests of starting itself start real ones.
+"""
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+FAULTY = (sys.executable, str(TESTS / "engine" / "faulty_engine.py"))
+
+
+@functools.cache
+def _nursery():
+    """One for all tests of this process, and gone with it."""
+    from patience import PATIENCE
+    from quire.engine import nursery
+
+    with contextlib.ExitStack() as stack:
+        command = nursery.COMMAND
+        stack.callback(setattr, nursery, "COMMAND", command)
+        nursery.COMMAND = (sys.executable, __file__)
+        process = nursery.NurseryProcess()
+    atexit.register(process.close)
+    deadline = time.monotonic() + PATIENCE
+    while not process.usable:
+        assert not process.closed and time.monotonic() < deadline, "there is no nursery"
+        time.sleep(0.01)
+    return process
+
+
+class _Asking:
+    """The nursery, for one engine with a fault."""
+
+    def __init__(self, fault: Sequence[str]) -> None:
+        self._fault = fault
+
+    def fork(self, kind, argv, descriptors, out):
+        told = json.dumps([dict(os.environ), str(Path.cwd()), *self._fault]).encode()
+        return _nursery().fork(kind, [*argv, told.hex()], descriptors, out)
+
+
+@contextlib.contextmanager
+def quick_engines() -> Iterator[None]:
+    from quire.engine import client
+    from quire.engine.child import COMMAND, Child
+
+    _nursery()
+
+    def start(args, command=COMMAND, engine=0, serving=True, nursery=None):
+        command = tuple(command)
+        if nursery is None and (command == COMMAND or command[:2] == FAULTY):
+            nursery = _Asking(command[2:] if command[:2] == FAULTY else ())
+        return Child(args, command, engine, serving, nursery)
+
+    client.Child = start
+    try:
+        yield
+    finally:
+        client.Child = Child
+
+
+def main(argv: Sequence[str]) -> int:
+    """What a fork is: the engine process."""
+    from quire.engine import process
+
+    *given, told = argv
+    environment, directory, *fault = json.loads(bytes.fromhex(told))
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    if fault:
+        sys.path.insert(0, str(TESTS / "engine"))
+        import faulty_engine
+
+        faulty_engine.install(*fault)
+    return process.main(given)
+
+
+if __name__ == "__main__":
+    from quire.engine import nursery
+
+    sys.modules["quick_engines"] = sys.modules["__main__"]
+    nursery.KINDS["engine"] = "quick_engines"
+    nursery.MODULES += ("numpy.ma", "quire.device.cpu.device", "quire.ops.native")
+    sys.exit(nursery.main())
