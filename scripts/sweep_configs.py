@@ -74,10 +74,12 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba": {"intermediate_size": 128},
     "mamba2": {"num_heads": 8, "n_groups": 2},
-    "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention", "mamba"]},
+    "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention", "moe"]},
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [8, 16], "attn_layers": ["local", "lsh"] * 2,
                  "hash_seed": 1},
     "xlnet": {"attn_type": "uni"},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1, "n_mamba_heads": 8, "mamba_headdim": 16,
+               "attention_head_dim": 32, "head_dim": 32, "attention_hidden_size": 128, "hybrid_layer_ids": [1, 3]},
     "xmod": {"default_language": "en_XX"},
 }  # fmt: skip
 

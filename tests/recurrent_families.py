@@ -45,6 +45,29 @@ DELTA: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
 
+NEMOTRON: dict[str, Any] = {
+    "num_hidden_layers": None,
+    "head_dim": 16,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "chunk_size": 8,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 32,
+}
+ZAMBA: dict[str, Any] = {
+    "mamba_ngroups": 2,
+    "n_mamba_heads": 6,
+    "mamba_d_state": 8,
+    "chunk_size": 8,
+    "adapter_rank": 5,
+    "num_key_value_heads": 6,
+}
+THIRDS: dict[str, Any] = {"linear_key_head_dim": 12, "linear_value_head_dim": 6}  # transformers saves convolutions in thirds
+
 RECURRENT: dict[str, Family] = {
     "bamba": Family("BambaConfig", "BambaForCausalLM", {**MAMBA2, "attn_layer_indices": [1]}),
     "lfm2": Family(
@@ -83,17 +106,22 @@ RECURRENT: dict[str, Family] = {
         "FalconH1Config", "FalconH1ForCausalLM", {**MAMBA2, "num_hidden_layers": 2, "mamba_d_ssm": 96, "mamba_rms_norm": False}
     ),
     "nemotron-h": Family(
+        "NemotronHConfig", "NemotronHForCausalLM", {**NEMOTRON, "layers_block_type": ["mamba", "mlp", "attention", "mamba"]}
+    ),
+    "nemotron-h-moe": Family(
+        "NemotronHConfig", "NemotronHForCausalLM", {**NEMOTRON, "layers_block_type": ["mamba", "moe", "attention", "mlp"]}
+    ),
+    "nemotron-h-narrow-moe": Family(
         "NemotronHConfig",
         "NemotronHForCausalLM",
         {
-            "num_hidden_layers": None,
-            "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
-            "head_dim": 16,
-            "mamba_num_heads": 6,
-            "mamba_head_dim": 16,
-            "n_groups": 2,
-            "ssm_state_size": 8,
-            "chunk_size": 8,
+            **NEMOTRON,
+            "layers_block_type": ["mamba", "moe", "attention"],
+            "moe_latent_size": 20,
+            "n_group": 2,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.7,
         },
     ),
     "jamba": Family(
@@ -111,6 +139,51 @@ RECURRENT: dict[str, Family] = {
     "qwen3-next": Family("Qwen3NextConfig", "Qwen3NextForCausalLM", {**DELTA, **EXPERTS, "mlp_only_layers": [2]}),
     "qwen3.5": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", DELTA),
     "qwen3.5-moe": Family("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {**DELTA, **EXPERTS}),
+    "olmo-hybrid": Family(
+        "OlmoHybridConfig",
+        "OlmoHybridForCausalLM",
+        {**DELTA, **THIRDS, "head_dim": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
+    "olmo-hybrid-still": Family(
+        "OlmoHybridConfig",
+        "OlmoHybridForCausalLM",
+        {"num_key_value_heads": None, "linear_value_head_dim": 6, "linear_allow_neg_eigval": False},
+    ),
+    "kimi-linear": Family(
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 12,
+            "num_key_value_heads": 6,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "n_group": 2,
+        },
+    ),
+    "zamba2": Family(
+        "Zamba2Config",
+        "Zamba2ForCausalLM",
+        {
+            **ZAMBA,
+            "layers_block_type": ["hybrid", "mamba", "hybrid", "hybrid"],
+            "num_hidden_layers": 4,
+            "num_mem_blocks": 2,
+            "use_shared_attention_adapter": True,
+            "use_mem_rope": True,
+        },
+    ),
+    "zamba2-one-block": Family(
+        "Zamba2Config",
+        "Zamba2ForCausalLM",
+        {**ZAMBA, "layers_block_type": ["mamba", "hybrid", "hybrid"], "add_bias_linear": True},
+    ),
     "lfm2-moe": Family(
         "Lfm2MoeConfig",
         "Lfm2MoeForCausalLM",

@@ -132,7 +132,10 @@ def test_positions_that_begin_elsewhere(tmp_path, kind):
 PLAIN = {"num_key_value_heads": None, "intermediate_size": None}
 BARE = dict.fromkeys(TINY)  # its class's own sizes
 REFUSED = {
-    "a state, and a silent config": (Family("NemotronHConfig", "NemotronHForCausalLM", BARE), "experts have no gates"),
+    "a state, and a silent config": (
+        Family("NemotronHConfig", "NemotronHForCausalLM", BARE),
+        "cannot be run through transformers: it has recurrent layers",
+    ),
     "a kind of its own, and a silent config": (Family("XLMConfig", "XLMWithLMHeadModel", BARE), "xlm .*attention is of a kind"),
     "attention of its own": (
         Family("GPTJConfig", "GPTJForCausalLM", PLAIN),

@@ -5,7 +5,7 @@ import torch
 from kernel_support import DTYPES, close, numbers
 
 from quire.ops.activation import ACTIVATIONS
-from quire.ops.arguments import ClampedSwiglu, ExpertBiases
+from quire.ops.arguments import ClampedSwiglu, ExpertBiases, Ungated
 from quire.ops.moe import reference_experts_forward, reference_route
 from quire.ops.routing import reference_route_by_scores
 
@@ -100,6 +100,13 @@ def test_activations_of_experts(way, name, device):
     x, weights, chosen, up, down = problem(1, 4, 2, 7, 4, torch.float32, device)
     expected = reference_experts_forward(x, weights, chosen, up, down, name)
     close(way.experts_forward(x, weights, chosen, up, down, name), expected)
+
+
+def test_experts_without_gates(device):
+    x, weights, chosen, up, down = problem(5, 4, 2, 10, 6, torch.float32, device)
+    up = up[:, :6].contiguous()
+    expected = reference_experts_forward(x, weights, chosen, up, down, Ungated("relu2"))
+    close(moe.experts_forward(x, weights, chosen, up, down, Ungated("relu2")), expected)
 
 
 @WAYS

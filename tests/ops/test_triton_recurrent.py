@@ -91,20 +91,23 @@ def test_ssd_reference_is_the_recurrence():
 @pytest.mark.parametrize(("groups", "shared", "norm_first"), [(1, False, False), (3, False, True), (3, True, True)])
 def test_gated_norm(groups, shared, norm_first):
     x, gate, weight = numbers(4, 30), numbers(4, 44)[:, 5:35], numbers(10 if shared else 30)
-    got = gated_norm.gated_norm(x, gate, weight, 1e-5, groups, norm_first)
-    torch.testing.assert_close(got, reference_gated_norm(x, gate, weight, 1e-5, groups, norm_first))
+    for act in ("silu", "sigmoid"):
+        got = gated_norm.gated_norm(x, gate, weight, 1e-5, groups, norm_first, act)
+        torch.testing.assert_close(got, reference_gated_norm(x, gate, weight, 1e-5, groups, norm_first, act))
 
 
+@pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize(("shapes", "padding"), [([(3, 0, 2), (1, 5, 0), (9, 9, 4)], 0), (SINGLES, 2)])
-def test_delta_rule(shapes, padding):
+def test_delta_rule(shapes, padding, by_key):
     rows, tokens = rows_of(shapes, padding), sum(count for count, _, _ in shapes)
     total, key_heads, heads, keys, values = tokens + padding, 2, 4, 12, 20
     query, key = numbers(total, key_heads, keys), numbers(total, key_heads, keys) + 0.5
     value, beta = numbers(total, heads, values), numbers(total, heads)
-    steps = TimeSteps(numbers(total, heads), numbers(heads), numbers(heads) * 0.1)
+    each, reach = ((heads, keys), 2.0) if by_key else ((heads,), 1.0)
+    steps = TimeSteps(numbers(total, *each), numbers(*each), numbers(heads) * 0.1)
     same(
-        lambda state: delta_rule.delta_rule(query, key, value, steps, beta, state, rows),
-        lambda state: reference_delta_rule(query, key, value, steps, beta, state, rows),
+        lambda state: delta_rule.delta_rule(query, key, value, steps, beta, state, rows, reach),
+        lambda state: reference_delta_rule(query, key, value, steps, beta, state, rows, reach),
         numbers(ENTRIES, heads, keys, values),
         tokens,
     )

@@ -112,6 +112,59 @@ def _olmo3(config: Config) -> Config:
     return {"rope_local_base_freq": config["rope_theta"]}
 
 
+def _kimi_linear(config: Config) -> Config:
+    """DeepSeek's words, and `layer_types` of what it numbers from 1."""
+    names = {"num_experts": "n_routed_experts", "num_experts_per_token": "num_experts_per_tok", "num_expert_group": "n_group",
+             "num_shared_experts": "n_shared_experts", "moe_renormalize": "norm_topk_prob",
+             "model_max_length": "max_position_embeddings"}  # fmt: skip
+    common = {ours: config[own] for own, ours in names.items() if config.get(own) is not None}
+    linear, count = config.get("linear_attn_config"), config.get("num_hidden_layers")
+    if not isinstance(count, int):
+        return common
+    kinds = ["full_attention" if index and index % 4 == 0 else "linear_attention" for index in range(count)]
+    if isinstance(linear, Mapping):
+        sizes = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads",
+                 "short_conv_kernel_size": "linear_conv_kernel_dim"}  # fmt: skip
+        common |= {ours: linear[own] for own, ours in sizes.items() if linear.get(own) is not None}
+        attends = linear.get("full_attn_layers")
+        if isinstance(attends, list):
+            kinds = ["full_attention" if index + 1 in attends else "linear_attention" for index in range(count)]
+    return {**common, "layer_types": config.get("layer_types") or kinds}
+
+
+def _olmo_hybrid(config: Config) -> Config:
+    """Recurrent heads are as many as attention's, if it does not say otherwise."""
+    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
+    keys = config.get("linear_num_key_heads") or heads
+    if not isinstance(keys, int) or not isinstance(width, int) or keys <= 0:
+        return {}
+    size = config.get("linear_key_head_dim") or int(0.75 * width / keys)
+    return {
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": config.get("linear_num_value_heads") or heads,
+        "linear_key_head_dim": size,
+        "linear_value_head_dim": config.get("linear_value_head_dim") or (2 * size if isinstance(size, int) else None),
+    }
+
+
+def _zamba2(config: Config) -> Config:
+    """Sizes follow from others, whatever a file says of heads; a block sees twice the hidden size."""
+    hidden, heads, mixers = (config.get(name) for name in ("hidden_size", "num_attention_heads", "n_mamba_heads"))
+    expand, kinds = config.get("mamba_expand") or 2, config.get("layers_block_type") or config.get("layer_types")
+    if not all(isinstance(value, int) and value > 0 for value in (hidden, heads, mixers, expand)):
+        return {}
+    assert isinstance(hidden, int) and isinstance(heads, int) and isinstance(mixers, int)
+    rows = [5] * 7 + [4, 3]
+    default = ["mamba", *(kind for count in rows for kind in ["mamba"] * count + ["hybrid"]), "mamba", "mamba"]
+    return {
+        "head_dim": 2 * hidden // heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "mamba_headdim": expand * hidden // mixers,
+        "intermediate_size": config.get("intermediate_size") or 4 * hidden,
+        "layers_block_type": kinds or default,
+    }
+
+
 _DIALECTS: Mapping[str, Callable[[Config], Config]] = MappingProxyType(
     {
         "chatglm": _chatglm,
@@ -125,12 +178,15 @@ _DIALECTS: Mapping[str, Callable[[Config], Config]] = MappingProxyType(
         "gpt_bigcode": _gpt_bigcode,
         "gpt_neox": _gpt_neox,
         "gptj": _gptj,
+        "kimi_linear": _kimi_linear,
         "llama4": _llama4,
         "llama4_text": _llama4,
         "minicpm": _minicpm,
         "minicpm3": _minicpm,
         "minimax_m2": _minimax_m2,
         "olmo3": _olmo3,
+        "olmo_hybrid": _olmo_hybrid,
+        "zamba2": _zamba2,
     }
 )
 

@@ -246,12 +246,11 @@ class _Reader:
 
     def alike(self, count: int) -> tuple[LayerCache, ...]:
         """So many layers that attend to everything."""
-        return (self._layer(None),) * count if count else ()
+        return (self._latent() or self._layer(None),) * count if count else ()
 
     def layers(self) -> tuple[LayerCache, ...]:
-        if self.config.get("kv_lora_rank"):
-            rank = self.size("kv_lora_rank")
-            return (LayerCache(1, rank + self.size("qk_rope_head_dim"), latent=rank),) * self.size("layers")
+        if (latent := self._latent()) is not None:
+            return (latent,) * self.size("layers")
         windows = self._windows(self.size("layers"))
         shapes = self.config.get("layer_shapes")
         found = map(self._layer, windows) if shapes is None else map(self._shaped, shapes, windows)
@@ -264,6 +263,12 @@ class _Reader:
             return None
         own = _Reader(self.name, {**self.config, "num_key_value_heads": shape[0], "head_dim": shape[1]})
         return own._layer(window)
+
+    def _latent(self) -> LayerCache | None:
+        if not self.config.get("kv_lora_rank"):
+            return None
+        rank = self.size("kv_lora_rank")
+        return LayerCache(1, rank + self.size("qk_rope_head_dim"), latent=rank)
 
     def _layer(self, window: int | None) -> LayerCache:
         heads = self.size("heads")

@@ -144,14 +144,17 @@ def _jamba(config: Config) -> Layers:
     return Layers(kinds_of(config, lambda index: index % period == offset), mamba_state(config))
 
 
+def nemotron_types(config: Config) -> list[Any]:
+    """Of each layer, by one of its names."""
+    return list(config.get("layers_block_type") or config.get("layer_types") or config.get("hybrid_override_pattern") or ())
+
+
 def _nemotron_h(config: Config) -> Layers:
     names: dict[str, Kind] = {
         "mamba": "recurrent", "linear_attention": "recurrent", "attention": "attention", "full_attention": "attention",
-        "mlp": "neither", "M": "recurrent", "*": "attention", "-": "neither",
+        "mlp": "neither", "moe": "neither", "M": "recurrent", "*": "attention", "-": "neither", "E": "neither",
     }  # fmt: skip
-    types = config.get("layers_block_type") or config.get("layer_types") or list(config.get("hybrid_override_pattern") or ())
-    if any(kind in ("moe", "E") for kind in types):
-        raise ModelError("its experts have no gates, and such experts are not supported yet")
+    types = nemotron_types(config)
     if not types or not all(kind in names for kind in types):
         raise ModelError(f"layers_block_type in the model's config must be a list of {', '.join(names)}, got {shown(types)}")
     return Layers(tuple(names[kind] for kind in types), mamba2_state(config))
@@ -167,6 +170,26 @@ def _delta_net(config: Config) -> Layers:
     return Layers(kinds_of(config, lambda index: (index + 1) % every == 0), state)
 
 
+def _olmo_hybrid(config: Config) -> Layers:
+    """Heads are attention's, if it does not say otherwise, and every fourth layer attends; the last of a few."""
+    layers = _delta_net(config)
+    if config.get("layer_types") is None and not layers.attentions:
+        return Layers((*layers.kinds[:-1], "attention"), layers.state)
+    return layers
+
+
+def kimi_sizes(config: Config) -> tuple[int, int, int, int, int]:
+    """As `delta_sizes`."""
+    heads, size = whole(config, "linear_num_heads", default=32), whole(config, "linear_head_dim", default=128)
+    return heads, heads, size, size, whole(config, "linear_conv_kernel_dim", default=4)
+
+
+def _kimi_linear(config: Config) -> Layers:
+    heads, _, size, _, width = kimi_sizes(config)
+    names: dict[str, Kind] = {"full_attention": "attention", "linear_attention": "recurrent"}
+    return Layers(kinds_by_types(config, names), StateCache((3 * heads * size, width - 1), (heads, size, size)))
+
+
 def _minimax(config: Config) -> Layers:
     heads = whole(config, "num_attention_heads")
     size = whole(config, "head_dim", default=max(1, whole(config, "hidden_size") // heads))
@@ -177,6 +200,11 @@ def _minimax(config: Config) -> Layers:
     return Layers(kinds_of(config, lambda index: index % 2 == 0), state)
 
 
+def _zamba2(config: Config) -> Layers:
+    names: dict[str, Kind] = {"linear_attention": "recurrent", "mamba": "recurrent", "hybrid": "both"}
+    return Layers(kinds_by_types(config, names, "layers_block_type"), mamba2_state(config))
+
+
 READERS: Mapping[str, Callable[[Config], Layers]] = MappingProxyType(
     {
         "bamba": _bamba,
@@ -184,14 +212,17 @@ READERS: Mapping[str, Callable[[Config], Layers]] = MappingProxyType(
         "falcon_mamba": _mamba,
         "granitemoehybrid": _granite,
         "jamba": _jamba,
+        "kimi_linear": _kimi_linear,
         "lfm2": _lfm2,
         "lfm2_moe": _lfm2,
         "mamba": _mamba,
         "mamba2": _mamba2,
         "minimax": _minimax,
         "nemotron_h": _nemotron_h,
+        "olmo_hybrid": _olmo_hybrid,
         "qwen3_5_moe_text": _delta_net,
         "qwen3_5_text": _delta_net,
         "qwen3_next": _delta_net,
+        "zamba2": _zamba2,
     }
 )

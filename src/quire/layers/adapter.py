@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.attn.batch import AdapterRows
 from quire.ops.activation import gated, reference_gated
 from quire.ops.adapters import add_tiled
-from quire.ops.arguments import AdapterTable, ClampedSwiglu, ExpertBiases
+from quire.ops.arguments import AdapterTable, ExpertBiases, Inner
 
 TOGETHER = 16  # rows on a CPU that are one product: a row's sums are then the same whoever is beside it
 
@@ -184,14 +184,14 @@ class ExpertsNumbers:
 class FloatExperts(Protocol):
     @property
     def up(self) -> Tensor:
-        """[E, 2 * inner, hidden], gate above up."""
+        """[E, 2 * inner, hidden], gate above up; [E, inner, hidden] without gates."""
 
     @property
     def down(self) -> Tensor:
         """[E, hidden, inner]."""
 
     @property
-    def activation(self) -> str | ClampedSwiglu: ...
+    def activation(self) -> Inner: ...
 
     @property
     def biases(self) -> ExpertBiases | None: ...

@@ -1,6 +1,7 @@
 """Gated delta networks: projections, a short convolution, the delta rule, a gated norm of every head."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,23 +37,31 @@ class DeltaShape:
         return StateCache((2 * self.keys + self.values, self.width - 1), (self.heads, self.key_dim, self.value_dim))
 
 
+Stored = Literal["by head", "merged", "apart"]
+
+
 class DeltaNet(nn.Module):
-    """`by_head`: the checkpoint has q, k, v and z as one matrix, for one key head after the other, and so b and a; otherwise
-    q, k and v one behind the other, and the rest by themselves."""
+    """`stored`: the checkpoint has q, k, v and z as one matrix, for one key head after the other, and so b and a ("by head");
+    or q, k and v one behind the other, and the rest by themselves ("merged"); or all by themselves, their convolutions too
+    ("apart"). `reach`: what a correction is multiplied by."""
 
     fixed = frozenset({"A_log", "dt_bias"})
 
-    def __init__(self, hidden_size: int, shape: DeltaShape, eps: float, *, by_head: bool) -> None:
+    def __init__(self, hidden_size: int, shape: DeltaShape, eps: float, *, stored: Stored, reach: float = 1.0) -> None:
         super().__init__()
-        self.shape, self.by_head = shape, by_head
-        if by_head:
+        self.shape, self.by_head, self.reach = shape, stored == "by head", reach
+        kernels: dict[str, int] | None = None
+        if stored == "by head":
             self.in_proj_qkvz = Linear(hidden_size, 2 * shape.keys + 2 * shape.values)
             self.in_proj_ba = Linear(hidden_size, 2 * shape.heads)
         else:
-            parts = {"in_proj_qkv": 2 * shape.keys + shape.values, "in_proj_z": shape.values,
-                     "in_proj_b": shape.heads, "in_proj_a": shape.heads}  # fmt: skip
+            three = {"in_proj_qkv": 2 * shape.keys + shape.values}
+            if stored == "apart":
+                three = {"in_proj_q": shape.keys, "in_proj_k": shape.keys, "in_proj_v": shape.values}
+                kernels = {"q_conv1d": shape.keys, "k_conv1d": shape.keys, "v_conv1d": shape.values}
+            parts = {**three, "in_proj_z": shape.values, "in_proj_b": shape.heads, "in_proj_a": shape.heads}
             self.in_proj = MergedLinear(hidden_size, parts)
-        self.conv1d = ShortConvolution(2 * shape.keys + shape.values, shape.width, bias=False)
+        self.conv1d = ShortConvolution(2 * shape.keys + shape.values, shape.width, bias=False, parts=kernels)
         self.A_log = parameter(shape.heads, dtype=torch.float32)
         self.dt_bias = parameter(shape.heads, dtype=torch.float32)
         self.norm = GatedNorm(shape.value_dim, eps, groups=shape.heads, norm_first=True)
@@ -74,6 +83,7 @@ class DeltaNet(nn.Module):
             beta,
             state,
             rows,
+            self.reach,
         )
         final: Tensor = self.out_proj(self.norm(out.flatten(1), gate), batch.adapters)
         return final

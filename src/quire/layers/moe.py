@@ -14,7 +14,7 @@ from quire.layers.linear import Linear
 from quire.layers.parameter import Method, MethodLayer, parameter
 from quire.layers.role import Role
 from quire.ops.activation import check_activation
-from quire.ops.arguments import ClampedSwiglu, ExpertBiases
+from quire.ops.arguments import ClampedSwiglu, ExpertBiases, Gated, Inner, Ungated
 from quire.ops.moe import experts_forward, route
 
 
@@ -77,6 +77,30 @@ class PlainExperts(Method):
         return experts_forward(x, weights, experts, layer.up, layer.down, layer.activation, layer.biases)
 
 
+class UngatedExperts(PlainExperts):
+    """Two stacks of matrices, and an activation between them: at `path` they are `path.<e>.up_proj.weight` and
+    `path.<e>.down_proj.weight`, or all at once `path.up_proj` [E, inner, hidden] and `path.down_proj` [E, hidden, inner]."""
+
+    def shapes(self, count: int, hidden_size: int, inner_size: int) -> Mapping[str, tuple[int, ...]]:
+        return {"up": (count, inner_size, hidden_size), "down": (count, hidden_size, inner_size)}
+
+    def claims(self, layer: "Experts", path: str) -> Claims:
+        kept, inner, width = layer.kept, layer.total_inner, layer.hidden_size
+        few, some, across = (kept.start, kept.stop), (layer.kept_inner.start, layer.kept_inner.stop), (0, width)
+        taken: Claims = {}
+        for name, stack, shape, ranges in (
+            ("up_proj", layer.up.data, (inner, width), (some, across)),
+            ("down_proj", layer.down.data, (width, inner), (across, some)),
+        ):
+            if layer.fused:
+                taken[f"{path}.{name}"] = Claim((layer.total, *shape), (Take(stack, (few, *ranges)),)).simple
+                continue
+            for expert in range(layer.total):
+                own = Take(stack[expert - kept.start], ranges) if expert in kept else None
+                taken[f"{path}.{expert}.{name}.weight"] = None if own is None else Claim(shape, (own,)).simple
+        return taken
+
+
 class Experts(MethodLayer):
     """At `path` it takes `path.<e>.gate_proj.weight`, `path.<e>.up_proj.weight` and `path.<e>.down_proj.weight`, or all experts
     at once: `path.gate_up_proj` [E, 2 * inner, hidden] and `path.down_proj` [E, hidden, inner], or both the other way round.
@@ -92,14 +116,14 @@ class Experts(MethodLayer):
     group: Group | None = None  # of the ranks whose outputs are to be added
     bank: ExpertsBank | None = None  # of the adapters that rows may ask for
 
-    def __init__(
-        self, count: int, hidden_size: int, inner_size: int, activation: str | ClampedSwiglu, *, paired: bool = False
-    ) -> None:
+    def __init__(self, count: int, hidden_size: int, inner_size: int, activation: Inner, *, paired: bool = False) -> None:
         super().__init__()
-        self.activation = check_activation(activation) if isinstance(activation, str) else activation
+        if not isinstance(activation, ClampedSwiglu):
+            check_activation(activation if isinstance(activation, str) else activation.name)
+        self.activation, self.gated = activation, not isinstance(activation, Ungated)
         self.total, self.hidden_size, self.total_inner = count, hidden_size, inner_size
         self.paired = self.fused = self.transposed = paired  # how the checkpoint has them
-        self.method: ExpertsMethod = PlainExperts()
+        self.method: ExpertsMethod = PlainExperts() if self.gated else UngatedExperts()
         self.keep(range(count), range(inner_size))
 
     def keep(self, experts: range, inner: range) -> None:
@@ -115,15 +139,21 @@ class Experts(MethodLayer):
         self.declare(method.shapes(len(self.kept), self.hidden_size, len(self.kept_inner)), method.dtypes)
 
     @property
+    def gating(self) -> Gated:
+        """What goes with its gates, which it has."""
+        assert not isinstance(self.activation, Ungated)
+        return self.activation
+
+    @property
     def biases(self) -> ExpertBiases | None:
         return None if self.up_bias is None else ExpertBiases(self.up_bias, self.down_bias)
 
     def arrange(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         if self.paired:
             return
-        self.fused = f"{path}.gate_up_proj" in shapes
+        self.fused = f"{path}.gate_up_proj" in shapes or f"{path}.up_proj" in shapes
         other = (self.total, self.total_inner, self.hidden_size)
-        self.transposed = self.fused and shapes.get(f"{path}.down_proj") == other
+        self.transposed = self.fused and self.gated and shapes.get(f"{path}.down_proj") == other
 
     def claims(self, path: str) -> Claims:
         taken = self.method.claims(self, path)
@@ -178,7 +208,7 @@ class MoE(nn.Module):
         self,
         hidden_size: int,
         inner_size: int,
-        activation: str | ClampedSwiglu,
+        activation: Inner,
         *,
         experts: int,
         top_k: int,

@@ -1,5 +1,7 @@
 """What recurrent layers have in common: a state of every sequence, and a short convolution before it."""
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch
@@ -48,29 +50,37 @@ def rows_of(batch: Batch) -> StateRows:
 
 
 class ShortConvolution(nn.Module):
-    """Each channel is convolved with its own last inputs. At `path` it takes `path.weight` [channels, 1, width]."""
+    """Each channel is convolved with its own last inputs. At `path` it takes `path.weight` [channels, 1, width]; `parts`:
+    siblings of that name in the checkpoint, of so many channels each."""
 
-    def __init__(self, channels: int, width: int, *, bias: bool) -> None:
+    def __init__(self, channels: int, width: int, *, bias: bool, parts: Mapping[str, int] | None = None) -> None:
         super().__init__()
+        self.parts = parts
         self.weight = parameter(channels, width)
         self.bias = parameter(channels) if bias else None
 
     def claims(self, path: str) -> Claims:
         channels, width = self.weight.shape
-        taken: Claims = {f"{path}.weight": Claim((channels, 1, width), (Take(self.weight.data.unsqueeze(1)),))}
+        taken: Claims = {}
+        first, above = 0, path.rpartition(".")[0]
+        for name, size in (self.parts or {path.rpartition(".")[2]: channels}).items():
+            view = self.weight.data[first : first + size].unsqueeze(1)
+            taken[f"{above}.{name}.weight"] = Claim((size, 1, width), (Take(view),))
+            first += size
         if self.bias is not None:
             taken[f"{path}.bias"] = Claim((channels,), (Take(self.bias.data),))
         return taken
 
 
 class GatedNorm(nn.Module):
-    """A root-mean-square norm of each of `groups` equal parts, in float32, beside a gate that comes before it, or behind."""
+    """A root-mean-square norm of each of `groups` equal parts, in float32, beside a gate that comes before it, or behind.
+    `act`: of the gate, silu or sigmoid."""
 
-    def __init__(self, size: int, eps: float, *, groups: int = 1, norm_first: bool = False) -> None:
+    def __init__(self, size: int, eps: float, *, groups: int = 1, norm_first: bool = False, act: str = "silu") -> None:
         super().__init__()
-        self.eps, self.groups, self.norm_first = eps, groups, norm_first
+        self.eps, self.groups, self.norm_first, self.act = eps, groups, norm_first, act
         self.weight = parameter(size)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x, gate [T, n] -> [T, n]."""
-        return gated_norm(x, gate, self.weight, self.eps, self.groups, self.norm_first)
+        return gated_norm(x, gate, self.weight, self.eps, self.groups, self.norm_first, self.act)

@@ -51,6 +51,11 @@ def _default(s: Scheme) -> Frequencies:
     return _inverse(s.base, s.dim), 1.0
 
 
+def _still(s: Scheme) -> Frequencies:
+    """Nothing turns."""
+    return torch.zeros(s.dim // 2, dtype=torch.float32, device="cpu"), 1.0
+
+
 def _linear(s: Scheme) -> Frequencies:
     return _inverse(s.base, s.dim) / s.need("factor"), 1.0
 
@@ -123,6 +128,7 @@ def _proportional(s: Scheme) -> Frequencies:
 
 SCHEMES: dict[str, Callable[[Scheme], Frequencies]] = {
     "default": _default,
+    "none": _still,
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,

@@ -1,16 +1,17 @@
 """Mixtures whose experts are chosen in other ways than by a softmax, and those with an expert for every token beside them."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from quire.attn.batch import AdapterRows
 from quire.layers.linear import Linear, Plain
-from quire.layers.moe import MoE
+from quire.layers.moe import Experts, MoE
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter import parameter
+from quire.ops.arguments import Inner
 from quire.ops.linear import linear_float
 from quire.ops.moe import route
 from quire.ops.routing import route_by_scores, route_sparsemixer
@@ -30,7 +31,7 @@ class RoutedMoE(MoE):
         self,
         hidden_size: int,
         inner_size: int,
-        activation: str,
+        activation: Inner,
         *,
         experts: int,
         top_k: int,
@@ -52,14 +53,17 @@ class RoutedMoE(MoE):
         self.post_mlp_layernorm = norm
 
     def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        weights, chosen = self.choose(x, adapters)
-        out: Tensor = self.experts(x, weights, chosen, adapters)
+        out = self.run_experts(x, *self.choose(x, adapters), adapters)
         if self.shared_expert is None:
             return self.normed(out)
         beside: Tensor = self.shared_expert(x, adapters)
         if self.shared_expert_gate is not None:
             beside = torch.sigmoid(self.shared_expert_gate(x, adapters)) * beside
         return self.normed(out + beside)
+
+    def run_experts(self, x: Tensor, weights: Tensor, chosen: Tensor, adapters: AdapterRows | None) -> Tensor:
+        out: Tensor = self.experts(x, weights, chosen, adapters)
+        return out
 
     def normed(self, out: Tensor) -> Tensor:
         return out if self.post_mlp_layernorm is None else self.post_mlp_layernorm(out)
@@ -84,3 +88,18 @@ class RoutedMoE(MoE):
             renormalize=self.renormalize,
             scale=self.scale,
         )
+
+
+class NarrowMoE(RoutedMoE):
+    """Experts see `width` numbers of a token, which are made of it, and what they give is made its size again."""
+
+    def __init__(self, hidden_size: int, inner_size: int, activation: Inner, *, width: int, bias: bool, **more: Any) -> None:
+        super().__init__(hidden_size, inner_size, activation, **more)
+        self.experts = Experts(more["experts"], width, inner_size, activation)
+        self.fc1_latent_proj = Linear(hidden_size, width, bias=bias)
+        self.fc2_latent_proj = Linear(width, hidden_size, bias=bias)
+
+    def run_experts(self, x: Tensor, weights: Tensor, chosen: Tensor, adapters: AdapterRows | None) -> Tensor:
+        narrow = self.fc1_latent_proj(x, adapters)
+        out: Tensor = self.fc2_latent_proj(self.experts(narrow, weights, chosen, adapters), adapters)
+        return out

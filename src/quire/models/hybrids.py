@@ -1,4 +1,4 @@
-"""More decoders of Mamba and attention: Granite 4, Falcon-H1, Nemotron-H, Jamba."""
+"""More decoders of Mamba and attention: Granite 4, Falcon-H1, Jamba."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +11,14 @@ from quire.layers.attention import SelfAttention, attend_heads
 from quire.layers.embedding import Embedding, Head
 from quire.layers.mamba import Mamba, MambaShape
 from quire.layers.mamba2 import Mamba2, Mamba2Shape
-from quire.layers.mlp import MLP, GatedMLP
+from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
 from quire.layers.norm import Norm, RMSNorm
 from quire.layers.recurrent import GatedNorm
 from quire.layers.routed_moe import RoutedMoE
 from quire.models.bamba import Bamba
 from quire.models.granite import Granite, GraniteMoE
-from quire.models.hybrid import HybridDecoder, MixerBlock, OneMixerBlock
+from quire.models.hybrid import HybridDecoder, MixerBlock
 from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
@@ -163,44 +163,6 @@ class FalconH1(HybridDecoder):
         gate, down = hf.get("mlp_multipliers") or (1.0, 1.0)
         return ScaledMLP(
             facts.hidden_size, hf["intermediate_size"], hf["hidden_act"], bias=bool(hf.get("mlp_bias")), scales=(gate, down)
-        )
-
-
-class NemotronH(HybridDecoder):
-    """One thing in each layer: Mamba 2, attention without positions, or a feed-forward part."""
-
-    renames = (
-        (r"^(backbone|model)\.", ""),
-        (r"^embeddings\.", "embed_tokens."),
-        (r"^norm_f\.", "norm."),
-    )
-
-    def make_norm(self, facts: "ModelFacts", size: int | None = None) -> Norm:
-        return RMSNorm(size or facts.hidden_size, facts.hf.get("layer_norm_epsilon", 1e-5))
-
-    def make_block(self, facts: "ModelFacts", index: int) -> nn.Module:
-        kind, hf = facts.kinds[index], facts.hf
-        if kind == "attention":
-            bias = bool(hf.get("attention_bias"))
-            mixer: nn.Module = self.attend(facts, index, bias=bias, out_bias=bias, rope=None)
-        elif kind == "recurrent":
-            mixer = self.make_mixer(facts, index)
-        else:
-            mixer = MLP(
-                facts.hidden_size, hf["intermediate_size"], hf.get("mlp_hidden_act", "relu2"), bias=bool(hf.get("mlp_bias"))
-            )
-        return OneMixerBlock(self.make_norm(facts), mixer, feeds=kind == "neither")
-
-    def make_mixer(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
-        hf = facts.hf
-        shape = Mamba2Shape(*mamba2_sizes(hf))
-        return Mamba2(
-            facts.hidden_size,
-            shape,
-            GatedNorm(shape.inner, hf.get("layer_norm_epsilon", 1e-5), groups=shape.groups),
-            bias=bool(hf.get("mamba_proj_bias", hf.get("use_bias"))),
-            conv_bias=bool(hf.get("use_conv_bias", True)),
-            limits=(hf.get("time_step_min", 0.001), float("inf")),
         )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from quire.attn.batch import Batch
 from quire.config.recurrent import delta_sizes
 from quire.layers.attention import SelfAttention, attend_heads
-from quire.layers.delta_net import DeltaNet, DeltaShape
+from quire.layers.delta_net import DeltaNet, DeltaShape, Stored
 from quire.layers.linear import MergedLinear
 from quire.layers.norm import Norm, RMSNorm
 from quire.models.hybrid import HybridDecoder
@@ -48,7 +48,7 @@ class Qwen35(HybridDecoder):
         (r"\.post_attention_layernorm\.", ".feed_norm."),
         (r"\.mlp\.", ".feed_forward."),
     )
-    by_head = False
+    stored: Stored = "merged"
 
     def make_norm(self, facts: "ModelFacts", size: int | None = None) -> Norm:
         return RMSNorm(size or facts.hidden_size, facts.hf.get("rms_norm_eps", 1e-6), offset=1.0)
@@ -60,7 +60,7 @@ class Qwen35(HybridDecoder):
 
     def make_mixer(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
         shape = DeltaShape(*delta_sizes(facts.hf))
-        return DeltaNet(facts.hidden_size, shape, facts.hf.get("rms_norm_eps", 1e-6), by_head=self.by_head)
+        return DeltaNet(facts.hidden_size, shape, facts.hf.get("rms_norm_eps", 1e-6), stored=self.stored)
 
 
 class Qwen35MoE(Qwen35):
@@ -69,4 +69,4 @@ class Qwen35MoE(Qwen35):
 
 
 class Qwen3Next(Qwen35MoE):
-    by_head = True
+    stored = "by head"

@@ -72,6 +72,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "InternLM3ForCausalLM": "quire.models.other_names:InternLM3",
         "Jais2ForCausalLM": "quire.models.llama:Jais2",
         "JambaForCausalLM": "quire.models.hybrids:Jamba",
+        "KimiLinearForCausalLM": "quire.models.kimi_linear:KimiLinear",
         "Lfm2ForCausalLM": "quire.models.lfm2:LFM2",
         "Lfm2MoeForCausalLM": "quire.models.lfm2:LFM2MoE",
         "Llama4ForCausalLM": "quire.models.llama4:Llama4",
@@ -90,11 +91,12 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "MixtralForCausalLM": "quire.models.mixtral:Mixtral",
         "MptForCausalLM": "quire.models.alibi:MPT",
         "NemotronForCausalLM": "quire.models.nemotron:Nemotron",
-        "NemotronHForCausalLM": "quire.models.hybrids:NemotronH",
+        "NemotronHForCausalLM": "quire.models.nemotron_h:NemotronH",
         "OPTForCausalLM": "quire.models.opt:OPT",
         "Olmo2ForCausalLM": "quire.models.olmo:Olmo2",
         "Olmo3ForCausalLM": "quire.models.olmo:Olmo3",
         "OlmoForCausalLM": "quire.models.olmo:Olmo",
+        "OlmoHybridForCausalLM": "quire.models.olmo_hybrid:OlmoHybrid",
         "OlmoeForCausalLM": "quire.models.mixtures:OlmoE",
         "Phi3ForCausalLM": "quire.models.llama:Phi3",
         "PhiForCausalLM": "quire.models.phi:Phi",
@@ -114,6 +116,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "Starcoder2ForCausalLM": "quire.models.starcoder:StarCoder2",
         "VaultGemmaForCausalLM": "quire.models.gemma:VaultGemma",
         "YoutuForCausalLM": "quire.models.deepseek:Youtu",
+        "Zamba2ForCausalLM": "quire.models.zamba2:Zamba2",
     }
 )
 FALLBACK = "quire.models.fallback:Fallback"

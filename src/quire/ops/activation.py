@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.arguments import ClampedSwiglu
+from quire.ops.arguments import ClampedSwiglu, Inner, Ungated
 from quire.types.errors import ModelError
 
 
@@ -44,7 +44,9 @@ def gated(x: Tensor, name: str) -> Tensor:
     return reference_gated(x, name)
 
 
-def reference_gated(x: Tensor, name: str | ClampedSwiglu) -> Tensor:
+def reference_gated(x: Tensor, name: Inner) -> Tensor:
+    if isinstance(name, Ungated):
+        return activate(x, name.name)
     gate, up = x.chunk(2, dim=-1)
     if isinstance(name, ClampedSwiglu):
         gate, up = gate.clamp(max=name.limit), up.clamp(-name.limit, name.limit)

@@ -48,10 +48,11 @@ class StateRows:
 
 @dataclass(frozen=True)
 class TimeSteps:
-    """How far each head's state moves with a token: dt = softplus(raw + bias) in limits; it decays by exp(-dt e^rate_log)."""
+    """How far each head's state moves with a token: dt = softplus(raw + bias) in limits; it decays by exp(-dt e^rate_log).
+    Where numbers are those of a head, they may be those of each of its keys, as operators say."""
 
-    raw: Tensor  # [T, heads]
-    bias: Tensor  # [heads] float32
+    raw: Tensor  # [T, heads], or [T, heads, keys]
+    bias: Tensor  # [heads] float32, or [heads, keys]
     rate_log: Tensor  # [heads] float32
     low: float = 0.0
     high: float = float("inf")
@@ -65,7 +66,15 @@ class ClampedSwiglu:
     limit: float
 
 
+@dataclass(frozen=True)
+class Ungated:
+    """An activation by its name, of all that there is: nothing is a gate."""
+
+    name: str
+
+
 Gated = str | ClampedSwiglu  # an activation of gate and up: by its name, or that
+Inner = Gated | Ungated  # what is between an expert's matrices
 
 
 @dataclass(frozen=True)

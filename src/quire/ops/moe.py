@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.activation import reference_gated
-from quire.ops.arguments import ExpertBiases, Gated
+from quire.ops.arguments import ExpertBiases, Inner
 
 # rows, the expert's number, and what is added before and behind its activation
 RunExpert = Callable[[Tensor, int, Tensor | None, Tensor | None], Tensor]
@@ -28,9 +28,9 @@ def reference_route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tens
 
 
 def experts_forward(
-    x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: Gated, biases: ExpertBiases | None = None
+    x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: Inner, biases: ExpertBiases | None = None
 ) -> Tensor:
-    """x [T, H], weights and experts [T, top_k], up [E, 2I, H] (gate above up), down [E, H, I] -> [T, H].
+    """x [T, H], weights and experts [T, top_k], up [E, 2I, H] (gate above up) or [E, I, H], down [E, H, I] -> [T, H].
 
     A token's contributions are added in an order of its own, so the other tokens cannot change its result.
     """
@@ -42,7 +42,7 @@ def experts_forward(
 
 
 def reference_experts_forward(
-    x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: Gated, biases: ExpertBiases | None = None
+    x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: Inner, biases: ExpertBiases | None = None
 ) -> Tensor:
     def run(rows: Tensor, expert: int, before: Tensor | None, behind: Tensor | None) -> Tensor:
         return F.linear(reference_gated(F.linear(rows, up[expert], before), activation), down[expert], behind)

@@ -11,6 +11,7 @@ from torch import nn
 from quire.layers.embedding import Embedding, EmbeddingMethod, Head, HeadMethod
 from quire.layers.linear import Linear, LinearMethod
 from quire.layers.moe import Experts, ExpertsMethod
+from quire.types.errors import ModelError
 
 # how checkpoints are quantized -> who knows the methods; imported when one is
 SCHEMES: Mapping[str, str] = MappingProxyType(
@@ -57,6 +58,8 @@ def quantize(model: nn.Module, scheme: Scheme) -> None:
                     _use(layer, scheme.embedding(path, layer))
                 case Head():
                     _use(layer, scheme.head(path, layer))
+                case Experts(gated=False):
+                    raise ModelError(f"{path}: experts without gates are not supported in few bits yet, only as floats")
                 case Experts():
                     _use(layer, scheme.experts(path, layer))
 

@@ -123,7 +123,7 @@ class OnlineExperts(PlainExperts):
         layer.hold(self)
 
     def apply(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return quantized_experts_forward(x, weights, experts, *self.matrices, layer.activation, layer.biases)
+        return quantized_experts_forward(x, weights, experts, *self.matrices, layer.gating, layer.biases)
 
 
 class RoundedLinear(Plain):

@@ -79,7 +79,7 @@ class MXFP4Experts(Method):
         return Float4("e2m1", GROUP, blocks.flatten(2), scales)
 
     def apply(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return quantized_experts_forward(x, weights, experts, self.up, self.down, layer.activation, layer.biases)
+        return quantized_experts_forward(x, weights, experts, self.up, self.down, layer.gating, layer.biases)
 
     def _dequantize(self, layer: Experts, name: str) -> Tensor:
         """An expert at a time: on the way numbers take more room."""

@@ -137,7 +137,7 @@ class HeldExperts:
             self.up, self.down = above, below
 
     def apply(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return quantized_experts_forward(x, weights, experts, self.up, self.down, layer.activation, layer.biases)
+        return quantized_experts_forward(x, weights, experts, self.up, self.down, layer.gating, layer.biases)
 
 
 class Pieces(Method):

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.arguments import ExpertBiases, Gated
+from quire.ops.arguments import ExpertBiases, Inner, Ungated
 from quire.ops.kernels import moe_few, moe_many
 from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.math import power_of_two
@@ -71,10 +71,12 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
 
 
 def experts_forward(
-    x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: Gated, biases: ExpertBiases | None = None
+    x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: Inner, biases: ExpertBiases | None = None
 ) -> Tensor:
     if not len(x):
         return torch.empty_like(x)
+    if isinstance(activation, Ungated):
+        return moe_many.ungated_forward(x.contiguous(), weights, experts, up, down, activation.name)
     few = experts.numel() <= FEW_SLOTS
     forward = moe_few.experts_forward if few else moe_many.experts_forward
     return forward(x.contiguous(), weights, experts, up, down, activation, biases)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.activation import activate
 from quire.ops.arguments import ExpertBiases, Gated
 from quire.ops.kernels.activation import constants_of, gate_by
 from quire.ops.kernels.launcher import launched
@@ -248,3 +249,11 @@ def experts_forward(
     inner = product(x, up, before, order, ends, block, top_k, activation)
     y = product(inner, down, behind, order, ends, block, 1)
     return weighted_sum(y, weights, out)
+
+
+def ungated_forward(x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
+    """Without gates: up [E, I, H]."""
+    block = blocks(experts.numel() / len(up), x.dtype)
+    order, ends = sort_slots(experts.flatten(), len(up))
+    inner = activate(product(x, up, None, order, ends, block, experts.shape[1]), activation)
+    return weighted_sum(product(inner, down, None, order, ends, block, 1), weights, torch.empty_like(x))
