@@ -206,7 +206,7 @@ class LLM(NotBuilt):
         core = self.llm_engine.core
         if isinstance(core, Replicas):
             raise NotSupported("llm.collective_rpc is not there with data_parallel_size above 1", "collective_rpc")
-        return core.executor.call_all(method)
+        return core.call_all(method)
 
     def reset_prefix_cache(self) -> bool:
         return self.llm_engine.reset_prefix_cache()

@@ -2,7 +2,8 @@
 
 prompt ─► InputProcessor ─► EngineCore.add ... EngineCore.step ─► TokenDelta ─► OutputProcessor ─► RequestOutput
 
-With data_parallel_size there are several cores, in processes of their own, and what is stepped here is `Replicas`.
+With data_parallel_size there are several cores, in processes of their own, and what is stepped here is `Replicas`. Where ranks
+are started by somebody else, it is one of them (`engine/external.py`).
 """
 
 import logging
@@ -18,6 +19,7 @@ from quire.device.registry import describe_unseen
 from quire.engine.adapter_names import AdapterNames, NamedAdapter
 from quire.engine.assemble import resolve_here, start_core
 from quire.engine.core import EngineCore
+from quire.engine.external import Follower, Leader, start_rank
 from quire.engine.replicas import Replicas
 from quire.engine.timeline import Stopwatch
 from quire.grammar.schema import unenforced
@@ -42,12 +44,13 @@ class LLMEngine:
         with doing("reading the tokenizer"):
             self.tokenizer = open_tokenizer(config)
         watch.lap("tokenizer")
-        self.core: EngineCore | Replicas
+        self.core: EngineCore | Replicas | Leader | Follower
         if config.args.data_parallel_size > 1:
             replicas = self.core = Replicas(config, watch)
             self.config, self.max_model_len, self.timeline = replicas.config, replicas.max_model_len, replicas.timeline
         else:
-            started = start_core(config, watch)
+            external = config.args.distributed_executor_backend == "external_launcher"
+            started = start_rank(config, watch) if external else start_core(config, watch)
             self.core, self.config, self.timeline = started.core, config, started.timeline
             self.max_model_len = started.max_model_len
         config = self.config
@@ -159,17 +162,11 @@ class LLMEngine:
         return found
 
     def _wait_loaded(self, adapter: NamedAdapter, pinned: bool) -> None:
-        told: list[RequestError | None] = []
         core = self.core
-        if not isinstance(core, EngineCore):  # they step by themselves
+        if isinstance(core, EngineCore):
+            core.adapters.load_now(adapter.ref, pinned)
+        else:
             core.load_adapter(adapter.ref, pinned)
-            return
-        core.adapters.load(adapter.ref, pinned, told.append)
-        while not told:
-            core.adapters.turn()
-            core.adapters.wait()
-        if told[0] is not None:
-            raise told[0]
 
     def _retire(self, version: str | None) -> None:
         if version is not None:

@@ -81,11 +81,7 @@ def test_what_is_not_a_number(text: str) -> None:
         ({"pipeline_parallel_size": 0}, r"pipeline_parallel_size must be at least 1"),
         ({"pipeline_layer_partition": "4,x"}, r"pipeline_layer_partition must be how many layers each stage has.*got '4,x'"),
         ({"tensor_parallel_size": 0}, r"tensor_parallel_size must be at least 1"),
-        (
-            {"distributed_executor_backend": "external_launcher"},
-            r"'external_launcher' is not supported: ranks are started by the engine",
-        ),
-        ({"distributed_executor_backend": "spark"}, r"must be one of auto, mp, ray, uni, fake"),
+        ({"distributed_executor_backend": "spark"}, r"must be one of auto, mp, ray, external_launcher, uni, fake"),
         ({"speculative_config": {"model": "x", "method": "dflash"}}, r"speculative_config.method 'dflash' is not built"),
         ({"kv_cache_dtype": "fp4"}, r"kv_cache_dtype must be one of auto, .*fp8_e5m2; got 'fp4'"),
         (
@@ -233,8 +229,6 @@ def test_dicts_are_not_shared() -> None:
 def test_refused_flags_on_the_command_line() -> None:
     with pytest.raises(ConfigError, match="decode_context_parallel_size=2"):
         from_line("--decode-context-parallel-size 2")
-    with pytest.raises(ConfigError, match="'external_launcher' is not supported"):
-        from_line("--distributed-executor-backend external_launcher")
     with pytest.raises(ConfigError, match="enable_prompt_embeds=True"):
         from_line("--enable-prompt-embeds")
 

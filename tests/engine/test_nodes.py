@@ -45,6 +45,29 @@ def test_two_nodes_give_the_tokens_of_one_process(checkpoint, port):
     assert over == [True], "the node was told that it is over"
 
 
+@pytest.mark.parametrize(("ranks", "stages", "machines"), [(1, 2, 2), (2, 2, 4)])
+def test_stages_on_several_nodes(checkpoint, port, ranks, stages, machines):
+    """Also where the ranks of a stage are on several."""
+    directory = checkpoint("llama").directory
+    prompts, params = PROMPTS * 2, [GREEDY] * len(PROMPTS) + [SEEDED] * len(PROMPTS)
+    expected = ids(family_engine(directory), prompts, params)
+    first, over = ("127.0.0.1", port), []
+    others = [
+        threading.Thread(target=lambda node=node: over.append(nodes.run_node(first, node, "127.0.0.1", "", 60.0)))
+        for node in range(1, machines)
+    ]
+    for other in others:
+        other.start()
+    size = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages, "nnodes": machines}
+    llm = family_engine(directory, master_port=port, **size)
+    assert ids(llm, prompts, params) == expected
+    assert [rank["stage"] for rank in llm.collective_rpc("describe_rank")] == [n for n in range(stages) for _ in range(ranks)]
+    llm.llm_engine.shutdown()
+    for other in others:
+        other.join(30)
+    assert over == [True] * len(others)
+
+
 def test_a_lost_rank_of_another_node_is_named(checkpoint, port):
     over = []
     other = threading.Thread(target=lambda: over.append(nodes.run_node(("127.0.0.1", port), 1, "127.0.0.1", "", 60.0)))
@@ -66,8 +89,6 @@ def test_a_lost_rank_of_another_node_is_named(checkpoint, port):
         ({"nnodes": 2}, "nnodes=2 machines need as many ranks, and there are 1"),
         ({"nnodes": 2, "node_rank": 1, "tensor_parallel_size": 2}, "run quire serve with --headless here"),
         ({"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2}, "data_parallel_size=2 cannot be had"),
-        ({"nnodes": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "pipeline_parallel_size=2 cannot be had with"),
-        ({"distributed_executor_backend": "external_launcher"}, "is not supported: ranks are started by the engine"),
     ],
 )
 def test_what_cannot_be_had(checkpoint, args, message):

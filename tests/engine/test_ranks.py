@@ -148,7 +148,6 @@ def test_what_ranks_can_be_asked(divided, shared_llm):
         ("llama", {"enable_expert_parallel": True}, "LlamaForCausalLM has no experts"),
         ("mixtral", {"enable_expert_parallel": True, "tensor_parallel_size": 6}, "5 experts cannot be divided among 6 ranks"),
         ("llama", {"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1"),
-        ("llama", {"distributed_executor_backend": "external_launcher"}, "is not supported: ranks are started by the engine"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(checkpoint, name, args, message):

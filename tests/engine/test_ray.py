@@ -47,6 +47,10 @@ def test_two_nodes_of_a_cluster(checkpoint, cluster):
         while True:
             ids(llm, PROMPTS, GREEDY)
     llm.llm_engine.shutdown()
+    llm = family_engine(directory, pipeline_parallel_size=2, distributed_executor_backend="ray")
+    assert ids(llm, prompts, params) == expected
+    assert [rank["stage"] for rank in llm.collective_rpc("describe_rank")] == [0, 1]
+    llm.llm_engine.shutdown()
     for args, message in (
         ({"tensor_parallel_size": 3}, "3 ranks need a CPU each, .* the nodes of the Ray cluster have 1, 1"),
         ({"tensor_parallel_size": 3, "nnodes": 3}, "nnodes=3, and the Ray cluster has 2"),

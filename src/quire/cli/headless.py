@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from typing import NoReturn
@@ -36,7 +35,7 @@ def run_headless(args: EngineArgs) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             logger.info("node %d of %d: waiting for machine 0 at %s:%d", args.node_rank, args.nnodes, *first)
-            links = nodes.join(first, args.node_rank, _address_towards(first), _key(), args.engine_start_timeout)
+            links = nodes.join(first, args.node_rank, nodes.address_towards(first), _key(), args.engine_start_timeout)
             logger.info("node %d has ranks %d to %d", args.node_rank, links.own.start, links.own.stop - 1)
             ranks = nodes.NodeRanks(links)
             try:
@@ -55,14 +54,3 @@ def _stop(*_: object) -> NoReturn:
 
 def _key() -> str:
     return os.environ.get(nodes.KEY, "")
-
-
-def _address_towards(first: nodes.Address) -> str:
-    """By which the other machines reach this one: that of the way to machine 0."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(*first, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise ConfigError(f"--master-addr {first[0]}: {error.strerror or error}") from None

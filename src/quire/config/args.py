@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from quire.config.devices import check_device
+from quire.config.eplb import read_eplb
 from quire.config.fields import FLAG, NAMES, NUMBER, OBJECT, REAL, TEXT, TOKEN, setting, spec_of
 from quire.config.flags import add_flags, add_hidden_flags, kind_of
 from quire.config.hints import HINT_SHORT_FLAGS, HINTS, take_hint, taken_for
-from quire.config.refused import REFUSED, SHORT_FLAGS, refuse, refuse_value
+from quire.config.refused import REFUSED, SHORT_FLAGS, refuse
 from quire.config.speculative import SpeculativeConfig, read_speculative
 from quire.config.stages import PARTITION, read_partition
 from quire.config.structured import checked_structured_outputs
@@ -208,6 +209,14 @@ class EngineArgs:
     enable_expert_parallel: bool = setting(
         False, FLAG, _RANKS, "each of them has some of the experts, instead of a part of each", short="-ep"
     )
+    enable_eplb: bool = setting(False, FLAG, _RANKS, "experts move between ranks so that each has equally much to do")
+    num_redundant_experts: int | None = setting(
+        None, NUMBER, _RANKS, "with enable_eplb: further copies of experts in every layer, all ranks together", low=0
+    )
+    eplb_config: dict[str, Any] = setting(
+        {}, OBJECT, _RANKS, "of enable_eplb: window_size (1000) steps whose loads count, step_interval (3000), "
+        "num_redundant_experts (0), log_balancedness",
+    )  # fmt: skip
     nnodes: int = setting(
         1, NUMBER, _RANKS, "machines that the ranks are on; quire serve runs on each of them", low=1, short="-n"
     )
@@ -216,9 +225,9 @@ class EngineArgs:
     master_port: int = setting(29501, NUMBER, _RANKS, "port of machine 0", low=1, high=65535)
     distributed_executor_backend: str | None = setting(
         None, TEXT, _RANKS,
-        "auto: as many processes as there are ranks; mp: the same; ray: Ray starts those of other machines; uni: one; fake: no "
-        "model, for tests of all the rest",
-        choices=("auto", "mp", "ray", "uni", "fake"),
+        "auto: as many processes as there are ranks; mp: the same; ray: Ray starts those of other machines; external_launcher: "
+        "torchrun and its like start all, and each runs the same LLM script; uni: one; fake: no model, for tests of the rest",
+        choices=("auto", "mp", "ray", "external_launcher", "uni", "fake"),
     )  # fmt: skip
 
     disable_log_stats: bool = setting(False, FLAG, _OTHER, "no periodic throughput line")
@@ -227,11 +236,11 @@ class EngineArgs:
         for field in dataclasses.fields(self):
             optional = field.default is None
             value = taken_for(field.name, getattr(self, field.name))
-            refuse_value(field.name, value)
             setattr(self, field.name, spec_of(field).check(field.name, value, optional))
         self.structured_outputs_config = checked_structured_outputs(self.structured_outputs_config)
         self.speculation()
         check_device(self.device)
+        read_eplb(self.eplb_config, self.num_redundant_experts)
         if self.pipeline_parallel_size > 1 and self.pipeline_layer_partition is None:
             self.pipeline_layer_partition = os.environ.get(PARTITION) or None
         if self.pipeline_layer_partition is not None:

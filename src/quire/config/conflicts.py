@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from quire.config.args import FLOAT_NAMES
 from quire.config.config import EIGHT_BITS, Config
+from quire.config.eplb import read_eplb
 from quire.config.facts import CHUNKED, count_experts, count_heads
 from quire.config.uneven import whole_only
 from quire.types.errors import ConfigError
@@ -146,14 +147,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         ),
     ),
     Conflict(
-        "stages on several nodes",
-        lambda c: c.stages > 1 and (c.args.nnodes > 1 or c.args.distributed_executor_backend == "ray"),
-        lambda c: (
-            f"pipeline_parallel_size={c.stages} cannot be had with ranks on several machines yet; leave it at 1, and use "
-            "tensor_parallel_size there"
-        ),
-    ),
-    Conflict(
         "an engine that is on another node",
         lambda c: c.args.node_rank > 0,
         lambda c: (
@@ -243,6 +236,43 @@ CONFLICTS: tuple[Conflict, ...] = (
         ),
     ),
     Conflict(
+        "experts shared by engines",
+        lambda c: c.args.enable_expert_parallel and c.args.data_parallel_size > 1 and c.ranks == 1,
+        lambda c: (
+            f"enable_expert_parallel: the {c.args.data_parallel_size} engines of data_parallel_size do not share experts, each "
+            "has the whole model. Experts are divided among tensor_parallel_size ranks; raise that, or leave it out"
+        ),
+    ),
+    Conflict(
+        "experts that are not divided",
+        lambda c: c.args.enable_eplb and not (c.args.enable_expert_parallel and c.ranks > 1),
+        lambda c: (
+            f"enable_eplb needs whole experts on several ranks: enable_expert_parallel and tensor_parallel_size above 1, which "
+            f"is {c.ranks}"
+        ),
+    ),
+    Conflict(
+        "copies of experts that nobody balances",
+        lambda c: not c.args.enable_eplb and bool(c.args.num_redundant_experts or c.args.eplb_config),
+        lambda c: "num_redundant_experts and eplb_config do nothing without enable_eplb; add it, or leave them out",  # noqa: ARG005
+    ),
+    Conflict(
+        "more copies of experts than ranks",
+        lambda c: c.args.enable_eplb and _copies(c) > count_experts(c.facts) * (c.ranks - 1),
+        lambda c: (
+            f"num_redundant_experts {_copies(c)}: with {c.ranks} ranks each of the {count_experts(c.facts)} experts can have "
+            f"{c.ranks} copies, so {count_experts(c.facts) * (c.ranks - 1)} is the most"
+        ),
+    ),
+    Conflict(
+        "balanced experts with adapters, or quantized",
+        lambda c: c.args.enable_eplb and (c.max_loras > 0 or c.keep_quantized),
+        lambda c: (
+            f"enable_eplb moves experts of floats: {'enable_lora' if c.max_loras else 'quantized weights'} cannot be had with "
+            "it yet. Leave one of them out"
+        ),
+    ),
+    Conflict(
         "a tokenizer that is not wanted",
         lambda c: c.args.skip_tokenizer_init and c.args.tokenizer is not None,
         lambda c: f"tokenizer {c.args.tokenizer!r} was given together with skip_tokenizer_init; drop one of them",
@@ -284,6 +314,10 @@ CONFLICTS: tuple[Conflict, ...] = (
         ),
     ),
 )  # fmt: skip
+
+
+def _copies(config: Config) -> int:
+    return read_eplb(config.args.eplb_config, config.args.num_redundant_experts).num_redundant_experts
 
 
 def _why_no_stages(config: Config) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 from quire.config.fields import FLAG, LIST, LISTS, NAMES, OBJECT, TEXT, Kind, spec_of
 from quire.config.hints import TAKEN_FOR
-from quire.config.refused import REFUSED_VALUES
 
 
 def add_flags(parser: argparse.ArgumentParser, owner: type, title: str) -> None:
@@ -24,7 +23,7 @@ def add_flags(parser: argparse.ArgumentParser, owner: type, title: str) -> None:
         else:
             options |= {"type": _reader(spec.kind.parse), "metavar": spec.kind.metavar}
             if spec.choices:
-                others = (*TAKEN_FOR.get(field.name, {}), *REFUSED_VALUES.get(field.name, {}))
+                others = tuple(TAKEN_FOR.get(field.name, {}))
                 options |= {"choices": (*spec.choices, *others), "metavar": f"{{{','.join(spec.choices)}}}"}
             if spec.kind is NAMES:
                 options["nargs"] = "+"

@@ -32,7 +32,7 @@ _TABLE: tuple[tuple[str, dict[str, Kind]], ...] = (
     }),
     (_ONE_WAY, {
         "disable_custom_all_reduce": FLAG, "disable_nccl_for_dp_synchronization": FLAG, "max_parallel_loading_workers": TEXT,
-        "all2all_backend": TEXT, "eplb_config": OBJECT, "expert_placement_strategy": TEXT,
+        "all2all_backend": TEXT, "expert_placement_strategy": TEXT,
         "enable_dbo": FLAG, "ubatch_size": TEXT, "dbo_decode_token_threshold": TEXT, "dbo_prefill_token_threshold": TEXT,
         "cp_kv_cache_interleave_size": TEXT, "dcp_kv_cache_interleave_size": TEXT,
     }),

@@ -39,7 +39,6 @@ _TABLE: _Groups = (
     (_NOT_REPLACED, {"scheduler_cls": (), "worker_cls": ("auto",), "worker_extension_cls": ("",), "io_processor_plugin": (),
                      "additional_config": ({},)}),
     (_NOT_DIVIDED, {
-        "enable_eplb": (False,),
         "decode_context_parallel_size": (1,), "prefill_context_parallel_size": (1,), "device_ids": (),
     }),
     (_ONE_HOST, {
@@ -82,20 +81,6 @@ SHORT_FLAGS = {
     "data_parallel_rpc_port": "-dpp",
     "data_parallel_backend": "-dpb",
 }
-
-
-# values of fields that are there: why they cannot be had
-REFUSED_VALUES: dict[str, dict[Any, str]] = {
-    "distributed_executor_backend": {
-        "external_launcher": "ranks are started by the engine; mp does so",
-    },
-}
-
-
-def refuse_value(name: str, value: Any) -> None:
-    reason = REFUSED_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
-    if reason is not None:
-        raise ConfigError(f"{name}={value!r} is not supported: {reason}")
 
 
 def refuse(name: str, value: Any, table: dict[str, tuple[str, tuple[Any, ...]]] = REFUSED) -> None:

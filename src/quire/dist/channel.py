@@ -5,15 +5,20 @@
 
 There are more places than steps in flight, so that nobody waits for one to be free. Whoever waits for a message sleeps, and the
 end of a process closes its socket. The memory has no name: nothing is left of it.
+
+To a stage on another node the hidden states follow the message, over TCP (`Remote...`).
 """
 
 import mmap
+import queue
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +44,22 @@ class Shape:
         return -(-whole // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
 
+class Source(Protocol):
+    """Where hidden states come from."""
+
+    def receive(self, waited_for: Collection[int]) -> Tensor:
+        """[rows, columns], good until as many more have come as there are places. waited_for: the ranks that work on it."""
+        ...
+
+
+class Sink(Protocol):
+    """Where they go."""
+
+    def send(self, hidden: Tensor) -> None:
+        """hidden [rows, columns]."""
+        ...
+
+
 class _End:
     def __init__(self, shape: Shape, memory: int, offset: int, rank: int, peer: socket.socket, watch: Watch) -> None:
         """rank: who is at the other end, and `peer` the connection to it."""
@@ -57,7 +78,6 @@ class _End:
 
 class Outlet(_End):
     def send(self, hidden: Tensor) -> None:
-        """hidden [rows, columns]."""
         self._next(len(hidden)).copy_(hidden)
         try:
             self._peer.send(ROWS.pack(len(hidden)))
@@ -67,20 +87,74 @@ class Outlet(_End):
 
 class Inlet(_End):
     def receive(self, waited_for: Collection[int]) -> Tensor:
-        """[rows, columns], good until as many more have come as there are places. waited_for: the ranks that work on it."""
-        began, heard = time.monotonic(), b""
-        while len(heard) < ROWS.size:
-            try:
-                piece = self._peer.recv(ROWS.size - len(heard))
-            except BlockingIOError:
-                waiting = select.poll()
-                waiting.register(self._peer, select.POLLIN)
-                if not waiting.poll(1000 * LOOK):
-                    self._watch.late(list(waited_for), time.monotonic() - began)
-                continue
-            except OSError:
-                piece = b""
-            if not piece:
-                self._watch.lost(self._rank)
-            heard += piece
+        heard = bytearray(ROWS.size)
+        _take(self._peer, memoryview(heard), self._rank, self._watch, waited_for)
         return self._next(*ROWS.unpack(heard))
+
+
+class RemoteOutlet:
+    """A thread sends, so that no stage waits for the next one to read: all of them could, in a ring."""
+
+    def __init__(self, rank: int, peer: socket.socket, watch: Watch) -> None:
+        self._rank, self._peer, self._watch = rank, peer, watch
+        self._queue: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        self._lost = threading.Event()
+        peer.setblocking(False)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        threading.Thread(target=self._run, name="quire-outlet", daemon=True).start()
+
+    def send(self, hidden: Tensor) -> None:
+        if self._lost.is_set():
+            self._watch.lost(self._rank)
+        self._queue.put(memoryview(ROWS.pack(len(hidden))))
+        self._queue.put(_bytes(hidden.detach().clone(memory_format=torch.contiguous_format)))
+
+    def _run(self) -> None:
+        while True:
+            left = self._queue.get()
+            while len(left):
+                try:
+                    left = left[self._peer.send(left) :]
+                except BlockingIOError:
+                    waiting = select.poll()
+                    waiting.register(self._peer, select.POLLOUT)
+                    waiting.poll(1000 * LOOK)
+                except (OSError, ValueError):  # ValueError: it was closed here
+                    self._lost.set()
+                    return
+
+
+class RemoteInlet:
+    def __init__(self, shape: Shape, rank: int, peer: socket.socket, watch: Watch) -> None:
+        self._shape, self._rank, self._peer, self._watch = shape, rank, peer, watch
+        peer.setblocking(False)
+
+    def receive(self, waited_for: Collection[int]) -> Tensor:
+        heard = bytearray(ROWS.size)
+        _take(self._peer, memoryview(heard), self._rank, self._watch, waited_for)
+        hidden = torch.empty(*ROWS.unpack(heard), self._shape.columns, dtype=self._shape.dtype)
+        _take(self._peer, _bytes(hidden), self._rank, self._watch, waited_for)
+        return hidden
+
+
+def _take(peer: socket.socket, left: memoryview, rank: int, watch: Watch, waited_for: Collection[int]) -> None:
+    """All of these bytes."""
+    began = time.monotonic()
+    while len(left):
+        try:
+            count = peer.recv_into(left)
+        except BlockingIOError:
+            waiting = select.poll()
+            waiting.register(peer, select.POLLIN)
+            if not waiting.poll(1000 * LOOK):
+                watch.late(list(waited_for), time.monotonic() - began)
+            continue
+        except OSError:
+            count = 0
+        if not count:
+            watch.lost(rank)
+        left = left[count:]
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)

@@ -25,20 +25,23 @@ class NodesGroup(SharedMemoryGroup):
         peers: Mapping[int, socket.socket],
         watch: Watch,
         remote: Mapping[int, socket.socket],
+        offset: int = 0,
+        first: int = 0,
     ) -> None:
-        """peers: of this node. remote: a TCP connection to every rank of other nodes."""
-        super().__init__(position, memory, peers, watch)
-        self._remote = dict(remote)
+        """peers: of this node. remote: a TCP connection to every rank of other nodes. first: what `watch` calls the rank at
+        position 0."""
+        super().__init__(position, memory, peers, watch, offset)
+        self._remote, self._first = dict(remote), first
         for other in self._remote.values():
             other.setblocking(False)
             other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def _exchange(self, piece: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        elsewhere = {rank: piece.new_empty(lengths[rank]) for rank in self._remote}
+        elsewhere = {rank: piece.new_empty(lengths[rank - self._first]) for rank in self._remote}
         self._trade(piece.contiguous(), elsewhere)
         parts = super()._exchange(piece, lengths)
         for rank, part in elsewhere.items():
-            parts[rank] = part
+            parts[rank - self._first] = part
         return parts
 
     def _trade(self, piece: Tensor, elsewhere: Mapping[int, Tensor]) -> None:

@@ -8,8 +8,9 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quire.dist.channel import Inlet, Outlet, Shape
+from quire.dist.channel import Inlet, Outlet, RemoteInlet, RemoteOutlet, Shape, Sink, Source
 from quire.dist.collectives import Group
+from quire.dist.nodes import NodesGroup
 from quire.dist.shared_memory import SharedMemoryGroup, Watch, meeting_size
 from quire.dist.stages import Seat
 
@@ -20,24 +21,43 @@ class Ring:
 
     seat: Seat
     group: Group | None  # None = it has its stage alone
-    inlet: Inlet
-    outlet: Outlet
+    inlet: Source
+    outlet: Sink
     others: Sequence[int]  # ranks of other stages
 
 
-def join_ring(seat: Seat, shape: Shape, memory: int, peers: Mapping[int, socket.socket], watch: Watch) -> Ring:
-    """memory: a file of any size. peers: a connection to every other rank."""
+def join_ring(
+    seat: Seat,
+    shape: Shape,
+    memory: int,
+    peers: Mapping[int, socket.socket],
+    watch: Watch,
+    remote: Mapping[int, socket.socket],
+) -> Ring:
+    """memory: a file of any size. peers: a connection to every other rank of this node; remote: of other nodes."""
     size, stages = seat.position.size, len(seat.stage.layers)
     meeting = meeting_size(size) if size > 1 else 0
     os.ftruncate(memory, stages * meeting + seat.world * shape.size)  # whoever comes first
-    group = None
+    group: Group | None = None
     if size > 1:
-        mates = {rank: peers[rank] for rank in seat.together if rank != seat.rank}
-        group = SharedMemoryGroup(seat.position, memory, mates, watch, seat.stage.index * meeting)
+        mates = {rank: peers[rank] for rank in seat.together if rank in peers}
+        far = {rank: remote[rank] for rank in seat.together if rank in remote}
+        offset = seat.stage.index * meeting
+        group = SharedMemoryGroup(seat.position, memory, mates, watch, offset)
+        if far:
+            group = NodesGroup(seat.position, memory, mates, watch, far, offset, seat.together.start)
 
-    def offset(sender: int) -> int:
+    def place(sender: int) -> int:
         return stages * meeting + sender * shape.size
 
-    inlet = Inlet(shape, memory, offset(seat.before), seat.before, peers[seat.before], watch)
-    outlet = Outlet(shape, memory, offset(seat.rank), seat.behind, peers[seat.behind], watch)
+    inlet: Source
+    outlet: Sink
+    if seat.before in remote:
+        inlet = RemoteInlet(shape, seat.before, remote[seat.before], watch)
+    else:
+        inlet = Inlet(shape, memory, place(seat.before), seat.before, peers[seat.before], watch)
+    if seat.behind in remote:
+        outlet = RemoteOutlet(seat.behind, remote[seat.behind], watch)
+    else:
+        outlet = Outlet(shape, memory, place(seat.rank), seat.behind, peers[seat.behind], watch)
     return Ring(seat, group, inlet, outlet, [rank for rank in range(seat.world) if rank not in seat.together])

@@ -152,6 +152,16 @@ class AdapterDesk:
         self._line[ref.version] = kept
         self._news = True
 
+    def load_now(self, ref: AdapterRef, pinned: bool) -> None:
+        """Where nobody else turns the loop: returns when it is read. Raises what is wrong with it."""
+        told: list[RequestError | None] = []
+        self.load(ref, pinned, told.append)
+        while not told:
+            self.turn()
+            self.wait()
+        if told[0] is not None:
+            raise told[0]
+
     def retire(self, version: str) -> None:
         """Nobody will ask for this version any more: it goes when the last that holds it has ended."""
         kept = self._kept.get(version)

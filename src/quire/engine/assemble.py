@@ -175,7 +175,7 @@ def start_local(
             from quire.engine.executor.stages import StagesExecutor
             from quire.engine.pipeline import join_pipeline, make_stage_runner
 
-            ring = join_pipeline(config, 0, workers.memory, workers.peers, workers)
+            ring = join_pipeline(config, 0, workers.memory, workers.peers, workers, workers.remote)
             executor = StagesExecutor(make_stage_runner(config, device, ring), workers, ring)
         else:
             position = Position(0, config.ranks, args.enable_expert_parallel)

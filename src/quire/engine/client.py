@@ -22,7 +22,7 @@ from quire.engine.child import COMMAND, Child
 from quire.engine.nursery import WarmStart
 from quire.engine.supervisor import State, Supervisor, SupervisorLimits
 from quire.types.adapter import AdapterRef
-from quire.types.errors import EngineDead, EngineError, InvalidParameter, QuireError
+from quire.types.errors import ConfigError, EngineDead, EngineError, InvalidParameter, QuireError
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest, FinishReason
 from quire.types.sight import Sight
@@ -394,6 +394,11 @@ def check_number(engine: int | None, engines: int) -> None:
 
 def engine_args(config: Config) -> EngineArgs:
     """What engine processes are told. The files are found by now: neither a start nor a restart asks the hub again."""
+    if config.args.distributed_executor_backend == "external_launcher":
+        raise ConfigError(
+            "distributed_executor_backend=external_launcher is for LLM, whose script every rank runs; a server, AsyncLLM and "
+            "data_parallel_size start their ranks themselves: use mp or ray"
+        )
     return replace(
         config.args,
         model=str(config.facts.files.path.absolute()),

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 
@@ -82,6 +83,10 @@ class EngineCore:
     def retire_adapter(self, version: str) -> None:
         """No request will ask for it any more."""
         self.adapters.retire(version)
+
+    def call_all(self, method: str) -> list[Any]:
+        """On every rank, the answers in their order."""
+        return self.executor.call_all(method)
 
     def be_watched(self, watched: bool) -> None:
         if self.watch is not None:

@@ -4,6 +4,7 @@ from quire.cache.layout import make_layout
 from quire.cache.stages import pool_layout, stage_layout
 from quire.config.config import Config
 from quire.dist.mesh import largest_share
+from quire.engine.executor.nodes import share_ranks
 from quire.types.cache import CacheLayout
 
 
@@ -22,4 +23,6 @@ def share_memory(config: Config, layout: CacheLayout, memory: int) -> int:
         return memory // config.node_ranks
     layers = largest_share(config.facts.layers, config.ranks)
     stages = [stage_layout(layers, stage, config.page_size, config.cache_bytes) for stage in config.stage_layers]
-    return memory * layout.bytes_per_page // (config.ranks * sum(stage.bytes_per_page for stage in stages))
+    each = [stage.bytes_per_page for stage in stages for _ in range(config.ranks)]  # rank
+    most = max(sum(each[rank] for rank in node) for node in share_ranks(config.world, config.args.nnodes))
+    return memory * layout.bytes_per_page // most

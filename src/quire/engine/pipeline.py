@@ -16,12 +16,19 @@ from quire.runner.stage import StageRunner
 from quire.runner.step import DTYPES
 
 
-def join_pipeline(config: Config, rank: int, memory: int, peers: Mapping[int, socket.socket], watch: Watch) -> Ring:
-    """memory, peers: what all ranks have of each other."""
+def join_pipeline(
+    config: Config,
+    rank: int,
+    memory: int,
+    peers: Mapping[int, socket.socket],
+    watch: Watch,
+    remote: Mapping[int, socket.socket],
+) -> Ring:
+    """memory, peers, remote: what all ranks have of each other."""
     seat = Seat.of(rank, config.stage_layers, config.ranks, config.args.enable_expert_parallel)
     places = config.depth + 2  # a step is in flight in each but one
     shape = Shape(places, config.max_batched_tokens, config.facts.hidden_size, DTYPES[config.dtype])
-    return join_ring(seat, shape, memory, peers, watch)
+    return join_ring(seat, shape, memory, peers, watch, remote)
 
 
 def make_stage_runner(config: Config, device: Device, ring: Ring) -> StageRunner:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cache.layout import make_layout
 from quire.config.config import Config
 from quire.config.cores import threads_wanted
+from quire.config.eplb import read_eplb
 from quire.config.facts import ModelFacts
 from quire.device.base import Device
 from quire.device.registry import open_device
@@ -74,4 +75,5 @@ def runner_options(config: Config) -> dict[str, Any]:
         "drafts": 0 if config.speculation is None else config.speculation.num_speculative_tokens,
         "cache_dtype": config.cache_dtype,
         "more_tokens": config.more_tokens,
+        "eplb": read_eplb(args.eplb_config, args.num_redundant_experts) if args.enable_eplb else None,
     }

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from quire.attn.batch import AdapterRows
 from quire.dist.collectives import Group, add_parts
 from quire.layers.adapter import ExpertsBank
+from quire.layers.balance import Balance
 from quire.layers.claims import Claim, Claims, Take
 from quire.layers.linear import Linear
 from quire.layers.parameter import Method, MethodLayer, parameter
@@ -115,6 +116,7 @@ class Experts(MethodLayer):
     role = Role.EXPERT
     group: Group | None = None  # of the ranks whose outputs are to be added
     bank: ExpertsBank | None = None  # of the adapters that rows may ask for
+    balance: Balance | None = None  # where experts have several copies: then `kept` and `total` count places
 
     def __init__(self, count: int, hidden_size: int, inner_size: int, activation: Inner, *, paired: bool = False) -> None:
         super().__init__()
@@ -176,6 +178,8 @@ class Experts(MethodLayer):
         """x [T, H], weights and experts [T, top_k] -> [T, H]."""
         if self.group is None:
             return self._run(x, weights, experts, adapters)
+        if self.balance is not None:
+            experts = self.balance.choose(x, experts)
         if len(self.kept) < self.total:  # an expert of another rank counts for nothing
             experts = experts - self.kept.start
             theirs = (experts < 0) | (experts >= len(self.kept))

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from quire.models.registry import build_model
 from quire.prepare.adapt import Adapters, adapt
 from quire.prepare.shard import shard
 from quire.runner.adapters import Shelf, WholeModel
+from quire.runner.balance import Balancer
 from quire.runner.batch import Built, build_batch
 from quire.runner.buckets import MOST_TOKENS
 from quire.runner.draft.base import DeviceDrafter, Drafter
@@ -49,6 +50,7 @@ from quire.types.sampling import LogprobsMode
 from quire.types.stats import DeviceCounts
 
 if TYPE_CHECKING:
+    from quire.config.eplb import EplbConfig
     from quire.config.facts import ModelFacts
     from quire.config.quantization import Quantization
 
@@ -91,14 +93,16 @@ class Runner:
         position: Position = ALONE,
         group: Group | None = None,
         cache_dtype: str | None = None,
+        eplb: "EplbConfig | None" = None,
     ) -> None:
         """`drafts`: rows of plans bring so many of them along, unless a `drafter` makes them here. `adapters`: room for so
         many, of at most that rank; `more_tokens`: that they may add to the model's own. `position`: whose share of the model
         this is, where several ranks have one; `layout` is that of its share of the cache, and the ranks meet through `group`.
-        `cache_dtype`: of the cache, if it is not the model's."""
+        `cache_dtype`: of the cache, if it is not the model's. `eplb`: experts are balanced over the ranks."""
         self._facts = facts
         self._position, self._group = position, group
         self._layers = facts.layers if group is None else share_layers(facts.layers, position)
+        self._eplb, self._balancer = eplb, cast(Balancer | None, None)
         self._parameters = 0  # that were loaded
         self._untold: Rows | None = None  # of the latest step, where another rank draws
         self._room, self._more = adapters, more_tokens
@@ -152,6 +156,8 @@ class Runner:
             cache_scales=self._cache_dtype.itemsize == 1,
         )  # fmt: skip
         self._parameters = sum(parameter.numel() for parameter in model.parameters())  # a device may keep them elsewhere
+        if self._eplb is not None and self._group is not None:
+            self._balancer = Balancer(model, self._position, self._group, self._eplb)
         facts = replace(self._facts, layers=tuple(self._layers))
         tapped = self._companion is not None and bool(self._companion.taps)
         setting = Setting(facts, self._dtype, self._layout, self._load_format, tapped)
@@ -233,12 +239,14 @@ class Runner:
         self._parts = make_parts(self._max_seqs, self._shelf)
         planners = fixed_plans(model, len(self._layout.groups)) if self._recording else None
         self.graphs = None
+        if self._balancer is not None:
+            self._balancer.forget()  # steps that nobody asked for
         if planners is not None:
             recorder, most = self._device.recorder(), self._max_batched_tokens
             self.graphs = Graphs(model, slots, sampler, planners, recorder, self._vocabulary, most, self._room[0], self._drafts)
 
     def close(self) -> None:
-        self._model = self._tenants = self.graphs = self._shelf = self._group = self._states = None
+        self._model = self._tenants = self.graphs = self._shelf = self._group = self._states = self._balancer = None
         if self._companion is not None:
             self._companion.close()
         gc.collect()
@@ -294,6 +302,8 @@ class Runner:
         if self._states is not None:
             self._states.copy(plan.load_entry, plan.load_slot)
         if len(plan.slot):
+            if self._balancer is not None:
+                self._balancer.before_step()
             slots.check(plan)
             self._device.note(plan.tokens)
         else:
@@ -349,8 +359,9 @@ class Runner:
 
     def describe_rank(self) -> dict[str, int]:
         """What this process has of the model."""
-        model = self._loaded()
-        return {
+        model, balancer = self._loaded(), self._balancer
+        moved = {} if balancer is None else {"rebalanced": balancer.rebalanced, "moved_experts": balancer.moves}
+        return moved | {
             "rank": self._position.rank,
             "ranks": self._position.size,
             "pid": os.getpid(),

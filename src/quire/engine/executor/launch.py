@@ -1,11 +1,19 @@
-"""Who starts ranks on other nodes, and the links to them: nobody, people with `--headless`, or Ray."""
+"""Who starts ranks elsewhere, and the links to them: nobody, people with `--headless`, Ray, or whoever started this one too."""
 
+import itertools
 import os
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
 
 from quire.config.args import EngineArgs
 from quire.engine.executor import nodes
 from quire.progress import doing
+from quire.types.errors import ConfigError
+
+AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun itself listens at MASTER_PORT
+_turns: Iterator[int] = itertools.count()  # engines of this process that met so
 
 
 def find_nodes(args: EngineArgs, ranks: int) -> tuple[EngineArgs, nodes.Links | None]:
@@ -14,10 +22,62 @@ def find_nodes(args: EngineArgs, ranks: int) -> tuple[EngineArgs, nodes.Links | 
         from quire.engine.executor.ray_nodes import start_nodes
 
         links = start_nodes(ranks, args.nnodes, args.engine_start_timeout)
-        return replace(args, nnodes=1 if links is None else len(links.ranks)), links
+        return replace(args, nnodes=len(links.ranks)), links
+    if args.distributed_executor_backend == "external_launcher":
+        return args, read_spot(os.environ, ranks).gather(args.engine_start_timeout)
     if args.nnodes == 1:
         return args, None
     address = (args.master_addr, args.master_port)
     key = os.environ.get(nodes.KEY, "")
     with nodes.listen(address) as listener, doing(f"waiting for {args.nnodes - 1} other nodes at {address[0]}:{address[1]}"):
         return args, nodes.gather(listener, nodes.share_ranks(ranks, args.nnodes), key, args.engine_start_timeout)
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A rank's place, as its launcher tells it."""
+
+    rank: int
+    world: int
+    address: nodes.Address
+    agent: bool  # the launcher has the port: it keeps for us where rank 0 listens
+
+    def gather(self, seconds: float) -> nodes.Links:
+        """Rank 0 waits for the others."""
+        own = (self.address[0], 0) if self.agent else self.address
+        with nodes.listen(own) as listener, doing(f"waiting for {self.world - 1} other ranks at {own[0]}"):
+            if self.agent:
+                self._store(seconds).set(f"quire/{next(_turns)}", str(listener.getsockname()[1]))
+            return nodes.gather(listener, nodes.share_ranks(self.world, self.world), os.environ.get(nodes.KEY, ""), seconds)
+
+    def join(self, seconds: float) -> nodes.Links:
+        first = self.address
+        if self.agent:
+            first = (first[0], int(self._store(seconds).get(f"quire/{next(_turns)}")))
+        return nodes.join(first, self.rank, nodes.address_towards(first), os.environ.get(nodes.KEY, ""), seconds)
+
+    def _store(self, seconds: float) -> Any:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        return TCPStore(*self.address, is_master=False, timeout=timedelta(seconds=seconds))
+
+
+def read_spot(environ: Mapping[str, str], world: int) -> Spot:
+    asked = "distributed_executor_backend=external_launcher"
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if not environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"{asked}: every rank runs this script, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, as "
+            f"torchrun starts them; {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+        )
+    try:
+        rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    except ValueError:
+        raise ConfigError(f"{asked}: RANK, WORLD_SIZE and MASTER_PORT must be numbers") from None
+    if size != world or not 0 <= rank < size:
+        raise ConfigError(
+            f"{asked}: RANK {rank} of WORLD_SIZE {size}, but tensor_parallel_size times pipeline_parallel_size is {world}; "
+            "they must be the same"
+        )
+    return Spot(rank, size, (environ["MASTER_ADDR"], port), environ.get(AGENT) == "True")

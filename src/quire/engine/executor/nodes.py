@@ -22,7 +22,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,7 @@ class Links:
     controls: dict[int, socket.socket] = field(default_factory=dict)  # by rank; on node 0 those of ranks elsewhere
     ends: dict[int, dict[int, socket.socket]] = field(default_factory=dict)  # own rank -> a rank elsewhere -> connection
     nodes: dict[int, socket.socket] = field(default_factory=dict)  # on node 0: to every other node; elsewhere to node 0
+    then: Callable[[], None] = lambda: None  # when they are closed
 
     @property
     def own(self) -> range:
@@ -65,6 +66,7 @@ class Links:
             *(end for ends in self.ends.values() for end in ends.values()),
         ):
             one.close()
+        self.then()
 
 
 def share_ranks(ranks: int, nodes: int) -> list[range]:
@@ -77,6 +79,17 @@ def listen(address: Address) -> socket.socket:
         return socket.create_server(address, backlog=1024, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
     except OSError as error:
         raise EngineError(f"cannot listen on {address[0]}, port {address[1]}, for other nodes: {error.strerror}") from None
+
+
+def address_towards(first: Address) -> str:
+    """By which other nodes reach this one: that of the way to node 0."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(*first, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise EngineError(f"master_addr {first[0]}: {error.strerror or error}") from None
 
 
 # ---- node 0

@@ -58,6 +58,10 @@ class RanksExecutor(SharedAdapters):
         self.drawn = flight.drawn_ids()
         return RanksFlight(flight, self)
 
+    def tell(self, command: wire.Command) -> None:
+        """All other ranks."""
+        self._workers.send(command)
+
     def call(self, method: str, *args: Any) -> Any:
         """On all ranks; the answer is the first one's."""
         return self.call_all(method, *args)[0]

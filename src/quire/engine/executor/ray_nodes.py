@@ -3,8 +3,8 @@
     this node     the engine, and the first ranks (`workers.py`)
     other nodes   an actor each, which starts the node's ranks and watches them (`nodes.run_node`)
 
-A placement group holds a CPU for every rank. Data goes over our own connections; Ray only starts and ends actors, and ends them
-with the engine. `ray` is an extra: pip install 'quire[ray]'.
+A placement group holds a CPU for every rank while they live. Data goes over our own connections; Ray only starts and ends
+actors, and ends them with the engine. `ray` is an extra: pip install 'quire[ray]'.
 """
 
 import atexit
@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from quire.engine.executor import nodes
@@ -31,16 +31,24 @@ class _Agent:
         return nodes.run_node(tuple(first), node, host, key, seconds)  # type: ignore[arg-type]
 
 
-def start_nodes(ranks: int, count: int, seconds: float) -> nodes.Links | None:
-    """count: nodes to use; 1 = as few as have the CPUs. None: this one is enough."""
+def start_nodes(ranks: int, count: int, seconds: float) -> nodes.Links:
+    """count: nodes to use; 1 = as few as have the CPUs."""
     ray = _import()
     _connect(ray, ranks)
     here = ray.get_runtime_context().get_node_id()
     alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
     shares = _share(ranks, count, [int(node["Resources"].get("CPU", 0)) for node in alive])
-    _reserve(ray, alive, shares, seconds)
-    if len(shares) == 1:
-        return None
+    release = _reserve(ray, alive, shares, seconds)
+    try:
+        links = nodes.Links(shares) if len(shares) == 1 else _start_others(ray, alive, shares, seconds)
+    except BaseException:
+        release()
+        raise
+    links.then = release
+    return links
+
+
+def _start_others(ray: Any, alive: Sequence[dict[str, Any]], shares: Sequence[range], seconds: float) -> nodes.Links:
     key, host = secrets.token_hex(16), alive[0]["NodeManagerAddress"]
     with nodes.listen((host, 0)) as listener, doing(f"starting ranks on {len(shares) - 1} other nodes"):
         first = (host, listener.getsockname()[1])
@@ -105,9 +113,9 @@ def _share(ranks: int, count: int, cpus: Sequence[int]) -> list[range]:
     return [share for share in shares if share]
 
 
-def _reserve(ray: Any, alive: Sequence[dict[str, Any]], shares: Sequence[range], seconds: float) -> None:
-    """A CPU for every rank, for as long as this process lives."""
-    from ray.util.placement_group import placement_group
+def _reserve(ray: Any, alive: Sequence[dict[str, Any]], shares: Sequence[range], seconds: float) -> Callable[[], None]:
+    """A CPU for every rank, until that is called or this process ends."""
+    from ray.util.placement_group import placement_group, remove_placement_group
 
     bundles = [
         {"CPU": float(len(share)), f"node:{node['NodeManagerAddress']}": 0.001}
@@ -117,7 +125,14 @@ def _reserve(ray: Any, alive: Sequence[dict[str, Any]], shares: Sequence[range],
     try:
         ray.get(group.ready(), timeout=seconds)
     except Exception as error:
+        remove_placement_group(group)
         raise ConfigError(f"the Ray cluster has no room for {shares[-1].stop} ranks: {type(error).__name__}") from None
+
+    def release() -> None:
+        with contextlib.suppress(Exception):  # the cluster may be gone
+            remove_placement_group(group)
+
+    return release
 
 
 def _start_agent(ray: Any, node: dict[str, Any], first: tuple[str, int], number: int, key: str, seconds: float) -> None:

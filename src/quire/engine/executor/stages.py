@@ -83,6 +83,10 @@ class StagesExecutor(SharedAdapters):
     def _in_step(self, plan: StepPlan) -> "_InStep":
         return _InStep(self._workers, plan.step)
 
+    def tell(self, command: wire.Command) -> None:
+        """All other ranks."""
+        self._workers.send(command)
+
     def call(self, method: str, *args: Any) -> Any:
         """On all ranks; the answer is the first one's."""
         return self.call_all(method, *args)[0]
@@ -94,7 +98,7 @@ class StagesExecutor(SharedAdapters):
         return [target(*args), *self._workers.answers()]
 
     def stop(self) -> None:
-        self._workers.end()
+        self._workers.finish()
         super().stop()
 
 

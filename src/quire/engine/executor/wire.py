@@ -59,6 +59,15 @@ class ReadAdapter(_RankFrame):
     wanted: bool = True
 
 
+class Did(_RankFrame):
+    """To ranks that run the same script (`engine/external.py`): what came of a call in the first one's. digest: of what was
+    asked. report: a frame of `ipc`."""
+
+    what: str
+    digest: int
+    report: bytes
+
+
 # ---- to it
 
 
@@ -74,7 +83,7 @@ class RankFailed(_RankFrame):
     step: int | None  # in which it failed; None = before there were any
 
 
-Command = StartRank | RunStep | BeginStep | FinishStep | CallRank | ReadAdapter
+Command = StartRank | RunStep | BeginStep | FinishStep | CallRank | ReadAdapter | Did
 Report = Answer | RankFailed
 
 

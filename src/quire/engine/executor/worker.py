@@ -116,7 +116,7 @@ class Rank:
         if config.stages > 1:
             from quire.engine.pipeline import join_pipeline, make_stage_runner
 
-            ring = join_pipeline(config, command.rank, self._memory, self._peers, Others())
+            ring = join_pipeline(config, command.rank, self._memory, self._peers, Others(), self._remote)
             return make_stage_runner(config, start_device(config), ring)
         position = Position(command.rank, config.ranks, command.args.enable_expert_parallel)
         group = SharedMemoryGroup(position, self._memory, self._peers, Others())

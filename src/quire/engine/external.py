@@ -1,0 +1,265 @@
+"""Ranks that somebody else starts, torchrun for one: every rank runs the same script, and each `LLM` in it is one rank of the
+same model (`distributed_executor_backend="external_launcher"`).
+
+    rank 0     its calls do what they always do (`Leader`) ──── plans and calls, as to any rank ────►  ┐
+               ... and what came of each is told to the others ── Did(step, deltas), Did(add), ... ──► │ the same calls in their
+    others     (`Follower`) do what ranks do until that comes, which is then their own answer     ◄────┘ scripts
+
+So all ranks have the same answers, whatever was drawn, and whoever asks for something else than rank 0 is told so.
+"""
+
+import contextlib
+import os
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from quire.config.config import Config
+from quire.engine import ipc
+from quire.engine.assemble import start_core
+from quire.engine.core import EngineCore
+from quire.engine.executor import wire
+from quire.engine.executor.launch import Spot, read_spot
+from quire.engine.executor.worker import Rank, RankLost
+from quire.engine.timeline import Stopwatch, Timeline
+from quire.frames import Frames
+from quire.progress import doing
+from quire.subprocesses import nameless_memory
+from quire.types import errors
+from quire.types.adapter import AdapterRef
+from quire.types.errors import EngineDead, QuireError, RequestError
+from quire.types.outputs import TokenDelta
+from quire.types.request import EngineRequest
+from quire.types.stats import NOTHING, Stats
+from quire.types.structured import StructuredOutputsParams
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StartedRank:
+    core: "EngineCore | Leader | Follower"
+    max_model_len: int
+    timeline: Timeline
+
+
+def start_rank(config: Config, watch: Stopwatch) -> StartedRank:
+    spot = read_spot(os.environ, config.world)
+    if spot.rank:
+        follower = Follower(config, spot)
+        watch.lap("rank")
+        return StartedRank(follower, follower.max_model_len, watch.read())
+    started = start_core(config, watch)
+    if config.world == 1:
+        return StartedRank(started.core, started.max_model_len, started.timeline)
+    return StartedRank(
+        Leader(started.core, config, started.max_model_len, started.pages), started.max_model_len, started.timeline
+    )
+
+
+class Checks:
+    """Of grammars, before anything runs."""
+
+    def __init__(self, check: Callable[[StructuredOutputsParams], None]) -> None:
+        self.check = check
+
+
+class Leader:
+    """Rank 0's engine core, as its script has it."""
+
+    number = 0
+
+    def __init__(self, core: EngineCore, config: Config, max_model_len: int, pages: int) -> None:
+        self.core = core
+        self.constraints = Checks(lambda params: self._told("check", 0, lambda: core.constraints.check(params)))
+        self._told("start", _digest_args(config), lambda: [max_model_len, pages])
+
+    @property
+    def stats(self) -> Stats:
+        return self.core.stats
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.core.has_unfinished
+
+    def add(self, request: EngineRequest) -> None:
+        self._told("add", _digest(request), lambda: self.core.add(request))
+
+    def abort(self, ids: Iterable[str]) -> None:
+        if names := list(ids):
+            self._told("abort", len(names), lambda: self.core.abort(names))
+
+    def release(self, ids: Iterable[str]) -> None:
+        if names := list(ids):
+            self._told("release", len(names), lambda: self.core.release(names))
+
+    def step(self) -> list[TokenDelta]:
+        core = self.core
+
+        def report(deltas: list[TokenDelta]) -> ipc.Report:
+            return ipc.StepReport(deltas, core.stats, core.tokens)
+
+        return self._told("step", 0, core.step, report)
+
+    def reset_prefix_cache(self) -> bool:
+        return self._told("reset_prefix_cache", 0, self.core.reset_prefix_cache)
+
+    def load_adapter(self, ref: AdapterRef, pinned: bool) -> None:
+        self._told("load_adapter", zlib.crc32(ref.path.encode()), lambda: self.core.adapters.load_now(ref, pinned))
+
+    def retire_adapter(self, version: str) -> None:
+        self._told("retire_adapter", 0, lambda: self.core.retire_adapter(version))
+
+    def call_all(self, method: str) -> list[Any]:
+        return self._told("call_all", zlib.crc32(method.encode()), lambda: self.core.call_all(method))
+
+    def stop(self) -> None:
+        self.core.stop()
+
+    def _told(
+        self,
+        what: str,
+        digest: int,
+        call: Callable[[], T],
+        report: Callable[[T], ipc.Report] = lambda value: ipc.Reply(0, value),
+    ) -> T:
+        """The others get the same, or the same error."""
+        try:
+            value = call()
+        except Exception as error:
+            kind = type(error).__name__ if isinstance(error, QuireError) else EngineDead.__name__
+            with contextlib.suppress(QuireError):
+                self._tell(what, digest, ipc.Reply(0, None, str(error), kind, getattr(error, "parameter", None)))
+            if not isinstance(error, RequestError):
+                self.core.executor.stop()  # nobody is to wait for us
+            raise
+        self._tell(what, digest, report(value))
+        return value
+
+    def _tell(self, what: str, digest: int, report: ipc.Report) -> None:
+        self.core.executor.tell(wire.Did(what, digest, ipc.encode(report)))  # type: ignore[attr-defined]
+
+
+class Follower:
+    """A rank that is not the first, as its script has it: an engine core whose answers are rank 0's."""
+
+    number = 0
+    has_unfinished = False  # rank 0 knows
+
+    def __init__(self, config: Config, spot: Spot) -> None:
+        self._name = f"rank {spot.rank}"
+        with doing(f"{self._name}: waiting for rank 0 at {spot.address[0]}:{spot.address[1]}"):
+            links = self._links = spot.join(config.args.engine_start_timeout)
+        control = links.controls[spot.rank]
+        self._memory = nameless_memory("quire-ranks")
+        self._frames, self._rank = Frames(control), Rank(self._memory, {}, links.ends.get(spot.rank, {}))
+        self._dead: str | None = None
+        self.stats = NOTHING
+        self.constraints = Checks(lambda _: self._hear("check", 0))
+        with doing(f"{self._name}: starting"):
+            self.max_model_len, pages = self._hear("start", _digest_args(config))
+        self.stats = msgspec.structs.replace(NOTHING, pages=pages)
+
+    def add(self, request: EngineRequest) -> None:
+        self._hear("add", _digest(request))
+
+    def abort(self, ids: Iterable[str]) -> None:
+        if names := list(ids):
+            self._hear("abort", len(names))
+
+    def release(self, ids: Iterable[str]) -> None:
+        if names := list(ids):
+            self._hear("release", len(names))
+
+    def step(self) -> list[TokenDelta]:
+        return list(self._hear("step", 0))
+
+    def reset_prefix_cache(self) -> bool:
+        return bool(self._hear("reset_prefix_cache", 0))
+
+    def load_adapter(self, ref: AdapterRef, pinned: bool) -> None:  # noqa: ARG002
+        self._hear("load_adapter", zlib.crc32(ref.path.encode()))
+
+    def retire_adapter(self, version: str) -> None:  # noqa: ARG002
+        self._hear("retire_adapter", 0)
+
+    def call_all(self, method: str) -> list[Any]:
+        return list(self._hear("call_all", zlib.crc32(method.encode())))
+
+    def stop(self) -> None:
+        if self._dead is None:
+            self._dead = "the rank has been stopped"
+            self._links.close()
+            os.close(self._memory)
+
+    def _hear(self, what: str, digest: int) -> Any:
+        """Does what rank 0 says, until it says what came of this call."""
+        if self._dead is not None:
+            raise EngineDead(self._dead)
+        try:
+            told = self._obey()
+        except (RankLost, OSError):
+            raise self._lost(f"{self._name}: rank 0 has ended, or lost another rank") from None
+        except QuireError as error:
+            self._lost(f"{self._name}: {error}")
+            raise
+        except Exception as error:
+            raise self._lost(f"{self._name} failed: {error!r}") from error
+        if (told.what, told.digest) != (what, digest):
+            raise self._lost(
+                f"{self._name} is at {what!r} and rank 0 at {told.what!r}{' of something else' * (told.what == what)}: with "
+                "distributed_executor_backend=external_launcher all ranks make the same calls, with the same arguments"
+            )
+        match ipc.decode_report(told.report):
+            case ipc.StepReport(deltas, stats, _):
+                self.stats = stats
+                return deltas
+            case ipc.Reply(_, value, None):
+                return value
+            case ipc.Reply(_, _, message, kind, parameter):
+                raise self._error(str(message), kind, parameter)
+        raise self._lost(f"{self._name}: rank 0 said what no rank says")
+
+    def _obey(self) -> wire.Did:
+        while True:
+            while (frame := self._frames.next()) is None:
+                if not self._frames.receive():
+                    raise RankLost
+            command = wire.decode_command(frame)
+            if isinstance(command, wire.Did):
+                return command
+            try:
+                answer = self._rank.obey(command)
+            except RankLost:
+                raise
+            except Exception as error:
+                self._frames.send(wire.encode(wire.RankFailed(type(error).__name__, str(error), self._rank.step)))
+                raise
+            if answer is not None:
+                self._frames.send(wire.encode(answer))
+
+    def _lost(self, why: str) -> EngineDead:
+        self.stop()
+        self._dead = why
+        return EngineDead(why)
+
+    def _error(self, message: str, kind: str, parameter: str | None) -> QuireError:
+        """The one that rank 0 raised."""
+        found = getattr(errors, kind, EngineDead)
+        if issubclass(found, RequestError):
+            return found(message, parameter)
+        return self._lost(f"rank 0: {message}")
+
+
+def _digest(request: EngineRequest) -> int:
+    params = request.params
+    asked = (request.id, params.max_tokens, params.temperature, params.seed, request.fork_of)
+    return zlib.crc32(np.asarray(request.prompt, "<i8").tobytes(), zlib.crc32(repr(asked).encode()))
+
+
+def _digest_args(config: Config) -> int:
+    return zlib.crc32(repr(sorted(asdict(config.args).items())).encode())
