@@ -10,6 +10,7 @@ from gguf_files import tiny_llama
 from quire.cli.main import COMMANDS, main
 from quire.cli.parser import with_dashes
 from quire.cli.plan import make_plan, read_size
+from quire.cli.plan_text import render
 from quire.config.args import EngineArgs
 from quire.types.errors import ConfigError, EngineError
 
@@ -159,6 +160,20 @@ def test_plan_of_windows(tmp_path: Path) -> None:
         EngineArgs(model=str(tmp_path), max_model_len=65536, hf_overrides={"layer_types": ["full_attention"] * 32}), 80 * GIB
     )
     assert plan.concurrency[65536] > 1.8 * full.concurrency[65536]
+
+
+def test_plan_of_states_and_chunks(tmp_path: Path) -> None:
+    hybrid = {"architectures": ["BambaForCausalLM"], "model_type": "bamba", "attn_layer_indices": [3], "mamba_d_head": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, **hybrid}))
+    plan = make_plan(EngineArgs(model=str(tmp_path)), 80 * GIB)
+    assert plan.states == 31 and plan.snapshots > 0 and plan.bytes_per_state > 0
+    assert "in 31 recurrent layers: one for each of" in render(plan)
+    alone = {"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "num_heads": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, **alone}))
+    assert "there are no keys and values" in render(make_plan(EngineArgs(model=str(tmp_path)), 80 * GIB))
+    chunked = {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, **chunked}))
+    assert make_plan(EngineArgs(model=str(tmp_path)), 800 * GIB).layers == {"chunks of 8192": 24, "full attention": 8}
 
 
 def test_plan_as_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,14 +2,17 @@
 cache, preemption; and a state that was saved is the state of the same tokens run anew."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from oracle import TINY
+from adapters import write_with_peft
+from oracle import TINY, open_reference
 from quire import LLM, SamplingParams
 from quire.cache.capacity import pages_for
 from quire.cache.layout import make_layout
+from quire.lora.request import LoRARequest
 from quire.types.errors import ConfigError
 from recurrent_families import RECURRENT
 
@@ -114,13 +117,28 @@ def test_on_cuda(checkpoint, name, how):
     [
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
-        ({"enable_lora": True}, "enable_lora"),
         ({"kv_cache_memory_bytes": 4096, "max_num_seqs": 64}, "max_num_seqs 64 needs"),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(checkpoint, args, named):
     with pytest.raises(ConfigError, match=named):
         engine(checkpoint("bamba"), **args)
+
+
+def test_adapters(checkpoint, tmp_path):
+    """Of what is before the recurrence and behind it; a prefix with one is not a prefix without."""
+    case = checkpoint("bamba")
+    adapted = write_with_peft(
+        open_reference(case.directory), tmp_path, 3, r=2, lora_alpha=4, target_modules=["in_proj", "out_proj", "q_proj"]
+    )
+    llm = engine(case, enable_lora=True)
+    plain, other, again = llm.generate(
+        [PROMPTS[0]] * 3, GREEDY, use_tqdm=False, lora_request=[None, *[LoRARequest("a", 1, str(tmp_path))] * 2]
+    )
+    assert check(case, PROMPTS[0], plain) != check(replace(case, reference=adapted), PROMPTS[0], other)
+    assert other.outputs[0].token_ids == again.outputs[0].token_ids
+    with pytest.raises(ConfigError, match="enable_lora"):
+        engine(checkpoint("zamba2"), enable_lora=True)
 
 
 def test_layer_types_that_nobody_knows(checkpoint, tmp_path):

@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
 
 IDS = torch.randint(3, 199, (3, 20), generator=torch.Generator().manual_seed(0)).tolist()
 FAMILIES = ["llama-biases-tied", "phi3", "gpt2", "gemma2", "opt", "opt-norms-after-narrow", "qwen3-moe-some-layers", "gpt-neox",
-            "glm4-moe", "deepseek-v3"]  # fmt: skip
+            "glm4-moe", "deepseek-v3", "bamba", "qwen3.5", "jamba", "lfm2", "kimi-linear"]  # fmt: skip
 WANTED = [2, 0, 1]  # the adapters of three rows
 
 

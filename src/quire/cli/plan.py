@@ -15,7 +15,7 @@ from quire.cli.model_tag import add_model_tag, engine_args
 from quire.cli.plan_text import MemoryPlan, render
 from quire.config.args import EngineArgs, add_cli_arguments
 from quire.config.config import Config
-from quire.config.facts import DTYPE_BYTES, ModelFacts, read_facts
+from quire.config.facts import CHUNKED, DTYPE_BYTES, ModelFacts, read_facts
 from quire.config.host import available_host_bytes
 from quire.config.memory import activation_bytes, form_weight_bytes, kept_weight_bytes
 from quire.config.quantization import FORMS, estimate_quantized_bytes, quantized_bytes
@@ -81,7 +81,7 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
     budget = open_device(kind).plan_budget(total, args.gpu_memory_utilization, weights + steps)
     left = budget.usable - weights - steps - budget.reserved
     cache = args.kv_cache_memory_bytes or share_memory(config, layout, budget.cache)
-    pages, length, problems = _fit(config, layout, cache, budget.usable / total)
+    pages, snapshots, length, problems = _fit(config, layout, cache, budget.usable / total)
     if args.kv_cache_memory_bytes and cache * config.world > left:
         problems.append(f"kv_cache_memory_bytes asks for {gib(cache * config.world)}, but only {gib(left)} are left")
     sizes = sorted({size for size in TYPICAL_LENGTHS if size < length} | ({length} if length else set()))
@@ -106,6 +106,9 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
         **_per_kind(facts, config.cache_bytes),
         page_size=config.page_size,
         bytes_per_page=layout.bytes_per_page,
+        states=len(facts.states),
+        bytes_per_state=config.state_bytes,
+        snapshots=snapshots,
         ranks=config.world,
         stages=tuple(len(stage) for stage in config.stage_layers),
         cache=max(0, cache),
@@ -153,11 +156,12 @@ def read_plan_facts(args: EngineArgs) -> ModelFacts:
     return read_facts(with_weights_on_disk(files), args.hf_overrides)
 
 
-def _fit(config: Config, layout: CacheLayout, cache: int, share: float) -> tuple[int, int, list[str]]:
-    """Pages, the length they can serve, and why there are none."""
+def _fit(config: Config, layout: CacheLayout, cache: int, share: float) -> tuple[int, int, int, list[str]]:
+    """Pages, snapshots of states, the length they can serve, and why there are none."""
+    snapshots = 0
     try:
         if config.state_bytes:
-            _, cache = fit_states(
+            snapshots, cache = fit_states(
                 config.state_bytes, max(0, cache), config.max_seqs, config.prefix_caching, bool(layout.groups)
             )
         capacity = fit(
@@ -178,8 +182,8 @@ def _fit(config: Config, layout: CacheLayout, cache: int, share: float) -> tuple
             problems.append("--dtype bfloat16 halves weights and cache")
         if config.cache_bytes > 1:
             problems.append("--kv-cache-dtype fp8 makes more of the cache, at some loss of accuracy")
-        return 0, 0, problems
-    return capacity.pages, capacity.max_model_len, []
+        return 0, 0, 0, problems
+    return capacity.pages, snapshots, capacity.max_model_len, []
 
 
 def _shrunk(config: Config, layout: CacheLayout, length: int, cache: int) -> tuple[str, ...]:
@@ -195,7 +199,8 @@ def _per_kind(facts: ModelFacts, element_bytes: int) -> dict[str, dict[str, int]
     layers: dict[str, int] = {}
     per_token: dict[str, int] = {}
     for layer in facts.layers:
-        name = "full attention" if layer.window is None else f"a window of {layer.window}"
+        reach = "chunks" if facts.hf.get("model_type") in CHUNKED else "a window"
+        name = "full attention" if layer.window is None else f"{reach} of {layer.window}"
         layers[name] = layers.get(name, 0) + 1
         per_token[name] = per_token.get(name, 0) + layer.bytes_per_token(element_bytes)
     return {"layers": layers, "bytes_per_token": per_token}

@@ -24,10 +24,13 @@ class MemoryPlan:
     max_batched_tokens: int
     max_seqs: int
     cache_dtype: str
-    layers: dict[str, int]  # "full attention" or "a window of N" -> layers
+    layers: dict[str, int]  # "full attention", "a window of N" or "chunks of N" -> layers
     bytes_per_token: dict[str, int]  # by the same kinds
     page_size: int
     bytes_per_page: int
+    states: int  # recurrent layers
+    bytes_per_state: int  # of all of them, for one request
+    snapshots: int  # states of prefixes, beside one for each request
     ranks: int  # processes that share the model; pages and cache are of each
     stages: tuple[int, ...]  # layers of each; pages and cache are those of the stage that has most of them
     cache: int
@@ -53,8 +56,15 @@ def render(plan: MemoryPlan) -> str:
     ]
     for kind, per_token in plan.bytes_per_token.items():
         lines.append(("Cache per token", f"{size(per_token)} in {plan.layers[kind]} layers with {kind}"))
-    pages = f"{plan.pages:,} pages of {plan.page_size} tokens, {size(plan.bytes_per_page)} each"
-    cache = f"{size(plan.cache)} in {plan.cache_dtype}: {pages}"
+    if plan.states:
+        kept = f"one for each of {plan.max_seqs} requests, {plan.snapshots:,} of prefixes"
+        lines.append(("State", f"{size(plan.bytes_per_state)} in {plan.states} recurrent layers: {kept}"))
+    cache = size(plan.cache)
+    if plan.bytes_per_page:
+        pages = f"{plan.pages:,} pages of {plan.page_size} tokens, {size(plan.bytes_per_page)} each"
+        cache = f"{cache} in {plan.cache_dtype}: {pages}{' beside the states' if plan.states else ''}"
+    else:
+        cache = f"{cache} for states; there are no keys and values"
     lines.append(("Cache", cache if plan.ranks == 1 else f"{cache}, in each of {plan.ranks} ranks"))
     if len(plan.stages) > 1:
         lines.append(("Stages", f"{len(plan.stages)}, of {', '.join(map(str, plan.stages))} layers"))

@@ -188,9 +188,11 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda c: f"{c.divided}: the recurrent layers of {c.facts.architecture} are not divided yet; leave it at 1",
     ),
     Conflict(
-        "adapters of recurrent layers",
-        lambda c: c.max_loras > 0 and bool(c.facts.states),
-        lambda c: f"enable_lora: adapters are not added to {c.facts.architecture} yet, which is recurrent; leave it out",
+        "adapters of shared blocks",
+        lambda c: c.max_loras > 0 and c.facts.hf.get("model_type") == "zamba2",
+        lambda c: (
+            f"enable_lora: adapters are not added to {c.facts.architecture} yet, whose layers share blocks; leave it out"
+        ),
     ),
     Conflict(
         "8 bits of nothing",

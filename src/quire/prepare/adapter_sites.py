@@ -299,6 +299,8 @@ class ExpertsSite(Untabled):
 
     def cut(self, found: Mapping[str, Addition]) -> Numbers:
         [addition] = found.values()
+        if not self._layer.gated:
+            raise AdapterError(f"it adds to {self.path}, experts without gates, which adapters cannot do yet", "lora_path")
         experts, inner = self._layer.kept, self._layer.kept_inner
         some, numbers = slice(experts.start, experts.stop), Numbers()
         if addition.gate_up is not None:
