@@ -147,16 +147,17 @@ def expect(large, forward, head, text, most):
 
 def listen(llm):
     """Every text that the drafter continues, and how."""
-    drafter, heard = llm.llm_engine.core.executor._runner._drafter, []
-    propose = drafter.propose
+    runner, heard = llm.llm_engine.core.executor._runner, []
+    drafter, (slots, *_) = runner._companion, runner._tenants
+    follow = drafter.follow
 
-    def listening(slot, length, tokens, hidden, at):
-        guesses = propose(slot, length, tokens, hidden, at)
-        for text, size, guess in zip(tokens[slot].tolist(), length.tolist(), guesses.tolist(), strict=True):
-            heard.append((text[:size], guess))
-        return guesses
+    def listening(ran):
+        follow(ran)
+        for row in ran.drew.tolist():
+            slot, size = int(ran.plan.slot[row]), int(ran.text[row])
+            heard.append((slots.tokens[slot, :size].tolist(), drafter.expects(slot, ran.plan.ahead).tolist()))
 
-    drafter.propose = listening
+    drafter.follow = listening
     return heard
 
 

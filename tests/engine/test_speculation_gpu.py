@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from test_draft_heads import eagle, model, trained  # noqa: F401
 from test_speculation import DRAFTERS, STEM, same, some_params
 from tiny import make_model, open_model
 
@@ -35,4 +36,28 @@ def test_the_same_tokens(expected, name, adaptive):
     if not adaptive:
         assert drafts.tokens > 50
         assert not drafts.accepted if name == "wrong" else drafts.accepted > 0
+    llm.llm_engine.shutdown()
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("name", ["itself", "eagle3", "medusa", "eagle"])
+def test_models_and_heads(name, eager, model, trained, eagle):  # noqa: F811
+    rng = random.Random(7)
+    prompts = [{"prompt_token_ids": [*STEM[: rng.choice((1, 9, 33, 60))], rng.randrange(5, 9)]} for _ in range(16)]
+    params = [some_params(rng, ["the", "a"]) for _ in prompts]
+    answers = open_model(model, **ARGS, enforce_eager=eager).generate(prompts, params, use_tqdm=False)
+    path = {"itself": model, "eagle": eagle[0]}.get(name) or trained[name]
+    asked = {"model": str(path), "num_speculative_tokens": 3, **({"method": "eagle"} if name == "eagle" else {})}
+    llm = open_model(model, **ARGS, enforce_eager=eager, speculative_config=asked)
+    core, runner = llm.llm_engine.core, llm.llm_engine.core.executor._runner
+    assert core.depth == 0
+    for _ in range(2):
+        same(llm.generate(prompts, params, use_tqdm=False), answers)
+    core.step()
+    core.scheduler.check()
+    assert core.stats.drafts.tokens > 50 and core.stats.free_pages == core.stats.pages
+    assert name == "eagle" or core.stats.drafts.accepted > 0
+    if not eager:
+        assert runner.graphs.replays > 20
+        assert name != "itself" or runner._companion._graphs.replays > 40
     llm.llm_engine.shutdown()

@@ -115,14 +115,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         ),
     ),
     Conflict(
-        "a draft model elsewhere than on a CPU",
-        lambda c: c.drafts_on_device and c.device != "cpu",
-        lambda c: (
-            f"speculative_config.method {c.speculation and c.speculation.method} is for CPUs only, and the device is "
-            f"{c.device}; use ngram or suffix"
-        ),
-    ),
-    Conflict(
         "a draft model that ends early",
         lambda c: c.draft_facts is not None and c.draft_facts.max_position < c.max_model_len,
         lambda c: (

@@ -37,7 +37,7 @@ from quire.types.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from quire.engine.executor.workers import Workers
-    from quire.runner.draft.base import Drafter
+    from quire.runner.draft.base import DeviceDrafter, Drafter
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def resolve_here(args: EngineArgs, watch: Stopwatch, serving: bool = False, engi
 def start_core(
     config: Config,
     watch: Stopwatch | None = None,
-    drafter: "Drafter | None" = None,
+    drafter: "Drafter | DeviceDrafter | None" = None,
     adapters: tuple[int, int] | None = None,
 ) -> StartedCore:
     """`watch` runs since whatever belongs to the start began; it is stopped here. `drafter` guesses tokens ahead. `adapters`:
@@ -151,7 +151,7 @@ def start_local(
     facts: ModelFacts,
     layout: CacheLayout,
     watch: Stopwatch,
-    drafter: "Drafter | None" = None,
+    drafter: "Drafter | DeviceDrafter | None" = None,
     adapters: tuple[int, int] = (0, 0),
 ) -> tuple[Executor, Capacity]:
     """The model in this process, or the first rank's share of it."""
@@ -205,7 +205,7 @@ def start_local(
     return executor, capacity
 
 
-def start_workers(config: Config, drafter: "Drafter | None") -> "Workers":
+def start_workers(config: Config, drafter: "Drafter | DeviceDrafter | None") -> "Workers":
     """The other ranks' processes, which begin to import what they need."""
     from quire.engine.executor.launch import find_nodes
     from quire.engine.executor.workers import Workers
@@ -231,7 +231,7 @@ def start_workers(config: Config, drafter: "Drafter | None") -> "Workers":
     return Workers(told, config.world, SOONER * args.engine_hang_timeout, links)
 
 
-def make_device_drafter(config: Config, layout: CacheLayout) -> "tuple[Drafter, float]":
+def make_device_drafter(config: Config, layout: CacheLayout) -> "tuple[DeviceDrafter, float]":
     """And which share of the cache's memory it leaves to the model."""
     assert config.speculation is not None
     head, most, args = config.draft_head, config.speculation.num_speculative_tokens, config.args

@@ -14,7 +14,7 @@ from quire.dist.mesh import ALONE, Position, share_layers
 
 if TYPE_CHECKING:
     from quire.dist.collectives import Group
-    from quire.runner.draft.base import Drafter
+    from quire.runner.draft.base import DeviceDrafter, Drafter
     from quire.runner.step import Runner
 
 
@@ -38,7 +38,7 @@ def make_runner(
     device: Device,
     position: Position = ALONE,
     group: "Group | None" = None,
-    drafter: "Drafter | None" = None,
+    drafter: "Drafter | DeviceDrafter | None" = None,
     adapters: tuple[int, int] = (0, 0),
 ) -> "Runner":
     """Of the whole model, or of a rank's share of it."""

@@ -6,6 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from quire.ops.arguments import GOOD
+from quire.runner.draft.base import Guessing
 from quire.runner.draft.verify import accept_told
 from quire.runner.sampler.grammar import Masks
 from quire.runner.sampler.logprobs import Report, to_top_logprobs
@@ -29,12 +30,14 @@ class StepFlight:
         prompts: list[tuple[int, Report]],
         draw: Drawn | Callable[[Masks | None], Drawn] | None,
         pooled: Tensor | None = None,
+        guessing: Guessing | None = None,
     ) -> None:
         """`draw` makes the step's draws, in order, or is what was drawn; `prompts` are (row, report) pieces in the order of
-        positions; pooled [pool, H]."""
+        positions; pooled [pool, H]. `guessing`: a drafter goes on when the result is there."""
         self._plan = plan
         self._prompts = prompts
         self._pooled = pooled
+        self._guessing = guessing
         self._draw = draw
         self._drawn: Drawn | None = None
         self._download: Download | None = None
@@ -85,7 +88,8 @@ class StepFlight:
             lengths[plan.sample] = next(arrays)
             kept = spans(np.searchsorted(plan.draw_row, np.arange(len(lengths))), lengths)
         elif drawn is not None and plan.drafts.any():
-            lengths[plan.sample] = accept_told(plan, ids, fault)
+            told = plan.draft_token if self._guessing is None else self._guessing.drafter.guessed(plan)
+            lengths[plan.sample] = accept_told(plan, ids, fault, told)
             kept = spans(np.searchsorted(plan.draw_row, np.arange(len(lengths))), lengths)
         drafts: dict[int, Ints] = {}
         if drawn is not None and drawn.guesses is not None and len(plan.masked):
@@ -115,7 +119,16 @@ class StepFlight:
             if (np.isnan(top.values) | np.isposinf(top.values)).any():
                 failed.setdefault(each, BROKEN_PROMPT)
                 del prompt_logprobs[each]
+        if self._guessing is not None:
+            drafts = self._go_on(self._guessing, lengths)
         return StepResult(plan.step, lengths, ids[kept].astype(np.int32), logprobs, prompt_logprobs, pooled, drafts, failed)
+
+    def _go_on(self, guessing: Guessing, lengths: Ints) -> dict[int, Ints]:
+        """The next guesses are launched; those of rows with masks are waited for."""
+        plan = self._plan
+        guessing.follow(plan, lengths)
+        masked = np.unique(plan.draw_row[plan.masked]).tolist() if plan.ahead else ()
+        return {row: guessing.drafter.expects(int(plan.slot[row]), plan.ahead) for row in masked}
 
 
 def _split_rows(top: TopLogprobs, rows: Ints, widths: Sequence[int], counts: Bools) -> dict[int, TopLogprobs]:

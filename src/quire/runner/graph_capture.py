@@ -7,6 +7,7 @@ draw      ─► ids and faults [2, rows], tokens to their slots
 
 import logging
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor
 
@@ -15,16 +16,35 @@ from quire.device.base import Recorder, Recording
 from quire.models.decoder import Decoder
 from quire.ops.rows import fill_rows
 from quire.runner.buckets import Bucket
+from quire.runner.draft.taps import KeptStates
 from quire.runner.graph_inputs import Inputs
-from quire.runner.sampler.pipeline import Sampler
 from quire.runner.slots import Slots
 
 logger = logging.getLogger(__name__)
 
 
+class Draws(Protocol):
+    """A sampler, as far as rows ask for nothing but a draw."""
+
+    def draw(self, logits: Tensor, drawer: Tensor, end: Tensor, tokens: Tensor) -> Tensor: ...
+
+    @property
+    def latest(self) -> Tensor: ...
+
+
 class StepRecorder:
-    def __init__(self, model: Decoder, slots: Slots, sampler: Sampler, inputs: Inputs, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        slots: Slots,
+        sampler: Draws,
+        inputs: Inputs,
+        recorder: Recorder,
+        states: KeptStates | None = None,
+    ) -> None:
+        """`states`: somebody reads those of rows of one token."""
         self._model, self._slots, self._sampler, self._inputs, self._recorder = model, slots, sampler, inputs, recorder
+        self._states = states
 
     def record(self, bucket: Bucket) -> tuple[Recording | None, Tensor]:
         """Records the step, which runs nothing, and replays it for its result [rows, V]. What was never run may refuse to be
@@ -53,6 +73,9 @@ class StepRecorder:
         fill_rows(slot, end, batch.row_starts, slots.position, slots.tokens, slots.tables, slots.page_size, filled)
         batch = inputs.adapt(bucket, batch)
         batch = inputs.keep_final(bucket, batch) if bucket.tokens else batch
-        logits = self._model.logits(self._model(batch), batch.final.adapters)
+        hidden = self._model(batch)
+        if self._states is not None:
+            self._states.keep(hidden, len(batch.ids))
+        logits = self._model.logits(hidden, batch.final.adapters)
         self._sampler.draw(logits, drawer, end, slots.tokens)
         return logits

@@ -36,9 +36,9 @@ from quire.runner.buckets import (
     substitute,
     worth_having,
 )  # fmt: skip
-from quire.runner.graph_capture import StepRecorder
+from quire.runner.draft.taps import KeptStates
+from quire.runner.graph_capture import Draws, StepRecorder
 from quire.runner.graph_inputs import Inputs, Planners, Work
-from quire.runner.sampler.pipeline import Sampler
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.runner.transfer import Longs, upload
@@ -82,16 +82,17 @@ class Graphs:
         self,
         model: Decoder,
         slots: Slots,
-        sampler: Sampler,
+        sampler: Draws,
         planners: Planners,
         recorder: Recorder,
         vocabulary: int,
         max_tokens: int,
         adapters: int = 0,
         drafts: int = 0,
+        states: KeptStates | None = None,
     ) -> None:
         """`max_tokens`: no step has more. `adapters`: there may be so many; steps with some have graphs of their own. `drafts`:
-        a slot may have so many more rows (`draft/unroll.py`)."""
+        a slot may have so many more rows (`draft/unroll.py`). `states`: a drafter reads them."""
         self._adapters = adapters > 0
         self._max_tokens = min(max_tokens, MOST_TOKENS)
         self._slots, self._sampler, self._planners = slots, sampler, planners
@@ -103,7 +104,7 @@ class Graphs:
         self._recorded: dict[Bucket, Recording] = {}
         self._inputs = Inputs(slots, planners, self._max_rows, adapters)
         self._device = recorder
-        self._recorder = StepRecorder(model, slots, sampler, self._inputs, recorder)
+        self._recorder = StepRecorder(model, slots, sampler, self._inputs, recorder, states)
         self.captures = self.replays = self.eager = 0
 
     def run(self, plan: StepPlan, plain: bool, places: Longs | None = None) -> Tensor | Undrawn | None:

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from quire.attn.shared_prefix import FindSharedPrefix, SharedPrefix, find_alike
+from quire.attn.shared_prefix import FindSharedPrefix, SharedPrefix, find_alike, nothing_shared
 from quire.types.plan import Ints
 
 
@@ -42,3 +42,13 @@ class Prefixes:
             known = rows, find_alike(self.pages[group], slot, full, self._page_size, keys)
             self._found[group, keys] = known
         return known[1]
+
+
+class NothingShared(Prefixes):
+    """For rows that nobody looks at."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 0, 0, 1)
+
+    def finder(self, group: int, slot: Ints, count: Ints, end: Ints) -> FindSharedPrefix:  # noqa: ARG002
+        return nothing_shared

@@ -6,15 +6,17 @@
                                              [ drafts ..... )      what the device expects to come stands behind it
 
 Token values live on the device only: the host knows how many there are, never which. Once a slot has run drafts it knows only
-how many there are at most, and `position` on the device says where the slot stands. Drafts that come with plans are the
-exception: whoever sends them knows all tokens, and says in the next row how many of them were right.
+how many there are at most, and `position` on the device says where the slot stands. Where every step is planned with all tokens
+known (`told`), the next row says how many of them were right.
 """
+
+import copy
 
 import numpy as np
 import torch
 
 from quire.device.updates import DeviceUpdates
-from quire.runner.prefixes import Prefixes
+from quire.runner.prefixes import NothingShared, Prefixes
 from quire.types.errors import EngineError
 from quire.types.plan import Admission, Ints, StepPlan, spans
 
@@ -32,7 +34,7 @@ class Slots:
         told: bool = False,
     ) -> None:
         """`length` is the most tokens a tenant may run; the one drawn last has a place after them, and so many drafts. `told`:
-        these come with the plans."""
+        whoever plans rows knows how many of these were right."""
         self.device = device
         self.updates = updates or DeviceUpdates()
         self.length = length
@@ -47,6 +49,13 @@ class Slots:
         self.known = np.zeros(slots, np.int64)  # [S]
         self.loose = np.zeros(slots, np.bool_)  # [S] drafts were run: cursor and known are bounds
         self.prompt_length = np.zeros(slots, np.int64)  # [S]
+
+    def only(self, group: int) -> "Slots":
+        """The same slots with the tables of one group, for rows of whatever is known, wherever the slots stand."""
+        view = copy.copy(self)
+        view.tables, view.prefixes = self.tables[group : group + 1], NothingShared()
+        view.loose = np.zeros_like(self.loose)
+        return view
 
     def take_in(self, plan: StepPlan) -> None:
         """Who went and came, tokens that were given, and pages: on the device as soon as the updates are delivered."""

@@ -25,15 +25,16 @@ from quire.prepare.shard import shard
 from quire.runner.adapters import Shelf, WholeModel
 from quire.runner.balance import Balancer
 from quire.runner.batch import Built, build_batch
-from quire.runner.buckets import MOST_TOKENS
-from quire.runner.draft.base import DeviceDrafter, Drafter
-from quire.runner.draft.taps import Taps
+from quire.runner.buckets import MOST_ROWS, MOST_TOKENS
+from quire.runner.draft.base import DeviceDrafter, Drafter, Guessing
+from quire.runner.draft.taps import KeptStates, Taps
 from quire.runner.draft.unroll import unroll
 from quire.runner.draft.verify import Verification, prepare
 from quire.runner.flight import StepFlight
 from quire.runner.graphs import Graphs, Undrawn, allowance, fixed_plans
 from quire.runner.kv import KVBuffers
 from quire.runner.profile_run import largest_step
+from quire.runner.prompt_logprobs import final_states, report_prompts
 from quire.runner.row_parts import RowPart, make_parts
 from quire.runner.sampler.grammar import Masks
 from quire.runner.sampler.logprobs import Report
@@ -41,7 +42,7 @@ from quire.runner.sampler.pipeline import Drawn, Sampler
 from quire.runner.sampler.stage import Rows, Tenancy
 from quire.runner.slots import Slots
 from quire.runner.states import StateBuffers
-from quire.runner.transfer import Longs, upload, upload_together
+from quire.runner.transfer import upload
 from quire.runner.warmup import LONG, warm_up_adapters, warm_up_parts, warm_up_products, warm_up_steps
 from quire.types.cache import CacheLayout, KVLayout
 from quire.types.errors import ConfigError, EngineError
@@ -59,7 +60,6 @@ DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
 }  # fmt: skip
 Wanted = tuple[list[tuple[int, Report]], Callable[[Masks | None], Drawn] | None, Tensor | None]  # of a step: see `StepFlight`
-PROMPT_PIECE = 256  # prompt positions whose logits are held at a time
 
 
 class Runner:
@@ -86,7 +86,7 @@ class Runner:
         keep_quantized: bool = False,
         quantization: "Quantization | None" = None,
         keeps: frozenset[str] = frozenset(),
-        drafter: Drafter | None = None,
+        drafter: Drafter | DeviceDrafter | None = None,
         drafts: int = 0,
         adapters: tuple[int, int] = (0, 0),
         more_tokens: int = 0,
@@ -111,7 +111,9 @@ class Runner:
         self._whole: WholeModel | None = None  # of which this is a stage
         self._reserved = 0  # bytes on the device that adapters will take
         self._parts: tuple[RowPart, ...] = ()
-        self._drafter, self._drafts = drafter, drafts if drafter is None else drafter.most
+        self._drafts = drafts if drafter is None else drafter.most
+        self._companion = drafter if isinstance(drafter, DeviceDrafter) else None
+        self._drafter = None if isinstance(drafter, DeviceDrafter) else drafter
         self._device = device
         self._dtype, self._cache_dtype = DTYPES[dtype], DTYPES[cache_dtype or dtype]
         self._layout = layout
@@ -123,14 +125,15 @@ class Runner:
         self._model_impl = model_impl
         self._keep_quantized = keep_quantized
         self._quantization, self._keeps = quantization, keeps
-        self._recording = device.records and not enforce_eager and drafter is None  # no graph verifies drafts
+        self._recording = device.records and not enforce_eager and self._drafter is None  # no graph compares drafts
         self.graphs: Graphs | None = None  # it counts what it recorded and replayed
         self._kv_layout = KVLayout.PAGES
         self._states: StateBuffers | None = None
         self._model: Decoder | None = None
         self._tenants: tuple[Slots, KVBuffers, Sampler] | None = None
-        self._companion = drafter if isinstance(drafter, DeviceDrafter) else None
         self._taps: Taps | None = None
+        self._kept_states: KeptStates | None = None  # of replayed steps, where a drafter reads them
+        self._guessing: Guessing | None = None  # of the latest step, where a drafter follows it
 
     @property
     def counts(self) -> DeviceCounts:
@@ -195,14 +198,16 @@ class Runner:
         slots, _, sampler = self._tenants
         warm_up_parts(self._loaded(), slots, sampler, self._vocabulary, longest)
         for plan in warm_up_steps(self._max_seqs, self._max_batched_tokens, longest):
-            self.launch(plan)
+            flight = self.launch(replace(plan, ahead=self._drafts))
+            if self._companion is not None:
+                flight.result()
         hidden = torch.zeros(self._max_batched_tokens, self._facts.hidden_size, dtype=self._dtype, device=slots.device)
         warm_up_products(self._loaded(), hidden, MOST_TOKENS)
         del hidden
         if self._shelf is not None and self._shelf.has_kernels_for(()):
             warm_up_adapters(self._loaded(), slots.device, self._max_batched_tokens)
         self._device.synchronize()
-        self._tenants = self.graphs = None
+        self._tenants = self.graphs = self._guessing = None
 
     def profile(self, gpu_memory_utilization: float, kv_cache_memory_bytes: int | None) -> int:
         """Bytes for the cache: as told, or what a run of the largest step leaves."""
@@ -212,8 +217,9 @@ class Runner:
             return kv_cache_memory_bytes
         rows = self._max_seqs * (1 + self._drafts)
         graphs = allowance(rows, self._vocabulary, self._room[0] > 0) if self._recording else 0
-        reserve = self._reserved + graphs
-        return self._device.budget(gpu_memory_utilization, self._profile_run, reserve)
+        if self._recording and self._companion is not None:
+            graphs += self._companion.recorded_bytes(self._max_seqs)
+        return self._device.budget(gpu_memory_utilization, self._profile_run, self._reserved + graphs)
 
     def allocate(self, pages: int, max_model_len: int, snapshots: int = 0) -> None:
         """The cache of `pages` usable pages (the null page comes on top), and slots for contexts of max_model_len. Without
@@ -235,18 +241,26 @@ class Runner:
         )
         self._tenants = slots, kv, sampler
         if self._companion is not None:
-            self._companion.allocate(pages, slots)
+            own = self._device.recorder() if self._recording and pages else None
+            self._companion.allocate(pages, slots, self._max_batched_tokens, own)
         self._parts = make_parts(self._max_seqs, self._shelf)
         planners = fixed_plans(model, len(self._layout.groups)) if self._recording else None
         self.graphs = None
         if self._balancer is not None:
             self._balancer.forget()  # steps that nobody asked for
         if planners is not None:
-            recorder, most = self._device.recorder(), self._max_batched_tokens
-            self.graphs = Graphs(model, slots, sampler, planners, recorder, self._vocabulary, most, self._room[0], self._drafts)
+            recorder, most, self._kept_states = self._device.recorder(), self._max_batched_tokens, None
+            if self._companion is not None and self._companion.reads:
+                count, size, most = len(self._companion.taps) or 1, self._facts.hidden_size, 0  # rows of one token only
+                self._kept_states = KeptStates(self._taps, count, MOST_ROWS, size, self._dtype, device)
+            self.graphs = Graphs(
+                model, slots, sampler, planners, recorder, self._vocabulary, most, self._room[0], self._drafts,
+                self._kept_states,
+            )  # fmt: skip
 
     def close(self) -> None:
         self._model = self._tenants = self.graphs = self._shelf = self._group = self._states = self._balancer = None
+        self._guessing = None
         if self._companion is not None:
             self._companion.close()
         gc.collect()
@@ -260,8 +274,9 @@ class Runner:
         plain = not len(plan.masked) and sampler.plain(plan.slot)
         parts = [part for part in self._parts if part.active(plan.slot)]
         outputs, told = plan.outputs, self._drafter is None and bool(plan.drafts.any())
-        run, owner = unroll(plan) if told and slots.device.type == "cuda" else (plan, None)
+        run, owner = unroll(plan) if told and self._device.records else (plan, None)
         more = run.drafts.any() or len(outputs.prompt_logprobs) or len(outputs.pool)  # graphs draw, and nothing else
+        more = more or (self._kept_states is not None and run.tokens > len(run.slot))
         replayed = None if self.graphs is None or more else self._replay(self.graphs, run, plain, parts)
         prompts: list[tuple[int, Report]] = []
         pooled: Tensor | None = None
@@ -272,14 +287,16 @@ class Runner:
             prompts, draw, pooled = self._take_out(run, built, self._loaded()(built.batch))
             if owner is not None:
                 prompts = [(int(owner[row]), report) for row, report in prompts]
-        elif isinstance(replayed, Tensor):
+        elif self._companion is not None:
+            self._guessing = self._listen(self._companion, run)
+        if isinstance(replayed, Tensor):
             draw = Drawn(replayed, places=run.draw_row)
-        elif len(replayed.rows.slots):
+        elif replayed is not None and len(replayed.rows.slots):
             draw = partial(self._draw, replayed.logits, replayed.rows, None)
         slots.advance(plan)
         if self._states is not None:
             self._states.copy(plan.save_slot, plan.save_entry)
-        return StepFlight(plan, prompts, draw, pooled)
+        return StepFlight(plan, prompts, draw, pooled, self._guessing)
 
     def _take_in(self, plan: StepPlan) -> tuple[Slots, Sampler]:
         """Everything of a plan but its rows."""
@@ -298,7 +315,7 @@ class Runner:
         sampler.refresh(slots.updates)
         kv.copy(plan.copy_from, plan.copy_to)
         if self._companion is not None:
-            self._companion.copy(plan.copy_from, plan.copy_to)
+            self._companion.take_in(plan)
         if self._states is not None:
             self._states.copy(plan.load_entry, plan.load_slot)
         if len(plan.slot):
@@ -315,11 +332,9 @@ class Runner:
         assert self._tenants is not None
         (slots, _, sampler), model, batch = self._tenants, self._loaded(), built.batch
         outputs, pooled = plan.outputs, None
-        if self._companion is not None:
-            self._companion.see(plan, batch, [hidden] if self._taps is None else self._taps.take())
-        prompts = _report_prompts(plan, built, hidden, model, slots, sampler)
+        prompts = report_prompts(plan, built, hidden, model, slots, sampler)
         if len(outputs.pool):
-            pooled = hidden[upload(_final(outputs.pool, plan, built), hidden.device)].float()
+            pooled = hidden[upload(final_states(outputs.pool, plan, built), hidden.device)].float()
         drawn_from = hidden[batch.logit_index] if len(outputs.draw) else hidden[:0]
         follow = None if self._drafter is None else prepare(plan, slots, batch, built.rows, drawn_from)
         self._untold = None
@@ -331,8 +346,9 @@ class Runner:
                 draw = partial(self._draw, logits, built.rows, follow)
             else:
                 self._untold = built.rows
-        elif self._companion is not None:
-            self._companion.settle()
+        if self._companion is not None:
+            states = self._taps.take() if self._taps is not None else [hidden] if self._companion.whole else []
+            self._guessing = Guessing(self._companion, states, drawn_from)
         return prompts, draw, pooled
 
     def _replay(self, graphs: Graphs, plan: StepPlan, plain: bool, parts: list[RowPart]) -> Tensor | Undrawn | None:
@@ -340,6 +356,14 @@ class Runner:
         if any(numbers is None for numbers in brought):
             return None
         return graphs.run(plan, plain, *brought)
+
+    def _listen(self, companion: DeviceDrafter, plan: StepPlan) -> Guessing:
+        """To what a graph left of a step; where states are read, its rows have one token each."""
+        if self._kept_states is None:
+            return Guessing(companion, [], None)
+        states = self._kept_states.read(len(plan.slot))
+        drawing = None if plan.sample.all() else upload(plan.outputs.draw.astype(np.int64), states[0].device)
+        return Guessing(companion, states, states[0] if drawing is None else states[0][drawing])
 
     @torch.inference_mode()
     def _draw(self, logits: Tensor, rows: Rows, follow: Verification | None, masks: Masks | None) -> Drawn:
@@ -377,7 +401,8 @@ class Runner:
     @torch.inference_mode()
     def idle(self) -> bool:
         """Uses a moment without work to prepare for some: records one CUDA graph. False = there is nothing left to prepare."""
-        return self.graphs is not None and self.graphs.record_next()
+        more = self.graphs is not None and self.graphs.record_next()
+        return more or (self._companion is not None and self._companion.idle())
 
     def _loaded(self) -> Decoder:
         if self._model is None:
@@ -389,26 +414,4 @@ class Runner:
         plan = largest_step(self._max_seqs, self._max_batched_tokens, self._facts.max_position, self._drafts)
         self.allocate(0, int(plan.end.max()))
         self.launch(plan).result()
-        self._tenants = self.graphs = None
-
-
-def _final(tokens: Ints, plan: StepPlan, built: Built) -> Longs:
-    """Where the hidden states of these of the step's tokens are."""
-    return tokens + built.shift[plan.rows_of(tokens)]
-
-
-def _report_prompts(
-    plan: StepPlan, built: Built, hidden: Tensor, model: Decoder, slots: Slots, sampler: Sampler
-) -> list[tuple[int, Report]]:
-    """Logprobs of the prompt tokens that follow, a piece at a time."""
-    tokens, reports = plan.outputs.prompt_logprobs, []
-    rows, final = plan.rows_of(tokens), _final(tokens, plan, built)
-    for row in np.unique(rows).tolist():
-        index, slot = np.flatnonzero(rows == row), int(plan.slot[row])
-        for first in range(0, len(index), PROMPT_PIECE):
-            piece = index[first : first + PROMPT_PIECE]
-            states, at = upload_together([final[piece], tokens[piece]], slots.device)
-            targets = slots.tokens[slot, built.batch.positions[at] + 1].long()
-            adapters = None if built.batch.adapters is None else built.batch.adapters.take(tokens[piece])
-            reports.append((row, sampler.logprobs.of_prompt(model.logits(hidden[states], adapters), targets, slot)))
-    return reports
+        self._tenants = self.graphs = self._guessing = None

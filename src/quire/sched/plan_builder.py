@@ -123,8 +123,9 @@ class PlanBuilder:
         odd = self._odd.get(self.requests.index(request))
         return request.computed - (1 if odd is None else odd.count)
 
-    def build(self, retired: list[int], last: Scheduled | None) -> Scheduled | None:
-        """None if nothing is to be run. What has not changed since the `last` step is taken from there."""
+    def build(self, retired: list[int], last: Scheduled | None, ahead: int = 0) -> Scheduled | None:
+        """None if nothing is to be run. What has not changed since the `last` step is taken from there. `ahead`: tokens that
+        the device is to guess."""
         if not self.requests:
             return None
         requests, slots = tuple(self.requests), None
@@ -159,6 +160,7 @@ class PlanBuilder:
             load_slot=loads[:, 1],
             save_slot=saves[:, 0],
             save_entry=saves[:, 1],
+            ahead=ahead,
         )
         return Scheduled(plan, requests, tuple(i for i, odd in self._odd.items() if odd.draws != 1))
 

@@ -104,6 +104,7 @@ class StepPlan:
     load_slot: Ints = field(default_factory=_none)  # [loads]
     save_slot: Ints = field(default_factory=_none)  # [saves] state[save_entry] = state[save_slot], behind the rows
     save_entry: Ints = field(default_factory=_none)  # [saves]
+    ahead: int = 0  # tokens that the device guesses behind the draws of each row, if it is to
 
     @cached_property
     def tokens(self) -> int:

@@ -5,9 +5,9 @@
     token         t1         t2         t3            tp+1         the next one: known, or drawn by this step
     head       (h0, t1)   (h1, t2)   (h2, t3)  ... (hp, tp+1)  ─►  tp+2
 
-So a head runs when the step has drawn. What it has at a position depends on the token behind it: where a prefix is found whose
-next token was another, the last key is that of the other text, and guesses may be a little worse. Then it goes on, a token at a
-time, with what it gave itself instead of the model's state.
+So a head runs when the step has drawn, over those of its tokens that turned out to be the text. What it has at a position
+depends on the token behind it: where a prefix is found whose next token was another, the last key is that of the other text,
+and guesses may be a little worse. Then it goes on, a token at a time, with what it gave itself instead of the model's state.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from quire.attn.batch import Batch
 from quire.config.draft_heads import DraftHead
 from quire.config.quantization import choose_quantization
-from quire.device.base import Device
+from quire.device.base import Device, Recorder
 from quire.files.reading import reading
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding, Head
@@ -28,13 +28,13 @@ from quire.layers.parameter import parameter
 from quire.load.assign import Renames
 from quire.load.load import load_weights
 from quire.models.decoder import Decoder
-from quire.runner.draft.ahead import Ahead
-from quire.runner.draft.base import DeviceDrafter
+from quire.runner.draft.base import DeviceDrafter, Ran
+from quire.runner.draft.passes import Passes, rows
 from quire.runner.kv import KVBuffers
 from quire.runner.slots import Slots
 from quire.runner.transfer import upload
 from quire.types.cache import CacheLayout
-from quire.types.plan import Ints, StepPlan
+from quire.types.plan import Ints, StepPlan, spans
 
 
 class HeadLayers(nn.Module):
@@ -75,13 +75,12 @@ class HeadDrafter(DeviceDrafter):
         seed: int,
     ) -> None:
         """`layout` of its layers, all of one group; `group` is the model's whose tables it shares."""
-        self.most, self.taps, self.whole = most, head.taps, not head.taps
+        self.most, self.taps, self.whole, self.reads = most, head.taps, not head.taps, True
         self._head, self._make, self._layout, self._group = head, make, layout, group
         self._load_format, self._seed = load_format, seed
         self._layers: HeadLayers | None = None
         self._kv: KVBuffers | None = None
-        self._slots: Slots | None = None
-        self._seen: tuple[Ints, Batch, list[Tensor]] | None = None
+        self._passes: Passes | None = None
 
     def load(self, device: Device, dtype: torch.dtype, model: Decoder) -> None:
         facts = self._head.facts
@@ -94,45 +93,55 @@ class HeadDrafter(DeviceDrafter):
         self._layers, self._model, self._device, self._dtype = layers, model, device, dtype
         self._vocabulary = model.lm_head.total
 
-    def allocate(self, pages: int, slots: Slots) -> None:
+    def allocate(self, pages: int, slots: Slots, room: int, recorder: Recorder | None) -> None:
         assert self._layers is not None
-        self._slots, self._seen = slots, None
+        super().allocate(pages, slots, room, recorder)
+        self._passes = Passes(slots, self._group)
         self._kv = KVBuffers(self._layout, self._head.facts.layers, pages, self._dtype, self._device.allocate)
         attentions = self._layers.attentions
         for layer, view, group in self._kv.views():
             attentions[layer].bind(view, group, dtype=self._dtype)
 
-    def copy(self, source: Ints, target: Ints) -> None:
+    def take_in(self, plan: StepPlan) -> None:
         if self._kv is not None:
-            self._kv.copy(source, target)
+            self._kv.copy(plan.copy_from, plan.copy_to)
 
     def close(self) -> None:
-        self._layers = self._kv = self._slots = self._seen = None
+        self._layers = self._kv = self._passes = None
 
-    def see(self, plan: StepPlan, batch: Batch, states: list[Tensor]) -> None:
-        own = replace(batch, groups=(batch.groups[self._group],), plans={}, kept=None, adapters=None)
-        self._seen = np.repeat(plan.slot, plan.count), own, states
+    def follow(self, ran: Ran) -> None:
+        plan, drew, ahead = ran.plan, ran.drew, min(ran.plan.ahead, self.most)
+        known = plan.count - plan.drafts
+        count = np.where(plan.sample, known + np.maximum(ran.lengths, 1) - 1, plan.count)  # that are text now
+        out, state = self._take_states(ran, count)
+        if not ahead or not len(drew):
+            return
+        if len(drew) < len(out):
+            last = upload((np.cumsum(count) - 1)[drew].astype(np.int64), out.device)
+            out, state = out[last], state[last]
+        self._go_on(plan.slot[drew], ran.text[drew], self._guess(out), state, ahead)
 
-    def settle(self) -> None:
-        self._run()
+    def _take_states(self, ran: Ran, count: Ints) -> tuple[Tensor, Tensor]:
+        """Each token's state with the token behind it, of the first count[r] of each row."""
+        assert self._passes is not None and self._layers is not None
+        plan, slots, states = ran.plan, self._passes.slots, ran.states
+        if (count < plan.count).any():
+            index = upload(spans(np.cumsum(plan.count) - plan.count, count).astype(np.int64), slots.device)
+            states = [state[index] for state in states]
+        batch = self._passes.build(rows(plan.slot, count, plan.end - plan.count + count, False), whole=True).batch
+        slot = upload(np.repeat(plan.slot, count).astype(np.int64), slots.device)
+        return self._forward(slots.tokens[slot, batch.positions + 1].long(), self._layers.combine(states), batch)
 
-    def propose(self, slot: Tensor, length: Tensor, tokens: Tensor, hidden: Tensor, at: Tensor) -> Tensor:  # noqa: ARG002
-        assert self._slots is not None
-        ahead, (out, state) = Ahead(self._slots, self._group, slot), self._run()
-        ids, state = self._guess(out[at]), state[at]
-        guesses = [ids]
-        for i in range(1, self.most):
-            out, state = self._forward(ids, state, ahead.batch(ids, length - 2 + i))
+    def _go_on(self, slot: Ints, text: Ints, ids: Tensor, state: Tensor, ahead: int) -> None:
+        """`ids` [R]: the first guesses."""
+        assert self._passes is not None
+        passes, guesses = self._passes, [ids]
+        for i in range(1, ahead):
+            end = np.minimum(text - 1 + i, passes.slots.length)  # beyond, no guess is asked for
+            out, state = self._forward(ids, state, passes.build(rows(slot, 1, end, False), whole=True).batch)
             ids = self._guess(out)
             guesses.append(ids)
-        return torch.stack(guesses, 1)
-
-    def _run(self) -> tuple[Tensor, Tensor]:
-        """What the model has run, each token's state with the token behind it."""
-        assert self._seen is not None and self._slots is not None and self._layers is not None
-        (slot, batch, states), self._seen = self._seen, None
-        ids = self._slots.tokens[upload(slot.astype(np.int64), batch.ids.device), batch.positions + 1].long()
-        return self._forward(ids, self._layers.combine(states), batch)
+        self._guessed.note(slot, passes.write(slot, text, torch.stack(guesses, 1)))
 
     def _forward(self, ids: Tensor, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         layers = self._layers

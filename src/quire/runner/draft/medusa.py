@@ -1,11 +1,12 @@
 """Medusa heads: each guesses a token further ahead, all from the state from which the last one was drawn. Nothing is kept."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.config.draft_heads import DraftHead
-from quire.device.base import Device
+from quire.device.base import Device, Recorder
 from quire.files.reading import reading
 from quire.layers.embedding import Head
 from quire.layers.linear import Linear
@@ -13,7 +14,10 @@ from quire.layers.parameter import parameter
 from quire.load.assign import Renames
 from quire.load.load import load_weights
 from quire.models.decoder import Decoder
-from quire.runner.draft.base import DeviceDrafter
+from quire.runner.draft.base import DeviceDrafter, Ran
+from quire.runner.draft.passes import write_guesses
+from quire.runner.slots import Slots
+from quire.runner.transfer import upload
 
 
 class MedusaHead(nn.Module):
@@ -51,7 +55,7 @@ class MedusaHeads(nn.Module):
 
 class Medusa(DeviceDrafter):
     def __init__(self, head: DraftHead, most: int, load_format: str, seed: int) -> None:
-        self.most = most
+        self.most, self.reads = most, True
         self._head, self._load_format, self._seed = head, load_format, seed
         self._heads: MedusaHeads | None = None
 
@@ -63,17 +67,32 @@ class Medusa(DeviceDrafter):
         )
         self._heads, self._model, self._vocabulary = heads, model, model.lm_head.total
 
-    def close(self) -> None:
-        self._heads = None
+    def allocate(self, pages: int, slots: Slots, room: int, recorder: Recorder | None) -> None:
+        super().allocate(pages, slots, room, recorder)
+        self._slots: Slots | None = slots
 
-    def propose(self, slot: Tensor, length: Tensor, tokens: Tensor, hidden: Tensor, at: Tensor) -> Tensor:  # noqa: ARG002
+    def close(self) -> None:
+        self._heads = self._slots = None
+
+    def follow(self, ran: Ran) -> None:
+        plan, drew, ahead = ran.plan, ran.drew, min(ran.plan.ahead, self.most)
+        if not ahead or not len(drew):
+            return
+        assert self._slots is not None and ran.drawn_from is not None
+        last = np.searchsorted(plan.draw_row, drew) + ran.lengths[drew] - 1
+        guesses = self._propose(ran.drawn_from[upload(last.astype(np.int64), ran.drawn_from.device)], ahead)
+        write_guesses(self._slots, plan.slot[drew], ran.text[drew], guesses)
+        self._guessed.note(plan.slot[drew], guesses)
+
+    def _propose(self, hidden: Tensor, ahead: int) -> Tensor:
+        """hidden [R, H] -> [R, ahead] int32."""
         heads = self._heads
         assert heads is not None
         guesses = []
-        for i, block in enumerate(heads.blocks):
+        for i, block in enumerate(heads.blocks[:ahead]):
             lm_head = heads.lm_heads[i] if heads.lm_heads else heads.lm_head or self._model.lm_head
             guesses.append(lm_head(block(hidden)).argmax(-1))
         ids = torch.stack(guesses, 1)
         if heads.token_map is not None:
             ids = heads.token_map[ids]
-        return ids.clamp(0, self._vocabulary - 1)
+        return ids.clamp(0, self._vocabulary - 1).int()

@@ -1,25 +1,31 @@
-"""A smaller model of the same vocabulary guesses. It runs whatever the large one runs, in the same batches, so its keys and
-values are always in the same pages. Then it goes on, a token at a time.
+"""A smaller model of the same vocabulary guesses. Its keys and values are in the same pages. Prompts it runs with the large
+one; what was drawn since it last guessed it runs when it guesses again, and then goes on, a token at a time.
+
+    text       [ prompt ................ | a  b  c ]
+    seen       [ ........................ )              where it stands, of each slot
+    passes     [ a  b  c ] -> d1      [ d1 ] -> d2      [ d2 ] -> d3
+
+Drafts that were right need not be run again: it has seen all but the last of them, and those for which there was no page yet.
 """
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attn.batch import Batch
 from quire.config.quantization import choose_quantization
-from quire.device.base import Device, Setting
+from quire.device.base import Device, Recorder, Setting
 from quire.load.load import load_weights
 from quire.models.decoder import Decoder
 from quire.models.registry import build_model
-from quire.runner.draft.ahead import Ahead
-from quire.runner.draft.base import DeviceDrafter
+from quire.runner.draft.base import DeviceDrafter, Ran
+from quire.runner.draft.passes import Passes, rows
+from quire.runner.graphs import Graphs, allowance, fixed_plans
 from quire.runner.kv import KVBuffers
 from quire.runner.slots import Slots
 from quire.types.cache import CacheLayout
-from quire.types.plan import Ints, StepPlan
+from quire.types.plan import Bools, Ints, StepPlan
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
@@ -32,7 +38,8 @@ class DraftModel(DeviceDrafter):
         self._facts, self._layout, self._group, self._load_format, self._seed = facts, layout, group, load_format, seed
         self._model: Decoder | None = None
         self._kv: KVBuffers | None = None
-        self._slots: Slots | None = None
+        self._passes: Passes | None = None
+        self._graphs: Graphs | None = None
 
     def load(self, device: Device, dtype: torch.dtype, model: Decoder) -> None:  # noqa: ARG002
         own = build_model(self._facts)
@@ -46,36 +53,92 @@ class DraftModel(DeviceDrafter):
         own.body, self._kv_layout = prepared.body, prepared.kv_layout
         self._model, self._device, self._dtype = own, device, dtype
 
-    def allocate(self, pages: int, slots: Slots) -> None:
+    def allocate(self, pages: int, slots: Slots, room: int, recorder: Recorder | None) -> None:
         assert self._model is not None
-        self._slots = slots
+        super().allocate(pages, slots, room, recorder)
         self._kv = KVBuffers(self._layout, self._facts.layers, pages, self._dtype, self._device.allocate, self._kv_layout)
         for layer, view, group in self._kv.views():
             self._model.attentions[layer].bind(view, group, dtype=self._dtype)
+        self._passes, self._room = Passes(slots, self._group), room
+        planners = None if recorder is None else fixed_plans(self._model, 1)
+        self._graphs = None
+        if recorder is not None and planners is not None:
+            vocabulary = self._facts.vocab_size
+            self._graphs = Graphs(self._model, self._passes.slots, Greedy(), planners, recorder, vocabulary, room)
+        self._seen = np.zeros(len(slots.tokens), np.int32)  # [S] of the text
+        self._further = np.zeros(len(slots.tokens), np.int32)  # [S] and of what it guessed behind it
 
-    def copy(self, source: Ints, target: Ints) -> None:
+    def take_in(self, plan: StepPlan) -> None:
         if self._kv is not None:
-            self._kv.copy(source, target)
+            self._kv.copy(plan.copy_from, plan.copy_to)
+        fresh = plan.entry_group == self._group  # what it wrote where these pages are now is lost
+        slot, first = plan.entry_slot[fresh], plan.entry_index[fresh] * self._layout.page_size
+        np.minimum.at(self._further, slot, np.maximum(first - self._seen[slot], 0))
+        np.minimum.at(self._seen, slot, first)
+        for admission in plan.admitted:
+            self._seen[admission.slot], self._further[admission.slot] = admission.start, 0
 
     def close(self) -> None:
-        self._model = self._kv = self._slots = None
+        self._model = self._kv = self._passes = self._graphs = None
 
-    def see(self, plan: StepPlan, batch: Batch, states: list[Tensor]) -> None:  # noqa: ARG002
-        """It runs the same."""
-        assert self._model is not None
-        kept = batch.kept
-        if kept is not None:
-            kept = replace(kept, batch=self._own(kept.batch))
-        self._model(replace(self._own(batch), kept=kept))
+    def recorded_bytes(self, max_seqs: int) -> int:
+        return allowance(max_seqs, self._facts.vocab_size)
 
-    def _own(self, batch: Batch) -> Batch:
-        return replace(batch, groups=(batch.groups[self._group],), plans={}, adapters=None)
+    @torch.inference_mode()
+    def idle(self) -> bool:
+        return self._graphs is not None and self._graphs.record_next()
 
-    def propose(self, slot: Tensor, length: Tensor, tokens: Tensor, hidden: Tensor, at: Tensor) -> Tensor:  # noqa: ARG002
-        assert self._model is not None and self._slots is not None
-        model, ahead, guesses = self._model, Ahead(self._slots, self._group, slot), list[Tensor]()
-        ids = tokens[slot, length - 1].long()
-        for i in range(self.most):
-            ids = model.logits(model(ahead.batch(ids, length - 1 + i))).argmax(-1)
-            guesses.append(ids)
-        return torch.stack(guesses, 1)
+    def follow(self, ran: Ran) -> None:
+        plan, slot, ahead = ran.plan, ran.plan.slot, min(ran.plan.ahead, self.most)
+        right = np.minimum(np.maximum(ran.lengths - 1, 0), self._further[slot])
+        self._seen[slot] += np.where(plan.drafts > 0, right, 0)
+        self._further[slot] = 0
+        wants = np.zeros(len(slot), np.bool_)
+        wants[ran.drew] = ahead > 0
+        prompt = plan.count - plan.drafts > 1
+        self._catch_up(slot, np.where(wants, ran.text, plan.end - plan.drafts), wants | prompt | ~plan.sample, wants)
+        if wants.any():
+            self._go_on(slot[wants], ran.text[wants], ahead)
+
+    def _catch_up(self, slot: Ints, end: Ints, chosen: Bools, wants: Bools) -> None:
+        """Runs the texts of the chosen rows up to `end`, in steps of as many tokens as there is room for."""
+        left = np.where(chosen, np.maximum(end - self._seen[slot], 0), 0)
+        while left.any():
+            now = np.minimum(left, np.maximum(self._room - (np.cumsum(left) - left), 0))
+            left -= now
+            run = np.flatnonzero(now)
+            self._seen[slot[run]] += now[run]
+            self._run(rows(slot[run], now[run], self._seen[slot[run]], (wants & (left == 0))[run]))
+
+    def _go_on(self, slot: Ints, text: Ints, ahead: int) -> None:
+        assert self._passes is not None
+        for i in range(1, ahead):
+            fits = self._passes.fits(text + i)
+            if fits.any():
+                self._run(rows(slot[fits], 1, (text + i)[fits]))
+                self._further[slot[fits]] += 1
+        self._guessed.note(slot, self._passes.read(slot, text, ahead))
+
+    def _run(self, plan: StepPlan) -> None:
+        """What the rows draw is written behind them."""
+        assert self._model is not None and self._passes is not None
+        if self._graphs is not None and self._graphs.run(plan, plain=True) is not None:
+            return
+        built = self._passes.build(plan)
+        hidden = self._model(built.batch)
+        if len(plan.outputs.draw):
+            ids = self._model.logits(hidden[built.batch.logit_index]).argmax(-1)
+            self._passes.slots.tokens[built.rows.slot, built.rows.end] = ids.int()
+
+
+class Greedy:
+    """In place of a sampler, in graphs: the most likely token is written to its slot. Rows of nobody write where nobody
+    reads, behind the last place of a slot that a row could ask for."""
+
+    def __init__(self) -> None:
+        self.latest = torch.empty(0)
+
+    def draw(self, logits: Tensor, drawer: Tensor, end: Tensor, tokens: Tensor) -> Tensor:
+        place = torch.where(drawer >= 0, end, tokens.shape[1] - 1)
+        tokens[drawer.clamp(min=0), place] = logits.argmax(-1).int()
+        return self.latest

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from quire.models.decoder import Decoder
@@ -30,3 +31,22 @@ class Taps:
     def _note(self, layer: int, given: tuple[Any, ...]) -> None:
         x, residual = given[0], given[1]
         self._states[layer] = x.clone() if residual is None else x + residual  # they may be overwritten
+
+
+class KeptStates:
+    """Where recorded steps of rows of one token leave the states that a drafter reads: of each tap, or the final ones."""
+
+    def __init__(self, taps: Taps | None, count: int, rows: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`count`: of states."""
+        self._taps = taps
+        self._buffers = [torch.zeros(rows, size, dtype=dtype, device=device) for _ in range(count)]
+
+    def keep(self, hidden: Tensor, tokens: int) -> None:
+        """To be recorded. Steps of longer rows leave nothing."""
+        states = [hidden] if self._taps is None else self._taps.take()
+        for buffer, state in zip(self._buffers, states, strict=True):
+            if tokens == len(hidden) <= len(buffer):
+                buffer[:tokens].copy_(state)
+
+    def read(self, rows: int) -> list[Tensor]:
+        return [buffer[:rows] for buffer in self._buffers]

@@ -4,7 +4,8 @@
     drawn        t1       t2       t3       t4               behind each of them
     accepted     t1       t2       t3                        where draft 1 = t1, draft 2 = t2, draft 3 is not t3
 
-Drafts of the device are compared there; those that came with the plan by the host, which knows where the slots stand.
+Where steps are planned ahead of the draws, drafts are compared on the device. Otherwise the host compares them, which knows
+where the slots stand.
 
 Every draw is what it would be without drafts: with the same logits, parameters and random numbers, and the drafts before it as
 its history. A draft that is not drawn only ends the row's tokens.
@@ -18,14 +19,12 @@ from torch import Tensor
 
 from quire.attn.batch import Batch
 from quire.ops.arguments import GOOD
-from quire.runner.draft.base import Drafter
+from quire.runner.draft.base import NO_DRAFT, Drafter
 from quire.runner.sampler.pipeline import Drawn
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.runner.transfer import Longs, upload_together
 from quire.types.plan import Ints, StepPlan
-
-NO_DRAFT = -1
 
 
 @dataclass(frozen=True)
@@ -62,13 +61,13 @@ def prepare(plan: StepPlan, slots: Slots, batch: Batch, rows: Rows, hidden: Tens
     return Verification(rows, first_there, drafts, hidden, token)
 
 
-def accept_told(plan: StepPlan, ids: Ints, fault: Ints) -> Longs:
-    """As `accept`, on the host, of drafts that came with the plan: ids and fault [N] of its draws."""
+def accept_told(plan: StepPlan, ids: Ints, fault: Ints, told: Ints) -> Longs:
+    """As `accept`, on the host, where the drafts are known: ids and fault [N] of its draws, told [sum of drafts]."""
     row = plan.draw_row
     first = np.flatnonzero(np.diff(row, prepend=-1))
     behind = np.flatnonzero(np.append(np.diff(row) == 0, False)[: len(row)])
     drafts = np.full(len(row), NO_DRAFT)
-    drafts[behind[: len(plan.draft_token)]] = plan.draft_token
+    drafts[behind[: len(told)]] = told
     ending = np.where((ids != drafts) | (fault != GOOD), np.arange(len(row)), len(row))
     nearest: Longs = np.minimum.accumulate(ending[::-1])[::-1]
     return nearest[first] - first + 1

@@ -54,6 +54,7 @@ class Speculation:
         self._turn = 0  # of those who are looked at
         self._ahead = self._ahead_once = False  # is a step in flight when another lands, and was one ever?
         self.granted: dict[Request, int] = {}  # drafts of the next step
+        self.ahead = 0  # that the device makes behind it
         self.waits = drafter is not None and not adaptive  # the next step is planned when all tokens are known
 
     @property
@@ -70,6 +71,7 @@ class Speculation:
         limit = self._limit(len(rows))
         self.waits = self.by_host and not self._adaptive and limit > 0
         if self._drafter is None:
+            self.ahead = limit
             self.granted = {request: limit for request in rows if limit and request.drew}
             return
         able = [request for request in rows if limit and request.drafting.tokens and self._up_to_date(request)]

@@ -1,0 +1,59 @@
+"""Rows for drafters with a cache, over the pages of one of the model's groups: of texts as the host knows them to be.
+
+What they write behind the last known token is written again when that has come. Where a table has no page yet, they guess
+worse, and nobody else notices.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.runner.batch import Built, build_batch
+from quire.runner.slots import Slots
+from quire.runner.transfer import upload_together
+from quire.types.plan import Bools, Ints, Outputs, StepPlan
+
+NOTHING: Ints = np.empty(0, np.int32)
+
+
+class Passes:
+    def __init__(self, slots: Slots, group: int) -> None:
+        self.slots = slots.only(group)
+
+    def fits(self, end: Ints) -> Bools:
+        """Which rows may end there."""
+        fits: Bools = end <= self.slots.length
+        return fits
+
+    def build(self, plan: StepPlan, whole: bool = False) -> Built:
+        return build_batch(plan, self.slots, whole=whole)
+
+    def write(self, slot: Ints, place: Ints, guesses: Tensor) -> Tensor:
+        """guesses [R, n]: they are the tokens from there on, until others are."""
+        written = guesses.int()
+        write_guesses(self.slots, slot, place, written)
+        return written
+
+    def read(self, slot: Ints, place: Ints, count: int) -> Tensor:
+        """[R, count] the tokens from there on."""
+        return self.slots.tokens[_places(self.slots, slot, place, count)]
+
+
+def write_guesses(slots: Slots, slot: Ints, place: Ints, guesses: Tensor) -> None:
+    slots.tokens[_places(slots, slot, place, guesses.shape[1])] = guesses
+
+
+def _places(slots: Slots, slot: Ints, place: Ints, count: int) -> tuple[Tensor, Tensor]:
+    slot_there, first = upload_together([slot, place], slots.device)
+    return slot_there[:, None], first[:, None] + torch.arange(count, device=slots.device)
+
+
+def rows(slot: Ints, count: Ints | int, end: Ints, sample: Bools | bool = True) -> StepPlan:
+    """A step of these rows, and nothing else."""
+    counts = np.broadcast_to(np.asarray(count, np.int32), slot.shape)
+    draws = np.broadcast_to(np.asarray(sample), slot.shape).astype(np.int32)
+    return StepPlan(
+        step=0, retired=NOTHING, admitted=(), entry_group=NOTHING, entry_slot=NOTHING, entry_index=NOTHING,
+        entry_page=NOTHING, copy_from=NOTHING, copy_to=NOTHING, slot=slot.astype(np.int32), count=counts,
+        drafts=np.zeros_like(counts), end=end.astype(np.int32), outputs=Outputs.last(counts, draws),
+    )  # fmt: skip

@@ -1,0 +1,36 @@
+"""Logprobs of prompt tokens, from a step's hidden states."""
+
+import numpy as np
+from torch import Tensor
+
+from quire.models.decoder import Decoder
+from quire.runner.batch import Built
+from quire.runner.sampler.logprobs import Report
+from quire.runner.sampler.pipeline import Sampler
+from quire.runner.slots import Slots
+from quire.runner.transfer import Longs, upload_together
+from quire.types.plan import Ints, StepPlan
+
+PROMPT_PIECE = 256  # prompt positions whose logits are held at a time
+
+
+def final_states(tokens: Ints, plan: StepPlan, built: Built) -> Longs:
+    """Where the hidden states of these of the step's tokens are."""
+    return tokens + built.shift[plan.rows_of(tokens)]
+
+
+def report_prompts(
+    plan: StepPlan, built: Built, hidden: Tensor, model: Decoder, slots: Slots, sampler: Sampler
+) -> list[tuple[int, Report]]:
+    """Logprobs of the prompt tokens that follow, a piece at a time."""
+    tokens, reports = plan.outputs.prompt_logprobs, []
+    rows, final = plan.rows_of(tokens), final_states(tokens, plan, built)
+    for row in np.unique(rows).tolist():
+        index, slot = np.flatnonzero(rows == row), int(plan.slot[row])
+        for first in range(0, len(index), PROMPT_PIECE):
+            piece = index[first : first + PROMPT_PIECE]
+            states, at = upload_together([final[piece], tokens[piece]], slots.device)
+            targets = slots.tokens[slot, built.batch.positions[at] + 1].long()
+            adapters = None if built.batch.adapters is None else built.batch.adapters.take(tokens[piece])
+            reports.append((row, sampler.logprobs.of_prompt(model.logits(hidden[states], adapters), targets, slot)))
+    return reports
