@@ -21,7 +21,7 @@ class Alias:
 @dataclass(frozen=True)
 class Family:
     config: str  # class name in transformers
-    model: str  # class name in transformers, the architecture of the checkpoint
+    model: str  # class name in transformers (or repository_models.py), the architecture of the checkpoint
     settings: dict[str, Any] = field(default_factory=dict)  # over TINY; None removes a setting, ... says None
     text: str | None = None  # where those are of a nested text model: its model_type, and
     around: dict[str, Any] = field(default_factory=dict)  # the settings around it

@@ -107,6 +107,16 @@ MORE: dict[str, Family] = {
         "Gemma4ForCausalLM",
         {**GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 20.0},
     ),
+    "gemma4-unified": Family(
+        "Gemma4UnifiedTextConfig",
+        "Gemma4UnifiedForCausalLM",
+        {
+            **{name: value for name, value in GEMMA4.items() if "per_layer" not in name},
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "num_kv_shared_layers": 1,
+        },
+    ),
     "gemma4-experts": Family(
         "Gemma4TextConfig",
         "Gemma4ForCausalLM",
@@ -254,8 +264,22 @@ MORE: dict[str, Family] = {
     "baichuan-older-spelling": Family(
         "LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 6}, alias=other_names.BAICHUAN_OLDER
     ),
+    "baichuan-13b": Family("LlamaConfig", "AlibiLlama", {"num_key_value_heads": 6}, alias=other_names.BAICHUAN_13B),
     "chatglm": Family("GlmConfig", "GlmForCausalLM", {"head_dim": 8}, alias=other_names.CHATGLM),
     "chatglm-older": Family("GlmConfig", "GlmForCausalLM", {"head_dim": 8}, alias=other_names.CHATGLM_OLDER),
+    "decilm": Family(
+        "LlamaConfig",
+        "PartialLlama",
+        {
+            "num_key_value_heads": 6,
+            "num_hidden_layers": 5,
+            "intermediate_size": 256,
+            "block_configs": other_names.BLOCKS,
+            "initializer_range": 0.1,
+        },
+        alias=other_names.DECILM,
+        settle=other_names.settle_blocks,
+    ),
     "deepseek": Family(
         "Qwen2MoeConfig",
         "Qwen2MoeForCausalLM",
@@ -274,6 +298,19 @@ MORE: dict[str, Family] = {
         "GraniteForCausalLM",
         {**GRANITE, "attention_multiplier": 8**-0.5, "tie_word_embeddings": True},
         alias=other_names.MINICPM,
+    ),
+    "solar": Family(
+        "LlamaConfig",
+        "MixingLlama",
+        {
+            "num_hidden_layers": 5,
+            "bskcn_1": [0, 2],
+            "bskcn_2": [1],
+            "bskcn_3": [1, 3],
+            "bskcn_4": [3, 4],
+            "bskcn_tv": [0.9, 0.7],
+        },
+        alias=other_names.SOLAR,
     ),
     **LATENT,
     "phi-moe-other-spelling": Family("PhimoeConfig", "PhimoeForCausalLM", LOCAL, alias=other_names.PHIMOE),

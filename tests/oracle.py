@@ -221,6 +221,8 @@ EAR: dict[str, Any] = {
     "d_model": 16,
 }
 
+GEMMA4_TOKENS: dict[str, Any] = {"image_token_id": 190, "video_token_id": 191, "audio_token_id": 192, "boi_token_id": 193,
+                                 "eoi_token_id": 194, "boa_token_id": 195, "eoa_token_index": 196}  # fmt: skip
 # of which transformers makes none without further packages; their tensors' names are tested in test_checkpoint_names.py
 UNMADE = {"Gemma3nForConditionalGeneration"}
 # models that also see or hear, by the architecture; the text half of each is a family of ours
@@ -237,9 +239,11 @@ COMPOSITES: dict[str, Family] = {
         ),
         Family("Gemma4Config", "Gemma4ForConditionalGeneration", MORE["gemma4"].settings, "gemma4_text",
                {"vision_config": {**SMALL, "patch_size": 4, "head_dim": 8, "num_key_value_heads": 2,
-                                  "position_embedding_size": 64},
-                "image_token_id": 190, "video_token_id": 191, "audio_token_id": 192, "boi_token_id": 193,
-                "eoi_token_id": 194, "boa_token_id": 195, "eoa_token_index": 196}),
+                                  "position_embedding_size": 64}, **GEMMA4_TOKENS}),
+        Family("Gemma4UnifiedConfig", "Gemma4UnifiedForConditionalGeneration", MORE["gemma4-unified"].settings,
+               "gemma4_unified_text",
+               {"vision_config": {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 16},
+                "audio_config": {"audio_embed_dim": 16}, **GEMMA4_TOKENS}),
         Family(
             "GotOcr2Config",
             "GotOcr2ForConditionalGeneration",
@@ -295,7 +299,7 @@ def make_checkpoint(family: Family, directory: Path) -> None:
         settings = {"text_config": {"model_type": family.text, **settings}, **family.around}
     config = getattr(transformers, family.config)(**settings)
     torch.manual_seed(7)
-    model = getattr(transformers, family.model)(config).float()
+    model = find_model(family.model)(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # what initializes to a constant must still be able to betray a mistake
@@ -320,15 +324,21 @@ def make_checkpoint(family: Family, directory: Path) -> None:
         (directory / "config.json").write_text(json.dumps(config | {"architectures": [family.alias.architecture]}))
 
 
-def open_reference(directory: Path) -> Any:
-    """transformers' model of a checkpoint, in float32."""
+def find_model(name: str) -> Any:
     import transformers
 
+    import repository_models
+
+    return getattr(repository_models, name, None) or getattr(transformers, name)
+
+
+def open_reference(directory: Path) -> Any:
+    """transformers' model of a checkpoint, in float32."""
     directory = directory / ORIGINAL if (directory / ORIGINAL).is_dir() else directory
     config = json.loads((directory / "config.json").read_text())
     # eager is the one that leaves nothing out; but Falcon's adds ALiBi twice
     attention = "sdpa" if config.get("alibi") else "eager"
-    kind = getattr(transformers, config["architectures"][0])
+    kind = find_model(config["architectures"][0])
     model = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation=attention)
     return model.eval()
 

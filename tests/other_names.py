@@ -105,8 +105,58 @@ def all_open(tensors: Tensors) -> Tensors:
     return {name: tensor / 2 if "shared_expert.down_proj" in name else tensor for name, tensor in kept.items()}
 
 
+def settle_blocks(model: Any) -> None:
+    """Halves that DeciLM leaves out give nothing, and key heads of a group are alike."""
+    config = model.config
+    size = config.hidden_size // config.num_attention_heads
+    for layer, block in zip(model.model.layers, config.block_configs, strict=True):
+        attention, feed = block["attention"], block["ffn"]
+        if attention.get("no_op"):
+            layer.self_attn.o_proj.weight.zero_()
+        elif not attention.get("replace_with_linear"):
+            for part in (layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight):
+                heads = part.view(-1, attention["n_heads_in_group"], size, config.hidden_size)
+                heads.copy_(heads[:, :1].clone())
+        if feed.get("no_op"):
+            layer.mlp.down_proj.weight.zero_()
+        elif feed.get("intermediate_size"):
+            layer.mlp.down_proj.weight[:, feed["intermediate_size"] :] = 0.0
+
+
+def partial(tensors: Tensors) -> Tensors:
+    """Without what DeciLM's blocks have not: keys and values of one head of each group, and what gives nothing."""
+    found = {}
+    for name, tensor in tensors.items():
+        number = re.search(r"layers\.(\d+)\.", name)
+        block = BLOCKS[int(number[1])] if number else {"attention": {}, "ffn": {}}
+        half = block["attention" if re.search(r"self_attn|input_layernorm", name) else "ffn"]
+        if half.get("no_op"):
+            continue
+        if re.search(r"\.[kv]_proj\.", name):
+            tensor = tensor.unflatten(0, (-1, half["n_heads_in_group"], 8))[:, 0].flatten(0, 1)
+        if (inner := half.get("intermediate_size")) is not None and "norm" not in name:
+            tensor = tensor[:, :inner] if "down_proj" in name else tensor[:inner]
+        found[name] = tensor.contiguous()
+    return found
+
+
+BLOCKS: list[dict[str, Any]] = [
+    {"attention": {"n_heads_in_group": 3}, "ffn": {"ffn_mult": 2.5}},
+    {"attention": {"no_op": True, "n_heads_in_group": None}, "ffn": {"intermediate_size": 100}},
+    {"attention": {"n_heads_in_group": 1}, "ffn": {"no_op": True, "ffn_mult": None}},
+    {"attention": {"replace_with_linear": True}, "ffn": {"ffn_mult": 2.5}},
+    {"attention": {"no_op": True}, "ffn": {"replace_with_linear": True}},
+]
 BAICHUAN, BAICHUAN_OLDER = baichuan("BaichuanForCausalLM"), baichuan("BaiChuanForCausalLM")
+BAICHUAN_13B = Alias(
+    "BaichuanForCausalLM",
+    reconfigured("baichuan", *("num_key_value_heads", "max_position_embeddings", "rope_parameters"), model_max_length=128),
+    merged("W_pack"),
+)
 CHATGLM, CHATGLM_OLDER = chatglm("ChatGLMForConditionalGeneration"), chatglm("ChatGLMModel")
+DECILM = Alias(
+    "DeciLMForCausalLM", reconfigured("nemotron-nas", "num_key_value_heads", "intermediate_size", "head_dim"), partial
+)
 DEEPSEEK = Alias(
     "DeepseekForCausalLM",
     lambda config: reconfigured(
@@ -179,5 +229,6 @@ MINICPM = Alias(
     )(config),
     dict,
 )
+SOLAR = Alias("SolarForCausalLM", reconfigured("solar", sliding_window=9), dict)
 PHIMOE = Alias("PhiMoEForCausalLM", reconfigured("phimoe"), dict)
 MPT = Alias("MPTForCausalLM", dict, dict)

@@ -10,7 +10,7 @@ from quire.config.facts import CHUNKED, count_experts, count_heads
 from quire.config.uneven import whole_only
 from quire.types.errors import ConfigError
 
-OVERFLOWING = ("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text")  # model types, in float16
+OVERFLOWING = ("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text")  # model types, in float16
 
 
 @dataclass(frozen=True)

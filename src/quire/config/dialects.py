@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from quire.config.uneven import gemma3n, gemma4
+from quire.config.uneven import decilm, gemma3n, gemma4
 
 Config = Mapping[str, Any]
 
@@ -165,16 +165,23 @@ def _zamba2(config: Config) -> Config:
     }
 
 
+def _solar(config: Config) -> Config:  # noqa: ARG001
+    """Its code says a window and has none."""
+    return {"sliding_window": None}
+
+
 _DIALECTS: Mapping[str, Callable[[Config], Config]] = MappingProxyType(
     {
         "chatglm": _chatglm,
         "codegen": _gptj,
         "cwm": _cwm,
         "dbrx": _dbrx,
+        "deci": decilm,
         "exaone_moe": _exaone_moe,
         "falcon": _falcon,
         "gemma3n_text": gemma3n,
         "gemma4_text": gemma4,
+        "gemma4_unified_text": gemma4,
         "gpt_bigcode": _gpt_bigcode,
         "gpt_neox": _gpt_neox,
         "gptj": _gptj,
@@ -184,9 +191,11 @@ _DIALECTS: Mapping[str, Callable[[Config], Config]] = MappingProxyType(
         "minicpm": _minicpm,
         "minicpm3": _minicpm,
         "minimax_m2": _minimax_m2,
+        "nemotron-nas": decilm,
         "olmo3": _olmo3,
         "olmo_hybrid": _olmo_hybrid,
         "zamba2": _zamba2,
+        "solar": _solar,
     }
 )
 

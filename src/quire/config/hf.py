@@ -15,6 +15,11 @@ from quire.types.errors import ModelError
 
 # model_type -> what its config class assumes when the file is silent
 _GEMMA_SHAPE = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+_GEMMA4 = {**_GEMMA_SHAPE, "sliding_window": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262144,
+           "max_position_embeddings": 131072,
+           "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                               "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25,
+                                                  "rope_theta": 1e6}}}  # fmt: skip
 _QWEN2_VL = {"rope_theta": 1e6, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 80,
              "rms_norm_eps": 1e-5}  # fmt: skip
 _QWEN35 = {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "head_dim": 256, "rms_norm_eps": 1e-6}
@@ -122,6 +127,7 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "cwm": {"rope_theta": 1e6, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 8192,
             "rope_scaling": {"rope_type": "llama3", "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
                              "original_max_position_embeddings": 8192}},
+    "deci": {"rope_theta": 1e4}, "nemotron-nas": {"rope_theta": 1e4}, "solar": {"rope_theta": 1e4},
     "deepseek": {"rope_theta": 1e4, "hidden_act": "silu", "first_k_dense_replace": 0, "n_shared_experts": None},
     "dots1": {"rope_theta": 1e4, "sliding_window": 4096, "max_window_layers": 62, "norm_topk_prob": False,
               "first_k_dense_replace": 0, "n_shared_experts": None},
@@ -132,12 +138,8 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
                      "num_kv_shared_layers": 15, "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 256,
                      "vocab_size_per_layer_input": 262144, "num_attention_heads": 8, "num_key_value_heads": 2,
                      "max_position_embeddings": 32768, "vocab_size": 262400},
-    "gemma4_text": {**_GEMMA_SHAPE, "sliding_window": 512, "hidden_size_per_layer_input": 256,
-                    "vocab_size_per_layer_input": 262144, "num_attention_heads": 8, "num_key_value_heads": 4,
-                    "max_position_embeddings": 131072, "vocab_size": 262144,
-                    "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-                                        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25,
-                                                           "rope_theta": 1e6}}},
+    "gemma4_text": {**_GEMMA4, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144},
+    "gemma4_unified_text": {**_GEMMA4, "sliding_window": 1024, "max_position_embeddings": 262144},
     "hyperclovax": {"rope_theta": 1e4},
     "jais2": {"rope_theta": 1e4, "attention_bias": True, "mlp_bias": True, "hidden_act": "relu2"},
     "mimo": {"rope_theta": 1e4, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
@@ -167,12 +169,13 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
     "gemma3n_text": {"hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 35},
     "gemma4_text": {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30},
+    "gemma4_unified_text": {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30},
 }  # fmt: skip
 # model_type -> that of its nested text model, where that is silent
 _TEXT_TYPES = {
     "llava": "llama", "llava_next": "llama", "llava_next_video": "llama", "llava_onevision": "qwen2", "vipllava": "llama",
     "video_llava": "llama", "mistral3": "mistral", "internvl": "qwen2", "paligemma": "gemma", "gemma3": "gemma3_text",
-    "gemma3n": "gemma3n_text", "gemma4": "gemma4_text",
+    "gemma3n": "gemma3n_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text",
     "got_ocr2": "qwen2", "idefics2": "mistral", "idefics3": "llama", "smolvlm": "llama", "qwen2_vl": "qwen2_vl_text",
     "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text", "qwen3_vl_moe": "qwen3_vl_moe_text", "qwen2_audio": "qwen2",
     "voxtral": "llama", "llama4": "llama4_text", "lighton_ocr": "qwen3", "deepseek_vl": "llama",

@@ -55,10 +55,53 @@ def gemma4(config: Config) -> Config:
     return {"layer_types": types, "layer_shapes": shapes}
 
 
+_OTHER_HALVES = ("mamba", "is_mamba", "llama4", "is_llama4", "moe", "is_moe", "window_length", "num_sink_tokens", "sparsify")
+
+
+def of_block(config: Config, index: int, half: str) -> Config:
+    """What a configuration has block by block says of one half of a block."""
+    blocks = config.get("block_configs")
+    if not blocks:
+        return {}
+    block = blocks[index] if isinstance(blocks, list) and index < len(blocks) else None
+    found = block.get(half) if isinstance(block, Mapping) else None
+    if not isinstance(found, Mapping):
+        raise ModelError(f"block_configs must be a list of an attention and an ffn for every layer; layer {index} lacks {half}")
+    other = [name for name in _OTHER_HALVES if found.get(name)]
+    if other:
+        raise ModelError(f"block_configs: {other[0]} of layer {index} ({half}) is not supported")
+    return found
+
+
+def decilm(config: Config) -> Config:
+    """As many key heads as each layer says, in one of two ways; some layers do not attend."""
+    count, heads, width = (config.get(name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    if not (isinstance(count, int) and isinstance(heads, int) and isinstance(width, int) and heads > 0):
+        return {}
+    size, each = config.get("head_dim") or width // heads, config.get("num_key_value_heads_per_layer")
+    if isinstance(each, list) and len(each) == count:
+        return {"layer_shapes": [(keys, size) for keys in each]}
+    shapes: list[tuple[Any, Any] | None] = []
+    for index in range(count):
+        attention = of_block(config, index, "attention")
+        if attention.get("no_op") or attention.get("replace_with_linear"):
+            shapes.append(None)
+            continue
+        group = attention.get("n_heads_in_group") or 1
+        if not isinstance(group, int) or group < 1 or heads % group:
+            raise ModelError(f"block_configs: n_heads_in_group of layer {index} must divide {heads} heads, got {shown(group)}")
+        shapes.append((heads // group, size))
+    return {"layer_shapes": shapes}
+
+
 def whole_only(config: Config) -> str:
     """Why a model's layers cannot be divided into the stages of a pipeline; empty = they can."""
     if config.get("num_kv_shared_layers"):
         return "its last layers attend to keys of others (num_kv_shared_layers)"
     if config.get("hidden_size_per_layer_input"):
         return "its layers have inputs of their own (hidden_size_per_layer_input)"
+    if None in config.get("layer_shapes", ()):
+        return "some of its layers do not attend (block_configs)"
+    if config.get("bskcn_tv"):
+        return "its layers are given what others were given (bskcn_1 to bskcn_4)"
     return ""

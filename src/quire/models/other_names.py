@@ -9,8 +9,8 @@ from torch import nn
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import Head
 from quire.layers.mlp import GatedMLP
+from quire.models.alibi import alibi_slopes
 from quire.models.decoder import Decoder
-from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
@@ -56,19 +56,14 @@ class NormedHead(Head):
 
 
 class Baichuan(Decoder):
-    """Of 7B."""
+    """Of 7B, and of 13B, which knows positions by a bias on attention."""
 
     renames = (*Decoder.renames, (r"\.self_attn\.W_pack\.", ".self_attn.qkv."))
 
-    def __init__(self, facts: "ModelFacts") -> None:
-        if "max_position_embeddings" not in facts.hf:
-            raise ModelError(
-                "models of 13B know positions by a bias on attention (ALiBi), which is not supported; those of 7B are"
-            )
-        super().__init__(facts)
-
     def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
-        return self.attention(facts, index, fused=True)
+        if "max_position_embeddings" in facts.hf:
+            return self.attention(facts, index, fused=True)
+        return self.attention(facts, index, fused=True, rope=None, slopes=alibi_slopes(facts.hf["num_attention_heads"]))
 
     def make_head(self, facts: "ModelFacts") -> Head:
         if facts.vocab_size == NORMED_HEAD:

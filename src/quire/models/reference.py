@@ -39,10 +39,10 @@ transformers, is refused with the reason. `python scripts/sweep.py` tries all ty
 random checkpoint against transformers' own log-probabilities.
 SWEPT
 
-Code from a model's repository is never run: `BaichuanForCausalLM`, `ChatGLMModel`, `DeepseekForCausalLM`,
-`ExaoneForCausalLM`, `InternLM2ForCausalLM`, `InternLM3ForCausalLM`, `MiMoForCausalLM` and `MiniCPMForCausalLM` are families of
-ours; their tokenizers may be code, too, and are then not to be had (`--skip-tokenizer-init`). Encoders, encoder-decoders and
-pooling are not served.
+Code from a model's repository is never run: `BaichuanForCausalLM`, `ChatGLMModel`, `DeciLMForCausalLM`, `DeepseekForCausalLM`,
+`ExaoneForCausalLM`, `InternLM2ForCausalLM`, `InternLM3ForCausalLM`, `MiMoForCausalLM`, `MiniCPMForCausalLM` and
+`SolarForCausalLM` are families of ours; their tokenizers may be code, too, and are then not to be had
+(`--skip-tokenizer-init`). Encoders, encoder-decoders and pooling are not served.
 
 ## Weights
 

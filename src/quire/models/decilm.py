@@ -1,0 +1,98 @@
+"""DeciLM (Nemotron NAS): Llama each half of whose blocks has a size of its own, is one matrix, or is left out."""
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from quire.attn.batch import AdapterRows, Batch
+from quire.config.uneven import of_block
+from quire.layers.attention import SelfAttention
+from quire.layers.linear import Linear
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import Norm
+from quire.models.llama import Llama
+from quire.types.errors import ModelError
+
+if TYPE_CHECKING:
+    from quire.config.facts import ModelFacts
+
+MULTIPLE = 256  # of which the sizes of feed-forwards are
+
+
+class OneMatrix(nn.Module):
+    """In the place of half a block, where it has a name of its own."""
+
+    def __init__(self, name: str, size: int) -> None:
+        super().__init__()
+        self.name = name
+        setattr(self, name, Linear(size, size))
+
+    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        out: Tensor = getattr(self, self.name)(x, adapters)
+        return out
+
+
+class PartialBlock(nn.Module):
+    """`behind`: all that attend. What is behind them has the tokens that the batch keeps."""
+
+    def __init__(
+        self,
+        attention: tuple[Norm, SelfAttention | OneMatrix] | None,
+        mlp: tuple[Norm, nn.Module] | None,
+        behind: bool,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm: Norm | None = None if attention is None else attention[0]
+        self.self_attn: SelfAttention | OneMatrix | None = None if attention is None else attention[1]
+        self.post_attention_layernorm: Norm | None = None if mlp is None else mlp[0]
+        self.mlp: nn.Module | None = None if mlp is None else mlp[1]
+        self.behind = behind
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        adapters = (batch.final if self.behind else batch).adapters
+        if self.input_layernorm is not None and self.self_attn is not None:
+            x, residual = self.input_layernorm.add(x, residual)
+            if isinstance(self.self_attn, SelfAttention):
+                x, residual = self.self_attn(x, batch), self.self_attn.select_residual(residual, batch)
+                adapters = self.self_attn.adapters_behind(batch)
+            else:
+                x = self.self_attn(x, adapters)
+        if self.post_attention_layernorm is not None and self.mlp is not None:
+            x, residual = self.post_attention_layernorm.add(x, residual)
+            x = self.mlp(x, adapters)
+        return x, residual
+
+
+class DeciLM(Llama):
+    def count_blocks(self, facts: "ModelFacts") -> int:
+        return len(facts.hf["layer_shapes"])
+
+    def make_block(self, facts: "ModelFacts", index: int) -> nn.Module:
+        shapes, size = facts.hf["layer_shapes"], facts.hidden_size
+        before = sum(shape is not None for shape in shapes[:index])
+        attention: SelfAttention | OneMatrix | None = None
+        if shapes[index] is not None:
+            attention = self.make_attention(facts, before)
+        elif of_block(facts.hf, index, "attention").get("replace_with_linear"):
+            attention = OneMatrix("linear_attn", size)
+        feed = of_block(facts.hf, index, "ffn")
+        mlp: nn.Module | None = None
+        if feed.get("replace_with_linear"):
+            mlp = OneMatrix("linear_mlp", size)
+        elif not feed.get("no_op"):
+            mlp = self.make_mlp(facts, index)
+        return PartialBlock(
+            None if attention is None else (self.make_norm(facts), attention),
+            None if mlp is None else (self.make_norm(facts), mlp),
+            behind=before == len(facts.layers),
+        )
+
+    def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:
+        hf, feed = facts.hf, of_block(facts.hf, index, "ffn")
+        inner = feed.get("intermediate_size") or hf.get("intermediate_size")
+        if (multiplier := feed.get("ffn_mult")) is not None:
+            inner = -(-int(2 * multiplier * facts.hidden_size / 3) // MULTIPLE) * MULTIPLE
+        if not inner:
+            raise ModelError(f"block_configs: the feed-forward of layer {index} has neither ffn_mult nor intermediate_size")
+        activation = feed.get("hidden_act") or hf["hidden_act"]
+        return GatedMLP(facts.hidden_size, inner, activation, bias=bool(hf.get("mlp_bias")))
