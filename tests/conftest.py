@@ -29,6 +29,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def checkpoint(tmp_path_factory):
     """checkpoint(name) -> the family's tiny checkpoint, made once per session by transformers."""
     from oracle import FALLBACK, FAMILIES, Checkpoint, make_checkpoint, open_checkpoint
+    from recomputed_families import RECOMPUTED
     from recurrent_families import RECURRENT
 
     made: dict[str, Checkpoint] = {}
@@ -36,7 +37,7 @@ def checkpoint(tmp_path_factory):
     def get(name: str) -> Checkpoint:
         if name not in made:
             directory = tmp_path_factory.mktemp(name)
-            make_checkpoint((FAMILIES | FALLBACK | RECURRENT)[name], directory)
+            make_checkpoint((FAMILIES | FALLBACK | RECURRENT | RECOMPUTED)[name], directory)
             made[name] = open_checkpoint(directory)
         return made[name]
 

@@ -22,7 +22,7 @@ from quire.config.facts import ModelFacts, read_facts
 from quire.files.resolve import resolve_model
 from quire.load.load import load_weights
 from quire.models.decoder import Decoder
-from quire.models.registry import build_model
+from quire.models.registry import build_model, complete_facts
 from quire.ops.adapters import tile
 from recurrent_families import DELTA, EXPERTS
 
@@ -359,7 +359,7 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Path, impl: str = "auto") -> Checkpoint:
-    facts = read_facts(resolve_model(directory))
+    facts = complete_facts(read_facts(resolve_model(directory), lenient=True), impl)
     model = build_model(facts, impl)
     load_weights(model, facts, device="cpu", dtype="float32")
     return Checkpoint(directory, facts, open_reference(directory), model)

@@ -20,6 +20,7 @@ from forked import nursery
 from more_families import MORE
 from oracle import COMPOSITES, FALLBACK, FAMILIES, make_checkpoint, open_reference
 from quire.models import registry
+from recomputed_families import RECOMPUTED
 from recurrent_families import RECURRENT
 from serving import NAME, Running, events_of
 from tiny_model import VOCABULARY, make_tokenizer
@@ -28,7 +29,7 @@ from tiny_model import VOCABULARY, make_tokenizer
 NATIVE = {family.architecture: name for name, family in reversed(FAMILIES.items())}
 SAMPLE = ("apertus", "bitnet")
 WITH_EYES = ("Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration")
-ALL = {**FAMILIES, **FALLBACK, **COMPOSITES, **RECURRENT}
+ALL = {**FAMILIES, **FALLBACK, **COMPOSITES, **RECURRENT, **RECOMPUTED}
 NAMES = [*sorted({*NATIVE.values()} - {*MORE}), *SAMPLE, *WITH_EYES]
 STRUCTURED = ("llama", "apertus")
 NEW_TOKENS = 20
@@ -56,7 +57,7 @@ class Case:
         ids, logprobs = list(prompt), []
         for _ in range(count):
             with torch.inference_mode():
-                logits = self.reference(torch.tensor([ids])).logits[0, -1].float()
+                logits = self.reference(torch.tensor([ids]), use_cache=False).logits[0, -1].float()
             logprobs.append(logits.log_softmax(-1))
             allowed = torch.full_like(logits, 0.0 if only is None else float("-inf"))
             allowed[only or []] = 0.0
@@ -113,6 +114,17 @@ def test_more_served(tmp_path, engines, name):
         (first, logprobs), (second, _) = (case.expected(prompt) for prompt in PROMPTS)
         check_batch(case, first, second)
         check_prefix_hit_and_logprobs(case, first, logprobs)
+
+
+@pytest.mark.parametrize("name", rotation.sample([*RECOMPUTED], 1))
+def test_served_without_keys_and_values(tmp_path, engines, name):
+    """Models of transformers whose layers do not fit the cache: it holds their tokens, and prefixes are found."""
+    with served(name, tmp_path, engines) as case:
+        (first, logprobs), (second, _) = (case.expected(prompt) for prompt in PROMPTS)
+        check_batch(case, first, second)
+        check_prefix_hit_and_logprobs(case, first, logprobs)
+        check_several_of_one(case, second)
+        check_stream(case, second)
 
 
 def check_batch(case: Case, first: list[int], second: list[int]) -> None:

@@ -1,127 +1,72 @@
-"""Every family in every way to run it: each cell is transformers' greedy tokens, or the same tokens in two ways.
+"""Every family in every way to run it: each cell is transformers' greedy tokens, or the same tokens in two ways, or a refusal
+by name at the start that docs/models.md lists.
 
-`make test` runs some cells, others with every commit (tests/rotation.py); `make matrix` runs all. That families are the same
-divided among two ranks and in stages is tested for each in tests/dist and tests/engine; adapters, grammars, quantized weights
-and restarts are tested with few of them.
+`make test` runs some cells, others with every commit (tests/rotation.py); `make matrix` runs all.
 """
 
+import contextlib
 import functools
 
 import pytest
-import torch
 
 import rotation
-from oracle import FALLBACK, FAMILIES, TINY
-from quire import LLM, SamplingParams
-from quire.cache.capacity import pages_for
-from quire.cache.layout import make_layout
+from forked import nursery
+from matrix_case import Case, Processes
+from matrix_cells import ARGUMENTS, CELLS
+from more_families import MORE
+from oracle import FALLBACK, FAMILIES
+from quire.config.conflicts import CONFLICTS
+from quire.models.ways import WAYS
+from quire.types.errors import ConfigError
+from recomputed_families import RECOMPUTED
+from recurrent_families import RECURRENT
 
-NEW_TOKENS, BUDGET, PAGE = 16, 16, 4
-PENALTY = 1.5  # keeps tiny random models from saying one token for ever
-GREEDY = SamplingParams(temperature=0.0, repetition_penalty=PENALTY, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
-SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=NEW_TOKENS, ignore_eos=True)
-LENGTHS = (33, 5, 18, 30)
-# transformers changes the rope factors of a text that grows long; an engine that caches rotated keys cannot
-LONG = {"phi3-longrope": (33, 40, 37, 38)}
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-NAMES = [*FAMILIES, *(name for name in FALLBACK if name not in FAMILIES)]
-IN_CI = 40
-
-
-def tokens(outputs) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-def alone(case):
-    llm = case.engine()
-    assert [tokens(llm.generate(prompt, GREEDY, use_tqdm=False))[0] for prompt in case.prompts] == case.expected
+ROWS = FAMILIES | FALLBACK | RECURRENT | RECOMPUTED
+# how many cells of a column run with every commit, and of the other columns together
+IN_CI = {"grammar": 2, "int4": 3, "LoRA": 3, "tp 2": 1, "engine restart": 1}
+OTHERS = 28
+SAMPLED = [name for name in FAMILIES if name not in MORE]  # of which those are taken
+TABLE = [(name, cell) for name in ROWS for cell in CELLS]
+if not rotation.ALL:
+    TABLE = [
+        *rotation.sample([(name, cell) for name in FAMILIES for cell in CELLS if cell not in IN_CI], OTHERS),
+        *(pair for cell, count in IN_CI.items() for pair in rotation.sample([(name, cell) for name in SAMPLED], count)),
+    ]
 
 
-def together(case, **options):
-    assert tokens(case.engine(**options).generate(case.prompts, GREEDY, use_tqdm=False)) == case.expected
-
-
-def prefix_hit(case):
-    llm = case.engine()
-    first, again = (llm.generate(case.prompts[2], GREEDY, use_tqdm=False)[0] for _ in range(2))
-    assert tokens([first, again]) == [case.expected[2]] * 2
-    assert again.num_cached_tokens == (len(case.prompts[2]) - 1) // PAGE * PAGE
-
-
-def preemption(case):
-    """Pages for one whole request in every cache group, and one more."""
-    longest = max(map(len, case.prompts)) + NEW_TOKENS
-    pages = pages_for(make_layout(case.facts.layers, PAGE, 4), longest, BUDGET) + 1
-    llm = case.engine(max_model_len=longest, num_gpu_blocks_override=pages)
-    outputs = llm.generate(case.prompts, GREEDY, use_tqdm=False)
-    assert tokens(outputs) == case.expected
-    if not any(layer.window for layer in case.facts.layers):
-        assert sum(output.metrics.num_preemptions for output in outputs) > 0
-
-
-def several(case):
-    params = SamplingParams(n=3, temperature=1.0, top_k=1, repetition_penalty=PENALTY, max_tokens=NEW_TOKENS, ignore_eos=True)
-    [output] = case.engine().generate(case.prompts[0], params, use_tqdm=False)
-    assert [choice.token_ids for choice in output.outputs] == [case.expected[0]] * 3
-
-
-def seeded(case):
-    llm = case.engine()
-    once = tokens(llm.generate(case.prompts, SEEDED, use_tqdm=False))
-    assert [tokens(llm.generate(prompt, SEEDED, use_tqdm=False))[0] for prompt in case.prompts] == once
-
-
-CELLS = {
-    "alone": alone,
-    "batched": together,
-    **{f"chunks of {n}": functools.partial(together, long_prefill_token_threshold=n) for n in (1, 7, 16)},
-    "prefix hit": prefix_hit,
-    "preemption": preemption,
-    "n > 1": several,
-    "seeded sampling": seeded,
-    "speculation": functools.partial(together, speculative_config=DRAFTS),
-}
-TABLE = [(name, cell) for name in NAMES for cell in CELLS]
-
-
-class Case:
-    """A family's checkpoint, and what transformers says to the prompts."""
-
-    def __init__(self, name, found):
-        lengths = LONG.get(name, LENGTHS)
-        self.facts, self.directory, self.reference = found.facts, found.directory, found.reference
-        self.prompts = [
-            torch.randint(3, TINY["vocab_size"], (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths
-        ]
-
-    @functools.cached_property
-    def expected(self) -> list[list[int]]:
-        return [self._greedy(prompt) for prompt in self.prompts]
-
-    def _greedy(self, prompt):
-        with torch.inference_mode():
-            ids = self.reference.generate(
-                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
-                min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS, eos_token_id=None, pad_token_id=0,
-                repetition_penalty=PENALTY,
-            )  # fmt: skip
-        return ids[0, len(prompt) :].tolist()
-
-    def engine(self, **options) -> LLM:
-        defaults = {
-            "skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "block_size": PAGE, "max_num_seqs": 8,
-            "max_num_batched_tokens": BUDGET, "kv_cache_memory_bytes": 16 << 20,
-        }  # fmt: skip
-        if "num_gpu_blocks_override" in options:
-            del defaults["kv_cache_memory_bytes"]
-        return LLM(str(self.directory), **(defaults | options))
+def test_the_document_has_all_columns():
+    """Who of them is refused it says by itself: `quire.models.ways` reads the same conflicts as `test_cell`."""
+    assert [way.name for way in WAYS] == [*CELLS]
+    assert {conflict.what for conflict in CONFLICTS if conflict.of} <= {*ARGUMENTS.values()}
 
 
 @pytest.fixture(scope="module")
-def case(checkpoint):
-    return functools.cache(lambda name: Case(name, checkpoint(name)))
+def processes(tmp_path_factory):
+    """Started by the first cell that needs them."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def start() -> Processes:
+            return Processes(
+                *(stack.enter_context(nursery(tmp_path_factory.mktemp(kind), kind)) for kind in ("engine", "rank"))
+            )
+
+        yield start
 
 
-@pytest.mark.parametrize(("name", "cell"), rotation.sample(TABLE, IN_CI))
+@pytest.fixture(scope="module")
+def case(checkpoint, processes, tmp_path_factory):
+    room = tmp_path_factory.mktemp("matrix")
+    return functools.cache(lambda name: Case(name, ROWS[name], checkpoint(name), room, processes))
+
+
+@pytest.mark.parametrize(("name", "cell"), sorted(TABLE, key=lambda pair: list(ROWS).index(pair[0])))
 def test_cell(case, name, cell):
-    CELLS[cell](case(name))
+    row = case(name)
+    refused = [conflict for conflict in CONFLICTS if conflict.of in row.kinds and conflict.what == ARGUMENTS.get(cell)]
+    if not refused:
+        CELLS[cell](row)
+        return
+    with pytest.raises(ConfigError) as refusal:
+        CELLS[cell](row)
+    assert row.facts.architecture in str(refusal.value) and ARGUMENTS[cell] in str(refusal.value)

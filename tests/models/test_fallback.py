@@ -157,10 +157,6 @@ REFUSED = {
         "cannot be run through transformers: it has recurrent layers",
     ),
     "encoder-decoder": (Family("T5Config", "T5ForConditionalGeneration"), "encoder-decoder models are not supported"),
-    "sizes per layer": (
-        Family("Gemma4TextConfig", "Gemma4ForCausalLM", {"head_dim": 16}),
-        "its head_dim is 512, but the cache",
-    ),
     "latent attention": (Family("MiniCPM3Config", "MiniCPM3ForCausalLM"), "latent attention .kv_lora_rank. is served by"),
     "no language model": (Family("LlamaConfig", "LlamaForSequenceClassification"), "for llama that is LlamaForCausalLM"),
 }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from quire.config.args import FLOAT_NAMES
 from quire.config.config import EIGHT_BITS, Config
@@ -18,6 +19,9 @@ class Conflict:
     name: str
     applies: Callable[[Config], bool]
     message: Callable[[Config], str]
+    # of rows that keep whole kinds of models from something: which, and what users call it (docs/models.md lists them)
+    of: Literal["", "recurrent", "shared blocks", "by transformers"] = ""
+    what: str = ""
 
 
 CONFLICTS: tuple[Conflict, ...] = (
@@ -173,11 +177,15 @@ CONFLICTS: tuple[Conflict, ...] = (
             f"speculative_config cannot be had with {c.facts.architecture}: its recurrent state cannot go back behind drafts "
             "that were wrong. Leave it out"
         ),
+        "recurrent",
+        "speculative_config",
     ),
     Conflict(
         "ranks of recurrent layers",
         lambda c: c.world > 1 and bool(c.facts.states),
         lambda c: f"{c.divided}: the recurrent layers of {c.facts.architecture} are not divided yet; leave it at 1",
+        "recurrent",
+        "tensor_parallel_size",
     ),
     Conflict(
         "adapters of shared blocks",
@@ -185,6 +193,38 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda c: (
             f"enable_lora: adapters are not added to {c.facts.architecture} yet, whose layers share blocks; leave it out"
         ),
+        "shared blocks",
+        "enable_lora",
+    ),
+    Conflict(
+        "ranks of what transformers runs",
+        lambda c: c.world > 1 and c.facts.by_transformers,
+        lambda c: (
+            f"{c.divided}: {c.facts.architecture} is run by transformers here, and only models of a family of our own can be "
+            "divided; leave it at 1"
+        ),
+        "by transformers",
+        "tensor_parallel_size",
+    ),
+    Conflict(
+        "adapters of what transformers runs",
+        lambda c: c.max_loras > 0 and c.facts.by_transformers,
+        lambda c: (
+            f"enable_lora: {c.facts.architecture} is run by transformers here, and adapters are added to models of a family "
+            "of our own; leave it out"
+        ),
+        "by transformers",
+        "enable_lora",
+    ),
+    Conflict(
+        "few bits of what transformers runs",
+        lambda c: c.quantization is not None and c.quantization.method != "mxfp4" and c.facts.by_transformers,
+        lambda c: (
+            f"{c.facts.files.name}: {c.facts.architecture} is run by transformers here, which takes floats only, and the "
+            f"quantization is {c.quantization and c.quantization.method}; use a checkpoint of floats as it is"
+        ),
+        "by transformers",
+        "quantization",
     ),
     Conflict(
         "8 bits of nothing",

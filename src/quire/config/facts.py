@@ -71,6 +71,7 @@ class ModelFacts:
     kinds: tuple[Kind, ...] = ()  # of all layers, where some are recurrent
     states: tuple[StateCache, ...] = ()  # one per recurrent layer, in order
     unplanned: str = ""  # why there are no `layers`: the configuration does not tell, and the model is to be asked
+    by_transformers: bool = False  # no family of ours runs it
     recomputed: str = ""  # why its cache holds tokens only, and every step computes the whole of its sequences
 
 

@@ -27,7 +27,7 @@ from quire.engine.runners import bounded_facts, make_runner, start_device
 from quire.engine.scheduling import make_scheduler
 from quire.engine.timeline import Stopwatch, Timeline
 from quire.grammar.lanes import GrammarLanes
-from quire.models.registry import complete_facts, find_family
+from quire.models.registry import complete_facts
 from quire.progress import doing
 from quire.sched.draft.costs import UNMEASURED
 from quire.sched.draft.make import make_drafter
@@ -211,11 +211,6 @@ def start_workers(config: Config, drafter: "Drafter | DeviceDrafter | None") -> 
     from quire.engine.executor.workers import Workers
 
     args, facts = config.args, config.facts
-    if args.model_impl == "transformers" or find_family(facts) is None:
-        raise ConfigError(
-            f"{config.divided}: {facts.architecture} is run by transformers here, and only models of a family of our own can "
-            "be divided; leave it at 1"
-        )
     if drafter is not None:
         raise ConfigError(f"{config.divided} cannot be had with drafts; leave it at 1")
     told = replace(

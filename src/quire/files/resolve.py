@@ -17,6 +17,7 @@ _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$", re.ASCII)
 _HUB_GGUF_FILE = re.compile(r"^(?P<repo>[\w.-]+/[\w.-]+)/(?P<file>[\w./+-]+\.gguf)$", re.ASCII)
 _HUB_GGUF_QUANT = re.compile(r"^(?P<repo>[\w.-]+/[\w.-]+):(?P<quant>[\w.-]+)$", re.ASCII)
 _INDEX = "model.safetensors.index.json"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 _PICKLES = ("pytorch_model*.bin", "*.pth", "*.pt", "model*.ckpt")
 
 
@@ -118,6 +119,8 @@ def _from_directory(name: str, path: Path, weights: bool) -> ModelFiles:
     if models:
         names = ", ".join(shards[0].name for shards in models)
         raise ModelError(f"{path}: holds several GGUF models; give the path of one of them: {names}")
+    if not weights and not has_config and any((path / file).is_file() for file in _TOKENIZERS):
+        return ModelFiles(name, path, "hf", ())  # a tokenizer alone
     if not has_config:
         raise ModelError(f"{path}: is not a model directory: it has neither config.json nor a .gguf file")
     if any(next(path.glob(pattern), None) for pattern in _PICKLES):

@@ -154,8 +154,9 @@ class Experts(MethodLayer):
         if self.paired:
             return
         self.fused = f"{path}.gate_up_proj" in shapes or f"{path}.up_proj" in shapes
-        other = (self.total, self.total_inner, self.hidden_size)
-        self.transposed = self.fused and self.gated and shapes.get(f"{path}.down_proj") == other
+        count, inner, hidden = self.total, self.total_inner, self.hidden_size
+        found = [shapes.get(f"{path}.{name}") for name in ("gate_up_proj", "down_proj")]  # one of them may be square
+        self.transposed = self.gated and found == [(count, hidden, 2 * inner), (count, inner, hidden)]
 
     def claims(self, path: str) -> Claims:
         taken = self.method.claims(self, path)

@@ -11,6 +11,7 @@ from quire.config.quantization import quantization_table
 from quire.files.gguf import GGML_TYPES, READABLE_TYPES
 from quire.models.composite import COMPOSITES, TEXT_MODELS
 from quire.models.registry import FAMILIES
+from quire.models.ways import ways
 
 _HEAD = """# Models and quantization
 
@@ -43,6 +44,15 @@ Code from a model's repository is never run: `BaichuanForCausalLM`, `ChatGLMMode
 `ExaoneForCausalLM`, `InternLM2ForCausalLM`, `InternLM3ForCausalLM`, `MiMoForCausalLM`, `MiniCPMForCausalLM` and
 `SolarForCausalLM` are families of ours; their tokenizers may be code, too, and are then not to be had
 (`--skip-tokenizer-init`). Encoders, encoder-decoders and pooling are not served.
+
+## Ways to run them
+
+`tests/e2e/test_matrix.py` has a tiny random checkpoint of every family above, in most of its forms, and some of decoders that
+transformers runs, with and without a cache of keys and values. Each is run in all of these ways on a CPU in float32; a cell is
+an equality of tokens, or a refusal at the start that names the model and the argument. `make matrix` runs all of it, `make
+test` a part that changes with every commit.
+
+WAYS
 
 ## Weights
 
@@ -130,9 +140,14 @@ Not read, and refused by name: {}.
 """
 
 
+def _sweep() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(__file__).parent / "served.json").read_text())
+    return found
+
+
 def swept() -> str:
     """What `scripts/sweep.py` found, which keeps it in served.json."""
-    found = json.loads((Path(__file__).parent / "served.json").read_text())
+    found = _sweep()
     by: dict[str, list[str]] = {}
     for kind, entry in found["types"].items():
         verdict = entry["verdict"]
@@ -175,7 +190,8 @@ def table() -> str:
         f"| {name} | {_listed([f'`{other}`' for other in entry['names']])} | {_kept(entry, 'cpu')} | {_kept(entry, 'cuda')} |\n"
         for name, entry in quantization_table().items()
     )
-    return _HEAD + families + _OTHERS.replace("SWEPT\n", swept()).format(methods) + types + _UNREADABLE.format(unreadable)
+    others = _OTHERS.replace("SWEPT\n", swept()).replace("WAYS\n", ways(_sweep()["types"])).format(methods)
+    return _HEAD + families + others + types + _UNREADABLE.format(unreadable)
 
 
 def _kept(entry: Mapping[str, Any], device: str) -> str:

@@ -138,6 +138,7 @@ def complete_facts(facts: "ModelFacts", impl: str) -> "ModelFacts":
     is: `build_model` says why."""
     ours = find_family(facts) is not None and impl != "transformers"
     if not ours and impl != "quire" and facts.architecture not in COMPOSITES:
+        facts = replace(facts, by_transformers=True)
         try:
             return importlib.import_module("quire.models.fallback_plan").plan(facts)  # type: ignore[no-any-return]
         except (ModuleNotFoundError, ModelError):

@@ -13,7 +13,7 @@ from quire.files.reading import shown
 from quire.files.safetensors import TensorInfo
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
-from quire.layers.moe import Experts
+from quire.layers.moe import Experts, PlainExperts
 from quire.layers.quant.layout import Dim, Floats, Layout, Raw
 from quire.layers.quant.stored import Piece, StoredExperts, StoredHead, StoredLinear, Target
 from quire.types.errors import ModelError
@@ -49,10 +49,9 @@ class CheckpointScheme:
     # ---- by layer
 
     def linear(self, path: str, layer: Linear) -> StoredLinear | None:
-        if layer.transposed:
-            return None
+        """Of what a checkpoint of floats stores as [inputs, outputs], quantized matrices lie as all others do."""
         parts = layer.parts(path)
-        found = {name: self._find(name, part.outputs, layer.all_inputs) for name, part in parts.items()}
+        found = {name: self._find(name, part.outputs, layer.all_inputs, layer.transposed) for name, part in parts.items()}
         if not any(found.values()):
             return None
         pieces = {}
@@ -84,7 +83,8 @@ class CheckpointScheme:
     def experts(self, path: str, layer: Experts) -> StoredExperts | None:
         inner, width, pieces = layer.total_inner, layer.hidden_size, dict[str, Piece]()
         across = range(width)
-        if self.has(path, "gate_up_proj"):  # all experts in one tensor: of floats, which is checked when it is read
+        # all experts in one tensor: of floats, which is checked when it is read
+        if self.has(path, "gate_up_proj") or type(layer.method) is not PlainExperts:
             return None
         for key, outputs, inputs, rows, columns in (
             ("gate", inner, width, layer.kept_inner, across),
@@ -99,12 +99,13 @@ class CheckpointScheme:
             raise ModelError(f"{path}: only {' and '.join(pieces)} of its experts are quantized; all or none must be")
         return StoredExperts(pieces, self.target, stack=(len(layer.kept),)) if pieces else None
 
-    def _find(self, name: str, outputs: int, inputs: int) -> Layout | None:
+    def _find(self, name: str, outputs: int, inputs: int, transposed: bool = False) -> Layout | None:
         """What the files have as plain floats is not quantized, whatever else is said of it."""
         if self.inventory is None:
             return None if name.rpartition(".")[2] in ROUTERS else self.layout(name, outputs, inputs)
         stored = self.inventory.tensors.get(f"{name}.weight")
-        plain = stored is not None and stored.dtype in PLAIN and stored.shape == (outputs, inputs)
+        shape = (inputs, outputs) if transposed else (outputs, inputs)
+        plain = stored is not None and stored.dtype in PLAIN and stored.shape == shape
         return None if plain else self.layout(name, outputs, inputs)
 
     # ---- for those who say how
