@@ -1,4 +1,6 @@
+import gc
 import os
+import sys
 
 import pytest
 
@@ -15,6 +17,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in wanting:
                 item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _put_aside():
+    """Every engine that is opened here searches for garbage, and lets go of code that only a start runs: in a process that
+    imported all there is, and opens hundreds, that would be most of what opening one takes."""
+    gc.collect()
+    gc.freeze()
+    if (resident := sys.modules.get("quire.device.cpu.resident")) is not None:
+        resident.let_go_of_code = lambda: None
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # libraries count what is left at the end, and complain
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
