@@ -23,7 +23,7 @@ from quire.config.config import Config
 from quire.config.resolve import resolve
 from quire.device.registry import describe_unseen
 from quire.engine import ipc
-from quire.engine.adapter_client import AdapterClient
+from quire.engine.adapter_client import AdapterClient, Sharing
 from quire.engine.adapter_names import AdapterNames
 from quire.engine.child import COMMAND, Child
 from quire.engine.client import as_started
@@ -63,6 +63,7 @@ class AsyncLLM:
         spare: Child | None = None,
         connect: Callable[[FleetHearer], Engines] | None = None,
         name: str = "",
+        share: Callable[[AdapterNames], Sharing] | None = None,
     ) -> None:
         self.config = config
         self.observers: list[Observer] = []
@@ -74,7 +75,7 @@ class AsyncLLM:
         self._lengths: dict[int, int] = {}  # engine -> the longest context that its cache has room for
         self._name = name
         self._client: Engines = start_engines(config, self, command, spare) if connect is None else connect(self)
-        self._adapters = AdapterClient(self.adapters, self.engines)
+        self._adapters = AdapterClient(self.adapters, self.engines, None if share is None else share(self.adapters))
         try:
             self.tokenizer = open_tokenizer(config)
         except BaseException:
@@ -238,7 +239,7 @@ class AsyncLLM:
 
     async def remove_lora(self, lora_id: int) -> bool:
         """False if there is none. Requests that have begun with it go on."""
-        return self._adapters.remove(lora_id)
+        return await self._adapters.remove(lora_id)
 
     def adapters_in_use(self) -> tuple[int, list[str], list[str]]:
         """How many there may be on the device, and the names of those that open requests wait for and run with."""

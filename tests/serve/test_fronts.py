@@ -12,18 +12,25 @@ import httpx
 import pytest
 from server_process import ServerProcess, body, children, read_stream, serving, wait_for
 
+from adapter_files import write_adapter
 from quire import LLM, SamplingParams
-from quire.config.server_args import ServerArgs
-from quire.serve.fronts.launch import check_fronts
-from quire.types.errors import ConfigError
 
 FRONT = "quire.serve.fronts.process"
-FLAGS = ("--api-server-count", "2", "--data-parallel-size", "2", "--enable-server-load-tracking")
+FLAGS = ("--api-server-count", "2", "--data-parallel-size", "2", "--enable-server-load-tracking", "--enable-lora",
+         "--max-loras", "4", "--allow-runtime-lora-updating")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def two(serve_model: Path):
-    with serving(serve_model, *FLAGS) as server:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    for name in ("a", "b", "c"):
+        write_adapter(folder / name, name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(serve_model: Path, folder: Path):
+    with serving(serve_model, *FLAGS, "--lora-modules", f"a={folder / 'a'}") as server:
         server.url()
         yield server
 
@@ -86,6 +93,48 @@ def test_what_no_process_could_find_again_is_refused(two: ServerProcess) -> None
             assert refused.status_code == 400 and "--api-server-count" in refused.json()["error"]["message"]
 
 
+def ask(server: ServerProcess, path: str, **asked: object) -> httpx.Response:
+    with server.client() as client:
+        return client.post(path, json=asked)
+
+
+def names_known(server: ServerProcess) -> list[set[str]]:
+    """By whichever process answers, many times."""
+    found = []
+    for _ in range(8):
+        with server.client() as client:
+            found.append({card["id"] for card in client.get("/v1/models").json()["data"]} - {"tiny"})
+    return found
+
+
+def test_adapters_are_known_to_all(two: ServerProcess, folder: Path) -> None:
+    assert names_known(two) == [{"a"}] * 8
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:  # several processes are asked for the same name at once
+        loads = [
+            pool.submit(ask, two, "/v1/load_lora_adapter", lora_name=name, lora_path=str(folder / name))
+            for name in ("b", "c") * 6
+        ]
+        answers = [load.result() for load in loads]
+    assert {answer.status_code for answer in answers} <= {200, 400} and names_known(two) == [{"a", "b", "c"}] * 8
+    assert all("already been loaded" in answer.text for answer in answers if answer.status_code == 400)
+    body_of = {"prompt": "prompt 1", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    texts = [
+        [ask(two, "/v1/completions", model=name, **body_of).json()["choices"][0]["text"] for name in ("tiny", "a", "b", "c")]
+        for _ in range(3)
+    ]
+    assert texts[0] == texts[1] == texts[2] and len(set(texts[0])) == 4
+    write_adapter(folder / "b", "another b")
+    again = ask(two, "/v1/load_lora_adapter", lora_name="b", lora_path=str(folder / "b"), load_inplace=True)
+    assert again.status_code == 200, again.text
+    others = [ask(two, "/v1/completions", model="b", **body_of).json()["choices"][0]["text"] for _ in range(4)]
+    assert len(set(others)) == 1 and others[0] not in texts[0]
+    assert ask(two, "/v1/unload_lora_adapter", lora_name="a").status_code == 200 and names_known(two) == [{"b", "c"}] * 8
+    assert ask(two, "/v1/unload_lora_adapter", lora_name="a").status_code == 404
+    assert ask(two, "/v1/completions", model="a", **body_of).status_code == 404
+    bad = ask(two, "/v1/load_lora_adapter", lora_name="x", lora_path=str(folder / "none"))
+    assert bad.status_code == 400 and names_known(two) == [{"b", "c"}] * 8
+
+
 def test_lost_processes(two: ServerProcess) -> None:
     """An API process costs its own connections, an engine nobody anything; counts go on."""
     victim, other = fronts(two)
@@ -96,6 +145,7 @@ def test_lost_processes(two: ServerProcess) -> None:
     os.kill(victim, signal.SIGKILL)
     wait_for(lambda: len(fronts(two)) == 2 and victim not in fronts(two))
     assert other in fronts(two) and fresh(two, 1) == expected
+    assert names_known(two) == [{"b", "c"}] * 8  # what they have, not what was there at the start
     wait_for(lambda: two.log().count("ended with signal SIGKILL") == 1)
     engine = children(two.process.pid, "quire.engine.process")[0]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -124,8 +174,3 @@ def test_the_end(two: ServerProcess, serve_model: Path) -> None:
         everybody = [*fronts(server), *children(server.process.pid, "quire.engine.process")]
         server.signal(signal.SIGKILL)
         wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in everybody))
-
-
-def test_adapters_are_refused() -> None:
-    with pytest.raises(ConfigError, match="enable_lora cannot be had with api_server_count=2"):
-        check_fronts(ServerArgs(api_server_count=2), adapters=True)

@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
+from typing import Protocol
 
 from quire.engine.adapter_names import AdapterNames, NamedAdapter
 from quire.engine.view import OneEngine
@@ -21,11 +23,31 @@ async def load_everywhere(engines: Sequence[OneEngine], ref: AdapterRef, pinned:
         raise wrong[0]
 
 
+class Sharing(Protocol):
+    """Where several processes give names to adapters, all of them know the same names."""
+
+    def alone(self, name: str) -> AbstractAsyncContextManager[None]:
+        """Nobody else changes meanwhile what the name means, and what others made of it before is known here."""
+        ...
+
+    async def tell(self, name: str, adapter: NamedAdapter | None) -> None:
+        """Returns when all others know what the name means now; None = nothing."""
+        ...
+
+
+class Unshared:
+    def alone(self, name: str) -> AbstractAsyncContextManager[None]:  # noqa: ARG002
+        return nullcontext()
+
+    async def tell(self, name: str, adapter: NamedAdapter | None) -> None:
+        pass
+
+
 class AdapterClient:
     """`engines`: every one of them has every adapter."""
 
-    def __init__(self, names: AdapterNames, engines: Sequence[OneEngine]) -> None:
-        self._names, self._engines = names, engines
+    def __init__(self, names: AdapterNames, engines: Sequence[OneEngine], shared: Sharing | None = None) -> None:
+        self._names, self._engines, self._shared = names, engines, shared or Unshared()
 
     async def use(self, lora: LoRARequest) -> NamedAdapter:
         """What its name means. If it is new or to be loaded again, it is loaded; if it cannot be, the name means what it meant
@@ -33,6 +55,11 @@ class AdapterClient:
         known = self._names.known(self._names.check(lora))
         if known is not None:
             return known
+        async with self._shared.alone(lora.lora_name):
+            known = self._names.known(self._names.check(lora))  # by now another process may have loaded it
+            return known or await self._load(lora)
+
+    async def _load(self, lora: LoRARequest) -> NamedAdapter:
         found = await asyncio.to_thread(self._names.look, lora)
         try:
             await load_everywhere(self._engines, found.ref, found.pinned)
@@ -40,19 +67,26 @@ class AdapterClient:
             self._retire(self._names.unnamed(found.ref.version))  # on engines that took it
             raise
         self._retire(self._names.put(found))
+        await self._shared.tell(found.name, found)
         return found
 
-    def remove(self, key: int) -> bool:
+    async def remove(self, key: int) -> bool:
         adapter = self._names.of_key(key)
-        if adapter is not None:
+        if adapter is None:
+            return False
+        async with self._shared.alone(adapter.name):
+            if adapter.name not in self._names:  # any more
+                return False
             self._retire(self._names.remove(adapter.name))
-        return adapter is not None
+            await self._shared.tell(adapter.name, None)
+        return True
 
     async def pin(self, key: int) -> bool:
         adapter = self._names.of_key(key)
         if adapter is not None:
             await load_everywhere(self._engines, adapter.ref, pinned=True)
             self._names.pin(adapter.name)
+            await self._shared.tell(adapter.name, self._names.find(adapter.name))
         return adapter is not None
 
     def renewed(self, request: EngineRequest) -> EngineRequest | None:

@@ -40,6 +40,19 @@ class AdapterNames:
         self._keys: dict[int, str] = {}  # number -> name
         self._fresh_keys = count(1)
 
+    def number(self, first: int, step: int) -> None:
+        """Fresh keys are these from now on: other processes have others."""
+        self._fresh_keys = count(first, step)
+
+    def hear(self, name: str, adapter: NamedAdapter | None) -> None:
+        """What another process has put or removed."""
+        old = self._named.pop(name, None)
+        if old is not None:
+            self._keys.pop(old.ref.key, None)
+        if adapter is not None:
+            self._named[name] = adapter
+            self._keys[adapter.ref.key] = name
+
     def __len__(self) -> int:
         return len(self._named)
 

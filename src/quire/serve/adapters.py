@@ -103,7 +103,8 @@ class ServedAdapters:
         adapter = self._names.find(name)
         if adapter is None:
             raise HttpError(404, f"The lora adapter '{name}' cannot be found.", "lora_name")
-        await self._llm.remove_lora(adapter.ref.key)
+        if not await self._llm.remove_lora(adapter.ref.key):
+            raise HttpError(404, f"The lora adapter '{name}' cannot be found.", "lora_name")
 
     async def _resolve(self, name: str) -> NamedAdapter | None:
         for resolver in self._resolvers:
@@ -125,6 +126,8 @@ async def load_modules(llm: AsyncLLM, settings: ServerArgs) -> None:
     """What the server has from its start: one that cannot be loaded ends it."""
     adapters = ServedAdapters(llm, settings)
     for module in read_modules(settings.lora_modules):
+        if adapters.get(module.name) is not None:  # another API process was first
+            continue
         try:
             await adapters.load(module.name, module.path, inplace=False, base=module.base_model_name)
         except RequestError as error:

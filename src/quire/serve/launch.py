@@ -36,7 +36,7 @@ from quire.serve.app import build_app
 from quire.serve.auth import Keys, check_exposure, find_keys
 from quire.serve.formats import check_parsers
 from quire.serve.front import build_front
-from quire.serve.fronts.launch import FrontsLaunch, check_fronts, tell_ready
+from quire.serve.fronts.launch import FrontsLaunch, tell_ready
 from quire.serve.fronts.side import Front
 from quire.serve.http import LAST_WORDS, HttpServer
 from quire.serve.lifecycle import ServerState, Service
@@ -58,7 +58,6 @@ def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float, sp
     `started` is when the user asked, in seconds of time.monotonic(); `spare` an engine process that was started meanwhile.
     """
     _set_up(settings)
-    check_fronts(settings, engine_args.enable_lora)
     interval = log_interval()
     check_parsers(settings)
     check_adapters(settings, engine_args.enable_lora)

@@ -3,10 +3,13 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 from quire.engine import ipc
+from quire.engine.adapter_names import AdapterNames, NamedAdapter
 from quire.engine.client import check_number
 from quire.engine.router import FleetHearer
 from quire.engine.supervisor import State
@@ -24,8 +27,8 @@ UNSEEN = wire.EngineSeen("starting", 0.0, 0.0, 0, 0, None, None, 0, None, None)
 class EngineMirror:
     """One engine, as of the latest that the hub said."""
 
-    def __init__(self, client: "HubClient") -> None:
-        self._client = client
+    def __init__(self, client: "HubClient", number: int) -> None:
+        self._client, self._number = client, number
         self.seen, self._at = UNSEEN, time.monotonic()
 
     def see(self, seen: wire.EngineSeen) -> None:
@@ -72,13 +75,34 @@ class EngineMirror:
         return self.seen.stats
 
     async def load_adapter(self, ref: AdapterRef, pinned: bool) -> None:
-        await self._client.load_adapter(ref, pinned)
+        await self._client.load_adapter(self._number, ref, pinned)
 
     def tell(self, method: str, *args: Any) -> None:
-        self._client.tell(method, *args)
+        self._client.tell(self._number, method, *args)
 
     def pin_again(self, ref: AdapterRef) -> None:
-        """The hub's client does so itself."""
+        """The hub does so itself."""
+
+
+class SharedNames:
+    """All API processes know the same names: whoever changes one asks the hub first, and waits until the others know."""
+
+    def __init__(self, hub: "HubClient") -> None:
+        self._hub = hub
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def alone(self, name: str) -> AsyncIterator[None]:
+        lock = self._locks.setdefault(name, asyncio.Lock())
+        async with lock:  # in this process
+            try:
+                await self._hub.ask(lambda number: wire.Claim(number, name))
+                yield
+            finally:
+                self._hub.say(wire.Yield(name))
+
+    async def tell(self, name: str, adapter: NamedAdapter | None) -> None:
+        await self._hub.ask(lambda number: wire.Name(number, name, adapter))
 
 
 class HubClient(Together):
@@ -86,8 +110,9 @@ class HubClient(Together):
 
     def __init__(self, line: wire.Line, engines: int, hearer: FleetHearer) -> None:
         self._line, self._hearer = line, hearer
-        self.engines: list[EngineMirror] = [EngineMirror(self) for _ in range(engines)]
+        self.engines: list[EngineMirror] = [EngineMirror(self, number) for number in range(engines)]
         self.counted: Callable[[], wire.Counts] = lambda: wire.Counts(0, [])
+        self.names: AdapterNames | None = None  # whoever knows them here
         self._open: set[str] = set()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
@@ -131,11 +156,17 @@ class HubClient(Together):
     async def call(self, method: str, *args: Any) -> Any:
         return await self._answer(lambda number: ipc.CallMethod(number, method, list(args)))
 
-    async def load_adapter(self, ref: AdapterRef, pinned: bool) -> None:
-        await self._answer(lambda number: ipc.LoadAdapter(number, ref, pinned))
+    async def load_adapter(self, engine: int, ref: AdapterRef, pinned: bool) -> None:
+        await self._answer(lambda number: wire.LoadOn(number, engine, ref, pinned))
 
-    def tell(self, method: str, *args: Any) -> None:
-        self._line.send(ipc.CallMethod(next(self._numbers), method, list(args)))
+    def tell(self, engine: int, method: str, *args: Any) -> None:
+        self._line.send(wire.TellEngine(engine, method, list(args)))
+
+    async def ask(self, question: Callable[[int], Any]) -> Any:
+        return await self._answer(question)
+
+    def say(self, frame: Any) -> None:
+        self._line.send(frame)
 
     async def gather(self) -> wire.Gathered:
         """What the other API processes have counted."""
@@ -196,6 +227,10 @@ class HubClient(Together):
                 self._settle(number, value, None if error is None else ipc.reply_error(reply))
             case wire.Gathered() as gathered:
                 self._settle(gathered.id, gathered)
+            case wire.Named(number, name, adapter):
+                if self.names is not None:
+                    self.names.hear(name, adapter)
+                self._line.send(wire.Noted(number))
             case wire.TellCounts(number):
                 self.tell_counts(number)
             case wire.Begin():

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from quire.engine import ipc
+from quire.engine.adapter_names import NamedAdapter
 from quire.engine.client import EngineClient
 from quire.engine.view import Engines
 from quire.obs.metrics import Metrics
@@ -49,6 +50,8 @@ class Hub:
         self._gone: list[BoardState] = []  # what processes that are gone had counted
         self._watched = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._named: dict[str, NamedAdapter] = {}  # adapters, as all API processes know them
+        self._claims: dict[str, list[tuple[Desk, int]]] = {}  # name -> who changes it, and who waits for that
 
     @property
     def desks(self) -> list[Desk]:
@@ -59,6 +62,8 @@ class Hub:
         name = f"{next(self._names)}."
         desk = self._desks[name] = Desk(name, line)
         line.send(begin(name))
+        for known, adapter in self._named.items():
+            line.send(wire.Named(-1, known, adapter))
         for engine, ready in self._ready.items():
             line.send(wire.EngineReady(engine, ready, self._views()[engine]))
         return desk
@@ -67,6 +72,8 @@ class Hub:
         """It is gone: nobody waits for its requests any more."""
         del self._desks[desk.name]
         desk.line.close()
+        for name in list(self._claims):
+            self._yield(desk, name)
         for asked in desk.asked.values():
             asked.set()
         if desk.counts.boards:
@@ -92,6 +99,9 @@ class Hub:
 
     def on_ready(self, ready: ipc.Ready, engine: int = 0) -> None:
         self._ready[engine] = ready
+        for adapter in self._named.values():
+            if adapter.pinned and self.engines is not None:
+                self.engines.engines[engine].pin_again(adapter.ref)
         view = self._views()[engine]
         for desk in self.desks:
             desk.line.send(wire.EngineReady(engine, ready, view))
@@ -139,9 +149,24 @@ class Hub:
             case ipc.CallMethod(number, method, args):
                 self._start(self._call(desk, number, engines.call(method, *args)))
                 await asyncio.sleep(0)  # it is sent before what comes next
-            case ipc.LoadAdapter(number, ref, pinned):
-                self._start(self._call(desk, number, engines.engines[0].load_adapter(ref, pinned)))
+            case wire.LoadOn(number, engine, ref, pinned):
+                self._start(self._call(desk, number, engines.engines[engine].load_adapter(ref, pinned)))
                 await asyncio.sleep(0)
+            case wire.TellEngine(engine, method, args):
+                engines.engines[engine].tell(method, *args)
+            case wire.Claim(number, name):
+                waiting = self._claims.setdefault(name, [])
+                waiting.append((desk, number))
+                if len(waiting) == 1:
+                    desk.line.send(ipc.Reply(number, None))
+            case wire.Yield(name):
+                self._yield(desk, name)
+            case wire.Name(number, name, adapter):
+                self._start(self._tell_name(desk, number, name, adapter))
+                await asyncio.sleep(0)
+            case wire.Noted(number):
+                if number in desk.asked:
+                    desk.asked[number].set()
             case wire.Counts() as counts:
                 desk.counts = counts
                 if counts.id in desk.asked:
@@ -172,20 +197,44 @@ class Hub:
 
     async def _gather(self, asking: Desk, number: int) -> None:
         others = [desk for desk in self.desks if desk is not asking and desk.serving]
-        question = next(self._questions)
-        for desk in others:
-            desk.asked[question] = asyncio.Event()
-            desk.line.send(wire.TellCounts(question))
-        waiting = [asyncio.ensure_future(desk.asked[question].wait()) for desk in others]
-        if waiting:
-            await asyncio.wait(waiting, timeout=GATHERING)
-        for desk, task in zip(others, waiting, strict=True):
-            task.cancel()
-            del desk.asked[question]
+        await self._ask(others, wire.TellCounts)
         boards = [desk.counts.boards for desk in others if desk.name in self._desks and desk.counts.boards]
         if self._gone:
             boards.append(self._gone)
         asking.line.send(wire.Gathered(number, sum(desk.counts.open for desk in others), boards))
+
+    async def _tell_name(self, asking: Desk, number: int, name: str, adapter: NamedAdapter | None) -> None:
+        """Whoever is only starting hears it before it serves."""
+        self._named.pop(name, None)
+        if adapter is not None:
+            self._named[name] = adapter
+        others = [desk for desk in self.desks if desk is not asking]
+        for desk in others:
+            if not desk.serving:
+                desk.line.send(wire.Named(-1, name, adapter))
+        await self._ask([desk for desk in others if desk.serving], lambda question: wire.Named(question, name, adapter))
+        asking.line.send(ipc.Reply(number, None))
+
+    async def _ask(self, desks: Sequence[Desk], question: Callable[[int], Any]) -> None:
+        """Waits until they have answered, within reason."""
+        number = next(self._questions)
+        for desk in desks:
+            desk.asked[number] = asyncio.Event()
+            desk.line.send(question(number))
+        waiting = [asyncio.ensure_future(desk.asked[number].wait()) for desk in desks]
+        if waiting:
+            await asyncio.wait(waiting, timeout=GATHERING)
+        for desk, task in zip(desks, waiting, strict=True):
+            task.cancel()
+            del desk.asked[number]
+
+    def _yield(self, desk: Desk, name: str) -> None:
+        """If it was about to change it, the next may. A process claims a name once at a time."""
+        before = self._claims.pop(name, [])
+        if waiting := [one for one in before if one[0] is not desk]:
+            self._claims[name] = waiting
+            if waiting[0] is not before[0]:
+                waiting[0][0].line.send(ipc.Reply(waiting[0][1], None))
 
     # ---- inside ----------------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from quire.serve.fronts import wire
 from quire.serve.fronts.hub import Desk, Hub
 from quire.serve.sockets import page_of, url_of
 from quire.subprocesses import ending, environment, with_us
-from quire.types.errors import ConfigError, EngineError
+from quire.types.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +41,6 @@ GLANCE = 0.1  # seconds between looks at the processes
 LAST_WORDS = 10.0  # seconds that an API process has beyond its deadline
 ENGINE_FAREWELL = 5.0  # seconds for engines to end by themselves
 SILENCE = 10.0  # seconds in which an API process that serves says something; it does every second
-
-
-def check_fronts(settings: ServerArgs, adapters: bool) -> None:
-    if settings.api_server_count > 1 and adapters:
-        raise ConfigError(
-            f"enable_lora cannot be had with api_server_count={settings.api_server_count} yet: an adapter would be known only "
-            "to the process that loaded it; leave one of them out"
-        )
 
 
 def tell_ready(name: str, url: str, started: float, page: str | None, timeline: Timeline | None) -> None:
@@ -211,6 +203,8 @@ class FrontsLaunch:
 
     def _begin(self, front: FrontProcess, started: float, greets: bool = False) -> None:
         settings = self._settings if greets else replace(self._settings, open=False, sample=None)
+        if any(desk.serving for desk in self._hub.desks):  # it takes over what they have, not what was there at the start
+            settings = replace(settings, lora_modules=[])
         front.desk = self._hub.enter(front.line, lambda name: wire.Begin(self._engine_args, settings, name, started))
         self._start(self._attend(front, front.desk))
 

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from quire.async_llm import AsyncLLM
 from quire.config.resolve import resolve
 from quire.device.registry import describe_unseen
+from quire.engine.adapter_names import AdapterNames
 from quire.engine.router import FleetHearer
 from quire.obs.instruments import Board
 from quire.obs.totals import take
 from quire.serve.fronts import wire
-from quire.serve.fronts.client import HubClient
+from quire.serve.fronts.client import HubClient, SharedNames
 from quire.serve.lifecycle import ServerState
 from quire.types.errors import EngineDead
 
+KEYS = 1 << 16  # of adapters: each process has those that are its number more than a multiple of this
 TELL_EVERY = 1.0  # seconds; what was counted since is lost with a process that is killed
 
 
@@ -25,7 +27,13 @@ class Front:
 
     def make(self) -> AsyncLLM:
         config = resolve(self.begin.args, lambda: "cpu", describe_unseen)
-        return AsyncLLM(config, connect=self._connect, name=self.begin.name)
+        return AsyncLLM(config, connect=self._connect, name=self.begin.name, share=self._share)
+
+    def _share(self, names: AdapterNames) -> SharedNames:
+        assert self.hub is not None
+        names.number(int(self.begin.name.rstrip(".")), KEYS)
+        self.hub.names = names
+        return SharedNames(self.hub)
 
     async def tell_counts(self, state: ServerState, boards: Sequence[Board]) -> None:
         """From when requests are taken on."""

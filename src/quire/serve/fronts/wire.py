@@ -10,9 +10,11 @@ import msgspec
 from quire.config.args import EngineArgs
 from quire.config.server_args import ServerArgs
 from quire.engine import ipc
+from quire.engine.adapter_names import NamedAdapter
 from quire.engine.supervisor import State
 from quire.frames import Mailbox
 from quire.obs.totals import BoardState
+from quire.types.adapter import AdapterRef
 from quire.types.outputs import TokenDelta
 from quire.types.sight import Sight
 from quire.types.stats import Stats
@@ -85,6 +87,14 @@ class Gathered(_Frame):
     boards: list[list[BoardState]]
 
 
+class Named(_Frame):
+    """What a name of adapters means from now on; None = nothing. The answer is Noted."""
+
+    id: int
+    name: str
+    adapter: NamedAdapter | None
+
+
 # ---- to it
 
 
@@ -104,8 +114,51 @@ class Gather(_Frame):
     id: int
 
 
-Down = Begin | EnginesSeen | EngineReady | Deltas | Shown | TellCounts | Gathered | ipc.Refused | ipc.Reply
-Up = Open | Counts | Gather | ipc.Add | ipc.Abort | ipc.CallMethod | ipc.LoadAdapter | ipc.Watch
+class Claim(_Frame):
+    """It wants to change what a name means. The Reply comes when nobody else is about to, and Named before it."""
+
+    id: int
+    name: str
+
+
+class Yield(_Frame):
+    """It has changed it, or not."""
+
+    name: str
+
+
+class Name(_Frame):
+    """What it means now. The Reply comes when all others have Noted it."""
+
+    id: int
+    name: str
+    adapter: NamedAdapter | None
+
+
+class Noted(_Frame):
+    id: int
+
+
+class LoadOn(_Frame):
+    id: int
+    engine: int
+    ref: AdapterRef
+    pinned: bool
+
+
+class TellEngine(_Frame):
+    """One of an engine core's public methods, by name; nobody waits for an answer."""
+
+    engine: int
+    method: str
+    args: list[Any]
+
+
+Down = Begin | EnginesSeen | EngineReady | Deltas | Shown | Named | TellCounts | Gathered | ipc.Refused | ipc.Reply
+Up = (
+    Open | Counts | Gather | Claim | Yield | Name | Noted | LoadOn | TellEngine
+    | ipc.Add | ipc.Abort | ipc.CallMethod | ipc.Watch
+)  # fmt: skip
 
 decode_down: Callable[[bytes], Down] = msgspec.msgpack.Decoder(Down, dec_hook=ipc.to_array).decode
 decode_up: Callable[[bytes], Up] = msgspec.msgpack.Decoder(Up, dec_hook=ipc.to_array).decode
