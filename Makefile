@@ -14,7 +14,7 @@ test: check
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 matrix: $(VENV)/.installed-dev
-	QUIRE_MATRIX=all $(BIN)/python -m pytest -n 2 --dist load tests/e2e
+	QUIRE_MATRIX=all $(BIN)/python -m pytest -n 2 --dist load tests/e2e tests/prepare/test_stage.py
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

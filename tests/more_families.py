@@ -59,6 +59,20 @@ GEMMA4: dict[str, Any] = {
 }
 
 MORE: dict[str, Family] = {
+    "afmoe": Family(
+        "AfmoeConfig",
+        "AfmoeForCausalLM",
+        {
+            **EXPERTS,
+            "head_dim": 16,
+            "sliding_window": 6,
+            "global_attn_every_n_layers": 2,
+            "mup_enabled": True,
+            "route_scale": 1.5,
+            "initializer_range": 0.1,
+        },
+        settle=other_names.random_routers,
+    ),
     "arcee": Family("ArceeConfig", "ArceeForCausalLM", {"mlp_bias": True}),
     "cwm": Family("CwmConfig", "CwmForCausalLM", {"head_dim": 8, "sliding_window": 7, "num_hidden_layers": 5}),
     "cohere": Family("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.5}),
@@ -236,6 +250,25 @@ MORE: dict[str, Family] = {
         "Llama4TextConfig",
         "Llama4ForCausalLM",
         {**LLAMA4, "use_qk_norm": False, "num_experts_per_tok": 2, "no_rope_layers": [0, 1, 1, 0]},
+    ),
+    "mimo-v2-flash": Family(
+        "MiMoV2FlashConfig",
+        "MiMoV2FlashForCausalLM",
+        {
+            "head_dim": 16,
+            "v_head_dim": 10,
+            "num_key_value_heads": 1,
+            "sliding_window": 6,
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+            },
+        },
     ),
     "minimax-m2": Family("MiniMaxM2Config", "MiniMaxM2ForCausalLM", {**LOCAL, "head_dim": 16, "partial_rotary_factor": 0.5}),
     "olmoe": Family("OlmoeConfig", "OlmoeForCausalLM", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 1.0}),

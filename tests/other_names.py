@@ -92,6 +92,13 @@ def chatglm(architecture: str) -> Alias:
     return Alias(architecture, config, chain(merged("query_key_value"), names))
 
 
+def random_routers(model: Any) -> None:
+    """Those that begin with zeros."""
+    for name, weight in model.named_parameters():
+        if name.endswith("router.gate.weight"):
+            weight.normal_(0.0, 0.2)
+
+
 def half_open(model: Any) -> None:
     """The gate of Qwen's shared expert lets half of it through, whatever the token."""
     for name, weight in model.named_parameters():

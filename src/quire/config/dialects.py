@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from quire.config.uneven import decilm, gemma3n, gemma4
+from quire.config.uneven import decilm, gemma3n, gemma4, mimo_v2_flash
 
 Config = Mapping[str, Any]
 
@@ -47,6 +47,13 @@ def _dbrx(config: Config) -> Config:
         return {}
     names = {"kv_n_heads": "num_key_value_heads", "rope_theta": "rope_theta"}
     return {common: attention[own] for own, common in names.items() if attention.get(own) is not None}
+
+
+def _afmoe(config: Config) -> Config:
+    names = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts",
+             "route_scale": "routed_scaling_factor", "num_dense_layers": "first_k_dense_replace",
+             "global_attn_every_n_layers": "sliding_window_pattern"}  # fmt: skip
+    return {ours: config[own] for own, ours in names.items() if config.get(own) is not None}
 
 
 def _cwm(config: Config) -> Config:
@@ -172,6 +179,7 @@ def _solar(config: Config) -> Config:  # noqa: ARG001
 
 _DIALECTS: Mapping[str, Callable[[Config], Config]] = MappingProxyType(
     {
+        "afmoe": _afmoe,
         "chatglm": _chatglm,
         "codegen": _gptj,
         "cwm": _cwm,
@@ -188,6 +196,7 @@ _DIALECTS: Mapping[str, Callable[[Config], Config]] = MappingProxyType(
         "kimi_linear": _kimi_linear,
         "llama4": _llama4,
         "llama4_text": _llama4,
+        "mimo_v2_flash": mimo_v2_flash,
         "minicpm": _minicpm,
         "minicpm3": _minicpm,
         "minimax_m2": _minimax_m2,

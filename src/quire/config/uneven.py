@@ -55,6 +55,25 @@ def gemma4(config: Config) -> Config:
     return {"layer_types": types, "layer_shapes": shapes}
 
 
+def mimo_v2_flash(config: Config) -> Config:
+    """The first layer and every sixth see everything; the others have twice as many key heads. The first is dense."""
+    count, keys, size = (config.get(name) for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
+    if not isinstance(count, int) or not isinstance(keys, int):
+        return {}
+    types, feeds = config.get("layer_types"), config.get("mlp_layer_types")
+    if not types:
+        types = ["sliding_attention" if index and (index + 1) % 6 else "full_attention" for index in range(count)]
+    if not isinstance(types, list):
+        return {}
+    before = config.get("sliding_window_size")  # keys before a query's own
+    return {
+        "layer_types": types,
+        "layer_shapes": [(keys if kind == "full_attention" else 2 * keys, size) for kind in types],
+        "mlp_layer_types": feeds or ["dense", *["sparse"] * (count - 1)],
+        "sliding_window": before + 1 if isinstance(before, int) else config.get("sliding_window"),
+    }
+
+
 _OTHER_HALVES = ("mamba", "is_mamba", "llama4", "is_llama4", "moe", "is_moe", "window_length", "num_sink_tokens", "sparsify")
 
 

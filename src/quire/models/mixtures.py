@@ -158,7 +158,7 @@ class Glm4MoE(SparseDecoder, Llama):
             "scoring": "sigmoid",
             "correction": (hf["n_routed_experts"],),
             "groups": (hf.get("n_group") or 1, hf.get("topk_group") or 1, 2),
-            "scale": hf.get("routed_scaling_factor", 1.0),
+            "scale": hf.get("routed_scaling_factor") or 1.0,
         }
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
         "AXK1ForCausalLM": "quire.models.deepseek:AXK1",
+        "AfmoeForCausalLM": "quire.models.afmoe:AFMoE",
         "ArceeForCausalLM": "quire.models.llama:Arcee",
         "BaiChuanForCausalLM": "quire.models.other_names:Baichuan",
         "BaichuanForCausalLM": "quire.models.other_names:Baichuan",
@@ -83,6 +84,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "Mamba2ForCausalLM": "quire.models.mamba:Mamba2",
         "MambaForCausalLM": "quire.models.mamba:Mamba",
         "MiMoForCausalLM": "quire.models.llama:MiMo",
+        "MiMoV2FlashForCausalLM": "quire.models.mimo:MiMoV2Flash",
         "MiniCPM3ForCausalLM": "quire.models.deepseek:MiniCPM3",
         "MiniCPMForCausalLM": "quire.models.granite:MiniCPM",
         "MiniMaxForCausalLM": "quire.models.minimax:MiniMax",

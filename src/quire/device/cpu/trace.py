@@ -117,6 +117,9 @@ class Symbol:
     def __getattr__(self, name: str) -> Any:
         raise Untraceable(f"a use of {name!r}")
 
+    def __getitem__(self, index: object) -> "Symbol":
+        raise Untraceable("a part of hidden states")
+
     def chunk(self, count: int, dim: int) -> "list[Symbol]":
         if dim != -1:
             raise Untraceable(f"a cut along dimension {dim}")
