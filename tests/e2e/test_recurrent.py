@@ -2,7 +2,9 @@
 cache, preemption; and a state that was saved is the state of the same tokens run anew."""
 
 import json
+import sys
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -115,14 +117,48 @@ def test_on_cuda(checkpoint, name, how):
 @pytest.mark.parametrize(
     ("args", "named"),
     [
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"speculative_config": {"method": "draft_model", "model": "BAMBA", "num_speculative_tokens": 2}}, "draft model"),
         ({"kv_cache_memory_bytes": 4096, "max_num_seqs": 64}, "max_num_seqs 64 needs"),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(checkpoint, args, named):
+    case = checkpoint("bamba")
+    if "speculative_config" in args:
+        args = {"speculative_config": args["speculative_config"] | {"model": str(case.directory)}}
     with pytest.raises(ConfigError, match=named):
-        engine(checkpoint("bamba"), **args)
+        engine(case, **args)
+
+
+class Guesses:
+    """What comes next, as far as it was told, but for some tokens."""
+
+    texts: ClassVar[list[list[int]]] = []
+
+    def propose(self, text, most):
+        at, known = len(text.tokens), list(text.tokens)
+        found = next((whole for whole in self.texts if whole[:at] == known), [])
+        return [token if place % 3 else 3 for place, token in enumerate(found[at : at + most], at)]
+
+
+@pytest.mark.parametrize("name", ["bamba", "mamba2", "qwen3.5", "lfm2"])
+def test_drafts(checkpoint, name, monkeypatch):
+    """States go back behind drafts that were wrong, near and far; the tokens are those without drafts, and the states that were
+    saved are those of the tokens."""
+    case = checkpoint(name)
+    custom = {"method": "custom_class", "model": "test_recurrent:Guesses", "num_speculative_tokens": 4, "adaptive": False}
+    llm = engine(case, speculative_config=custom, max_num_batched_tokens=32)
+    told = sys.modules["test_recurrent"].Guesses
+    monkeypatch.setattr(told, "texts", [])
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    answers = [check(case, prompt, output) for prompt, output in zip(PROMPTS, outputs, strict=True)]
+    monkeypatch.setattr(told, "texts", [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)])
+    again = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in again] == answers
+    drafts = [(output.metrics.num_draft_tokens, output.metrics.num_accepted_draft_tokens) for output in again]
+    assert all(0 < accepted < drafted for drafted, accepted in drafts), drafts
+    onward = PROMPTS[0] + answers[0] + [7, 8]
+    check(case, onward, llm.generate(onward, GREEDY, use_tqdm=False)[0])
 
 
 def test_adapters(checkpoint, tmp_path):

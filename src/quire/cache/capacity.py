@@ -38,14 +38,15 @@ def longest(layout: CacheLayout, pages: int, most: int, chunk: int) -> int:
 SNAPSHOT_SHARE, MOST_SNAPSHOTS = 0.25, 4  # of what the states of all slots leave; and for each slot
 
 
-def fit_states(state_bytes: int, budget_bytes: int, max_seqs: int, wanted: bool, pages: bool) -> tuple[int, int]:
-    """How many snapshots there are beside a state for each slot and one for none, and what that leaves of the budget.
+def fit_states(state_bytes: int, budget_bytes: int, max_seqs: int, wanted: bool, pages: bool, each: int = 1) -> tuple[int, int]:
+    """How many snapshots there are beside `each` states for each slot and one for none, and what that leaves of the budget.
     `wanted`: are prefixes cached? `pages`: does something need the rest?"""
-    rest = budget_bytes - (max_seqs + 1) * state_bytes
+    held = (each * max_seqs + 1) * state_bytes
+    rest = budget_bytes - held
     if rest <= 0:
-        most = max(0, budget_bytes // state_bytes - 2)
+        most = max(0, budget_bytes // state_bytes - 2) // each
         raise ConfigError(
-            f"max_num_seqs {max_seqs} needs {_size((max_seqs + 1) * state_bytes)} for recurrent states, one of "
+            f"max_num_seqs {max_seqs} needs {_size(held)} for recurrent states, {each} of "
             f"{_size(state_bytes)} each, but the cache got {_size(budget_bytes)}; {most} would fit, or give it more memory "
             "(gpu_memory_utilization, kv_cache_memory_bytes)"
         )

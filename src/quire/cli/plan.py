@@ -162,7 +162,12 @@ def _fit(config: Config, layout: CacheLayout, cache: int, share: float) -> tuple
     try:
         if config.state_bytes:
             snapshots, cache = fit_states(
-                config.state_bytes, max(0, cache), config.max_seqs, config.prefix_caching, bool(layout.groups)
+                config.state_bytes,
+                max(0, cache),
+                config.max_seqs,
+                config.prefix_caching,
+                bool(layout.groups),
+                config.states_each,
             )
         capacity = fit(
             layout,

@@ -106,6 +106,11 @@ class Config:
         return sum(state.bytes(DTYPE_BYTES[self.dtype]) for state in self.facts.states)
 
     @property
+    def states_each(self) -> int:
+        """Of a sequence: where drafts may be wrong, one to go back to is kept."""
+        return 1 if self.speculation is None else 2
+
+    @property
     def cache_bytes(self) -> int:
         """Of one number."""
         return CACHE_BYTES[self.cache_dtype]

@@ -172,10 +172,19 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "drafts of recurrent layers",
-        lambda c: c.speculation is not None and bool(c.facts.states),
+        lambda c: c.speculation is not None and bool(c.facts.states) and (c.drafts_on_device or c.device != "cpu"),
         lambda c: (
-            f"speculative_config cannot be had with {c.facts.architecture}: its recurrent state cannot go back behind drafts "
-            "that were wrong. Leave it out"
+            f"speculative_config.method {c.speculation and c.speculation.method} cannot be had with {c.facts.architecture} on "
+            f"{c.device}: its recurrent state goes back behind drafts that were wrong where the host drafts (ngram, suffix), "
+            "on a CPU. Leave it out"
+        ),
+    ),
+    Conflict(
+        "drafts by recurrent layers",
+        lambda c: c.draft_facts is not None and bool(c.draft_facts.states),
+        lambda c: (
+            f"the draft model {c.draft_facts and c.draft_facts.architecture} has recurrent layers, whose states do not go back "
+            "behind drafts that were wrong; take another draft model"
         ),
         "recurrent",
         "speculative_config",

@@ -275,7 +275,9 @@ def _fit(config: Config, layout: CacheLayout, budget: int, override: int | None)
     snapshots = None
     if config.state_bytes:
         known = budget or (MOST_SNAPSHOTS + 2) * config.max_seqs * config.state_bytes  # nobody measured it for a fake
-        snapshots, budget = fit_states(config.state_bytes, known, config.max_seqs, config.prefix_caching, bool(layout.groups))
+        snapshots, budget = fit_states(
+            config.state_bytes, known, config.max_seqs, config.prefix_caching, bool(layout.groups), config.states_each
+        )
     capacity = fit(
         layout,
         budget,

@@ -1,6 +1,7 @@
-"""The memory of recurrent states: an entry for each slot, snapshots of prefixes behind those, and one that is nobody's.
+"""The memory of recurrent states: an entry for each slot, snapshots of prefixes behind those, another for each slot where
+drafts may be wrong, and one that is nobody's.
 
-entries   [ slot 0 | slot 1 | ... | snapshot | snapshot | ... | nobody's ]      in every layer's two arrays
+entries   [ slot 0 | slot 1 | ... | snapshot | ... | beside slot 0 | ... | nobody's ]      in every layer's two arrays
 """
 
 from collections.abc import Callable, Sequence
@@ -23,11 +24,13 @@ class StateBuffers:
         snapshots: int,
         dtype: torch.dtype,
         allocate: Callable[[int, int], Tensor],
+        twice: bool = False,
     ) -> None:
         """`allocate`: pieces, and bytes of each -> raw memory [pieces, bytes] uint8, all zero. No slots: all share one entry,
-        where what they compute does not matter."""
+        where what they compute does not matter. `twice`: a state is kept beside that of each slot."""
         self._shared = not slots
-        self._entries = slots + snapshots + 1
+        self._beside = slots + snapshots
+        self._entries = slots + snapshots + (slots if twice else 0) + 1
         self._arrays: list[Tensor] = []  # each [entries, ...]
         for layer in layers:
             conv, state = (
@@ -39,6 +42,9 @@ class StateBuffers:
 
     def entries(self, slots: Ints) -> Ints:
         return np.zeros_like(slots) if self._shared else slots
+
+    def beside(self, slots: Ints) -> Ints:
+        return slots + self._beside
 
     def copy(self, source: Ints, target: Ints) -> None:
         """state[target] = state[source]; no target is a source."""

@@ -35,6 +35,7 @@ from quire.runner.graphs import Graphs, Undrawn, allowance, fixed_plans
 from quire.runner.kv import KVBuffers
 from quire.runner.profile_run import largest_step
 from quire.runner.prompt_logprobs import final_states, report_prompts
+from quire.runner.rollback import Rollback
 from quire.runner.row_parts import RowPart, make_parts
 from quire.runner.sampler.grammar import Masks
 from quire.runner.sampler.logprobs import Report
@@ -129,6 +130,7 @@ class Runner:
         self.graphs: Graphs | None = None  # it counts what it recorded and replayed
         self._kv_layout = KVLayout.PAGES
         self._states: StateBuffers | None = None
+        self._rollback: Rollback | None = None  # of states, where drafts may be wrong
         self._model: Decoder | None = None
         self._tenants: tuple[Slots, KVBuffers, Sampler] | None = None
         self._taps: Taps | None = None
@@ -229,10 +231,12 @@ class Runner:
         kv = KVBuffers(self._layout, self._layers, pages, self._cache_dtype, self._device.allocate, self._kv_layout)
         for layer, view, group in kv.views():
             model.attentions[layer].bind(view, group, dtype=self._dtype)
-        self._states = None
+        self._states = self._rollback = None
         if model.recurrents:
             seats = self._max_seqs if pages else 0
-            self._states = StateBuffers(model.recurrents, seats, snapshots, self._dtype, self._device.allocate)
+            twice = self._drafts > 0
+            self._states = StateBuffers(model.recurrents, seats, snapshots, self._dtype, self._device.allocate, twice)
+            self._rollback = Rollback(seats, self._states) if twice and seats else None
         groups, page_size = max(1, len(self._layout.groups)), self._layout.page_size  # whoever fills rows counts on one
         told = self._drafter is None and self._drafts > 0
         slots = Slots(self._max_seqs, max_model_len, groups, page_size, device, self._drafts, self._device.updates(), told)
@@ -275,6 +279,8 @@ class Runner:
         parts = [part for part in self._parts if part.active(plan.slot)]
         outputs, told = plan.outputs, self._drafter is None and bool(plan.drafts.any())
         run, owner = unroll(plan) if told and self._device.records else (plan, None)
+        if self._rollback is not None:
+            run = self._go_back(self._rollback, plan, slots, parts)
         more = run.drafts.any() or len(outputs.prompt_logprobs) or len(outputs.pool)  # graphs draw, and nothing else
         more = more or (self._kept_states is not None and run.tokens > len(run.slot))
         replayed = None if self.graphs is None or more else self._replay(self.graphs, run, plain, parts)
@@ -318,6 +324,8 @@ class Runner:
             self._companion.take_in(plan)
         if self._states is not None:
             self._states.copy(plan.load_entry, plan.load_slot)
+        if self._rollback is not None:
+            self._rollback.admit(plan)
         if len(plan.slot):
             if self._balancer is not None:
                 self._balancer.before_step()
@@ -326,6 +334,14 @@ class Runner:
         else:
             slots.updates.deliver()
         return slots, sampler
+
+    def _go_back(self, rollback: Rollback, plan: StepPlan, slots: Slots, parts: list[RowPart]) -> StepPlan:
+        """States stand where the rows begin that are to be run, and those returned are to be run in their place."""
+        first, run = rollback.prepare(plan)
+        if first is not None:
+            self._loaded()(build_batch(first, slots, parts, states=self._states).batch)
+        rollback.keep()
+        return run
 
     def _take_out(self, plan: StepPlan, built: Built, hidden: Tensor) -> Wanted:
         """hidden [K, H] of the tokens that the batch keeps."""

@@ -316,7 +316,7 @@ class Scheduler:
         """A row of `count` tokens, the last of them drafts."""
         request.computed += count
         request.known -= count - drafts
-        if self._snapshots is not None and (entry := self._snapshots.save(request)) is not None:
+        if self._snapshots is not None and not drafts and (entry := self._snapshots.save(request)) is not None:
             plan.save(request.slot, entry)
         sample = not request.known
         masked = sample and request.spec.params.needs_masks and (request.constrained or left_to_think(request) <= 0)

@@ -216,6 +216,10 @@ class FakeExecutor:
         ids, row = drawn[kept], plan.draw_row[kept]
         self.cursor[slots] = end - np.where(plan.sample, 1 + plan.drafts - lengths, 0)
         self.bound[slots] = plan.end
+        if self._states is not None:  # behind drafts that were wrong they go back
+            for slot in slots[plan.drafts > 0].tolist():
+                if self._states[slot] != LOST:
+                    self._states[slot] = self.tokens[slot, : self.cursor[slot]].tobytes()
         self.tokens[slots[row], places[plan.outputs.draw[kept]] + 1] = ids
         self.known[slots] = np.where(plan.sample, self.cursor[slots] + 1, self.known[slots])
         self._propose(slots[plan.sample])
