@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 from tqdm import tqdm
@@ -22,7 +23,7 @@ from quire.text.tokenizer import Tokenizer
 from quire.types.adapter import LoRARequest
 from quire.types.errors import InvalidParameter, NotSupported
 from quire.types.outputs import BeamSearchOutput, RequestOutput
-from quire.types.prompts import Extras, PromptType
+from quire.types.prompts import NO_EXTRAS, Extras, PromptType
 from quire.types.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ class LLM(NotBuilt):
         tokens: add_special_tokens, truncation, max_length ... (`text/tokenization.py`). `lora_request`: the adapter of all
         prompts, or a list with one or None for each.
         """
-        refuse_media(mm_processor_kwargs)
+        if mm_processor_kwargs:
+            refuse_media(mm_processor_kwargs)
         return self._run(self._prepare(prompts, sampling_params, priority, tokenization_kwargs, lora_request), use_tqdm)
 
     def chat(
@@ -98,7 +100,8 @@ class LLM(NotBuilt):
             chat_template, chat_template_content_format, add_generation_prompt, continue_final_message, tools,
             chat_template_kwargs, tokenization_kwargs,
         )  # fmt: skip
-        refuse_media(mm_processor_kwargs)
+        if mm_processor_kwargs:
+            refuse_media(mm_processor_kwargs)
         prompts = self._render(messages, options, lora_request)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
@@ -129,7 +132,8 @@ class LLM(NotBuilt):
         mm_processor_kwargs: Any = None,
     ) -> list[str]:
         """Takes requests in without running them; `wait_for_completion` does. Returns their ids."""
-        refuse_media(mm_processor_kwargs)
+        if mm_processor_kwargs:
+            refuse_media(mm_processor_kwargs)
         prepared = self._prepare(prompts, sampling_params, priority, tokenization_kwargs, lora_request)
         self._waiting += prepared
         return [one.id for one in prepared]
@@ -225,7 +229,8 @@ class LLM(NotBuilt):
         priorities = list(priority) if priority is not None else [0] * len(batch)
         if len(priorities) != len(batch):
             raise InvalidParameter(f"priority has {len(priorities)} entries for {len(batch)} prompts", "priority")
-        extras, prepared = self._extras_for(lora_request, len(batch)), []
+        extras = [NO_EXTRAS] * len(batch) if lora_request is None else self._extras_for(lora_request, len(batch))
+        prepared = []
         for prompt, one, rank, extra in zip(batch, params, priorities, extras, strict=True):
             ready = self.llm_engine.prepare(str(next(self._ids)), prompt, one, priority=rank, how=how, extras=extra)
             ready.params.output_kind = RequestOutputKind.FINAL_ONLY
@@ -253,28 +258,31 @@ class LLM(NotBuilt):
         engine = self.llm_engine
         done: dict[str, RequestOutput] = {}
         try:
-            with _progress(len(prepared), use_tqdm) as bar, interrupts_between_steps() as check, little_garbage_collection():
+            bar = _Progress(len(prepared)) if use_tqdm else None
+            with bar or nullcontext(), interrupts_between_steps() as check, little_garbage_collection():
                 for one in prepared:
                     engine.submit(one)
                 while len(done) < len(prepared):
                     check()
                     for output in engine.step():
                         done[output.request_id] = output
-                        bar.note(output)
+                        if bar is not None:
+                            bar.note(output)
         finally:
-            engine.abort_request(one.id for one in prepared if one.id not in done)
+            if len(done) < len(prepared):
+                engine.abort_request(one.id for one in prepared if one.id not in done)
         return [done[one.id] for one in prepared]
 
 
-class _progress:  # noqa: N801  used as a context manager
+class _Progress:
     """A bar that counts prompts and shows tokens per second."""
 
-    def __init__(self, total: int, enabled: bool) -> None:
-        self._bar = tqdm(total=total, desc="Processed prompts", disable=not enabled, dynamic_ncols=True)
+    def __init__(self, total: int) -> None:
+        self._bar = tqdm(total=total, desc="Processed prompts", dynamic_ncols=True)
         self._read = self._written = 0
 
-    def __enter__(self) -> "_progress":
-        return self
+    def __enter__(self) -> None:
+        pass
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()

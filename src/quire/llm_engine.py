@@ -34,6 +34,7 @@ from quire.types.errors import RequestError
 from quire.types.outputs import RequestOutput
 from quire.types.prompts import NO_EXTRAS, Extras, PromptType
 from quire.types.sampling import SamplingParams
+from quire.types.structured import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
@@ -92,11 +93,14 @@ class LLMEngine:
         arrival = time.time() if arrival_time is None else arrival_time
         prepared = self.inputs.prepare(request_id, prompt, params, arrival=arrival, priority=priority, how=how, extras=extras)
         if prepared.params.structured_outputs is not None:
-            self.core.constraints.check(prepared.params.structured_outputs)
-            if keywords := unenforced(prepared.params.structured_outputs):
-                told = ", ".join(keywords)
-                warnings.warn(f"the answer is not held to everything that its JSON schema says, not to {told}", stacklevel=2)
+            self._check_grammar(prepared.params.structured_outputs)
         return prepared
+
+    def _check_grammar(self, params: StructuredOutputsParams) -> None:
+        self.core.constraints.check(params)
+        if keywords := unenforced(params):
+            told = ", ".join(keywords)
+            warnings.warn(f"the answer is not held to everything that its JSON schema says, not to {told}", stacklevel=3)
 
     def submit(self, prepared: PreparedRequest) -> None:
         if prepared.id in self.outputs:

@@ -34,7 +34,7 @@ def test_leading_drafts_that_were_drawn_are_accepted(seed):
     ends = np.append(first[1:], len(ids)) - 1
     step = plan(0, [(i, size, size, True, size - 1) for i, size in enumerate((ends - first + 1).tolist())])
     told = dataclasses.replace(step, draft_token=np.array([d for d in drafts if d != NO_DRAFT], np.int32))
-    assert accept_told(told, np.array(ids), np.full(len(ids), GOOD)).tolist() == expected
+    assert accept_told(told, np.array(ids), np.full(len(ids), GOOD), told.draft_token).tolist() == expected
 
 
 def test_a_row_with_drafts_as_rows_of_one_token():

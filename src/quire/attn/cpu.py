@@ -192,6 +192,11 @@ class CPUAttention(AttentionBackend):
             shared = spec.heads != spec.kv_heads
             out = F.scaled_dot_product_attention(by_head, keys, values, is_causal=True, scale=spec.scale, enable_gqa=shared)
             return out.transpose(1, 2).flatten(0, 1)
+        return self._attend_masked(spec, query, keys, values, piece, sinks)
+
+    def _attend_masked(
+        self, spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor, piece: Piece, sinks: Tensor | None
+    ) -> Tensor:
         mask = _causal(piece.count) if piece.causal else piece.mask
         visible = None if mask is None else mask[None]
         slopes, back = slopes_of(spec, query.device), None

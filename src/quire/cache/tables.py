@@ -49,12 +49,16 @@ class Tables:
         if not self.prefix_caching:
             return 0
         extend_keys(request.keys, request.tokens, self.page_size, request.spec.salt)
-        pages, snapshots = self._agree(request, (len(request.tokens) - 1) // self.page_size), self.snapshots
-        if snapshots is not None:
-            request.branch = snapshots.seen(request, pages) * self.page_size
-            while pages != (found := snapshots.best(request, pages)):
-                pages = self._agree(request, found)
+        pages = self._agree(request, (len(request.tokens) - 1) // self.page_size)
+        if self.snapshots is not None:
+            pages = self._agree_with(self.snapshots, request, pages)
         return pages * self.page_size
+
+    def _agree_with(self, snapshots: Snapshots, request: Request, pages: int) -> int:
+        request.branch = snapshots.seen(request, pages) * self.page_size
+        while pages != (found := snapshots.best(request, pages)):
+            pages = self._agree(request, found)
+        return pages
 
     def _agree(self, request: Request, pages: int) -> int:
         """The longest hit of at most that many full pages that all groups have."""
@@ -121,8 +125,10 @@ class Tables:
         if request.computed < (request.published + 1) * self.page_size or not self.prefix_caching:
             return
         last = min(request.computed, len(request.tokens)) // self.page_size
-        if last <= request.published:
-            return
+        if last > request.published:
+            self._offer(request, last)
+
+    def _offer(self, request: Request, last: int) -> None:
         extend_keys(request.keys, request.tokens, self.page_size, request.spec.salt)
         for group in self.groups:
             group.publish(request, request.published, last)

@@ -157,14 +157,17 @@ class EngineCore:
         try:
             flight = self.executor.submit(scheduled.plan)
             if len(scheduled.plan.masked):
-                while self._flights:  # masks depend on their tokens
-                    self._land(*self._flights.popleft())
-                flight.draw(self._masks(scheduled))
+                self._draw_masked(scheduled, flight)
             self._flights.append((scheduled, flight, ahead))
         except EngineDead:
             raise
         except Exception as error:
             self._fail(scheduled, error)
+
+    def _draw_masked(self, scheduled: Scheduled, flight: Flight) -> None:
+        while self._flights:  # masks depend on their tokens
+            self._land(*self._flights.popleft())
+        flight.draw(self._masks(scheduled))
 
     def _masks(self, scheduled: Scheduled) -> Words:
         if self.watch is None:

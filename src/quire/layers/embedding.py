@@ -70,21 +70,23 @@ class Embedding(MethodLayer):
         """ids [T] -> [T, size]."""
         bank = None if adapters is None else self.bank
         known = ids.clamp(max=self.total - 1) if bank is not None and bank.more else ids
-        if self.group is None:
+        if self.group is not None:
+            x = self.group.add(self._look_up_own(known, adapters))
+        else:
             x = self.method.look_up(self, known)
             if bank is not None:
                 x = bank.add(x, known, adapters)
-        else:
-            own = known - self.kept.start
-            theirs = (own < 0) | (own >= len(self.kept))
-            own = own.masked_fill(theirs, 0)
-            x = self.method.look_up(self, own).masked_fill(theirs.unsqueeze(1), 0.0)
-            if bank is not None:
-                x = bank.add(x, own, adapters, theirs)
-            x = self.group.add(x)
         if bank is not None and bank.more:
             x = bank.add_more(x, ids, adapters, self.total)
         return x if self.scale == 1.0 else x * self.scale
+
+    def _look_up_own(self, ids: Tensor, adapters: AdapterRows | None) -> Tensor:
+        """Zeros for ids that are another rank's."""
+        own = ids - self.kept.start
+        theirs = (own < 0) | (own >= len(self.kept))
+        own = own.masked_fill(theirs, 0)
+        x = self.method.look_up(self, own).masked_fill(theirs.unsqueeze(1), 0.0)
+        return x if adapters is None or self.bank is None else self.bank.add(x, own, adapters, theirs)
 
 
 class PositionEmbedding(Embedding):

@@ -62,7 +62,7 @@ class KVTarget:
     """The way of pairs [T, 2, kv_heads, head_dim], key and value of each token, into the cache."""
 
     def __init__(self, kv: Tensor, pairs: Tensor) -> None:
-        self._scales = kv_scales(kv)
+        self._scales = kv_scales(kv) if kv.element_size() == 1 else None
         self._lines = kv_lines(kv) if self._scales is None else None
         self._page_size = kv.shape[3]
         self._by_token = kv.transpose(2, 3)  # [pages, 2, page_size, kv_heads, head_dim]
@@ -71,16 +71,19 @@ class KVTarget:
     def put(self, write: Tensor, given: Tensor | None = None) -> None:
         """write [T] is page * page_size + offset of each token's place; given [2, kv_heads]: scales of the checkpoint."""
         if self._scales is not None:
-            numbers, scales = round_kv(self._pairs, self._by_token.dtype, given)
-            page, offset = write // self._page_size, write % self._page_size
-            self._by_token.view(torch.uint8)[page, :, offset] = numbers.view(torch.uint8)
-            self._scales.transpose(2, 3)[page, :, offset] = scales
+            self._put_rounded(self._scales, write, given)
             return
         pairs = self._pairs if self._pairs.dtype == self._by_token.dtype else self._pairs.to(self._by_token.dtype)
         if self._lines is not None:
             self._lines.index_copy_(2, write, pairs)
         else:
             self._by_token[write // self._page_size, :, write % self._page_size] = pairs
+
+    def _put_rounded(self, kept: Tensor, write: Tensor, given: Tensor | None) -> None:
+        numbers, scales = round_kv(self._pairs, self._by_token.dtype, given)
+        page, offset = write // self._page_size, write % self._page_size
+        self._by_token.view(torch.uint8)[page, :, offset] = numbers.view(torch.uint8)
+        kept.transpose(2, 3)[page, :, offset] = scales
 
 
 def kv_gather(kv: Tensor, pages: Tensor) -> Tensor:

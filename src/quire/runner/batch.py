@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire.attn.batch import Batch, GroupView, keep_last
 from quire.ops.arguments import RowInputs
@@ -81,9 +82,7 @@ def build_batch(
         ),
     )
     if states is not None:
-        entries = states.entries(plan.slot)
-        there = slot_there if entries is plan.slot else torch.zeros_like(slot_there)
-        batch = replace(batch, entries=there, entry_list=tuple(entries.tolist()))
+        batch = _with_states(batch, states, plan, slot_there)
     for part in parts:
         batch = part.attach(batch, plan)
     if not all_kept:
@@ -91,6 +90,12 @@ def build_batch(
     end_of_draw = rest[1] if loose is None else batch.positions[rest[3]] + 1
     rows = Rows(draw_slot, draw_end, prompt, rest[0], end_of_draw, rest[2], slots.tokens, exact=loose is None)
     return Built(batch, rows, shift)
+
+
+def _with_states(batch: Batch, states: StateBuffers, plan: StepPlan, slot_there: Tensor) -> Batch:
+    entries = states.entries(plan.slot)
+    there = slot_there if entries is plan.slot else torch.zeros_like(slot_there)
+    return replace(batch, entries=there, entry_list=tuple(entries.tolist()))
 
 
 def _ends(plan: StepPlan, slots: Slots) -> tuple[Longs, Bools | None]:

@@ -1,8 +1,9 @@
 """A step on its way: what was launched, and how its result is read once it has landed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from quire.ops.arguments import GOOD
@@ -11,10 +12,11 @@ from quire.runner.draft.verify import accept_told
 from quire.runner.sampler.grammar import Masks
 from quire.runner.sampler.logprobs import Report, to_top_logprobs
 from quire.runner.sampler.pipeline import FAULTS, Drawn
-from quire.runner.transfer import Download
+from quire.runner.transfer import Download, Longs
 from quire.types.errors import EngineError
 from quire.types.plan import Bools, Floats, Ints, StepPlan, StepResult, TopLogprobs, Words, spans
 
+Array = npt.NDArray[np.generic]
 BROKEN_PROMPT = "the model's logits are broken at a prompt position: they contain NaN or +inf"
 
 
@@ -79,49 +81,29 @@ class StepFlight:
         lengths, ids, fault = plan.sample.astype(np.int32), np.empty(0, np.int32), np.empty(0, np.int32)
         if drawn is not None:
             ids, fault = next(arrays)[:, slice(len(plan.draw_row)) if drawn.places is None else drawn.places]
-        pooled: dict[int, Floats] = {}
-        if self._pooled is not None:
-            states, owner = next(arrays).astype(np.float32), plan.rows_of(plan.outputs.pool)
-            pooled = {each: states[owner == each] for each in owner.tolist()}
+        pooled = {} if self._pooled is None else _split_pooled(plan, next(arrays))
         kept: Ints | slice = slice(None)  # the draws that count
-        if drawn is not None and drawn.lengths is not None:
-            lengths[plan.sample] = next(arrays)
+        if drawn is not None and (drawn.lengths is not None or plan.drafts.any()):
+            lengths[plan.sample] = self._accept(ids, fault) if drawn.lengths is None else next(arrays)
             kept = spans(np.searchsorted(plan.draw_row, np.arange(len(lengths))), lengths)
-        elif drawn is not None and plan.drafts.any():
-            told = plan.draft_token if self._guessing is None else self._guessing.drafter.guessed(plan)
-            lengths[plan.sample] = accept_told(plan, ids, fault, told)
-            kept = spans(np.searchsorted(plan.draw_row, np.arange(len(lengths))), lengths)
-        drafts: dict[int, Ints] = {}
-        if drawn is not None and drawn.guesses is not None and len(plan.masked):
-            expected, masked = (
-                dict(zip(np.flatnonzero(plan.sample).tolist(), next(arrays), strict=True)),
-                plan.draw_row[plan.masked],
-            )
-            drafts = {each: expected[each].astype(np.int32) for each in masked.tolist()}
-        row = plan.draw_row[kept]
+        drafts = {} if drawn is None or drawn.guesses is None or not len(plan.masked) else _split_guesses(plan, next(arrays))
         failed: dict[int, str] = {}
         if fault[kept].any():
-            good = fault[kept] == GOOD
-            failed = {int(row[i]): FAULTS[int(fault[kept][i])] for i in np.flatnonzero(~good)}
-            kept = np.arange(len(fault), dtype=np.int32)[kept][good]
-            row = plan.draw_row[kept]
-            lengths = np.bincount(row, minlength=len(lengths)).astype(np.int32)
+            failed, kept, lengths = _leave_out(plan, fault, kept)
         logprobs: dict[int, TopLogprobs] = {}
         if drawn is not None and drawn.report is not None:
             top = to_top_logprobs(next(arrays), next(arrays), next(arrays))
             counts = np.isin(drawn.reported, np.arange(len(fault))[kept])
             logprobs = _split_rows(top, plan.draw_row[drawn.reported], drawn.widths, counts)
-        pieces: dict[int, list[TopLogprobs]] = {}
-        for each, _ in self._prompts:
-            pieces.setdefault(each, []).append(to_top_logprobs(next(arrays), next(arrays), next(arrays)))
-        prompt_logprobs = {each: _join(parts) for each, parts in pieces.items()}
-        for each, top in list(prompt_logprobs.items()):
-            if (np.isnan(top.values) | np.isposinf(top.values)).any():
-                failed.setdefault(each, BROKEN_PROMPT)
-                del prompt_logprobs[each]
+        prompt_logprobs = self._read_prompts(arrays, failed) if self._prompts else {}
         if self._guessing is not None:
             drafts = self._go_on(self._guessing, lengths)
         return StepResult(plan.step, lengths, ids[kept].astype(np.int32), logprobs, prompt_logprobs, pooled, drafts, failed)
+
+    def _accept(self, ids: Ints, fault: Ints) -> Longs:
+        plan = self._plan
+        told = plan.draft_token if self._guessing is None else self._guessing.drafter.guessed(plan)
+        return accept_told(plan, ids, fault, told)
 
     def _go_on(self, guessing: Guessing, lengths: Ints) -> dict[int, Ints]:
         """The next guesses are launched; those of rows with masks are waited for."""
@@ -129,6 +111,37 @@ class StepFlight:
         guessing.follow(plan, lengths)
         masked = np.unique(plan.draw_row[plan.masked]).tolist() if plan.ahead else ()
         return {row: guessing.drafter.expects(int(plan.slot[row]), plan.ahead) for row in masked}
+
+    def _read_prompts(self, arrays: Iterator[Array], failed: dict[int, str]) -> dict[int, TopLogprobs]:
+        """By rows; those whose logits are broken are `failed` instead."""
+        pieces: dict[int, list[TopLogprobs]] = {}
+        for each, _ in self._prompts:
+            pieces.setdefault(each, []).append(to_top_logprobs(next(arrays), next(arrays), next(arrays)))
+        joined = {each: _join(parts) for each, parts in pieces.items()}
+        for each, top in list(joined.items()):
+            if (np.isnan(top.values) | np.isposinf(top.values)).any():
+                failed.setdefault(each, BROKEN_PROMPT)
+                del joined[each]
+        return joined
+
+
+def _split_pooled(plan: StepPlan, pooled: Array) -> dict[int, Floats]:
+    states, owner = pooled.astype(np.float32), plan.rows_of(plan.outputs.pool)
+    return {each: states[owner == each] for each in owner.tolist()}
+
+
+def _split_guesses(plan: StepPlan, guesses: Array) -> dict[int, Ints]:
+    """What masked rows are expected to draw next."""
+    expected = dict(zip(np.flatnonzero(plan.sample).tolist(), guesses, strict=True))
+    return {each: expected[each].astype(np.int32) for each in plan.draw_row[plan.masked].tolist()}
+
+
+def _leave_out(plan: StepPlan, fault: Ints, kept: Ints | slice) -> tuple[dict[int, str], Ints, Ints]:
+    """The rows that failed and why, the draws that count without theirs, and how many each row then has."""
+    row, good = plan.draw_row[kept], fault[kept] == GOOD
+    failed = {int(row[i]): FAULTS[int(fault[kept][i])] for i in np.flatnonzero(~good)}
+    left = np.arange(len(fault), dtype=np.int32)[kept][good]
+    return failed, left, np.bincount(plan.draw_row[left], minlength=len(plan.slot)).astype(np.int32)
 
 
 def _split_rows(top: TopLogprobs, rows: Ints, widths: Sequence[int], counts: Bools) -> dict[int, TopLogprobs]:

@@ -61,7 +61,8 @@ class Slots:
         """Who went and came, tokens that were given, and pages: on the device as soon as the updates are delivered."""
         self.retire(plan.retired)
         self._admit(plan.admitted)
-        self._give(plan)
+        if len(plan.given_slot):
+            self._give(plan)
         if self.told:
             self._settle(plan)
         self._write_tables(plan)
@@ -82,10 +83,9 @@ class Slots:
 
     def _give(self, plan: StepPlan) -> None:
         """Tokens that follow a tenant's last without having been drawn."""
-        if len(plan.given_slot):
-            self.known[plan.given_slot] = plan.given_position + 1  # of a slot's several, the last
-            index = plan.given_slot.astype(np.int64) * self.tokens.shape[1] + plan.given_position
-            self.updates.scatter(self.tokens, index, plan.given_token)
+        self.known[plan.given_slot] = plan.given_position + 1  # of a slot's several, the last
+        index = plan.given_slot.astype(np.int64) * self.tokens.shape[1] + plan.given_position
+        self.updates.scatter(self.tokens, index, plan.given_token)
 
     def _settle(self, plan: StepPlan) -> None:
         """A row behind drafts says how many were right by where it begins; and its own drafts are written down."""
@@ -133,12 +133,14 @@ class Slots:
             wrong |= start > cursor
         wrong |= (plan.count <= plan.drafts) | (end > known) | (plan.slot < 0) | (plan.drafts > self.drafts)
         if wrong.any():
-            row = int(np.flatnonzero(wrong)[0])
-            slot = int(plan.slot[row])
-            raise EngineError(
-                f"step {plan.step} asks slot {slot} for positions {start[row]} to {end[row]} with sample={plan.sample[row]} "
-                f"and {plan.drafts[row]} drafts, but {self.cursor[slot]} of its {self.known[slot]} tokens have been run"
-            )
+            raise self._out_of_place(plan, int(np.flatnonzero(wrong)[0]))
+
+    def _out_of_place(self, plan: StepPlan, row: int) -> EngineError:
+        slot, end = int(plan.slot[row]), int(plan.end[row])
+        return EngineError(
+            f"step {plan.step} asks slot {slot} for positions {end - plan.count[row]} to {end} with sample={plan.sample[row]} "
+            f"and {plan.drafts[row]} drafts, but {self.cursor[slot]} of its {self.known[slot]} tokens have been run"
+        )
 
     def advance(self, plan: StepPlan) -> None:
         """The rows have been launched; those that draw have one more token to run, and some of their drafts may be right."""

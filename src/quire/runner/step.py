@@ -319,7 +319,8 @@ class Runner:
             for admission in plan.admitted:
                 tenancy.admit(admission.slot, admission)
         sampler.refresh(slots.updates)
-        kv.copy(plan.copy_from, plan.copy_to)
+        if len(plan.copy_from):
+            kv.copy(plan.copy_from, plan.copy_to)
         if self._companion is not None:
             self._companion.take_in(plan)
         if self._states is not None:
@@ -348,7 +349,7 @@ class Runner:
         assert self._tenants is not None
         (slots, _, sampler), model, batch = self._tenants, self._loaded(), built.batch
         outputs, pooled = plan.outputs, None
-        prompts = report_prompts(plan, built, hidden, model, slots, sampler)
+        prompts = report_prompts(plan, built, hidden, model, slots, sampler) if len(outputs.prompt_logprobs) else []
         if len(outputs.pool):
             pooled = hidden[upload(final_states(outputs.pool, plan, built), hidden.device)].float()
         drawn_from = hidden[batch.logit_index] if len(outputs.draw) else hidden[:0]

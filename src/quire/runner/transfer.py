@@ -21,12 +21,14 @@ def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
 
 def upload_together(arrays: Sequence[npt.NDArray[np.integer]], device: torch.device) -> list[Tensor]:
     """Several one-dimensional integer arrays in one copy; each comes out as an int64 view of one device buffer. On a CPU it
-    shares the array's memory, if that is int64.
+    shares the array's memory, if that is int64."""
+    if device.type == "cuda":
+        return _upload_packed(arrays, device)
+    return [torch.from_numpy(array.astype(np.int64, copy=False)).to(device) for array in arrays]
 
-    In the buffer each begins at a multiple of 16 bytes: kernels are compiled anew for pointers that do not.
-    """
-    if device.type != "cuda":
-        return [torch.from_numpy(array.astype(np.int64, copy=False)).to(device) for array in arrays]
+
+def _upload_packed(arrays: Sequence[npt.NDArray[np.integer]], device: torch.device) -> list[Tensor]:
+    """In the buffer each begins at a multiple of 16 bytes: kernels are compiled anew for pointers that do not."""
     starts = np.cumsum([0, *(len(array) + len(array) % 2 for array in arrays)]).tolist()
     packed = torch.empty(starts[-1], dtype=torch.int64, pin_memory=True)
     numbers = packed.numpy()

@@ -16,11 +16,11 @@ from quire.types.request import Request
 class Forks:
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._parked: dict[Request, list[tuple[int, Request]]] = {}  # parent → (tokens it must have computed, child)
+        self.families: dict[Request, list[tuple[int, Request]]] = {}  # parent → (tokens it must have computed, child)
         self.held: dict[str, Request] = {}  # oldest first
 
     def parked(self) -> Iterator[Request]:
-        return (child for family in self._parked.values() for _, child in family)
+        return (child for family in self.families.values() for _, child in family)
 
     def parent(self, child: Request, live: dict[str, Request]) -> Request | None:
         name = child.spec.fork_of
@@ -36,31 +36,31 @@ class Forks:
         target = common_prefix(child.tokens, parent.tokens) - 1
         if settled >= target:
             return False
-        self._parked.setdefault(parent, []).append((target, child))
+        self.families.setdefault(parent, []).append((target, child))
         return True
 
     def wake(self) -> list[Request]:
         """Children whose parent has come far enough."""
-        return [child for parent in list(self._parked) for child in self._take(parent, parent.computed)]
+        return [child for parent in list(self.families) for child in self._take(parent, parent.computed)]
 
     def orphans(self, parent: Request) -> list[Request]:
         """All children parked with a parent that leaves."""
         return self._take(parent, parent.limit)
 
     def unpark(self, child: Request) -> None:
-        for parent, family in list(self._parked.items()):
+        for parent, family in list(self.families.items()):
             self._keep(parent, [entry for entry in family if entry[1] is not child])
 
     def _take(self, parent: Request, computed: int) -> list[Request]:
-        family = self._parked.get(parent, [])
+        family = self.families.get(parent, [])
         self._keep(parent, [entry for entry in family if entry[0] > computed])
         return [child for target, child in family if target <= computed]
 
     def _keep(self, parent: Request, family: list[tuple[int, Request]]) -> None:
         if family:
-            self._parked[parent] = family
+            self.families[parent] = family
         else:
-            self._parked.pop(parent, None)
+            self.families.pop(parent, None)
 
 
 def common_prefix(a: "array[int]", b: "array[int]") -> int:

@@ -47,17 +47,23 @@ class RequestLimits:
             raise PromptTooLong(f"the request has {begun} tokens and may have {limit}: none is left to be drawn", "prompt")
         stored = limit - 1  # the last sampled token is never run
         if not self._chunked and stored > self.budget:
-            raise PromptTooLong(
-                f"the request may grow to {stored} tokens, but without chunked prefill all must fit one step of {self.budget} "
-                f"tokens: shorten it or lower max_tokens by at least {stored - self.budget}",
-                "prompt",
-            )
+            raise self._too_long_a_step(stored)
         needed = pages_for(self._layout, stored, self.chunk)
         if needed > self._pages:
-            possible = longest(self._layout, self._pages, stored, self.chunk)
-            raise PromptTooLong(
-                f"the request may grow to {stored} tokens and {needed} cache pages, but there are only {self._pages}, "
-                f"{needed - self._pages} too few: shorten it or lower max_tokens by at least {stored - possible} tokens",
-                "prompt",
-            )
+            raise self._too_many_pages(stored, needed)
         return limit
+
+    def _too_long_a_step(self, stored: int) -> PromptTooLong:
+        return PromptTooLong(
+            f"the request may grow to {stored} tokens, but without chunked prefill all must fit one step of {self.budget} "
+            f"tokens: shorten it or lower max_tokens by at least {stored - self.budget}",
+            "prompt",
+        )
+
+    def _too_many_pages(self, stored: int, needed: int) -> PromptTooLong:
+        possible = longest(self._layout, self._pages, stored, self.chunk)
+        return PromptTooLong(
+            f"the request may grow to {stored} tokens and {needed} cache pages, but there are only {self._pages}, "
+            f"{needed - self._pages} too few: shorten it or lower max_tokens by at least {stored - possible} tokens",
+            "prompt",
+        )

@@ -118,8 +118,9 @@ class Roster:
                 self._tables.free(request)
         else:
             self._withdraw(request)
-        for child in self.forks.orphans(request):
-            self.queue.push(child)
+        if request in self.forks.families:
+            for child in self.forks.orphans(request):
+                self.queue.push(child)
         for tell in self.on_leave:
             tell(request)
         self._move(request, "gone")
@@ -141,7 +142,7 @@ class Roster:
                 self._tables.free(self.forks.held.pop(name))
 
     def _line_up(self, request: Request) -> None:
-        parent = self.forks.parent(request, self.live)
+        parent = None if request.spec.fork_of is None else self.forks.parent(request, self.live)
         if parent is None or not self.forks.park(request, parent, parent.computed):
             self.queue.push(request)
         self._move(request, "waiting")

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
-from quire.cache.tables import Tables
+from quire.cache.tables import Entries, Tables
 from quire.sched.budget import Budget, StepBudget
 from quire.sched.draft.speculation import Speculation
 from quire.sched.forks import common_prefix
@@ -197,9 +197,11 @@ class Scheduler:
         plan = PlanBuilder(self._step)
         decoding = any(request.known == 1 for request in self._running)
         self._room = self._budget.tokens(self._pool.pages - self._pool.free, len(self._running), self._backlog(), decoding)
-        for child in self._forks.wake():
-            self._queue.push(child)
-        self._make_way(plan)
+        if self._forks.families:
+            for child in self._forks.wake():
+                self._queue.push(child)
+        if len(self._running) and (self._roster.order.policy != "fcfs" or len(self._roster.tenants) > 1):
+            self._make_way(plan)
         if self.speculation is not None:
             self.speculation.grant(self._running)
             self._granted = self.speculation.granted
@@ -251,9 +253,7 @@ class Scheduler:
             if not left:
                 break
             end = request.computed + 1
-            if (
-                end <= request.fast_until and request not in granted
-            ):  # what `_place` does, for one token: most rows of most steps
+            if end <= request.fast_until and request not in granted:  # what `_place` does: most rows of most steps
                 request.computed = end
                 requests.append(request)
                 ends.append(end)
@@ -362,7 +362,7 @@ class Scheduler:
         while (request := self._queue.peek()) is not None:
             if request.rows:  # preempted, and the device is not through with it
                 return None
-            parent = self._forks.parent(request, self._live)
+            parent = None if request.spec.fork_of is None else self._forks.parent(request, self._live)
             if parent is None or not self._forks.park(request, parent, plan.settled(parent)):
                 return request
             self._queue.remove(request)
@@ -372,15 +372,22 @@ class Scheduler:
         """Starts the tables from the content index or from the parent, whichever has more; returns the pages to copy."""
         self._publish(self._filling)
         hit = self._tables.find(request) if request.spec.params.reads_prefix_cache else 0
-        parent = self._forks.parent(request, self._live)
-        if parent is not None:
-            shared = min(common_prefix(request.tokens, parent.tokens), len(request.tokens) - 1, plan.settled(parent))
-            if shared > hit and self._tables.can_fork(parent, shared):
-                request.rewind(shared)
-                return self._tables.fork(request, parent, shared)
+        if request.spec.fork_of is not None and (sources := self._fork(request, plan, hit)) is not None:
+            return sources
         request.rewind(hit)
         self._tables.adopt(request, hit)
         return []
+
+    def _fork(self, request: Request, plan: PlanBuilder, hit: int) -> list[int] | None:
+        """None if its parent is not there, or has no more than the index."""
+        parent = self._forks.parent(request, self._live)
+        if parent is None:
+            return None
+        shared = min(common_prefix(request.tokens, parent.tokens), len(request.tokens) - 1, plan.settled(parent))
+        if shared <= hit or not self._tables.can_fork(parent, shared):
+            return None
+        request.rewind(shared)
+        return self._tables.fork(request, parent, shared)
 
     def _moment(self, request: Request) -> tuple[Request, int, int]:
         """As long as this is the same, whoever did not fit does not."""
@@ -410,17 +417,24 @@ class Scheduler:
         grown = self._tables.grow(request, ahead) if plenty and ahead > end else None
         if grown is None:
             grown = self._tables.grow(request, end)
+        if grown is None:
+            grown = self._take_from_others(request, end)
+        if grown is not None:
+            plan.enter(request.slot, grown)
+        return grown is not None
+
+    def _take_from_others(self, request: Request, end: int) -> list[Entries] | None:
+        grown: list[Entries] | None = None
         while grown is None:
             if request.loose:
-                return False
+                return None
             if not self._drop_oldest_hold():
                 victim = self._running.worst(request)
                 self._roster.preempt(victim)
                 if victim is request:
-                    return False
+                    return None
             grown = self._tables.grow(request, end)
-        plan.enter(request.slot, grown)
-        return True
+        return grown
 
     def _drop_oldest_hold(self) -> bool:
         name = next(iter(self._forks.held), None)
@@ -431,8 +445,6 @@ class Scheduler:
     def _make_way(self, plan: PlanBuilder) -> None:
         """Preempts running requests that have to give way to the head of the queue, if it cannot be admitted otherwise but can
         then."""
-        if not len(self._running) or (self._roster.order.policy == "fcfs" and len(self._roster.tenants) < 2):
-            return
         request = self._head(plan)
         if request is None or self._blocked == self._moment(request):
             return

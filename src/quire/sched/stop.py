@@ -9,9 +9,8 @@ from quire.types.sampling import RepetitionDetectionParams
 def finish(request: Request, token: int) -> tuple[FinishReason, int | None] | None:
     """(reason, stop token to report) if `token`, the newest, was the last one; None if the request goes on."""
     spec, tokens = request.spec, request.tokens
-    grammar_ended = (
-        request.constrained and token in spec.eos_ids
-    )  # it allows that before min_tokens when nothing else may follow
+    # a grammar allows it before min_tokens when nothing else may follow
+    grammar_ended = request.constrained and token in spec.eos_ids
     if token in spec.stop_ids and (grammar_ended or len(tokens) - len(spec.prompt) > spec.params.min_tokens):
         return "stop", None if token in spec.eos_ids else token
     if len(tokens) >= request.limit:

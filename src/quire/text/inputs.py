@@ -145,7 +145,7 @@ class InputProcessor:
             stop_ids=eos_ids | frozenset(params.stop_token_ids or ()),
             eos_ids=eos_ids,
             arrival=arrival,
-            bad_words=_bad_word_ids(prompts.tokenizer, params.bad_words or ()),
+            bad_words=_bad_word_ids(prompts.tokenizer, params.bad_words) if params.bad_words else (),
             priority=priority,
             tenant=tenant or "",
             salt=salt if tenant is None else (*salt, f"owner={tenant}"),
@@ -171,11 +171,8 @@ class InputProcessor:
                     f"{name}={asked} asks for more than this engine allows ({self.max_logprobs}); raise max_logprobs", name
                 )
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "thinking_end_ids", "logit_bias"):
-            for token in getattr(params, name) or ():
-                if not 0 <= token < vocab_size:
-                    raise InvalidParameter(
-                        f"{name}: token id {shown(token)} is out of vocabulary (0 to {vocab_size - 1})", name
-                    )
+            if ids := getattr(params, name):
+                _check_ids(name, ids, vocab_size)
         if self.tokenizer is None and (params.stop or params.bad_words):
             name = "stop" if params.stop else "bad_words"
             raise InvalidParameter(f"{name} needs a tokenizer, and this engine was started with skip_tokenizer_init", name)
@@ -203,6 +200,12 @@ class InputProcessor:
         if params.seed is not None:
             return params.seed & _MASK64
         return (self.seed * 0x9E3779B97F4A7C15 + (next(self._unseeded) + 1) * 0xD1B54A32D192ED03) & _MASK64
+
+
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise InvalidParameter(f"{name}: token id {shown(token)} is out of vocabulary (0 to {vocab_size - 1})", name)
 
 
 def _bad_word_ids(tokenizer: Tokenizer | None, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:

@@ -73,12 +73,8 @@ class OutputProcessor:
         self._answers[prepared.id] = answer
         for choice, request in zip(answer.choices, prepared.requests, strict=True):
             self._owners[request.id] = (answer, choice)
-        arrival = Arrived(prepared.id, prepared.prompt, prepared.prompt_ids, prepared.params, prepared.lora_name)
-        for observer in self._observers:
-            try:
-                observer.on_arrival(arrival)
-            except Exception:
-                logger.exception("an observer failed")
+        if self._observers:
+            self._announce(prepared)
         return answer
 
     def observe(self, observer: OutputObserver) -> None:
@@ -105,7 +101,8 @@ class OutputProcessor:
         if answer is None:
             return []
         answer.metrics.finished_ts = now = time.monotonic()
-        self._tell(OutputNews(now, finished=[answer.finish()], engine=answer.engine))
+        if self._observers:
+            self._tell(OutputNews(now, finished=[answer.finish()], engine=answer.engine))
         return [r.id for r in answer.prepared.requests if self._owners.pop(r.id, None) is not None]
 
     def adapters(self) -> tuple[list[str], list[str]]:
@@ -143,11 +140,13 @@ class OutputProcessor:
                 if answer.finished:
                     del self._answers[answer.prepared.id]
                     answer.metrics.finished_ts = now
-                    news.finished.append(answer.finish())
+                    if self._observers:
+                        news.finished.append(answer.finish())
             if not answer.unfinished if answer.final_only else answer.due or choice.due():
                 answer.due = True
                 due[answer] = None
-        self._tell(news)
+        if self._observers:
+            self._tell(news)
         return Absorbed(due, aborts)
 
     def tools_for(self, prepared: PreparedRequest) -> "tuple[Tokenizer | None, TokenTexts | None]":
@@ -160,6 +159,14 @@ class OutputProcessor:
         if other not in self._others:
             self._others[other] = TokenTexts(other)
         return other, self._others[other]
+
+    def _announce(self, prepared: PreparedRequest) -> None:
+        arrival = Arrived(prepared.id, prepared.prompt, prepared.prompt_ids, prepared.params, prepared.lora_name)
+        for observer in self._observers:
+            try:
+                observer.on_arrival(arrival)
+            except Exception:
+                logger.exception("an observer failed")
 
     def _tell(self, news: OutputNews) -> None:
         for observer in self._observers:
@@ -327,7 +334,7 @@ class _GrowingChoice:
     def __post_init__(self) -> None:
         params = self.prepared.params
         self.params: SamplingParams = params
-        self.logprobs = _new_table(params) if _wants_logprobs(params) else None
+        self.logprobs = _new_table(params) if params.wants_logprobs else None
         self._detokenizer = None
         if self.tokenizer is not None:
             self._detokenizer = Detokenizer(
@@ -423,10 +430,6 @@ class _GrowingChoice:
         if len(before) < CONTEXT:
             before = [*self.prepared.prompt_ids[len(before) - CONTEXT :], *before]
         self.logprobs.append(read_logprobs(top, 0, self.texts, before, ranked=ranked))
-
-
-def _wants_logprobs(params: SamplingParams) -> bool:
-    return params.logprobs is not None or params.logprob_token_ids is not None
 
 
 def _new_table(params: SamplingParams) -> _LogprobTable:

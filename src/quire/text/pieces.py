@@ -44,6 +44,9 @@ class PieceForm:
                 return bytes(BYTE_OF[character] for character in token)
             except KeyError:  # an added token, spelled as it is
                 return token.encode()
+        return self._spell_replaced(token, first)
+
+    def _spell_replaced(self, token: str, first: bool) -> bytes:
         if first and self.first_without:
             token = token.replace(self.first_without, "")
         for old, new in self.replace:

@@ -67,6 +67,12 @@ class PromptReader:
         """A user's prompt in any form (`PromptType`). `how` is asked for by tokenization_kwargs; a `Prompt` may have extras."""
         if isinstance(prompt, Prompt):
             return prompt if extras == NO_EXTRAS else replace(prompt, extras=extras)
+        if isinstance(prompt, str):
+            return Prompt(prompt, self._encode(prompt, how), None, extras)
+        return self._read_parts(prompt, how, extras)
+
+    def _read_parts(self, prompt: Any, how: Tokenization | None, extras: Extras) -> Prompt:
+        """Of a dict or of token ids."""
         given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
         if unknown := set(given) - _KEYS:
             raise InvalidParameter(
@@ -145,10 +151,8 @@ class PromptReader:
         if not ids:
             raise InvalidParameter("the prompt is empty: give at least one token", "prompt")
         if min(ids) < 0 or max(ids) >= self.vocab_size:
-            bad = next(i for i in ids if not 0 <= i < self.vocab_size)
-            raise InvalidParameter(
-                f"token id {shown(bad)} is out of vocabulary: ids go from 0 to {self.vocab_size - 1}", "prompt"
-            )
+            bad = shown(next(i for i in ids if not 0 <= i < self.vocab_size))
+            raise InvalidParameter(f"token id {bad} is out of vocabulary: ids go from 0 to {self.vocab_size - 1}", "prompt")
         self.room(len(ids))
         return tuple(ids)
 

@@ -39,13 +39,8 @@ def check_real(name: str, value: Any, low: float | None = None, high: float | No
     bad |= above is not None and value <= above
     bad |= high is not None and value > high
     if bad:
-        parts = ["finite"]
-        if low is not None:
-            parts.append(f"at least {low:g}")
-        if above is not None:
-            parts.append(f"above {above:g}")
-        if high is not None:
-            parts.append(f"at most {high:g}")
+        bounds = (("at least", low), ("above", above), ("at most", high))
+        parts = ["finite", *(f"{word} {bound:g}" for word, bound in bounds if bound is not None)]
         raise InvalidParameter(f"{name} must be {', '.join(parts)}, got {shown(value)}", name)
     return value
 

@@ -62,13 +62,17 @@ class Session:
 
     def run(self, *inputs: Tensor) -> list[Tensor]:
         """Each [T, columns] float32 and contiguous."""
+        if self._latest is None or self._latest[0] != len(inputs[0]):
+            return self._run_anew(*inputs)
+        _, call, bound, results = self._latest
+        for target, tensor in zip(bound, inputs, strict=True):
+            target.copy_(tensor)
+        call.run()
+        return results
+
+    def _run_anew(self, *inputs: Tensor) -> list[Tensor]:
+        """Of another number of rows than the latest."""
         rows = len(inputs[0])
-        if self._latest is not None and self._latest[0] == rows:
-            _, call, bound, results = self._latest
-            for target, tensor in zip(bound, inputs, strict=True):
-                target.copy_(tensor)
-            call.run()
-            return results
         taken = [tensor.contiguous() for tensor in inputs]
         results = [torch.empty(rows, columns) for _, columns in self._outputs]
         kept = sum(tensor.numel() for tensor in (*taken, *results)) <= self._kept

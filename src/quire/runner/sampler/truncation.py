@@ -84,11 +84,16 @@ def cut_to_mass(logits: Tensor, values: Tensor, p: Tensor) -> Tensor:
     complete = values.shape[1] == logits.shape[1]
     if not complete:
         short = (mass[:, -1] < p) & (p < 1) & (values[:, -1] > -torch.inf)
-        if short.any():  # the mass lies deeper than we looked: start over with all values of those rows
-            deep = logits[short]
-            logits[short] = cut_to_mass(deep, top_values(deep, deep.shape[1]), p[short])
+        if short.any():
+            _cut_deeper(logits, p, short)
             threshold = threshold.masked_fill_(short[:, None], -torch.inf)
     return _keep(logits, values, threshold, spare)
+
+
+def _cut_deeper(logits: Tensor, p: Tensor, short: Tensor) -> None:
+    """The mass lies deeper than we looked: starts over with all values of those rows."""
+    deep = logits[short]
+    logits[short] = cut_to_mass(deep, top_values(deep, deep.shape[1]), p[short])
 
 
 def _keep(logits: Tensor, values: Tensor, threshold: Tensor, spare: Tensor) -> Tensor:
