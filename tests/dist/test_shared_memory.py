@@ -56,6 +56,17 @@ class Ranks:
             end.close()
 
 
+def test_what_ranks_say():
+    ranks = Ranks(3)
+    try:
+        heard = list(ranks.pool.map(lambda rank: ranks.groups[rank].swap(b"x" * rank * 300), range(3)))
+        assert heard == [[b"", b"x" * 300, b"x" * 600]] * 3
+        with pytest.raises(ValueError, match="1021 bytes are more than"):
+            ranks.groups[0].swap(b"x" * 1021)
+    finally:
+        ranks.close()
+
+
 @pytest.fixture(params=[2, 3, 5])
 def ranks(request):
     made = Ranks(request.param)

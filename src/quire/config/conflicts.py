@@ -1,5 +1,6 @@
 """Settings that cannot be had together: one row each, with what to change. All that apply are told at once."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +13,9 @@ from quire.config.uneven import whole_only
 from quire.types.errors import ConfigError
 
 OVERFLOWING = ("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text")  # model types, in float16
+
+
+TRY = "QUIRE_CUDA_RANKS"  # environment
 
 
 @dataclass(frozen=True)
@@ -245,8 +249,12 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "ranks on a device that has none",
-        lambda c: c.world > 1 and c.device != "cpu",
-        lambda c: f"{c.divided} is built for CPUs, and the device is {c.device}; leave it at 1",
+        lambda c: c.world > 1 and c.device != "cpu" and not _tried_on_cards(c),
+        lambda c: (
+            f"{c.divided} is built for CPUs, and the device is {c.device}; leave it at 1"
+            + f" (tensor_parallel_size on one machine's GPUs is written, and nobody has run it yet: {TRY}=1 does)"
+            * (c.device == "cuda")
+        ),
     ),
     Conflict(
         "ranks in one process",
@@ -357,6 +365,10 @@ CONFLICTS: tuple[Conflict, ...] = (
         ),
     ),
 )  # fmt: skip
+
+
+def _tried_on_cards(config: Config) -> bool:
+    return config.device == "cuda" and config.stages == config.args.nnodes == 1 and os.environ.get(TRY) == "1"
 
 
 def _copies(config: Config) -> int:

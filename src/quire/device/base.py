@@ -13,12 +13,17 @@ from quire.types.errors import ConfigError
 from quire.types.stats import DeviceCounts
 
 if TYPE_CHECKING:
+    import socket
+    from collections.abc import Mapping
+
     import torch
     from torch import Tensor
 
     from quire.attn.batch import Batch
     from quire.config.facts import DeviceFacts, ModelFacts
     from quire.device.updates import DeviceUpdates
+    from quire.dist.mesh import Position
+    from quire.dist.shared_memory import SharedMemoryGroup, Watch
     from quire.models.decoder import Decoder
 
 GIB = 2**30
@@ -112,6 +117,21 @@ class Device:
 
     def start(self) -> None:
         """In the process that will run steps, after torch was imported."""
+
+    def take_rank(self, rank: int) -> None:
+        """This process is a rank of an engine; several may share the device, or each have one of several."""
+
+    def sharers(self, ranks: int) -> int:
+        """How many ranks of a machine have one memory."""
+        return ranks
+
+    def group(
+        self, position: "Position", memory: int, peers: "Mapping[int, socket.socket]", watch: "Watch"
+    ) -> "SharedMemoryGroup":
+        """How ranks of one machine meet."""
+        from quire.dist.shared_memory import SharedMemoryGroup
+
+        return SharedMemoryGroup(position, memory, peers, watch)
 
     def prepare(self, model: "Decoder", setting: Setting) -> Prepared:  # noqa: ARG002
         """A model whose weights are loaded -> what runs it from now on. It may repack weights and give memory back."""

@@ -23,6 +23,7 @@ from quire.dist.mesh import Position, evenly
 PIECE = 1 << 22  # bytes of a part that are laid down at a time
 LOOK = 0.5  # seconds between looks at those who are waited for
 READY = b"\1"
+SAID = 1020  # bytes that a rank says at most
 
 
 class Watch(Protocol):
@@ -85,6 +86,15 @@ class SharedMemoryGroup:
                 for place, there in zip(whole, self._exchange(flat[first : first + step], few), strict=True):
                     place[first : first + len(there)] = there
         return torch.cat([piece.view(*part.shape[:-1], -1) for piece in whole], -1)
+
+    def swap(self, said: bytes) -> list[bytes]:
+        """What every rank says, in the order of ranks: a few bytes, of any kind."""
+        if len(said) > SAID:
+            raise ValueError(f"{len(said)} bytes are more than the {SAID} that ranks say to each other")
+        framed = len(said).to_bytes(4, "little") + said
+        piece = torch.frombuffer(bytearray(framed.ljust(4 + SAID, b"\0")), dtype=torch.uint8)
+        heard = [part.numpy().tobytes() for part in SharedMemoryGroup._exchange(self, piece, [len(piece)] * self._size)]
+        return [frame[4 : 4 + int.from_bytes(frame[:4], "little")] for frame in heard]
 
     def _exchange(self, piece: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """All ranks' pieces of these lengths, where they lie: good until the next turn but one."""

@@ -179,7 +179,7 @@ def start_local(
             executor = StagesExecutor(make_stage_runner(config, device, ring), workers, ring)
         else:
             position = Position(0, config.ranks, args.enable_expert_parallel)
-            group = join_group(workers, position)
+            group = join_group(device, workers, position)
             executor = RanksExecutor(make_runner(config, device, position, group, adapters=adapters), workers)
         with doing("loading weights"):
             executor.call("load")
@@ -190,7 +190,10 @@ def start_local(
         with doing("measuring memory"):
             budget = min(executor.call_all("profile", args.gpu_memory_utilization, args.kv_cache_memory_bytes))
         if args.kv_cache_memory_bytes is None:
-            budget = share_memory(config, layout, budget)  # of one machine, and each sees all of it
+            if config.device_facts.one_memory:
+                budget = share_memory(config, layout, budget)  # of one machine, and each sees all of it
+            else:
+                budget //= device.sharers(config.world)
             if config.device_facts.one_memory:
                 budget //= args.data_parallel_size
         watch.lap("profile")

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from quire.runner.step import Runner
 
 
-def start_device(config: Config) -> Device:
+def start_device(config: Config, rank: int = 0) -> Device:
     import torch
 
     device = open_device(config.device)
+    if config.world > 1:
+        device.take_rank(rank)
     device.start()
     if config.world > 1:
         torch.set_num_threads(threads_wanted(ranks=config.node_ranks))

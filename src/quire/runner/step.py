@@ -126,7 +126,8 @@ class Runner:
         self._model_impl = model_impl
         self._keep_quantized = keep_quantized
         self._quantization, self._keeps = quantization, keeps
-        self._recording = device.records and not enforce_eager and self._drafter is None  # no graph compares drafts
+        # no graph compares drafts, and none can wait for other ranks
+        self._recording = device.records and not enforce_eager and self._drafter is None and group is None
         self.graphs: Graphs | None = None  # it counts what it recorded and replayed
         self._kv_layout = KVLayout.PAGES
         self._states: StateBuffers | None = None

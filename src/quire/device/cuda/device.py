@@ -13,7 +13,12 @@ from quire.types.errors import ConfigError
 from quire.types.stats import DeviceCounts
 
 if TYPE_CHECKING:
+    import socket
+    from collections.abc import Mapping
+
     from quire.device.updates import DeviceUpdates
+    from quire.dist.mesh import Position
+    from quire.dist.shared_memory import SharedMemoryGroup, Watch
     from quire.ops.kernels.variants import Variants
 
 BATCH, LARGE_BATCH = (8192, 256), (16384, 1024)  # tokens and requests per step
@@ -65,6 +70,23 @@ class CUDADevice(Device):
                 f"{max(1, len(visible))}, or let engines share one: CUDA_VISIBLE_DEVICES=0,0 and kv_cache_memory_bytes for each"
             )
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[engine].strip()
+
+    def take_rank(self, rank: int) -> None:
+        import torch
+
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+
+    def sharers(self, ranks: int) -> int:
+        import torch
+
+        return -(-ranks // torch.cuda.device_count())
+
+    def group(
+        self, position: "Position", memory: int, peers: "Mapping[int, socket.socket]", watch: "Watch"
+    ) -> "SharedMemoryGroup":
+        from quire.device.cuda.group import CUDAGroup
+
+        return CUDAGroup(position, memory, peers, watch, self.torch_device)
 
     def start(self) -> None:
         self._kernels = watch_kernels()

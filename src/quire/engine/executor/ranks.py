@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from quire.device.base import Device
 from quire.dist.mesh import Position
 from quire.dist.nodes import NodesGroup
 from quire.dist.shared_memory import SharedMemoryGroup
@@ -15,11 +16,11 @@ from quire.types.errors import EngineDead
 from quire.types.plan import Ints, StepPlan, Words
 
 
-def join_group(workers: Workers, position: Position) -> SharedMemoryGroup:
+def join_group(device: Device, workers: Workers, position: Position) -> SharedMemoryGroup:
     """The first rank's way to the others."""
     if workers.remote:
         return NodesGroup(position, workers.memory, workers.peers, workers, workers.remote)
-    return SharedMemoryGroup(position, workers.memory, workers.peers, workers)
+    return device.group(position, workers.memory, workers.peers, workers)
 
 
 class RanksFlight(LocalFlight):

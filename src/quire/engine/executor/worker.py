@@ -24,6 +24,7 @@ from quire.subprocesses import WITH_US, end_with_parent, name_process
 from quire.types.errors import QuireError
 
 if TYPE_CHECKING:
+    from quire.dist.shared_memory import SharedMemoryGroup
     from quire.engine.executor.rank_adapters import RankAdapters
     from quire.runner.stage import Begun, StageRunner
     from quire.runner.step import Runner
@@ -107,7 +108,6 @@ class Rank:
     def _start(self, command: wire.StartRank) -> "Runner":
         from quire.dist.mesh import Position
         from quire.dist.nodes import NodesGroup
-        from quire.dist.shared_memory import SharedMemoryGroup
         from quire.engine.assemble import resolve_here
         from quire.engine.runners import make_runner, start_device
         from quire.engine.timeline import Stopwatch
@@ -119,11 +119,13 @@ class Rank:
             ring = join_pipeline(config, command.rank, self._memory, self._peers, Others(), self._remote)
             return make_stage_runner(config, start_device(config), ring)
         position = Position(command.rank, config.ranks, command.args.enable_expert_parallel)
-        group = SharedMemoryGroup(position, self._memory, self._peers, Others())
+        device = start_device(config, command.rank)
         if self._remote:
-            group = NodesGroup(position, self._memory, self._peers, Others(), self._remote)
+            group: SharedMemoryGroup = NodesGroup(position, self._memory, self._peers, Others(), self._remote)
+        else:
+            group = device.group(position, self._memory, self._peers, Others())
         adapters = (config.max_loras, config.args.max_lora_rank)
-        return make_runner(config, start_device(config), position, group, adapters=adapters)
+        return make_runner(config, device, position, group, adapters=adapters)
 
     def _call(self, method: str, args: Sequence[Any]) -> Any:
         target = self._own_adapters if method.endswith("_adapter") else self._started

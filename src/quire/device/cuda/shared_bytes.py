@@ -1,0 +1,49 @@
+"""Memory of a GPU that several processes have mapped: CUDA's inter-process handles, by the driver's own functions.
+
+torch can share tensors between processes, too, but keeps a file of counts in /dev/shm, which a killed process leaves behind.
+"""
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HANDLE = 64  # bytes
+_LAZY_PEER_ACCESS = 1
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * HANDLE),)
+
+
+class _Bytes:
+    """What torch takes for an array on a GPU, without a copy."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def share_bytes(size: int, device: torch.device) -> tuple[Tensor, bytes]:
+    """Fresh memory, and the handle by which other processes open it. It is there until this process ends."""
+    address, handle = ctypes.c_uint64(), _Handle()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # the device's context is this thread's now
+        _ask("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+        _ask("cuIpcGetMemHandle", ctypes.byref(handle), address)
+    return torch.as_tensor(_Bytes(address.value, size), device=device), ctypes.string_at(ctypes.byref(handle), HANDLE)
+
+
+def open_bytes(handle: bytes, size: int, device: torch.device) -> Tensor:
+    """Another process's, for as long as that lives. It may be another GPU's, where GPUs reach each other."""
+    address = ctypes.c_uint64()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()
+        _ask("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), ctypes.c_uint(_LAZY_PEER_ACCESS))
+    return torch.as_tensor(_Bytes(address.value, size), device=device)
+
+
+def _ask(name: str, *arguments: Any) -> None:
+    code = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
+    if code:
+        raise RuntimeError(f"{name} failed with CUDA error {code}")
