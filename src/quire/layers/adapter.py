@@ -7,6 +7,7 @@ On a GPU kernels do it for linear layers, all adapters at once (`ops/adapters.py
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from quire.ops.adapters import add_tiled
 from quire.ops.arguments import AdapterTable, ExpertBiases, Inner
 
 TOGETHER = 16  # rows on a CPU that are one product: a row's sums are then the same whoever is beside it
+FEW = 4  # the same, of narrow matrices, where an adapter's one row must not wait for fifteen that are not there
 
 Numbers = TypeVar("Numbers")
 
@@ -70,23 +72,49 @@ class LinearNumbers:
         """Are there parts alone, to be multiplied by together?"""
         return self.stacked is not None and self.gain is None and self.bias is None and self.whole is None
 
-    def add_to(self, out: Tensor, x: Tensor, tokens: Tensor | None) -> None:
-        """As `change` of a simple one, for these tokens of out [T, outputs] and x [T, inputs]; None = all."""
+    @cached_property
+    def narrow(self) -> Tensor:
+        """`stacked` in float32: many CPUs multiply by no other floats at any speed."""
         assert self.stacked is not None
-        some = (x if tokens is None else x.index_select(0, tokens)).to(self.stacked.dtype)
-        count, together = len(some), TOGETHER if x.device.type == "cpu" else len(some)
-        if count % together:
-            some = F.pad(some, (0, 0, 0, -count % together))
-        for first in range(0, count, together):
-            shrunk, end, at = torch.mm(some[first : first + together], self.stacked), min(first + together, count), 0
-            for part in self.parts:
-                rank = len(part.up)
-                added = torch.mm(shrunk[:, at : at + rank], part.up)[: end - first].to(out.dtype)
-                columns, at = out[:, part.outputs], at + rank
-                if tokens is None:
-                    columns[first:end] += added
-                else:
-                    columns.index_add_(0, tokens[first:end], added)
+        return self.stacked.float()
+
+    @cached_property
+    def spread(self) -> tuple[slice, Tensor]:
+        """The parts' `up` as one matrix [all ranks, columns] of float32, and which columns: few large products take less time
+        on a CPU than many small ones, although most of it is zeros."""
+        first, last = min(part.start for part in self.parts), max(part.outputs.stop for part in self.parts)
+        matrix, at = self.narrow.new_zeros(self.narrow.shape[1], last - first), 0
+        for part in self.parts:
+            rank = len(part.up)
+            matrix[at : at + rank, part.start - first : part.outputs.stop - first] = part.up
+            at += rank
+        return slice(first, last), matrix
+
+    @cached_property
+    def scratch(self) -> Tensor:
+        """[FEW, inputs]: what is left in its other rows is nobody's."""
+        return self.narrow.new_zeros(FEW, self.narrow.shape[0])
+
+    def add_to(self, out: Tensor, x: Tensor, tokens: Tensor | None) -> None:
+        """As `change` of a simple one, for these tokens of out [T, outputs] and x [T, inputs]; None = all. On a CPU."""
+        columns, up = self.spread
+        if columns.stop - columns.start < out.shape[1]:
+            out = out[:, columns]
+        some = x if tokens is None else x.index_select(0, tokens)
+        count = len(some)
+        for first in range(0, count, FEW):
+            rows = min(FEW, count - first)
+            part = some if rows == count else some[first : first + rows]
+            if rows < FEW or part.dtype != up.dtype:
+                self.scratch[:rows].copy_(part)
+                part = self.scratch
+            added = torch.mm(torch.mm(part, self.narrow), up)[:rows].to(out.dtype)
+            if tokens is not None:
+                out.index_add_(0, tokens if rows == count else tokens[first : first + rows], added)
+            elif rows == count:
+                out.add_(added)
+            else:
+                out[first : first + rows].add_(added)
 
     def change(self, out: Tensor, x: Tensor, own: Tensor | None) -> Tensor:
         """out [n, outputs] of x [n, inputs]; own [outputs]: the layer's bias. May overwrite `out`."""
@@ -109,7 +137,7 @@ class LinearBank(Bank[LinearNumbers]):
             return add_tiled(out, x, rows.tiles, self.table, own)
         flat, given = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1])
         for numbers, tokens in self.of(rows):
-            if numbers.simple:
+            if numbers.simple and flat.device.type == "cpu":
                 numbers.add_to(given, flat, tokens)
             elif tokens is None:
                 given = numbers.change(given, flat, own)
