@@ -60,7 +60,7 @@ class LayerInputs(nn.Module):
         """x [T, H]: the embedded tokens -> [T, layers, size]."""
         of_states = (self.per_layer_model_projection(x, batch.adapters) * self.scale).unflatten(1, (self.layers, self.size))
         ids = batch.ids.masked_fill(batch.ids >= self.rows, 0)
-        of_tokens = self.embed_tokens_per_layer(ids).unflatten(1, (self.layers, self.size))
+        of_tokens = self.embed_tokens_per_layer(ids, batch.adapters).unflatten(1, (self.layers, self.size))
         out: Tensor = (self.per_layer_projection_norm(of_states) + of_tokens) * 2**-0.5
         return out
 
