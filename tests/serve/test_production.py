@@ -6,17 +6,27 @@ import json
 import os
 import random
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from server_process import body, serving, wait_for
+from server_process import ServerProcess, body, serving, wait_for
 
 from patience import PATIENCE
 
 STREAMS = 32
-LOCAL = ("--distributed-executor-backend", "uni", "--device", "cpu", "--block-size", "4", "--kv-cache-memory-bytes", "4m")
+LOCAL = (
+    "--distributed-executor-backend", "uni", "--device", "cpu", "--block-size", "4", "--kv-cache-memory-bytes", "4m",
+    "--max-num-seqs", "16",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(serve_model: Path) -> Iterator[ServerProcess]:
+    with serving(serve_model, *LOCAL) as server:
+        yield server
 
 
 def metric(http: httpx.Client, name: str) -> float:
@@ -75,8 +85,8 @@ async def read_all(url: str, bodies: list[dict[str, Any]], begun: Any = None) ->
         return list(await asyncio.gather(*(one(client, request) for request in bodies)))
 
 
-def test_a_killed_engine_costs_nobody_an_answer(serve_model: Path) -> None:
-    with serving(serve_model, *LOCAL) as server, server.client() as http:
+def test_a_killed_engine_costs_nobody_an_answer(server: ServerProcess) -> None:
+    with server.client() as http:
         undisturbed = asyncio.run(read_all(server.url(), requests()))
         killed = []
 
@@ -85,18 +95,17 @@ def test_a_killed_engine_costs_nobody_an_answer(serve_model: Path) -> None:
             os.kill(killed[0], signal.SIGKILL)
 
         disturbed = asyncio.run(read_all(server.url(), requests(), begun=kill))
-        assert killed and server.engine_pid() != killed[0]
-        assert disturbed == undisturbed
+        assert killed and disturbed == undisturbed
         assert metric(http, "engine_restarts_total") == 1
         assert metric(http, "requests_replayed_total") > 0
         wait_for(lambda: idle(http))
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_disconnects_give_every_page_back(serve_model: Path, stream: bool) -> None:
+def test_disconnects_give_every_page_back(server: ServerProcess, stream: bool) -> None:
     """300 clients each way that go away at random moments: queued, in the prompt, generating, or done."""
-    with serving(serve_model, *LOCAL, "--max-num-seqs", "8") as server, server.client() as http:
-        dice = random.Random(7)
+    with server.client() as http:
+        dice, restarts = random.Random(7), metric(http, "engine_restarts_total")
 
         async def one(client: httpx.AsyncClient, number: int) -> None:
             request = body(100, stream, f"{number % 40} pages " * dice.randint(1, 8))
@@ -111,6 +120,6 @@ def test_disconnects_give_every_page_back(serve_model: Path, stream: bool) -> No
 
         asyncio.run(storm())
         wait_for(lambda: idle(http))
-        assert metric(http, "engine_restarts_total") == 0
+        assert metric(http, "engine_restarts_total") == restarts
         answer = http.post("/v1/completions", json=body(5, False)).json()
         assert answer["usage"]["completion_tokens"] == 5
