@@ -32,7 +32,7 @@ def test_experts_move_and_tokens_stay(checkpoint, name, ranks, copies):
             assert ids(llm, prompts, params) == expected
         told = llm.collective_rpc("describe_rank")
         assert len({rank["rebalanced"] for rank in told}) == 1 and told[0]["rebalanced"] >= 3
-        assert sum(rank["moved_experts"] for rank in told) > copies
+        assert sum(rank["moved_experts"] for rank in told) >= copies
     finally:
         llm.llm_engine.shutdown()
 

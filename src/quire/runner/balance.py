@@ -74,8 +74,12 @@ class Balancer:
         if not any(loads):
             return
         after = settle(before, spread(loads, self._places), self._places)
+        was, becomes = balance_of(loads, before), balance_of(loads, after)
+        worth_it = becomes > was
         if self._wanted.log_balancedness and self._position.rank == 0:
-            logger.info("experts: balance %.3f, now %.3f", balance_of(loads, before), balance_of(loads, after))
+            logger.info("experts: balance %.3f, now %.3f", was, becomes if worth_it else was)
+        if not worth_it:
+            return
         changed = [
             (rank, place, expert)
             for rank, experts in enumerate(after)
