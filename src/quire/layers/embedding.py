@@ -68,6 +68,11 @@ class Embedding(MethodLayer):
 
     def forward(self, ids: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """ids [T] -> [T, size]."""
+        x = self.method.look_up(self, ids) if self.group is None and adapters is None else self._look_up_all(ids, adapters)
+        return x if self.scale == 1.0 else x * self.scale
+
+    def _look_up_all(self, ids: Tensor, adapters: AdapterRows | None) -> Tensor:
+        """With what adapters add, and what other ranks have."""
         bank = None if adapters is None else self.bank
         known = ids.clamp(max=self.total - 1) if bank is not None and bank.more else ids
         if self.group is not None:
@@ -76,9 +81,7 @@ class Embedding(MethodLayer):
             x = self.method.look_up(self, known)
             if bank is not None:
                 x = bank.add(x, known, adapters)
-        if bank is not None and bank.more:
-            x = bank.add_more(x, ids, adapters, self.total)
-        return x if self.scale == 1.0 else x * self.scale
+        return bank.add_more(x, ids, adapters, self.total) if bank is not None and bank.more else x
 
     def _look_up_own(self, ids: Tensor, adapters: AdapterRows | None) -> Tensor:
         """Zeros for ids that are another rank's."""

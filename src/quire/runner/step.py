@@ -294,12 +294,8 @@ class Runner:
             prompts, draw, pooled = self._take_out(run, built, self._loaded()(built.batch))
             if owner is not None:
                 prompts = [(int(owner[row]), report) for row, report in prompts]
-        elif self._companion is not None:
-            self._guessing = self._listen(self._companion, run)
-        if isinstance(replayed, Tensor):
-            draw = Drawn(replayed, places=run.draw_row)
-        elif replayed is not None and len(replayed.rows.slots):
-            draw = partial(self._draw, replayed.logits, replayed.rows, None)
+        else:
+            draw = self._take_replayed(run, replayed)
         slots.advance(plan)
         if self._states is not None:
             self._states.copy(plan.save_slot, plan.save_entry)
@@ -374,6 +370,13 @@ class Runner:
         if any(numbers is None for numbers in brought):
             return None
         return graphs.run(plan, plain, *brought)
+
+    def _take_replayed(self, plan: StepPlan, replayed: Tensor | Undrawn) -> Drawn | Callable[[Masks | None], Drawn] | None:
+        if self._companion is not None:
+            self._guessing = self._listen(self._companion, plan)
+        if isinstance(replayed, Tensor):
+            return Drawn(replayed, places=plan.draw_row)
+        return partial(self._draw, replayed.logits, replayed.rows, None) if len(replayed.rows.slots) else None
 
     def _listen(self, companion: DeviceDrafter, plan: StepPlan) -> Guessing:
         """To what a graph left of a step; where states are read, its rows have one token each."""

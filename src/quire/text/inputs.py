@@ -125,7 +125,7 @@ class InputProcessor:
             raise InvalidParameter(f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params")
         if isinstance(prompt, Prompt) and extras == NO_EXTRAS:
             extras = prompt.extras
-        prompts = self.prompts.of(extras)
+        prompts = self.prompts if extras.lora is None else self.prompts.of(extras)
         read = prompts.read(prompt, how, extras)
         ids = prompts.check(read)
         salt = read.extras.salt if read.cache_salt is None else (*read.extras.salt, f"tenant={read.cache_salt}")
@@ -152,7 +152,8 @@ class InputProcessor:
             extras=read.extras,
         )
         tokenizer = None if prompts.tokenizer is self.tokenizer else prompts.tokenizer
-        return PreparedRequest(request_id, read.text, ids, params, fan_out(base, params.n), tokenizer)
+        requests = (base,) if params.n == 1 else fan_out(base, params.n)
+        return PreparedRequest(request_id, read.text, ids, params, requests, tokenizer)
 
     def ends(self, prompts: PromptReader) -> frozenset[int]:
         """Tokens that end a text: the model's, and that of the tokenizer."""
@@ -164,18 +165,20 @@ class InputProcessor:
         if params.structured_outputs is not None:
             self._check_structured(params.structured_outputs)
         for name in ("logprobs", "prompt_logprobs"):
-            asked = getattr(params, name)
-            wanted = self.vocab_size if asked == -1 else asked
-            if wanted is not None and wanted > self.max_logprobs:
-                raise InvalidParameter(
-                    f"{name}={asked} asks for more than this engine allows ({self.max_logprobs}); raise max_logprobs", name
-                )
+            if (asked := getattr(params, name)) is not None:
+                self._check_logprobs(name, asked)
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "thinking_end_ids", "logit_bias"):
             if ids := getattr(params, name):
                 _check_ids(name, ids, vocab_size)
         if self.tokenizer is None and (params.stop or params.bad_words):
             name = "stop" if params.stop else "bad_words"
             raise InvalidParameter(f"{name} needs a tokenizer, and this engine was started with skip_tokenizer_init", name)
+
+    def _check_logprobs(self, name: str, asked: int) -> None:
+        if (self.vocab_size if asked == -1 else asked) > self.max_logprobs:
+            raise InvalidParameter(
+                f"{name}={asked} asks for more than this engine allows ({self.max_logprobs}); raise max_logprobs", name
+            )
 
     def _check_structured(self, params: StructuredOutputsParams) -> None:
         if find_spec("llguidance") is None:
@@ -229,8 +232,6 @@ def refuse_media(mm_processor_kwargs: Any = None) -> None:
 
 def fan_out(base: EngineRequest, n: int) -> tuple[EngineRequest, ...]:
     """n completions of one prompt are n requests; the later ones share the pages of the first."""
-    if n == 1:
-        return (base,)
     first = f"{base.id}#0"
     return tuple(
         replace(base, id=f"{base.id}#{i}", seed=(base.seed + i) & _MASK64, fork_of=first if i else None) for i in range(n)

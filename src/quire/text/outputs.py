@@ -137,7 +137,7 @@ class OutputProcessor:
                 if delta.finish_reason is None:
                     aborts.append(delta.request_id)
                 answer.unfinished -= 1
-                if answer.finished:
+                if not answer.unfinished:
                     del self._answers[answer.prepared.id]
                     answer.metrics.finished_ts = now
                     if self._observers:
@@ -153,9 +153,10 @@ class OutputProcessor:
         """What makes text of tokens, for a request that wants any."""
         if not prepared.params.detokenize:
             return None, None
-        other = prepared.tokenizer
-        if other is None:
-            return self._tokenizer, self._texts
+        return (self._tokenizer, self._texts) if prepared.tokenizer is None else self._others_tools(prepared.tokenizer)
+
+    def _others_tools(self, other: Tokenizer) -> tuple[Tokenizer, TokenTexts]:
+        """Of an adapter that has its own tokenizer."""
         if other not in self._others:
             self._others[other] = TokenTexts(other)
         return other, self._others[other]
@@ -201,10 +202,6 @@ class RequestAnswer:
             self._prompt_logprobs = _new_table(prepared.params)
             self._prompt_logprobs.append(None)  # nothing comes before the first token
         self._unread: deque[tuple[TopLogprobs, int]] = deque()  # chunks of prompt logprobs, and how far each is read
-
-    @property
-    def finished(self) -> bool:
-        return not self.unfinished
 
     def note(self, delta: TokenDelta, choice: "_GrowingChoice", news: OutputNews) -> None:
         metrics, now, count = self.metrics, news.now, len(delta.token_ids)
@@ -258,7 +255,7 @@ class RequestAnswer:
     def emit(self) -> RequestOutput:
         """All that is due. Called when something is."""
         self.due = False
-        while self.behind:
+        while self._unread:
             self.catch_up()
         choices = [choice for choice in self.choices if choice.due()] if self._delta else self.choices
         return RequestOutput(
