@@ -3,6 +3,7 @@ same checkpoint rewritten: in 4 bits, and with an adapter beside it and within i
 
 import functools
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,9 @@ LONG = {"phi3-longrope": (33, 40, 37, 38)}
 WIDER = {48: 96, 80: 96, 56: 64, 24: 32, 20: 32, 12: 16, 10: 16, 72: 96, 96: 192}
 WIDE = ("size", "dim", "d_model", "rank", "inner", "d_ssm")
 HEADS = ("mamba_n_heads", "mamba_num_heads", "num_heads")  # of recurrent layers: those twice as wide have twice as many
+# heads that are as wide as the model together; convolutions that transformers cuts into three equal parts when it writes them
+OTHERWISE = {"helium": {"head_dim": 16}, "olmo-hybrid-still": {"linear_value_head_dim": 12}}
+ROUTER = re.compile(r"\.(gate|router|layer)\.weight$")  # which nobody quantizes
 LORA_ALPHA, LORA_RANK = 8, 2
 
 
@@ -127,6 +131,7 @@ class Case:
         wide, quantized, floats = (self.room / self.name / kind for kind in ("wide", "int4", "floats"))
         if not quantized.exists():
             settings = {name: widened(name, value) for name, value in (TINY | self.family.settings).items()}
+            settings |= OTHERWISE.get(self.name, {})
             if self.name == "phi3-longrope":  # whose heads are wider, too
                 rope = settings["rope_parameters"]
                 rope |= {key: rope[key] * 2 for key in ("short_factor", "long_factor")}
@@ -136,7 +141,7 @@ class Case:
             matrices = find_matrices(wide)
             for name, weight in load_file(wide / "model.safetensors").items():
                 stored[name] = values[name] = weight
-                if name in matrices and matrices[name][1] % 32 == 0:
+                if name in matrices and matrices[name][1] % 32 == 0 and not ROUTER.search(name):
                     across = weight.shape != matrices[name] or is_transposed(self.family)
                     found, value = write(name, weight.t() if across else weight)
                     del stored[name]
@@ -153,7 +158,7 @@ class Case:
         adapter, merged = self.room / self.name / "adapter", self.room / self.name / "merged"
         if not merged.exists():
             tensors, added = load_file(self.directory / "model.safetensors"), dict[str, Tensor]()
-            for index, (name, shape) in enumerate(find_matrices(self.directory).items()):
+            for index, (name, shape) in enumerate(find_matrices(self.directory, ungated=False).items()):
                 module = name.removesuffix(".weight")
                 named = halves(f"base_model.model.{module}", *shape, LORA_RANK, seed=index)
                 down, up = named.values()
@@ -184,8 +189,9 @@ def is_transposed(family: Family) -> bool:
     return family.model == "GPT2LMHeadModel"
 
 
-def find_matrices(directory: Path) -> dict[str, tuple[int, int]]:
-    """Tensors of the checkpoint that are matrices of linear layers or of one expert -> outputs and inputs."""
+def find_matrices(directory: Path, ungated: bool = True) -> dict[str, tuple[int, int]]:
+    """Tensors of the checkpoint that are matrices of linear layers or of one expert, one without a gate too -> outputs, inputs.
+    Adapters cannot add to those."""
     facts = complete_facts(read_facts(resolve_model(directory), lenient=True), "auto")
     model = build_model(facts)
     tensors = load_file(directory / "model.safetensors")
@@ -195,11 +201,13 @@ def find_matrices(directory: Path) -> dict[str, tuple[int, int]]:
     found = {}
     for name, tensor in tensors.items():
         path = (rename(name, model.renames) or "").removesuffix(".weight")
-        expert = ONE.match(path)
-        if path in sites and sites[path].kind == "linear" and name.endswith(".weight"):
+        if not name.endswith(".weight"):
+            continue
+        if path in sites and sites[path].kind == "linear":
             found[name] = sites[path].shapes[path]
-        elif expert is not None and expert["path"] in sites and tensor.ndim == 2 and name.endswith(".weight"):
-            found[name] = tuple(tensor.shape)
+        elif (expert := ONE.match(path)) is not None and expert["path"] in sites and tensor.ndim == 2:
+            layer = model.get_submodule(expert["path"])
+            found |= {name: tuple(tensor.shape)} if layer.gated or ungated else {}
     assert found
     return found
 

@@ -58,7 +58,7 @@ def quantize(model: nn.Module, scheme: Scheme) -> None:
                     _use(layer, scheme.embedding(path, layer))
                 case Head():
                     _use(layer, scheme.head(path, layer))
-                case Experts(gated=False):
+                case Experts(gated=False) if not getattr(scheme, "reads_ungated", False):
                     raise ModelError(f"{path}: experts without gates are not supported in few bits yet, only as floats")
                 case Experts():
                     _use(layer, scheme.experts(path, layer))

@@ -13,7 +13,7 @@ from quire.files.reading import shown
 from quire.files.safetensors import TensorInfo
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
-from quire.layers.moe import Experts, PlainExperts
+from quire.layers.moe import Experts, PlainExperts, UngatedExperts
 from quire.layers.quant.layout import Dim, Floats, Layout, Raw
 from quire.layers.quant.stored import Piece, StoredExperts, StoredHead, StoredLinear, Target
 from quire.types.errors import ModelError
@@ -38,6 +38,8 @@ class Inventory:
 
 class CheckpointScheme:
     """`inventory`: None where weights are made up."""
+
+    reads_ungated = True  # experts without gates, which become floats
 
     def __init__(self, config: Mapping[str, Any], inventory: Inventory | None, target: Target) -> None:
         self.config, self.inventory, self.target = config, inventory, target
@@ -84,18 +86,20 @@ class CheckpointScheme:
         inner, width, pieces = layer.total_inner, layer.hidden_size, dict[str, Piece]()
         across = range(width)
         # all experts in one tensor: of floats, which is checked when it is read
-        if self.has(path, "gate_up_proj") or type(layer.method) is not PlainExperts:
+        together = self.has(path, "gate_up_proj") or self.has(path, "up_proj")
+        if together or type(layer.method) not in (PlainExperts, UngatedExperts):
             return None
-        for key, outputs, inputs, rows, columns in (
+        matrices = (
             ("gate", inner, width, layer.kept_inner, across),
             ("up", inner, width, layer.kept_inner, across),
             ("down", width, inner, across, layer.kept_inner),
-        ):
+        )[0 if layer.gated else 1 :]
+        for key, outputs, inputs, rows, columns in matrices:
             layout = self._find(f"{path}.0.{key}_proj", outputs, inputs)
             if layout is not None:
                 called = tuple(self.checkpoint_name(f"{path}.{expert}.{key}_proj")[0] for expert in layer.kept)
                 pieces[key] = Piece(f"{key}_proj", layout, (outputs, inputs), (rows,), columns, called)
-        if pieces and len(pieces) < 3:
+        if pieces and len(pieces) < len(matrices):
             raise ModelError(f"{path}: only {' and '.join(pieces)} of its experts are quantized; all or none must be")
         return StoredExperts(pieces, self.target, stack=(len(layer.kept),)) if pieces else None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.layers.claims import Claim, Claims, Take
 from quire.layers.embedding import Head, PlainHead
 from quire.layers.linear import Linear, Plain
-from quire.layers.moe import Experts, PlainExperts
+from quire.layers.moe import Experts, PlainExperts, UngatedExperts
 from quire.layers.parameter import Method
 from quire.layers.quant.layout import Layout, Raw, check_scales
 from quire.ops.forms import merge
@@ -127,11 +127,13 @@ class HeldExperts:
     up: Any  # forms, [E, 2 * inner, hidden] with the gate above, and [E, hidden, inner]
     down: Any
 
-    def settle(self, layer: Experts, gate: Any, up: Any, down: Any) -> None:
-        above, below = self.target.settle([gate, up], stack=True), self.target.settle([down], stack=True)
+    def settle(self, layer: Experts, *stacks: Any) -> None:
+        """stacks: gate, up and down; without a gate they become floats."""
+        target = self.target if layer.gated else replace(self.target, keeps=frozenset())
+        above, below = target.settle(stacks[:-1], stack=True), target.settle(stacks[-1:], stack=True)
         if isinstance(above, Tensor) or isinstance(below, Tensor):
             floats = [part if isinstance(part, Tensor) else dequantized(part, self.target.dtype) for part in (above, below)]
-            layer.hold(PlainExperts(), up=floats[0], down=floats[1])
+            layer.hold(PlainExperts() if layer.gated else UngatedExperts(), up=floats[0], down=floats[1])
         else:
             layer.hold(self)
             self.up, self.down = above, below
@@ -197,7 +199,8 @@ class StoredHead(Pieces, HeldHead):
 
 
 class StoredExperts(Pieces, HeldExperts):
-    """Pieces `gate`, `up` and `down`, of all experts that are kept; a piece's own name is behind an expert's number."""
+    """Pieces `gate`, if there is one, `up` and `down`, of all experts that are kept; a piece's own name is behind an expert's
+    number."""
 
     def shapes(self, count: int, hidden_size: int, inner_size: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
         return self.declared()
@@ -215,7 +218,7 @@ class StoredExperts(Pieces, HeldExperts):
         return taken
 
     def finish(self, layer: Experts) -> None:
-        self.settle(layer, *(self._convert_stack(layer, key) for key in ("gate", "up", "down")))
+        self.settle(layer, *(self._convert_stack(layer, key) for key in self.pieces))
 
     def _convert_stack(self, layer: Experts, key: str) -> Any:
         """A few experts at a time: on the way numbers take more room."""
