@@ -190,8 +190,6 @@ CONFLICTS: tuple[Conflict, ...] = (
             f"the draft model {c.draft_facts and c.draft_facts.architecture} has recurrent layers, whose states do not go back "
             "behind drafts that were wrong; take another draft model"
         ),
-        "recurrent",
-        "speculative_config",
     ),
     Conflict(
         "ranks of recurrent layers",
