@@ -43,11 +43,20 @@ def ask(llm, prompts, params=PARAMS):
     ]
 
 
+@pytest.fixture(scope="module")
+def expected(model):
+    alone = open_model(model, enable_prefix_caching=False, max_num_batched_tokens=256)
+    return [ask(alone, [prompt])[0] for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def usual(model):
+    return ask(open_model(model), PROMPTS)
+
+
 @apart
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 16}, {"enable_prefix_caching": False}], ids=str)
-def test_numbers_are_the_same_in_any_company(model, settings):
-    alone = open_model(model, enable_prefix_caching=False, max_num_batched_tokens=256)
-    expected = [ask(alone, [prompt])[0] for prompt in PROMPTS]
+def test_numbers_are_the_same_in_any_company(model, expected, settings):
     llm = open_model(model, **settings)
     for prompts, answers in (
         (PROMPTS, expected),
@@ -91,18 +100,16 @@ def test_prompts_have_the_bits_of_tokens_one_by_one(model, monkeypatch):
 
 
 @pytest.mark.skipif(kernels() is None, reason="no C compiler was there when Quire was installed")
-def test_rows_of_any_length_are_the_kernels(model, monkeypatch):
+def test_rows_of_any_length_are_the_kernels(model, usual, monkeypatch):
     """On every CPU: the same tokens as by the usual way."""
-    usual = ask(open_model(model), PROMPTS)
     monkeypatch.setattr(cpu, "run_decoders", lambda: True)
     monkeypatch.setattr(cpu.CPUAttention, "run", lambda *given: pytest.fail("the kernel was not asked"))
     assert [tokens for tokens, _ in ask(open_model(model), PROMPTS)] == [tokens for tokens, _ in usual]
 
 
 @pytest.mark.skipif(kernels() is None, reason="no C compiler was there when Quire was installed")
-def test_short_rows_are_the_kernels(model, monkeypatch):
+def test_short_rows_are_the_kernels(model, usual, monkeypatch):
     """Whatever windows and soft caps there are: torch is not asked, and the tokens are its own."""
-    usual = ask(open_model(model), PROMPTS)
     for way in ("_run_piece", "_run_single_token"):
         monkeypatch.setattr(cpu.CPUAttention, way, lambda *given: pytest.fail("torch was asked"))
     assert ask(open_model(model), PROMPTS) == usual
