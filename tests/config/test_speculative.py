@@ -73,7 +73,7 @@ def test_what_is_left_out_is_completed():
         ({"model": "m", "adaptive": True}, r"adaptive is not for method 'draft_model'"),
         ({"method": "ngram", "revision": "main"}, r"revision is not for method 'ngram'"),
         ({"method": "ngram", "rejection_sample_method": "block"}, r"rejection_sample_method='block' is not supported"),
-        ({"method": "ngram", "draft_tensor_parallel_size": 2}, r"one device"),
+        ({"method": "ngram", "draft_tensor_parallel_size": 2}, r"whole on every rank"),
         ({"method": "ngram", "disable_by_batch_size": 0}, r"disable_by_batch_size must be a whole number of at least 1"),
         ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[3, 1, 2]]}, r"must be a list of \[from, to"),
         ({"method": 5}, r"method must be a string"),

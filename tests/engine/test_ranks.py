@@ -1,7 +1,10 @@
 """A model divided among ranks gives the tokens of one process, whatever is asked of it. Ranks are processes here, too."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny import TEXT, open_model
 
 from forked import nursery
@@ -97,6 +100,26 @@ def test_prefix_hits(divided, shared_llm):
     assert output.num_cached_tokens > 0
     assert list(output.outputs[0].token_ids) == ids(shared_llm, [shared + "the fox"], GREEDY)[0][0]
     assert divided.reset_prefix_cache()
+
+
+def test_a_model_that_drafts(tiny_model, shared_llm, tmp_path):
+    """And a head that uses the model's own matrices: all ranks have it whole, and draft side by side."""
+    weights = torch.Generator().manual_seed(1)
+    save_file(
+        {f"{i}.0.linear.weight": torch.randn(32, 32, generator=weights) for i in range(2)}, tmp_path / "model.safetensors"
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "medusa", "medusa_num_heads": 2, "hidden_size": 32}))
+    constrained = SamplingParams(temperature=0.0, max_tokens=30, structured_outputs={"regex": "[a-c]{9}x"})
+    for path in (tiny_model, tmp_path):
+        config = {"model": str(path), "num_speculative_tokens": 2}
+        llm = open_model(tiny_model, tensor_parallel_size=2, num_gpu_blocks_override=60, speculative_config=config)
+        try:
+            for params in (GREEDY, SEEDED, constrained):
+                assert ids(llm, TEXT, params) == ids(shared_llm, TEXT, params)
+            drafts = llm.llm_engine.core.stats.drafts
+            assert drafts.tokens > 20 and (path == tmp_path or drafts.accepted > 10)
+        finally:
+            llm.llm_engine.shutdown()
 
 
 def test_drafts(tiny_model, shared_llm):

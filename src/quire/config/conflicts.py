@@ -167,8 +167,16 @@ CONFLICTS: tuple[Conflict, ...] = (
         ),
     ),
     Conflict(
-        "drafts of stages, and models that draft on several ranks",
-        lambda c: c.speculation is not None and (c.stages > 1 or (c.drafts_on_device and c.world > 1)),
+        "models that draft on several GPUs",
+        lambda c: c.drafts_on_device and c.world > 1 and c.device != "cpu",
+        lambda c: (
+            f"speculative_config.method {c.speculation and c.speculation.method} cannot be had with {c.divided} on {c.device} "
+            "yet; use ngram or suffix, or leave one of them out"
+        ),
+    ),
+    Conflict(
+        "drafts of stages",
+        lambda c: c.speculation is not None and c.stages > 1,
         lambda c: (
             f"speculative_config.method {c.speculation and c.speculation.method} cannot be had with {c.divided} yet; leave one "
             "of them out"

@@ -104,7 +104,7 @@ _CHECKS: dict[str, Callable[[Any], str | None]] = {
 }
 # vLLM's other fields: what they may be because it asks for nothing, and why they cannot be anything else
 _ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "draft_tensor_parallel_size": ((1,), "drafts are made on one device"),
+    "draft_tensor_parallel_size": ((1,), "models and heads that draft are whole on every rank"),
     "rejection_sample_method": (("standard",), "a draft is right if it is what is drawn; method 'synthetic' is for benchmarks"),
     "draft_sample_method": (("greedy",), "drafters here guess the most likely token"),
     **dict.fromkeys(

@@ -10,11 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from quire.cache.capacity import MOST_SNAPSHOTS, Capacity, fit, fit_states, pages_for
-from quire.cache.layout import make_layout
 from quire.config.args import EngineArgs
 from quire.config.config import Config
 from quire.config.cores import wait_politely
-from quire.config.facts import DTYPE_BYTES, DeviceFacts, ModelFacts
+from quire.config.facts import DeviceFacts, ModelFacts
 from quire.config.resolve import resolve
 from quire.device.registry import describe, find_device, open_device
 from quire.dist.mesh import Position
@@ -23,7 +22,7 @@ from quire.engine.executor.base import Executor
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
 from quire.engine.layouts import share_memory, whole_layout
-from quire.engine.runners import bounded_facts, make_runner, start_device
+from quire.engine.runners import bounded_facts, make_device_drafter, make_runner, start_device
 from quire.engine.scheduling import make_scheduler
 from quire.engine.timeline import Stopwatch, Timeline
 from quire.grammar.lanes import GrammarLanes
@@ -180,7 +179,7 @@ def start_local(
         else:
             position = Position(0, config.ranks, args.enable_expert_parallel)
             group = join_group(device, workers, position)
-            executor = RanksExecutor(make_runner(config, device, position, group, adapters=adapters), workers)
+            executor = RanksExecutor(make_runner(config, device, position, group, drafter, adapters), workers)
         with doing("loading weights"):
             executor.call("load")
         watch.lap("load weights")
@@ -227,30 +226,6 @@ def start_workers(config: Config, drafter: "Drafter | DeviceDrafter | None") -> 
     )
     told, links = find_nodes(told, config.world)
     return Workers(told, config.world, SOONER * args.engine_hang_timeout, links)
-
-
-def make_device_drafter(config: Config, layout: CacheLayout) -> "tuple[DeviceDrafter, float]":
-    """And which share of the cache's memory it leaves to the model."""
-    assert config.speculation is not None
-    head, most, args = config.draft_head, config.speculation.num_speculative_tokens, config.args
-    if head is not None and not head.facts.layers:
-        from quire.runner.draft.medusa import Medusa
-
-        return Medusa(head, most, args.load_format, config.seed), 1.0
-    facts = config.draft_facts if head is None else head.facts
-    assert facts is not None
-    facts = replace(facts, max_position=config.max_model_len)
-    own = make_layout(facts.layers, config.page_size, DTYPE_BYTES[config.dtype])
-    group = next(i for i, group in enumerate(layout.groups) if group.kind == "full")
-    share = layout.bytes_per_page / (layout.bytes_per_page + own.bytes_per_page)
-    if head is None:
-        from quire.runner.draft.model import DraftModel
-
-        return DraftModel(facts, own, group, most, args.load_format, config.seed), share
-    from quire.runner.draft.heads import LAYERS, HeadDrafter
-
-    head = replace(head, facts=facts)
-    return HeadDrafter(head, LAYERS[head.method], own, group, most, args.load_format, config.seed), share
 
 
 def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch) -> tuple[Executor, Capacity]:

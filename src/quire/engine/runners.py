@@ -7,10 +7,11 @@ from quire.cache.layout import make_layout
 from quire.config.config import Config
 from quire.config.cores import threads_wanted
 from quire.config.eplb import read_eplb
-from quire.config.facts import ModelFacts
+from quire.config.facts import DTYPE_BYTES, ModelFacts
 from quire.device.base import Device
 from quire.device.registry import open_device
 from quire.dist.mesh import ALONE, Position, share_layers
+from quire.types.cache import CacheLayout
 
 if TYPE_CHECKING:
     from quire.dist.collectives import Group
@@ -79,3 +80,27 @@ def runner_options(config: Config) -> dict[str, Any]:
         "more_tokens": config.more_tokens,
         "eplb": read_eplb(args.eplb_config, args.num_redundant_experts) if args.enable_eplb else None,
     }
+
+
+def make_device_drafter(config: Config, layout: CacheLayout) -> "tuple[DeviceDrafter, float]":
+    """And which share of the cache's memory it leaves to the model. It is whole on every rank."""
+    assert config.speculation is not None
+    head, most, args = config.draft_head, config.speculation.num_speculative_tokens, config.args
+    if head is not None and not head.facts.layers:
+        from quire.runner.draft.medusa import Medusa
+
+        return Medusa(head, most, args.load_format, config.seed), 1.0
+    facts = config.draft_facts if head is None else head.facts
+    assert facts is not None
+    facts = replace(facts, max_position=config.max_model_len)
+    own = make_layout(facts.layers, config.page_size, DTYPE_BYTES[config.dtype])
+    group = next(i for i, group in enumerate(layout.groups) if group.kind == "full")
+    share = layout.bytes_per_page / (layout.bytes_per_page + own.bytes_per_page)
+    if head is None:
+        from quire.runner.draft.model import DraftModel
+
+        return DraftModel(facts, own, group, most, args.load_format, config.seed), share
+    from quire.runner.draft.heads import LAYERS, HeadDrafter
+
+    head = replace(head, facts=facts)
+    return HeadDrafter(head, LAYERS[head.method], own, group, most, args.load_format, config.seed), share

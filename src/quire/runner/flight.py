@@ -40,6 +40,7 @@ class StepFlight:
         self._prompts = prompts
         self._pooled = pooled
         self._guessing = guessing
+        self.before_guessing: Callable[[Ints], None] | None = None  # is told how many tokens the rows brought
         self._draw = draw
         self._drawn: Drawn | None = None
         self._download: Download | None = None
@@ -108,6 +109,8 @@ class StepFlight:
     def _go_on(self, guessing: Guessing, lengths: Ints) -> dict[int, Ints]:
         """The next guesses are launched; those of rows with masks are waited for."""
         plan = self._plan
+        if self.before_guessing is not None:
+            self.before_guessing(lengths)
         guessing.follow(plan, lengths)
         masked = np.unique(plan.draw_row[plan.masked]).tolist() if plan.ahead else ()
         return {row: guessing.drafter.expects(int(plan.slot[row]), plan.ahead) for row in masked}

@@ -136,6 +136,7 @@ class Runner:
         self._tenants: tuple[Slots, KVBuffers, Sampler] | None = None
         self._taps: Taps | None = None
         self._kept_states: KeptStates | None = None  # of replayed steps, where a drafter reads them
+        self._launched: StepPlan | None = None  # the latest step
         self._guessing: Guessing | None = None  # of the latest step, where a drafter follows it
 
     @property
@@ -299,6 +300,7 @@ class Runner:
         slots.advance(plan)
         if self._states is not None:
             self._states.copy(plan.save_slot, plan.save_entry)
+        self._launched = plan
         return StepFlight(plan, prompts, draw, pooled, self._guessing)
 
     def _take_in(self, plan: StepPlan) -> tuple[Slots, Sampler]:
@@ -398,9 +400,21 @@ class Runner:
     def take_drawn(self, ids: Ints) -> None:
         """Of several ranks the first one draws; the others are told what the latest step drew, before the next is launched."""
         rows, self._untold = self._untold, None
+        if rows is None and not len(ids):
+            return
         if rows is None or len(ids) != len(rows.slots):
             raise EngineError(f"{len(ids)} drawn tokens came for {0 if rows is None else len(rows.slots)} draws")
         rows.tokens[rows.slot, rows.end] = upload(ids, rows.tokens.device)
+
+    def told(self, plan: StepPlan) -> StepPlan:
+        """With the drafts that were guessed here."""
+        told = self._companion is not None and plan.drafts.any()
+        return replace(plan, draft_token=self._companion.guessed(plan)) if told and self._companion is not None else plan
+
+    def follow(self, lengths: Ints) -> None:
+        """Of several ranks the first one draws; the others draft beside it, when they are told what the latest step brought."""
+        if self._guessing is not None and self._launched is not None:
+            self._guessing.follow(self._launched, lengths)
 
     def describe_rank(self) -> dict[str, int]:
         """What this process has of the model."""

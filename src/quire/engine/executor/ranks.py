@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from quire.device.base import Device
 from quire.dist.mesh import Position
 from quire.dist.nodes import NodesGroup
@@ -46,6 +48,7 @@ class RanksExecutor(SharedAdapters):
     def submit(self, plan: StepPlan) -> RanksFlight:
         self.check()
         drawn, self.drawn = self.drawn, None
+        plan = self._runner.told(plan)
         self._workers.send(wire.RunStep(drawn, plan))
         try:
             flight = self._runner.launch(plan)
@@ -56,8 +59,13 @@ class RanksExecutor(SharedAdapters):
             if isinstance(error, Exception):
                 raise dead from error
             raise
-        self.drawn = flight.drawn_ids()
+        self.drawn, flight.before_guessing = flight.drawn_ids(), self._follow
         return RanksFlight(flight, self)
+
+    def _follow(self, lengths: Ints) -> None:
+        """All ranks draft, side by side."""
+        drawn, self.drawn = self.drawn, None
+        self._workers.send(wire.Follow(np.empty(0, np.int32) if drawn is None else drawn, lengths))
 
     def tell(self, command: wire.Command) -> None:
         """All other ranks."""

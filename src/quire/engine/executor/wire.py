@@ -31,6 +31,14 @@ class RunStep(_RankFrame):
     plan: StepPlan
 
 
+class Follow(_RankFrame):
+    """A model or head that drafts goes on behind the latest step, on every rank: what it drew, and how many tokens its rows
+    brought."""
+
+    drawn: Ints
+    lengths: Ints
+
+
 class BeginStep(_RankFrame):
     """Of a pipeline: the rows go through a rank's stage. `drawn`: what steps that are finished drew, for the first stage."""
 
@@ -83,7 +91,7 @@ class RankFailed(_RankFrame):
     step: int | None  # in which it failed; None = before there were any
 
 
-Command = StartRank | RunStep | BeginStep | FinishStep | CallRank | ReadAdapter | Did
+Command = StartRank | RunStep | Follow | BeginStep | FinishStep | CallRank | ReadAdapter | Did
 Report = Answer | RankFailed
 
 

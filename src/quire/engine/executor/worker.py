@@ -65,6 +65,9 @@ class Rank:
                 if drawn is not None:
                     self._started.take_drawn(drawn)
                 self._started.launch(plan)
+            case wire.Follow(drawn, lengths):
+                self._started.take_drawn(drawn)
+                self._started.follow(lengths)
             case wire.ReadAdapter(ref, wanted):
                 if wanted:
                     self._own_adapters.ask(ref)
@@ -109,7 +112,8 @@ class Rank:
         from quire.dist.mesh import Position
         from quire.dist.nodes import NodesGroup
         from quire.engine.assemble import resolve_here
-        from quire.engine.runners import make_runner, start_device
+        from quire.engine.layouts import whole_layout
+        from quire.engine.runners import make_device_drafter, make_runner, start_device
         from quire.engine.timeline import Stopwatch
 
         config = resolve_here(command.args, Stopwatch())
@@ -125,7 +129,8 @@ class Rank:
         else:
             group = device.group(position, self._memory, self._peers, Others())
         adapters = (config.max_loras, config.args.max_lora_rank)
-        return make_runner(config, device, position, group, adapters=adapters)
+        drafter = make_device_drafter(config, whole_layout(config))[0] if config.drafts_on_device else None
+        return make_runner(config, device, position, group, drafter, adapters)
 
     def _call(self, method: str, args: Sequence[Any]) -> Any:
         target = self._own_adapters if method.endswith("_adapter") else self._started
