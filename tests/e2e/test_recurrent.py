@@ -23,6 +23,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True,
 LENGTHS = (33, 5, 18, 30)
 PROMPTS = [torch.randint(3, TINY["vocab_size"], (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
 TOLERANCE = 1e-4
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "adaptive": False}
 THOROUGH = ("bamba", "mamba2", "qwen3-next")  # one hybrid, one without attention, one of another recurrence
 
 
@@ -117,7 +118,7 @@ def test_on_cuda(checkpoint, name, how):
 @pytest.mark.parametrize(
     ("args", "named"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"speculative_config": {"method": "draft_model", "model": "BAMBA", "num_speculative_tokens": 2}}, "draft model"),
         ({"kv_cache_memory_bytes": 4096, "max_num_seqs": 64}, "max_num_seqs 64 needs"),
     ],
@@ -159,6 +160,18 @@ def test_drafts(checkpoint, name, monkeypatch):
     assert all(0 < accepted < drafted for drafted, accepted in drafts), drafts
     onward = PROMPTS[0] + answers[0] + [7, 8]
     check(case, onward, llm.generate(onward, GREEDY, use_tqdm=False)[0])
+
+
+def test_ranks(checkpoint):
+    """Recurrent layers are every rank's, and the rest is divided; with drafts, too."""
+    case = checkpoint("qwen3-next")
+    llm = engine(case, tensor_parallel_size=2, speculative_config={**NGRAM, "num_speculative_tokens": 2})
+    outputs = llm.generate([*PROMPTS, PROMPTS[0]], GREEDY, use_tqdm=False)
+    for prompt, output in zip([*PROMPTS, PROMPTS[0]], outputs, strict=True):
+        check(case, prompt, output)
+    llm.llm_engine.shutdown()
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2: the recurrent layers of Mamba2"):
+        engine(checkpoint("mamba2"), tensor_parallel_size=2)
 
 
 def test_adapters(checkpoint, tmp_path):

@@ -51,6 +51,16 @@ def test_two_halves_are_the_whole(checkpoint, family):
     assert max(held[:2]) < 0.75 * held[2]
 
 
+@pytest.mark.parametrize("family", ["bamba", "falcon-h1", "qwen3.5-moe", "olmo-hybrid", "kimi-linear", "zamba2"])
+def test_recurrent_layers_are_every_ranks(checkpoint, family):
+    case = checkpoint(family)
+    models, _ = divided(case.facts, 2)
+    for logits, ids in zip(together(models, lambda model: in_pieces(model, *IDS)), IDS, strict=True):
+        torch.testing.assert_close(logits, case.expected(ids), atol=3e-4, rtol=1e-3)
+    held = [sum(weight.numel() for weight in model.parameters()) for model in (models[0], case.model)]
+    assert held[0] < held[1]
+
+
 MANY_HEADS = {"num_attention_heads": 8, "head_dim": 8, "intermediate_size": 72, "attention_bias": True, "mlp_bias": True}
 
 

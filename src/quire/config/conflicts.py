@@ -24,7 +24,7 @@ class Conflict:
     applies: Callable[[Config], bool]
     message: Callable[[Config], str]
     # of rows that keep whole kinds of models from something: which, and what users call it (docs/models.md lists them)
-    of: Literal["", "recurrent", "shared blocks", "by transformers"] = ""
+    of: Literal["", "without attention", "shared blocks", "by transformers"] = ""
     what: str = ""
 
 
@@ -201,9 +201,12 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "ranks of recurrent layers",
-        lambda c: c.world > 1 and bool(c.facts.states),
-        lambda c: f"{c.divided}: the recurrent layers of {c.facts.architecture} are not divided yet; leave it at 1",
-        "recurrent",
+        lambda c: bool(c.facts.states) and (c.stages > 1 or (c.world > 1 and (not c.facts.layers or c.device != "cpu"))),
+        lambda c: (
+            f"{c.divided}: the recurrent layers of {c.facts.architecture} are not divided yet; leave it at 1 (on a CPU, and "
+            "with attention beside them, tensor_parallel_size divides all the rest)"
+        ),
+        "without attention",
         "tensor_parallel_size",
     ),
     Conflict(

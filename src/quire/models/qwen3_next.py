@@ -7,10 +7,12 @@ from torch import Tensor, nn
 
 from quire.attn.batch import Batch
 from quire.config.recurrent import delta_sizes
+from quire.dist.mesh import HeadDivision
 from quire.layers.attention import SelfAttention, attend_heads
 from quire.layers.delta_net import DeltaNet, DeltaShape, Stored
 from quire.layers.linear import MergedLinear
 from quire.layers.norm import Norm, RMSNorm
+from quire.layers.role import Role
 from quire.models.hybrid import HybridDecoder
 from quire.models.mixtures import is_dense, with_shared_expert
 from quire.types.cache import LayerCache
@@ -26,7 +28,9 @@ class GatedAttention(SelfAttention):
         super().__init__(hidden_size, heads, cache, rope, bias=bias, **more)
         keys = cache.kv_heads * cache.head_dim
         sizes = {"q_proj": 2 * heads * cache.head_dim, "k_proj": keys, "v_proj": keys}
-        self.qkv = MergedLinear(hidden_size, sizes, bias=bias)
+        pairs = HeadDivision(heads, cache.kv_heads, 2 * cache.head_dim)
+        cuts = pairs.cut_queries, self.division.cut_keys, self.division.cut_keys
+        self.qkv = MergedLinear(hidden_size, sizes, bias=bias, role=Role.COLUMN, cuts=cuts)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         spec, parts = self.core.spec, self.qkv(x, batch.adapters)

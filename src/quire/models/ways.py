@@ -42,7 +42,11 @@ def ways(served: Mapping[str, Mapping[str, Any]]) -> str:
     """served: of each type of transformers, what became of it (served.json)."""
     found = {entry.get("architecture") for kind, entry in served.items() if kind in READERS and entry["verdict"] == "native"}
     recurrent = ", ".join(f"`{name}`" for name in sorted(filter(None, found)))
-    kinds = {"recurrent": "recurrent families", "shared blocks": "`Zamba2ForCausalLM`", "by transformers": _BY_TRANSFORMERS}
+    kinds = {
+        "without attention": "recurrent families without attention (Mamba)",
+        "shared blocks": "`Zamba2ForCausalLM`",
+        "by transformers": _BY_TRANSFORMERS,
+    }
     lines = ["| | what holds | refused |", "|---|---|---|"]
     for way in WAYS:
         refused = [kinds[row.of] for row in CONFLICTS if row.of and row.what == way.argument]
