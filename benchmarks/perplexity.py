@@ -19,9 +19,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
-from quantized_checkpoints import SCHEMES
 from safetensors.torch import save_file
 
+from quantized_checkpoints import SCHEMES
 from quire import LLM, SamplingParams
 from quire.config.facts import read_facts
 from quire.files.resolve import resolve_model
@@ -29,8 +29,8 @@ from quire.load.gguf import GGUFSource
 from quire.load.source import TensorSlice
 
 FLOATS = ("float32", "bfloat16")
-ALL = (*FLOATS, "gguf", "fp8", "ct-fp8-channel", "fp8-block", "ct-w8a8", "ct-int8", "gptq-8", "awq", "gptq", "ct-int4", "ct-mxfp4",
-       "ct-nvfp4", "bnb-nf4", "kv-fp8")  # fmt: skip
+ALL = (*FLOATS, "gguf", "fp8", "ct-fp8-channel", "fp8-block", "ct-w8a8", "ct-int8", "gptq-8", "awq", "gptq", "ct-int4",
+       "ct-mxfp4", "ct-nvfp4", "bnb-nf4", "kv-fp8")  # fmt: skip
 MODEL = "smollm2"
 
 
@@ -96,8 +96,10 @@ def main() -> None:
                 place = str(Path(folder) / scheme)
                 write(Path(place), scheme, config, floats)
             dtype = scheme if scheme in FLOATS else args.dtype
-            llm = LLM(place, dtype=dtype, device=args.device, skip_tokenizer_init=scheme != "gguf", max_model_len=args.length + 8,
-                      max_num_seqs=4, enable_prefix_caching=False, **online)  # fmt: skip
+            llm = LLM(
+                place, dtype=dtype, device=args.device, skip_tokenizer_init=scheme != "gguf", max_num_seqs=4,
+                max_model_len=args.length + 8, enable_prefix_caching=False, **online,
+            )  # fmt: skip
             found = perplexity(llm, pieces)
             base = base or found
             print(f"{scheme:16} {found:8.3f}  {found / base:.4f}", flush=True)
