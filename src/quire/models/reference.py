@@ -50,7 +50,7 @@ Code from a model's repository is never run: `BaichuanForCausalLM`, `ChatGLMMode
 `tests/e2e/test_matrix.py` has a tiny random checkpoint of every family above, in most of its forms, and some of decoders that
 transformers runs, with and without a cache of keys and values. Each is run in all of these ways on a CPU in float32; a cell is
 an equality of tokens, or a refusal at the start that names the model and the argument. `make matrix` runs all of it, `make
-test` a part that changes with every commit. Of int4 and LoRA about two thirds of the rows were run so far, on an ARM machine; of
+test` a part that changes with every commit. Of int4 and LoRA about two thirds of the rows were run so far, on an ARM CPU; of
 grammar, tp 2 and engine restart a few of each kind.
 
 WAYS
