@@ -10,15 +10,13 @@ the last few steps alone, as the scheduler's are.
 """
 
 from collections import deque
-from typing import Any
 
 from quire.dist.ring import Ring
 from quire.engine.executor import wire
-from quire.engine.executor.shared_adapters import SharedAdapters
+from quire.engine.executor.divided import DividedExecutor
 from quire.engine.executor.workers import Workers
 from quire.runner.flight import StepFlight
 from quire.runner.stage import Begun, StageRunner
-from quire.types.errors import EngineDead
 from quire.types.plan import Ints, StepPlan, StepResult, Words
 
 
@@ -42,7 +40,7 @@ class StageFlight:
         return self._executor.finish(self).result()
 
 
-class StagesExecutor(SharedAdapters):
+class StagesExecutor(DividedExecutor):
     """Ranks are in step or lost: a step that fails on one of them is the end of all."""
 
     def __init__(self, runner: StageRunner, workers: Workers, ring: Ring) -> None:
@@ -79,41 +77,3 @@ class StagesExecutor(SharedAdapters):
         ids = None if flight.flight is None or not self._mates else flight.flight.drawn_ids()
         if ids is not None:
             self._drawn[flight.begun.plan.step] = ids
-
-    def _in_step(self, plan: StepPlan) -> "_InStep":
-        return _InStep(self._workers, plan.step)
-
-    def tell(self, command: wire.Command) -> None:
-        """All other ranks."""
-        self._workers.send(command)
-
-    def call(self, method: str, *args: Any) -> Any:
-        """On all ranks; the answer is the first one's."""
-        return self.call_all(method, *args)[0]
-
-    def call_all(self, method: str, *args: Any) -> list[Any]:
-        self.check()
-        target = self.find(method)
-        self._workers.send(wire.CallRank(method, list(args)))
-        return [target(*args), *self._workers.answers()]
-
-    def stop(self) -> None:
-        self._workers.finish()
-        super().stop()
-
-
-class _InStep:
-    """An interrupt, too, leaves the others waiting."""
-
-    def __init__(self, workers: Workers, step: int) -> None:
-        self._workers, self._step = workers, step
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None or isinstance(error, EngineDead):
-            return
-        dead = self._workers.give_up(f"the ranks are out of step: step {self._step} failed on the first: {error!r}")
-        if isinstance(error, Exception):
-            raise dead from error

@@ -1,7 +1,8 @@
-"""Adapters of executors whose model is divided among processes: all ranks read one at the same time, and have it together or
-not at all (`rank_adapters.py`)."""
+"""What executors have in common whose model is divided among processes: ranks are called together, and are in step or lost.
+Adapters are read by all ranks at the same time, which have them together or not at all (`rank_adapters.py`)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from quire.engine.executor import wire
@@ -9,10 +10,11 @@ from quire.engine.executor.local import LocalExecutor
 from quire.engine.executor.workers import Workers
 from quire.runner.step import Runner
 from quire.types.adapter import AdapterFacts, AdapterRef
-from quire.types.errors import AdapterError, EngineError
+from quire.types.errors import AdapterError, EngineDead, EngineError
+from quire.types.plan import StepPlan
 
 
-class SharedAdapters(LocalExecutor):
+class DividedExecutor(LocalExecutor):
     """The first rank is in this process."""
 
     def __init__(self, runner: Runner, workers: Workers) -> None:
@@ -21,6 +23,40 @@ class SharedAdapters(LocalExecutor):
 
     def check(self) -> None:
         self._workers.check()
+
+    def call(self, method: str, *args: Any) -> Any:
+        """On all ranks; the answer is the first one's."""
+        return self.call_all(method, *args)[0]
+
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        self.check()
+        target = self.find(method)
+        self._workers.send(wire.CallRank(method, list(args)))
+        return [target(*args), *self._workers.answers()]
+
+    def tell(self, command: wire.Command) -> None:
+        """All other ranks."""
+        self._workers.send(command)
+
+    def stop(self) -> None:
+        self._workers.finish()
+        super().stop()
+
+    @contextmanager
+    def _in_step(self, plan: StepPlan) -> Iterator[None]:
+        """Around what the first rank does for a step that the others have begun: whatever ends it leaves them waiting, an
+        interrupt, too."""
+        try:
+            yield
+        except EngineDead:
+            raise
+        except BaseException as error:
+            dead = self._workers.give_up(f"the ranks are out of step: step {plan.step} failed on the first: {error!r}")
+            if isinstance(error, Exception):
+                raise dead from error
+            raise
+
+    # ---- adapters --------------------------------------------------------------------------------------------------------
 
     def read_adapter(self, ref: AdapterRef) -> AdapterFacts:
         self._workers.read_adapter(ref)
