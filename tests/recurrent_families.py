@@ -179,6 +179,11 @@ RECURRENT: dict[str, Family] = {
             "use_mem_rope": True,
         },
     ),
+    "zamba2-one-block": Family(
+        "Zamba2Config",
+        "Zamba2ForCausalLM",
+        {**ZAMBA, "layers_block_type": ["mamba", "hybrid", "hybrid"], "add_bias_linear": True},
+    ),
     "lfm2-moe": Family(
         "Lfm2MoeConfig",
         "Lfm2MoeForCausalLM",
