@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from recorded_steps import PAGE, recording  # noqa: F401
 from safetensors.torch import load_file, save_file
 from test_speculation import STEM, same, some_params
 from tiny import make_model, open_model
@@ -222,6 +223,27 @@ def test_the_same_tokens(name, model, trained, eagle, expected):
         llm.generate(prompts[: len(PROMPTS)], GREEDY, use_tqdm=False)
         after = core.stats.drafts
         assert after.accepted - before.accepted > 0.5 * (after.tokens - before.tokens)
+    llm.llm_engine.shutdown()
+
+
+@pytest.mark.parametrize("name", [None, "itself", "eagle3", "medusa"])
+def test_the_same_tokens_of_recorded_steps(name, model, trained, expected, recording):  # noqa: F811
+    asked = {"model": str(trained.get(name, model)), "num_speculative_tokens": 3} if name else None
+    llm = open_model(
+        model, dtype="float32", max_num_seqs=6, num_gpu_blocks_override=40, max_num_batched_tokens=24, block_size=PAGE,
+        speculative_config=asked,
+    )  # fmt: skip
+    core, runner = llm.llm_engine.core, llm.llm_engine.core.executor._runner
+    prompts, params, answers = expected
+    same(llm.generate(prompts[:12], params[:12], use_tqdm=False), answers[:12])
+    core.step()
+    core.scheduler.check()
+    assert runner.graphs.captures and runner.graphs.replays and not runner.graphs.eager
+    assert core.stats.free_pages == core.stats.pages
+    if name is not None:
+        assert core.stats.drafts.tokens > 50 and core.stats.drafts.accepted
+    if name == "itself":
+        assert runner._companion._graphs.captures and runner._companion._graphs.replays > 9
     llm.llm_engine.shutdown()
 
 

@@ -11,7 +11,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from quire.attn.batch import Batch
 from quire.device.base import Recorder, Recording
 from quire.models.decoder import Decoder
 from quire.ops.rows import fill_rows
@@ -49,25 +48,29 @@ class StepRecorder:
     def record(self, bucket: Bucket) -> tuple[Recording | None, Tensor]:
         """Records the step, which runs nothing, and replays it for its result [rows, V]. What was never run may refuse to be
         recorded, so that it is tried again after a run; None = it failed then, too."""
-        batch, logits = self._inputs.batch(bucket), None
+        logits = None
         try:
-            recorded = self._capture(bucket, batch)
+            recorded = self._capture(bucket)
         except RuntimeError:
-            logits = self._forward(bucket, batch)
+            logits = self._forward(bucket)
             try:
-                recorded = self._capture(bucket, batch)
+                recorded = self._capture(bucket)
             except RuntimeError as error:  # most likely there is no memory left
                 logger.warning("no more CUDA graphs are recorded: the one for %s failed", bucket, exc_info=error)
                 return None, logits
         logger.debug("recorded a CUDA graph for %s", bucket)
         return recorded, recorded.replay() if logits is None else logits
 
-    def _capture(self, bucket: Bucket, batch: Batch) -> Recording:
-        return self._recorder.capture(partial(self._forward, bucket, batch))
+    def _capture(self, bucket: Bucket) -> Recording:
+        return self._recorder.capture(partial(self._forward, bucket))
 
-    def _forward(self, bucket: Bucket, batch: Batch) -> Tensor:
-        """-> logits [rows, V]; what was drawn is in the slots and in the sampler's result."""
+    def _forward(self, bucket: Bucket) -> Tensor:
+        """-> logits [rows, V]; what was drawn is in the slots and in the sampler's result.
+
+        Every time with a batch of its own: what layers keep with a batch and its tensors (sines of positions, say) is of the
+        run that made it, and would be missing in a recording that only read it."""
         slots, inputs = self._slots, self._inputs
+        batch = inputs.batch(bucket)
         slot, end, _, drawer = inputs.row_numbers(bucket)
         filled = inputs.rows(bucket)
         fill_rows(slot, end, batch.row_starts, slots.position, slots.tokens, slots.tables, slots.page_size, filled)
