@@ -72,6 +72,16 @@ def test_the_same_answers_in_the_same_order(shared_llm, two):
     assert not two.llm_engine.has_unfinished_requests() and two.get_world_size() == 2 and two.get_world_size(False) == 1
 
 
+def test_every_engine_has_a_draft_model(shared_llm, tiny_model):
+    prompts, some = (part[:12] for part in work())
+    drafts = {"model": str(tiny_model), "num_speculative_tokens": 3}
+    llm = open_model(tiny_model, data_parallel_size=2, speculative_config=drafts)
+    assert told(llm.generate(prompts, some, use_tqdm=False)) == told(shared_llm.generate(prompts, some, use_tqdm=False))
+    counts = [engine.stats.drafts for engine in llm.llm_engine.core.engines]
+    llm.llm_engine.shutdown()
+    assert all(0 < count.accepted < count.tokens for count in counts)
+
+
 def open_seed(llm):
     """As if nobody had asked before: seeds of those who bring none count from the start."""
     from itertools import count

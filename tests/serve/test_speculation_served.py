@@ -102,6 +102,18 @@ def test_a_head_drafts(http, servers, tmp_path):
     running.close()
 
 
+def test_a_model_drafts(http, servers):
+    """The model itself."""
+    model = servers[0].llm.config.args.model
+    asked = {"model": model, "num_speculative_tokens": 3}
+    running = Running(model, max_num_batched_tokens=256, speculative_config=asked)
+    for asked in (BODIES[0], *BODIES[3:5]):
+        assert choices(answer(running.http, asked)) == choices(answer(http, asked))
+    assert running.llm.stats.drafts.accepted > 0
+    running.wait_idle()
+    running.close()
+
+
 def test_it_is_told_with_the_answer(speculating):
     before = speculating.llm.stats.drafts
     asked = {"json": {"messages": HELLO, **BODIES[0]}, "headers": {"x-request-metrics": "1"}}
