@@ -68,10 +68,18 @@ def descendants(pid: int) -> dict[int, str]:
     return found
 
 
+def ours() -> dict[int, str]:
+    """Those that were started since this file was loaded."""
+    return {pid: name for pid, name in descendants(os.getpid()).items() if pid not in BEFORE}
+
+
 def victims() -> dict[int, str]:
     """Processes with a part in a step: pid -> what it is."""
     kinds = {"quire-engine": "engine", "quire-rank": "rank"}
-    return {pid: kinds[name] for pid, name in descendants(os.getpid()).items() if name in kinds}
+    return {pid: kinds[name] for pid, name in ours().items() if name in kinds}
+
+
+BEFORE = frozenset(descendants(os.getpid()))
 
 
 async def lose(
@@ -104,16 +112,14 @@ async def lose(
 
 async def wait_warm() -> None:
     """Until a lost engine would be forked."""
-    while "quire-nursery" not in descendants(os.getpid()).values():
+    while "quire-nursery" not in ours().values():
         await asyncio.sleep(0.05)
 
 
 async def none_left() -> dict[int, str]:
     """Processes with a part in engines that are still there a while after the end."""
     deadline = time.monotonic() + 10
-    while (left := {pid: name for pid, name in descendants(os.getpid()).items() if name.startswith("quire-")}) and (
-        time.monotonic() < deadline
-    ):
+    while (left := {pid: name for pid, name in ours().items() if name.startswith("quire-")}) and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
     return left
 

@@ -440,7 +440,7 @@ def test_the_fake_executor_serves_the_offline_api_too(tiny_model):
     llm = open_model(tiny_model, distributed_executor_backend="fake", load_format="auto")
     before, after = (llm.generate(TEXT, GREEDY, use_tqdm=False) for _ in range(2))
     assert [output.outputs[0].token_ids for output in before] == [output.outputs[0].token_ids for output in after]
-    with pytest.raises(ConfigError, match="must be one of auto, mp, ray, uni, fake"):
+    with pytest.raises(ConfigError, match="must be one of auto, mp, ray, external_launcher, uni, fake"):
         open_model(tiny_model, distributed_executor_backend="none")
 
 

@@ -68,18 +68,35 @@ def test_stages_on_several_nodes(checkpoint, port, ranks, stages, machines):
     assert over == [True] * len(others)
 
 
-def test_a_lost_rank_of_another_node_is_named(checkpoint, port):
-    over = []
-    other = threading.Thread(target=lambda: over.append(nodes.run_node(("127.0.0.1", port), 1, "127.0.0.1", "", 60.0)))
+@pytest.mark.parametrize(
+    ("how", "size", "fate"),
+    [
+        (signal.SIGKILL, "tensor_parallel_size", r"rank 1 \(on node 1\)"),
+        (signal.SIGSTOP, "pipeline_parallel_size", r"rank 1 \(stage 1, on node 1\) is stopped"),
+    ],
+)
+def test_a_lost_rank_of_another_node_is_named(checkpoint, port, how, size, fate):
+    over, started = [], []
+
+    def run_node():
+        ranks = nodes.NodeRanks(nodes.join(("127.0.0.1", port), 1, "127.0.0.1", "", 60.0))
+        started.append(ranks.processes[1].pid)
+        over.append(ranks.watch())
+        ranks.end()
+
+    other = threading.Thread(target=run_node)
     other.start()
-    llm = family_engine(checkpoint("llama").directory, tensor_parallel_size=2, nnodes=2, master_port=port)
+    llm = family_engine(checkpoint("llama").directory, **{size: 2}, nnodes=2, master_port=port)
     pid = llm.collective_rpc("describe_rank")[1]["pid"]
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EngineDead, match=r"rank 1 \(on node 1\)"):
+    for one in {pid, *started}:  # the nursery's process, and the one that stands for it
+        os.kill(one, how)
+    with pytest.raises(EngineDead, match=fate):
         while True:
             ids(llm, PROMPTS, GREEDY)
     llm.llm_engine.shutdown()
     other.join(30)
+    if how == signal.SIGSTOP:
+        os.kill(pid, signal.SIGKILL)
     assert over == [False], "another engine may be started, and wants it"
 
 

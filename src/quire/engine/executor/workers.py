@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -189,7 +190,7 @@ class Workers:
             ended = [(worker, code) for worker, code in codes.items() if code is not None]
             for worker, code in ended:
                 if code != LOST:
-                    raise self.give_up(f"{worker.name} ended with {ending(code)}")
+                    raise self.give_up(f"{worker.name} {_fate(code, elsewhere=not worker.process.pid)}")
             if time.monotonic() > deadline:
                 [worker] = [worker for worker in self._workers if worker.rank == rank]
                 raise self.give_up(f"{worker.name} has closed its connections")
@@ -204,6 +205,8 @@ class Workers:
 
     def _refuse_stopped(self, late: Iterable[Worker], seconds: float) -> None:
         for worker in late:
+            if not worker.process.pid and worker.process.poll() is not None:  # its node has told
+                self.lost(worker.rank)
             if seconds >= STOPPED and worker.process.pid and is_stopped(worker.process.pid):
                 raise self.give_up(f"{worker.name} is stopped (SIGSTOP), and kept the other ranks waiting for {seconds:.1f} s")
 
@@ -216,6 +219,12 @@ class Workers:
         if failure.step is not None:
             return dead
         return ipc.start_error(ipc.Failed(failure.kind, f"{worker.name}: {failure.message}"))
+
+
+def _fate(code: int, elsewhere: bool) -> str:
+    if elsewhere and -code in (signal.SIGSTOP, signal.SIGHUP):  # what its node told, or that it tells no more
+        return "is stopped (SIGSTOP)" if -code == signal.SIGSTOP else "is gone: the connection to its node was closed"
+    return f"ended with {ending(code)}"
 
 
 def _wait(workers: Iterable[Worker], seconds: float) -> bool:
