@@ -49,9 +49,11 @@ Code from a model's repository is never run: `BaichuanForCausalLM`, `ChatGLMMode
 
 `tests/e2e/test_matrix.py` has a tiny random checkpoint of every family above, in most of its forms, and some of decoders that
 transformers runs, with and without a cache of keys and values. Each is run in all of these ways on a CPU in float32; a cell is
-an equality of tokens, or a refusal at the start that names the model and the argument. `make matrix` runs all of it, `make
-test` a part that changes with every commit. Of int4 and LoRA about two thirds of the rows were run so far, on an ARM CPU; of
-grammar, tp 2 and engine restart a few of each kind.
+an equality of tokens, or a refusal at the start that names the model and the argument. Where transformers' cache changes its
+own answer (of Zamba 2 it leaves out `time_step_min` after the prompt), its forward pass over the whole text is what ours is
+compared with. `make matrix` runs all of it, `make test` a part that changes with every commit. Run so far, on an ARM CPU: every
+row in chunks of 1, 7 and 16, with prefix hits, preemption, n > 1, seeds, a grammar, int4, LoRA and on two ranks; of the other
+ways (alone, batched, speculation, engine restart) a part.
 
 WAYS
 
