@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +71,9 @@ class ScriptedAside:
 
     async def encode(self, text: str, add_special_tokens: bool, cut: Cut) -> tuple[int, list[int] | None]:
         return cut.of(self._tokenizer.encode(text, add_special_tokens))
+
+    async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens)
 
     async def render(
         self, messages: Any, *, add_special_tokens: bool, cut: Cut, most: int, tell_tools: Any, **options: Any

@@ -307,8 +307,8 @@ CONFLICTS: tuple[Conflict, ...] = (
         "experts that are not divided",
         lambda c: c.args.enable_eplb and not (c.args.enable_expert_parallel and c.ranks > 1),
         lambda c: (
-            f"enable_eplb needs whole experts on several ranks: enable_expert_parallel and tensor_parallel_size above 1, which "
-            f"is {c.ranks}"
+            "enable_eplb needs whole experts on several ranks: enable_expert_parallel, which is "
+            f"{'on' if c.args.enable_expert_parallel else 'off'}, and tensor_parallel_size above 1, which is {c.ranks}"
         ),
     ),
     Conflict(
