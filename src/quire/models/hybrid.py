@@ -8,12 +8,21 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch
+from quire.config.recurrent import mamba2_sizes
 from quire.layers.attention import SelfAttention, keep
+from quire.layers.mamba2 import Mamba2, Mamba2Shape
 from quire.layers.norm import Norm
+from quire.layers.recurrent import GatedNorm
 from quire.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
+
+
+def make_mamba2(facts: "ModelFacts", eps: float, **options: Any) -> Mamba2:
+    """With a norm behind its gate, by groups."""
+    shape = Mamba2Shape(*mamba2_sizes(facts.hf))
+    return Mamba2(facts.hidden_size, shape, GatedNorm(shape.inner, eps, groups=shape.groups), **options)
 
 
 class MixerBlock(nn.Module):

@@ -4,14 +4,11 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from quire.config.recurrent import mamba2_sizes, mamba_sizes
+from quire.config.recurrent import mamba_sizes
 from quire.layers.mamba import Mamba as MambaMixer
 from quire.layers.mamba import MambaShape
-from quire.layers.mamba2 import Mamba2 as Mamba2Mixer
-from quire.layers.mamba2 import Mamba2Shape
 from quire.layers.norm import Norm, RMSNorm
-from quire.layers.recurrent import GatedNorm
-from quire.models.hybrid import HybridDecoder, OneMixerBlock
+from quire.models.hybrid import HybridDecoder, OneMixerBlock, make_mamba2
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
@@ -33,11 +30,9 @@ class Mamba2(HybridDecoder):
 
     def make_mixer(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
         hf = facts.hf
-        shape = Mamba2Shape(*mamba2_sizes(hf))
-        return Mamba2Mixer(
-            facts.hidden_size,
-            shape,
-            GatedNorm(shape.inner, hf.get("layer_norm_epsilon", 1e-5), groups=shape.groups),
+        return make_mamba2(
+            facts,
+            hf.get("layer_norm_epsilon", 1e-5),
             bias=bool(hf.get("use_bias")),
             conv_bias=bool(hf.get("use_conv_bias", True)),
             limits=hf.get("time_step_limit") or (0.0, float("inf")),

@@ -4,14 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from quire.config.recurrent import mamba2_sizes, nemotron_types
-from quire.layers.mamba2 import Mamba2, Mamba2Shape
+from quire.config.recurrent import nemotron_types
 from quire.layers.mlp import MLP
 from quire.layers.norm import Norm, RMSNorm
-from quire.layers.recurrent import GatedNorm
 from quire.layers.routed_moe import NarrowMoE, RoutedMoE
 from quire.models.deepseek import check_routing
-from quire.models.hybrid import HybridDecoder, OneMixerBlock
+from quire.models.hybrid import HybridDecoder, OneMixerBlock, make_mamba2
 from quire.ops.arguments import Ungated
 
 if TYPE_CHECKING:
@@ -70,11 +68,9 @@ class NemotronH(HybridDecoder):
 
     def make_mixer(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
         hf = facts.hf
-        shape = Mamba2Shape(*mamba2_sizes(hf))
-        return Mamba2(
-            facts.hidden_size,
-            shape,
-            GatedNorm(shape.inner, hf.get("layer_norm_epsilon", 1e-5), groups=shape.groups),
+        return make_mamba2(
+            facts,
+            hf.get("layer_norm_epsilon", 1e-5),
             bias=bool(hf.get("mamba_proj_bias", hf.get("use_bias"))),
             conv_bias=bool(hf.get("use_conv_bias", True)),
             limits=(hf.get("time_step_min", 0.001), float("inf")),

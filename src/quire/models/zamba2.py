@@ -7,15 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from quire.attn.batch import AdapterRows, Batch
-from quire.config.recurrent import mamba2_sizes
 from quire.layers.attention import SelfAttention, attend_heads, keep
 from quire.layers.linear import Linear
-from quire.layers.mamba2 import Mamba2, Mamba2Shape
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import Norm
-from quire.layers.recurrent import GatedNorm
 from quire.layers.role import Role
-from quire.models.hybrid import HybridDecoder, OneMixerBlock
+from quire.models.hybrid import HybridDecoder, OneMixerBlock, make_mamba2
 from quire.ops.activation import gated
 
 if TYPE_CHECKING:
@@ -148,11 +145,5 @@ class Zamba2(HybridDecoder):
 
     def make_mixer(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
         hf = facts.hf
-        shape = Mamba2Shape(*mamba2_sizes(hf))
-        return Mamba2(
-            facts.hidden_size,
-            shape,
-            GatedNorm(shape.inner, NORM_EPS, groups=shape.groups),
-            bias=bool(hf.get("add_bias_linear")),
-            limits=(hf.get("time_step_min", 0.001), float("inf")),
-        )
+        limits = hf.get("time_step_min", 0.001), float("inf")
+        return make_mamba2(facts, NORM_EPS, bias=bool(hf.get("add_bias_linear")), limits=limits)
