@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.files.gguf import GGML_TYPES, WHOLE_NUMBERS
-from quire.ops.blocks import Apart, QuantizedMatrix, apart_of, half_at, nibble_groups, scales_and_minima, slices
+from quire.ops.blocks import APART, Apart, QuantizedMatrix, half_at, nibble_groups, scales_and_minima, slices
 from quire.ops.forms import PackedInts, pack_nibbles
 
 AT_ONCE = 1 << 25  # numbers that are taken apart together
@@ -22,7 +22,7 @@ def has_form(type_: int) -> bool:
 def form_of(stored: QuantizedMatrix, device: torch.device) -> PackedInts:
     """In the device's memory, which is where it is taken apart."""
     name, _, nbytes = GGML_TYPES[stored.type]
-    apart = _MORE.get(name) or apart_of(name)
+    apart = _APART[name]
     bits, group, _ = WHOLE_NUMBERS[name]
     parts = list[tuple[Tensor, Tensor, Tensor | None]]()
     step = max(1, AT_ONCE // stored.columns)
@@ -84,4 +84,4 @@ def _apart_q6_k(blocks: Tensor) -> Apart:
     return 8, (low | high << 4) + 96, blocks[:, 192:208].view(torch.int8) * half_at(blocks, 208), None
 
 
-_MORE: dict[str, Callable[[Tensor], Apart]] = {"Q5_K": _apart_q5_k, "Q6_K": _apart_q6_k}
+_APART: dict[str, Callable[[Tensor], Apart]] = {**APART, "Q5_K": _apart_q5_k, "Q6_K": _apart_q6_k}

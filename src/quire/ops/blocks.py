@@ -328,7 +328,7 @@ def take_apart(stored: BlockMatrix, start: int = 0, stop: int | None = None) -> 
         return stored.take_apart(start, len(stored) if stop is None else stop)
     name, _, nbytes = GGML_TYPES[stored.type]
     rows = stored.read(start, len(stored) if stop is None else stop)
-    apart = _APART.get(name)
+    apart = APART.get(name)
     if apart is None:
         return _rounded(dequantize(rows.flatten(), stored.type, (len(rows), stored.columns)))
     bits, *parts = apart(rows.reshape(-1, nbytes).t().contiguous()[None])
@@ -376,11 +376,7 @@ def _apart_q4_k(blocks: Tensor) -> Apart:
     return 4, nibble_groups(blocks[:, 16:]), scale, 8 * scale - both[:, 1:] * minima
 
 
-def apart_of(name: str) -> Callable[[Tensor], Apart]:
-    return _APART[name]
-
-
-_APART: dict[str, Callable[[Tensor], Apart]] = {
+APART: dict[str, Callable[[Tensor], Apart]] = {
     "Q8_0": _apart_q8_0,
     "Q4_0": _apart_q4_0,
     "Q4_1": _apart_q4_1,

@@ -12,9 +12,9 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from quire.files.gguf import GGML_TYPES
 from quire.layers.claims import Claims
-from quire.layers.embedding import Embedding, Head
-from quire.layers.linear import Linear
-from quire.layers.moe import Experts
+from quire.layers.embedding import Embedding, EmbeddingMethod, Head, HeadMethod
+from quire.layers.linear import Linear, LinearMethod
+from quire.layers.moe import Experts, ExpertsMethod
 from quire.layers.parameter import Method
 from quire.ops.activation import gated
 from quire.ops.blocks import GROUP, BlockMatrix, QuantizedMatrix, dequantize
@@ -93,10 +93,10 @@ class GGUFScheme:
         self._stored = stored
         self.kept: set[str] = set()  # names of those that stay
 
-    def linear(self, path: str, layer: Linear) -> GGUFMethod | None:
+    def linear(self, path: str, layer: Linear) -> LinearMethod | None:
         parts = {f"{name}.weight": part for name, part in layer.parts(path).items()}
         found = [
-            self._find(name, (part.outputs, layer.all_inputs), rows, layer.kept_inputs)
+            self.find(name, (part.outputs, layer.all_inputs), rows, layer.kept_inputs)
             for name, part in parts.items()
             for _, rows in part.kept
         ]
@@ -104,31 +104,39 @@ class GGUFScheme:
         if layer.transposed or layer.as_floats or len(matrices) < len(found):
             return None
         self.kept |= parts.keys()
-        return GGUFMethod(matrices)
+        return self.multiply_by(matrices)
 
-    def embedding(self, path: str, layer: Embedding) -> GGUFRows | None:
-        found = self._find(f"{path}.weight", (layer.total, layer.size), layer.kept, range(layer.size))
+    def multiply_by(self, parts: Sequence[QuantizedMatrix]) -> LinearMethod:
+        """parts: above each other."""
+        return GGUFMethod(parts)
+
+    def embedding(self, path: str, layer: Embedding) -> EmbeddingMethod | None:
+        found = self.find(f"{path}.weight", (layer.total, layer.size), layer.kept, range(layer.size))
         if found is None:
             return None
         self.kept.add(f"{path}.weight")
         return GGUFRows(found)
 
-    def head(self, path: str, layer: Head) -> GGUFHead | None:
+    def head(self, path: str, layer: Head) -> HeadMethod | None:
         if layer.tied is not None:
             return GGUFHead(layer.tied.method.rows) if isinstance(layer.tied.method, GGUFRows) else None
-        found = self._find(f"{path}.weight", (layer.total, layer.hidden_size), layer.kept, range(layer.hidden_size))
+        found = self.find(f"{path}.weight", (layer.total, layer.hidden_size), layer.kept, range(layer.hidden_size))
         if found is None:
             return None
         self.kept.add(f"{path}.weight")
         return GGUFHead(found)
 
-    def experts(self, path: str, layer: Experts) -> None:  # noqa: ARG002
+    def can_use(self, type_: int) -> bool:  # noqa: ARG002
+        """Blocks of any type."""
+        return True
+
+    def experts(self, path: str, layer: Experts) -> ExpertsMethod | None:  # noqa: ARG002
         return None
 
-    def _find(self, name: str, shape: tuple[int, int], rows: range, columns: range) -> QuantizedMatrix | None:
+    def find(self, name: str, shape: tuple[int, int], rows: range, columns: range) -> QuantizedMatrix | None:
         """These rows and columns, which must be whole blocks, and whole groups of what they are repacked to."""
         found = self._stored.get(name)
-        if found is None or (len(found), found.columns) != shape:
+        if found is None or (len(found), found.columns) != shape or not self.can_use(found.type):
             return None
         grain = lcm(GROUP, GGML_TYPES[found.type][1])
         if columns.start % grain or columns.stop % grain:
