@@ -71,7 +71,8 @@ class AsyncLLM:
         self.pages = 0  # of the cache; 0 until the engine is ready
         self.timeline: Timeline | None = None  # of the latest start of the engine process
         self._viewer: Callable[[Sight], None] | None = None
-        self.adapters = AdapterNames(config.max_loras > 0, config.facts.vocab_size if config.more_tokens else None)
+        vocabulary = config.facts.vocab_size if config.more_tokens else None
+        self.adapters = AdapterNames(config.max_loras > 0, vocabulary, lambda ref: self.prompts.open_tokenizer(ref))
         self._lengths: dict[int, int] = {}  # engine -> the longest context that its cache has room for
         self._name = name
         self._client: Engines = start_engines(config, self, command, spare) if connect is None else connect(self)

@@ -55,8 +55,9 @@ class LLMEngine:
             self.core, self.config, self.timeline = started.core, config, started.timeline
             self.max_model_len = started.max_model_len
         config = self.config
-        self.adapters = AdapterNames(config.max_loras > 0, config.facts.vocab_size if config.more_tokens else None)
         self.inputs = InputProcessor.of(config, self.tokenizer, self.max_model_len)
+        vocabulary = config.facts.vocab_size if config.more_tokens else None
+        self.adapters = AdapterNames(config.max_loras > 0, vocabulary, self.inputs.prompts.open_tokenizer)
         self.outputs = OutputProcessor(self.tokenizer, page_size=config.page_size if config.prefix_caching else 0)
         logger.info("ready after %s", self.timeline)
 

@@ -3,6 +3,7 @@
 import json
 import warnings
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,11 +121,20 @@ def test_tokens_texts_and_others(tiny_model, made, loras):
         each.llm_engine.shutdown()
 
 
+def write_unreadable(directory):
+    """An adapter whose tokenizer is none."""
+    names = "base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"
+    path = write_adapter(directory, {name: torch.zeros(BASE + 2, 32) for name in names})
+    (Path(path) / "tokenizer.json").write_text("{}")
+    return path
+
+
 def test_what_cannot_be_had(tiny_model, made, tmp_path):
     rows = {"base_model.model.lm_head.weight": torch.zeros(BASE + 2, 32)}
     both = rows | {"base_model.model.model.embed_tokens.weight": torch.zeros(BASE + 1, 32)}
     low = halves("base_model.model.lm_head", BASE + 2, 32)
     paths = {
+        "tokenizer.json: the `tokenizers` library .* cannot read it": write_unreadable(tmp_path / "unreadable"),
         "no rows of embed_tokens": write_adapter(tmp_path / "head", rows),
         "another number of added tokens": write_adapter(tmp_path / "both", both),
         "save_embedding_layers": write_adapter(tmp_path / "low", low),
@@ -140,7 +150,7 @@ def test_what_cannot_be_had(tiny_model, made, tmp_path):
         open_model(tiny_model, enable_lora=True, lora_extra_vocab_size=2, speculative_config=speculation)
 
 
-def test_served_by_two_ranks(tiny_model, made):
+def test_served_by_two_ranks(tiny_model, made, tmp_path):
     running = Running(
         tiny_model, dtype="float32", enable_lora=True, max_loras=2, lora_extra_vocab_size=8, tensor_parallel_size=2
     )
@@ -148,6 +158,9 @@ def test_served_by_two_ranks(tiny_model, made):
         with running.serve(ServerArgs(allow_runtime_lora_updating=True)) as http:
             for name, (path, _) in made.items():
                 assert http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)}).status_code == 200
+            load = {"lora_name": "unreadable", "lora_path": str(write_unreadable(tmp_path / "unreadable"))}
+            refused = http.post("/v1/load_lora_adapter", json=load)
+            assert refused.status_code == 400 and "cannot read it" in error_of(refused)["message"]
             tokenizer = tokenizer_of(made, "saved")
             ids = tokenizer.encode(PROMPT).ids
             told = expect(made, "saved", ids)

@@ -9,6 +9,7 @@ Nothing is read here but digests, and not by itself (`look`): who waits for file
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -33,9 +34,12 @@ class NamedAdapter:
 
 
 class AdapterNames:
-    def __init__(self, enabled: bool, vocabulary: int | None = None) -> None:
-        """`vocabulary`: tokens of the model; None = adapters add none."""
-        self.enabled, self._vocabulary = enabled, vocabulary
+    def __init__(
+        self, enabled: bool, vocabulary: int | None = None, open_tokenizer: Callable[[AdapterRef], object] | None = None
+    ) -> None:
+        """`vocabulary`: tokens of the model; None = adapters add none. `open_tokenizer`: of one that does; raises what is wrong
+        with it, before anybody asks for the adapter."""
+        self.enabled, self._vocabulary, self._open_tokenizer = enabled, vocabulary, open_tokenizer
         self._named: dict[str, NamedAdapter] = {}
         self._keys: dict[int, str] = {}  # number -> name
         self._fresh_keys = count(1)
@@ -112,6 +116,8 @@ class AdapterNames:
         key = lora.lora_int_id if there is None else there.ref.key
         added = 0 if self._vocabulary is None else count_added(path, self._vocabulary)
         ref = AdapterRef(key, version, path, added, before if stamp(path) == before else "")
+        if added and self._open_tokenizer is not None:
+            self._open_tokenizer(ref)
         return NamedAdapter(lora.lora_name, ref, lora.base_model_name, there is not None and there.pinned)
 
     def put(self, adapter: NamedAdapter) -> str | None:

@@ -13,6 +13,7 @@ from quire.text.helper.wire import MOST_RENDERED, Cut
 from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_prompt import render_told, wants_words
+from quire.types.adapter import AdapterRef
 from quire.types.checks import shown
 from quire.types.errors import InvalidParameter, PromptTooLong, RequestError
 from quire.types.prompts import NO_EXTRAS, Extras, Prompt
@@ -60,6 +61,10 @@ class PromptReader:
         if aside is not None and tokenizer is not None and tokenizer is not self.tokenizer:
             aside = aside.beside(tokenizer)
         return PromptReader(tokenizer, self.vocab_size + lora.added, self.max_model_len, aside)
+
+    def open_tokenizer(self, lora: AdapterRef) -> Tokenizer | None:
+        """Of an adapter, for the requests to come. Raises what is wrong with it."""
+        return self.tokenizer if self._tokenizers is None else self._tokenizers.of(lora)
 
     # ---- reading
 
