@@ -301,11 +301,23 @@ def test_processes_that_were_killed_while_idle_cost_nobody_anything(model, monke
     async def work(aside: Aside) -> None:
         while len(aside.pids) < 2:
             await asyncio.gather(*[rendered(aside) for _ in range(8)])
-        for pid in aside.pids:
+        killed = aside.pids  # one that is only starting may be among them
+        for pid in killed:
             os.kill(pid, signal.SIGKILL)
-        while any(_runs(pid) for pid in aside.pids):
+        while any(_runs(pid) for pid in killed):
             await asyncio.sleep(0.02)
         assert await rendered(aside) == "<user>hello"
+
+    with_aside(model, work)
+
+
+def test_a_process_that_was_killed_while_it_started_costs_nobody_anything(model):
+    async def work(aside: Aside) -> None:
+        asked = asyncio.create_task(rendered(aside))
+        while not aside.pids:
+            await asyncio.sleep(0)
+        os.kill(aside.pids[0], signal.SIGKILL)
+        assert await asked == "<user>hello"
 
     with_aside(model, work)
 

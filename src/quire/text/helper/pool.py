@@ -161,9 +161,6 @@ class ProcessPool:
         while (turn := self._next()) is not None:
             turn.set_exception(EngineDead("the engine was shut down"))
 
-    def _is_closed(self) -> bool:
-        return self._closed
-
     @property
     def pids(self) -> list[int]:
         return [helper.pid for helper in self._helpers]
@@ -228,29 +225,42 @@ class ProcessPool:
     async def _start_one(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            helper = await loop.run_in_executor(self._threads, Helper, self._where, True)
-            self._helpers.add(helper)
-            if self._is_closed():
-                self._drop(helper)
-                return
-            late = loop.call_later(LONGEST, helper.kill)
             try:
-                await helper.ask(*_NOTHING)
-            except Lost:
-                self._drop(helper)
-                raise
-            finally:
-                late.cancel()
+                helper = await self._started()
+            except Lost:  # somebody may have killed it: that is held against processes only when it happens twice
+                helper = await self._started()
+        except EngineDead:
+            return
         except (Lost, OSError, RuntimeError) as error:  # no descriptors, no memory, no threads
             why = "it ended at once" if isinstance(error, Lost) else str(error)
             logger.error("a text process cannot be started: %s", why)
-            if not self._closed and (turn := self._next()) is not None:
+            if (turn := self._next()) is not None:
                 turn.set_exception(EngineError(f"a text process cannot be started: {why}"))
         else:
             self._give_back(helper)
         finally:
             self._starting = False
         loop.call_later(BUSY if self._helpers else 0.0, self._grow)
+
+    async def _started(self) -> Helper:
+        """One more process, ready."""
+        loop = asyncio.get_running_loop()
+        helper = await loop.run_in_executor(self._threads, Helper, self._where, True)
+        self._helpers.add(helper)
+        if self._closed:
+            self._drop(helper)
+            raise EngineDead("the engine was shut down")
+        late = loop.call_later(LONGEST, helper.kill)
+        try:
+            await helper.ask(*_NOTHING)
+        except Lost:
+            self._drop(helper)
+            if self._closed:
+                raise EngineDead("the engine was shut down") from None
+            raise
+        finally:
+            late.cancel()
+        return helper
 
     def _add(self) -> Helper:
         helper = Helper(self._where)
