@@ -13,6 +13,7 @@ import openai
 import pytest
 from server_process import body, read_stream, serving
 
+from patience import crowd
 from quire.config.server_args import ServerArgs
 
 SCHEMA = {
@@ -304,6 +305,7 @@ def test_neither_masks_that_grow_nor_a_stopped_process_pause_others(serve_model)
         assert client.post("/v1/completions", json=body(3, False) | {"structured_outputs": {"regex": "a{3}"}}).is_success
         stopped = server.grammar_pid()
         quiet, beside, paused = list[float](), list[float](), list[float]()
+        busy = crowd()
         gaps(client, 100, quiet)
         hostile = body(200, True) | {"structured_outputs": {"grammar": GROWING}, "temperature": 1.0}
         with client.stream("POST", "/v1/completions", json=hostile) as answer:
@@ -318,12 +320,12 @@ def test_neither_masks_that_grow_nor_a_stopped_process_pause_others(serve_model)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(stopped, signal.SIGCONT)
         bound.join()
-    busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # other work on this machine takes its share
+        busy = max(busy, crowd())  # other work on this machine takes its share
     print(f"worst gaps in ms: {[round(1000 * max(times)) for times in (quiet, beside, paused)]}")
-    assert max(*beside, *paused) < max(quiet) + 0.5 * busy
+    assert max(*beside, *paused) < max(quiet) + 0.2 * busy
 
 
-def test_hostile_grammars_are_refused_soon_and_disturb_nobody(serve_model):
+def test_hostile_grammars_are_refused_in_two_seconds_and_disturb_nobody(serve_model):
     with serving(serve_model, latency=0.02) as server, server.client() as client:
         warm = client.post("/v1/completions", json=body(3, False) | {"structured_outputs": {"regex": "a{3}"}})
         assert warm.status_code == 200, warm.text
@@ -336,7 +338,9 @@ def test_hostile_grammars_are_refused_soon_and_disturb_nobody(serve_model):
         for listener in listeners:
             listener.start()
         time.sleep(0.1)
+        busy = 1.0  # other work on this machine takes its share
         for name, grammar in (ADVERSARIES | HARMLESS).items():
+            busy = max(busy, crowd())
             begun = time.monotonic()
             answer = client.post("/v1/completions", json=body(3, False) | {"structured_outputs": grammar})
             times[name] = time.monotonic() - begun
@@ -346,7 +350,6 @@ def test_hostile_grammars_are_refused_soon_and_disturb_nobody(serve_model):
         after = read_stream(client, body(4, True) | {"structured_outputs": {"choice": ["fine"]}})
     shown = {name: f"{seconds:.2f}" for name, seconds in times.items()}
     print(f"refused after {shown}; worst gap {1000 * max(quiet):.0f} ms alone, {1000 * max(loud):.0f} ms beside them")
-    busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # other work on this machine takes its share
-    assert max(times.values()) < 8.0 * busy, shown
-    assert max(loud) < max(quiet) + 0.5 * busy and sorted(loud)[len(loud) // 2] < 0.04 * busy
+    assert max(times.values()) < 2.0 * busy, shown
+    assert max(loud) < max(quiet) + 0.15 * busy and sorted(loud)[len(loud) // 2] < 0.04 * busy
     assert after[-1] == "[DONE]"
