@@ -183,8 +183,9 @@ def _lock(alias: str, path: Path) -> Iterator[None]:
     """Only one process downloads; the others wait and then find the file."""
     import fcntl
 
-    with path.open("w") as file, doing(f"waiting for another process that fetches {alias}"):
-        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, also by a crash
+    with path.open("w") as file:
+        with doing(f"waiting for another process that fetches {alias}"):
+            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, also by a crash
         yield
 
 
