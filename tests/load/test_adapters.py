@@ -137,6 +137,7 @@ A, B = GOOD
 BAD = {
     "r must be a whole number": (GOOD, {"r": 0}),
     "lora_alpha must be a number": (GOOD, {"lora_alpha": "x"}),
+    "lora_alpha must be a number that a float can hold, got 1000": (GOOD, {"lora_alpha": 10**400}),
     "peft_type is 'LOHA'": (GOOD, {"peft_type": "LOHA"}),
     "layer_replication is": (GOOD, {"layer_replication": [[0, 2]]}),
     "trainable_token_indices is": (GOOD, {"trainable_token_indices": [1]}),

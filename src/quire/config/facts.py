@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config.gguf import translate
+from quire.config.gguf import GGUF_NAMES, translate
 from quire.config.hf import explicit_config, read_json
 from quire.config.memory import estimate_parameters
+from quire.config.plausible import implausible
 from quire.config.quantization import Quantization, count_numbers, read_quantization
 from quire.config.recurrent import READERS, Kind, Layers, read_recurrent
 from quire.files.gguf import read_gguf_shards
@@ -140,7 +141,8 @@ def _read_facts(files: ModelFiles, overrides: Mapping[str, Any], lenient: bool) 
         raise ModelError(f"{files.name}: {error}") from error
     if infos and isinstance(raw.get("text_config"), Mapping):  # who of the two says so differs from version to version
         config["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in infos)
-    reader = _Reader(files.name, config)
+    reader = _Reader(files.name, config, GGUF_NAMES if files.format == "gguf" else {})
+    reader.check_plausible()
     try:
         reader.refuse_what_is_not_built()
         recurrent, unplanned = reader.recurrent(), ""
@@ -186,9 +188,10 @@ def _quantization(files: ModelFiles, config: Mapping[str, Any]) -> Quantization 
 class _Reader:
     """Takes fields out of a config and says which one is missing or wrong."""
 
-    def __init__(self, name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, config: Mapping[str, Any], names: Mapping[str, str]) -> None:
         self.name = name
         self.config = config
+        self.names = names  # of fields, in the file, where it has other ones
 
     def architecture(self) -> str:
         names = self.config.get("architectures")
@@ -214,6 +217,10 @@ class _Reader:
     def check_bounded(self) -> None:
         if all(self.config.get(name) is None for name in _NAMES["max_position"]):
             raise _Unplanned(str(self._wrong("max_position_embeddings", "a positive integer")))
+
+    def check_plausible(self) -> None:
+        for wrong in implausible(self.config):
+            raise self._wrong(*wrong)
 
     def dtype(self, stored: Mapping[str, int]) -> str:
         name = self.config.get("dtype") or self.config.get("torch_dtype")
@@ -262,7 +269,7 @@ class _Reader:
         """Of so many key heads and such a size; None = the layer does not attend."""
         if shape is None:
             return None
-        own = _Reader(self.name, {**self.config, "num_key_value_heads": shape[0], "head_dim": shape[1]})
+        own = _Reader(self.name, {**self.config, "num_key_value_heads": shape[0], "head_dim": shape[1]}, self.names)
         return own._layer(window)
 
     def _latent(self) -> LayerCache | None:
@@ -323,9 +330,12 @@ class _Reader:
         if kind not in ("linear", "dynamic", "yarn") or not isinstance(factor, int | float):
             return length
         original = rope.get("original_max_position_embeddings")
-        if isinstance(original, int):
-            return max(length, int(original * factor))
-        return int(length * factor)
+        stretched = max(length, original * factor) if isinstance(original, int) else length * factor
+        if not 1 <= stretched <= _MOST["max_position"]:
+            raise self._wrong(
+                "factor", f"one that stretches {length} positions to 1 at least, {_MOST['max_position']:,} at most", factor
+            )
+        return int(stretched)
 
     def ids(self, key: str, *places: Mapping[str, Any]) -> tuple[int, ...]:
         """Token ids under `key` in any of the places: one, several or none in each."""
@@ -338,7 +348,12 @@ class _Reader:
             found += values
         return tuple(dict.fromkeys(found))
 
-    def _wrong(self, key: str, right: str) -> ModelError:
-        if key not in self.config:
+    def _wrong(self, key: str, right: str, value: Any = None, where: str = "in the model's config") -> ModelError:
+        """`value`: of a field that is not at the top."""
+        if value is None and key not in self.config:
             return ModelError(f"{self.name}: the model's config lacks {key!r}; it must be {right}")
-        return ModelError(f"{self.name}: {key} in the model's config must be {right}, got {shown(self.config[key])}")
+        if key in self.names:
+            where = f"(in the file: {self.names[key]})"
+        return ModelError(
+            f"{self.name}: {key} {where} must be {right}, got {shown(self.config[key] if value is None else value)}"
+        )

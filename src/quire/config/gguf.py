@@ -42,6 +42,14 @@ _END_TOKENS = frozenset({
     "<|eot|>", "<EOT>",
 })  # fmt: skip
 _CONTROL, _USER_DEFINED = 3, 4
+# names of a config -> what a file says it with, for messages
+GGUF_NAMES = {name: key for key, name in _FIELDS.items()} | {
+    "rope_theta": "rope.freq_base", "partial_rotary_factor": "rope.dimension_count, as a share of attention.key_length",
+    "factor": "rope.scaling.factor", "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "attention_factor": "rope.scaling.attn_factor", "query_pre_attn_scalar": "attention.scale",
+    "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
+}  # fmt: skip
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -115,6 +123,11 @@ def _one_value(header: GGUFHeader, key: str, value: Any) -> Any:
     return value
 
 
+def _number(header: GGUFHeader, key: str, default: float) -> float:
+    value = header.get(key)
+    return default if value is None else _neat(_one_value(header, key, value))
+
+
 def _neat(value: float) -> float:
     """GGUF floats have 32 bits: 9.99999974e-06 was written as 1e-05."""
     return value if isinstance(value, int) else float(f"{value:.7g}")
@@ -144,10 +157,10 @@ def _end_ids(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def _rope(header: GGUFHeader, factors: Mapping[str, list[float]], config: dict[str, Any]) -> dict[str, Any]:
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    head_dim = config.get("head_dim") or max(1, config["hidden_size"] // config["num_attention_heads"])
     config["head_dim"] = head_dim
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _neat(header.get("rope.freq_base", 1e4))}
-    rotated = header.get("rope.dimension_count", head_dim)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _number(header, "rope.freq_base", 1e4)}
+    rotated = _number(header, "rope.dimension_count", head_dim)
     if rotated != head_dim:
         rope["partial_rotary_factor"] = rotated / head_dim
     original = header.get("rope.scaling.original_context_length")
@@ -155,9 +168,9 @@ def _rope(header: GGUFHeader, factors: Mapping[str, list[float]], config: dict[s
     if "rope_factors_long.weight" in factors:
         rope |= _longrope(header, factors, original or config["max_position_embeddings"])
     elif max(factors.get("rope_freqs.weight", ()), default=1.0) != 1.0:
-        rope |= _llama3(header, factors["rope_freqs.weight"], rope["rope_theta"], rotated)
+        rope |= _llama3(header, factors["rope_freqs.weight"], rope["rope_theta"], int(rotated))
     elif kind in ("linear", "yarn"):
-        rope |= {"rope_type": kind, "factor": _neat(header.get("rope.scaling.factor", 1.0))}
+        rope |= {"rope_type": kind, "factor": _number(header, "rope.scaling.factor", 1.0)}
         if original:
             rope["original_max_position_embeddings"] = original
     elif kind not in ("none", "longrope"):
@@ -172,8 +185,8 @@ def _longrope(header: GGUFHeader, factors: Mapping[str, list[float]], original: 
         "short_factor": [_neat(value) for value in factors.get("rope_factors_short.weight", ())],
         "original_max_position_embeddings": original,
     }
-    if (factor := header.get("rope.scaling.attn_factor")) is not None:
-        rope["attention_factor"] = _neat(factor)
+    if header.get("rope.scaling.attn_factor") is not None:
+        rope["attention_factor"] = _number(header, "rope.scaling.attn_factor", 1.0)
     return rope
 
 
@@ -216,7 +229,7 @@ def _finish_gemma(header: GGUFHeader, config: dict[str, Any]) -> None:
     """The largest sizes scale queries by the width per head, the others by the head's own size."""
     large = {"gemma2": 46, "gemma3_text": 62}[config["model_type"]] == config["num_hidden_layers"]
     per_head = config["hidden_size"] // config["num_attention_heads"]
-    scale = header.get("attention.scale")
+    scale = _number(header, "attention.scale", 0)
     config["query_pre_attn_scalar"] = round(scale**-2) if scale else per_head if large else config["head_dim"]
     pattern = header.get("attention.sliding_window_pattern", config["sliding_window_pattern"])
     if isinstance(pattern, list):
@@ -224,7 +237,7 @@ def _finish_gemma(header: GGUFHeader, config: dict[str, Any]) -> None:
     else:
         config["sliding_window_pattern"] = pattern
     if config["model_type"] == "gemma3_text":
-        local = {"rope_type": "default", "rope_theta": _neat(header.get("rope.freq_base_swa", 1e4))}
+        local = {"rope_type": "default", "rope_theta": _number(header, "rope.freq_base_swa", 1e4)}
         config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
 
 
@@ -246,22 +259,22 @@ def _finish_deepseek(header: GGUFHeader, config: dict[str, Any]) -> None:
         config["topk_group"] = config.get("topk_group", 1)
     else:
         config["topk_method"] = "group_limited_greedy" if config.get("n_group", 1) > 1 else "greedy"
-    stretched, weight = config["rope_parameters"], header.get("rope.scaling.yarn_log_multiplier")
+    stretched, weight = config["rope_parameters"], _number(header, "rope.scaling.yarn_log_multiplier", 0)
     if weight and stretched["rope_type"] == "yarn":
         stretched |= {"mscale": _neat(10 * weight), "mscale_all_dim": _neat(10 * weight)}
 
 
 def _finish_granite(header: GGUFHeader, config: dict[str, Any]) -> None:
     """Also MiniCPM, whose multipliers are the same by other names; only Granite's say how queries are scaled."""
-    config["embedding_multiplier"] = _neat(header.get("embedding_scale", 1.0))
-    config["residual_multiplier"] = _neat(header.get("residual_scale", 1.0))
-    config["logits_scaling"] = _neat(header.get("logit_scale", 1.0))
-    config["attention_multiplier"] = _neat(header.get("attention.scale", config["head_dim"] ** -0.5))
+    config["embedding_multiplier"] = _number(header, "embedding_scale", 1.0)
+    config["residual_multiplier"] = _number(header, "residual_scale", 1.0)
+    config["logits_scaling"] = _number(header, "logit_scale", 1.0)
+    config["attention_multiplier"] = _number(header, "attention.scale", config["head_dim"] ** -0.5)
     _finish_llama(header, config)
 
 
 def _finish_cohere(header: GGUFHeader, config: dict[str, Any]) -> None:
-    config["logit_scale"] = _neat(header.get("logit_scale", 1.0))
+    config["logit_scale"] = _number(header, "logit_scale", 1.0)
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in header.tensors
     config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
 

@@ -3,9 +3,11 @@
 from torch import Tensor, nn
 
 from quire.attn.batch import AdapterRows
+from quire.files.reading import shown
 from quire.layers.linear import Linear, MergedLinear
 from quire.layers.role import Role
 from quire.ops.activation import activate, check_activation
+from quire.types.errors import ModelError
 
 
 class GatedMLP(nn.Module):
@@ -13,6 +15,8 @@ class GatedMLP(nn.Module):
 
     def __init__(self, hidden_size: int, inner_size: int, activation: str, *, bias: bool = False, fused: bool = False) -> None:
         super().__init__()
+        if type(inner_size) is not int:  # null, or one of every layer: some families have that
+            raise ModelError(f"intermediate_size must be a positive integer, got {shown(inner_size)}")
         self.activation = check_activation(activation)
         if fused:
             both = (inner_size, inner_size)

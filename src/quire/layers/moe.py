@@ -17,6 +17,7 @@ from quire.layers.role import Role
 from quire.ops.activation import check_activation
 from quire.ops.arguments import ClampedSwiglu, ExpertBiases, Gated, Inner, Ungated
 from quire.ops.moe import experts_forward, route
+from quire.types.errors import ModelError
 
 
 class ExpertsMethod(Protocol):
@@ -222,6 +223,8 @@ class MoE(nn.Module):
         paired: bool = False,
     ) -> None:
         super().__init__()
+        if not 1 <= top_k <= experts:
+            raise ModelError(f"num_experts_per_tok must be between 1 and {experts}, the experts of a layer, got {top_k}")
         self.top_k, self.renormalize = top_k, renormalize
         self.gate = Linear(hidden_size, experts, bias=biased)
         self.experts = Experts(experts, hidden_size, inner_size, activation, paired=paired)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.files.reading import shown
 from quire.ops.arguments import Rotation
 from quire.types.errors import ModelError
 
@@ -183,7 +184,14 @@ class Rope(nn.Module):
             max_position=max_position,
             parameters=parameters,
         )
+        if self.scheme.dim % 2 or not 2 <= self.scheme.dim <= head_dim:
+            raise ModelError(
+                f"components of a head turn in pairs: of {head_dim}, an even number must turn, and the configuration "
+                f"(partial_rotary_factor {part:g}) says {self.scheme.dim}"
+            )
         self.frequencies, self.factor = SCHEMES[kind](self.scheme)
+        if not (self.frequencies.isfinite().all() and math.isfinite(self.factor)):
+            raise ModelError(f"the rope parameters of the model's configuration make no rotation: {shown(dict(parameters))}")
 
     def finish(self, device: torch.device) -> None:
         angles = torch.arange(self.scheme.max_position, device=device).float().unsqueeze(1) * self.frequencies.to(device)

@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.files.reading import shown
 from quire.layers.quant.patterns import Patterns
+from quire.types.checks import is_finite
 from quire.types.errors import AdapterError, ModelError
 
 SIMPLE = re.compile(r"[\w.\-]*")  # a pattern that cannot take long
@@ -120,8 +121,8 @@ def _rank(value: Any, name: str, wrong: Any) -> int:
 
 
 def _alpha(value: Any, name: str, wrong: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise wrong(f"{name} must be a number, got {shown(value)}")
+    if type(value) not in (int, float) or not is_finite(value):
+        raise wrong(f"{name} must be a number that a float can hold, got {shown(value)}")
     return float(value)
 
 

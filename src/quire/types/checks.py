@@ -17,7 +17,7 @@ def check_int(name: str, value: Any, low: int, high: int = LARGEST_INT) -> int:
     return value
 
 
-def _is_finite(value: float) -> bool:
+def is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
     except OverflowError:  # an integer that no float can hold
@@ -34,7 +34,7 @@ def shown(number: float) -> str:
 def check_real(name: str, value: Any, low: float | None = None, high: float | None = None, above: float | None = None) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidParameter(f"{name} must be a number, got {value!r}", name)
-    bad = not _is_finite(value)
+    bad = not is_finite(value)
     bad |= low is not None and value < low
     bad |= above is not None and value <= above
     bad |= high is not None and value > high
