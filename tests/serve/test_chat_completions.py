@@ -177,6 +177,7 @@ def test_a_templates_variables_may_have_any_other_name(http):
         ({"structured_outputs": {"rgx": "a"}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a("}}, "structured_outputs"),
         ({"guided_regex": "a+"}, "guided_regex"),
+        ({"guided_json": {}}, "guided_json"),
         ({"thinking_token_budget": 3}, "thinking_token_budget"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": []}, "messages"),
@@ -200,6 +201,7 @@ def test_what_is_refused(http, body, param):
 def test_what_is_not_refused(http):
     chat(http, response_format={"type": "text"}, user="someone", parallel_tool_calls=False, tool_choice="none")
     chat(http, tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="none")
+    chat(http, guided_json=None, guided_json_object=False)
     chat(http, session_id="s", stream_options=None, logprobs=None, stop=[], frequency_penalty=None, n=None)
 
 

@@ -304,3 +304,19 @@ def test_any_served_name_and_no_name(http):
 
 def test_unknown_fields_are_ignored(http):
     assert complete(http, no_such_field={"a": 1})["choices"][0]["text"] == complete(http)["choices"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"n": True}, "body.n", "Input should be a number, got a boolean"),
+        ({"temperature": True}, "body.temperature", "Input should be a number, got a boolean"),
+        ({"prompt": [True]}, "body.prompt", "should be text, token ids, or a list of either"),
+        ({"stop_token_ids": [1, True]}, "body.stop_token_ids", "Input should be token ids, got a boolean among them"),
+        ({"n": 0}, "n", "n must be between 1 and 1024, got 0"),
+    ],
+)
+def test_numbers_that_are_none(http, body, param, message):
+    answer = http.post("/v1/completions", json={"prompt": "the", "max_tokens": 1, **body})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param) and message in error["message"]

@@ -1,12 +1,14 @@
 """Every field of every protocol: it changes what is asked of the engine or what is answered, or is a hint, or is refused."""
 
 import json
+import re
 
 import pytest
+from pydantic import ValidationError
 from scripted import Scripted, byte_tokenizer
 
 from quire.serve import field_table
-from quire.serve.field_table import HINTS, PATHS, all_names, handling
+from quire.serve.field_table import GENERATING, HINTS, PATHS, all_names, handling
 from quire.serve.protocol.chat import ChatRequest
 from quire.serve.protocol.completions import CompletionRequest
 from quire.serve.protocol.messages import CountTokensRequest, MessagesRequest
@@ -243,3 +245,15 @@ def test_what_responses_left_out_once(server):
 
 def test_hints_are_told_apart():
     assert not set(HINTS) & set(field_table.REFUSED)
+
+
+@pytest.mark.parametrize("model", PATHS)
+def test_true_is_no_number(model):
+    shapes = {name: json.dumps(shape) for name, shape in model.model_json_schema()["properties"].items()}
+    numbers = [name for name, shape in shapes.items() if re.search('"(integer|number)"', shape) and '"boolean"' not in shape]
+    for name in numbers:
+        for value in (True, [True], [[True]], {"1": True}):
+            with pytest.raises(ValidationError) as refused:
+                model.model_validate({name: value})
+            assert any(error["loc"][0] == name for error in refused.value.errors()), (name, value)
+    assert model not in GENERATING or {"seed", "max_tokens", "max_output_tokens"} & set(numbers)

@@ -33,8 +33,21 @@ def test_endpoints_of_other_models_say_what_this_one_does(http, path):
         assert said in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "switch"),
+    [
+        ("/load", "--enable-server-load-tracking"),
+        ("/tokenizer_info", "--enable-tokenizer-info-endpoint"),
+        ("/server_info", "QUIRE_SERVER_DEV_MODE=1"),
+    ],
+)
+def test_what_is_switched_off_says_how_to_switch_it_on(http, path, switch):
+    error = error_of(http.get(path))
+    assert error["code"] == 404
+    assert error["message"].startswith(f"{path} is switched off here: start the server with {switch}")
+
+
 def test_tokenizer_info(server, http):
-    assert http.get("/tokenizer_info").status_code == 404
     with server.serve(ServerArgs(enable_tokenizer_info_endpoint=True)) as telling:
         told = telling.get("/tokenizer_info").json()
     assert told["tokenizer_class"] and told["chat_template"] == server.llm.tokenizer.chat_template

@@ -225,6 +225,8 @@ def _known(name: str) -> bool:
 def _asks_for_nothing(name: str, value: Any) -> bool:
     if value is None or value in NEUTRAL.get(name, ()):
         return True
+    if name.startswith("guided_"):  # an empty schema asks for JSON of any kind
+        return value is False
     home = next((model for model in (ChatRequest, *GENERATING) if name in model.model_fields), None)
     default = None if home is None else home.model_fields[name].default
     return (value == default and type(value) is type(default)) or (not value and default is not True)
@@ -242,8 +244,8 @@ _HEAD = """# Fields of requests
 
 Every field of every protocol, made from `src/quire/serve/field_table.py`: it works, it is a hint that changes no answer, or
 it is refused by name with what to send instead. A refused field may be sent with a value that asks for nothing: null, false, 0,
-something empty, or its default. Fields that no protocol has (`max_tokns`) are ignored, as in vLLM; the server's log
-warns of each name once, of 64 names at most, with the nearest field.
+something empty, or its default; of those that begin with `guided_`, null or false. Fields that no protocol has
+(`max_tokns`) are ignored, as in vLLM; the server's log warns of each name once, of 64 names at most, with the nearest field.
 vLLM's sampling fields (`seed`, `min_p`, `structured_outputs` ...) mean the same in all four protocols that generate.
 """
 

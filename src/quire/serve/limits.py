@@ -7,6 +7,7 @@ check them.
 from dataclasses import dataclass
 from typing import Any
 
+from quire.types.checks import shown
 from quire.types.errors import InvalidParameter
 from quire.types.sampling import MOST_BAD_WORDS, MOST_LOGPROB_TOKEN_IDS, MOST_STOP_STRINGS
 
@@ -105,6 +106,8 @@ def check_limits(request: Any, limits: ServerLimits = LIMITS) -> None:
 
 def check_work(prompts: int, n: int, limits: ServerLimits = LIMITS) -> None:
     refuse_more("prompt", prompts, limits.prompts, "prompts")
+    if n < 1:
+        raise InvalidParameter(f"n must be between 1 and {limits.n}, got {shown(n)}", "n")
     refuse_more("n", n, limits.n, "completions")
     refuse_more("n", prompts * n, limits.sequences, "completions of all prompts together")
 

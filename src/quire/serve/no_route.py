@@ -10,6 +10,12 @@ from starlette.types import Scope
 from quire.serve.errors import HttpError, error_response
 
 THERE = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /tokenize"
+# paths that a server has only if it was told so
+OFF = {
+    "/load": "--enable-server-load-tracking",
+    "/tokenizer_info": "--enable-tokenizer-info-endpoint",
+    "/server_info": "QUIRE_SERVER_DEV_MODE=1 in its environment",
+}
 _UNTOLD = {"HEAD", "OPTIONS"}
 
 
@@ -27,6 +33,8 @@ def no_route(scope: Scope, routes: Sequence[BaseRoute]) -> HttpError:
     """Why none of these is for this request: another path, or another method."""
     near = [route for route in routes if route.matches(scope)[0] is Match.PARTIAL]
     methods = sorted({method for route in near for method in getattr(route, "methods", None) or ()} - _UNTOLD)
+    if not methods and (path := scope["path"].removeprefix(scope.get("root_path", ""))) in OFF:
+        return HttpError(404, f"{path} is switched off here: start the server with {OFF[path]}")
     if not methods:
         return HttpError(404, f"there is no such path here. There are {THERE}")
     error = HttpError(405, f"{scope['method']} is not a method of this path; there is {' and '.join(methods)}")

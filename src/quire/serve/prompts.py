@@ -26,7 +26,7 @@ TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 
 async def read_prompts(server: Server, request: CompletionRequest) -> list[Prompt]:
     given = _split(request.prompt)
-    check_work(len(given), request.n or 1, server.limits)
+    check_work(len(given), 1 if request.n is None else request.n, server.limits)
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     refuse_more("prompt", sum(map(len, texts)), server.limits.prompt_characters, "characters in all prompts together")
     prompts, extras = await server.prompts(request.model)

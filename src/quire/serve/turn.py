@@ -84,7 +84,7 @@ async def _render(server: Server, request: ChatRequest, terms: Terms) -> Rendere
     check_request(request)
     use = read_tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
     _check_tools(request, use)
-    check_work(1, request.n or 1, server.limits)
+    check_work(1, 1 if request.n is None else request.n, server.limits)
     shown = request.tools
     described = server.formats.tell_tools and request.chat_template is None
     if use.mode == "none" and (described or server.settings.exclude_tools_when_tool_choice_none):

@@ -1,21 +1,21 @@
 """/v1/chat/completions."""
 
-from typing import Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import Field, ValidationError
 from typing_extensions import TypedDict
 
-from quire.serve.protocol.fields import GenerationFields, Objects, TemplateFields
+from quire.serve.protocol.fields import GenerationFields, Integer, Objects, TemplateFields
 from quire.serve.protocol.usage import Timing, Usage
 
 
 class ChatRequest(TemplateFields, GenerationFields):
     messages: Objects = Field(description="the conversation: role and content, which is text or a list of text parts")
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(0, description="this many of the most likely tokens at every position; -1: all")
-    max_tokens: int | None = Field(None, description="deprecated by OpenAI in favour of max_completion_tokens")
-    max_completion_tokens: int | None = None
+    top_logprobs: Integer | None = Field(0, description="this many of the most likely tokens at every position; -1: all")
+    max_tokens: Integer | None = Field(None, description="deprecated by OpenAI in favour of max_completion_tokens")
+    max_completion_tokens: Integer | None = None
     echo: bool = Field(False, description="the answer begins with the last message, if it has the same role")
     documents: Objects | None = Field(None, description="documents for the chat template")
     return_prompt_text: bool | None = Field(None, description="the answer carries the prompt as the template wrote it")
@@ -27,8 +27,8 @@ class ChatRequest(TemplateFields, GenerationFields):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="given to the chat template; none turns the reasoning off where the template can"
     )
-    thinking_token_budget: int | None = Field(
-        None, ge=-1, le=2**31, description="tokens of reasoning after which its end is forced; -1: as many as it takes"
+    thinking_token_budget: Annotated[Integer, Field(ge=-1, le=2**31)] | None = Field(
+        None, description="tokens of reasoning after which its end is forced; -1: as many as it takes"
     )
     include_reasoning: bool = Field(True, description="false: the answer leaves the reasoning out")
 

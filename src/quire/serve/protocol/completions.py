@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator
 from typing_extensions import TypedDict
 
-from quire.serve.protocol.fields import GenerationFields, Strings, TokenIds, one_error
+from quire.serve.protocol.fields import GenerationFields, Integer, Strings, TokenIds, one_error
 from quire.serve.protocol.usage import Timing, Usage
 from quire.text.helper.wire import Ids
 
@@ -28,8 +28,8 @@ Prompts = Annotated[
 class CompletionRequest(GenerationFields):
     prompt: Prompts = Field(None, description="text, token ids, or a list of either")
     echo: bool | None = Field(False, description="the answer begins with the prompt")
-    logprobs: int | None = Field(None, description="this many of the most likely tokens at every position; -1: all")
-    max_tokens: int | None = 16
+    logprobs: Integer | None = Field(None, description="this many of the most likely tokens at every position; -1: all")
+    max_tokens: Integer | None = 16
     add_special_tokens: bool = True
 
 

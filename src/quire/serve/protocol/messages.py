@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.serve.protocol.fields import Objects, RequestBody, SamplingFields, Strings, one_error
+from quire.serve.protocol.fields import Integer, Number, Objects, RequestBody, SamplingFields, Strings, one_error
 
 Content = Annotated[str | Objects, one_error("should be a string or a list of content blocks")]
 
@@ -28,7 +28,7 @@ class ThinkingConfig(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(None, ge=1)
+    budget_tokens: Annotated[Integer, Field(ge=1)] | None = None
     display: Literal["summarized", "omitted"] | None = Field(None, description="omitted: thinking is not shown")
 
 
@@ -51,10 +51,10 @@ class CountTokensRequest(RequestBody):
 
 
 class MessagesRequest(CountTokensRequest, SamplingFields):
-    max_tokens: int = Field(ge=1)
+    max_tokens: Integer = Field(ge=1)
     stop_sequences: Strings | None = None
     stream: bool | None = False
-    temperature: float | None = Field(None, ge=0.0, le=1.0)
-    top_p: float | None = None
+    temperature: Annotated[Number, Field(ge=0.0, le=1.0)] | None = None
+    top_p: Number | None = None
     metadata: dict[str, Any] | None = Field(None, description="has no effect")
     service_tier: Literal["auto", "standard_only"] | None = Field(None, description="there is one tier")

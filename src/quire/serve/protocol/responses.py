@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.serve.protocol.fields import Objects, SamplingFields, Strings, one_error
+from quire.serve.protocol.fields import Integer, Number, Objects, SamplingFields, Strings, one_error
 
 
 class ReasoningConfig(BaseModel):
@@ -43,9 +43,9 @@ class ResponsesRequest(SamplingFields):
     stream: bool | None = False
     metadata: Annotated[dict[str, str] | None, one_error("should map strings to strings")] = None
 
-    max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = None
-    top_p: float | None = None
+    max_output_tokens: Annotated[Integer, Field(ge=1)] | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
     truncation: Literal["auto", "disabled"] | None = "disabled"
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
@@ -64,6 +64,6 @@ class ResponsesRequest(SamplingFields):
 
     # vLLM's, besides those of SamplingFields
     stop: Annotated[str | Strings | None, one_error("should be a string or a list of strings")] = None
-    thinking_token_budget: int | None = Field(None, ge=-1, le=2**31)
+    thinking_token_budget: Annotated[Integer, Field(ge=-1, le=2**31)] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

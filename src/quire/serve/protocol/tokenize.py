@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import Field, WrapValidator
 from typing_extensions import TypedDict
 
-from quire.serve.protocol.fields import Objects, RequestBody, TemplateFields
+from quire.serve.protocol.fields import Objects, RequestBody, TemplateFields, without_booleans
 from quire.text.helper.wire import Ids
 
 
@@ -36,7 +36,7 @@ class DetokenizeRequest(RequestBody):
     tokens: Annotated[
         list[Annotated[int, Field(ge=0, lt=2**31)]],
         Field(fail_fast=True, description="token ids"),
-        WrapValidator(lambda value, handler: value if _are_ids(value) else handler(value)),
+        WrapValidator(lambda value, handler: value if _are_ids(value) else handler(without_booleans(value))),
     ]
     skip_special_tokens: bool = False
 
