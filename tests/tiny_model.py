@@ -36,7 +36,7 @@ def make_tokenizer(directory: Path) -> Tokenizer:
     return tokenizer
 
 
-def make_model(directory: Path, **changes: int) -> Path:
+def make_model(directory: Path, **changes: int | list[int]) -> Path:
     make_tokenizer(directory)
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -148,6 +148,28 @@ def test_conflicts_are_told_together(model: Path) -> None:
     assert len({conflict.name for conflict in CONFLICTS}) == len(CONFLICTS)
 
 
+def test_what_is_refused_with_recurrent_layers(model: Path) -> None:
+    """Nothing is said of heads that are not there, and what is told to take is taken."""
+    mamba = {"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "num_heads": 4, "head_dim": 32, "n_groups": 1}
+    named = {**CONFIG, "num_attention_heads": None, "num_key_value_heads": None}
+    (model / "config.json").write_text(json.dumps({**named, **mamba}))
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2: the recurrent layers") as told:
+        config_of(model, tensor_parallel_size=2)
+    assert "heads" not in str(told.value)
+    bamba = {"architectures": ["BambaForCausalLM"], "model_type": "bamba", "attn_layer_indices": [3]}
+    sizes = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1}
+    (model / "config.json").write_text(json.dumps({**CONFIG, **bamba, **sizes}))
+    (model / "draft").mkdir()
+    (model / "draft" / "config.json").write_text(json.dumps(CONFIG))
+    for device, right in (
+        ("cpu", r'Take {"method": "ngram"} or {"method": "suffix"}'),
+        ("cuda", "Leave speculative_config out"),
+    ):
+        with pytest.raises(ConfigError, match=right):
+            config_of(model, device, speculative_config={"method": "draft_model", "model": str(model / "draft")})
+    assert config_of(model, speculative_config={"method": "ngram"}).speculation is not None
+
+
 def test_the_wrong_format(model: Path) -> None:
     (model / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
     with pytest.raises(ConfigError, match="is not a GGUF file"):

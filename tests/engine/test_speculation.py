@@ -9,6 +9,7 @@ from quire import SamplingParams
 from quire.types.sampling import RepetitionDetectionParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+GRAMMARS = ({"json": SCHEMA}, {"regex": "[a-f ]{3,9}(one|two)[0-9]+x"}, {"choice": ["the quick dog", "the lazy dog", "a"]})
 STEM = [5 + i * 7 % 40 for i in range(60)]
 RIGHT, WRONG = (
     {"method": "synthetic", "synthetic_acceptance_rates": [rate], "num_speculative_tokens": 5} for rate in (1.0, 0.0)
@@ -56,10 +57,13 @@ def some_params(rng: random.Random, words: list[str]) -> SamplingParams:
         "repetition_detection": maybe(RepetitionDetectionParams(max_pattern_size=3, min_pattern_size=1, min_count=4), 0.1),
     }  # fmt: skip
     kind = rng.random()
-    if kind < 0.12:
-        chosen["structured_outputs"] = rng.choice(({"json": SCHEMA}, {"regex": "[a-f ]{3,9}(one|two)[0-9]+x"}))
-        chosen |= {"allowed_token_ids": None, "bad_words": None, "ignore_eos": False, "min_tokens": None}
-    elif kind < 0.22:
+    if kind < 0.3:
+        chosen["structured_outputs"] = rng.choice(GRAMMARS)
+        chosen |= {"bad_words": maybe([rng.choice(("a", "o", "the", "x", "d"))], 0.6), "ignore_eos": rng.random() < 0.3}
+        chosen |= {"allowed_token_ids": maybe(list(range(rng.choice((3, 40)), 300)), 0.3)}
+        if rng.random() < 0.3:  # ids of letters, which end the text or must not yet
+            chosen |= {"min_tokens": rng.randrange(1, 9), "stop_token_ids": rng.sample(range(66, 92), 5)}
+    elif kind < 0.4:
         chosen |= {"thinking_token_budget": rng.randrange(2, 12), "thinking_end_ids": rng.choice(([40, 41], [7]))}
         chosen |= {"allowed_token_ids": None, "bad_words": None}
     if chosen["min_tokens"] is not None:
@@ -72,15 +76,18 @@ def some_params(rng: random.Random, words: list[str]) -> SamplingParams:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     """A model, requests, and what it answers without drafts."""
-    directory = make_model(tmp_path_factory.mktemp("speculation"))
+    directory = make_model(tmp_path_factory.mktemp("speculation"), eos_token_id=[1, 250])
     llm = open_model(directory, dtype="float32")
-    rng = random.Random(24)
+    rng = random.Random(28)
     words = [llm.generate({"prompt_token_ids": STEM[:9]}, SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)[0]]
     text = words[0].outputs[0].text
     pieces = [text[i : i + 3] for i in range(max(1, len(text) - 3))]
     prompts = [{"prompt_token_ids": [*STEM[: rng.choice((1, 2, 9, 17, 33, 60))], rng.randrange(5, 9)]} for _ in range(30)]
     params = [some_params(rng, [*pieces, "the"]) for _ in prompts]
-    return directory, prompts, params, llm.generate(prompts, params, use_tqdm=False)
+    answers = llm.generate(prompts, params, use_tqdm=False)
+    bound = [answer.outputs[0].finish_reason for answer, param in zip(answers, params, strict=True) if param.structured_outputs]
+    assert min(map(bound.count, ("stop", "error", "length"))) > 0, "grammars that are followed, cut off, and leave no token"
+    return directory, prompts, params, answers
 
 
 def same(got, wanted) -> None:
@@ -89,6 +96,7 @@ def same(got, wanted) -> None:
         for mine, theirs in zip(one.outputs, other.outputs, strict=True):
             assert list(mine.token_ids) == list(theirs.token_ids), i
             assert (mine.text, mine.finish_reason, mine.stop_reason) == (theirs.text, theirs.finish_reason, theirs.stop_reason)
+            assert mine.error == theirs.error
             alike(mine.logprobs, theirs.logprobs)
         alike(one.prompt_logprobs, other.prompt_logprobs)
 

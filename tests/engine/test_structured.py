@@ -30,6 +30,13 @@ def constrained(max_tokens=120, seed=None, **constraint) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, seed=seed, structured_outputs=StructuredOutputsParams(**constraint), **options)
 
 
+def replaced(params: SamplingParams, **changes) -> SamplingParams:
+    twin = params.clone()
+    for name, value in changes.items():
+        setattr(twin, name, value)
+    return twin
+
+
 def generate(llm, prompts, params):
     return [choice for output in llm.generate(prompts, params, use_tqdm=False) for choice in output.outputs]
 
@@ -129,6 +136,41 @@ def test_how_an_answer_ends(llm):
     assert one(regex="a{5}", ignore_eos=True).finish_reason == "stop"
     stopped = one(regex="abcdef", stop="cd")
     assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("ab", "stop", "cd")
+
+
+@pytest.fixture(scope="module")
+def drafting(tiny_model):
+    """It has drafts for whatever was said before."""
+    asked = {"method": "suffix", "num_speculative_tokens": 20, "suffix_decoding_min_token_prob": 0.0, "adaptive": False}
+    return open_model(tiny_model, speculative_config={**asked, "suffix_decoding_max_spec_factor": 50.0})
+
+
+def test_what_a_request_forbids_is_not_forced_on_it(llm, ahead, drafting):
+    """Nor does it depend on drafts, logprobs, company or planning ahead whether a token without a choice was drawn."""
+    digits, [b] = [llm.get_tokenizer().encode(digit)[0] for digit in "0123456789"], llm.get_tokenizer().encode("b")
+    told = {
+        "bad word": constrained(regex="[0-9]{2}abc", seed=1, bad_words=["b"]),
+        "not allowed": constrained(regex="[0-9]{2}abc", seed=1, allowed_token_ids=digits),
+        "too early": constrained(regex="[0-9]{2}abc", seed=1, min_tokens=9, stop_token_ids=[b]),
+        "unlikely": constrained(regex="[0-9]{2}abc", seed=1, logit_bias={b: -100.0}),
+        "stopped": constrained(regex="[0-9]{2}abc", seed=1, min_tokens=2, stop_token_ids=[b]),
+        "the end is the grammar's": constrained(regex="[0-9]{4}", seed=1, allowed_token_ids=digits, bad_words=["</s>"]),
+    }
+    for params in told.values():
+        params.max_tokens = 20
+    expected = dict(zip(told, generate(llm, [TEXT[0]] * len(told), list(told.values())), strict=True))
+    assert [answer.finish_reason for answer in expected.values()] == ["error"] * 3 + ["stop"] * 3
+    assert "no token is allowed" in expected["bad word"].error and expected["bad word"].text[2:] == "a"
+    assert expected["not allowed"].text.isdigit() and expected["unlikely"].text[2:] == "abc"
+    assert (expected["stopped"].text[2:], expected["stopped"].stop_reason) == ("a", b)
+    assert re.fullmatch("[0-9]{4}", expected["the end is the grammar's"].text)
+    reporting = [replaced(params, logprobs=1) for params in told.values()]
+    for engine, params in ((ahead, [*told.values()]), (llm, reporting), *[(drafting, [*told.values()])] * 3):
+        for got, wanted in zip(generate(engine, [TEXT[0]] * len(told), params), expected.values(), strict=True):
+            assert (got.token_ids, got.text, got.finish_reason, got.error) == (
+                wanted.token_ids, wanted.text, wanted.finish_reason, wanted.error,
+            )  # fmt: skip
+    assert drafting.llm_engine.core.stats.drafts.accepted
 
 
 def test_a_grammar_may_start_later(llm):

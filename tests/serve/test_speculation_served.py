@@ -88,6 +88,15 @@ def test_answers_are_the_same(http, speculating):
     assert streamed == answer(http, BODIES[2])["choices"][0]["message"]["content"]
 
 
+def test_what_a_request_forbids_is_an_error_of_its_own(http, speculating):
+    """A word that must come and must not: with and without drafts, the second time as the first."""
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    asked = {"messages": HELLO, "seed": 1, "max_tokens": 40, "response_format": schema, "bad_words": ["a"]}
+    told = [one.post("/v1/chat/completions", json=asked) for one in (http, speculating.http, speculating.http)]
+    assert {response.status_code for response in told} == {400} and len({response.text for response in told}) == 1
+    assert "no token is allowed" in told[0].json()["error"]["message"]
+
+
 def test_a_head_drafts(http, servers, tmp_path):
     """One that was taught nothing."""
     weights = torch.Generator().manual_seed(1)

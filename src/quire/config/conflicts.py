@@ -187,8 +187,8 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda c: c.speculation is not None and bool(c.facts.states) and (c.drafts_on_device or c.device != "cpu"),
         lambda c: (
             f"speculative_config.method {c.speculation and c.speculation.method} cannot be had with {c.facts.architecture} on "
-            f"{c.device}: its recurrent state goes back behind drafts that were wrong where the host drafts (ngram, suffix), "
-            "on a CPU. Leave it out"
+            f"{c.device}: its recurrent state goes back behind drafts that were wrong only where the host drafts, on a CPU. "
+            + ('Take {"method": "ngram"} or {"method": "suffix"}' if c.device == "cpu" else "Leave speculative_config out")
         ),
     ),
     Conflict(
@@ -276,7 +276,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict("layers that cannot be divided so", lambda c: bool(_why_no_stages(c)), lambda c: _why_no_stages(c)),
     Conflict(
         "more ranks than heads",
-        lambda c: c.ranks > count_heads(c.facts),
+        lambda c: c.ranks > count_heads(c.facts) and not (c.facts.states and not c.facts.layers),
         lambda c: (
             f"tensor_parallel_size={c.ranks}: the model's {count_heads(c.facts)} attention heads cannot be divided among so "
             f"many ranks; {count_heads(c.facts)} is the most"

@@ -130,6 +130,8 @@ class GrammarWorker:
         for token in backend.eos_ids:
             ends[token // 32] |= np.uint32(1 << token % 32)
         self._not_ends = ~ends  # [words]
+        self._end = np.zeros(backend.words, np.uint32)  # the end that `Live.forced` tells of
+        self._end[backend.eos_ids[0] // 32] = np.uint32(1 << backend.eos_ids[0] % 32)
         self._vetting = start_vetting(backend, frames.socket)
         threading.stack_size(COMPILE_STACK)
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compiler")
@@ -234,6 +236,8 @@ class GrammarWorker:
             row = self._masks[place]
             if live.tail is not None:
                 row[:] = ALL
+            elif live.matcher.done:
+                row[:] = self._end
             if live.may_not_end:
                 shortened = row & self._not_ends
                 if shortened.any():

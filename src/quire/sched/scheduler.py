@@ -121,11 +121,12 @@ class Scheduler:
     def extend(self, name: str, tokens: Iterable[int]) -> list[TokenDelta]:
         """A request goes on with tokens that need not be drawn because there is no choice.
 
-        Nothing happens before it has run at all, or if it wants more of it: that needs a draw, or the whole prompt. While a row
-        of it is in flight, it gets no other in the next step, so that it can be asked for this again.
+        Nothing happens before it has run at all, or if it wants more of it: that needs a draw, or the whole prompt. Nor if it
+        forbids tokens itself: only a draw tells whether it has these left. While a row of it is in flight, it gets no other in
+        the next step, so that it can be asked for this again.
         """
         request = self._live.get(name)
-        if request is None or request.admitted < 0 or request.spec.params.wants_logprobs:
+        if request is None or request.admitted < 0 or request.spec.params.wants_logprobs or request.spec.forbids:
             return []
         if request.spec.params.prompt_logprobs is not None and request.scored < len(request.spec.prompt) - 1:
             return []

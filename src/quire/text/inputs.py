@@ -135,8 +135,13 @@ class InputProcessor:
             params.max_tokens = prompts.room(len(ids))
         if params.stream_interval is None:
             params.stream_interval = self._stream_interval
-        # with a grammar, ignore_eos is the grammar's matter: where nothing else may follow, the text ends
+        # with a grammar, the end is the grammar's matter: where nothing else may follow, the text ends, whatever others say
         eos_ids = frozenset() if params.ignore_eos and params.structured_outputs is None else self.ends(prompts)
+        bad_words = _bad_word_ids(prompts.tokenizer, params.bad_words) if params.bad_words else ()
+        if params.structured_outputs is not None:
+            bad_words = tuple(word for word in bad_words if word[-1] not in eos_ids)
+            if params.allowed_token_ids is not None:
+                params.allowed_token_ids = sorted({*params.allowed_token_ids, *eos_ids})
         base = EngineRequest(
             id=engine_id or request_id,
             prompt=ids,
@@ -145,7 +150,7 @@ class InputProcessor:
             stop_ids=eos_ids | frozenset(params.stop_token_ids or ()),
             eos_ids=eos_ids,
             arrival=arrival,
-            bad_words=_bad_word_ids(prompts.tokenizer, params.bad_words) if params.bad_words else (),
+            bad_words=bad_words,
             priority=priority,
             tenant=tenant or "",
             salt=salt if tenant is None else (*salt, f"owner={tenant}"),

@@ -50,6 +50,12 @@ class EngineRequest:
     resumed: tuple[int, ...] = ()  # the tokens it had sampled: known, but not part of the prompt
     scored: int = 0  # the last prompt position whose logprobs were handed out
 
+    @property
+    def forbids(self) -> bool:
+        """May it forbid tokens itself, which a grammar would leave as the only ones?"""
+        put_off = self.params.min_tokens > 0 and not self.stop_ids <= self.eos_ids
+        return bool(self.bad_words) or self.params.allowed_token_ids is not None or put_off
+
 
 @dataclass(eq=False, slots=True)
 class Drafting:
