@@ -130,14 +130,18 @@ def test_bad_adapters_are_400s(running, folder, tmp_path):
     (folder / "link").symlink_to(tmp_path / "outside")
     with running.serve(ServerArgs(**ALLOWED, allowed_lora_path=str(folder))) as http:
         for path, told in (
-            (folder / "bad", "r must be a whole number"), (folder / "nothing", "no such directory"),
-            (folder, "adapter_config.json"),
+            (folder / "bad", f"{folder}/bad/adapter_config.json: r must be a whole number"),
+            (f"{folder}/nothing/", f"{folder}/nothing: there is no such directory"),
+            (folder, f"{folder}: there is no adapter_config.json"), ("no/where", "outside of the folder"),
             (tmp_path / "outside", "outside of the folder"), (folder / "link", "outside of the folder"),
             (folder / ".." / "x", "outside of the folder"),
         ):  # fmt: skip
             error = error_of(load(http, "x", path))
             assert (error["code"], error["param"]) == (400, "lora_path") and told in error["message"], error
             assert str(tmp_path) not in error["message"]
+    with running.serve(ServerArgs(**ALLOWED)) as http:  # as the client wrote it: where the server is, is not told
+        assert error_of(load(http, "x", "no where/./x"))["message"].startswith("no where/./x: there is no such directory")
+        assert error_of(load(http, "x", "/"))["message"].startswith("/: there is no adapter_config.json")
         assert text(http, "a") and "x" not in {card["id"] for card in http.get("/v1/models").json()["data"]}
     running.wait_idle()
 

@@ -22,7 +22,7 @@ from quire.serve.lora_resolvers import LoRAResolver, make_resolvers
 from quire.serve.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from quire.serve.protocol.errors import ErrorBody
 from quire.types.adapter import LoRARequest
-from quire.types.errors import ConfigError, InvalidParameter, RequestError
+from quire.types.errors import AdapterError, ConfigError, InvalidParameter, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,10 @@ class ServedAdapters:
                 raise InvalidParameter(f"{field} must be of printable characters", field)
         if self._allowed is not None and not await asyncio.to_thread(_inside, absolute(path), self._allowed):
             raise InvalidParameter("lora_path is outside of the folder that adapters may be loaded from", "lora_path")
-        await self.load(name, path, inplace)
+        try:
+            await self.load(name, path, inplace)
+        except AdapterError as error:
+            raise HttpError(400, str(error), error.parameter, own=(absolute(path), path)) from error
 
     async def unload(self, name: str) -> None:
         adapter = self._names.find(name)

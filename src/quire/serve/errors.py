@@ -57,20 +57,23 @@ _ADDRESSES = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 
 
 class HttpError(HTTPException):
-    """An answer other than 200, decided by the server itself."""
+    """An answer other than 200, decided by the server itself. `own`: a path that the client named, as the message has it, and
+    as the client wrote it; it may be told again, and what lies right in it."""
 
-    def __init__(self, status: int, message: str, parameter: str | None = None) -> None:
+    def __init__(self, status: int, message: str, parameter: str | None = None, own: tuple[str, str] | None = None) -> None:
         super().__init__(status_code=status, detail=message)
-        self.parameter = parameter
+        self.parameter, self.own = parameter, own
 
 
 class GenerationFailed(EngineError):
     """The engine ended one request with an error; the others go on."""
 
 
-def error_body(status: int, message: str, parameter: str | None = None, kind: str | None = None) -> ErrorBody:
+def error_body(
+    status: int, message: str, parameter: str | None = None, kind: str | None = None, own: tuple[str, str] | None = None
+) -> ErrorBody:
     named = kind or _TYPES.get(status) or HTTPStatus(status).phrase
-    return {"error": {"message": _clean(message), "type": named, "param": parameter, "code": status}}
+    return {"error": {"message": _clean(message, own), "type": named, "param": parameter, "code": status}}
 
 
 def describe(error: BaseException, request_id: str) -> ErrorBody:
@@ -80,8 +83,10 @@ def describe(error: BaseException, request_id: str) -> ErrorBody:
         return error_body(status, str(error), error.parameter)
     if isinstance(error, RequestValidationError):
         return _describe_validation(error.errors())
+    if isinstance(error, HttpError):
+        return error_body(error.status_code, str(error.detail), error.parameter, own=error.own)
     if isinstance(error, HTTPException):
-        return error_body(error.status_code, str(error.detail), getattr(error, "parameter", None))
+        return error_body(error.status_code, str(error.detail))
     if isinstance(error, GenerationFailed):
         logger.error("request %s failed in the engine: %s", request_id, error)
         return error_body(500, f"the engine could not finish this request: {error} (request id {request_id})")
@@ -160,7 +165,9 @@ def _dotted(location: Sequence[str | int]) -> str:
     return ".".join(str(part) for part in location)
 
 
-def _clean(message: str) -> str:
+def _clean(message: str, own: tuple[str, str] | None) -> str:
     """Without files and addresses of this machine, and of bounded length."""
-    message = _ADDRESSES.sub("<address>", _PATHS.sub("<path>", message))
+    here, written = own or ("", "")
+    parts = re.split(rf"(?<![\w/]){re.escape(here)}(?![\w.@+~-])", message) if here else [message]
+    message = (written.rstrip("/") or "/").join(_ADDRESSES.sub("<address>", _PATHS.sub("<path>", part)) for part in parts)
     return message if len(message) <= LONGEST_MESSAGE else message[: LONGEST_MESSAGE - 3] + "..."
