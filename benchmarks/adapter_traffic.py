@@ -106,7 +106,8 @@ class Traffic:
         directory = self._directory(number)
         directory.mkdir(exist_ok=True)
         (directory / "adapter_config.json").write_text(json.dumps({"r": 1 + number % 16}))
-        (directory / "adapter_model.safetensors").write_bytes(f"{number} {self._contents[number]}".encode())
+        header = json.dumps({"__metadata__": {"content": f"{number} {self._contents[number]}"}}).encode()
+        (directory / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
 
     def _request(self, number: int, inplace: bool = False) -> LoRARequest:
         return LoRARequest(f"a{number}", number + 1, str(self._directory(number)), load_inplace=inplace)

@@ -72,7 +72,9 @@ class AsyncLLM:
         self.timeline: Timeline | None = None  # of the latest start of the engine process
         self._viewer: Callable[[Sight], None] | None = None
         vocabulary = config.facts.vocab_size if config.more_tokens else None
-        self.adapters = AdapterNames(config.max_loras > 0, vocabulary, lambda ref: self.prompts.open_tokenizer(ref))
+        self.adapters = AdapterNames(
+            config.max_loras > 0, vocabulary, lambda ref: self.prompts.open_tokenizer(ref), config.adapter_numbers
+        )
         self._lengths: dict[int, int] = {}  # engine -> the longest context that its cache has room for
         self._name = name
         self._client: Engines = start_engines(config, self, command, spare) if connect is None else connect(self)
@@ -285,6 +287,7 @@ class AsyncLLM:
         Call it on the event loop in use, or when there is none any more. A second call does nothing.
         """
         self._client.stop(timeout)
+        self._adapters.stop()
         self.aside.stop()
         task, self._task = self._task, None
         if task is not None and not task.get_loop().is_closed():

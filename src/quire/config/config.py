@@ -48,6 +48,17 @@ class Config:
     max_cpu_loras: int = 0  # in the host's memory, those among them
 
     @property
+    def adapter_numbers(self) -> int | None:
+        """More than these no adapter of this model can have: by its header one that has is refused before it is read. None =
+        the model has no files to tell. Matrices may be stored in numbers that hold 16 others, and PEFT writes embedding and
+        head up to four times."""
+        facts, rank = self.facts, self.args.max_lora_rank
+        widths, tokens = (16 if facts.quantization else 1) * facts.widths, facts.vocab_size + self.more_tokens
+        both = 2 * (tokens + facts.hidden_size)  # embedding and head, one of which may have no file
+        beside = 3  # for every row: bias, bias of lora_B, magnitude
+        return (rank + beside) * (widths + both) + 8 * tokens * facts.hidden_size if facts.widths else None
+
+    @property
     def more_tokens(self) -> int:
         """That adapters may add to the model's own."""
         return self.args.lora_extra_vocab_size if self.max_loras else 0

@@ -1,7 +1,8 @@
 """What a model is, read once from its files: shapes, cache needs, lengths, end tokens, weight sizes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from quire.config.gguf import GGUF_NAMES, translate
@@ -73,6 +74,7 @@ class ModelFacts:
     states: tuple[StateCache, ...] = ()  # one per recurrent layer, in order
     unplanned: str = ""  # why there are no `layers`: the configuration does not tell, and the model is to be asked
     by_transformers: bool = False  # no family of ours runs it
+    widths: int = 0  # rows and columns of all its matrices together, as stored; 0 when there are no weight files
     recomputed: str = ""  # why its cache holds tokens only, and every step computes the whole of its sequences
 
 
@@ -128,11 +130,13 @@ def _read_facts(files: ModelFiles, overrides: Mapping[str, Any], lenient: bool) 
         raw, generation = translate(headers), {}
         tensors = [tensor for header in headers for tensor in header.tensors.values()]
         stored, counted = sum(tensor.nbytes for tensor in tensors), sum(tensor.elements for tensor in tensors)
+        widths = _add_widths(tensor.shape for tensor in tensors)
     else:
         raw = read_json(files.path / "config.json")
         generation = read_json(files.path / "generation_config.json", required=False)
         infos = {name: info for path in files.weights for name, info in read_header(path).items()}
         stored, counted = sum(info.nbytes for info in infos.values()), sum(info.elements for info in infos.values())
+        widths = _add_widths(info.shape for info in infos.values())
         for info in infos.values():
             dtypes[info.dtype] = dtypes.get(info.dtype, 0) + info.elements
     try:
@@ -173,7 +177,12 @@ def _read_facts(files: ModelFiles, overrides: Mapping[str, Any], lenient: bool) 
         kinds=() if recurrent is None else recurrent.kinds,
         states=() if recurrent is None else recurrent.states,
         unplanned=unplanned,
+        widths=widths,
     )
+
+
+def _add_widths(shapes: Iterable[Sequence[int]]) -> int:
+    return sum(prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)
 
 
 def _quantization(files: ModelFiles, config: Mapping[str, Any]) -> Quantization | None:

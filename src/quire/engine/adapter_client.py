@@ -1,8 +1,9 @@
 """Adapters as the API process loads them: names here, files and devices in the engine."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -48,6 +49,7 @@ class AdapterClient:
 
     def __init__(self, names: AdapterNames, engines: Sequence[OneEngine], shared: Sharing | None = None) -> None:
         self._names, self._engines, self._shared = names, engines, shared or Unshared()
+        self._looking: set[threading.Event] = set()  # to be set when nobody waits for it any more
 
     async def use(self, lora: LoRARequest) -> NamedAdapter:
         """What its name means. If it is new or to be loaded again, it is loaded; if it cannot be, the name means what it meant
@@ -60,7 +62,49 @@ class AdapterClient:
             return known or await self._load(lora)
 
     async def _load(self, lora: LoRARequest) -> NamedAdapter:
-        found = await asyncio.to_thread(self._names.look, lora)
+        found = await self._look(lora)
+        ending = asyncio.create_task(self._agree(found))
+        try:
+            return await asyncio.shield(ending)
+        except asyncio.CancelledError:  # half of it would be a name that some processes know and others do not
+            await asyncio.wait({ending})
+            raise
+
+    async def _look(self, lora: LoRARequest) -> NamedAdapter:
+        """In a thread of its own: files may be large, and neither another adapter nor the end of the process waits for them."""
+        loop, gone = asyncio.get_running_loop(), threading.Event()
+        found: asyncio.Future[NamedAdapter] = loop.create_future()
+
+        def tell(adapter: NamedAdapter | None, error: Exception | None) -> None:
+            if adapter is not None and not found.done():
+                found.set_result(adapter)
+            elif error is not None and not found.done():
+                found.set_exception(error)
+
+        def look() -> None:
+            adapter, failure = None, None
+            try:
+                adapter = self._names.look(lora, gone.is_set)
+            except Exception as error:
+                failure = error
+            with suppress(RuntimeError):  # the event loop is gone, and so will we be
+                loop.call_soon_threadsafe(tell, adapter, failure)
+
+        self._looking.add(gone)
+        threading.Thread(target=look, name="quire-adapter", daemon=True).start()
+        try:
+            return await found
+        finally:
+            gone.set()
+            self._looking.discard(gone)
+
+    def stop(self) -> None:
+        """Who waits for files is told that there is no engine."""
+        for gone in self._looking:
+            gone.set()
+
+    async def _agree(self, found: NamedAdapter) -> NamedAdapter:
+        """Engines have it, and everybody knows its name."""
         try:
             await load_everywhere(self._engines, found.ref, found.pinned)
         except RequestError:

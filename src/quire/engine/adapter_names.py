@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
-from quire.files.adapter import count_added, digest, stamp
+from quire.files.adapter import check_size, count_added, digest, stamp
 from quire.types.adapter import AdapterRef, LoRARequest
 from quire.types.errors import AdapterError, InvalidParameter, NotSupported
 from quire.types.prompts import Extras
@@ -35,11 +35,15 @@ class NamedAdapter:
 
 class AdapterNames:
     def __init__(
-        self, enabled: bool, vocabulary: int | None = None, open_tokenizer: Callable[[AdapterRef], object] | None = None
+        self,
+        enabled: bool,
+        vocabulary: int | None = None,
+        open_tokenizer: Callable[[AdapterRef], object] | None = None,
+        most: int | None = None,
     ) -> None:
         """`vocabulary`: tokens of the model; None = adapters add none. `open_tokenizer`: of one that does; raises what is wrong
-        with it, before anybody asks for the adapter."""
-        self.enabled, self._vocabulary, self._open_tokenizer = enabled, vocabulary, open_tokenizer
+        with it, before anybody asks for the adapter. `most`: numbers that an adapter can have."""
+        self.enabled, self._vocabulary, self._open_tokenizer, self._most = enabled, vocabulary, open_tokenizer, most
         self._named: dict[str, NamedAdapter] = {}
         self._keys: dict[int, str] = {}  # number -> name
         self._fresh_keys = count(1)
@@ -107,11 +111,13 @@ class AdapterNames:
         """What its name means, unless it is new or to be loaded again. After `check`."""
         return None if lora.load_inplace else self._named.get(lora.lora_name)
 
-    def look(self, lora: LoRARequest) -> NamedAdapter:
-        """What the files are now. It reads them whole, so it may take a while; it changes nothing here."""
+    def look(self, lora: LoRARequest, gone: Callable[[], bool] = bool) -> NamedAdapter:
+        """What the files are now. It reads them whole, so it may take a while, unless who asked is `gone`; it changes nothing
+        here."""
         path = absolute(lora.lora_path)
+        check_size(path, self._most)
         before = stamp(path)
-        version = digest(path)
+        version = digest(path, gone)
         there = self._named.get(lora.lora_name)
         key = lora.lora_int_id if there is None else there.ref.key
         added = 0 if self._vocabulary is None else count_added(path, self._vocabulary)

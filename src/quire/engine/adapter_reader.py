@@ -21,6 +21,7 @@ class AdapterReader:
         self._done: SimpleQueue[tuple[AdapterRef, Outcome]] = SimpleQueue()
         self._seen: list[tuple[AdapterRef, Outcome]] = []  # by `wait`, and not taken yet
         self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
         self.pending = 0
 
     def ask(self, ref: AdapterRef) -> None:
@@ -49,6 +50,7 @@ class AdapterReader:
                 return
 
     def stop(self) -> None:
+        self._stopped.set()
         if self._thread is not None:
             self._asked.put(None)
             self._thread.join(FAREWELL)
@@ -56,7 +58,7 @@ class AdapterReader:
     def _run(self) -> None:
         while (ref := self._asked.get()) is not None:
             try:
-                outcome: Outcome = read_unchanged(ref, self._read)
+                outcome: Outcome = read_unchanged(ref, self._read, self._stopped.is_set)
             except RequestError as error:
                 outcome = error
             except Exception as error:
@@ -64,13 +66,15 @@ class AdapterReader:
             self._done.put((ref, outcome))
 
 
-def read_unchanged(ref: AdapterRef, read: Callable[[AdapterRef], AdapterFacts]) -> AdapterFacts:
+def read_unchanged(
+    ref: AdapterRef, read: Callable[[AdapterRef], AdapterFacts], gone: Callable[[], bool] = bool
+) -> AdapterFacts:
     """Reads the version that is asked for, or nothing: files may have been replaced since their digest was taken."""
     before = stamp(ref.path)
-    if (not before or before != ref.stamp) and digest(ref.path) != ref.version:
+    if (not before or before != ref.stamp) and digest(ref.path, gone) != ref.version:
         raise _changed(ref)
     facts = read(ref)
-    if stamp(ref.path) != before and digest(ref.path) != ref.version:
+    if stamp(ref.path) != before and digest(ref.path, gone) != ref.version:
         raise _changed(ref)
     return facts
 

@@ -1,21 +1,24 @@
 """The files of a LoRA adapter, as PEFT writes them: a directory of adapter_config.json and the numbers beside it."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from quire.files.reading import read_object
-from quire.files.safetensors import read_header
-from quire.types.errors import AdapterError, ModelError
+from quire.files.safetensors import LARGEST_HEADER, read_header
+from quire.types.errors import AdapterError, EngineDead, ModelError
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is there where there is a tokenizer
 BESIDE = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json", "chat_template.jinja")
 LARGEST_CONFIG = 16 << 20
-PIECE = 1 << 22
+LARGEST_BESIDE = 256 << 20
+LARGEST_NUMBER = 8  # bytes
+PIECE = 1 << 20
 SETTLED = 0.1  # seconds: a file that was written more recently may be written again without its times telling
 
 
@@ -52,6 +55,31 @@ def read_config(files: AdapterFiles) -> dict[str, Any]:
         raise AdapterError(str(error), "lora_path") from error
 
 
+def check_size(path: str, most: int | None) -> None:
+    """Raises what is wrong with the header, or with how much there is to read: a look that takes no time, before one that takes
+    longer the larger the files are. `most`: numbers that an adapter of the model can have; None = who knows."""
+    files = find_adapter(path)
+    weights = files.weights
+    try:
+        size, header = weights.stat().st_size, read_header(weights) if weights.suffix == ".safetensors" else None
+        for file in _all(files):
+            if file != weights and file.stat().st_size > LARGEST_BESIDE:
+                raise AdapterError(f"{file}: is larger than {LARGEST_BESIDE >> 20} MiB, which none needs to be", "lora_path")
+    except (ModelError, OSError) as error:
+        raise AdapterError(str(error), "lora_path") from error
+    if header is None:
+        numbers = size // LARGEST_NUMBER - LARGEST_HEADER
+    else:
+        numbers = sum(info.elements for info in header.values())
+        if size > sum(info.nbytes for info in header.values()) + 8 + LARGEST_HEADER:
+            raise AdapterError(f"{weights}: has {size:,} bytes, and tensors for few of them", "lora_path")
+    if most is not None and numbers > most:
+        raise AdapterError(
+            f"{weights}: has {numbers:,} numbers, where an adapter of this model up to max_lora_rank has {most:,} at most",
+            "lora_path",
+        )
+
+
 def has_tokenizer(path: str) -> bool:
     return any((Path(path) / name).is_file() for name in TOKENIZER)
 
@@ -74,8 +102,8 @@ def _all(files: AdapterFiles) -> list[Path]:
     return [files.config, files.weights, *(file for file in beside if file.is_file())]
 
 
-def digest(path: str) -> str:
-    """The version of what is in the files now."""
+def digest(path: str, gone: Callable[[], bool] = bool) -> str:
+    """The version of what is in the files now. Files may be large: who does not wait for it any more is `gone`."""
     files, found = find_adapter(path), sha256(b"quire adapter")
     try:
         for file in _all(files):
@@ -83,6 +111,8 @@ def digest(path: str) -> str:
             found.update(file.stat().st_size.to_bytes(8, "little"))
             with file.open("rb") as source:
                 while piece := source.read(PIECE):
+                    if gone():
+                        raise EngineDead(f"{file}: nobody waits for it any more")
                     found.update(piece)
     except OSError as error:
         raise AdapterError(f"{file}: cannot be read: {error.strerror or error}", "lora_path") from error
