@@ -82,6 +82,17 @@ def test_what_is_not_gguf(tmp_path: Path, content: bytes, message: str) -> None:
         read_gguf(tmp_path / "m.gguf")
 
 
+@pytest.mark.parametrize(("moved", "message"), [(1, "no multiple of 32"), (32, "'blk.0.attn_k.weight' and .* overlap")])
+def test_tensors_have_places_of_their_own(tmp_path: Path, moved: int, message: str) -> None:
+    path, name = tiny_llama(tmp_path / "m.gguf"), b"blk.0.attn_k.weight"
+    data = bytearray(path.read_bytes())
+    at = data.index(name) + len(name) + 4 + 2 * 8 + 4  # behind the number of dimensions, the dimensions and the type
+    struct.pack_into("<Q", data, at, struct.unpack_from("<Q", data, at)[0] + moved)
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match=message):
+        read_gguf(path)
+
+
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="No such file"):
         read_gguf(tmp_path / "none.gguf")

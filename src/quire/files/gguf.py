@@ -6,6 +6,7 @@ The format is little-endian and unaligned up to the padding. The tokenizer's arr
 are the bulk of it, so strings are cut out in one tight loop.
 """
 
+import itertools
 import mmap
 import struct
 from collections.abc import Sequence
@@ -155,7 +156,15 @@ class _Parser:
                 )
             if name in tensors:
                 raise self._broken(f"tensor {name!r} is listed twice")
+            if offset % alignment:
+                raise self._broken(
+                    f"tensor {name!r} begins {offset:,} bytes into the data, which is no multiple of {alignment}"
+                )
             tensors[name] = GGUFTensor(name, shape, type_, start + offset, nbytes)
+        placed = sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.nbytes))
+        for before, after in itertools.pairwise(placed):
+            if after.offset < before.offset + before.nbytes:
+                raise self._broken(f"the tensors {before.name!r} and {after.name!r} overlap")
         return tensors
 
     def _nbytes(self, name: str, shape: tuple[int, ...], type_: int) -> int:
