@@ -128,7 +128,8 @@ is gpt-oss's: of its experts.
   module's whole name, `re:` and a pattern, or `Linear`.
 - Scales for a cache of 8 bits: see above.
 - `quantization=` may repeat the method, by any of its names. On a checkpoint of floats `quantization="fp8"` rounds all
-  matrices but embedding, head and routers as they are loaded: by output, on a GPU with activations by token (on a CPU those are not rounded).
+  matrices but embedding, head and routers as they are loaded: by output, on a GPU with activations by token
+  (on a CPU those are not rounded).
 
 ## GGUF types
 
