@@ -1,6 +1,7 @@
 """Adapters with tokens that the model does not have: tokens and texts are PEFT's, and nobody else's numbers change."""
 
 import json
+import shutil
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,6 +68,13 @@ def expect(made, name, ids, count=14):
     return told[0, len(ids) :].tolist()
 
 
+TEMPLATES = [
+    ("{% for %}{{", "tokenizer_config.json: the chat template is not valid Jinja (line 1)"),
+    ("{{ a | nothing }}", "tokenizer_config.json: the chat template is not valid Jinja (line 1)"),
+    ("{{ a }}" * 10_000, "tokenizer_config.json: a chat template may have at most 65,536 characters"),
+    (42, "tokenizer_config.json: chat_template must be a string, or several with names, got 42"),
+    ({"a": 42}, "tokenizer_config.json: the chat_template 'a' must be a string, got 42"),
+]
 PROMPT = "the <y>quick<x> fox"
 
 
@@ -161,6 +169,11 @@ def test_served_by_two_ranks(tiny_model, made, tmp_path):
             load = {"lora_name": "unreadable", "lora_path": str(write_unreadable(tmp_path / "unreadable"))}
             refused = http.post("/v1/load_lora_adapter", json=load)
             assert refused.status_code == 400 and "cannot read it" in error_of(refused)["message"]
+            for template, message in TEMPLATES:
+                folder = shutil.copytree(made["saved"][0], tmp_path / "template", dirs_exist_ok=True)
+                (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+                refused = http.post("/v1/load_lora_adapter", json={"lora_name": "template", "lora_path": str(folder)})
+                assert refused.status_code == 400 and message in error_of(refused)["message"], refused.text
             tokenizer = tokenizer_of(made, "saved")
             ids = tokenizer.encode(PROMPT).ids
             told = expect(made, "saved", ids)

@@ -5,12 +5,15 @@ from pathlib import Path
 from threading import Lock
 
 from quire.files.adapter import has_tokenizer
+from quire.text.chat import compile_template
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import read_tokenizer
 from quire.types.adapter import AdapterRef
-from quire.types.errors import AdapterError, ModelError
+from quire.types.errors import AdapterError, ModelError, RequestError
 
 MOST = 64  # that are kept
+LONGEST_TEMPLATE = 1 << 16  # characters: more than any that is known has, and read in seconds, whatever they are
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")  # where they may be
 
 
 class AdapterTokenizers:
@@ -46,4 +49,18 @@ class AdapterTokenizers:
             raise AdapterError(str(error), "lora_path") from error
         if base.chat_template is not None and (self._fixed or found.chat_template is None):
             found.chat_template = base.chat_template
+        else:
+            _check_templates(lora.path, found.chat_template)
         return found
+
+
+def _check_templates(path: str, templates: str | dict[str, str] | None) -> None:
+    """Raises what would be wrong with every chat."""
+    file = next(file for file in (Path(path) / name for name in TEMPLATES) if file.is_file() or file.name == TEMPLATES[-1])
+    for template in [templates] if isinstance(templates, str) else (templates or {}).values():
+        if len(template) > LONGEST_TEMPLATE:
+            raise AdapterError(f"{file}: a chat template may have at most {LONGEST_TEMPLATE:,} characters", "lora_path")
+        try:
+            compile_template(template)
+        except RequestError as error:
+            raise AdapterError(f"{file}: {error}", "lora_path") from error

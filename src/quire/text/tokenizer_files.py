@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from quire.files.gguf import read_gguf
-from quire.files.reading import read_object, reading, told
+from quire.files.reading import read_object, reading, shown, told
 from quire.files.resolve import ModelFiles, resolve_model
 from quire.text.backends import LibraryBackend, TransformersBackend, set_ends
 from quire.text.gguf_tokenizer import tokenizer_from_gguf
@@ -138,12 +138,18 @@ def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """chat_template.jinja and additional_chat_templates/, else chat_template.json, else what tokenizer_config.json has."""
     found: dict[str, str] = {}
     stored = config.get("chat_template") or (read_object(path / "chat_template.json") or {}).get("chat_template")
+    where = path / ("tokenizer_config.json" if config.get("chat_template") else "chat_template.json")
     if isinstance(stored, str):
         found["default"] = stored
     elif isinstance(stored, Mapping):
         found |= stored
     elif isinstance(stored, list):
         found |= {entry["name"]: entry["template"] for entry in stored}
+    elif stored is not None:
+        raise ModelError(f"{where}: chat_template must be a string, or several with names, got {shown(stored)}")
+    for name, template in found.items():
+        if not isinstance(template, str):
+            raise ModelError(f"{where}: the chat_template {shown(name)} must be a string, got {shown(template)}")
     for file in [path / "chat_template.jinja", *sorted((path / "additional_chat_templates").glob("*.jinja"))]:
         if file.is_file():
             found["default" if file.name == "chat_template.jinja" else file.stem] = file.read_text(encoding="utf-8")
