@@ -198,6 +198,34 @@ def test_adapters_are_counted_and_seen(running, http):
     assert set(seen) <= {"b"}
 
 
+def test_what_is_unloaded_is_not_counted_any_more(running, folder, monkeypatch):
+    monkeypatch.setattr("quire.obs.metrics.MOST_ADAPTERS", 3)
+    metrics = Metrics("vllm", "tiny", 100, {})
+    metrics.adapters, metrics.adapter_names = (
+        running.llm.adapters_in_use,
+        lambda: (one.name for one in running.llm.adapters.all),
+    )
+    running.llm.observers.append(metrics)
+    write_adapter(folder / "passing", "1")
+    with running.serve(ServerArgs(**ALLOWED)) as http:
+        text(http, "a")
+        for number in range(8):
+            name = f"passing{number}"
+            load(http, name, folder / "passing")
+            if number == 7:
+                told = metrics.render(running.llm)[0].decode()
+                assert 'lora_name="a"' in told and "passing" not in told
+            text(http, name)
+            assert len(metrics.lora_requests.values) <= 4  # though nobody looks
+            assert (
+                number < 7 or f'lora_requests_total{{engine="0",lora_name="{name}"' in metrics.render(running.llm)[0].decode()
+            )
+            assert http.post("/v1/unload_lora_adapter", json={"lora_name": name}).status_code == 200
+        assert "passing" not in metrics.render(running.llm)[0].decode()
+    running.wait_idle()
+    running.llm.observers.remove(metrics)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -5,7 +5,7 @@ somebody looks (gauges) is read from the engine at that moment. Each server has 
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -31,6 +31,8 @@ WHOLE_REQUEST = (
     7680.0,
 )  # fmt: skip
 STEP_TOKENS = tuple(float(n) for n in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
+BY_ADAPTER = ("lora_name",)
+MOST_ADAPTERS = 1000  # whose numbers are kept though nobody looks
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
@@ -75,6 +77,8 @@ class Metrics:
         self._cache_info = {name: str(value) for name, value in cache_info.items()}
         self._last: dict[int, Stats] = {}  # by engine
         self.adapters: Callable[[], AdaptersInUse] | None = None  # asked when somebody looks
+        self._room = MOST_ADAPTERS
+        self.adapter_names: Callable[[], Iterable[str]] | None = None  # those that can be asked for
         self._add_state(board)
         self._add_tokens(board)
         self._add_times(board)
@@ -148,10 +152,9 @@ class Metrics:
             )
         )
         self.preemptions, self.grammar_losses = preemptions, losses
-        by_adapter = ("lora_name",)
-        self.lora_requests = board.add(Counter("lora_requests", "Requests with an adapter that ended", by_adapter))
-        self.lora_prompt = board.add(Counter("lora_prompt_tokens", "Prompt tokens of requests with an adapter", by_adapter))
-        self.lora_generated = board.add(Counter("lora_generation_tokens", "Tokens generated with an adapter", by_adapter))
+        self.lora_requests = board.add(Counter("lora_requests", "Requests with an adapter that ended", BY_ADAPTER))
+        self.lora_prompt = board.add(Counter("lora_prompt_tokens", "Prompt tokens of requests with an adapter", BY_ADAPTER))
+        self.lora_generated = board.add(Counter("lora_generation_tokens", "Tokens generated with an adapter", BY_ADAPTER))
         self.prompt_tokens = board.add(Counter("prompt_tokens", "Prompt tokens taken in"))
         self.generation_tokens = board.add(Counter("generation_tokens", "Tokens generated"))
         self.by_source = board.add(
@@ -237,6 +240,9 @@ class Metrics:
             self.lora_requests.add(1, request.lora_name)
             self.lora_prompt.add(request.prompt_tokens, request.lora_name)
             self.lora_generated.add(sum(request.generated), request.lora_name)
+            if len(self.lora_requests.values) > self._room:
+                self._forget_adapters(self.boards)
+                self._room = max(MOST_ADAPTERS, 2 * len(self.lora_requests.values))
         self.request_prompt.observe(request.prompt_tokens)
         self.request_computed.observe(request.prompt_tokens - request.cached_tokens)
         self.request_generated.observe_all(request.generated)
@@ -254,6 +260,17 @@ class Metrics:
             self.inference.observe(max(0.0, metrics.last_token_ts - metrics.scheduled_ts))
             if max(request.generated) > 1:
                 self.tpot.observe(decode / (max(request.generated) - 1))
+
+    def _forget_adapters(self, boards: Iterable[Board]) -> None:
+        """Numbers of adapters that were unloaded go when the last of their requests has ended: names may be without end."""
+        if self.adapters is None or self.adapter_names is None:
+            return
+        _, waiting, running = self.adapters()
+        there = {*self.adapter_names(), *waiting, *running}
+        for counter in (one for board in boards for one in board.instruments if one.labels == BY_ADAPTER):
+            assert isinstance(counter, Counter)
+            for labels in [labels for labels in counter.values if labels[0] not in there]:
+                del counter.values[labels]
 
     # ---- telling ---------------------------------------------------------------------------------------------------------
 
@@ -274,6 +291,7 @@ class Metrics:
 
         self.look(engine)
         whole, *parts, about_http = total([*self.boards, http], others, self.of_engines)
+        self._forget_adapters([whole, *parts])
         undivided = [one for one in whole.instruments if one.name == self.tool_calls.name]
         registry = CollectorRegistry()
         registry.register(Boards(parts, undivided) if parts else whole)
@@ -291,6 +309,7 @@ class Metrics:
         self.waiting_by_reason.set(0, "deferred")
         self.cache_usage.set(1 - stats.free_pages / stats.pages if stats.pages else 0)
         self.heartbeat.set(engine.heartbeat_age)
+        self._forget_adapters(self.boards)
         if self.adapters is not None:
             most, waiting, running = self.adapters()
             self.lora_info.values.clear()

@@ -31,6 +31,7 @@ class OfflineMetrics(Together):
         self._metrics = Metrics("vllm", config.served_names[0], engine.max_model_len, info(pages), each)
         if config.max_loras:
             self._metrics.adapters = lambda: (config.max_loras, *engine.outputs.adapters())
+            self._metrics.adapter_names = lambda: (adapter.name for adapter in engine.adapters.all)
         engine.outputs.observe(self._metrics)
 
     def read(self) -> list[Metric]:

@@ -253,6 +253,7 @@ class ServerLaunch:
         metrics = Metrics(settings.metrics_prefix, name, llm.max_model_len, info, several)
         if llm.adapters.enabled:
             metrics.adapters = llm.adapters_in_use
+            metrics.adapter_names = lambda: (adapter.name for adapter in llm.adapters.all)
         llm.observers.append(metrics)
         of = "" if self._front is None else f"API process {self._front.begin.name.rstrip('.')}, "
         for number in range(0 if args.disable_log_stats else len(llm.engines)):
