@@ -104,7 +104,7 @@ def test_a_head_drafts(http, servers, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "medusa", "medusa_num_heads": 2, "hidden_size": 32}))
     running = Running(servers[0].llm.config.args.model, max_num_batched_tokens=256, speculative_config={"model": str(tmp_path)})
-    for asked in BODIES[1:4]:
+    for asked in BODIES[1:]:
         assert choices(answer(running.http, asked)) == choices(answer(http, asked))
     assert running.llm.stats.drafts.tokens > 20
     running.wait_idle()
