@@ -138,7 +138,7 @@ REFUSED = {
     ),
     "a kind of its own, and a silent config": (Family("XLMConfig", "XLMWithLMHeadModel", BARE), "xlm .*attention is of a kind"),
     "attention of its own": (
-        Family("GPTJConfig", "GPTJForCausalLM", PLAIN),
+        Family("GPTJConfig", "GPTJForCausalLM", PLAIN | {"rotary_dim": 4}),
         "not go through transformers' attention interface",
     ),
     "attends twice, which nobody planned": (
