@@ -46,6 +46,8 @@ def write_with_peft(reference, directory: Path, seed: int, **config):
                 values.mul_(1 + 0.2 * noise)
             elif "lora_" in name:
                 values.copy_(0.2 * noise)
+            elif "trainable_tokens_delta" in name:
+                values.add_(0.5 * noise)
             elif "modules_to_save" in name or (values.requires_grad and name.endswith("bias")):
                 values.add_(0.1 * noise)
     model.save_pretrained(directory)

@@ -134,13 +134,23 @@ def test_a_bin_file_and_other_widths(checkpoint, tmp_path):
 
 GOOD = halves(Q_PROJ, 48, 48)
 A, B = GOOD
+TOKENS = {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(3, 48)}
 BAD = {
     "r must be a whole number": (GOOD, {"r": 0}),
     "lora_alpha must be a number": (GOOD, {"lora_alpha": "x"}),
     "lora_alpha must be a number that a float can hold, got 1000": (GOOD, {"lora_alpha": 10**400}),
     "peft_type is 'LOHA'": (GOOD, {"peft_type": "LOHA"}),
     "layer_replication is": (GOOD, {"layer_replication": [[0, 2]]}),
-    "trainable_token_indices is": (GOOD, {"trainable_token_indices": [1]}),
+    "names tokens of the embedding, and there is no embed_tokens.token_adapter": (GOOD, {"trainable_token_indices": [1]}),
+    "trainable_token_indices must be token ids": (GOOD, {"trainable_token_indices": {"embed_tokens": [True]}}),
+    "trainable_token_indices has a token twice": (GOOD, {"trainable_token_indices": [4, 5, 4]}),
+    "embed_tokens.token_adapter.* that trainable_token_indices does not name": (TOKENS, {}),
+    r"embed_tokens.token_adapter.* has shape \[3, 48\], where 2 of trainable_token_indices need \[2, 48\]": (
+        TOKENS, {"trainable_token_indices": [4, 5]},
+    ),
+    "embed_tokens.token_adapter.* has a row of token 199, which the model does not have: it has 199": (
+        TOKENS, {"trainable_token_indices": [4, 5, 199]},
+    ),
     "init_lora_weights is 'pissa'": (GOOD, {"init_lora_weights": "pissa"}),
     "is not a regular expression": (GOOD, {"rank_pattern": {"(": 3}}),
     "has rank 2, where adapter_config.json says 3": (GOOD, {"r": 3}),

@@ -57,6 +57,25 @@ class LowRank:
 
 
 @dataclass(frozen=True)
+class OtherRows:
+    """Of embedding or head, in place of the layer's own."""
+
+    tokens: Tensor  # [n] int64, rising
+    rows: Tensor  # [n, size]
+
+    def look_up(self, ids: Tensor, otherwise: Tensor) -> Tensor:
+        """ids [T], otherwise [T, size]: the layer's own -> [T, size]."""
+        at = torch.searchsorted(self.tokens, ids).clamp_(max=len(self.tokens) - 1)
+        found = F.embedding(at, self.rows).to(otherwise.dtype)
+        return torch.where((self.tokens[at] == ids).unsqueeze(1), found, otherwise)
+
+    def multiply(self, x: Tensor, out: Tensor, own: Tensor | None) -> None:
+        """x [n, size], out [n, tokens], of which it overwrites some columns; own [tokens]: the layer's bias."""
+        found = times(x, self.rows.t()).to(out.dtype)
+        out.index_copy_(1, self.tokens, found if own is None else found + own[self.tokens])
+
+
+@dataclass(frozen=True)
 class LinearNumbers:
     """One adapter's numbers for a linear layer, or a head: gain * (the layer without its bias + parts) + bias."""
 
@@ -66,11 +85,13 @@ class LinearNumbers:
     whole: Tensor | None = None  # [inputs, outputs] a matrix that stands in the layer's place
     stacked: Tensor | None = None  # [inputs, all ranks] the parts' `down` beside each other, in their order
     more: Tensor | None = None  # [inputs, n] of a head: for tokens that the model does not have
+    other: OtherRows | None = None  # of a head
 
     @property
     def simple(self) -> bool:
         """Are there parts alone, to be multiplied by together?"""
-        return self.stacked is not None and self.gain is None and self.bias is None and self.whole is None
+        others = (self.gain, self.bias, self.whole, self.other)
+        return self.stacked is not None and all(each is None for each in others)
 
     @cached_property
     def narrow(self) -> Tensor:
@@ -121,6 +142,8 @@ class LinearNumbers:
         if self.whole is not None:
             out = times(x, self.whole).to(out.dtype)
             out = out if own is None else out.add_(own)
+        if self.other is not None:
+            self.other.multiply(x, out, own)
         for part in self.parts:
             out[:, part.outputs] += part(x)
         if self.gain is not None:
@@ -175,6 +198,7 @@ class EmbeddingNumbers:
     up: Tensor | None = None  # [rank, size], multiplied by the adapter's scale
     whole: Tensor | None = None  # [tokens, size]
     more: Tensor | None = None  # [n, size] of tokens that the model does not have
+    other: OtherRows | None = None
 
 
 class EmbeddingBank(Bank[EmbeddingNumbers]):
@@ -185,6 +209,8 @@ class EmbeddingBank(Bank[EmbeddingNumbers]):
         for numbers, tokens in self.of(rows):
             some = slice(None) if tokens is None else tokens
             found = x[some] if numbers.whole is None else F.embedding(ids[some], numbers.whole).to(x.dtype)
+            if numbers.other is not None:
+                found = numbers.other.look_up(ids[some], found)
             if numbers.down is not None and numbers.up is not None:
                 found = found + times(F.embedding(ids[some], numbers.down), numbers.up)
             x[some] = found if theirs is None else found.masked_fill(theirs[some].unsqueeze(1), 0.0)

@@ -22,6 +22,7 @@ from quire.files.reading import shown, told
 from quire.files.safetensors import read_header
 from quire.load.adapter_config import AdapterConfig, interpret
 from quire.load.adapter_experts import ExpertTensors
+from quire.load.adapter_tokens import TokenRows
 from quire.load.adapter_vocabulary import AddedTokens
 from quire.load.assign import Renames, rename
 from quire.load.safetensors import DTYPES
@@ -41,7 +42,9 @@ HALVES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"lora_embedding_A(\.default)?", "down"),
         (r"lora_embedding_B(\.default)?", "up"),
         (r"lora_magnitude_vector(\.default)?(\.weight)?", "magnitude"),
-        (r"base_layer\.weight", "base"),
+        (r"token_adapter\.trainable_tokens_delta(\.default)?", "tokens"),
+        (r"token_adapter\.trainable_tokens_original(\.default)?", "original"),
+        (r"(token_adapter\.)?base_layer\.weight", "base"),
         (r"original_module\.(weight|bias)", "original"),
         (r"(base_layer\.|modules_to_save\.(default\.)?)?bias", "bias"),
         (r"modules_to_save\.(default\.)?weight", "whole"),
@@ -122,6 +125,7 @@ class Reader:
         self._config, self._model = config, model
         self._largest = 0
         self._tokens = AddedTokens(model.more, readable)
+        self._rows = TokenRows(config.tokens)
 
     def read(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Addition], int]:
         modules: dict[str, dict[str, Named]] = defaultdict(dict)
@@ -153,6 +157,7 @@ class Reader:
             if addition is not None:
                 found[path] = addition
         found |= experts.finish(self._model.sites)
+        self._rows.finish(found, self._model.sites)
         self._tokens.check(found, self._model.sites)
         if not found:
             raise AdapterError("it has no tensors that add anything to the model", "lora_path")
@@ -192,9 +197,9 @@ class Reader:
             if not isinstance(site, LinearSite | HeadSite) or not site.biased:
                 raise halves["bias"].wrong("is a bias for a layer that has none")
             addition = replace(addition, bias=halves["bias"].values)
-        return self._with_whole(path, site, halves, addition)
+        return self._with_whole(path, module, site, halves, addition)
 
-    def _with_whole(self, path: str, site: Site, halves: dict[str, Named], addition: Addition) -> Addition | None:
+    def _with_whole(self, path: str, module: str, site: Site, halves: dict[str, Named], addition: Addition) -> Addition | None:
         """A saved copy counts as it is; the one that PEFT writes beside additions only if it is not the model's own."""
         whole, outputs, inputs = halves.get("whole"), *site.shapes[path]
         shape = (inputs, outputs) if site.kind == "embedding" else (outputs, inputs)
@@ -205,6 +210,8 @@ class Reader:
         if given is not None:
             self._check_shape(given, shape, site)
             addition = replace(addition, whole=given.values)
+        if "tokens" in halves:
+            addition = self._rows.read(addition, halves["tokens"], module, site)
         addition = self._tokens.split(addition, site, next(iter(halves.values())))
         if addition.whole is not None and (whole is None or addition.more is not None):
             own = self._model.parameters.get(f"{path}.weight")

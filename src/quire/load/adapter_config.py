@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from quire.files.reading import shown
@@ -13,10 +13,11 @@ from quire.types.errors import AdapterError, ModelError
 
 SIMPLE = re.compile(r"[\w.\-]*")  # a pattern that cannot take long
 MOST_PATTERNS = 10_000
+EMBEDDING = ""  # among the names of `tokens`: the model's embedding, whatever it is called
 # what changes how an adapter is run, and is not built
 REFUSED = (
     "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config",
-    "trainable_token_indices", "use_bdlora", "use_qalora",
+    "use_bdlora", "use_qalora",
 )  # fmt: skip
 CHANGES_MODEL = ("pissa", "olora", "corda", "lora_ga")  # ways to begin that leave the rest of the model other than it was
 
@@ -29,6 +30,7 @@ class AdapterConfig:
     dora: bool
     ranks: "ByPattern"
     alphas: "ByPattern"
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # end of a module's name -> whose rows it replaces
 
     def rank_of(self, module: str) -> int:
         return int(self.ranks.of(module, self.rank))
@@ -104,7 +106,23 @@ def interpret(config: Mapping[str, Any], where: str) -> AdapterConfig:
         dora=bool(config.get("use_dora")),
         ranks=_by_pattern(config, "rank_pattern", _rank, where, wrong),
         alphas=_by_pattern(config, "alpha_pattern", _alpha, where, wrong),
+        tokens=_tokens(config.get("trainable_token_indices"), wrong),
     )
+
+
+def _tokens(given: Any, wrong: Any) -> dict[str, tuple[int, ...]]:
+    """`trainable_token_indices`: a list for the embedding, or lists by module."""
+    if given is None:
+        return {}
+    found: dict[str, tuple[int, ...]] = {}
+    for module, indices in given.items() if isinstance(given, dict) else [(EMBEDDING, given)]:
+        if not isinstance(indices, list) or not all(type(index) is int and index >= 0 for index in indices):
+            raise wrong(f"trainable_token_indices must be token ids, or a table from modules to token ids, got {shown(given)}")
+        if len(set(indices)) < len(indices):
+            raise wrong(f"trainable_token_indices has a token twice: {shown(indices)}")
+        if indices:
+            found[module] = tuple(indices)
+    return found
 
 
 def _by_pattern(config: Mapping[str, Any], field: str, check: Any, where: str, wrong: Any) -> ByPattern:

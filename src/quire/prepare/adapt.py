@@ -31,11 +31,13 @@ class PackedAdapter:
 
     flat: Tensor
     where: Mapping[str, Mapping[str, tuple[int, tuple[int, ...]]]]  # site -> its own name -> first number, shape
+    whole: Mapping[str, Numbers] = field(default_factory=dict)  # site -> by its own name: whole numbers, beside the piece
     known: Numbers = field(default_factory=dict)  # by site: what was found out on the device
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Numbers]]:
         for site, numbers in self.where.items():
-            yield site, {name: _view(flat, first, shape) for name, (first, shape) in numbers.items()}
+            found = {name: _view(flat, first, shape) for name, (first, shape) in numbers.items()}
+            yield site, found | {name: values.to(flat.device) for name, values in self.whole.get(site, {}).items()}
 
 
 class Adapters:
@@ -71,10 +73,14 @@ class Adapters:
                 by_site.setdefault(self.sites[name].path, {})[name] = addition
         tensors: list[Tensor] = []
         where: dict[str, dict[str, tuple[int, tuple[int, ...]]]] = {}
+        whole: dict[str, Numbers] = {}
         at = 0
         for path, found in by_site.items():
             where[path] = {}
             for name, values in self._by_path[path].cut(found).items():
+                if not values.is_floating_point():
+                    whole.setdefault(path, {})[name] = values
+                    continue
                 where[path][name] = (at, tuple(values.shape))
                 tensors.append(values)
                 at += _aligned(values.numel())
@@ -82,7 +88,7 @@ class Adapters:
         places = [place for numbers in where.values() for place in numbers.values()]
         for values, (first, shape) in zip(tensors, places, strict=True):
             _view(flat, first, shape).copy_(values)
-        return PackedAdapter(flat, where)
+        return PackedAdapter(flat, where, whole)
 
     @torch.inference_mode()
     def put(self, place: int, packed: PackedAdapter) -> None:

@@ -1,6 +1,6 @@
 """The layers of a model that adapters can add to: what a rank needs of an addition, and its way to the layer's bank."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -17,6 +17,7 @@ from quire.layers.adapter import (
     LinearBank,
     LinearNumbers,
     LowRank,
+    OtherRows,
 )
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
@@ -42,6 +43,8 @@ class Addition:
     bias: Tensor | None = None  # [outputs] in place of the layer's own
     whole: Tensor | None = None  # [outputs, inputs] in place of the layer's own; of an embedding [tokens, size]
     more: Tensor | None = None  # [n, inputs], or of an embedding [n, size]: of tokens that the model does not have
+    tokens: Tensor | None = None  # [n] int64, rising: whose rows are others than the layer's own
+    rows: Tensor | None = None  # [n, inputs], or of an embedding [n, size]: these
     # of experts: each is down [E, rank, inputs] and up [E, outputs, rank], multiplied by the scale
     gate_up: tuple[Tensor, Tensor] | None = None
     back: tuple[Tensor, Tensor] | None = None
@@ -217,9 +220,19 @@ class HeadSite(Untabled):
     def biased(self) -> bool:
         return self._layer.biased
 
+    @property
+    def tied(self) -> bool:
+        return self._layer.tied is not None
+
+    def tied_to(self, sites: Iterable[Site]) -> str | None:
+        """The path of the embedding whose matrix it has. Of a model in stages both may be in different ones."""
+        shape = (self._layer.hidden_size, self._layer.total)
+        own = [site.path for site in sites if site.kind == "embedding" and [*site.shapes.values()] == [shape]]
+        return own[0] if own and self.tied else None
+
     def cut(self, found: Mapping[str, Addition]) -> Numbers:
         [addition] = found.values()
-        rows, numbers = [self._layer.kept], Numbers()
+        rows, numbers = [self._layer.kept], _token_rows(addition, self._layer.kept)
         if addition.down is not None and addition.up is not None:
             numbers |= {"down": addition.down.t(), "up": _rows(addition.up, rows).t()}
         if addition.whole is not None:
@@ -246,7 +259,7 @@ class HeadSite(Untabled):
             added.append(numbers["bias"] - layer.bias)
         bias = sum(added[1:], added[0]) if added else None
         self._bank.places[place] = LinearNumbers(
-            parts, gain, bias, numbers.get("whole"), numbers.get("down"), numbers.get("more")
+            parts, gain, bias, numbers.get("whole"), numbers.get("down"), numbers.get("more"), _put_rows(numbers)
         )
 
     def drop(self, place: int) -> None:
@@ -264,7 +277,7 @@ class EmbeddingSite(Untabled):
 
     def cut(self, found: Mapping[str, Addition]) -> Numbers:
         [addition] = found.values()
-        rows, numbers = [self._layer.kept], Numbers()
+        rows, numbers = [self._layer.kept], _token_rows(addition, self._layer.kept)
         if addition.whole is not None:
             numbers["whole"] = _rows(addition.whole, rows)
         if addition.more is not None:
@@ -275,7 +288,7 @@ class EmbeddingSite(Untabled):
 
     def put(self, place: int, numbers: Numbers, known: Numbers) -> None:  # noqa: ARG002
         self._bank.places[place] = EmbeddingNumbers(
-            numbers.get("down"), numbers.get("up"), numbers.get("whole"), numbers.get("more")
+            numbers.get("down"), numbers.get("up"), numbers.get("whole"), numbers.get("more"), _put_rows(numbers)
         )
 
     def drop(self, place: int) -> None:
@@ -337,6 +350,18 @@ def squares_of_rows(multiply: Callable[[Tensor], Tensor], inputs: int, parts: Se
             columns[:, part.outputs] += part.down[first : first + len(some)].float() @ part.up.float()
         squares += columns.square().sum(0)
     return squares
+
+
+def _token_rows(addition: Addition, kept: range) -> Numbers:
+    """What a rank needs of other rows, which may be none of them."""
+    if addition.tokens is None or addition.rows is None:
+        return {}
+    own = (addition.tokens >= kept.start) & (addition.tokens < kept.stop)
+    return {"tokens": addition.tokens[own] - kept.start, "rows": addition.rows[own]} if own.any() else {}
+
+
+def _put_rows(numbers: Numbers) -> OtherRows | None:
+    return OtherRows(numbers["tokens"], numbers["rows"]) if "tokens" in numbers else None
 
 
 def _address(values: Tensor | None, start: int) -> int:
