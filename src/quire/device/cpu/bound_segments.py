@@ -1,8 +1,10 @@
-"""A compiled decoder bound to memory that stays, for steps of rows of one token: nothing is allocated, looked up or copied
-between calls. Attention is a call, too, where `ops/paged_attention.py` can serve a layer; otherwise it goes to the layer.
+"""A compiled decoder bound to memory that stays, for steps of few tokens: nothing is allocated, looked up or copied between
+calls. Attention is a call, too, where `ops/paged_attention.py` can serve a layer, or two where a row has several tokens (with
+drafts); otherwise it goes to the layer.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,9 +16,10 @@ from quire.dist.collectives import Group
 from quire.layers.attention import SelfAttention, attend_heads
 from quire.ops import paged_attention
 
-ROOM = 16  # rows by which tracks grow
+ROOM = 16  # tokens by which tracks grow
+KEPT = 16  # numbers of tokens whose calls are kept
 
-Bind = Callable[[int], Call]  # a number of rows -> a call that works on so many
+Bind = Callable[[int], Call]  # a number of tokens -> a call that works on so many
 
 
 class BoundAttention:
@@ -25,27 +28,30 @@ class BoundAttention:
     def __init__(self, attention: SelfAttention, qkv: Tensor, out: Tensor) -> None:
         core = attention.core
         self._attention, self._qkv, self._out, self._kv, self._group = attention, qkv, out, core.bound(), core.group
-        self._call: paged_attention.PagedAttention | None = None
+        self._calls: tuple[paged_attention.PagedAttention, ...] = ()  # for rows of one token; to write keys, and to attend
         rotation = None if attention.rope is None else attention.rope.table
         by_halves = rotation is None or not rotation.interleaved
         plain = attention.sinks is None and core.spec.slopes is None
         if plain and by_halves and paged_attention.suits(self._kv):
-            self._call = paged_attention.PagedAttention(
-                self._kv, qkv, out,
-                scale=core.spec.scale, window=core.spec.window, soft_cap=core.spec.soft_cap, rotation=rotation,
-                norms=attention.norms,
+            bind = partial(
+                paged_attention.PagedAttention, self._kv, scale=core.spec.scale, window=core.spec.window,
+                soft_cap=core.spec.soft_cap, rotation=rotation, norms=attention.norms,
             )  # fmt: skip
+            queries = qkv[:, : core.spec.heads * core.spec.head_dim]
+            self._calls = bind(qkv, out), bind(qkv, None), bind(queries, out, placed=True)
 
     @property
     def stale(self) -> bool:
         return self._attention.core.kv is not self._kv
 
     def run(self, batch: Batch) -> None:
-        if self._call is not None:
-            self._call.run(batch_rows(batch, self._group))
-        else:
-            rows = len(batch.rows)
-            self._out[:rows] = attend_heads(self._attention, self._qkv[:rows], batch)
+        tokens = len(batch.ids)
+        if not self._calls:
+            self._out[:tokens] = attend_heads(self._attention, self._qkv[:tokens], batch)
+            return
+        rows = batch_rows(batch, self._group)
+        for call in self._calls[:1] if tokens == len(batch.rows) else self._calls[1:]:
+            call.run(rows)
 
 
 class BoundSum:
@@ -57,8 +63,8 @@ class BoundSum:
         self._group, self._part, self._total = group, part, total
 
     def run(self, batch: Batch) -> None:
-        rows = len(batch.rows)
-        self._total[:rows] = self._group.add(self._part[:rows])
+        tokens = len(batch.ids)
+        self._total[:tokens] = self._group.add(self._part[:tokens])
 
 
 class Memory:
@@ -81,7 +87,7 @@ class Memory:
 
 
 class BoundSegments:
-    """Stages in order, each with the attention or the sum behind it, for up to C rows."""
+    """Stages in order, each with the attention or the sum behind it, for up to C tokens."""
 
     def __init__(
         self, source: Tensor, result: Tensor, stages: Sequence[tuple[Bind, BoundAttention | BoundSum | None]], memory: Memory
@@ -89,26 +95,28 @@ class BoundSegments:
         self._source, self._result, self._memory = source, result, memory  # [C, columns]
         self._binds = [bind for bind, _ in stages]
         self._attending = [attending for _, attending in stages]
-        self._calls: list[Call] = []
-        self._rows = 0  # that the calls are for
+        self._calls: dict[int, list[Call]] = {}  # by how many tokens they are for
 
-    def suits(self, rows: int) -> bool:
+    def suits(self, tokens: int) -> bool:
         first = self._attending[0]
-        return rows <= self._memory.rows and (first is None or not first.stale)
+        return tokens <= self._memory.rows and (first is None or not first.stale)
 
     def run(self, x: Tensor, batch: Batch) -> Tensor:
-        """x [T, columns] -> hidden states of the same rows; they are overwritten by the next run."""
-        rows = len(x)
-        if self._rows != rows:
-            self._calls, self._rows = [bind(rows) for bind in self._binds], rows
-        self._source[:rows] = x
-        for call, attending in zip(self._calls, self._attending, strict=True):
+        """x [T, columns] -> hidden states of the same tokens; they are overwritten by the next run."""
+        tokens = len(x)
+        calls = self._calls.get(tokens)
+        if calls is None:
+            if len(self._calls) >= KEPT:
+                self._calls.clear()
+            calls = self._calls[tokens] = [bind(tokens) for bind in self._binds]
+        self._source[:tokens] = x
+        for call, attending in zip(calls, self._attending, strict=True):
             call.run()
             if attending is not None:
                 attending.run(batch)
-        return self._result[:rows]
+        return self._result[:tokens]
 
 
-def room_for(rows: int) -> int:
-    """How many rows a track is made for that has to take so many."""
-    return -(-rows // ROOM) * ROOM
+def room_for(tokens: int) -> int:
+    """How many tokens a track is made for that has to take so many."""
+    return -(-tokens // ROOM) * ROOM

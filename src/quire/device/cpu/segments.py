@@ -1,5 +1,6 @@
 """A decoder of float32 numbers on a CPU, compiled in pieces: what is between two attentions or sums over ranks (`trace.py`) is
-one call, of Quire's own kernels or of OpenVINO. Steps in which every row is one token run on memory that stays (`track.py`).
+one call, of Quire's own kernels or of OpenVINO. Steps in which every row is one token, or one and its drafts, run on memory
+that stays (`bound_segments.py`).
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from quire.device.cpu.graph import Graph, Runtime
 from quire.device.cpu.program import Scratch
 from quire.device.cpu.session import Call, Session
 from quire.device.cpu.trace import Between, Piece, Symbol, Trace
+
+MOST_BOUND = 64  # tokens of a step whose rows have several, on memory that stays
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Segments:
                 _give_back(piece)
             dead = {*wanted[i], *kept} - later
             self._stages.append(Stage(session, tuple(piece.read), tuple(kept), tuple(piece.behind), tuple(dead)))
-        self._track: BoundSegments | None = None  # for steps of rows of one token
+        self._track: BoundSegments | None = None  # for steps of few tokens
 
     def suit(self, batch: Batch) -> bool:
         """Are they faster than the body? With many rows of one token the body loses in attention what it gains in products."""
@@ -60,7 +63,7 @@ class Segments:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, columns] -> hidden states; they are overwritten by the next call."""
-        if _are_single(batch):
+        if _are_single(batch) or (batch.kept is None and len(x) <= MOST_BOUND):
             if self._track is None or not self._track.suits(len(x)):
                 self._track = self._lay(len(x))
             return self._track.run(x, batch)
