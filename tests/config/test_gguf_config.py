@@ -132,8 +132,8 @@ def test_gpt2(tmp_path: Path) -> None:
 
 
 def test_wrong_files_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="'mamba' is not supported; these are: arcee, "):
-        other(tmp_path, "mamba")
+    with pytest.raises(ModelError, match="'rwkv7' is not supported; these are: arcee, "):
+        other(tmp_path, "rwkv7")
     with pytest.raises(ModelError, match="token_embd"):
         facts_of(write_gguf(tmp_path / "m.gguf", fields=LLAMA))
     with pytest.raises(ModelError, match="must be a positive integer, got 'many'"):

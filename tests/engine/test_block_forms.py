@@ -67,7 +67,14 @@ def test_forms_have_the_values_of_the_file(kind, monkeypatch):
 
 
 def test_others_have_none():
-    assert not any(has_form(NUMBER[kind]) for kind in ("F16", "IQ4_NL", "Q2_K", "TQ1_0", "MXFP4"))
+    assert not any(has_form(NUMBER[kind]) for kind in ("F16", "IQ4_NL", "Q2_K", "TQ1_0"))
+
+
+def test_floats_of_4_bits():
+    matrix = stored("MXFP4")
+    form = form_of(matrix, torch.device("cpu"))
+    assert (form.kind, form.group, form.inputs, form.outputs) == ("fp4", 32, 512, 24)
+    assert torch.equal(form.dequantize(), values_of(matrix))
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K"])

@@ -23,7 +23,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 def gather() -> dict[str, Any]:
     from quire.config.args import DEFAULT_MODEL
-    from quire.config.gguf import ARCHITECTURES
+    from quire.config.gguf_families import ARCHITECTURES
     from quire.config.quantization import quantization_table
     from quire.files import wheel
     from quire.files.gguf import READABLE_TYPES

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.files.gguf import GGML_TYPES, WHOLE_NUMBERS, GGUFTensor
+from quire.files.gguf import FLOATS, GGML_TYPES, WHOLE_NUMBERS, GGUFTensor
 
 FLOAT32_BYTES = 4
 CUDA_CONTEXT_BYTES = 512 * 2**20  # what the driver and its libraries hold beside us: a usual value, not a measured one
@@ -45,7 +45,7 @@ def form_weight_bytes(tensors: Iterable[GGUFTensor], element: int, experts: bool
     embedding, types without a form and experts that are not kept take `element` bytes a number."""
     total = 0
     for tensor in tensors:
-        bits, group, offset = WHOLE_NUMBERS.get(GGML_TYPES[tensor.type][0], (8 * element, 0, False))
+        bits, group, offset = (WHOLE_NUMBERS | FLOATS).get(GGML_TYPES[tensor.type][0], (8 * element, 0, False))
         if tensor.name == "token_embd.weight" or len(tensor.shape) not in ((2, 3) if experts else (2,)):
             bits, group = 8 * element, 0
         total += tensor.elements * bits // 8 + (tensor.elements // group * (4 if offset else 2) if group else 0)

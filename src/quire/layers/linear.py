@@ -242,3 +242,15 @@ class MergedLinear(Linear):
     def tensors(self, path: str) -> Mapping[str, slice]:
         above = path.rpartition(".")[0]
         return {f"{above}.{name}" if above else name: slice(i, i + 1) for i, name in enumerate(self.names)}
+
+
+class FusedLinear(MergedLinear):
+    """The parts are one matrix of the checkpoint, at its own path; other files have them apart, beside it."""
+
+    apart = False
+
+    def arrange(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.apart = f"{path}.weight" not in shapes and f"{next(iter(super().tensors(path)))}.weight" in shapes
+
+    def tensors(self, path: str) -> Mapping[str, slice]:
+        return super().tensors(path) if self.apart else {path: slice(None)}

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from quire.attn.batch import AdapterRows
 from quire.files.reading import shown
-from quire.layers.linear import Linear, MergedLinear
+from quire.layers.linear import FusedLinear, Linear, MergedLinear
 from quire.layers.role import Role
 from quire.ops.activation import activate, check_activation
 from quire.types.errors import ModelError
@@ -18,12 +18,8 @@ class GatedMLP(nn.Module):
         if type(inner_size) is not int:  # null, or one of every layer: some families have that
             raise ModelError(f"intermediate_size must be a positive integer, got {shown(inner_size)}")
         self.activation = check_activation(activation)
-        if fused:
-            both = (inner_size, inner_size)
-            self.gate_up: Linear = Linear(hidden_size, sum(both), bias=bias, role=Role.COLUMN, sections=both)
-        else:
-            parts = {"gate_proj": inner_size, "up_proj": inner_size}
-            self.gate_up = MergedLinear(hidden_size, parts, bias=bias, role=Role.COLUMN)
+        parts = {"gate_proj": inner_size, "up_proj": inner_size}
+        self.gate_up = (FusedLinear if fused else MergedLinear)(hidden_size, parts, bias=bias, role=Role.COLUMN)
         self.down_proj = Linear(inner_size, hidden_size, bias=bias, role=Role.ROW)
 
     def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:

@@ -108,7 +108,8 @@ class Experts(MethodLayer):
     at once: `path.gate_up_proj` [E, 2 * inner, hidden] and `path.down_proj` [E, hidden, inner], or both the other way round.
 
     `paired`: all at once and the other way round, where a gate and its up are neighbours; and there are biases of both,
-    `path.gate_up_proj_bias` [E, 2 * inner] and `path.down_proj_bias` [E, hidden].
+    `path.gate_up_proj_bias` [E, 2 * inner] and `path.down_proj_bias` [E, hidden]. Other files have even these one by one, with
+    biases such as `path.<e>.gate_proj.bias`.
     """
 
     up: nn.Parameter
@@ -125,6 +126,7 @@ class Experts(MethodLayer):
             check_activation(activation if isinstance(activation, str) else activation.name)
         self.activation, self.gated = activation, not isinstance(activation, Ungated)
         self.total, self.hidden_size, self.total_inner = count, hidden_size, inner_size
+        self.in_pairs = paired  # in the family's own files, with biases
         self.paired = self.fused = self.transposed = paired  # how the checkpoint has them
         self.method: ExpertsMethod = PlainExperts() if self.gated else UngatedExperts()
         self.keep(range(count), range(inner_size))
@@ -132,9 +134,9 @@ class Experts(MethodLayer):
     def keep(self, experts: range, inner: range) -> None:
         """Before anything is loaded: these experts, and these of what is between their matrices."""
         self.kept, self.kept_inner = experts, inner
-        self.up_bias = parameter(len(experts), 2 * len(inner)) if self.paired else None
+        self.up_bias = parameter(len(experts), 2 * len(inner)) if self.in_pairs else None
         # of the ranks that have a part of each expert, the first adds it
-        self.down_bias = parameter(len(experts), self.hidden_size) if self.paired and inner.start == 0 else None
+        self.down_bias = parameter(len(experts), self.hidden_size) if self.in_pairs and inner.start == 0 else None
         self.use(self.method)
 
     def use(self, method: ExpertsMethod) -> None:
@@ -153,6 +155,7 @@ class Experts(MethodLayer):
 
     def arrange(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         if self.paired:
+            self.paired = self.fused = self.transposed = f"{path}.0.gate_proj.weight" not in shapes
             return
         self.fused = f"{path}.gate_up_proj" in shapes or f"{path}.up_proj" in shapes
         count, inner, hidden = self.total, self.total_inner, self.hidden_size
@@ -162,17 +165,36 @@ class Experts(MethodLayer):
     def claims(self, path: str) -> Claims:
         taken = self.method.claims(self, path)
         if self.up_bias is not None:
-            few, across = (self.kept.start, self.kept.stop), (0, self.hidden_size)
-            pairs = Take(self.up_bias.data, (few, pairs_of(self.kept_inner)))
-            taken[f"{path}.gate_up_proj_bias"] = Claim((self.total, 2 * self.total_inner), (pairs,)).simple
-            taken[f"{path}.down_proj_bias"] = None  # another rank adds it
-            if self.down_bias is not None:
-                behind = Take(self.down_bias.data, (few, across))
-                taken[f"{path}.down_proj_bias"] = Claim((self.total, self.hidden_size), (behind,)).simple
+            taken |= self._claim_pairs(path, self.up_bias.data) if self.paired else self._claim_each(path, self.up_bias.data)
+        return taken
+
+    def _claim_pairs(self, path: str, up_bias: Tensor) -> Claims:
+        few, across = (self.kept.start, self.kept.stop), (0, self.hidden_size)
+        pairs = Take(up_bias, (few, pairs_of(self.kept_inner)))
+        behind = None  # another rank adds it
+        if self.down_bias is not None:
+            behind = Claim((self.total, self.hidden_size), (Take(self.down_bias.data, (few, across)),)).simple
+        return {
+            f"{path}.gate_up_proj_bias": Claim((self.total, 2 * self.total_inner), (pairs,)).simple,
+            f"{path}.down_proj_bias": behind,
+        }
+
+    def _claim_each(self, path: str, up_bias: Tensor) -> Claims:
+        gates, ups = up_bias.chunk(2, dim=1)
+        some, across, down = (self.kept_inner.start, self.kept_inner.stop), (0, self.hidden_size), self.down_bias
+        taken: Claims = {}
+        for name, stack, size, edges in (
+            ("gate_proj", gates, self.total_inner, some),
+            ("up_proj", ups, self.total_inner, some),
+            ("down_proj", None if down is None else down.data, self.hidden_size, across),
+        ):
+            for expert in range(self.total):
+                own = None if stack is None or expert not in self.kept else Take(stack[expert - self.kept.start], (edges,))
+                taken[f"{path}.{expert}.{name}.bias"] = None if own is None else Claim((size,), (own,)).simple
         return taken
 
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
-        if self.up_bias is not None:
+        if self.up_bias is not None and self.paired:
             part_pairs(self.up_bias.data)
         self.method.finish(self)
 

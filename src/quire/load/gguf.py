@@ -38,9 +38,15 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        if self.name.row and len(self.stored) == 1:
-            return (1, *self.stored)
+        if self.name.shape is not None:
+            return self.name.shape
         return self.stored[::-1] if self.name.transposed else self.stored
+
+    @property
+    def in_rows(self) -> bool:
+        """It is a matrix whose rows are where they are, or in another order."""
+        name = self.name
+        return len(self.stored) == 2 and not name.transposed and name.shape is None and name.values is None
 
 
 class GGUFSource:
@@ -64,9 +70,7 @@ class GGUFSource:
     def stored(self) -> Mapping[str, QuantizedMatrix]:
         """The matrices that are stored in blocks along their rows."""
         return {
-            name: self._stored(piece)
-            for name, piece in self.pieces.items()
-            if len(piece.stored) == 2 and GGML_TYPES[piece.type][1] > 1 and not piece.name.transposed
+            name: self._stored(piece) for name, piece in self.pieces.items() if piece.in_rows and GGML_TYPES[piece.type][1] > 1
         }
 
     def keep(self, names: frozenset[str]) -> None:
@@ -89,17 +93,19 @@ class GGUFSource:
 
     def find_rows(self, name: str) -> QuantizedMatrix | None:
         piece = self.pieces[name]
-        return self._stored(piece) if len(piece.stored) == 2 and not piece.name.transposed else None
+        return self._stored(piece) if piece.in_rows else None
 
     def _take(self, data: mmap.mmap, piece: Piece, ranges: Ranges) -> Tensor:
-        if ranges and len(piece.stored) == 2:
+        if ranges and (piece.in_rows or (len(piece.stored) == 2 and piece.name.transposed)):
             return self._take_blocks(piece, ranges)
         raw = torch.frombuffer(data, dtype=torch.uint8, count=piece.nbytes, offset=piece.offset)
         tensor = dequantize(raw, piece.type, piece.stored)
         if piece.name.undo is not None:
             tensor = piece.name.undo(tensor)
-        if piece.name.row:
-            tensor = tensor.view(piece.shape)
+        if piece.name.values is not None:
+            tensor = piece.name.values(tensor)
+        if piece.name.shape is not None:
+            tensor = tensor.view(piece.name.shape)
         return cut(tensor.t() if piece.name.transposed else tensor, ranges)
 
     def _take_blocks(self, piece: Piece, ranges: Ranges) -> Tensor:
@@ -115,7 +121,7 @@ class GGUFSource:
     def _stored(self, piece: Piece) -> QuantizedMatrix:
         file, (count, columns), undo = self._file(piece.path), piece.stored, piece.name.undo
         raw = torch.frombuffer(file, dtype=torch.uint8, count=piece.nbytes, offset=piece.offset)
-        order = None if undo is None else undo(torch.arange(count))  # of a matrix it only reorders rows
+        order = None if undo is None else undo(torch.arange(count))
         return QuantizedMatrix(piece.type, columns, raw.view(count, -1), order, file, piece.offset)
 
     def _file(self, path: Path) -> mmap.mmap:

@@ -16,19 +16,22 @@ from torch import Tensor
 from quire.types.errors import ModelError
 
 Undo = Callable[[Tensor], Tensor]
-_BLOCK = re.compile(r"^blk\.(?P<layer>\d+)\.(?P<part>\w+?)(\.(?P<expert>\d+))?\.(?P<kind>weight|bias)$")
+_LAYER = re.compile(r"^blk\.(?P<layer>\d+)\.(?P<rest>.+)$")
+_PART = re.compile(r"^(?P<part>\w+?)(\.(?P<expert>\d+))?\.(?P<kind>weight|bias)$")
 # told by the config instead: how rotary frequencies are stretched
 IN_CONFIG = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 
 
 @dataclass(frozen=True)
 class Family:
-    """`parts` maps what follows `blk.N.` to what follows `{layers}.N.`; `experts` those with one matrix per expert."""
+    """`parts` maps what follows `blk.N.` to what follows `{layers}.N.`; `experts` those with one matrix per expert; `bare`
+    those that are a weight or a bias by name in one of the two only."""
 
     parts: Mapping[str, str]
     whole: Mapping[str, str]
     layers: str = "model.layers"
     experts: Mapping[str, str] = field(default_factory=dict)
+    bare: Mapping[str, str] = field(default_factory=dict)
     rotary_pairs: bool = False  # q and k rows were reordered so that the two halves of a rotary pair are neighbours
     norm_plus_one: bool = False  # norm weights were stored with their 1 added
     by_key_head: bool = False  # q, k and v in one matrix lie one behind the other, and Hugging Face has them for each key head
@@ -41,9 +44,10 @@ class Name:
 
     hf: str
     expert: int | None = None
-    undo: Undo | None = None
+    undo: Undo | None = None  # of rows' order
+    values: Undo | None = None  # of each number
     transposed: bool = False
-    row: bool = False  # a matrix of one row, which the conversion may have made a vector of
+    shape: tuple[int, ...] | None = None  # where the conversion took dimensions of one away, or added some
 
 
 def hf_names(architecture: str, hf: Mapping[str, Any], gguf_name: str, shape: tuple[int, ...]) -> Iterator[Name]:
@@ -52,13 +56,20 @@ def hf_names(architecture: str, hf: Mapping[str, Any], gguf_name: str, shape: tu
         return
     family = _family(architecture, hf)
     if whole := family.whole.get(gguf_name):
-        undo = _minus_one if family.norm_plus_one and "norm" in gguf_name else None
-        yield Name(whole, undo=undo)
+        yield Name(whole, values=_minus_one if family.norm_plus_one and "norm" in gguf_name else None)
         return
-    match = _BLOCK.match(gguf_name)
+    layer = _LAYER.match(gguf_name)
+    if layer is None:
+        raise _unknown(architecture, gguf_name)
+    prefix, rest = f"{family.layers}.{layer['layer']}", layer["rest"]
+    if rest in family.bare:
+        name = f"{prefix}.{family.bare[rest]}"
+        yield Name(name, values=_log if name.endswith(".A_log") else None, shape=_shape(rest, shape))
+        return
+    match = _PART.match(rest)
     if match is None:
         raise _unknown(architecture, gguf_name)
-    prefix, part, kind = f"{family.layers}.{match['layer']}", match["part"], match["kind"]
+    part, kind = match["part"], match["kind"]
     if (template := family.experts.get(part.removesuffix("_exps"))) and (match["expert"] or part.endswith("_exps")):
         if match["expert"]:  # the older way: one tensor per expert
             yield Name(f"{prefix}.{template.format(match['expert'])}.{kind}")
@@ -66,19 +77,36 @@ def hf_names(architecture: str, hf: Mapping[str, Any], gguf_name: str, shape: tu
             for expert in range(shape[0]):
                 yield Name(f"{prefix}.{template.format(expert)}.{kind}", expert)
     elif part in family.parts:
-        transposed = part in family.transposed and kind == "weight"
-        row = part == "ffn_gate_inp_shexp"
-        yield Name(f"{prefix}.{family.parts[part]}.{kind}", undo=_undo(family, hf, part), transposed=transposed, row=row)
+        yield Name(
+            f"{prefix}.{family.parts[part]}.{kind}",
+            undo=_undo(family, hf, part),
+            values=_minus_one if family.norm_plus_one and part.endswith("norm") else None,
+            transposed=part in family.transposed and kind == "weight",
+            shape=_shape(rest, shape),
+        )
     else:
         raise _unknown(architecture, gguf_name)
+
+
+def _shape(rest: str, stored: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Hugging Face's, where it is another: a matrix of one row was made a vector, a vector a matrix of one column or of a row
+    for each group, and of a convolution a dimension of one was taken away."""
+    match rest:
+        case "ffn_gate_inp_shexp.weight" if len(stored) == 1:
+            return (1, *stored)
+        case "ssm_conv1d.weight" if len(stored) == 2:
+            return (stored[0], 1, stored[1])
+        case "ssm_norm.weight" if len(stored) == 2:
+            return (stored[0] * stored[1],)
+        case "ssm_a" | "ssm_d" if len(stored) == 2 and stored[1] == 1:
+            return stored[:1]
+    return None
 
 
 def _undo(family: Family, hf: Mapping[str, Any], part: str) -> Undo | None:
     if family.rotary_pairs and part in ("attn_q", "attn_k"):
         heads = int(hf["num_attention_heads"] if part == "attn_q" else hf["num_key_value_heads"])
         return lambda rows: split_pairs(rows, heads)
-    if family.norm_plus_one and part.endswith("norm"):
-        return _minus_one
     if family.by_key_head and part == "attn_qkv":
         heads, keys = int(hf["num_attention_heads"]), int(hf["num_kv_heads"] or 1)
         return lambda rows: join_heads(rows, heads, keys)
@@ -101,6 +129,11 @@ def split_pairs(rows: Tensor, heads: int) -> Tensor:
 
 def _minus_one(weight: Tensor) -> Tensor:
     return weight - 1
+
+
+def _log(decay: Tensor) -> Tensor:
+    """Files have -exp(A_log)."""
+    return torch.log(-decay)
 
 
 def _family(architecture: str, hf: Mapping[str, Any]) -> Family:
@@ -157,6 +190,30 @@ _EXPERTS = {
     "ffn_up": "mlp.experts.{}.up_proj",
     "ffn_down": "mlp.experts.{}.down_proj",
 }
+_SHARED_EXPERT = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
+
+
+def _ssm(path: str) -> dict[str, str]:
+    return {f"ssm_{part}": f"{path}.{ours}" for part, ours in (("in", "in_proj"), ("conv1d", "conv1d"), ("out", "out_proj"))}
+
+
+def _mamba(path: str) -> dict[str, str]:
+    return {**_ssm(path), "ssm_x": f"{path}.x_proj", "ssm_dt": f"{path}.dt_proj"}
+
+
+def _mamba_bare(path: str) -> dict[str, str]:
+    return {"ssm_a": f"{path}.A_log", "ssm_d": f"{path}.D"}
+
+
+def _mamba2_bare(path: str) -> dict[str, str]:
+    return {**_mamba_bare(path), "ssm_dt.bias": f"{path}.dt_bias"}
+
+
+_BACKBONE = {
+    "token_embd.weight": "backbone.embeddings.weight",
+    "output_norm.weight": "backbone.norm_f.weight",
+    "output.weight": "lm_head.weight",
+}
 _NORM_BIAS = {"output_norm.bias": "model.norm.bias"}
 _FALCON = {
     "token_embd.weight": "transformer.word_embeddings.weight",
@@ -199,6 +256,52 @@ FAMILIES: dict[str, Family] = {
         {**_ATTENTION, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}, _WHOLE
     ),
     "granite": Family({**_ATTENTION, **_MLP}, _WHOLE, rotary_pairs=True),
+    "granitemoe": Family(
+        {**_ATTENTION, **_SHARED_EXPERT, "ffn_gate_inp": "mlp.gate"}, _WHOLE, experts=_EXPERTS, rotary_pairs=True
+    ),
+    "granitehybrid": Family(
+        {**_ATTENTION, **_MLP, **_SHARED_EXPERT, **_ssm("mamba"), "ssm_norm": "mamba.norm", "ffn_gate_inp": "mlp.gate"},
+        _WHOLE,
+        experts=_EXPERTS,
+        bare=_mamba2_bare("mamba"),
+        rotary_pairs=True,
+    ),
+    "falcon-h1": Family(
+        {
+            **_without(_ATTENTION, "ffn_norm"),
+            **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+            **_ssm("mamba"),
+            "ssm_norm": "mamba.norm",
+        },
+        {**_WHOLE, "output_norm.weight": "model.final_layernorm.weight"},
+        bare={**_mamba2_bare("mamba"), **dict.fromkeys(("ffn_norm", "ffn_norm.weight"), "pre_ff_layernorm.weight")},
+    ),
+    "jamba": Family(
+        {
+            **_ATTENTION,
+            **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+            **_mamba("mamba"),
+            **{f"ssm_{part}_norm": f"mamba.{part}_layernorm" for part in ("dt", "b", "c")},
+            "ffn_norm": "pre_ff_layernorm",
+            "ffn_gate_inp": "feed_forward.router",
+        },
+        {**_WHOLE, "output_norm.weight": "model.final_layernorm.weight"},
+        experts={f"ffn_{part}": f"feed_forward.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
+        bare=_mamba_bare("mamba"),
+    ),
+    "mamba": Family({"attn_norm": "norm", **_mamba("mixer")}, _BACKBONE, "backbone.layers", bare=_mamba_bare("mixer")),
+    "mamba2": Family(
+        {"attn_norm": "norm", **_ssm("mixer"), "ssm_norm": "mixer.norm"},
+        _BACKBONE,
+        "backbone.layers",
+        bare=_mamba2_bare("mixer"),
+    ),
+    "gpt-oss": Family(
+        {**_without(_ATTENTION, "ffn_norm"), "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+        _WHOLE,
+        experts=_EXPERTS,
+        bare={"attn_sinks.weight": "self_attn.sinks"},
+    ),
     "minicpm": Family({**_ATTENTION, **_MLP}, _WHOLE, rotary_pairs=True),
     "internlm2": Family({**_ATTENTION, **_MLP}, _WHOLE, rotary_pairs=True),
     "arcee": Family({**_ATTENTION, "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}, _WHOLE, rotary_pairs=True),
@@ -214,9 +317,7 @@ FAMILIES: dict[str, Family] = {
             **_ATTENTION,
             "ffn_gate_inp": "mlp.gate",
             "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-            "ffn_up_shexp": "mlp.shared_expert.up_proj",
-            "ffn_down_shexp": "mlp.shared_expert.down_proj",
+            **_SHARED_EXPERT,
         },
         _WHOLE,
         experts=_EXPERTS,

@@ -108,6 +108,8 @@ def _load(
         return
     source = None if load_format == "dummy" else open_source(facts, load_format)
     renames: Renames = getattr(model, "renames", ())
+    if source is not None:
+        arrange(model, source, renames)
     if keep_quantized and isinstance(source, Blocks):
         keep(model, source, renames, target, device)
     if cache_scales and source is not None:
@@ -120,8 +122,6 @@ def _load(
     if quantization is not None:
         use_scheme(model, quantization, source, renames, target)
     materialize(model, device, kind)
-    if source is not None:
-        arrange(model, source, renames)
     table = claims_of(model)
     if source is None:
         assign(table, DummySource(table, seed), (), "the set of dummy weights")

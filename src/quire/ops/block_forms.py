@@ -1,27 +1,31 @@
 """GGUF's blocks as forms (`forms.py`), for devices that multiply by those: whole numbers with a scale to each 32 or 16, and a
-zero point, which is any number, where blocks have a minimum. Types with tables of their own or with fewer bits have no form."""
+zero point, which is any number, where blocks have a minimum; and MXFP4's floats. Types with tables of their own or with fewer
+bits have no form."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.files.gguf import GGML_TYPES, WHOLE_NUMBERS
+from quire.files.gguf import FLOATS, GGML_TYPES, WHOLE_NUMBERS
 from quire.ops.blocks import APART, Apart, QuantizedMatrix, half_at, nibble_groups, scales_and_minima, slices
-from quire.ops.forms import PackedInts, pack_nibbles
+from quire.ops.forms import Float4, PackedInts, pack_nibbles
 
 AT_ONCE = 1 << 25  # numbers that are taken apart together
 FARTHEST = 6e4  # zero point, as float16 has them (`packed.py`)
 
 
 def has_form(type_: int) -> bool:
-    return GGML_TYPES[type_][0] in WHOLE_NUMBERS
+    return GGML_TYPES[type_][0] in WHOLE_NUMBERS | FLOATS
 
 
-def form_of(stored: QuantizedMatrix, device: torch.device) -> PackedInts:
+def form_of(stored: QuantizedMatrix, device: torch.device) -> PackedInts | Float4:
     """In the device's memory, which is where it is taken apart."""
     name, _, nbytes = GGML_TYPES[stored.type]
+    if name in FLOATS:
+        return _floats_of(stored, nbytes, device)
     apart = _APART[name]
     bits, group, _ = WHOLE_NUMBERS[name]
     parts = list[tuple[Tensor, Tensor, Tensor | None]]()
@@ -36,12 +40,23 @@ def form_of(stored: QuantizedMatrix, device: torch.device) -> PackedInts:
     return PackedInts(bits, group, numbers, _shortened(scale), zeros, None)
 
 
-def stack_forms(forms: list[PackedInts]) -> PackedInts:
-    """One of each expert."""
+def _floats_of(stored: QuantizedMatrix, nbytes: int, device: torch.device) -> Float4:
+    """A block is a power of two and 16 bytes: the first 16 numbers in their lower halves, the others in their upper ones."""
+    blocks = stored.read(0, len(stored)).to(device).view(len(stored), -1, nbytes)
+    halves = blocks[..., 1:]
+    numbers = pack_nibbles(torch.cat((halves & 15, halves >> 4), dim=-1))
+    return Float4("e2m1", 2 * (nbytes - 1), numbers.flatten(1), blocks[..., 0].contiguous())
+
+
+def stack_forms(forms: list[Any]) -> PackedInts | Float4:
+    """One of each expert, all of one type."""
+    first: PackedInts | Float4 = forms[0]
+    numbers = torch.stack([form.numbers for form in forms])
+    if isinstance(first, Float4):
+        return replace(first, numbers=numbers, scale=torch.stack([form.scale for form in forms]))
     dtype = torch.float32 if any(form.scale.dtype == torch.float32 for form in forms) else torch.float16
-    zeros = None if forms[0].zeros is None else torch.stack([form.zeros for form in forms])  # type: ignore[misc]
-    scale = torch.stack([form.scale.to(dtype) for form in forms])
-    return replace(forms[0], numbers=torch.stack([form.numbers for form in forms]), scale=scale, zeros=zeros)
+    zeros = None if first.zeros is None else torch.stack([form.zeros for form in forms])
+    return replace(first, numbers=numbers, scale=torch.stack([form.scale.to(dtype) for form in forms]), zeros=zeros)
 
 
 def _by_rows(apart: Apart, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -301,7 +301,7 @@ class ExpertsSite(Untabled):
     def __init__(self, path: str, layer: Experts) -> None:
         self.path, self._layer = path, layer
         self.count, self.hidden, self.inner = layer.total, layer.hidden_size, layer.total_inner
-        self.together = layer.paired  # are its experts only to be had all at once?
+        self.together = layer.in_pairs  # are its experts only to be had all at once?
         self.shapes = {path: (self.hidden, self.hidden)}
         self._bank = layer.bank = ExpertsBank()
 
@@ -319,7 +319,7 @@ class ExpertsSite(Untabled):
         if addition.gate_up is not None:
             down, up = addition.gate_up
             up = up[some]
-            gates, ups = (up[:, 0::2], up[:, 1::2]) if self._layer.paired else (up[:, : self.inner], up[:, self.inner :])
+            gates, ups = (up[:, 0::2], up[:, 1::2]) if self._layer.in_pairs else (up[:, : self.inner], up[:, self.inner :])
             both = torch.cat([gates[:, inner.start : inner.stop], ups[:, inner.start : inner.stop]], dim=1)
             numbers |= {"up.down": down[some].mT, "up.up": both.mT}
         if addition.back is not None:

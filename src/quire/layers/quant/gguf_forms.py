@@ -13,7 +13,7 @@ from quire.layers.quant.gguf import GGUFScheme
 from quire.layers.quant.stored import HeldExperts, HeldHead, HeldLinear, Target
 from quire.ops.block_forms import form_of, has_form, stack_forms
 from quire.ops.blocks import QuantizedMatrix
-from quire.ops.forms import PackedInts
+from quire.ops.forms import Float4, PackedInts
 
 
 class _Blocks(Method):
@@ -28,7 +28,7 @@ class _Blocks(Method):
     def claims(self, layer: object, path: str) -> Claims:  # noqa: ARG002
         return {}
 
-    def form(self, stored: QuantizedMatrix) -> PackedInts:
+    def form(self, stored: QuantizedMatrix) -> PackedInts | Float4:
         found = form_of(stored, self._device)
         stored.forget()
         return found
