@@ -6,12 +6,14 @@ A forked engine is what a started one is, but for the imports it finds done: a p
 and the directory of who starts it. Tests of starting itself start real ones.
 """
 
+import asyncio
 import atexit
 import contextlib
 import functools
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -68,6 +70,24 @@ def quick_engines() -> Iterator[None]:
         yield
     finally:
         client.Child = Child
+
+
+@contextlib.contextmanager
+def held_back(supervisor) -> Iterator[None]:
+    """A lost engine has no successor as long as this lasts: tests look at what happens meanwhile."""
+    restart, over = supervisor._restart, threading.Event()
+
+    async def wait(child):
+        while not over.is_set():
+            await asyncio.sleep(0.01)
+        await restart(child)
+
+    supervisor._restart = wait
+    try:
+        yield
+    finally:
+        supervisor._restart = restart
+        over.set()
 
 
 def main(argv: Sequence[str]) -> int:

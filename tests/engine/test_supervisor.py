@@ -16,6 +16,7 @@ from async_support import FAULTY, collect, open_async, processes, run, until
 from tiny import TEXT
 
 from patience import PATIENCE
+from quick_engines import held_back
 from quire import RequestOutputKind, SamplingParams
 from quire.engine import client
 from quire.engine.child import Child
@@ -130,7 +131,7 @@ def test_a_frozen_engine_is_noticed_and_replaced(tiny_model):
         while llm.engine_pid == pid:
             ages.append(llm.heartbeat_age)
             await asyncio.sleep(0.05)
-        assert max(ages) > 0.5 and ages[2] < ages[5] < ages[8]
+        assert max(ages) == ages[-1] > 0.4
         assert [o async for o in stream][-1].outputs[0].token_ids == whole.outputs[0].token_ids
         assert (llm.restarts, llm.state) == (1, "ready") and llm.heartbeat_age < 3.0
 
@@ -323,16 +324,17 @@ def test_requests_and_aborts_during_a_restart(tiny_model):
         streams = [llm.generate(TEXT[0], params, f"s{i}") for i in range(3)]
         for stream in streams:
             await anext(stream)
-        kill(llm)
-        await until(lambda: llm.state == "restarting")
-        added = asyncio.create_task(collect(llm, TEXT[0], params, "added"))
-        gone = asyncio.create_task(collect(llm, TEXT[0], params, "gone"))
-        reset = asyncio.create_task(llm.reset_prefix_cache())
-        await until(lambda: llm.num_open == 5)
-        assert llm.state == "restarting"
-        await streams[0].aclose()
-        await llm.abort("s1")
-        gone.cancel()
+        with held_back(llm.engines[0].supervisor):
+            kill(llm)
+            await until(lambda: llm.state == "restarting")
+            added = asyncio.create_task(collect(llm, TEXT[0], params, "added"))
+            gone = asyncio.create_task(collect(llm, TEXT[0], params, "gone"))
+            reset = asyncio.create_task(llm.reset_prefix_cache())
+            await until(lambda: llm.num_open == 5)
+            assert llm.state == "restarting"
+            await streams[0].aclose()
+            await llm.abort("s1")
+            gone.cancel()
         rest = [[o async for o in stream][-1].outputs[0] for stream in streams[1:]]
         assert rest[0].finish_reason == "abort" and rest[1].token_ids == whole.outputs[0].token_ids
         assert (await added)[-1].outputs[0].token_ids == whole.outputs[0].token_ids
@@ -348,9 +350,10 @@ def test_shutdown_during_a_restart(tiny_model, traces):
     async def scene():
         stream = llm.generate(TEXT[0], SamplingParams(max_tokens=200, ignore_eos=True), "x")
         await anext(stream)
-        kill(llm)
-        await until(lambda: llm.state == "restarting")
-        llm.shutdown()
+        with held_back(llm.engines[0].supervisor):
+            kill(llm)
+            await until(lambda: llm.state == "restarting")
+            llm.shutdown()
         assert [output async for output in stream][-1].outputs[0].finish_reason == "abort"
         await asyncio.sleep(0.5)
         assert llm.state == "dead" and processes(traces.room) == []
@@ -379,8 +382,9 @@ def test_an_event_loop_that_ends_during_a_restart(tiny_model):
 
     async def first():
         await llm.wait_ready()
-        kill(llm)
-        await until(lambda: llm.state == "restarting")
+        with held_back(llm.engines[0].supervisor):
+            kill(llm)
+            await until(lambda: llm.state == "restarting")
 
     asyncio.run(first())
     [*_, last] = run(collect(llm, TEXT[0], SamplingParams(max_tokens=5, ignore_eos=True), "x"), llm)

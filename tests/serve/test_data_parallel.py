@@ -9,6 +9,7 @@ import pytest
 from feed_viewer import watching
 from server_process import body, children, serving, wait_for
 
+from quick_engines import held_back
 from quire.cli.top_feed import Known
 from quire.cli.top_screen import screen
 from serving import Running, error_of, events_of
@@ -105,9 +106,11 @@ def test_a_killed_engine_is_a_pause_for_its_own_streams_only(shared_server, two)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         streams = [pool.submit(follow, i) for i in range(8)]
         wait_for(lambda: all(count > 3 for count in begun))
-        os.kill(lost, signal.SIGKILL)
-        wait_for(lambda: engine.state == "restarting")
-        assert two.llm.state == "ready" and answers(two, [bodies()[0]]), "new requests go to the other"
+        with held_back(engine.supervisor):
+            os.kill(lost, signal.SIGKILL)
+            wait_for(lambda: engine.state == "restarting")
+            assert two.llm.state == "ready" and answers(two, [bodies()[0]]), "new requests go to the other"
+            wait_for(lambda: all(ended[::2]))
         wait_for(lambda: engine.state == "ready")
         back = time.monotonic()
         assert [stream.result() for stream in streams] == alone

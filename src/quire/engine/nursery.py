@@ -10,6 +10,7 @@ it, and the ranks of an engine with that.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -29,7 +30,15 @@ from quire.subprocesses import WITH_US, end_with_parent, environment, name_proce
 COMMAND = (sys.executable, "-P", "-m", "quire.engine.nursery")
 PARENT = "PARENT"  # in the arguments of a fork: the pid of who forks it
 KINDS = {"engine": "quire.engine.process", "rank": "quire.engine.executor.worker"}
-MODULES = ("quire.engine.assemble", "quire.runner.step", *KINDS.values())
+MODULES = (
+    "quire.engine.assemble",
+    "quire.runner.step",
+    "quire.engine.executor.ranks",
+    "quire.device.cpu.device",
+    "quire.device.cpu.prepare",
+    "quire.attn.cpu",
+    *KINDS.values(),
+)
 ANSWER = 5.0  # seconds for a fork
 MOST_BYTES, MOST_DESCRIPTORS = 1 << 16, 250
 READY = b"ready"
@@ -323,6 +332,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     wait_politely()
     for module in MODULES:
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # forks need not search it for garbage, nor have copies of its pages for that
     name_process("nursery")
     line = socket.socket(fileno=int(number))
     line.send(READY)

@@ -30,8 +30,9 @@ State = Literal["starting", "ready", "restarting", "dead"]
 
 TICK = 0.1  # seconds between looks at the process
 CHUNK = 128  # requests whose news are handed out before the event loop may do something else
+LAST = 0.01  # seconds between looks at one that has closed its connection
 GRACE = 0.05  # seconds for the last reports of an ended process to come through
-STOPPED = 1.0  # seconds of silence of a process that is stopped
+STOPPED = 0.5  # seconds of silence of a process that is stopped
 START_SILENCE = 300.0  # seconds without a beat that a starting engine is allowed: libraries load, beside busy neighbours
 BURIAL = 30.0  # seconds for a killed process to disappear
 LONGEST_PAUSE = 5.0  # seconds between two failing starts
@@ -197,9 +198,10 @@ class Supervisor:
                         return report.message
                 if self._child is not child:
                     return "it was stopped"
-                if child.closed:
+                if child.closed:  # it has said all, and ends
                     loop.remove_reader(child.fd)
-                if ended:
+                    loop.call_later(LAST, wake.set)
+                if ended or (child.closed and child.ending() is not None):
                     return f"its process ended with {child.ending()}"
                 if ended := self._look() and child.ending() is not None:
                     await asyncio.sleep(GRACE)
@@ -257,10 +259,14 @@ class Supervisor:
     async def _replace(self, child: Child, reason: str) -> None:
         was, self._busy = self.state, 0.0
         self.state = "starting" if was == "starting" else "restarting"
-        await _bury(child)
+        try:
+            await _bury(child)
+        except asyncio.CancelledError:
+            self.state = was  # nobody has been told: the next run does
+            raise
         if self._child is not child:
             return
-        in_flight = child.in_flight()
+        in_flight = child.in_flight() if was == "ready" else set()
         child.close()
         if was == "starting":
             self._give_up(self._failure or EngineDead(f"{self._name} could not start: {reason}{child.last_words()}"))
