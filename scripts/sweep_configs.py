@@ -72,6 +72,8 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "gemma4_unified_text": _GEMMA4,
     "hrm_text": {"num_hidden_layers": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"qk_head_dim": 32, "num_layers": 2, "zero_expert_num": 2},
+    "mimo_v2_flash": {"head_dim": 48},  # of which an even number turns
     "mamba": {"intermediate_size": 128},
     "mamba2": {"num_heads": 8, "n_groups": 2},
     "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention", "moe"]},
@@ -80,6 +82,8 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "xlnet": {"attn_type": "uni"},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1, "n_mamba_heads": 8, "mamba_headdim": 16,
                "attention_head_dim": 32, "head_dim": 32, "attention_hidden_size": 128, "hybrid_layer_ids": [1, 3]},
+    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_dt_rank": 4, "attn_layer_period": 2,
+              "attn_layer_offset": 1},
     "xmod": {"default_language": "en_XX"},
 }  # fmt: skip
 
@@ -93,7 +97,7 @@ def make_config(kind: str) -> Any:
     model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
     found = with_defaults()
     if not isinstance(found, model.config_class):
-        found = next(part for part in vars(found).values() if isinstance(part, model.config_class))
+        found = next((part for part in vars(found).values() if isinstance(part, model.config_class)), found)
     kind_of = type(found)
     settings = shrink(found.to_dict(), OWN.get(found.model_type, OWN.get(kind, {})))
     if "is_decoder" in settings:

@@ -65,6 +65,23 @@ LATENT: dict[str, Family] = {
         {**RANKS, **EXPERTS, "n_group": 4, "topk_group": 2, "first_k_dense_replace": None},
     ),
     "glm4-moe-lite": Family("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", {**RANKS, **EXPERTS, "first_k_dense_replace": None}),
+    "longcat": Family(
+        "LongcatFlashConfig",
+        "LongcatFlashForCausalLM",
+        {
+            **RANKS,
+            "num_hidden_layers": None,
+            "intermediate_size": None,
+            "num_layers": 2,
+            "head_dim": 8,
+            "ffn_hidden_size": 40,
+            "expert_ffn_hidden_size": 24,
+            "n_routed_experts": 6,
+            "zero_expert_num": 3,
+            "moe_topk": 3,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "minicpm3": Family(
         "MiniCPM3Config", "MiniCPM3ForCausalLM", {**RANKS, "dim_model_base": 24, "v_head_dim": None, "rope_parameters": LONG}
     ),

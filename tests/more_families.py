@@ -73,6 +73,7 @@ MORE: dict[str, Family] = {
         },
         settle=other_names.random_routers,
     ),
+    "apertus": Family("ApertusConfig", "ApertusForCausalLM"),
     "arcee": Family("ArceeConfig", "ArceeForCausalLM", {"mlp_bias": True}),
     "cwm": Family("CwmConfig", "CwmForCausalLM", {"head_dim": 8, "sliding_window": 7, "num_hidden_layers": 5}),
     "cohere": Family("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.5}),
@@ -293,6 +294,37 @@ MORE: dict[str, Family] = {
         alias=other_names.EXAONE_MOE,
     ),
     # code of which is in model repositories
+    "aquila": Family("LlamaConfig", "LlamaForCausalLM", alias=other_names.AQUILA),
+    "aquila-older-spelling": Family("LlamaConfig", "LlamaForCausalLM", alias=other_names.AQUILA_OLDER),
+    "bailing": Family(
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        {**GLM_MOE, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "use_qk_norm": True},
+        alias=other_names.BAILING,
+    ),
+    "bailing-older": Family(
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {**EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0], "norm_topk_prob": True},
+        alias=other_names.BAILING_OLDER,
+        settle=other_names.half_open,
+    ),
+    "falcon-older-spelling": Family(
+        "FalconConfig",
+        "FalconForCausalLM",
+        {**PLAIN, "new_decoder_architecture": True, "num_kv_heads": 2},
+        alias=other_names.FALCON_OLDER,
+    ),
+    "internlm": Family("LlamaConfig", "LlamaForCausalLM", {"attention_bias": True}, alias=other_names.INTERNLM),
+    "iquestcoder": Family("LlamaConfig", "LlamaForCausalLM", {"head_dim": 16}, alias=other_names.IQUEST),
+    "llama-older-spelling": Family("LlamaConfig", "LlamaForCausalLM", alias=other_names.LLAMA_OLDER),
+    "orion": Family("StableLmConfig", "StableLmForCausalLM", {"partial_rotary_factor": 1.0}, alias=other_names.ORION),
+    "pangu": Family("LlamaConfig", "LlamaForCausalLM", {"attention_bias": True}, alias=other_names.PANGU),
+    "qwen": Family("Qwen2Config", "Qwen2ForCausalLM", {"num_key_value_heads": 6}, alias=other_names.QWEN),
+    "stablelm-older-spelling": Family(
+        "StableLmConfig", "StableLmForCausalLM", {"partial_rotary_factor": 0.5}, alias=other_names.STABLELM_OLDER
+    ),
+    "xverse": Family("LlamaConfig", "LlamaForCausalLM", alias=other_names.XVERSE),
     "baichuan": Family("LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 6}, alias=other_names.BAICHUAN),
     "baichuan-older-spelling": Family(
         "LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 6}, alias=other_names.BAICHUAN_OLDER

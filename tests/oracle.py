@@ -197,7 +197,7 @@ FALLBACK: dict[str, Family] = {
             *("cohere2", "dots1", "exaone4", "glm4", "gpt-neox", "granite", "olmo2", "qwen2-moe", "smollm3", "vaultgemma"),
         )
     },
-    "apertus": Family("ApertusConfig", "ApertusForCausalLM"),
+    "persimmon": Family("PersimmonConfig", "PersimmonForCausalLM", {"num_key_value_heads": None, "partial_rotary_factor": 0.5}),
     "bitnet": Family("BitNetConfig", "BitNetForCausalLM"),
 }
 

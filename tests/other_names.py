@@ -198,6 +198,112 @@ EXAONE = Alias(
         (r"\.down_proj\.", ".c_proj."),
     ),
 )
+AQUILA, AQUILA_OLDER = (Alias(name, reconfigured("aquila"), dict) for name in ("AquilaForCausalLM", "AquilaModel"))
+IQUEST = Alias("IQuestCoderForCausalLM", reconfigured("iquestcoder"), dict)
+LLAMA_OLDER, XVERSE = Alias("LLaMAForCausalLM", dict, dict), Alias("XverseForCausalLM", reconfigured("xverse"), dict)
+BAILING = Alias(
+    "BailingMoeV2ForCausalLM",
+    lambda config: reconfigured(
+        "bailing_moe_v2",
+        *("n_routed_experts", "n_shared_experts", "attention_bias"),
+        num_experts=config["n_routed_experts"],
+        num_shared_experts=config["n_shared_experts"],
+    )(config),
+    chain(
+        merged("query_key_value"),
+        renamed(
+            (r"embed_tokens", "word_embeddings"),
+            (r"\.q_norm\.", ".query_layernorm."),
+            (r"\.k_norm\.", ".key_layernorm."),
+            (r"\.o_proj\.", ".dense."),
+            (r"\.self_attn\.", ".attention."),
+            (r"e_score_correction_bias", "expert_bias"),
+        ),
+    ),
+)
+BAILING_OLDER = Alias(
+    "BailingMoeForCausalLM",
+    lambda config: reconfigured(
+        "bailing_moe",
+        *("shared_expert_intermediate_size", "mlp_only_layers", "qkv_bias", "layer_types"),
+        *("sliding_window", "use_sliding_window", "max_window_layers", "decoder_sparse_step"),
+        num_shared_experts=config["shared_expert_intermediate_size"] // config["moe_intermediate_size"],
+        first_k_dense_replace=len(config["mlp_only_layers"]),
+        use_qkv_bias=True,
+    )(config),
+    chain(
+        all_open,
+        merged("query_key_value"),
+        renamed(
+            (r"embed_tokens", "word_embeddings"),
+            (r"\.o_proj\.", ".dense."),
+            (r"\.self_attn\.", ".attention."),
+            (r"\.shared_expert\.", ".shared_experts."),
+        ),
+    ),
+)
+FALCON_OLDER = Alias(
+    "RWForCausalLM",
+    lambda config: reconfigured(
+        "RefinedWeb",
+        *("num_attention_heads", "num_hidden_layers", "num_kv_heads", "new_decoder_architecture", "max_position_embeddings"),
+        n_head=config["num_attention_heads"],
+        n_layer=config["num_hidden_layers"],
+        n_head_kv=config["num_kv_heads"],
+    )(config),
+    dict,
+)
+INTERNLM, PANGU = (
+    Alias(name, reconfigured(kind, "attention_bias", bias=True), dict)
+    for name, kind in (("InternLMForCausalLM", "internlm"), ("PanguEmbeddedForCausalLM", "PanguEmbedded"))
+)
+ORION = Alias(
+    "OrionForCausalLM",
+    lambda config: reconfigured(
+        "orion", "layer_norm_eps", "partial_rotary_factor", "rope_parameters", rms_norm_eps=config["layer_norm_eps"]
+    )(config),
+    dict,
+)
+QWEN = Alias(
+    "QWenLMHeadModel",
+    lambda config: reconfigured(
+        "qwen",
+        *("rms_norm_eps", "num_key_value_heads", "rope_parameters", "layer_types", "use_sliding_window", "hidden_act"),
+        layer_norm_epsilon=config["rms_norm_eps"],
+        seq_length=config["max_position_embeddings"],
+        rotary_emb_base=config["rope_parameters"]["rope_theta"],
+        kv_channels=config["hidden_size"] // config["num_attention_heads"],
+        intermediate_size=2 * config["intermediate_size"],
+        max_position_embeddings=8 * config["max_position_embeddings"],
+        use_logn_attn=True,
+        use_dynamic_ntk=True,
+    )(config),
+    chain(
+        merged("c_attn"),
+        renamed(
+            (r"^model\.embed_tokens\.", "transformer.wte."),
+            (r"^model\.norm\.", "transformer.ln_f."),
+            (r"^model\.layers\.", "transformer.h."),
+            (r"\.input_layernorm\.", ".ln_1."),
+            (r"\.post_attention_layernorm\.", ".ln_2."),
+            (r"\.self_attn\.o_proj\.", ".attn.c_proj."),
+            (r"\.self_attn\.", ".attn."),
+            (r"\.up_proj\.", ".w1."),
+            (r"\.gate_proj\.", ".w2."),
+            (r"\.down_proj\.", ".c_proj."),
+        ),
+    ),
+)
+STABLELM_OLDER = Alias(
+    "StableLMEpochForCausalLM",
+    lambda config: reconfigured(
+        "stablelm_epoch",
+        *("layer_norm_eps", "partial_rotary_factor", "rope_parameters"),
+        norm_eps=config["layer_norm_eps"],
+        rope_pct=config["rope_parameters"]["partial_rotary_factor"],
+    )(config),
+    dict,
+)
 EXAONE_MOE = Alias("ExaoneMoEForCausalLM", reconfigured("exaone_moe", "layer_types", sliding_window_pattern="LLLG"), dict)
 INTERNLM2 = Alias(
     "InternLM2ForCausalLM",

@@ -33,7 +33,7 @@ ENGINES = {
 
 
 # an activation of its own
-SAMPLE = ("apertus",)
+SAMPLE = ("persimmon",)
 IN_CI = 6  # others with every commit
 
 

@@ -27,11 +27,11 @@ from tiny_model import VOCABULARY, make_tokenizer
 
 # one checkpoint of each architecture: the first of the table
 NATIVE = {family.architecture: name for name, family in reversed(FAMILIES.items())}
-SAMPLE = ("apertus", "bitnet")
+SAMPLE = ("persimmon", "bitnet")
 WITH_EYES = ("Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration")
 ALL = {**FAMILIES, **FALLBACK, **COMPOSITES, **RECURRENT, **RECOMPUTED}
 NAMES = [*sorted({*NATIVE.values()} - {*MORE}), *SAMPLE, *WITH_EYES]
-STRUCTURED = ("llama", "apertus")
+STRUCTURED = ("llama", "persimmon")
 NEW_TOKENS = 20
 IN_CI = 8  # of both lists, others with every commit
 PROMPTS = [

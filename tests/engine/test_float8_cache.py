@@ -70,7 +70,7 @@ def tokens(outputs):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss", "apertus"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss", "persimmon"])
 def test_in_any_order_of_things(checkpoint, name, device):
     """Windows, norms of heads, sinks; a model that transformers runs."""
     family, args = checkpoint(name), {"device": device}

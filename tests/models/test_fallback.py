@@ -194,11 +194,11 @@ def test_what_transformers_does_not_know(tmp_path, changes, message):
 
 
 def test_without_transformers_the_message_says_what_to_install(tmp_path, monkeypatch):
-    write_config(FALLBACK["apertus"], tmp_path)
+    write_config(FALLBACK["persimmon"], tmp_path)
     for name in [name for name in sys.modules if name.startswith("quire.models.fallback")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ModelError, match=r"no model family serves Apertus.*pip install 'quire\[transformers\]'"):
+    with pytest.raises(ModelError, match=r"no model family serves Persimmon.*pip install 'quire\[transformers\]'"):
         build_model(read_facts(resolve_model(tmp_path, weights=False)))
 
 

@@ -16,6 +16,38 @@ def _falcon(config: Config) -> Config:
     return {"num_key_value_heads": 1 if config.get("multi_query", True) else None, "num_kv_heads": None}
 
 
+def _refined_web(config: Config) -> Config:
+    """Falcon's first name: the larger kind is what is called new since."""
+    keys, new = config.get("n_head_kv"), config.get("model_type") == "RefinedWeb"
+    named = {ours: config[own] for own, ours in (("n_head", "num_attention_heads"), ("n_layer", "num_hidden_layers"))
+             if config.get(own) is not None}  # fmt: skip
+    more = {"new_decoder_architecture": config.get("new_decoder_architecture", new), "num_kv_heads": keys}
+    return {**named, **more, **_falcon({**config, **more})}
+
+
+def _qwen(config: Config) -> Config:
+    """It is not known what it does beyond the length it was trained with; a gate and its up are counted together."""
+    names = {"seq_length": "max_position_embeddings", "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor",
+             "layer_norm_epsilon": "rms_norm_eps", "kv_channels": "head_dim"}  # fmt: skip
+    common = {ours: config[own] for own, ours in names.items() if config.get(own) is not None}
+    both = config.get("intermediate_size")
+    return common | ({"intermediate_size": both // 2} if isinstance(both, int) else {})
+
+
+def _stablelm_epoch(config: Config) -> Config:
+    names = {"rope_pct": "partial_rotary_factor", "norm_eps": "layer_norm_eps", "rotary_emb_base": "rope_theta"}
+    return {ours: config[own] for own, ours in names.items() if config.get(own) is not None}
+
+
+def _bailing(config: Config) -> Config:
+    names = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
+    common = {ours: config[own] for own, ours in names.items() if config.get(own) is not None}
+    turned, size = config.get("rotary_dim"), config.get("head_dim")
+    if isinstance(turned, int) and isinstance(size, int) and 0 < turned <= size:
+        common["partial_rotary_factor"] = turned / size
+    return common
+
+
 def _gpt_bigcode(config: Config) -> Config:
     """num_key_value_heads is that of another number of heads in some files."""
     return {"num_key_value_heads": 1 if config.get("multi_query", True) else None}
@@ -91,6 +123,15 @@ def _llama4(config: Config) -> Config:
         "layer_types": config.get("layer_types") or kinds,
         "moe_layers": list(range((step or 1) - 1, count, step or 1)) if moe is None else moe,
     }
+
+
+def _longcat(config: Config) -> Config:
+    """A layer has two attentions."""
+    names = {"moe_topk": "num_experts_per_tok", "ffn_hidden_size": "intermediate_size",
+             "expert_ffn_hidden_size": "moe_intermediate_size"}  # fmt: skip
+    count = config.get("num_layers")
+    layers = {"num_hidden_layers": 2 * count} if isinstance(count, int) else {}
+    return layers | {ours: config[own] for own, ours in names.items() if config.get(own) is not None}
 
 
 def _minicpm(config: Config) -> Config:
@@ -180,6 +221,10 @@ def _solar(config: Config) -> Config:  # noqa: ARG001
 _DIALECTS: Mapping[str, Callable[[Config], Config]] = MappingProxyType(
     {
         "afmoe": _afmoe,
+        "RefinedWeb": _refined_web,
+        "RefinedWebModel": _refined_web,
+        "bailing_moe": _bailing,
+        "bailing_moe_v2": _bailing,
         "chatglm": _chatglm,
         "codegen": _gptj,
         "cwm": _cwm,
@@ -196,6 +241,7 @@ _DIALECTS: Mapping[str, Callable[[Config], Config]] = MappingProxyType(
         "kimi_linear": _kimi_linear,
         "llama4": _llama4,
         "llama4_text": _llama4,
+        "longcat_flash": _longcat,
         "mimo_v2_flash": mimo_v2_flash,
         "minicpm": _minicpm,
         "minicpm3": _minicpm,
@@ -203,6 +249,8 @@ _DIALECTS: Mapping[str, Callable[[Config], Config]] = MappingProxyType(
         "nemotron-nas": decilm,
         "olmo3": _olmo3,
         "olmo_hybrid": _olmo_hybrid,
+        "qwen": _qwen,
+        "stablelm_epoch": _stablelm_epoch,
         "zamba2": _zamba2,
         "solar": _solar,
     }

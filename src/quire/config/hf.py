@@ -30,6 +30,7 @@ _LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "q
 _DEEPSEEK_V3 = {"rope_theta": 1e4, **_LATENT, "first_k_dense_replace": 3, "n_routed_experts": 256, "n_shared_experts": 1,
                 "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4,
                 "routed_scaling_factor": 2.5, "norm_topk_prob": True}  # fmt: skip
+_BAILING = {"rope_theta": 1e4, "hidden_act": "silu", "first_k_dense_replace": 0, "num_shared_experts": 0}
 _LLAMA4 = {"rope_theta": 5e5, "head_dim": 128, "rms_norm_eps": 1e-5, "attention_chunk_size": 8192, "num_experts_per_tok": 1,
            "num_local_experts": 16, "hidden_act": "silu", "intermediate_size": 8192, "intermediate_size_mlp": 16384,
            "num_attention_heads": 40, "num_key_value_heads": 8}  # fmt: skip
@@ -124,6 +125,16 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
                  "qk_rope_head_dim": 32, "v_head_dim": None, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
                  "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
     "youtu": {"rope_theta": 1e4, **_LATENT, "tie_word_embeddings": True},
+    "aquila": {"rope_theta": 1e4}, "internlm": {"rope_theta": 1e4}, "iquestcoder": {"rope_theta": 1e4},
+    "orion": {"rope_theta": 1e4}, "PanguEmbedded": {"rope_theta": 1e4}, "xverse": {"rope_theta": 1e4},
+    "RefinedWeb": {"rope_theta": 1e4, "max_position_embeddings": 2048},
+    "RefinedWebModel": {"rope_theta": 1e4, "max_position_embeddings": 2048},
+    "bailing_moe": _BAILING, "bailing_moe_v2": {**_BAILING, "partial_rotary_factor": 0.5},
+    "qwen": {"rope_theta": 1e4, "hidden_act": "silu"},
+    "stablelm_epoch": {"rope_theta": 1e4, "partial_rotary_factor": 0.25, "hidden_act": "silu"},
+    "longcat_flash": {"rope_theta": 1e7, **_LATENT, "rms_norm_eps": 1e-5, "n_routed_experts": 512, "zero_expert_num": 256,
+                      "moe_topk": 12, "expert_ffn_hidden_size": 2048, "ffn_hidden_size": 12288, "routed_scaling_factor": 6.0},
+    "apertus": {"rope_theta": 1.2e7, "rms_norm_eps": 1e-5, "hidden_act": "xielu"},
     "afmoe": {"rope_theta": 1e4, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 1024, "num_dense_layers": 1,
               "num_experts": 64, "num_experts_per_tok": 6, "num_shared_experts": 2, "global_attn_every_n_layers": 4},
     "cwm": {"rope_theta": 1e6, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 8192,

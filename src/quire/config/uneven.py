@@ -121,6 +121,8 @@ def whole_only(config: Config) -> str:
         return "its layers have inputs of their own (hidden_size_per_layer_input)"
     if None in config.get("layer_shapes", ()):
         return "some of its layers do not attend (block_configs)"
+    if config.get("model_type") == "longcat_flash":
+        return "two of them belong together"
     if config.get("bskcn_tv"):
         return "its layers are given what others were given (bskcn_1 to bskcn_4)"
     return ""

@@ -186,3 +186,36 @@ class Deepseek(Glm4MoE):
         if hf.get("scoring_func", "softmax") != "softmax":
             raise ModelError(f"scoring_func must be softmax, got {shown(hf['scoring_func'])}")
         return {"renormalize": bool(hf.get("norm_topk_prob"))}
+
+
+class Bailing(Glm4MoE):
+    """Ling and Ring of the second generation."""
+
+    renames = (
+        *Glm4MoE.renames,
+        (r"^word_embeddings\.", "embed_tokens."),
+        (r"\.attention\.query_key_value\.", ".self_attn.qkv."),
+        (r"\.attention\.dense\.", ".self_attn.o_proj."),
+        (r"\.attention\.query_layernorm\.", ".self_attn.q_norm."),
+        (r"\.attention\.key_layernorm\.", ".self_attn.k_norm."),
+        (r"\.mlp\.gate\.expert_bias$", ".mlp.e_score_correction_bias"),
+    )
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
+        hf, norms, head_dim = facts.hf, dict[str, Norm](), facts.layers[index].head_dim
+        if hf.get("use_qk_norm"):
+            norms = {name: self.make_norm(facts, head_dim) for name in ("q_norm", "k_norm")}
+        bias = bool(hf.get("use_bias"))
+        return self.attention(facts, index, bias=bias or bool(hf.get("use_qkv_bias")), out_bias=bias, fused=True, **norms)
+
+    def make_head(self, facts: "ModelFacts") -> Head:
+        if facts.hf.get("norm_head"):
+            raise ModelError("a head that is normed over the vocabulary (norm_head) is not supported")
+        return super().make_head(facts)
+
+
+class OlderBailing(Bailing):
+    """The first generation: experts are chosen by a softmax."""
+
+    def routing(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        return {"renormalize": bool(hf.get("norm_topk_prob", True))}

@@ -9,8 +9,10 @@ from torch import nn
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import Head
 from quire.layers.mlp import GatedMLP
+from quire.layers.norm import LayerNorm, Norm
 from quire.models.alibi import alibi_slopes
 from quire.models.decoder import Decoder
+from quire.models.llama import Llama
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
@@ -44,6 +46,41 @@ class InternLM3(Decoder):
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
         hf = facts.hf
         return GatedMLP(facts.hidden_size, hf["intermediate_size"], hf["hidden_act"], bias=bool(hf.get("bias")))
+
+
+class InternLM(Decoder):
+    """The first; also openPangu (PanguEmbedded)."""
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
+        bias = bool(facts.hf.get("bias", True))
+        return self.attention(facts, index, bias=bias, out_bias=bias)
+
+
+class Orion(Llama):
+    def make_norm(self, facts: "ModelFacts", size: int | None = None) -> Norm:
+        return LayerNorm(size or facts.hidden_size, facts.hf.get("rms_norm_eps", 1e-5))
+
+
+class QWen(Decoder):
+    """The first, within the length it was trained with: it does otherwise with longer texts (`config/dialects.py`)."""
+
+    renames = (
+        (r"^transformer\.", ""),
+        (r"rotary_emb\.inv_freq$", None),
+        (r"^wte\.", "embed_tokens."),
+        (r"^ln_f\.", "norm."),
+        (r"^h\.", "layers."),
+        (r"\.ln_1\.", ".input_layernorm."),
+        (r"\.ln_2\.", ".post_attention_layernorm."),
+        (r"\.attn\.c_attn\.", ".self_attn.qkv."),
+        (r"\.attn\.c_proj\.", ".self_attn.o_proj."),
+        (r"\.mlp\.w1\.", ".mlp.up_proj."),
+        (r"\.mlp\.w2\.", ".mlp.gate_proj."),
+        (r"\.mlp\.c_proj\.", ".mlp.down_proj."),
+    )
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
+        return self.attention(facts, index, bias=True, out_bias=not facts.hf.get("no_bias", True), fused=True)
 
 
 class NormedHead(Head):

@@ -40,10 +40,14 @@ transformers, is refused with the reason. `python scripts/sweep.py` tries all ty
 random checkpoint against transformers' own log-probabilities.
 SWEPT
 
-Code from a model's repository is never run: `BaichuanForCausalLM`, `ChatGLMModel`, `DeciLMForCausalLM`, `DeepseekForCausalLM`,
-`ExaoneForCausalLM`, `InternLM2ForCausalLM`, `InternLM3ForCausalLM`, `MiMoForCausalLM`, `MiniCPMForCausalLM` and
-`SolarForCausalLM` are families of ours; their tokenizers may be code, too, and are then not to be had
-(`--skip-tokenizer-init`). Encoders, encoder-decoders and pooling are not served.
+Code from a model's repository is never run: `AquilaForCausalLM`, `BaichuanForCausalLM`, `BailingMoeForCausalLM` (Ling),
+`BailingMoeV2ForCausalLM`, `ChatGLMModel`, `DeciLMForCausalLM`, `DeepseekForCausalLM`, `ExaoneForCausalLM`,
+`InternLMForCausalLM`, `InternLM2ForCausalLM`, `InternLM3ForCausalLM`, `IQuestCoderForCausalLM`, `MiMoForCausalLM`,
+`MiniCPMForCausalLM`, `OrionForCausalLM`, `PanguEmbeddedForCausalLM`, `QWenLMHeadModel`, `RWForCausalLM`, `SolarForCausalLM`,
+`StableLMEpochForCausalLM` and `XverseForCausalLM` are families of ours; their tokenizers may be code, too, and are then not to
+be had (`--skip-tokenizer-init`). They were compared with their equals in transformers under other names, not with their own
+code. `QWenLMHeadModel` is served up to the length it was trained with (`seq_length`). Encoders, encoder-decoders and pooling
+are not served.
 
 ## Ways to run them
 

@@ -1,0 +1,118 @@
+"""LongCat-Flash: blocks of two latent attentions and two feed-forwards; beside them goes a mixture, which sees what is behind
+the first attention and is added at the end. Some of its experts give back what they get."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.attn.batch import AdapterRows, Batch
+from quire.layers.latent import EPS, LatentAttention
+from quire.layers.linear import Linear
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import Norm, RMSNorm
+from quire.layers.routed_moe import RoutedMoE
+from quire.models.deepseek import Latent
+from quire.types.errors import ModelError
+
+if TYPE_CHECKING:
+    from quire.config.facts import ModelFacts
+
+
+class ScaledNorm(RMSNorm):
+    """What comes out of it is multiplied."""
+
+    def __init__(self, size: int, eps: float, scale: float) -> None:
+        super().__init__(size, eps)
+        self.scale = scale
+
+    def finish(self, device: torch.device) -> None:  # noqa: ARG002
+        self.weight.data *= self.scale
+
+
+class LazyMoE(RoutedMoE):
+    """The last `lazy` of those that are chosen from give back what they get."""
+
+    def __init__(self, hidden_size: int, inner_size: int, activation: str, *, experts: int, lazy: int, **more: Any) -> None:
+        super().__init__(hidden_size, inner_size, activation, experts=experts, correction=(experts + lazy,), **more)
+        self.gate = Linear(hidden_size, experts + lazy)
+
+    def run_experts(self, x: Tensor, weights: Tensor, chosen: Tensor, adapters: AdapterRows | None) -> Tensor:
+        idle = chosen >= self.experts.total
+        given = weights.masked_fill(~idle, 0.0).sum(-1, keepdim=True).to(x.dtype) * x
+        return super().run_experts(x, weights.masked_fill(idle, 0.0), chosen.masked_fill(idle, 0), adapters) + given
+
+
+class LongCatBlock(nn.Module):
+    """norm, attention, norm, feed-forward, twice; the mixture is fed as the first feed-forward is."""
+
+    def __init__(self, norms: list[Norm], attentions: list[LatentAttention], mlps: list[nn.Module], mlp: LazyMoE) -> None:
+        super().__init__()
+        self.input_layernorm = nn.ModuleList(norms[:2])  # type: ignore[arg-type]
+        self.post_attention_layernorm = nn.ModuleList(norms[2:])  # type: ignore[arg-type]
+        self.self_attn, self.mlps, self.mlp = nn.ModuleList(attentions), nn.ModuleList(mlps), mlp
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        before: Any = self.input_layernorm
+        behind: Any = self.post_attention_layernorm
+        first, second = self.self_attn
+        assert isinstance(second, LatentAttention)
+        x, residual = before[0].add(x, residual)
+        x, residual = behind[0].add(first(x, batch), residual)
+        aside = self.mlp(x, batch.adapters)
+        x, residual = before[1].add(self.mlps[0](x, batch.adapters), residual)
+        x, residual = behind[1].add(second(x, batch), second.select_residual(residual, batch))
+        return self.mlps[1](x, second.adapters_behind(batch)) + second.select_residual(aside, batch), residual
+
+
+class LongCat(Latent):
+    renames = (
+        *Latent.renames,
+        (r"^mtp\.", None),  # for drafts
+        (r"\.mlp\.router\.classifier\.", ".mlp.gate."),
+        (r"\.mlp\.router\.e_score_correction_bias$", ".mlp.e_score_correction_bias"),
+    )
+
+    def __init__(self, facts: "ModelFacts") -> None:
+        super().__init__(facts)
+        experts, lazy = facts.hf["n_routed_experts"], facts.hf.get("zero_expert_num") or 0
+        if lazy:  # transformers writes numbers for those, too, which nobody uses
+            unused = "|".join(map(str, range(experts, experts + lazy)))
+            self.renames = (*self.renames, (rf"\.mlp\.experts\.({unused})\.", None))
+
+    def count_blocks(self, facts: "ModelFacts") -> int:
+        return len(facts.layers) // 2
+
+    def make_block(self, facts: "ModelFacts", index: int) -> nn.Module:
+        norms = [self.make_norm(facts) for _ in range(4)]
+        attentions = [self.make_attention(facts, 2 * index + which) for which in range(2)]
+        return LongCatBlock(norms, attentions, [self.make_mlp(facts, index) for _ in range(2)], self.make_mixture(facts))
+
+    def make_attention(self, facts: "ModelFacts", index: int) -> LatentAttention:  # type: ignore[override]
+        hf, attention = facts.hf, super().make_attention(facts, index)
+        ranks = hf["q_lora_rank"], hf["kv_lora_rank"]
+        if not all(ranks):
+            raise ModelError(f"q_lora_rank and kv_lora_rank must be positive integers, got {ranks[0]!r} and {ranks[1]!r}")
+        queries, keys = ((facts.hidden_size / rank) ** 0.5 for rank in ranks)
+        attention.core.spec = replace(attention.core.spec, scale=attention.core.spec.scale * queries)
+        attention.kv_a_layernorm = ScaledNorm(ranks[1], EPS, keys)
+        return attention
+
+    def make_mixture(self, facts: "ModelFacts") -> LazyMoE:
+        hf = facts.hf
+        if hf.get("router_bias"):
+            raise ModelError("a router with a bias (router_bias) is not supported")
+        return LazyMoE(
+            facts.hidden_size,
+            hf["moe_intermediate_size"],
+            hf["hidden_act"],
+            experts=hf["n_routed_experts"],
+            lazy=hf.get("zero_expert_num") or 0,
+            top_k=hf["num_experts_per_tok"],
+            renormalize=False,
+            scale=hf.get("routed_scaling_factor", 1.0),
+        )
+
+    def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
+        return GatedMLP(facts.hidden_size, facts.hf["intermediate_size"], facts.hf["hidden_act"])
