@@ -51,7 +51,7 @@ def test_what_is_left_out_is_completed():
         ({"method": "dflash", "model": "x"}, r"'dflash' is not built; built are ngram"),
         ({"method": "eagle3"}, r"model must name the model or head"),
         ({"method": "deepseek_mtp", "model": "x"}, r"model is not for method 'mtp'"),
-        ({"method": "medusa", "model": "x", "adaptive": True}, r"adaptive is not for method 'medusa'"),
+        ({"method": "medusa", "model": "x", "use_heterogeneous_vocab": True}, r"vocab is for method 'draft_model'"),
         (
             {"method": "ngram", "num_speculative_tokens": 0},
             r"must be a whole number from 1 to 64, got 0",
@@ -70,7 +70,6 @@ def test_what_is_left_out_is_completed():
         ({"method": "synthetic", "synthetic_acceptance_length": 9}, r"length 9 is more than 4 drafts can bring, 5"),
         ({"method": "custom_class"}, r"model must say where the class"),
         ({"method": "draft_model"}, r"model must name the model or head that drafts"),
-        ({"model": "m", "adaptive": True}, r"adaptive is not for method 'draft_model'"),
         ({"method": "ngram", "revision": "main"}, r"revision is not for method 'ngram'"),
         ({"method": "ngram", "rejection_sample_method": "block"}, r"rejection_sample_method='block' is not supported"),
         ({"method": "ngram", "draft_tensor_parallel_size": 2}, r"whole on every rank"),
@@ -107,18 +106,25 @@ def test_conflicts(tmp_path):
     with pytest.raises(ConfigError, match=r"num_speculative_tokens 9 and a token before them do not fit"):
         resolved(spec_tokens=9, max_num_batched_tokens=8, max_num_seqs=2)
 
-    def with_draft(device="cpu", async_scheduling=None, **changes):
+    def with_draft(device="cpu", async_scheduling=None, skip_tokenizer_init=False, use_heterogeneous_vocab=None, **changes):
         directory = tmp_path / "draft"
         directory.mkdir(exist_ok=True)
         (directory / "config.json").write_text(json.dumps(described | changes))
-        asked = {"spec_method": None, "speculative_config": {"model": str(directory)}, "async_scheduling": async_scheduling}
-        return resolved(device, **asked)
+        asked = {"model": str(directory), "use_heterogeneous_vocab": use_heterogeneous_vocab}
+        more = {"async_scheduling": async_scheduling, "skip_tokenizer_init": skip_tokenizer_init}
+        return resolved(device, spec_method=None, speculative_config=asked, **more)
 
     assert len(with_draft(num_hidden_layers=3).draft_facts.layers) == 3
     with pytest.raises(ConfigError, match=r"async_scheduling plans .*draft_model drafts from them"):
         with_draft(async_scheduling=True)
+    by_text = with_draft(vocab_size=99)
+    assert by_text.text_drafter.vocab_size == 99 and by_text.draft_facts is None and by_text.depth == 0
     with pytest.raises(ConfigError, match=r"has 99 tokens, but the model has 100"):
-        with_draft(vocab_size=99)
+        with_draft(vocab_size=99, use_heterogeneous_vocab=False)
+    with pytest.raises(ConfigError, match=r"async_scheduling plans .*draft_model drafts from them"):
+        with_draft(vocab_size=99, async_scheduling=True)
+    with pytest.raises(ConfigError, match=r"drafts by text, for which both tokenizers are needed; drop skip_tokenizer_init"):
+        with_draft(vocab_size=99, skip_tokenizer_init=True)
     with pytest.raises(ConfigError, match=r"the draft model has 32 positions, fewer than max_model_len 64"):
         with_draft(max_position_embeddings=32)
     assert with_draft("cuda").depth == 0

@@ -166,7 +166,7 @@ def check_guesses(directory, config, forward, large, head):
     """Also of prompts that come in pieces, beside each other, and behind drafts that were wrong."""
     llm = open_model(
         directory, dtype="float32", max_num_batched_tokens=24, enable_prefix_caching=False, block_size=16,
-        speculative_config={**config, "num_speculative_tokens": 2},
+        speculative_config={**config, "num_speculative_tokens": 2, "adaptive": False},
     )  # fmt: skip
     heard = listen(llm)
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
@@ -209,6 +209,7 @@ def test_the_same_tokens(name, model, trained, eagle, expected):
     """In little memory: with preemption, pieces of prompts, prefix hits and forks."""
     path = eagle[0] if name == "eagle" else trained[name]
     asked = {"model": str(path), "num_speculative_tokens": 3, **({"method": "eagle"} if name == "eagle" else {})}
+    asked["adaptive"] = False
     llm = open_model(
         model, dtype="float32", max_num_seqs=6, num_gpu_blocks_override=36, max_num_batched_tokens=24, speculative_config=asked
     )
@@ -228,7 +229,7 @@ def test_the_same_tokens(name, model, trained, eagle, expected):
 
 @pytest.mark.parametrize("name", [None, "itself", "eagle3", "medusa"])
 def test_the_same_tokens_of_recorded_steps(name, model, trained, expected, recording):  # noqa: F811
-    asked = {"model": str(trained.get(name, model)), "num_speculative_tokens": 3} if name else None
+    asked = {"model": str(trained.get(name, model)), "num_speculative_tokens": 3, "adaptive": False} if name else None
     llm = open_model(
         model, dtype="float32", max_num_seqs=6, num_gpu_blocks_override=40, max_num_batched_tokens=24, block_size=PAGE,
         speculative_config=asked,
@@ -260,7 +261,7 @@ def test_speculators_are_read(model, trained, tmp_path):
     }  # fmt: skip
     tensors = load_file(trained["eagle3"] / "model.safetensors")
     write(tmp_path, {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}, told)
-    llm = open_model(model, dtype="float32", speculative_config={"model": str(tmp_path)})
+    llm = open_model(model, dtype="float32", speculative_config={"model": str(tmp_path), "adaptive": False})
     assert llm.llm_engine.config.speculation.method == "eagle3"
     llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], GREEDY, use_tqdm=False)
     counts = llm.llm_engine.core.stats.drafts

@@ -111,7 +111,7 @@ def test_a_model_that_drafts(tiny_model, shared_llm, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "medusa", "medusa_num_heads": 2, "hidden_size": 32}))
     constrained = SamplingParams(temperature=0.0, max_tokens=30, structured_outputs={"regex": "[a-c]{9}x"})
     for path in (tiny_model, tmp_path):
-        config = {"model": str(path), "num_speculative_tokens": 2}
+        config = {"model": str(path), "num_speculative_tokens": 2, "adaptive": False}
         llm = open_model(tiny_model, tensor_parallel_size=2, num_gpu_blocks_override=60, speculative_config=config)
         try:
             for params in (GREEDY, SEEDED, constrained):

@@ -193,7 +193,7 @@ def test_a_draft_model_that_is_the_model_is_right(expected):
     """Also behind prefix hits, pieces of prompts and forks: it has seen whatever the model has."""
     directory = expected[0]
     config = {"model": str(directory), "num_speculative_tokens": 3}
-    llm = open_model(directory, dtype="float32", max_num_batched_tokens=24, speculative_config=config)
+    llm = open_model(directory, dtype="float32", max_num_batched_tokens=24, speculative_config={**config, "adaptive": False})
     prompts = [{"prompt_token_ids": [*STEM[:size], 5 + i]} for i, size in enumerate((60, 33, 60, 9, 1, 17))]
     greedy = SamplingParams(temperature=0, max_tokens=33, ignore_eos=True)
     for _ in range(2):

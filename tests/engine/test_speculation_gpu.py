@@ -48,6 +48,7 @@ def test_models_and_heads(name, eager, model, trained, eagle):  # noqa: F811
     answers = open_model(model, **ARGS, enforce_eager=eager).generate(prompts, params, use_tqdm=False)
     path = {"itself": model, "eagle": eagle[0]}.get(name) or trained[name]
     asked = {"model": str(path), "num_speculative_tokens": 3, **({"method": "eagle"} if name == "eagle" else {})}
+    asked["adaptive"] = False
     llm = open_model(model, **ARGS, enforce_eager=eager, speculative_config=asked)
     core, runner = llm.llm_engine.core, llm.llm_engine.core.executor._runner
     assert core.depth == 0

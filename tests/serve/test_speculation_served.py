@@ -1,8 +1,10 @@
 """Speculation through a server: the same answers, told in metrics and events, also when its engine dies in the middle."""
 
+import contextlib
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from server_process import body, serving, wait_for
 
 from serving import Running, events_of
 from tiny_model import make_model
+from twin_model import make_twin
 
 SPECULATION = {
     "method": "ngram",
@@ -48,10 +51,18 @@ BODIES = [
 def servers(tmp_path_factory):
     """Without and with."""
     directory = make_model(tmp_path_factory.mktemp("speculating"), max_position_embeddings=1024)
-    both = [Running(directory, max_num_batched_tokens=256, **args) for args in ({}, {"speculative_config": SPECULATION})]
-    yield both
-    for running in both:
+    with drafting(directory, None) as plain, drafting(directory, SPECULATION) as speculating:
+        yield plain, speculating
+
+
+@contextlib.contextmanager
+def drafting(model, asked):
+    """It is closed whatever happens, and waited for only if all went well."""
+    running = Running(model, max_num_batched_tokens=256, speculative_config=asked)
+    try:
+        yield running
         running.wait_idle()
+    finally:
         running.close()
 
 
@@ -103,24 +114,27 @@ def test_a_head_drafts(http, servers, tmp_path):
     tensors = {f"{i}.0.linear.weight": torch.randn(32, 32, generator=weights) for i in range(2)}
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "medusa", "medusa_num_heads": 2, "hidden_size": 32}))
-    running = Running(servers[0].llm.config.args.model, max_num_batched_tokens=256, speculative_config={"model": str(tmp_path)})
-    for asked in BODIES[1:]:
-        assert choices(answer(running.http, asked)) == choices(answer(http, asked))
-    assert running.llm.stats.drafts.tokens > 20
-    running.wait_idle()
-    running.close()
+    with drafting(servers[0].llm.config.args.model, {"model": str(tmp_path), "adaptive": False}) as running:
+        for asked in BODIES[1:]:
+            assert choices(answer(running.http, asked)) == choices(answer(http, asked))
+        assert running.llm.stats.drafts.tokens > 20
 
 
 def test_a_model_drafts(http, servers):
     """The model itself."""
     model = servers[0].llm.config.args.model
-    asked = {"model": model, "num_speculative_tokens": 3}
-    running = Running(model, max_num_batched_tokens=256, speculative_config=asked)
-    for asked in (BODIES[0], *BODIES[3:5]):
-        assert choices(answer(running.http, asked)) == choices(answer(http, asked))
-    assert running.llm.stats.drafts.accepted > 0
-    running.wait_idle()
-    running.close()
+    with drafting(model, {"model": model, "num_speculative_tokens": 3, "adaptive": False}) as running:
+        for asked in (BODIES[0], *BODIES[3:5]):
+            assert choices(answer(running.http, asked)) == choices(answer(http, asked))
+        assert running.llm.stats.drafts.accepted > 0
+
+
+def test_a_model_with_another_vocabulary_drafts(http, servers, tmp_path):
+    model = Path(servers[0].llm.config.args.model)
+    with drafting(model, {"model": str(make_twin(tmp_path / "twin", model)), "adaptive": False}) as running:
+        for asked in BODIES:
+            assert choices(answer(running.http, asked)) == choices(answer(http, asked))
+        assert running.llm.stats.drafts.tokens > 20
 
 
 def test_it_is_told_with_the_answer(speculating):

@@ -43,6 +43,7 @@ class Config:
     default_sampling: dict[str, Any]  # SamplingParams fields
     served_names: tuple[str, ...]
     draft_facts: ModelFacts | None = None  # of a model that drafts
+    text_drafter: ModelFacts | None = None  # of a model that drafts by text, whose vocabulary is another
     draft_head: DraftHead | None = None  # of a head that drafts from the model's states
     max_loras: int = 0  # adapters on the device; 0: none can be asked for
     max_cpu_loras: int = 0  # in the host's memory, those among them

@@ -116,7 +116,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "steps planned ahead of drafts",
-        lambda c: c.drafts_on_device and c.depth > 0,
+        lambda c: (c.drafts_on_device or c.text_drafter is not None) and c.depth > 0,
         lambda c: (
             f"async_scheduling plans steps before the last one's tokens are known, but "
             f"{c.speculation and c.speculation.method} drafts from them; drop async_scheduling, or speculative_config"
@@ -128,6 +128,14 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda c: (
             f"the draft model has {c.draft_facts and c.draft_facts.max_position} positions, fewer than max_model_len "
             f"{c.max_model_len}; lower max_model_len to that, or take another draft model"
+        ),
+    ),
+    Conflict(
+        "drafts by text without one",
+        lambda c: c.text_drafter is not None and c.args.skip_tokenizer_init,
+        lambda c: (
+            f"the draft model {c.speculation and c.speculation.model!r} has another vocabulary and drafts by text, for which "
+            "both tokenizers are needed; drop skip_tokenizer_init, or take a draft model with the same vocabulary"
         ),
     ),
     Conflict(
@@ -168,7 +176,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "models that draft on several GPUs",
-        lambda c: c.drafts_on_device and c.world > 1 and c.device != "cpu",
+        lambda c: (c.drafts_on_device or c.text_drafter is not None) and c.world > 1 and c.device != "cpu",
         lambda c: (
             f"speculative_config.method {c.speculation and c.speculation.method} cannot be had with {c.divided} on {c.device} "
             "yet; use ngram or suffix, or leave one of them out"
@@ -178,8 +186,9 @@ CONFLICTS: tuple[Conflict, ...] = (
         "drafts of stages",
         lambda c: c.speculation is not None and c.stages > 1,
         lambda c: (
-            f"speculative_config.method {c.speculation and c.speculation.method} cannot be had with {c.divided} yet; leave one "
-            "of them out"
+            f"speculative_config.method {c.speculation and c.speculation.method} cannot be had with {c.divided}: the stages "
+            "of a pipeline work on several steps at a time, and drafts wait for the last one's tokens. Leave one of them "
+            "out, or divide the model by tensor_parallel_size"
         ),
     ),
     Conflict(

@@ -17,7 +17,7 @@ from quire.config.facts import DTYPE_BYTES, DeviceFacts, ModelFacts, count_exper
 from quire.config.hf import read_json
 from quire.config.quantization import Quantization, choose_quantization
 from quire.config.speculative import DRAFT_MODEL, ON_DEVICE, SpeculativeConfig
-from quire.files.resolve import ModelFiles, check_on_disk, is_bare_name, resolve_model
+from quire.files.resolve import check_on_disk, is_bare_name, resolve_model
 from quire.types.errors import ConfigError, RequestError
 from quire.types.sampling import LogprobsMode, SamplingParams
 
@@ -87,6 +87,7 @@ def resolve(
         max_loras=args.max_loras if args.enable_lora else 0,
         max_cpu_loras=(args.max_cpu_loras or args.max_loras) if args.enable_lora else 0,
         draft_facts=drafting.facts,
+        text_drafter=drafting.by_text,
         draft_head=drafting.head,
     )
     warn_without_adapters(args)
@@ -122,6 +123,7 @@ def find_facts(args: EngineArgs) -> ModelFacts:
 class Drafting:
     asked: SpeculativeConfig | None = None
     facts: ModelFacts | None = None  # of a model that drafts
+    by_text: ModelFacts | None = None  # of one with another vocabulary
     head: DraftHead | None = None
 
 
@@ -143,7 +145,10 @@ def find_drafting(args: EngineArgs, facts: ModelFacts) -> Drafting:
             asked = replace(asked, method=find_method(asked, files))
     if asked.method == DRAFT_MODEL:
         assert files is not None
-        return Drafting(asked, find_draft_facts(asked, files, facts))
+        found = read_facts(files, {})
+        if asked.use_heterogeneous_vocab or (asked.use_heterogeneous_vocab is None and found.vocab_size != facts.vocab_size):
+            return Drafting(asked, by_text=found)
+        return Drafting(asked, check_draft(asked, found, facts))
     head = read_head(asked, files, facts)
     if "num_speculative_tokens" not in asked.told and head.tokens is not None:
         asked = replace(asked, num_speculative_tokens=head.tokens)
@@ -160,13 +165,12 @@ def find_drafting(args: EngineArgs, facts: ModelFacts) -> Drafting:
     return Drafting(asked, head=head)
 
 
-def find_draft_facts(asked: SpeculativeConfig, files: ModelFiles, facts: ModelFacts) -> ModelFacts:
-    """Of the model that drafts: it must be able to say what the other says."""
-    found = read_facts(files, {})
+def check_draft(asked: SpeculativeConfig, found: ModelFacts, facts: ModelFacts) -> ModelFacts:
+    """The model that drafts must be able to say what the other says."""
     if found.vocab_size != facts.vocab_size:
         raise ConfigError(
             f"speculative_config.model {asked.model!r} has {found.vocab_size} tokens, but the model has {facts.vocab_size}: "
-            "a draft model needs the same vocabulary"
+            "drop use_heterogeneous_vocab=false to have it draft by text, or take one with the same vocabulary"
         )
     if any(layer.kind != "full" for layer in found.layers) or all(layer.kind != "full" for layer in facts.layers):
         raise ConfigError(

@@ -39,6 +39,9 @@ class SpeculativeConfig:
     synthetic_acceptance_rates: tuple[float, ...] = ()  # of each draft, if all before it were right
     disable_by_batch_size: int | None = None  # no drafts while more requests than that are there
     num_speculative_tokens_per_batch_size: Schedule = ()
+    use_heterogeneous_vocab: bool | None = (
+        None  # a draft model is asked by text; None = where its vocabulary is of another size
+    )
     adaptive: bool = True  # how many drafts a row gets is decided by what they cost and bring; otherwise it gets all there are
 
 
@@ -100,6 +103,7 @@ _CHECKS: dict[str, Callable[[Any], str | None]] = {
     "synthetic_acceptance_length": _number(1),
     "disable_by_batch_size": _whole(1),
     "num_speculative_tokens_per_batch_size": _schedule,
+    "use_heterogeneous_vocab": _flag,
     "adaptive": _flag,
 }
 # vLLM's other fields: what they may be because it asks for nothing, and why they cannot be anything else
@@ -109,7 +113,7 @@ _ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "draft_sample_method": (("greedy",), "drafters here guess the most likely token"),
     **dict.fromkeys(
         ("parallel_drafting", "disable_padded_drafter_batch", "use_local_argmax_reduction", "enable_adaptive_verification",
-         "use_heterogeneous_vocab", "enforce_eager", "disable_logprobs"), ((False,), "no method that is built has it")),
+         "enforce_eager", "disable_logprobs"), ((False,), "no method that is built has it")),
     **dict.fromkeys(
         ("quantization", "moe_backend", "attention_backend", "kv_cache_dtype", "max_model_len", "code_revision",
          "draft_load_config", "dspark_draft_topk"), ((), "a draft model is loaded as the model itself is")),
@@ -149,6 +153,8 @@ def read_speculative(
     for name, owners in (("model", (CUSTOM, DRAFT_MODEL, *heads)), ("revision", (DRAFT_MODEL, *heads))):
         if name in values and chosen not in owners:
             raise ConfigError(f"{NAME}.{name} is not for method {chosen!r}, which has no model; leave it out")
+    if values.get("use_heterogeneous_vocab") and chosen != DRAFT_MODEL:
+        raise ConfigError(f"{NAME}.use_heterogeneous_vocab is for method {DRAFT_MODEL!r}, but the method is {chosen!r}")
     deepest = min(values.get("suffix_decoding_max_tree_depth", SpeculativeConfig.suffix_decoding_max_tree_depth), MOST)
     values.setdefault("num_speculative_tokens", {NGRAM: 5, SUFFIX: deepest}.get(chosen, 4))
     return _complete(values)
@@ -185,8 +191,6 @@ def _method(values: dict[str, Any]) -> str:
         raise ConfigError(f"{NAME}.method must be one of {', '.join((*METHODS, *sorted(brought)))}; got {method!r}")
     if method in ON_DEVICE and method != MTP and model is None:
         raise ConfigError(f"{NAME}.model must name the model or head that drafts")
-    if method in ON_DEVICE and values.get("adaptive"):
-        raise ConfigError(f"{NAME}.adaptive is not for method {method!r}: all its rows have drafts; leave it out")
     if method == CUSTOM and model is None:
         raise ConfigError(f"{NAME}.model must say where the class of method {CUSTOM!r} is: 'package.module:Class'")
     return str(method)

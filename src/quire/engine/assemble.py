@@ -7,7 +7,7 @@ import logging
 import os
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.cache.capacity import MOST_SNAPSHOTS, Capacity, fit, fit_states, pages_for
 from quire.config.args import EngineArgs
@@ -18,6 +18,7 @@ from quire.config.resolve import resolve
 from quire.device.registry import describe, find_device, open_device
 from quire.dist.mesh import Position
 from quire.engine.core import EngineCore
+from quire.engine.draft_by_text import TextDrafter
 from quire.engine.executor.base import Executor
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
@@ -28,6 +29,7 @@ from quire.engine.timeline import Stopwatch, Timeline
 from quire.grammar.lanes import GrammarLanes
 from quire.models.registry import complete_facts
 from quire.progress import doing
+from quire.sched.draft.ahead import SpeculationAhead
 from quire.sched.draft.costs import UNMEASURED
 from quire.sched.draft.make import make_drafter
 from quire.sched.draft.speculation import Speculation
@@ -43,6 +45,8 @@ logger = logging.getLogger(__name__)
 FAKE_LATENCY = "QUIRE_FAKE_LATENCY"  # environment: how many seconds a step of the fake executor takes
 NEARLY_FREE = 0.05  # a draft, before it was measured, where a step's time is that of reading the weights
 MOST_FAKE_PAGES = 1 << 17
+TEXT_DRAFTER_BYTES = 1 << 30  # of its cache, unless one text alone takes more
+MORE_TOKENS = 2  # that a text may be in its vocabulary, for each of the model's
 SOONER = 0.9  # of the time after which an engine counts as hung: a rank that hangs is named before
 
 
@@ -104,8 +108,13 @@ def start_core(
     layout = whole_layout(config)
     local = partial(start_local, drafter=drafter, adapters=adapters)
     start = start_fake if config.args.distributed_executor_backend == "fake" else local
-    executor, capacity = start(config, facts, layout, watch)
-    speculation = _speculation(config)
+    speculation = _speculation(config, watch)  # a model that drafts by text takes its memory first
+    try:
+        executor, capacity = start(config, facts, layout, watch)
+    except BaseException:
+        if speculation is not None:
+            speculation.close()
+        raise
     drafts = 0 if drafter is None else drafter.most
     scheduler = make_scheduler(
         config,
@@ -124,17 +133,49 @@ def start_core(
     return StartedCore(core, capacity.max_model_len, capacity.pages, watch.read())
 
 
-def _speculation(config: Config) -> Speculation | None:
-    asked = config.speculation
-    if asked is None or (config.drafts_on_device and config.args.distributed_executor_backend == "fake"):
+def _speculation(config: Config, watch: Stopwatch) -> Speculation | None:
+    asked, overlaps = config.speculation, config.device_facts.overlaps
+    weighted = config.drafts_on_device or config.text_drafter is not None
+    if asked is None or (weighted and config.args.distributed_executor_backend == "fake"):
         return None
-    return Speculation(
-        None if config.drafts_on_device else make_drafter(asked, config.facts.vocab_size),
-        asked.num_speculative_tokens,
-        adaptive=asked.adaptive,
-        largest_batch=asked.disable_by_batch_size,
-        schedule=asked.num_speculative_tokens_per_batch_size,
-        unmeasured=NEARLY_FREE if config.device_facts.overlaps else UNMEASURED,
+    options: dict[str, Any] = {
+        "adaptive": asked.adaptive,
+        "largest_batch": asked.disable_by_batch_size,
+        "schedule": asked.num_speculative_tokens_per_batch_size,
+    }
+    if weighted:
+        companion = None if config.text_drafter is None else start_text_drafter(config, config.text_drafter)
+        watch.lap("draft model")
+        return SpeculationAhead(companion, asked.num_speculative_tokens, **options)
+    drafter = make_drafter(asked, config.facts.vocab_size)
+    unmeasured = NEARLY_FREE if overlaps else UNMEASURED
+    return Speculation(drafter, asked.num_speculative_tokens, unmeasured=unmeasured, **options)
+
+
+def start_text_drafter(config: Config, facts: ModelFacts) -> TextDrafter:
+    """An engine beside the engine."""
+    from quire.text.tokenizer_files import load_tokenizer, read_tokenizer
+
+    args, path = config.args, facts.files.path.absolute()
+    own, other = (
+        load_tokenizer(config.facts.files, tokenizer=args.tokenizer, revision=args.tokenizer_revision),
+        read_tokenizer(path),
+    )
+    told = EngineArgs(
+        model=str(path), dtype=args.dtype, device=config.device, seed=config.seed, enforce_eager=args.enforce_eager,
+        load_format="dummy" if args.load_format == "dummy" else "auto", max_num_batched_tokens=config.max_batched_tokens,
+        max_num_seqs=config.max_seqs, max_model_len=min(facts.max_position, MORE_TOKENS * config.max_model_len),
+    )  # fmt: skip
+    complete = partial(complete_facts, impl=told.model_impl)
+    other_config = resolve(told, lambda: config.device, lambda _: config.device_facts, complete=complete)
+    layout = whole_layout(other_config)
+    alone = pages_for(layout, other_config.max_model_len, other_config.max_batched_tokens)
+    pages = max(alone, min(alone * config.max_seqs, TEXT_DRAFTER_BYTES // max(1, layout.bytes_per_page)))
+    other_args = replace(other_config.args, kv_cache_memory_bytes=(pages + 1) * max(1, layout.bytes_per_page))
+    started = start_core(replace(other_config, args=other_args))
+    end = own.eos_token_id if own.eos_token_id in config.facts.eos_ids else next(iter(config.facts.eos_ids), None)
+    return TextDrafter(
+        started.core, started.max_model_len, frozenset(facts.eos_ids), (own, other), config.facts.vocab_size, end
     )
 
 

@@ -50,6 +50,7 @@ class EngineCore:
         self._deltas: list[TokenDelta] = []  # to be handed out by the next step
         self._busy_since = 0.0  # the device with the first of them
         self._landed_at = 0.0  # the latest
+        self._guessed = 0.0  # seconds behind it, until drafts were there
         self.tokens = self.rows = 0  # run by the latest step
         self.waited = 0.0  # seconds, by the latest step, for the device
         self.watch: Watch | None = None  # for viewers, while there are any
@@ -137,7 +138,8 @@ class EngineCore:
 
     def idle(self) -> bool:
         """For moments without work: lets the executor prepare for some. False = it has nothing left to prepare."""
-        return self.executor.idle()
+        speculation = self.scheduler.speculation
+        return self.executor.idle() or (speculation is not None and speculation.idle())
 
     def check(self) -> None:
         """For moments without work: raises EngineDead if the executor is lost."""
@@ -148,6 +150,8 @@ class EngineCore:
         self._flights.clear()
         self.constraints.stop()
         self.adapters.stop()
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.close()
         self.executor.stop()
 
     def _submit(self, scheduled: Scheduled) -> None:
@@ -194,9 +198,10 @@ class EngineCore:
         else:
             ended = self._clock()
             self.waited += ended - began
-            paused = self._busy_since - self._landed_at  # the device, before this step
+            guessed, self._guessed = self._guessed, 0.0
+            paused = self._busy_since - self._landed_at - guessed  # the device, before this step
             busy, self._busy_since = ended - self._busy_since, ended
-            self.scheduler.took(scheduled, busy, paused if not ahead and 0 < paused < SHORT else 0.0)
+            self.scheduler.took(scheduled, busy, guessed + (paused if not ahead and 0 < paused < SHORT else 0.0))
             self._landed_at = ended
             if self.watch is not None:
                 self.watch.landing(scheduled, result, busy, ended)
@@ -204,7 +209,10 @@ class EngineCore:
             if self.watch is not None:
                 self.watch.landed()
             speculation = self.scheduler.speculation
+            began = self._clock()
             drafted = () if speculation is None else speculation.landed(scheduled, result)
+            if speculation is not None and speculation.ahead:
+                self._guessed = self._clock() - began
             if self.constraints.begun:
                 self.constraints.expect(scheduled, result, drafted)
 

@@ -8,6 +8,8 @@ from quire.config.config import Config
 from quire.config.cores import threads_wanted
 from quire.config.eplb import read_eplb
 from quire.config.facts import DTYPE_BYTES, ModelFacts
+from quire.config.quantization import choose_quantization
+from quire.config.resolve import choose_keep_quantized
 from quire.device.base import Device
 from quire.device.registry import open_device
 from quire.dist.mesh import ALONE, Position, share_layers
@@ -99,7 +101,10 @@ def make_device_drafter(config: Config, layout: CacheLayout) -> "tuple[DeviceDra
     if head is None:
         from quire.runner.draft.model import DraftModel
 
-        return DraftModel(facts, own, group, most, args.load_format, config.seed), share
+        quantization = choose_quantization(None, facts.quantization, facts.files.format == "gguf")
+        kept = config.device == "cpu" and choose_keep_quantized(args, facts, config.device_facts, quantization)
+        keeps = config.device_facts.keeps if kept else None
+        return DraftModel(facts, own, group, most, args.load_format, config.seed, keeps), share
     from quire.runner.draft.heads import LAYERS, HeadDrafter
 
     head = replace(head, facts=facts)

@@ -1,5 +1,5 @@
 """A smaller model of the same vocabulary guesses. Its keys and values are in the same pages. Prompts it runs with the large
-one; what was drawn since it last guessed it runs when it guesses again, and then goes on, a token at a time.
+one; what it has not seen when it guesses again it runs then, and goes on, a token at a time. While nobody asks it does nothing.
 
     text       [ prompt ................ | a  b  c ]
     seen       [ ........................ )              where it stands, of each slot
@@ -20,6 +20,7 @@ from quire.load.load import load_weights
 from quire.models.decoder import Decoder
 from quire.models.registry import build_model
 from quire.runner.draft.base import DeviceDrafter, Ran
+from quire.runner.draft.filled import FilledPages
 from quire.runner.draft.passes import Passes, rows
 from quire.runner.graphs import Graphs, allowance, fixed_plans
 from quire.runner.kv import KVBuffers
@@ -32,9 +33,19 @@ if TYPE_CHECKING:
 
 
 class DraftModel(DeviceDrafter):
-    def __init__(self, facts: "ModelFacts", layout: CacheLayout, group: int, most: int, load_format: str, seed: int) -> None:
-        """`layout` of its layers, all of one group; `group` is the large model's whose tables it shares."""
-        self.most = most
+    def __init__(
+        self,
+        facts: "ModelFacts",
+        layout: CacheLayout,
+        group: int,
+        most: int,
+        load_format: str,
+        seed: int,
+        keeps: frozenset[str] | None = None,
+    ) -> None:
+        """`layout` of its layers, all of one group; `group` is the large model's whose tables it shares. `keeps`: weights of
+        few bits stay so, where the device has these forms (None: they become floats)."""
+        self.most, self._keeps = most, keeps
         self._facts, self._layout, self._group, self._load_format, self._seed = facts, layout, group, load_format, seed
         self._model: Decoder | None = None
         self._kv: KVBuffers | None = None
@@ -47,7 +58,7 @@ class DraftModel(DeviceDrafter):
         quantization = choose_quantization(None, facts.quantization, facts.files.format == "gguf")
         load_weights(
             own, facts, device=device.torch_device, dtype=dtype, load_format=self._load_format, seed=self._seed,
-            quantization=quantization,
+            quantization=quantization, keep_quantized=self._keeps is not None, keeps=self._keeps or frozenset(),
         )  # fmt: skip
         prepared = device.prepare(own, Setting(facts, dtype, self._layout, self._load_format))
         own.body, self._kv_layout = prepared.body, prepared.kv_layout
@@ -67,6 +78,7 @@ class DraftModel(DeviceDrafter):
             self._graphs = Graphs(self._model, self._passes.slots, Greedy(), planners, recorder, vocabulary, room)
         self._seen = np.zeros(len(slots.tokens), np.int32)  # [S] of the text
         self._further = np.zeros(len(slots.tokens), np.int32)  # [S] and of what it guessed behind it
+        self._filled = FilledPages(pages, self._layout.page_size, slots.prefixes, self._group, len(slots.tokens))
 
     def take_in(self, plan: StepPlan) -> None:
         if self._kv is not None:
@@ -75,8 +87,9 @@ class DraftModel(DeviceDrafter):
         slot, first = plan.entry_slot[fresh], plan.entry_index[fresh] * self._layout.page_size
         np.minimum.at(self._further, slot, np.maximum(first - self._seen[slot], 0))
         np.minimum.at(self._seen, slot, first)
+        self._filled.take_in(plan)
         for admission in plan.admitted:
-            self._seen[admission.slot], self._further[admission.slot] = admission.start, 0
+            self._seen[admission.slot], self._further[admission.slot] = self._filled.read(admission.slot), 0
 
     def close(self) -> None:
         self._model = self._kv = self._passes = self._graphs = None
@@ -93,10 +106,13 @@ class DraftModel(DeviceDrafter):
         right = np.minimum(np.maximum(ran.lengths - 1, 0), self._further[slot])
         self._seen[slot] += np.where(plan.drafts > 0, right, 0)
         self._further[slot] = 0
+        if not ahead:
+            return
         wants = np.zeros(len(slot), np.bool_)
-        wants[ran.drew] = ahead > 0
+        wants[ran.drew] = True
         prompt = plan.count - plan.drafts > 1
         self._catch_up(slot, np.where(wants, ran.text, plan.end - plan.drafts), wants | prompt | ~plan.sample, wants)
+        self._filled.note(slot, self._seen[slot])
         if wants.any():
             self._go_on(slot[wants], ran.text[wants], ahead)
 

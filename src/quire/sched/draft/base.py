@@ -4,7 +4,7 @@ A package brings its own under the entry point group `quire.drafters`, or is nam
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +25,22 @@ class HostDrafter(Protocol):
 
     def finished(self, text: Text) -> None:
         """The text is complete, or was given up."""
+
+
+class BatchDrafter(Protocol):
+    """One that takes its time, so it is asked for all texts of a step together, and only where that pays."""
+
+    def propose_all(self, texts: Mapping[str, Text], most: int) -> Mapping[str, Sequence[int]]:
+        """Up to `most` tokens that may come next, by the names of the texts. A text only grows."""
+
+    def leave(self, name: str) -> None:
+        """The text is complete, or was given up."""
+
+    def idle(self) -> bool:
+        """Uses a moment without work. False = there is nothing to prepare."""
+
+    def close(self) -> None:
+        """Gives memory back."""
 
 
 def matches(tokens: npt.NDArray[np.int32], least: int, most: int) -> tuple[Longs, int]:

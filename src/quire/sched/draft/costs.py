@@ -46,6 +46,9 @@ class StepCosts:
         found = self._by_rows.get(_bucket(rows), {}).get(0)
         return None if found is None else found.seconds
 
+    def measured(self, rows: int, drafts: int) -> bool:
+        return _bucket(drafts) in self._by_rows.get(_bucket(rows), ())
+
     def most(self, rows: int) -> int:
         """Drafts that were ever measured."""
         return max(self._by_rows.get(_bucket(rows), ()), default=0)

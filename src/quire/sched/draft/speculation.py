@@ -31,7 +31,9 @@ Schedule = Sequence[tuple[int, int, int]]
 
 
 class Speculation:
-    """Keeps `Request.drafting`."""
+    """By a drafter of the host that takes next to no time. Keeps `Request.drafting`."""
+
+    by_host = True  # drafts come with the plans
 
     def __init__(
         self,
@@ -43,7 +45,7 @@ class Speculation:
         schedule: Schedule = (),
         unmeasured: float = UNMEASURED,
     ) -> None:
-        """`drafter`: None = the device drafts, and all rows have `most` drafts. `largest_batch`: with more requests there are
+        """`drafter`: None = whoever drafts, there is nobody to ask here. `largest_batch`: with more requests there are
         none. `schedule`: from so many requests to so many, at most so many drafts of a row. `unmeasured`: see `StepCosts`."""
         self.most, self._drafter, self._adaptive = most, drafter, adaptive
         self._largest_batch, self._schedule = largest_batch, tuple(schedule)
@@ -54,13 +56,8 @@ class Speculation:
         self._turn = 0  # of those who are looked at
         self._ahead = self._ahead_once = False  # is a step in flight when another lands, and was one ever?
         self.granted: dict[Request, int] = {}  # drafts of the next step
-        self.ahead = 0  # that the device makes behind it
+        self.ahead = 0  # that a drafter with weights makes behind it
         self.waits = drafter is not None and not adaptive  # the next step is planned when all tokens are known
-
-    @property
-    def by_host(self) -> bool:
-        """Do drafts come with the plans?"""
-        return self._drafter is not None
 
     # ---- before a step
 
@@ -69,11 +66,7 @@ class Speculation:
         self.granted = {}
         rows = [request for request in running if request.known == 1]
         limit = self._limit(len(rows))
-        self.waits = self.by_host and not self._adaptive and limit > 0
-        if self._drafter is None:
-            self.ahead = limit
-            self.granted = {request: limit for request in rows if limit and request.drew}
-            return
+        self.waits = not self._adaptive and limit > 0
         able = [request for request in rows if limit and request.drafting.tokens and self._up_to_date(request)]
         if not able:
             return
@@ -181,17 +174,24 @@ class Speculation:
         if self._drafter is not None and request.finished != "error" and len(request.tokens) > len(request.spec.prompt):
             self._drafter.finished(text_of(request))
 
+    def idle(self) -> bool:
+        """Uses a moment without work. False = there is nothing to prepare."""
+        return False
+
+    def close(self) -> None:
+        """Gives memory back."""
+
     def _learn(self, request: Request) -> None:
         """Whether its guesses were run or not: they are compared with the tokens that came."""
         drafting = request.drafting
         came = request.tokens[drafting.at :] if drafting.at >= 0 else ()
         outcomes, more = _compare(drafting.tokens, came), _compare(drafting.rest, came)
         for right in outcomes[:1]:
-            drafting.first = _moved(drafting.first, self._common.first, right, RECENT)
-            self._common.first = _moved(self._common.first, 0.0, right, COMMON)
+            drafting.first = moved(drafting.first, self._common.first, right, RECENT)
+            self._common.first = moved(self._common.first, 0.0, right, COMMON)
         for right in outcomes[1:] + more:
-            drafting.later = _moved(drafting.later, self._common.later, right, RECENT)
-            self._common.later = _moved(self._common.later, 0.0, right, COMMON)
+            drafting.later = moved(drafting.later, self._common.later, right, RECENT)
+            self._common.later = moved(self._common.later, 0.0, right, COMMON)
         if outcomes and all(outcomes):
             drafting.rest = drafting.tokens[len(came) :]
         else:
@@ -213,6 +213,6 @@ def _compare(expected: Sequence[int], came: Sequence[int]) -> list[bool]:
     return outcomes
 
 
-def _moved(value: float, unknown: float, right: bool, weight: float) -> float:
+def moved(value: float, unknown: float, right: bool, weight: float) -> float:
     value = value if value >= 0 else unknown
     return value + weight * (right - value)

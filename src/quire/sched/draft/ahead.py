@@ -1,0 +1,159 @@
+"""How many tokens a drafter with weights guesses behind the rows of a step: as many as bring the most tokens per second.
+
+    tokens expected   1 of every row, and of its drafts   first, first · later, first · later², ...    as often as right
+    seconds           of a step with so many drafts of every row and as many guesses behind it, measured, by rows
+
+Its guesses cost time whether they are run or not, so where they do not pay it is not asked, and nothing is learnt. That is
+tried again after a while, and after twice as long if it was in vain. Where they pay, a step without them is measured once in a
+while.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from quire.sched.draft.base import BatchDrafter, Text
+from quire.sched.draft.costs import StepCosts
+from quire.sched.draft.speculation import COMMON, RECENT, TRIED_EVERY, WORTH, Schedule, Speculation, moved, text_of
+from quire.sched.plan_builder import Scheduled
+from quire.types.plan import StepResult
+from quire.types.request import Drafting, Request
+
+UNMEASURED = 0.2  # of a step: what a guess and its verification cost before they were measured
+LONGEST_WAIT = 32 * TRIED_EVERY  # steps between two trials
+TRIAL = 3  # steps of one: the first guesses, the others are measured
+PLAIN_EVERY = 256  # steps with drafts: then two without
+HELD = 4  # steps for which a number is kept
+
+
+class Choice:
+    """Of a number of drafts."""
+
+    def __init__(self, unmeasured: float) -> None:
+        self._costs = StepCosts(unmeasured)
+        self._count = 0
+        self._fixed = 0  # steps for which the number stays, whatever is expected
+        self._situation = (0, 0)
+        self._idle, self._wait = 0, TRIED_EVERY  # steps since drafts were tried, and until they are again
+        self._busy = 0  # steps since one without drafts
+
+    def choose(self, drafting: Sequence[Drafting], common: Drafting, limit: int) -> int:
+        """For rows of requests of which these are the ones that draw, at most `limit`."""
+        situation = len(drafting), limit
+        self._idle, self._busy = self._idle + 1, self._busy + 1
+        if self._fixed and situation[1] == self._situation[1]:
+            self._fixed -= 1
+            return min(self._count, limit)
+        self._situation = situation
+        self._count, self._fixed = self._best(drafting, common, limit) if limit else (0, 0)
+        return self._count
+
+    def took(self, rows: int, count: int, seconds: float) -> None:
+        """A step whose rows had so many drafts, and as many were guessed behind it."""
+        self._costs.took(rows, rows * count, seconds)
+
+    def _best(self, drafting: Sequence[Drafting], common: Drafting, limit: int) -> tuple[int, int]:
+        """And for how many more steps it is kept."""
+        rows, costs = max(1, len(drafting)), self._costs
+        plain = costs.plain(rows)
+        if plain is None:
+            return 0, 1
+        some = drafting or [common]
+        first = np.array([each.first if each.first >= 0 else common.first for each in some])
+        later = np.array([each.later if each.later >= 0 else common.later for each in some])
+        right = first[:, None] * later[:, None] ** np.arange(limit)
+        expected = rows + right.sum(0).cumsum()
+        paces = expected / [costs.seconds(rows, rows * count) for count in range(1, limit + 1)]
+        best = int(paces.argmax())
+        if paces[best] > WORTH * rows / plain:
+            self._idle, self._wait = 0, TRIED_EVERY
+            if self._busy >= PLAIN_EVERY:
+                self._busy = 0
+                return 0, 1
+            return best + 1, HELD - 1 if costs.measured(rows, rows * (best + 1)) else 1
+        self._busy = 0
+        if self._idle >= self._wait:
+            self._idle, self._wait = 0, min(2 * self._wait, LONGEST_WAIT)
+            return best + 1, TRIAL - 1
+        return 0, HELD - 1
+
+
+class SpeculationAhead(Speculation):
+    """By a drafter with weights: on the device, behind each step, or one that is asked here."""
+
+    def __init__(
+        self,
+        companion: BatchDrafter | None,
+        most: int,
+        *,
+        adaptive: bool = True,
+        largest_batch: int | None = None,
+        schedule: Schedule = (),
+        unmeasured: float = UNMEASURED,
+    ) -> None:
+        """`companion`: None = the device drafts."""
+        super().__init__(None, most, adaptive=adaptive, largest_batch=largest_batch, schedule=schedule)
+        self.by_host, self._companion = companion is not None, companion
+        self._common = Drafting(first=0.7, later=0.7)
+        self._choice = Choice(unmeasured)
+        self._before = 0  # guesses behind the latest step that was measured
+
+    def grant(self, running: Iterable[Request]) -> None:
+        rows = [request for request in running if request.known == 1]
+        limit = self._limit(len(rows))
+        self.granted = {}
+        if self.ahead:  # behind the last step
+            for request in rows:
+                drafting = request.drafting
+                offered = min(limit, len(drafting.tokens) if self.by_host else drafting.offered)
+                if offered and self._up_to_date(request):
+                    self.granted[request] = offered
+        self.ahead = limit
+        if self._adaptive:
+            self.ahead = self._choice.choose([request.drafting for request in rows], self._common, limit)
+
+    def took(self, scheduled: Scheduled, seconds: float, waited: bool = False) -> None:  # noqa: ARG002
+        plan, drafts = scheduled.plan, int(scheduled.plan.drafts.sum())
+        before, self._before = self._before, plan.ahead
+        steady = plan.ahead == before and (plan.ahead or not drafts)
+        if seconds > 0 and steady and plan.tokens - drafts == len(plan.slot) and not len(plan.masked):
+            self._choice.took(len(plan.slot), plan.ahead, seconds)
+
+    def landed(self, scheduled: Scheduled, result: StepResult) -> list[Request]:
+        plan = scheduled.plan
+        if not plan.ahead and not plan.drafts.any():
+            return []
+        rows: list[Request] = []
+        for request, length, drafts in zip(scheduled.requests, result.lengths.tolist(), plan.drafts.tolist(), strict=True):
+            if drafts and length:
+                self._note(request.drafting, length - 1, drafts)
+            if length and request.finished is None:
+                request.drafting.at, request.drafting.offered, request.drafting.tokens = len(request.tokens), plan.ahead, ()
+                rows.append(request)
+        if self._companion is None or not plan.ahead or not rows:
+            return []
+        texts: dict[str, Text] = {request.spec.id: text_of(request) for request in rows}
+        drafts_of = self._companion.propose_all(texts, plan.ahead)
+        for request in rows:
+            request.drafting.tokens = drafts_of.get(request.spec.id, ())
+        return [request for request in rows if request.drafting.tokens]
+
+    def _note(self, drafting: Drafting, right: int, drafts: int) -> None:
+        """Of so many drafts, the first few were right."""
+        common = self._common
+        drafting.first = moved(drafting.first, common.first, right > 0, RECENT)
+        common.first = moved(common.first, 0.0, right > 0, COMMON)
+        for place in range(1, min(right + 1, drafts)):
+            drafting.later = moved(drafting.later, common.later, place < right, RECENT)
+            common.later = moved(common.later, 0.0, place < right, COMMON)
+
+    def forget(self, request: Request) -> None:
+        if self._companion is not None:
+            self._companion.leave(request.spec.id)
+
+    def idle(self) -> bool:
+        return self._companion is not None and self._companion.idle()
+
+    def close(self) -> None:
+        if self._companion is not None:
+            self._companion.close()

@@ -1,0 +1,63 @@
+"""A text that grows, in the tokens of another vocabulary, and what should come next, back in its own.
+
+    tokens     "Once" " upon" " a"             the text's own
+    ids        "On" "ce" " up" "on" " a"       the same text as another model reads it
+    guesses    " ti" "me" ","                  of that model
+    drafts     " time" ","                     what the text's own tokens for it are
+
+Of a long text only the end is encoded again when it has grown: what lies before is cut where a word begins.
+"""
+
+from collections.abc import Sequence
+
+from quire.text.detokenizer import Detokenizer
+from quire.text.tokenizer import Tokenizer
+
+KEPT = 256  # characters at the end of the text that are encoded again
+LONGEST = 4  # tokens that one character may be spread over
+ANCHOR = "\n"  # nothing is joined with it to one token but other white space
+_UNREADABLE = "\ufffd"
+
+
+class Rewording:
+    def __init__(self, own: Tokenizer, other: Tokenizer) -> None:
+        self._own, self._other = own, other
+        self._detokenizer = Detokenizer(own, skip_special_tokens=False)
+        self._fed = 0  # of its tokens
+        self._settled: list[int] = []  # ids of what is not encoded again
+        self._tail = ""  # the text behind that
+
+    def read(self, tokens: Sequence[int]) -> list[int] | None:
+        """The whole text, of which nothing changes but that it grows -> ids. None: it ends within a character."""
+        fresh = tokens[self._fed :]
+        if not self._fed and len(fresh) and fresh[0] == self._own.bos_token_id:
+            fresh = fresh[1:]  # the other has its own
+        self._tail += self._detokenizer.feed(fresh)
+        self._fed = len(tokens)
+        if len(self._tail) > 2 * KEPT and (cut := self._tail.rfind(" ", 1, len(self._tail) - KEPT)) > 0:
+            self._settled += self._encode(self._tail[:cut])
+            self._tail = self._tail[cut:]
+        if self._own.decode(tokens[-LONGEST:], skip_special_tokens=False).endswith(_UNREADABLE):
+            return None
+        return self._settled + self._encode(self._tail)
+
+    def _encode(self, text: str) -> list[int]:
+        return encode_behind(self._other, text) if self._settled else self._other.encode(text)
+
+    def translate(self, tokens: Sequence[int], ids: Sequence[int], guesses: Sequence[int]) -> list[int]:
+        """Guesses behind the ids -> tokens behind the tokens, of all characters that are whole."""
+        text = Detokenizer(self._other, ids[-LONGEST:]).feed(guesses)
+        if not text:
+            return []
+        last = self._own.decode(tokens[-1:], skip_special_tokens=False)
+        together = self._own.encode(last + text, add_special_tokens=False)
+        if last and together[:1] == [tokens[-1]]:
+            return together[1:]
+        return encode_behind(self._own, text)
+
+
+def encode_behind(tokenizer: Tokenizer, text: str) -> list[int]:
+    """As it is encoded within a text: some put a blank before the first word."""
+    anchor = tokenizer.encode(ANCHOR, add_special_tokens=False)
+    ids = tokenizer.encode(ANCHOR + text, add_special_tokens=False)
+    return ids[len(anchor) :] if ids[: len(anchor)] == anchor else tokenizer.encode(text, add_special_tokens=False)

@@ -1,0 +1,61 @@
+"""A text in the tokens of two vocabularies, as it grows, and back."""
+
+import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from quire.text.backends import LibraryBackend
+from quire.text.rewording import KEPT, Rewording
+from quire.text.tokenizer import Tokenizer
+
+TEXTS = ["one two three four five", "the quick brown fox jumps over the lazy dog"]
+
+
+def make(texts, size, metaspace=False):
+    library = Library(models.BPE())
+    if metaspace:
+        library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        alphabet = sorted({*"".join(texts), "▁", "\n", "é"})
+    else:
+        library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    library.train_from_iterator(texts, trainer)
+    return Tokenizer(LibraryBackend(library), special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+
+
+@pytest.fixture(scope="module")
+def tokenizers():
+    return make(TEXTS, 320), make(TEXTS[:1], 270), make(TEXTS, 120, metaspace=True)
+
+
+def test_a_text_is_read_as_it_grows(tokenizers):
+    own, other, _ = tokenizers
+    text = " ".join(TEXTS * 20)
+    tokens, rewording = own.encode("<s>" + text), Rewording(own, other)
+    for end in (1, 2, 3, 50, 51, 400, len(tokens)):
+        ids = rewording.read(tokens[:end])
+        assert other.decode(ids) == own.decode(tokens[:end])
+    assert ids == other.encode(text) and len(rewording._tail) <= 2 * KEPT < len(text)
+
+
+def test_within_a_character_nothing_is_said(tokenizers):
+    own, other, _ = tokenizers
+    tokens, rewording = own.encode("é☃"), Rewording(own, other)
+    assert [rewording.read(tokens[:end]) is None for end in range(1, len(tokens) + 1)] == [True, False, True, True, False]
+
+
+@pytest.mark.parametrize("own, other", [(0, 1), (1, 0), (0, 2), (2, 0)])
+def test_what_comes_next_is_translated(tokenizers, own, other):
+    """Behind a word, within one, and behind a blank line."""
+    own, other = tokenizers[own], tokenizers[other]
+    for text, more in (("the quick", " brown fox"), ("the qui", "ck brown"), ("one two", " three"), ("one two\n", "the")):
+        rewording, tokens = Rewording(own, other), own.encode(text)
+        ids = rewording.read(tokens)
+        whole = other.encode(text + more)
+        if whole[: len(ids)] == ids:  # as the other would go on
+            drafts = rewording.translate(tokens, ids, whole[len(ids) :])
+            assert own.decode([*tokens, *drafts]) == text + more
+    assert rewording.translate(tokens, ids, []) == []
