@@ -277,6 +277,17 @@ def test_experts_of_4_bits_where_a_device_keeps_them(made):
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.gpu
+def test_on_a_gpu(made):
+    facts = read_facts(resolve_model(made("gpt-oss")[0]))
+    found = []
+    for keeps in (KEEPS["cuda"], frozenset()):
+        model = build_model(facts, "quire")
+        load_weights(model, facts, device="cuda", dtype="bfloat16", keep_quantized=bool(keeps), keeps=keeps)
+        found.append(Sequences(model, 1, 19, device="cuda").step([(0, PROMPTS[0])])[0].float())
+    assert (found[0] - found[1]).norm() < 0.05 * found[1].norm()
+
+
 def test_divided_among_ranks(made):
     """What is stored in another shape is cut as the original is."""
     path, _ = made("granite-hybrid")

@@ -13,7 +13,9 @@ from quire.layers.linear import Linear, MergedLinear
 from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
 from quire.load.assign import claims_of, rename
-from quire.load.load import load_weights
+from quire.load.finite import broken_parameters
+from quire.load.load import load_weights, refuse_broken
+from quire.load.safetensors import SafetensorsSource
 from quire.types.errors import ModelError
 
 
@@ -125,6 +127,44 @@ def test_a_tied_head_may_be_stored_or_not(tmp_path, stored):
     load(tmp_path, model)
     hidden = torch.randn(2, 4)
     assert torch.equal(model.lm_head(hidden), hidden @ content["model.embed_tokens.weight"].t())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_vectors_that_are_not_finite(tmp_path, value):
+    content = tensors()
+    content["model.k_proj.bias"][1] = value
+    write(tmp_path, content)
+    assert "'model.k_proj.bias' has numbers that are not finite" in refused(tmp_path)
+    content["model.k_proj.bias"].fill_(3e38)  # their sum is not, but they are
+    write(tmp_path, content)
+    load(tmp_path)
+
+
+def test_matrices_that_are_not_finite(tmp_path):
+    """As a GPU looks at what it was given: everything but the rows of tokens."""
+    content = tensors()
+    content["model.embed_tokens.weight"][7] = content["lm_head.weight"][3] = float("nan")
+    write(tmp_path, content)
+    assert broken_parameters(load(tmp_path)) == []
+    content["model.moe.experts.1.w1.weight"][2, 1] = float("inf")
+    write(
+        tmp_path,
+        {name: value for name, value in content.items() if len(value) != 11}
+        | {name: torch.zeros(11, 4) for name in ("model.embed_tokens.weight", "lm_head.weight")},
+    )
+    model, source = load(tmp_path), SafetensorsSource(tmp_path, (tmp_path / "model.safetensors",))
+    assert broken_parameters(model) == ["moe.experts.up"]
+    with pytest.raises(ModelError, match=r"here: tensor 'model.moe.experts.1.w1.weight' has numbers that are not finite"):
+        refuse_broken(model, source, "here", torch.float32)
+
+
+def test_numbers_that_a_type_cannot_hold(tmp_path):
+    content = tensors()
+    content["model.out.weight"][0, 0] = 1e6
+    write(tmp_path, content)
+    model, source = load(tmp_path, dtype="float16"), SafetensorsSource(tmp_path, (tmp_path / "model.safetensors",))
+    with pytest.raises(ModelError, match=r"here: out.weight has numbers that float16 cannot hold; dtype must be another one"):
+        refuse_broken(model, source, "here", torch.float16)
 
 
 def test_all_misfits_are_told_at_once(tmp_path):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.layers.claims import Claim, Claims, whole
+from quire.load.finite import NOT_FINITE, is_broken
 from quire.load.place import Mover
 from quire.load.source import Source, TensorSlice
 from quire.progress import doing
@@ -54,6 +55,8 @@ def assign(table: Mapping[str, Claim | None], source: Source, renames: Renames, 
     with torch.no_grad(), doing("loading weights", total) as progress, Mover(progress) as mover:
         for part, tensor in source.read(places):
             _check_type(part.name, tensor, places[part], where)
+            if tensor.ndim == 1 and part.name.endswith(("weight", "bias")) and is_broken(part.name, tensor):  # others: scales
+                raise ModelError(f"{where}: tensor {part.name!r} {NOT_FINITE}")
             mover.put(part.name, tensor, places[part])
 
 

@@ -13,6 +13,7 @@ from quire.layers.quant.stored import Target
 from quire.load.assign import Renames, assign, claims_of, rename
 from quire.load.cache_scales import KV_SCALES, has_cache_scales, take_cache_scales
 from quire.load.dummy import DummySource
+from quire.load.finite import NOT_FINITE, broken_parameters, broken_tensor
 from quire.load.safetensors import SafetensorsSource
 from quire.load.source import Source
 from quire.ops.blocks import QuantizedMatrix
@@ -130,9 +131,21 @@ def _load(
     for module in model.modules():
         if isinstance(module, Finishing):
             module.finish(device)
+    if device.type == "cuda" and source is not None:
+        refuse_broken(model, source, str(facts.files.path), kind)
     if target.dequantized:
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(target.dequantized.items()))
         logger.info("quantized matrices that are held as %s: %s", str(kind).removeprefix("torch."), counts)
+
+
+def refuse_broken(model: nn.Module, source: Source, where: str, dtype: torch.dtype) -> None:
+    if names := broken_parameters(model):
+        if (tensor := broken_tensor(source)) is not None:
+            raise ModelError(f"{where}: tensor {tensor!r} {NOT_FINITE}")
+        raise ModelError(
+            f"{where}: {names[0]} has numbers that {str(dtype).removeprefix('torch.')} cannot hold; dtype must be another one, "
+            "such as bfloat16"
+        )
 
 
 def use_scheme(model: nn.Module, quantization: "Quantization", source: Source | None, renames: Renames, target: Target) -> None:
