@@ -13,6 +13,7 @@ from quire.dist import shared_memory
 from quire.dist.mesh import Position, evenly
 from quire.dist.nodes import NodesGroup
 from quire.engine.executor import nodes
+from quire.engine.handshake import listen
 from quire.subprocesses import nameless_memory
 from quire.types.errors import EngineError
 
@@ -83,7 +84,7 @@ def test_sums_and_joins(monkeypatch, places):
 
 
 def test_who_is_let_in():
-    with nodes.listen(("127.0.0.1", 0)) as listener:
+    with listen(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
         refused = []
 
@@ -110,5 +111,5 @@ def test_who_is_let_in():
         assert links.own == range(1) and sorted(links.controls) == [1, 2] and sorted(links.ends[0]) == [1, 2]
         links.close()
     assert "the key (QUIRE_CLUSTER_KEY) is another one" in refused[0] and "node_rank 7 is not one of 1 to 1" in refused[1]
-    with nodes.listen(("127.0.0.1", 0)) as listener, pytest.raises(EngineError, match="1 of 2 nodes did not come in time"):
+    with listen(("127.0.0.1", 0)) as listener, pytest.raises(EngineError, match="1 of 2 nodes did not come in time"):
         nodes.gather(listener, nodes.share_ranks(2, 2), "", 0.05)

@@ -194,9 +194,9 @@ def test_arguments():
     for name, value, instead in (
         ("data_parallel_size", 0, "at least 1"),
         ("data_parallel_size", 100, "at most 64"),
-        ("data_parallel_size_local", 1, "data_parallel_size is how many"),
-        ("data_parallel_address", "10.0.0.1", "load balancer"),
-        ("data_parallel_backend", "ray", "load balancer"),
+        ("data_parallel_size_local", 65, "at most 64"),
+        ("data_parallel_rpc_port", 0, "at least 1"),
+        ("data_parallel_backend", "ray", "--headless and data_parallel_start_rank"),
         ("data_parallel_rank", 1, "X-data-parallel-rank"),
     ):
         with pytest.raises(ConfigError, match=instead):

@@ -3,7 +3,9 @@
 import concurrent.futures
 import os
 import signal
+import socket
 import time
+from pathlib import Path
 
 import pytest
 from feed_viewer import watching
@@ -171,3 +173,38 @@ def test_metrics_health_and_events_of_a_whole_server(serve_model):
         assert client.post("/reset_prefix_cache").status_code in (200, 404)
         server.signal()
         assert server.wait() == 0
+
+
+def test_a_machine_with_an_engine_is_lost_and_another_takes_its_place(serve_model):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    shared = ("--data-parallel-size", "2", "--data-parallel-size-local", "1", "--data-parallel-rpc-port", port)
+    other = (*shared, "--headless", "--data-parallel-start-rank", "1")
+    asked = body(120, True)
+    with (
+        serving(serve_model, *other, latency=0.01) as node,
+        serving(serve_model, *shared, latency=0.01) as server,
+        server.client() as client,
+    ):
+        alone = text_of(client.post("/v1/completions", json=asked, headers={RANK: "0"}).text)
+        engine = node.engine_pid()
+        with client.stream("POST", "/v1/completions", json=asked, headers={RANK: "1"}) as answer:
+            lines = answer.iter_lines()
+            begun = [next(lines) for _ in range(20)]
+            node.signal(signal.SIGKILL)
+            rest = list(lines)
+        assert text_of("\n".join(begun + rest)) == alone, "it went on in the engine that is left"
+        wait_for(lambda: not Path(f"/proc/{engine}").exists())
+        assert client.get("/health").status_code == 200
+        with serving(serve_model, *other, latency=0.01) as successor:
+            wait_for(lambda: children(successor.process.pid, "quire.engine.process"))
+            assert text_of(client.post("/v1/completions", json=asked, headers={RANK: "1"}).text) == alone
+            assert metrics_of(client, "engine_restarts_total") == {"0": 0, "1": 1}
+            server.signal()
+            assert server.wait() == 0 and successor.wait() == 0, "both end"
+
+
+def text_of(streamed):
+    lines = [line for line in streamed.splitlines() if line.startswith("data: {")]
+    events = [event for line in lines for event in events_of(line)]
+    return "".join(event["choices"][0]["text"] for event in events if event["choices"])

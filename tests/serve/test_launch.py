@@ -74,7 +74,8 @@ def test_vllms_module_is_the_same_command(serve_model: Path) -> None:
     done = run_line("--model", str(serve_model), "--headless", module="quire.entrypoints.openai.api_server")
     assert done.returncode == 2
     assert done.stderr == (
-        "quire serve: --headless is for machines 1 to nnodes - 1: give --nnodes and --node-rank; got 1 and 0\n"
+        "quire serve: --headless is for machines 1 to nnodes - 1: give --nnodes and --node-rank; got 1 and 0; or for the "
+        "engines of data_parallel_size from --data-parallel-start-rank on\n"
     )
 
 

@@ -1,18 +1,19 @@
-"""`quire serve --headless`: a machine that has ranks of an engine which another machine serves.
+"""`quire serve --headless`: a machine that has ranks of an engine which another machine serves, or whole engines of its own.
 
 It starts its ranks whenever the engine there is started, which is more than once if something is lost, and ends with it.
 """
 
 import contextlib
 import logging
-import os
 import signal
 import sys
 import time
 from typing import NoReturn
 
 from quire.config.args import EngineArgs
+from quire.engine import handshake
 from quire.engine.executor import nodes
+from quire.engine.outpost import Outpost
 from quire.types.errors import ConfigError
 
 logger = logging.getLogger("quire.cli.headless")
@@ -20,22 +21,25 @@ PAUSE = 0.2  # seconds between two lives of the engine
 
 
 def run_headless(args: EngineArgs) -> int:
+    if args.data_parallel_size > 1:
+        return _run_engines(args)
     if args.nnodes < 2 or not 0 < args.node_rank < args.nnodes:
         raise ConfigError(
             f"--headless is for machines 1 to nnodes - 1: give --nnodes and --node-rank; got {args.nnodes} and {args.node_rank}"
+            "; or for the engines of data_parallel_size from --data-parallel-start-rank on"
         )
     if args.distributed_executor_backend not in (None, "auto", "mp"):
         raise ConfigError(
             f"--headless starts processes; distributed_executor_backend={args.distributed_executor_backend} does not"
         )
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("quire").setLevel(logging.INFO)
-    signal.signal(signal.SIGTERM, _stop)
+    _prepare()
     first = (args.master_addr, args.master_port)
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             logger.info("node %d of %d: waiting for machine 0 at %s:%d", args.node_rank, args.nnodes, *first)
-            links = nodes.join(first, args.node_rank, nodes.address_towards(first), _key(), args.engine_start_timeout)
+            links = nodes.join(
+                first, args.node_rank, handshake.address_towards(first), handshake.cluster_key(), args.engine_start_timeout
+            )
             logger.info("node %d has ranks %d to %d", args.node_rank, links.own.start, links.own.stop - 1)
             ranks = nodes.NodeRanks(links)
             try:
@@ -48,9 +52,28 @@ def run_headless(args: EngineArgs) -> int:
     return 0
 
 
+def _run_engines(args: EngineArgs) -> int:
+    first, here = args.data_parallel_start_rank, args.data_parallel_size_local
+    last = first + (args.data_parallel_size - first if here is None else here) - 1
+    if not 0 < first <= last < args.data_parallel_size:
+        raise ConfigError(
+            f"--headless with data_parallel_size={args.data_parallel_size}: machine 0 has the first engines, this one others. "
+            "Give the number of its first one, --data-parallel-start-rank, and how many it has, "
+            f"--data-parallel-size-local; got {first} and {here}"
+        )
+    if args.nnodes > 1 or args.distributed_executor_backend in ("ray", "external_launcher"):
+        raise ConfigError("--headless with data_parallel_size starts whole engines: drop nnodes, ray and external_launcher")
+    _prepare()
+    with contextlib.suppress(KeyboardInterrupt):
+        Outpost(args, first, last - first + 1).run()
+    return 0
+
+
+def _prepare() -> None:
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("quire").setLevel(logging.INFO)
+    signal.signal(signal.SIGTERM, _stop)
+
+
 def _stop(*_: object) -> NoReturn:
     raise KeyboardInterrupt
-
-
-def _key() -> str:
-    return os.environ.get(nodes.KEY, "")

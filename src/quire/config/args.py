@@ -195,6 +195,17 @@ class EngineArgs:
         1, NUMBER, _RANKS, "engines that share requests out among them, each with the whole model, a cache and a device",
         low=1, high=64, short="-dp",
     )  # fmt: skip
+    data_parallel_size_local: int | None = setting(
+        None, NUMBER, _RANKS, "of these engines, how many are on this machine; default: all, or with --headless the rest",
+        low=0, high=64, short="-dpl",
+    )  # fmt: skip
+    data_parallel_start_rank: int = setting(
+        0, NUMBER, _RANKS, "with --headless: the number of the first engine on this machine", low=0, high=63, short="-dpr"
+    )
+    data_parallel_address: str = setting(
+        "127.0.0.1", TEXT, _RANKS, "where machine 0 waits for those that have the other engines", short="-dpa"
+    )
+    data_parallel_rpc_port: int = setting(29550, NUMBER, _RANKS, "and at which port", low=1, high=65535, short="-dpp")
     tensor_parallel_size: int = setting(
         1, NUMBER, _RANKS, "processes that share the model's matrices and attention heads, evenly or not; on CPUs", low=1,
         short="-tp",
@@ -265,6 +276,11 @@ class EngineArgs:
 def one_at_a_time(args: EngineArgs) -> EngineArgs:
     """For commands that never have two requests: unless the user wants more, the engine is made for one."""
     return dataclasses.replace(args, max_num_seqs=args.max_num_seqs or 1)
+
+
+def local_engines(args: EngineArgs) -> int:
+    """Of the engines of data_parallel_size, how many are on this machine."""
+    return args.data_parallel_size if args.data_parallel_size_local is None else args.data_parallel_size_local
 
 
 def nearest(name: str, names: list[str]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from quire.config.args import FLOAT_NAMES
+from quire.config.args import FLOAT_NAMES, local_engines
 from quire.config.config import EIGHT_BITS, Config
 from quire.config.eplb import read_eplb
 from quire.config.facts import CHUNKED, count_experts, count_heads
@@ -171,7 +171,24 @@ CONFLICTS: tuple[Conflict, ...] = (
         "engines of several nodes",
         lambda c: c.args.data_parallel_size > 1 and (c.args.nnodes > 1 or c.args.distributed_executor_backend == "ray"),
         lambda c: (
-            f"data_parallel_size={c.args.data_parallel_size} cannot be had with ranks on several machines yet; leave it at 1"
+            f"data_parallel_size={c.args.data_parallel_size} cannot be had with engines whose ranks are on several machines "
+            "yet; leave it at 1. Engines that are each on one machine may be on several: data_parallel_size_local"
+        ),
+    ),
+    Conflict(
+        "more engines here than there are",
+        lambda c: local_engines(c.args) > c.args.data_parallel_size,
+        lambda c: (
+            f"data_parallel_size_local={c.args.data_parallel_size_local} engines on this machine are more than all of them, "
+            f"data_parallel_size={c.args.data_parallel_size}. Lower the first or raise the second"
+        ),
+    ),
+    Conflict(
+        "engines of another machine",
+        lambda c: c.args.data_parallel_start_rank > 0,
+        lambda c: (
+            f"data_parallel_start_rank={c.args.data_parallel_start_rank}: engine 0 and the API are on machine 0, and this one "
+            "has others: run quire serve with --headless here"
         ),
     ),
     Conflict(

@@ -10,10 +10,7 @@ from quire.types.errors import ConfigError
 
 # reason -> {name: harmless values besides None}
 _NOT_DIVIDED = "of the ways to use several devices tensor_, pipeline_ and data_parallel_size are built"
-_ONE_HOST = (
-    "all engines of a server run on its own machine, and data_parallel_size is how many; for several machines run a server on "
-    "each, behind a load balancer"
-)
+_BY_HAND = "engines on other machines are started there, with --headless and data_parallel_start_rank"
 _BALANCED = "the server itself shares requests out among its engines; a request may name one with X-data-parallel-rank"
 _WHOLE_ADAPTERS = "an adapter is used whole, by requests that ask for it"
 _TEXT_ONLY = "only text models are served for now"
@@ -41,10 +38,7 @@ _TABLE: _Groups = (
     (_NOT_DIVIDED, {
         "decode_context_parallel_size": (1,), "prefill_context_parallel_size": (1,), "device_ids": (),
     }),
-    (_ONE_HOST, {
-        "data_parallel_size_local": (), "data_parallel_start_rank": (0,), "data_parallel_address": ("127.0.0.1", "localhost"),
-        "data_parallel_rpc_port": (), "data_parallel_backend": ("mp",),
-    }),
+    (_BY_HAND, {"data_parallel_backend": ("mp",)}),
     (_BALANCED, {
         "data_parallel_rank": (), "data_parallel_hybrid_lb": (False,), "data_parallel_external_lb": (False,),
         "data_parallel_multi_port_external_lb": (False,),
@@ -74,11 +68,7 @@ def table_of(groups: _Groups) -> dict[str, tuple[str, tuple[Any, ...]]]:
 
 REFUSED = table_of(_TABLE)
 SHORT_FLAGS = {
-    "data_parallel_size_local": "-dpl",
-    "data_parallel_start_rank": "-dpr",
     "data_parallel_rank": "-dpn",
-    "data_parallel_address": "-dpa",
-    "data_parallel_rpc_port": "-dpp",
     "data_parallel_backend": "-dpb",
 }
 

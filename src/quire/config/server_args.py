@@ -109,7 +109,10 @@ class ServerArgs:
         high=64, short="-asc",
     )  # fmt: skip
     headless: bool = setting(
-        False, FLAG, _RUN, "no API here: this machine has ranks of an engine that machine 0 serves (--nnodes, --node-rank)"
+        False,
+        FLAG,
+        _RUN,
+        "no API here: this machine has ranks of an engine that machine 0 serves (--node-rank), or engines (-dpr)",
     )
     shutdown_timeout: float = setting(
         30.0, REAL, _RUN, "seconds that running requests get to finish after SIGTERM or Ctrl-C; then they are ended", low=0.0

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quire.cache.capacity import MOST_SNAPSHOTS, Capacity, fit, fit_states, pages_for
-from quire.config.args import EngineArgs
+from quire.config.args import EngineArgs, local_engines
 from quire.config.config import Config
 from quire.config.cores import wait_politely
 from quire.config.facts import DeviceFacts, ModelFacts
@@ -67,20 +67,21 @@ def import_torch() -> None:
 
 def resolve_here(args: EngineArgs, watch: Stopwatch, serving: bool = False, engine: int = 0) -> Config:
     """The configuration of an engine in this process. Whatever can be wrong without torch is found before it is imported.
-    `engine`: its number, of args.data_parallel_size on this machine."""
+    `engine`: its number, among those on this machine."""
+    engines = local_engines(args)
 
     def find() -> str:
         watch.lap("configuration")
         import_torch()
         watch.lap("imports")
-        found = find_device(engine, args.data_parallel_size)
+        found = find_device(engine, engines)
         watch.lap("device")
         return found
 
     def ask(name: str) -> DeviceFacts:
-        if args.data_parallel_size > 1 and (name != "cuda" or args.device == name):  # whoever was found has taken it
+        if engines > 1 and (name != "cuda" or args.device == name):  # whoever was found has taken it
             ranks = args.tensor_parallel_size * args.pipeline_parallel_size
-            open_device(name).take_part(engine * ranks, args.data_parallel_size * ranks)
+            open_device(name).take_part(engine * ranks, engines * ranks)
         facts = describe(name)
         watch.lap("device")
         return facts
@@ -235,7 +236,7 @@ def start_local(
             else:
                 budget //= device.sharers(config.world)
             if config.device_facts.one_memory:
-                budget //= args.data_parallel_size
+                budget //= local_engines(args)
         watch.lap("profile")
         capacity = _fit(config, layout, int(budget * share), args.num_gpu_blocks_override)
         with doing("allocating the cache"):

@@ -22,7 +22,7 @@ from quire.config.args import EngineArgs
 from quire.engine import ipc
 from quire.engine.nursery import PARENT, Forked, Nursery
 from quire.frames import Mailbox
-from quire.subprocesses import ending, environment
+from quire.subprocesses import ending, environment, is_stopped
 from quire.types.errors import ConfigError
 
 COMMAND = (sys.executable, "-P", "-m", "quire.engine.process")  # -P: what lies in the working directory is not imported
@@ -45,7 +45,7 @@ class Child:
         serving: bool = True,
         nursery: Nursery | None = None,
     ) -> None:
-        start = None if args is None else _first_frame(args, engine, serving)
+        start = None if args is None else first_frame(args, engine, serving)
         self._journal = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed with the rest
         try:
             ours, theirs = socket.socketpair()
@@ -96,6 +96,11 @@ class Child:
         return self._process.pid
 
     @property
+    def stopped(self) -> bool:
+        """By SIGSTOP and its kin."""
+        return is_stopped(self.pid)
+
+    @property
     def fd(self) -> int:
         """Readable when there are reports, or never will be again (`closed`)."""
         return self._mailbox.fileno()
@@ -114,15 +119,21 @@ class Child:
         self._mailbox.flush()
 
     def begin(self, args: EngineArgs, engine: int = 0, serving: bool = True) -> None:
-        self._mailbox.send(_first_frame(args, engine, serving))
+        self._mailbox.send(first_frame(args, engine, serving))
 
     def send(self, command: ipc.Command) -> None:
-        self._mailbox.send(ipc.encode(command))
+        self.send_frame(ipc.encode(command))
+
+    def send_frame(self, frame: bytes) -> None:
+        self._mailbox.send(frame)
 
     def receive(self) -> ipc.Report | None:
         """The next report, None if there is none now."""
-        frame = self._mailbox.receive()
+        frame = self.receive_frame()
         return None if frame is None else ipc.decode_report(frame)
+
+    def receive_frame(self) -> bytes | None:
+        return self._mailbox.receive()
 
     def ending(self) -> str | None:
         """How the process ended; None while it lives."""
@@ -131,8 +142,11 @@ class Child:
 
     def last_words(self) -> str:
         """The end of its log, for a message."""
+        return "".join(f"\n  {line}" for line in self.last_lines())
+
+    def last_lines(self) -> list[str]:
         self._log.join(1.0)
-        return "".join(f"\n  {line}" for line in self._log.lines)
+        return list(self._log.lines)
 
     def in_flight(self) -> set[str]:
         """The requests that it worked on when it died."""
@@ -175,7 +189,7 @@ class Log(threading.Thread):
                     sys.stderr.write(f"{self._prefix} {line}\n")
 
 
-def _first_frame(args: EngineArgs, engine: int, serving: bool) -> bytes:
+def first_frame(args: EngineArgs, engine: int, serving: bool) -> bytes:
     try:
         return ipc.encode(ipc.StartEngine(args, logging.getLogger("quire").getEffectiveLevel(), engine, serving))
     except (TypeError, OverflowError) as error:

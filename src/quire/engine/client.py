@@ -20,7 +20,8 @@ from quire.config.config import Config
 from quire.engine import ipc
 from quire.engine.child import COMMAND, Child
 from quire.engine.nursery import WarmStart
-from quire.engine.supervisor import State, Supervisor, SupervisorLimits
+from quire.engine.remote import Harbour, RemoteEngine
+from quire.engine.supervisor import AnyChild, State, Supervisor, SupervisorLimits
 from quire.types.adapter import AdapterRef
 from quire.types.errors import ConfigError, EngineDead, EngineError, InvalidParameter, QuireError
 from quire.types.outputs import TokenDelta
@@ -83,9 +84,11 @@ class EngineClient:
         engine: int = 0,
         serving: bool = True,
         warm: WarmStart | None = None,
+        harbour: Harbour | None = None,
     ) -> None:
-        """`warm`: where restarts are quick; without one it makes its own, if that is asked for."""
-        self._hearer = hearer
+        """`warm`: where restarts are quick; without one it makes its own, if that is asked for. `harbour`: the engine is on
+        another node, which comes there."""
+        self._hearer, self._harbour = hearer, harbour
         self._warm = warm or WarmStart()
         self._warms = bool(args.warm_restart) and args.distributed_executor_backend != "fake" and tuple(command) == COMMAND
         self._open: dict[str, OpenRequest] = {}
@@ -103,7 +106,9 @@ class EngineClient:
         self.pages = 0  # of the cache; 0 until an engine is ready
         spares = [] if spare is None else [spare]
 
-        def start() -> Child:
+        def start() -> AnyChild:
+            if harbour is not None:
+                return RemoteEngine(args, harbour, engine, serving)
             if not spares:
                 return Child(args, command, engine, serving, self._warm.get())
             child = spares.pop()
@@ -302,6 +307,9 @@ class EngineClient:
         if guilty:
             why = f"the engine was lost {MOST_STRIKES} times in a row while it worked on this request"
             self._hearer.on_deltas([_last(name, "error", why) for name in guilty])
+        if self._harbour is not None and self._open:  # nobody knows when its node comes again, if it does
+            left = self.heir(list(self._open.values()))
+            self._open = {entry.spec.id: entry for entry in left}
 
     def on_dead(self, error: QuireError) -> None:
         """The engine is given up. Whoever inherits its requests returns those that nobody can have: they end."""

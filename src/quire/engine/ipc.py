@@ -169,8 +169,23 @@ class Failed(_EngineFrame):
     message: str
 
 
+# ---- from the node of an engine on another machine
+
+
+class Begun(_EngineFrame):
+    pid: int  # there
+
+
+class Ended(_EngineFrame):
+    """Its process has; `how`, and what a parent learns from its journal and its log."""
+
+    how: str
+    in_flight: list[str]
+    lines: list[str]
+
+
 Command = StartEngine | Add | Abort | CallMethod | LoadAdapter | Watch | Stop
-Report = Ready | StepReport | Seen | Beat | Refused | Reply | Failed
+Report = Ready | StepReport | Seen | Beat | Refused | Reply | Failed | Begun | Ended
 
 
 to_array = array_reader(("<i4", "<f4"))  # the kinds of numpy arrays that cross

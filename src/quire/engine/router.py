@@ -13,12 +13,13 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from quire.config.args import EngineArgs
+from quire.config.args import EngineArgs, local_engines
 from quire.config.config import Config
 from quire.engine import ipc
 from quire.engine.child import COMMAND, Child
 from quire.engine.client import EngineClient, OpenRequest, check_number, engine_args
 from quire.engine.nursery import WarmStart
+from quire.engine.remote import Harbour
 from quire.engine.together import Together
 from quire.engine.view import Engines
 from quire.sched.balancer import Balancer
@@ -83,13 +84,21 @@ class EngineRouter(Together):
         serving: bool = True,
     ) -> None:
         self._balancer = Balancer(args.data_parallel_size)
+        self._harbour: Harbour | None = None
         self.engines: list[EngineClient] = []
         warm = WarmStart()  # for all of them
+        here = local_engines(args)
+        if here < args.data_parallel_size:
+            address = (args.data_parallel_address, args.data_parallel_rpc_port)
+            self._harbour = Harbour(address, range(here, args.data_parallel_size))
+        if not here and spare is not None:
+            spare.close()
         try:
             for number in range(args.data_parallel_size):
                 ear = _Ear(number, hearer, self._balancer, args.enable_prefix_caching)
                 first, spare = spare, None
-                self.engines.append(EngineClient(args, ear, command, first, number, serving, warm))
+                harbour = self._harbour if number >= here else None
+                self.engines.append(EngineClient(args, ear, command, first, number, serving, warm, harbour))
                 self.engines[-1].heir = self._inherit
         except BaseException:
             self.stop(0.0)
@@ -179,6 +188,8 @@ class EngineRouter(Together):
                     engine.supervisor.send(ipc.Stop())  # all at the same time
         for engine in self.engines:
             engine.stop(timeout)
+        if self._harbour is not None:
+            self._harbour.close()
 
     def _inherit(self, orphans: list[OpenRequest]) -> list[OpenRequest]:
         """Of an engine that is given up. A wish for that one cannot be met any more."""

@@ -21,11 +21,12 @@ from typing import Literal, Protocol
 from quire.config.args import EngineArgs
 from quire.engine import ipc
 from quire.engine.child import Child
-from quire.subprocesses import is_stopped
+from quire.engine.remote import RemoteEngine
 from quire.types.errors import EngineDead, QuireError
 from quire.types.outputs import TokenDelta
 from quire.types.sight import Sight
 
+AnyChild = Child | RemoteEngine
 State = Literal["starting", "ready", "restarting", "dead"]
 
 TICK = 0.1  # seconds between looks at the process
@@ -80,7 +81,7 @@ class SupervisorLimits:
 
 class Supervisor:
     def __init__(
-        self, start: Callable[[], Child], limits: SupervisorLimits, listener: Listener, name: str = "the engine"
+        self, start: Callable[[], AnyChild], limits: SupervisorLimits, listener: Listener, name: str = "the engine"
     ) -> None:
         """`name` is what the log calls it."""
         self._start, self._limits, self._listener, self._name = start, limits, listener, name
@@ -97,7 +98,7 @@ class Supervisor:
         self._heard = self._born = time.monotonic()
         self._silence = self._looked = 0.0
         self._busy = 0.0  # what the latest beat said
-        self._child: Child | None = start()
+        self._child: AnyChild | None = start()
 
     # ---- what others may know -------------------------------------------------------------------------------------------
 
@@ -134,7 +135,7 @@ class Supervisor:
         if self._child.full:
             self._flush(self._child)
 
-    def _flush(self, child: Child) -> None:
+    def _flush(self, child: AnyChild) -> None:
         """What the engine had no room for is sent when it has."""
         loop = asyncio.get_running_loop()
         child.flush()
@@ -166,7 +167,7 @@ class Supervisor:
             logger.exception("the engine's supervisor failed")
             self._give_up(EngineDead(f"the engine's supervisor failed: {type(error).__name__}: {error}"))
 
-    async def _watch(self, child: Child) -> str:
+    async def _watch(self, child: AnyChild) -> str:
         """Listens until the engine is lost, and says why it is."""
         loop, wake = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(child.fd, wake.set)
@@ -246,7 +247,7 @@ class Supervisor:
     def _diagnose(self) -> str | None:
         """What is wrong with an engine whose process lives, if anything is."""
         started = self.state == "ready"
-        if self._silence > STOPPED and self._child is not None and is_stopped(self._child.pid):
+        if self._silence > STOPPED and self._child is not None and self._child.stopped:
             return f"its process is stopped (SIGSTOP), and has been silent for {self._silence:.1f} s"
         if self._silence > (self._limits.dead_after if started else max(self._limits.dead_after, START_SILENCE)):
             return f"it has been silent for {self._silence:.1f} s"
@@ -256,7 +257,7 @@ class Supervisor:
             return f"it was not ready after {self._limits.start_timeout:.0f} s"
         return None
 
-    async def _replace(self, child: Child, reason: str) -> None:
+    async def _replace(self, child: AnyChild, reason: str) -> None:
         was, self._busy = self.state, 0.0
         self.state = "starting" if was == "starting" else "restarting"
         try:
@@ -296,7 +297,7 @@ class Supervisor:
         self._give_up(EngineDead(f"{self._name} was lost: {reason}. It was {times}"))
         return False
 
-    async def _restart(self, child: Child) -> None:
+    async def _restart(self, child: AnyChild) -> None:
         """Tries as long as the system has nothing to start a process with: that is not the engine's fault, and it may pass."""
         while True:
             if self._failed_starts:
@@ -332,7 +333,7 @@ class Supervisor:
                     waiter.set_result(None)
 
 
-async def _bury(child: Child) -> None:
+async def _bury(child: AnyChild) -> None:
     """Kills the process and waits for its end, so that its memory is free for the next one."""
     child.kill()
     deadline = time.monotonic() + BURIAL

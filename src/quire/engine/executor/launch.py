@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from quire.config.args import EngineArgs
+from quire.engine import handshake
 from quire.engine.executor import nodes
 from quire.progress import doing
 from quire.types.errors import ConfigError
@@ -28,8 +29,11 @@ def find_nodes(args: EngineArgs, ranks: int) -> tuple[EngineArgs, nodes.Links | 
     if args.nnodes == 1:
         return args, None
     address = (args.master_addr, args.master_port)
-    key = os.environ.get(nodes.KEY, "")
-    with nodes.listen(address) as listener, doing(f"waiting for {args.nnodes - 1} other nodes at {address[0]}:{address[1]}"):
+    key = handshake.cluster_key()
+    with (
+        handshake.listen(address) as listener,
+        doing(f"waiting for {args.nnodes - 1} other nodes at {address[0]}:{address[1]}"),
+    ):
         return args, nodes.gather(listener, nodes.share_ranks(ranks, args.nnodes), key, args.engine_start_timeout)
 
 
@@ -39,22 +43,22 @@ class Spot:
 
     rank: int
     world: int
-    address: nodes.Address
+    address: handshake.Address
     agent: bool  # the launcher has the port: it keeps for us where rank 0 listens
 
     def gather(self, seconds: float) -> nodes.Links:
         """Rank 0 waits for the others."""
         own = (self.address[0], 0) if self.agent else self.address
-        with nodes.listen(own) as listener, doing(f"waiting for {self.world - 1} other ranks at {own[0]}"):
+        with handshake.listen(own) as listener, doing(f"waiting for {self.world - 1} other ranks at {own[0]}"):
             if self.agent:
                 self._store(seconds).set(f"quire/{next(_turns)}", str(listener.getsockname()[1]))
-            return nodes.gather(listener, nodes.share_ranks(self.world, self.world), os.environ.get(nodes.KEY, ""), seconds)
+            return nodes.gather(listener, nodes.share_ranks(self.world, self.world), handshake.cluster_key(), seconds)
 
     def join(self, seconds: float) -> nodes.Links:
         first = self.address
         if self.agent:
             first = (first[0], int(self._store(seconds).get(f"quire/{next(_turns)}")))
-        return nodes.join(first, self.rank, nodes.address_towards(first), os.environ.get(nodes.KEY, ""), seconds)
+        return nodes.join(first, self.rank, handshake.address_towards(first), handshake.cluster_key(), seconds)
 
     def _store(self, seconds: float) -> Any:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]

@@ -11,14 +11,11 @@ cannot reach. Nothing received is ever executed or unpickled.
 """
 
 import contextlib
-import hmac
 import itertools
-import json
 import os
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -26,19 +23,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.engine.handshake import HELLO, Address, accept, connect, heard, listen, say
 from quire.subprocesses import environment, is_stopped, nameless_memory, with_us
 from quire.types.errors import EngineError
 
 WORKER = (sys.executable, "-P", "-m", "quire.engine.executor.worker")
-KEY = "QUIRE_CLUSTER_KEY"
 REMOTE = "+"  # before the number of a rank of another node, among a rank's ends
-LONGEST = 1 << 16  # bytes of a message
-HELLO = 10.0  # seconds for one who connected to say who it is
-AGAIN = 0.1  # seconds between two attempts to connect
 LOOK = 0.2  # seconds between looks at a node's ranks
 STOPPED = 0.5  # seconds that one may be stopped
-_LENGTH = struct.Struct("<I")
-Address = tuple[str, int]
 
 
 @dataclass
@@ -74,24 +66,6 @@ def share_ranks(ranks: int, nodes: int) -> list[range]:
     return [range(ranks * node // nodes, ranks * (node + 1) // nodes) for node in range(nodes)]
 
 
-def listen(address: Address) -> socket.socket:
-    try:
-        return socket.create_server(address, backlog=1024, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
-    except OSError as error:
-        raise EngineError(f"cannot listen on {address[0]}, port {address[1]}, for other nodes: {error.strerror}") from None
-
-
-def address_towards(first: Address) -> str:
-    """By which other nodes reach this one: that of the way to node 0."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(*first, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise EngineError(f"master_addr {first[0]}: {error.strerror or error}") from None
-
-
 # ---- node 0
 
 
@@ -100,17 +74,17 @@ def gather(listener: socket.socket, ranks: Sequence[range], key: str, seconds: f
     deadline, links, places = time.monotonic() + seconds, Links(ranks), {0: ("", 0)}
     try:
         while len(links.nodes) < len(ranks) - 1:
-            connection, said = _accept(listener, key, deadline, f"{len(ranks) - 1 - len(links.nodes)} of {len(ranks)} nodes")
+            connection, said = accept(listener, key, deadline, f"{len(ranks) - 1 - len(links.nodes)} of {len(ranks)} nodes")
             node = said.get("node")
             if not isinstance(node, int) or not 0 < node < len(ranks) or node in links.nodes:
-                _say(connection, {"refused": f"node_rank {node} is not one of 1 to {len(ranks) - 1}, or is there already"})
+                say(connection, {"refused": f"node_rank {node} is not one of 1 to {len(ranks) - 1}, or is there already"})
                 connection.close()
                 continue
             links.nodes[node] = connection
             places[node] = (str(said["host"]), int(said["port"]))
         told = {"ranks": [[own.start, own.stop] for own in ranks], "nodes": [places[node] for node in range(len(ranks))]}
         for connection in links.nodes.values():
-            _say(connection, told)
+            say(connection, told)
         _take_ends(listener, links, key, deadline)
     except BaseException:
         links.close()
@@ -125,22 +99,22 @@ def join(first: Address, node: int, host: str, key: str, seconds: float) -> Link
     """`host`: where this node can be reached by others."""
     deadline = time.monotonic() + seconds
     with listen((host, 0)) as listener:
-        to_first = _connect(first, deadline)
+        to_first = connect(first, deadline)
         links = Links((), node, nodes={0: to_first})
         try:
-            _say(to_first, {"key": key, "node": node, "host": host, "port": listener.getsockname()[1]})
-            told = _heard(to_first, deadline - time.monotonic())
+            say(to_first, {"key": key, "node": node, "host": host, "port": listener.getsockname()[1]})
+            told = heard(to_first, deadline - time.monotonic())
             if "refused" in told:
                 raise EngineError(f"node 0 refused this one: {told['refused']}")
             links.ranks = [range(*own) for own in told["ranks"]]
             places = [first, *(tuple(place) for place in told["nodes"][1:])]
             for rank in links.own:
-                links.controls[rank] = _connect(first, deadline)
-                _say(links.controls[rank], {"key": key, "control": rank})
+                links.controls[rank] = connect(first, deadline)
+                say(links.controls[rank], {"key": key, "control": rank})
                 for below in range(node):
                     for other in links.ranks[below]:
-                        end = _connect(places[below], deadline)
-                        _say(end, {"key": key, "from": rank, "to": other})
+                        end = connect(places[below], deadline)
+                        say(end, {"key": key, "from": rank, "to": other})
                         links.ends.setdefault(rank, {})[other] = end
             _take_ends(listener, links, key, deadline)
         except BaseException:
@@ -181,7 +155,7 @@ class NodeRanks:
         while True:
             if waiting.poll(1000 * LOOK):
                 with contextlib.suppress(EngineError, OSError):
-                    return bool(_heard(first, HELLO).get("over"))
+                    return bool(heard(first, HELLO).get("over"))
                 return False
             for rank, process in self.processes.items():
                 code = process.poll()
@@ -192,7 +166,7 @@ class NodeRanks:
                 if code is not None and rank not in told:
                     told.add(rank)
                     with contextlib.suppress(OSError):
-                        _say(first, {"ended": rank, "code": code})
+                        say(first, {"ended": rank, "code": code})
 
     def end(self) -> None:
         for process in self.processes.values():
@@ -226,7 +200,7 @@ class NodeLine:
         """How a rank ended, as its node told; a node that is gone has hung up."""
         while not self._gone and _readable(self._connection):
             try:
-                told = _heard(self._connection, HELLO)
+                told = heard(self._connection, HELLO)
                 self._ended.setdefault(int(told["ended"]), int(told["code"]))
             except (EngineError, OSError, KeyError, ValueError):
                 self._gone = True
@@ -234,7 +208,7 @@ class NodeLine:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            _say(self._connection, {"over": True})
+            say(self._connection, {"over": True})
         self._connection.close()
 
 
@@ -284,7 +258,7 @@ def _take_ends(listener: socket.socket, links: Links, key: str, deadline: float)
     if not links.node:
         missing.update(above)
     while missing:
-        connection, said = _accept(listener, key, deadline, f"{len(missing)} connections of other nodes")
+        connection, said = accept(listener, key, deadline, f"{len(missing)} connections of other nodes")
         what = said["control"] if "control" in said else (said.get("from"), said.get("to"))
         if what not in missing:
             connection.close()
@@ -294,70 +268,6 @@ def _take_ends(listener: socket.socket, links: Links, key: str, deadline: float)
             links.ends.setdefault(what[1], {})[what[0]] = connection
         else:
             links.controls[what] = connection
-
-
-def _accept(listener: socket.socket, key: str, deadline: float, what: str) -> tuple[socket.socket, dict[str, Any]]:
-    while True:
-        listener.settimeout(max(0.01, deadline - time.monotonic()))
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            raise EngineError(f"{what} did not come in time") from None
-        try:
-            said = _heard(connection, HELLO)
-            if hmac.compare_digest(str(said.get("key", "")), key):
-                return connection, said
-            _say(connection, {"refused": f"the key ({KEY}) is another one"})
-        except (EngineError, OSError):
-            pass
-        connection.close()
-
-
-def _connect(address: Address, deadline: float) -> socket.socket:
-    while True:
-        try:
-            made = socket.create_connection(address, timeout=HELLO)
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise EngineError(f"{address[0]}, port {address[1]}, cannot be reached: {error}") from None
-            time.sleep(AGAIN)
-        else:
-            made.settimeout(None)
-            return made
-
-
-def _say(connection: socket.socket, what: Mapping[str, Any]) -> None:
-    data = json.dumps(what).encode()
-    connection.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def _heard(connection: socket.socket, seconds: float) -> dict[str, Any]:
-    """A whole message. Bytes behind it stay where they are: they are for whoever gets the connection next."""
-    connection.settimeout(max(0.01, seconds))
-    try:
-        (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
-        if size > LONGEST:
-            raise EngineError("another node said what no node says")
-        said = json.loads(_exactly(connection, size))
-    except TimeoutError:
-        raise EngineError("another node said nothing in time") from None
-    except ValueError:
-        raise EngineError("another node said what no node says") from None
-    finally:
-        connection.settimeout(None)
-    if not isinstance(said, dict):
-        raise EngineError("another node said what no node says")
-    return said
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = connection.recv(count - len(data))
-        if not piece:
-            raise EngineError("another node has hung up")
-        data += piece
-    return data
 
 
 def _readable(connection: socket.socket) -> bool:

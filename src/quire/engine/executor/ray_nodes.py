@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from quire.engine import handshake
 from quire.engine.executor import nodes
 from quire.progress import doing
 from quire.subprocesses import environment
@@ -50,7 +51,7 @@ def start_nodes(ranks: int, count: int, seconds: float) -> nodes.Links:
 
 def _start_others(ray: Any, alive: Sequence[dict[str, Any]], shares: Sequence[range], seconds: float) -> nodes.Links:
     key, host = secrets.token_hex(16), alive[0]["NodeManagerAddress"]
-    with nodes.listen((host, 0)) as listener, doing(f"starting ranks on {len(shares) - 1} other nodes"):
+    with handshake.listen((host, 0)) as listener, doing(f"starting ranks on {len(shares) - 1} other nodes"):
         first = (host, listener.getsockname()[1])
         for number, node in enumerate(alive[1 : len(shares)], 1):
             _start_agent(ray, node, first, number, key, seconds)

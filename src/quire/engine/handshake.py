@@ -1,0 +1,118 @@
+"""How processes of several machines, the nodes, meet over TCP: whoever connects says who it is, in a message of JSON.
+
+Whoever can connect is taken, if it knows the key (QUIRE_CLUSTER_KEY; none by default): run it in a network that others cannot
+reach. Nothing received is ever executed or unpickled.
+"""
+
+import hmac
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from quire.types.errors import EngineError
+
+KEY = "QUIRE_CLUSTER_KEY"
+LONGEST = 1 << 16  # bytes of a message
+HELLO = 10.0  # seconds for one who connected to say who it is
+AGAIN = 0.1  # seconds between two attempts to connect
+_LENGTH = struct.Struct("<I")
+Address = tuple[str, int]
+
+
+def cluster_key() -> str:
+    return os.environ.get(KEY, "")
+
+
+def listen(address: Address) -> socket.socket:
+    try:
+        return socket.create_server(address, backlog=1024, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+    except OSError as error:
+        raise EngineError(f"cannot listen on {address[0]}, port {address[1]}, for other nodes: {error.strerror}") from None
+
+
+def address_towards(first: Address) -> str:
+    """By which other nodes reach this one: that of the way to node 0."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(*first, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise EngineError(f"{first[0]}: {error.strerror or error}") from None
+
+
+def accept(listener: socket.socket, key: str, deadline: float, what: str) -> tuple[socket.socket, dict[str, Any]]:
+    """The next one who is to be let in, and what it said. `what` is awaited."""
+    while True:
+        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            raise EngineError(f"{what} did not come in time") from None
+        said = let_in(connection, key)
+        if said is not None:
+            return connection, said
+
+
+def let_in(connection: socket.socket, key: str) -> dict[str, Any] | None:
+    """What one who connected says; None: it does not know the key, or is no node, and the connection is closed."""
+    try:
+        said = heard(connection, HELLO)
+        if hmac.compare_digest(str(said.get("key", "")).encode(), key.encode()):
+            return said
+        say(connection, {"refused": f"the key ({KEY}) is another one"})
+    except (EngineError, OSError):
+        pass
+    connection.close()
+    return None
+
+
+def connect(address: Address, deadline: float) -> socket.socket:
+    while True:
+        try:
+            made = socket.create_connection(address, timeout=HELLO)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise EngineError(f"{address[0]}, port {address[1]}, cannot be reached: {error}") from None
+            time.sleep(AGAIN)
+        else:
+            made.settimeout(None)
+            return made
+
+
+def say(connection: socket.socket, what: Mapping[str, Any]) -> None:
+    data = json.dumps(what).encode()
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def heard(connection: socket.socket, seconds: float) -> dict[str, Any]:
+    """A whole message. Bytes behind it stay where they are: they are for whoever gets the connection next."""
+    connection.settimeout(max(0.01, seconds))
+    try:
+        (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+        if size > LONGEST:
+            raise EngineError("another node said what no node says")
+        said = json.loads(_exactly(connection, size))
+    except TimeoutError:
+        raise EngineError("another node said nothing in time") from None
+    except ValueError:
+        raise EngineError("another node said what no node says") from None
+    finally:
+        connection.settimeout(None)
+    if not isinstance(said, dict):
+        raise EngineError("another node said what no node says")
+    return said
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = connection.recv(count - len(data))
+        if not piece:
+            raise EngineError("another node has hung up")
+        data += piece
+    return data

@@ -1,0 +1,161 @@
+"""Engines of this machine that another one serves: `quire serve --headless --data-parallel-start-rank N`.
+
+    node 0 ═ TCP ═ a thread for each engine ═ its process
+
+Arguments are node 0's, but for the model's files, which are this command's. An engine that is lost is told, with the requests
+it worked on, and node 0 asks for the next one over a new connection. When node 0 ends, so does this.
+"""
+
+import logging
+import select
+import threading
+import time
+from dataclasses import replace
+
+from quire.config.args import EngineArgs
+from quire.engine import ipc
+from quire.engine.child import Child
+from quire.engine.handshake import Address, cluster_key, connect, heard, say
+from quire.engine.nursery import WarmStart
+from quire.engine.remote import keep_alive
+from quire.frames import Mailbox
+from quire.types.errors import EngineError
+
+LOOK = 0.1  # seconds between looks at the process
+LAST = 0.01  # of one that has closed its connection
+STOPPED = 0.5  # seconds that it may be stopped
+FAREWELL = 5.0  # seconds for an engine to end by itself, and for the last words to leave
+PAUSE = 0.2  # seconds between two lives of an engine
+WARM_AFTER = 3.0  # seconds after an engine is ready
+STOP = ipc.encode(ipc.Stop())
+
+logger = logging.getLogger(__name__)
+
+
+class Outpost:
+    def __init__(self, args: EngineArgs, first: int, count: int) -> None:
+        """`args` of the command here: engines `first` to `first + count - 1`."""
+        self._args, self._first, self._count = args, first, count
+        self._address: Address = (args.data_parallel_address, args.data_parallel_rpc_port)
+        self._warm, self._lock = WarmStart(), threading.Lock()
+        self._over = threading.Event()
+        self.errors: list[Exception] = []
+
+    def run(self) -> None:
+        """Until node 0 has ended. Raises what the first engine failed with to reach it."""
+        threads = [
+            threading.Thread(target=self._keep, args=(number,), name=f"quire-engine-{number}", daemon=True)
+            for number in range(self._count)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            while any(thread.is_alive() for thread in threads):
+                for thread in threads:
+                    thread.join(0.1)
+                if self.errors:
+                    raise self.errors[0]
+        finally:
+            self._over.set()
+            for thread in threads:
+                thread.join(FAREWELL)
+            self._warm.close()
+
+    def _keep(self, number: int) -> None:
+        """One engine, life after life."""
+        try:
+            while not self._over.is_set():
+                if self._serve(number):
+                    return
+                self._over.wait(PAUSE)
+        except Exception as error:
+            self.errors.append(error)
+
+    def _serve(self, number: int) -> bool:
+        """One life. True: node 0 has ended, and said so."""
+        engine = self._first + number
+        logger.info("engine %d: waiting for machine 0 at %s:%d", engine, *self._address)
+        connection = connect(self._address, time.monotonic() + self._args.engine_start_timeout)
+        with connection:
+            say(connection, {"key": cluster_key(), "engine": engine, "clock": time.monotonic()})
+            try:
+                told = heard(connection, FAREWELL)
+            except EngineError:  # it ends, or has ended
+                return False
+            if "refused" in told:
+                raise EngineError(f"machine 0 refused this one: {told['refused']}")
+            keep_alive(connection)
+            mailbox = Mailbox(connection)
+            start = self._order(mailbox)
+            if not isinstance(start, ipc.StartEngine):
+                return start is not None
+            logger.info("engine %d starts", engine)
+            with self._lock:
+                nursery = self._warm.get()
+            child = Child(self._own(start.args), engine=number, serving=start.serving, nursery=nursery)
+            try:
+                return self._relay(mailbox, child, start)
+            finally:
+                child.close()
+
+    def _order(self, mailbox: Mailbox) -> ipc.Command | None:
+        """What node 0 wants, which may come late: it has another node for this engine now. None: it is gone."""
+        while not self._over.is_set() and not mailbox.closed:
+            frame = mailbox.receive()
+            if frame is not None:
+                return ipc.decode_command(frame)
+            mailbox.wait(int(1000 * LOOK))
+        return None
+
+    def _own(self, args: EngineArgs) -> EngineArgs:
+        here = self._args
+        return replace(
+            args,
+            model=here.model,
+            revision=here.revision,
+            download_dir=here.download_dir,
+            hf_token=here.hf_token,
+            data_parallel_size_local=self._count,
+            data_parallel_start_rank=0,
+        )
+
+    def _relay(self, mailbox: Mailbox, child: Child, start: ipc.StartEngine) -> bool:
+        """Carries what the two say until one of them is gone. True: node 0 wanted the end."""
+        mailbox.send(ipc.encode(ipc.Begun(child.pid)))
+        warm_at: float | None = None
+        stopped_since: float | None = None
+        stopping = False
+        while not mailbox.closed and not self._over.is_set():
+            waiting = select.poll()
+            waiting.register(mailbox.fileno(), select.POLLIN | (select.POLLOUT if mailbox.full else 0))
+            if not child.closed:
+                waiting.register(child.fd, select.POLLIN | (select.POLLOUT if child.full else 0))
+            waiting.poll(1000 * (LAST if child.closed else LOOK))
+            mailbox.flush()
+            child.flush()
+            while (frame := mailbox.receive()) is not None:
+                stopping = stopping or frame == STOP
+                child.send_frame(frame)
+            while (frame := child.receive_frame()) is not None:
+                if warm_at is None and isinstance(ipc.decode_report(frame), ipc.Ready):
+                    warm_at = time.monotonic() + WARM_AFTER
+                mailbox.send(frame)
+            if warm_at is not None and time.monotonic() > warm_at and start.args.warm_restart:
+                warm_at = float("inf")
+                with self._lock:
+                    self._warm.prepare()
+            stopped_since = (stopped_since or time.monotonic()) if child.stopped else None
+            if stopped_since is not None and time.monotonic() - stopped_since > STOPPED:
+                return self._tell(mailbox, child, "SIGSTOP: it was stopped, and is killed")
+            if child.closed and child.ending() is not None:
+                self._tell(mailbox, child, str(child.ending()))
+                return stopping
+        return stopping
+
+    def _tell(self, mailbox: Mailbox, child: Child, how: str) -> bool:
+        """Node 0 of an engine's end."""
+        child.kill()
+        logger.info("the engine process %d ended with %s", child.pid, how)
+        mailbox.send(ipc.encode(ipc.Ended(how, sorted(child.in_flight()), child.last_lines())))
+        mailbox.drain(FAREWELL)
+        return False

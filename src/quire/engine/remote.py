@@ -1,0 +1,287 @@
+"""Engines on other nodes, as node 0 has them: what `Child` is to an engine process of this machine.
+
+    harbour         listens at data_parallel_address; whoever connects says which engine it has (`outpost.py`)
+    RemoteEngine    mailbox ═ a pair of sockets ═ two threads ═ TCP ═ outpost ═ the engine process
+
+A remote engine may be told what to do before its node has come: it hears of it then. One that is lost is ended at its node,
+whose next connection has the next one.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+import weakref
+from typing import Any
+
+import msgspec
+
+from quire.config.args import EngineArgs
+from quire.engine import ipc
+from quire.engine.child import first_frame
+from quire.engine.handshake import Address, cluster_key, let_in, listen, say
+from quire.frames import Frames, Mailbox
+
+PIECE = 1 << 16
+GOODBYE = 0.5  # seconds, at least, for a node to hear that it is over
+PATIENT = 10_000  # milliseconds that what was sent may stay unconfirmed: a node that is gone without a word
+CLOCKS = 0.01  # seconds by which clocks may differ and count as one
+
+logger = logging.getLogger(__name__)
+
+
+class Arrived:
+    """A node's connection for one engine."""
+
+    def __init__(self, connection: socket.socket, said: dict[str, Any]) -> None:
+        self.connection = connection
+        self.host = str(connection.getpeername()[0])
+        self.ahead = time.monotonic() - float(said.get("clock", 0.0))  # our clock, compared with the node's
+
+
+class Harbour:
+    """Where nodes with engines connect. Each engine's newest connection waits here until it is wanted."""
+
+    def __init__(self, address: Address, engines: range) -> None:
+        self.address, self._engines, self._key = address, engines, cluster_key()
+        self._listener = listen(address)
+        self._news = threading.Condition()
+        self._waiting: dict[int, Arrived] = {}
+        self._finalizer = weakref.finalize(self, _close, self._listener, self._waiting)
+        threading.Thread(target=_receive, args=(weakref.ref(self), self._listener), name="quire-harbour", daemon=True).start()
+
+    def welcome(self, connection: socket.socket) -> None:
+        said = let_in(connection, self._key)
+        if said is None:
+            return
+        engine = said.get("engine")
+        try:
+            if not isinstance(engine, int) or engine not in self._engines:
+                wanted = f"{self._engines.start} to {self._engines.stop - 1}"
+                say(connection, {"refused": f"engine {engine} is not one of those of other nodes, {wanted}"})
+                connection.close()
+                return
+            say(connection, {"engine": engine})
+            keep_alive(connection)
+            arrived = Arrived(connection, said)
+        except (OSError, ValueError):
+            connection.close()
+            return
+        with self._news:
+            before = self._waiting.pop(engine, None)
+            self._waiting[engine] = arrived
+            self._news.notify_all()
+        if before is not None:
+            before.connection.close()
+
+    def wait(self, engine: int, over: threading.Event) -> Arrived | None:
+        """For a node with this engine; None: it is over, and not wanted any more."""
+        with self._news:
+            while not over.is_set():
+                if engine in self._waiting:
+                    return self._waiting.pop(engine)
+                self._news.wait(0.2)
+        return None
+
+    def close(self) -> None:
+        self._finalizer()
+
+
+class RemoteEngine:
+    """One life of an engine on another node. `engine` is its number, of args.data_parallel_size."""
+
+    def __init__(self, args: EngineArgs, harbour: Harbour, engine: int, serving: bool = True) -> None:
+        start = first_frame(args, engine, serving)
+        ours, theirs = socket.socketpair()
+        self._mailbox, self._engine, self._harbour = Mailbox(ours), engine, harbour
+        self._line = _Line(harbour, engine, theirs)
+        self._begun: ipc.Begun | None = None
+        self._ended: ipc.Ended | None = None
+        self._finalizer = weakref.finalize(self, _hang_up, self._mailbox, self._line)
+        try:
+            threading.Thread(target=self._line.run, name=f"quire-engine-{engine}", daemon=True).start()
+        except RuntimeError as error:  # the system gives no thread
+            self._finalizer()
+            raise OSError(str(error)) from None
+        self._mailbox.send(start)
+
+    @property
+    def pid(self) -> int:
+        """On its node; 0 until that has told."""
+        return 0 if self._begun is None else self._begun.pid
+
+    @property
+    def stopped(self) -> bool:
+        """Its node looks at that."""
+        return False
+
+    @property
+    def fd(self) -> int:
+        return self._mailbox.fileno()
+
+    @property
+    def closed(self) -> bool:
+        return self._mailbox.closed
+
+    @property
+    def full(self) -> bool:
+        return self._mailbox.full
+
+    def flush(self) -> None:
+        self._mailbox.flush()
+
+    def send(self, command: ipc.Command) -> None:
+        self._mailbox.send(ipc.encode(command))
+
+    def receive(self) -> ipc.Report | None:
+        """The next report, None if there is none now. What the node itself says is heard here."""
+        while (frame := self._mailbox.receive()) is not None:
+            match ipc.decode_report(frame):
+                case ipc.Begun() as begun:
+                    self._begun = begun
+                    logger.info("engine %d is process %d on %s", self._engine, self.pid, self._line.host)
+                case ipc.Ended() as ended:
+                    self._ended = ended
+                case report:
+                    return _by_our_clock(report, self._line.ahead)
+        return None
+
+    def ending(self) -> str | None:
+        if not self._line.over.is_set():
+            return None
+        if self._ended is None and not self.closed:
+            self.receive()
+        if self._ended is not None:
+            return f"{self._ended.how} (on {self._line.host})"
+        return f"the connection to its node ({self._line.host})" if self._line.host else "no node"
+
+    def last_words(self) -> str:
+        if not self._line.host:
+            return f"\n  no node came with engine {self._engine} to {self._harbour.address[0]}:{self._harbour.address[1]}"
+        return "" if self._ended is None else "".join(f"\n  {line}" for line in self._ended.lines)
+
+    def in_flight(self) -> set[str]:
+        """Of a node that is gone without a word: nobody is suspected."""
+        return set() if self._ended is None else set(self._ended.in_flight)
+
+    def kill(self) -> None:
+        self._line.end()
+
+    def stop(self, timeout: float) -> None:
+        """For good: its node need not come again."""
+        if self._line.host and not self._line.over.is_set():
+            self.send(ipc.Stop())
+            self._mailbox.drain(max(timeout, GOODBYE))
+            self._line.over.wait(max(timeout, GOODBYE))
+        self.close()
+
+    def close(self) -> None:
+        self._finalizer()
+
+
+class _Line:
+    """Two threads that carry bytes between the mailbox and the node, once that has come."""
+
+    def __init__(self, harbour: Harbour, engine: int, inner: socket.socket) -> None:
+        self._harbour, self._engine, self._inner = harbour, engine, inner
+        self._outer: socket.socket | None = None
+        self.over = threading.Event()
+        self.host, self.ahead = "", 0.0
+
+    def run(self) -> None:
+        arrived = self._harbour.wait(self._engine, self.over)
+        if arrived is None:
+            self._inner.close()
+            return
+        self.host, self.ahead, self._outer = arrived.host, arrived.ahead, arrived.connection
+        if self.over.is_set():
+            self.end()
+        back = threading.Thread(target=self._carry_back, name=f"quire-engine-{self._engine}-reports", daemon=True)
+        back.start()
+        _carry(self._inner, self._outer)
+        with contextlib.suppress(OSError):
+            self._outer.shutdown(socket.SHUT_WR)
+        back.join()
+        self._inner.close()
+        self._outer.close()
+
+    def _carry_back(self) -> None:
+        """When the node says no more, it is over."""
+        assert self._outer is not None
+        _carry(self._outer, self._inner)
+        self.over.set()
+        with contextlib.suppress(OSError):
+            self._inner.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> None:
+        self.over.set()
+        if self._outer is not None:
+            with contextlib.suppress(OSError):
+                self._outer.shutdown(socket.SHUT_RDWR)
+
+
+def _carry(source: socket.socket, sink: socket.socket) -> None:
+    """Until either is closed."""
+    with contextlib.suppress(OSError):
+        while piece := source.recv(PIECE):
+            sink.sendall(piece)
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Messages leave at once, and a machine that is gone without a word is noticed."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, PATIENT)
+
+
+def _by_our_clock(report: ipc.Report, ahead: float) -> ipc.Report:
+    """Times are told by the node's clock, which began when that machine did."""
+    if abs(ahead) < CLOCKS:
+        return report
+    match report:
+        case ipc.StepReport(deltas):
+            report.deltas = [
+                msgspec.structs.replace(delta, scheduled_at=delta.scheduled_at + ahead) if delta.scheduled_at else delta
+                for delta in deltas
+            ]
+        case ipc.Seen(sight):
+            sight.t += ahead
+            for request in sight.requests:
+                request.since += ahead
+                request.seen += ahead
+    return report
+
+
+def _receive(harbour: "weakref.ref[Harbour]", listener: socket.socket) -> None:
+    """Each in a thread of its own: who connects and says nothing keeps nobody waiting."""
+    listener.settimeout(None)
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        there = harbour()
+        if there is None:
+            connection.close()
+            return
+        try:
+            threading.Thread(target=there.welcome, args=(connection,), daemon=True).start()
+        except RuntimeError:
+            connection.close()
+        del there
+
+
+def _close(listener: socket.socket, waiting: dict[int, Arrived]) -> None:
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)  # whoever waits in accept returns
+    listener.close()
+    for arrived in waiting.values():
+        with arrived.connection, contextlib.suppress(OSError):
+            Frames(arrived.connection).send(ipc.encode(ipc.Stop()))
+
+
+def _hang_up(mailbox: Mailbox, line: _Line) -> None:
+    line.end()
+    mailbox.close()
