@@ -3,23 +3,28 @@
     python benchmarks/adapters.py [--rank 16] [--adapters 0 1 8 64] [--requests 256] [--rows single mixed cold]
 
 single: one request, 128 in, 512 out, ms a token. mixed: so many requests, 100 to 1,024 in and out, of the adapters in turn, s.
-0 adapters = enabled, and nobody asks for one; "off" = not enabled. cold: time to the first token beside eight streams, with an
-adapter that is there and with one that is read from its files, ms; and the longest pause of a stream meanwhile.
+0 adapters = enabled, and nobody asks for one; "off" = not enabled. cold: time to the first token beside eight streams of a
+server's engine, with a0, which is there from the second time on, and with others that are read from their files, ms; and the
+time between two tokens of a stream meanwhile.
 """
 
 import argparse
+import asyncio
 import gc
 import json
 import random
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from quire import LLM, LoRARequest, SamplingParams
+from quire import LLM, AsyncLLM, LoRARequest, SamplingParams
+from quire.config.args import EngineArgs
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -74,31 +79,43 @@ def timed(llm: LLM, kind: str, count: int, loras: Sequence[LoRARequest | None], 
     return best
 
 
-def first_token(llm: LLM, lora: LoRARequest, streams: int, turn: int) -> tuple[float, float]:
-    """Seconds to a request's first token beside `streams` others, and the longest of their steps until then."""
-    engine = llm.llm_engine
-    long = SamplingParams(temperature=0, ignore_eos=True, max_tokens=400)
-    others = [f"{turn}.{number}" for number in range(streams)]
-    for number, name in enumerate(others):
-        engine.add_request(name, {"prompt_token_ids": [number + 5] * 64}, long)
-    for _ in range(60):
-        engine.step()
-    began = last = time.perf_counter()
-    engine.add_request(
-        "asked", {"prompt_token_ids": [100 + turn, *range(100, 227)]}, SamplingParams(max_tokens=1), lora_request=lora
-    )
-    longest, done = 0.0, False
-    while not done:
-        outputs = engine.step()
-        now = time.perf_counter()
-        if any(output.request_id != "asked" for output in outputs):
-            longest, last = max(longest, now - last), now
-        done = any(output.request_id == "asked" and output.finished for output in outputs)
-    took = time.perf_counter() - began
-    engine.abort_request(others)
-    while engine.has_unfinished_requests():
-        engine.step()
-    return took, longest
+async def first_tokens(llm: AsyncLLM, loras: Sequence[LoRARequest], streams: int) -> None:
+    """As a server does it: to the first token of a request with each, one after the other, beside `streams` that go on, and the
+    longest time between two tokens of theirs meanwhile."""
+    long = SamplingParams(temperature=0, ignore_eos=True, max_tokens=3000, detokenize=False)
+    times: list[list[float]] = [[] for _ in range(streams)]
+
+    async def stream(number: int) -> None:
+        async for _ in llm.generate({"prompt_token_ids": [number + 5] * 64}, long, f"stream {number}"):
+            times[number].append(time.perf_counter())
+
+    running = [asyncio.create_task(stream(number)) for number in range(streams)]
+    while min(map(len, times)) < 50:
+        await asyncio.sleep(0.01)
+    for turn, lora in enumerate(loras):
+        began = time.perf_counter()
+        prompt = {"prompt_token_ids": [100 + turn, *range(100, 227)]}
+        async for _ in llm.generate(prompt, SamplingParams(max_tokens=1), f"asked {turn}", lora_request=lora):
+            pass
+        took = time.perf_counter() - began
+        await asyncio.sleep(0.2)
+        gaps = sorted(1000 * (b - a) for each in times for a, b in pairwise(each) if b > began)
+        median, high = gaps[len(gaps) // 2], gaps[len(gaps) * 99 // 100]
+        print(
+            f"first token with {lora.lora_name}: {1000 * took:.1f} ms; between others' tokens {median:.1f} ms, p99 {high:.1f}, "
+            f"at most {gaps[-1]:.1f}",
+            flush=True,
+        )
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+async def run_cold(args: dict[str, Any], loras: Sequence[LoRARequest], most: int) -> None:
+    llm = AsyncLLM.from_engine_args(EngineArgs.from_kwargs(**args))
+    await llm.wait_ready()
+    await first_tokens(llm, [*[loras[0]] * 4, *loras[most:]], 8)
+    llm.shutdown()
 
 
 def main() -> None:
@@ -137,26 +154,27 @@ def main() -> None:
         paths = [write_adapter(Path(folder) / f"{i}", tensors, options.rank) for i in range(most + 3)]
         print(f"wrote {len(paths)} adapters in {time.perf_counter() - began:.1f} s", flush=True)
         loras = [LoRARequest(f"a{i}", i + 1, path) for i, path in enumerate(paths)]
-        llm = LLM(**args, enable_lora=True, max_loras=most + 3, max_lora_rank=options.rank)
-        for count in options.adapters:
-            used: list[LoRARequest | None] = list(loras[:count]) or [None]
-            for lora in used:
-                if lora is not None:
-                    llm.llm_engine.add_lora(lora)
-            what = f"{count} adapters" if count else "enabled, unused"
-            if "single" in options.rows and count <= 1:
-                took = timed(llm, "single", 1, used, vocabulary, options.runs)
-                print(f"{what:<18} single {1000 * took / 512:7.3f} ms", flush=True)
-            if "mixed" in options.rows:
-                took = timed(llm, "mixed", options.requests, used, vocabulary, options.runs)
-                print(f"{what:<18} mixed  {took:7.2f} s", flush=True)
+        adapted = {"enable_lora": True, "max_loras": most + 3, "max_lora_rank": options.rank}
+        if {"single", "mixed"} & {*options.rows}:
+            llm = LLM(**args, **adapted)
+            for count in options.adapters:
+                used: list[LoRARequest | None] = list(loras[:count]) or [None]
+                for lora in used:
+                    if lora is not None:
+                        llm.llm_engine.add_lora(lora)
+                what = f"{count} adapters" if count else "enabled, unused"
+                if "single" in options.rows and count <= 1:
+                    took = timed(llm, "single", 1, used, vocabulary, options.runs)
+                    print(f"{what:<18} single {1000 * took / 512:7.3f} ms", flush=True)
+                if "mixed" in options.rows:
+                    took = timed(llm, "mixed", options.requests, used, vocabulary, options.runs)
+                    print(f"{what:<18} mixed  {took:7.2f} s", flush=True)
+            llm.llm_engine.shutdown()
+            del llm
+            gc.collect()
+            torch.cuda.empty_cache()
         if "cold" in options.rows:
-            for turn, lora in enumerate((*[loras[0]] * 6, *loras[most:])):
-                took, longest = first_token(llm, lora, 8, turn)
-                print(
-                    f"first token with {lora.lora_name}: {1000 * took:.1f} ms, longest pause beside it {1000 * longest:.1f} ms"
-                )
-        llm.llm_engine.shutdown()
+            asyncio.run(run_cold(args | adapted, loras, most))
 
 
 if __name__ == "__main__":

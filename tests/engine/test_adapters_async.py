@@ -126,7 +126,7 @@ def test_a_lost_engine_costs_no_stream_its_adapter(tiny_model, adapters, monkeyp
         os.kill(llm.engine_pid, signal.SIGKILL)
         outputs = await asyncio.gather(*tasks)
         assert [output.outputs[0].token_ids for output in outputs] == expected
-        assert llm.restarts == 1 and llm.replayed >= 3
+        assert llm.restarts == 1 and llm.replayed >= 2
         assert await llm.list_loras() == {1, 2, 3}
 
     run(scene(), llm)

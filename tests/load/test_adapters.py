@@ -8,6 +8,12 @@ import torch
 
 from adapters import Q_PROJ, halves, open_shelf, put, write_adapter, write_with_peft
 from oracle import Sequences
+from quire.layers.adapter import LinearBank
+from quire.load.load import load_weights
+from quire.models.registry import build_model
+from quire.prepare.adapt import adapt
+from quire.prepare.adapter_numbers import largest_of
+from quire.runner.adapters import Shelf
 from quire.types.adapter import AdapterRef
 from quire.types.errors import AdapterError
 
@@ -256,3 +262,45 @@ def test_experts_one_by_one_and_as_they_once_were(checkpoint, tmp_path):
         sequences.adapters = [place]
         torch.testing.assert_close(sequences.step([(0, IDS[0])])[0], expected[place], atol=2e-5, rtol=2e-5)
     assert len({json.dumps(each.argmax(-1).tolist()) for each in expected}) == 3
+
+
+def test_what_kernels_read_is_written_without_banks(checkpoint, tmp_path):
+    """Until somebody is beside it that kernels do not know; then it has the same numbers."""
+    case = checkpoint("llama")
+    model = build_model(case.facts)
+    adapters = adapt(model, device=torch.device("cpu"), dtype=torch.float32, tabled=(2, 16))
+    load_weights(model, case.facts, device="cpu", dtype="float32")
+    shelf, table = Shelf(adapters, model, 2, 16), adapters._table
+    parts = [f"base_model.model.model.layers.{layer}" for layer in (0, 2)]
+    tensors = halves(f"{parts[0]}.self_attn.k_proj", 16, 48) | halves(f"{parts[0]}.self_attn.q_proj", 48, 48, 2, 1)
+    tensors |= halves(f"{parts[1]}.mlp.down_proj", 48, 80, 2, 2)
+    put(shelf, write_adapter(tmp_path / "low", tensors), 1)
+    put(shelf, write_adapter(tmp_path / "head", halves("base_model.model.lm_head", 199, 48)), 2)
+    assert shelf.has_kernels_for([1]) and not any(1 in bank.places for bank in banks_of(model))
+    written = table._rows[1].clone()
+    assert (written != 0).sum() == 9
+    with torch.inference_mode():
+        assert not shelf.has_kernels_for([1, 2])
+        table.write(1, {site.path for site in adapters.sites.values() if site.kind == "linear" and 1 in site._bank.places})
+        assert torch.equal(table._rows[1], written)
+        sequences = Sequences(model, 2, 20)
+        sequences.adapters = [1, 2]
+        beside = sequences.step([(row, IDS[0]) for row in range(2)])[0]
+    other, shelf = open_shelf(case)
+    put(shelf, tmp_path / "low", 1)
+    sequences = Sequences(other, 1, 20)
+    sequences.adapters = [1]
+    torch.testing.assert_close(beside, sequences.step([(0, IDS[0])])[0], atol=2e-5, rtol=2e-5)
+
+
+def banks_of(model):
+    return [layer.bank for layer in model.modules() if isinstance(getattr(layer, "bank", None), LinearBank)]
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_largest(kind):
+    values = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).to(kind)
+    assert largest_of(values) == float(values.abs().max()) and largest_of(values.t()) == largest_of(-values)
+    assert largest_of(values[:0]) == 0.0 == largest_of(torch.zeros(3, dtype=kind)) == largest_of(-torch.zeros(3, dtype=kind))
+    for bad in (torch.nan, -torch.nan, torch.inf, -torch.inf):
+        assert largest_of(values.index_fill(0, torch.tensor([3]), bad)) == torch.inf

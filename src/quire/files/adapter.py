@@ -1,14 +1,17 @@
 """The files of a LoRA adapter, as PEFT writes them: a directory of adapter_config.json and the numbers beside it."""
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from quire.files.reading import read_object
 from quire.files.safetensors import LARGEST_HEADER, read_header
+from quire.files.threads import in_threads
 from quire.types.errors import AdapterError, EngineDead, ModelError
 
 CONFIG = "adapter_config.json"
@@ -18,7 +21,7 @@ BESIDE = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokeniz
 LARGEST_CONFIG = 16 << 20
 LARGEST_BESIDE = 256 << 20
 LARGEST_NUMBER = 8  # bytes
-PIECE = 1 << 20
+PIECE, PART = 1 << 20, 1 << 22  # bytes that are read at once, and that a thread looks at
 SETTLED = 0.1  # seconds: a file that was written more recently may be written again without its times telling
 
 
@@ -107,16 +110,28 @@ def digest(path: str, gone: Callable[[], bool] = bool) -> str:
     files, found = find_adapter(path), sha256(b"quire adapter")
     try:
         for file in _all(files):
+            size = file.stat().st_size
             found.update(file.name.encode())
-            found.update(file.stat().st_size.to_bytes(8, "little"))
+            found.update(size.to_bytes(8, "little"))
             with file.open("rb") as source:
-                while piece := source.read(PIECE):
-                    if gone():
-                        raise EngineDead(f"{file}: nobody waits for it any more")
-                    found.update(piece)
+                part = partial(_digest_of, source.fileno(), lambda: _stay(file, gone))  # noqa: B023
+                found.update(b"".join(in_threads(part, range(0, size, PART))))
     except OSError as error:
         raise AdapterError(f"{file}: cannot be read: {error.strerror or error}", "lora_path") from error
     return found.hexdigest()
+
+
+def _digest_of(source: int, stay: Callable[[], None], begin: int) -> bytes:
+    found = sha256()
+    for at in range(begin, begin + PART, PIECE):
+        stay()
+        found.update(os.pread(source, PIECE, at))
+    return found.digest()
+
+
+def _stay(file: Path, gone: Callable[[], bool]) -> None:
+    if gone():
+        raise EngineDead(f"{file}: nobody waits for it any more")
 
 
 def stamp(path: str) -> str:

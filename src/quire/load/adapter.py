@@ -8,24 +8,28 @@ What an adapter targets is read off its tensors: `target_modules` says how they 
 
 import logging
 import math
+import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.files.adapter import AdapterFiles, find_adapter, read_config
 from quire.files.reading import shown, told
 from quire.files.safetensors import read_header
+from quire.files.threads import in_threads
 from quire.load.adapter_config import AdapterConfig, interpret
 from quire.load.adapter_experts import ExpertTensors
 from quire.load.adapter_tokens import TokenRows
 from quire.load.adapter_vocabulary import AddedTokens
 from quire.load.assign import Renames, rename
 from quire.load.safetensors import DTYPES
+from quire.prepare.adapter_numbers import largest_of
 from quire.prepare.adapter_sites import Addition, ExpertsSite, HeadSite, LinearSite, Site
 from quire.types.errors import AdapterError, ModelError
 
@@ -52,6 +56,7 @@ HALVES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     )
 )
 HALF_OF = {"down": "lora_A", "up": "lora_B"}
+PIECE = 1 << 22  # bytes of a file that a thread reads
 LARGEST = 1e6  # what a matrix may be multiplied by, and a number that is added: beyond it activations overflow before long
 
 
@@ -61,6 +66,7 @@ class Named:
 
     name: str
     values: Tensor
+    largest: float = math.inf  # no number of it is farther from 0
 
     def wrong(self, message: str) -> AdapterError:
         return AdapterError(f"tensor {shown(self.name)} {message}", "lora_path")
@@ -88,7 +94,8 @@ def read_adapter(path: str, model: Model) -> tuple[Mapping[str, Addition], int]:
         raise AdapterError(f"{path}: {error}", "lora_path") from error
 
 
-def _read_tensors(files: AdapterFiles) -> dict[str, Tensor]:
+def _read_tensors(files: AdapterFiles) -> list[Named]:
+    """What can be said of each alone has been checked."""
     try:
         if files.weights.suffix == ".safetensors":
             return _read_safetensors(files.weights)
@@ -99,23 +106,41 @@ def _read_tensors(files: AdapterFiles) -> dict[str, Tensor]:
         raise AdapterError(f"{files.weights.name} cannot be read: {told(error)}", "lora_path") from error
     if not isinstance(found, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in found.items()):
         raise AdapterError(f"{files.weights.name} is not a table of tensors", "lora_path")
-    return found
+    return [_checked(name, values) for name, values in found.items()]
 
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
+def _read_safetensors(path: Path) -> list[Named]:
     """Not mapped: whoever writes a new version over it must not pull it from under us."""
-    found: dict[str, Tensor] = {}
+    header = read_header(path)
+    for name, info in header.items():
+        if info.dtype not in DTYPES:
+            raise AdapterError(f"tensor {shown(name)} is stored as {info.dtype}, which cannot be read", "lora_path")
+    first = min((info.offset for info in header.values()), default=0)
+    last = max((info.offset + info.nbytes for info in header.values()), default=0)
+    kinds = {DTYPES[info.dtype] for info in header.values()}
+    kind = kinds.pop() if len(kinds) == 1 else torch.int8
+    room = np.empty(-(-(last - first) // 8) * 8, np.uint8)  # numpy asks for huge pages
+    room[last - first :] = 0
     with path.open("rb") as file:
-        for name, info in read_header(path).items():
-            if info.dtype not in DTYPES:
-                raise AdapterError(f"tensor {shown(name)} is stored as {info.dtype}, which cannot be read", "lora_path")
-            raw = bytearray(info.nbytes)
-            file.seek(info.offset)
-            if file.readinto(raw) != info.nbytes:
-                raise AdapterError(f"{path.name} was changed while it was read", "lora_path")
-            kind = DTYPES[info.dtype]
-            values = torch.frombuffer(raw, dtype=kind) if raw else torch.empty(0, dtype=kind)
-            found[name] = values.view(info.shape)
+
+        def read(begin: int) -> float:
+            some = room[begin : begin + PIECE]
+            done, wanted = 0, min(len(some), last - first - begin)
+            while done < wanted:
+                came = os.preadv(file.fileno(), [some[done:].data], first + begin + done)
+                if not came:
+                    raise AdapterError(f"{path.name} was changed while it was read", "lora_path")
+                done += came
+            return largest_of(torch.from_numpy(some).view(kind)) if kind.is_floating_point and kind.itemsize > 1 else math.inf
+
+        bound = max(in_threads(read, range(0, len(room), PIECE)), default=0.0)
+    found = []
+    for name, info in header.items():
+        at = info.offset - first
+        whole = at % DTYPES[info.dtype].itemsize == 0
+        some = room[at : at + info.nbytes] if whole else room[at : at + info.nbytes].copy()
+        values = torch.from_numpy(some).view(DTYPES[info.dtype]).view(info.shape)
+        found.append(Named(name, values, bound) if bound <= LARGEST and whole else _checked(name, values))
     return found
 
 
@@ -127,10 +152,9 @@ class Reader:
         self._tokens = AddedTokens(model.more, readable)
         self._rows = TokenRows(config.tokens)
 
-    def read(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Addition], int]:
+    def read(self, tensors: Iterable[Named]) -> tuple[dict[str, Addition], int]:
         modules: dict[str, dict[str, Named]] = defaultdict(dict)
-        for name, values in tensors.items():
-            named = Named(name, _checked(name, values))
+        for named in tensors:
             module, kind = _parse(named)
             if kind in modules[module]:
                 raise named.wrong("is there twice, under another name")
@@ -179,7 +203,9 @@ class Reader:
             self._check_shape(down, (rank, inputs), site)
             self._check_shape(up, (outputs, rank), site)
             self.check_size(down, up, module)
-            addition = replace(addition, down=down.values, up=scaled(up, self._config.scale_of(module)))
+            scale = self._config.scale_of(module)
+            check_scale(up, scale)
+            addition = replace(addition, down=down.values, up=up.values, scale=scale)
         for kind, shape in (("magnitude", (outputs,)), ("added", (outputs,)), ("bias", (outputs,))):
             if kind in halves:
                 self._check_shape(halves[kind], shape, site)
@@ -217,7 +243,7 @@ class Reader:
             own = self._model.parameters.get(f"{path}.weight")
             same = whole is None if own is None else torch.equal(own.cpu(), addition.whole.to(own.dtype))
             addition = replace(addition, whole=None if same else addition.whole)
-        return None if all(value is None for value in vars(addition).values()) else addition
+        return None if addition.is_nothing else addition
 
     def _check_nothing(self, path: str, halves: dict[str, Named]) -> None:
         """A layer without matrices may come with the bias that it has anyway: with bias="all" all are saved."""
@@ -250,7 +276,11 @@ class Reader:
         self._largest = max(self._largest, rank)
 
     def check_size(self, down: Named, up: Named, module: str) -> None:
-        """By the length of what both add to a layer, at most."""
+        """By the length of what both add to a layer, at most. Matrices are not longer than if all of their numbers were the
+        largest one: with that most need not be looked at."""
+        bounds = [named.largest * math.sqrt(named.values.numel()) for named in (down, up)]
+        if math.prod(bounds) * abs(self.scale_of(module)) <= LARGEST:
+            return
         lengths = [float(torch.linalg.vector_norm(named.values, dtype=torch.float64)) for named in (down, up)]
         product = math.prod(lengths) * abs(self.scale_of(module))
         if product > LARGEST:
@@ -263,11 +293,14 @@ class Reader:
         raise named.wrong(f"has shape {list(found)}, where the model needs {list(shape)}")
 
 
-def scaled(named: Named, scale: float) -> Tensor:
-    values = named.values.float() * scale
-    if not torch.isfinite(values).all():
+def check_scale(named: Named, scale: float) -> None:
+    if named.largest * abs(scale) > torch.finfo(torch.float32).max:
         raise named.wrong(f"is too large for its scale of {scale:g}")
-    return values
+
+
+def scaled(named: Named, scale: float) -> Tensor:
+    check_scale(named, scale)
+    return named.values.float() * scale
 
 
 def _parse(named: Named) -> tuple[str, str]:
@@ -279,7 +312,7 @@ def _parse(named: Named) -> tuple[str, str]:
     raise named.wrong("is not of a kind that LoRA adapters have (lora_A, lora_B, ...)")
 
 
-def _checked(name: str, values: Tensor) -> Tensor:
+def _checked(name: str, values: Tensor) -> Named:
     named = Named(name, values)
     if not values.is_floating_point() or values.dtype.itemsize < 2:
         raise named.wrong(f"is stored as {str(values.dtype).removeprefix('torch.')}, where floats are needed")
@@ -287,9 +320,9 @@ def _checked(name: str, values: Tensor) -> Tensor:
         raise named.wrong("is not stored as plain numbers")
     if values.untyped_storage().nbytes() < values.numel() * values.dtype.itemsize:
         raise named.wrong(f"of shape {list(values.shape)} claims more numbers than its file has")
-    if not torch.isfinite(values).all():
+    largest = largest_of(values)
+    if not math.isfinite(largest):
         raise named.wrong("has numbers that are not finite (NaN or infinity)")
-    largest = float(values.abs().max()) if values.numel() else 0.0
     if largest > LARGEST:
         raise named.wrong(f"has a number of {largest:.0e}: more than {LARGEST:.0e} overflows")
-    return values
+    return replace(named, largest=largest)

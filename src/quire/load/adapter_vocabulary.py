@@ -53,9 +53,9 @@ class AddedTokens:
         more = None if whole is None or len(whole) == own else whole[own:].float()
         beyond = None
         if down is not None and up is not None and site.kind == "head" and len(up) > own:
-            beyond, up = up[own:] @ down.float(), up[:own]
+            beyond, up = addition.scale * up[own:].float() @ down.float(), up[:own]
         elif down is not None and up is not None and site.kind == "embedding" and down.shape[1] > own:
-            beyond, down = down[:, own:].t().float() @ up.t(), down[:, :own]
+            beyond, down = addition.scale * down[:, own:].t().float() @ up.t().float(), down[:, :own]
         if beyond is not None:
             if more is None or len(more) != len(beyond):
                 raise first.wrong("adds to tokens that the model does not have: save_embedding_layers saves what it adds to")

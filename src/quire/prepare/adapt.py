@@ -14,11 +14,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from quire.files.threads import in_threads
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts
 from quire.layers.role import Role
 from quire.ops.adapters import ENTRY
+from quire.prepare.adapter_numbers import Scaled, move
 from quire.prepare.adapter_sites import Addition, EmbeddingSite, ExpertsSite, HeadSite, LatentSite, LinearSite, Numbers, Site
 from quire.types.errors import ConfigError
 
@@ -32,6 +34,8 @@ class PackedAdapter:
     flat: Tensor
     where: Mapping[str, Mapping[str, tuple[int, tuple[int, ...]]]]  # site -> its own name -> first number, shape
     whole: Mapping[str, Numbers] = field(default_factory=dict)  # site -> by its own name: whole numbers, beside the piece
+    finite: bool = True  # are all of them numbers in that type, too?
+    row: "TableRow | None" = None  # of the table, if that is all there is to put on the device
     known: Numbers = field(default_factory=dict)  # by site: what was found out on the device
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Numbers]]:
@@ -49,14 +53,19 @@ class Adapters:
     def __init__(
         self, sites: Sequence[Site], device: torch.device, dtype: torch.dtype, tabled: tuple[int, int] | None = None
     ) -> None:
+        self._aside: dict[int, tuple[PackedAdapter, Tensor]] = {}  # by place: what banks have not been given yet
         self.sites: dict[str, Site] = {name: site for site in sites for name in site.shapes}
         self._by_path = {site.path: site for site in sites}
         self._device, self._dtype = device, dtype
         self._table: AddressTable | None = None if tabled is None else AddressTable(sites, device, *tabled)
 
     def has_kernels_for(self, places: Iterable[int]) -> bool:
-        """Can kernels do all that is in these places?"""
-        return self._table is not None and self._table.unusual.isdisjoint(places)
+        """Can kernels do all that is in these places? If not, banks have it."""
+        if self._table is not None and self._table.unusual.isdisjoint(places):
+            return True
+        for place in self._aside.keys() & {*places}:
+            self._put_in_banks(place, *self._aside.pop(place))
+        return False
 
     def bytes_of(self, rank: int) -> int:
         """That an adapter of this rank takes which adds to all linear layers, with biases and lengths."""
@@ -71,44 +80,72 @@ class Adapters:
         for name, addition in additions.items():
             if name in self.sites:
                 by_site.setdefault(self.sites[name].path, {})[name] = addition
-        tensors: list[Tensor] = []
+        given: list[Tensor | Scaled] = []
         where: dict[str, dict[str, tuple[int, tuple[int, ...]]]] = {}
         whole: dict[str, Numbers] = {}
         at = 0
         for path, found in by_site.items():
             where[path] = {}
             for name, values in self._by_path[path].cut(found).items():
-                if not values.is_floating_point():
+                if isinstance(values, Tensor) and not values.is_floating_point():
                     whole.setdefault(path, {})[name] = values
                     continue
-                where[path][name] = (at, tuple(values.shape))
-                tensors.append(values)
-                at += _aligned(values.numel())
-        flat = torch.zeros(at, dtype=self._dtype, pin_memory=self._device.type == "cuda")
+                shape = (values.values if isinstance(values, Scaled) else values).shape
+                where[path][name] = (at, tuple(shape))
+                given.append(values)
+                at += _aligned(shape.numel())
+        flat = torch.empty(at, dtype=self._dtype, pin_memory=self.pinned)
         places = [place for numbers in where.values() for place in numbers.values()]
-        for values, (first, shape) in zip(tensors, places, strict=True):
-            _view(flat, first, shape).copy_(values)
-        return PackedAdapter(flat, where, whole)
+
+        views = [_view(flat, first, shape) for first, shape in places]
+        finite = in_threads(lambda number: move(given[number], views[number]), range(len(views)))
+        row = None if self._table is None or whole else self._table.row_of(where, flat.itemsize)
+        return PackedAdapter(flat, where, whole, all(finite), row)
+
+    @property
+    def pinned(self) -> bool:
+        """Is what was packed in memory that the device reads by itself?"""
+        return self._device.type == "cuda"
+
+    def pin(self, size: int) -> None:
+        """Leaves so many bytes of such memory to torch, which gives them to the next that asks for as many."""
+        torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     @torch.inference_mode()
     def put(self, place: int, packed: PackedAdapter) -> None:
         """In the place of the adapter that has it. Between steps."""
         self.drop(place)
         flat = packed.flat.to(self._device, non_blocking=True) if self._device.type != "cpu" else packed.flat
+        if packed.row is not None and self._table is not None:  # banks would take longer, and steps wait meanwhile
+            self._table.write_row(place, packed.row, flat)
+            self._aside[place] = packed, flat
+            return
         try:
-            for path, numbers in packed.views(flat):
-                self._by_path[path].put(place, numbers, packed.known)
+            self._put_in_banks(place, packed, flat)
             if self._table is not None:
                 self._table.write(place, {*packed.where})
         except BaseException:
             self.drop(place)
             raise
 
+    def _put_in_banks(self, place: int, packed: PackedAdapter, flat: Tensor) -> None:
+        for path, numbers in packed.views(flat):
+            self._by_path[path].put(place, numbers, packed.known)
+
     def drop(self, place: int) -> None:
+        self._aside.pop(place, None)
         if self._table is not None:
             self._table.clear(place)
         for site in self._by_path.values():
             site.drop(place)
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """Of an adapter that is nowhere yet: numbers, and to which of them the address is to be added where it will be."""
+
+    numbers: npt.NDArray[np.int64]
+    addresses: npt.NDArray[np.int64]  # 1 = it is one
 
 
 class AddressTable:
@@ -133,10 +170,32 @@ class AddressTable:
             if site.path in paths:
                 numbers = np.array(site.tabulate(place), np.int64).ravel()
                 row[start : start + len(numbers)] = numbers
-        there = torch.from_numpy(row)
-        self._rows[place].copy_(there.pin_memory() if self._rows.is_cuda else there, non_blocking=True)
+        self._write(place, row)
         if paths - {site.path for site in self._sites}:
             self.unusual.add(place)
+
+    def row_of(self, where: Mapping[str, Mapping[str, tuple[int, tuple[int, ...]]]], itemsize: int) -> TableRow | None:
+        """None if there is more to it than narrow matrices. `where`: as of a PackedAdapter."""
+        row: npt.NDArray[np.int64] = np.zeros((2, self._rows.shape[1]), np.int64)
+        known = 0
+        for site, start in zip(self._sites, self._starts, strict=True):
+            if site.path in where:
+                assert isinstance(site, LinearSite)
+                for number, entry in enumerate(site.places(where[site.path])):
+                    if entry is not None:
+                        down, up, rank = entry
+                        at = start + number * ENTRY
+                        row[0, at : at + 3] = down * itemsize, up * itemsize, rank
+                        row[1, at : at + 2] = 1
+                        known += 2
+        return TableRow(*row) if known == sum(map(len, where.values())) else None
+
+    def write_row(self, place: int, row: TableRow, flat: Tensor) -> None:
+        self._write(place, row.numbers + row.addresses * flat.data_ptr())
+
+    def _write(self, place: int, row: npt.NDArray[np.int64]) -> None:
+        there = torch.from_numpy(row)
+        self._rows[place].copy_(there.pin_memory() if self._rows.is_cuda else there, non_blocking=True)
 
     def clear(self, place: int) -> None:
         self._rows[place].zero_()

@@ -1,6 +1,6 @@
 """The layers of a model that adapters can add to: what a rank needs of an addition, and its way to the layer's bank."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -24,11 +24,13 @@ from quire.layers.linear import Linear
 from quire.layers.moe import Experts
 from quire.layers.role import Role
 from quire.ops.adapters import make_table
+from quire.prepare.adapter_numbers import Scaled
 from quire.types.errors import AdapterError
 
 AT_ONCE = 256  # inputs of a matrix that are looked at together
 
 Numbers = dict[str, Tensor]  # of one layer's, by names of its own
+Given = dict[str, Tensor | Scaled]  # the same, as the file has them
 Entries = list[tuple[int, ...]]
 
 
@@ -37,7 +39,7 @@ class Addition:
     """What an adapter has for one matrix of the checkpoint, whole, on the host."""
 
     down: Tensor | None = None  # [rank, inputs]; of an embedding [rank, tokens]
-    up: Tensor | None = None  # [outputs, rank], multiplied by the adapter's scale
+    up: Tensor | None = None  # [outputs, rank]
     magnitude: Tensor | None = None  # [outputs] of DoRA: how long the rows of the sum shall be
     added: Tensor | None = None  # [outputs] behind the product, multiplied by the scale
     bias: Tensor | None = None  # [outputs] in place of the layer's own
@@ -48,6 +50,11 @@ class Addition:
     # of experts: each is down [E, rank, inputs] and up [E, outputs, rank], multiplied by the scale
     gate_up: tuple[Tensor, Tensor] | None = None
     back: tuple[Tensor, Tensor] | None = None
+    scale: float = 1.0  # that down and up are multiplied by
+
+    @property
+    def is_nothing(self) -> bool:
+        return all(value is None for name, value in vars(self).items() if name != "scale")
 
 
 class Site(Protocol):
@@ -63,7 +70,7 @@ class Site(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, int]]:
         """The matrices of the checkpoint that it is made of, outputs and inputs, by their paths."""
 
-    def cut(self, found: Mapping[str, Addition]) -> Numbers:
+    def cut(self, found: Mapping[str, Addition]) -> Given:
         """What this rank needs, by names of the site's own."""
 
     def put(self, place: int, numbers: Numbers, known: Numbers) -> None:
@@ -103,8 +110,8 @@ class LinearSite:
     def biased(self) -> bool:
         return self._layer.biased
 
-    def cut(self, found: Mapping[str, Addition]) -> Numbers:
-        numbers: Numbers = {}
+    def cut(self, found: Mapping[str, Addition]) -> Given:
+        numbers: Given = {}
         across, downs = self._layer.kept_inputs, list[Tensor]()
         for name, addition in found.items():
             rows = [some for _, some in self._parts[name].kept]
@@ -112,7 +119,7 @@ class LinearSite:
                 downs.append(addition.down[:, across.start : across.stop])
                 if self._bank.table is not None:
                     numbers[f"{name}.down"] = downs[-1]
-                numbers[f"{name}.up"] = _rows(addition.up, rows).t()
+                numbers[f"{name}.up"] = Scaled(_rows(addition.up, rows).t(), addition.scale)
             if addition.magnitude is not None:
                 numbers[f"{name}.magnitude"] = _rows(addition.magnitude, rows)
             if self._adds:
@@ -140,6 +147,13 @@ class LinearSite:
 
     def use_table(self, entries: Tensor, stride: int, ranks: int) -> None:
         self._bank.table = make_table(entries, stride, ranks, self.parts)
+
+    def places(self, where: Mapping[str, tuple[int, tuple[int, ...]]]) -> Iterator[tuple[int, int, int] | None]:
+        """Of each part where its down and up begin, and their rank; None = the adapter has none. `where` each of its tensors
+        begins, and their shapes."""
+        for name in self._parts:
+            down, up = where.get(f"{name}.down"), where.get(f"{name}.up")
+            yield None if down is None or up is None else (down[0], up[0], up[1][0])
 
     def tabulate(self, place: int) -> Entries:
         numbers = self._bank.places[place]
@@ -230,11 +244,11 @@ class HeadSite(Untabled):
         own = [site.path for site in sites if site.kind == "embedding" and [*site.shapes.values()] == [shape]]
         return own[0] if own and self.tied else None
 
-    def cut(self, found: Mapping[str, Addition]) -> Numbers:
+    def cut(self, found: Mapping[str, Addition]) -> Given:
         [addition] = found.values()
         rows, numbers = [self._layer.kept], _token_rows(addition, self._layer.kept)
         if addition.down is not None and addition.up is not None:
-            numbers |= {"down": addition.down.t(), "up": _rows(addition.up, rows).t()}
+            numbers |= {"down": addition.down.t(), "up": Scaled(_rows(addition.up, rows).t(), addition.scale)}
         if addition.whole is not None:
             numbers["whole"] = _rows(addition.whole, rows).t()
         if addition.more is not None:
@@ -275,7 +289,7 @@ class EmbeddingSite(Untabled):
         self._bank = layer.bank = EmbeddingBank()
         self._bank.more = more
 
-    def cut(self, found: Mapping[str, Addition]) -> Numbers:
+    def cut(self, found: Mapping[str, Addition]) -> Given:
         [addition] = found.values()
         rows, numbers = [self._layer.kept], _token_rows(addition, self._layer.kept)
         if addition.whole is not None:
@@ -283,7 +297,7 @@ class EmbeddingSite(Untabled):
         if addition.more is not None:
             numbers["more"] = addition.more
         if addition.down is not None and addition.up is not None:
-            numbers |= {"down": _rows(addition.down.t(), rows), "up": addition.up.t()}
+            numbers |= {"down": _rows(addition.down.t(), rows), "up": Scaled(addition.up.t(), addition.scale)}
         return numbers
 
     def put(self, place: int, numbers: Numbers, known: Numbers) -> None:  # noqa: ARG002
@@ -310,12 +324,12 @@ class ExpertsSite(Untabled):
         """When all is loaded: can additions go between its matrices?"""
         return {"up", "down"} <= {*self._layer.stored}
 
-    def cut(self, found: Mapping[str, Addition]) -> Numbers:
+    def cut(self, found: Mapping[str, Addition]) -> Given:
         [addition] = found.values()
         if not self._layer.gated:
             raise AdapterError(f"it adds to {self.path}, experts without gates, which adapters cannot do yet", "lora_path")
         experts, inner = self._layer.kept, self._layer.kept_inner
-        some, numbers = slice(experts.start, experts.stop), Numbers()
+        some, numbers = slice(experts.start, experts.stop), Given()
         if addition.gate_up is not None:
             down, up = addition.gate_up
             up = up[some]
@@ -352,7 +366,7 @@ def squares_of_rows(multiply: Callable[[Tensor], Tensor], inputs: int, parts: Se
     return squares
 
 
-def _token_rows(addition: Addition, kept: range) -> Numbers:
+def _token_rows(addition: Addition, kept: range) -> Given:
     """What a rank needs of other rows, which may be none of them."""
     if addition.tokens is None or addition.rows is None:
         return {}

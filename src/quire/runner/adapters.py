@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
-from threading import Lock
+from threading import Lock, Thread
 
 import torch
 
@@ -51,6 +51,8 @@ class Shelf:
         self._held: dict[str, PackedAdapter] = {}
         self._lock = Lock()
         self._taken: dict[int, int] = {}  # place -> bytes
+        self._blocks = 0  # of pinned memory, in use or not
+        self._pin_another(adapters.bytes_of(max_rank))
         self.filled: set[int] = set()
 
     def has_kernels_for(self, places: Iterable[int]) -> bool:
@@ -62,12 +64,19 @@ class Shelf:
             packed = self._adapters.pack(additions)
         except (MemoryError, RuntimeError) as error:  # torch has the second for the first
             raise AdapterError(f"{ref.path}: there is no memory for it: {error}", "lora_path") from error
-        if not torch.isfinite(packed.flat).all():
+        if not packed.finite:
             kind = str(packed.flat.dtype).removeprefix("torch.")
             raise AdapterError(f"{ref.path}: it has numbers that are too large for {kind}", "lora_path")
         with self._lock:
             self._held[ref.version] = packed
+        self._pin_another(packed.flat.nbytes)
         return AdapterFacts(rank, packed.flat.nbytes)
+
+    def _pin_another(self, size: int) -> None:
+        """To pin memory takes longer than to read an adapter into it, so there is always some for the next one."""
+        if self._adapters.pinned and len(self._held) >= self._blocks:
+            self._blocks += 1
+            Thread(target=self._adapters.pin, args=(size,), name="quire-pin", daemon=True).start()
 
     def put(self, ref: AdapterRef, place: int) -> None:
         with self._lock:

@@ -1,0 +1,51 @@
+"""An adapter's many numbers, looked at and moved once each. They are moved as they are where that is all there is to do, and in
+pieces that torch does not divide among threads of its own: who loads an adapter has threads already, and others need theirs."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+AT_ONCE = 1 << 15  # numbers, up to which torch uses one thread
+BITS = {2: (torch.int16, np.int16, np.uint16), 4: (torch.int32, np.int32, np.uint32), 8: (torch.int64, np.int64, np.uint64)}
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Numbers that are to be multiplied, when they are moved."""
+
+    values: Tensor
+    scale: float
+
+
+def largest_of(values: Tensor) -> float:
+    """How far from 0 they get; infinitely if one of them is no number. Floats are ordered as their bits are, but for their
+    signs."""
+    if not values.numel():
+        return 0.0
+    kind, signed, unsigned = BITS[values.dtype.itemsize]
+    bits: npt.NDArray[np.signedinteger] = values.contiguous().view(kind).numpy()
+    above, below = int(bits.max()), int(bits.view(unsigned).max()) - (1 << (8 * values.dtype.itemsize - 1))
+    largest = float(torch.from_numpy(np.array([max(above, below, 0)], signed)).view(values.dtype))
+    return math.inf if math.isnan(largest) else largest
+
+
+def move(given: Tensor | Scaled, to: Tensor) -> bool:
+    """`to` is contiguous, and of the same shape. False if something became too large for its type; what is not finite before
+    has been refused."""
+    values, scale = (given.values, given.scale) if isinstance(given, Scaled) else (given, 1.0)
+    if scale == 1.0 and values.dtype == to.dtype:
+        kind = BITS[to.dtype.itemsize][0]
+        np.copyto(to.view(kind).numpy(), values.view(kind).numpy())
+        return True
+    rows, columns = (to.shape[0], to.shape[1]) if to.dim() == 2 else (1, 1)
+    step = max(1, AT_ONCE // max(rows, 1))
+    if columns <= step:
+        torch.mul(values, scale, out=to)
+        return largest_of(to) < math.inf
+    for first in range(0, columns, step):
+        torch.mul(values[:, first : first + step], scale, out=to[:, first : first + step])
+    return largest_of(to) < math.inf
