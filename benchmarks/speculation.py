@@ -85,7 +85,7 @@ class Pretended:
 
         flight.StepFlight._read = pretend
 
-    def __call__(self, plan, ids, _fault):
+    def __call__(self, plan, ids, _fault, _told):
         first = np.flatnonzero(np.diff(plan.draw_row, prepend=-1))
         drafts, lengths, at = plan.drafts[plan.sample].tolist(), [], 0
         for begin, count in zip(first.tolist(), drafts, strict=True):

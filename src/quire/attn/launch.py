@@ -9,7 +9,7 @@
 It does not know how a batch was cut.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -73,6 +73,14 @@ def geometry(share: int, head_dim: int, dtype: torch.dtype) -> Geometry:
     return Geometry(dim_block, max(128, heads), 64, 4, 3, max(16, heads), 128, 4, 2, max(128, heads), 8, 2)
 
 
+@lru_cache
+def narrowed(shape: Geometry, dtype: torch.dtype) -> Geometry:
+    """The same for a cache of 8 bits: the halves of a head are matrices too, and unpacking wants many small programs."""
+    shape = replace(shape, dim_block=max(32, shape.dim_block))
+    large = dtype == torch.float32 or shape.dim_block > 128
+    return shape if large else replace(shape, split_n=64, split_warps=2, split_stages=3)
+
+
 def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
@@ -102,8 +110,10 @@ class Launch:
         share = spec.heads // spec.kv_heads
         self._shape = geometry(share, spec.head_dim, self.query.dtype)
         scales = kv_scales(kv)
-        self._cache = (kv, kv) if scales is None else (kv.view(torch.uint8), scales)
+        self._cache = (kv, kv) if scales is None else (kv.view(torch.int16), scales)
         self._bits = MANTISSA_BITS.get(kv.dtype, 0)
+        if self._bits:
+            self._shape = narrowed(self._shape, self.query.dtype)
         slopes = slopes_of(spec, self.query.device)
         assert slopes is None or self.sinks is None
         self._biases = slopes if slopes is not None else self.out if self.sinks is None else self.sinks

@@ -23,6 +23,9 @@ from quire.ops.linear import SHORT, gated_linear, linear
 STREAMED = 256  # rows: for more it is faster to dequantize
 # rows from which on products in 8 bits are faster: of floats with a scale to a row; of others, which torch has for no fewer
 ROUNDED = 2, 17
+DEQUANTIZED = {"float4": 384, "float8": 768}  # rows an expert, from which on that is faster for experts; others: 1024
+MOST_DEQUANTIZED = 1 << 30  # numbers of all experts' matrices that there is memory for
+FEW_FLOAT4 = 8  # slots, up to which it is faster for each of them to read its expert's matrices by itself
 FILLING = 264  # programs that keep an H200 busy
 BLOCK = 128  # columns of a scale, where rows are rounded by blocks
 MOST_READ = 1 << 22  # bytes of a matrix, read once for each row
@@ -176,8 +179,10 @@ def pack(form: Any) -> PackedMatrix | None:
                 scale = scale.repeat_interleave(form.rows, -2)[: form.outputs]
             packed = _pack("float8", form.numbers.view(torch.uint8), min(form.columns, form.inputs), scale, None, fill=0)
         case Float4(code="e2m1"):
+            powers = form.scale.dtype == torch.uint8 and form.factor is None
             scale = powers_of_two(form.scale) if form.scale.dtype == torch.uint8 else form.scale.float()
             scale = scale if form.factor is None else scale * form.factor
+            scale = scale.bfloat16() if powers else scale  # which has them all
             packed = _pack("float4", unpack_nibbles(form.numbers), form.group, scale, None, fill=0)
         case _:
             return None
@@ -238,19 +243,26 @@ def packed_experts_forward(
     from quire.ops.kernels import moe_many, packed_rows
     from quire.ops.kernels.moe import FEW_SLOTS
     from quire.ops.kernels.packed import Slots, product
+    from quire.ops.kernels.words import dequantize
 
     tokens, top_k = experts.shape
     if not tokens:
         return torch.empty_like(x)
     x = x.contiguous()
-    if experts.numel() <= FEW_SLOTS:
+    if experts.numel() <= (FEW_FLOAT4 if up.packed.form == "float4" and x.dtype in SHORT else FEW_SLOTS):
         outputs = 16 if x.dtype == torch.float32 else 1
         programs = packed_rows.Program(outputs, 256, 1), packed_rows.Program(outputs, 128, 1)
         return packed_rows.experts_forward(x, weights, experts, up.packed, down.packed, activation, biases, programs)
     before, behind = biases or (None, None)
     order, ends = moe_many.sort_slots(experts.flatten(), len(up.packed.words))
-    slots = Slots(order, ends, top_k)
     each = experts.numel() / len(up.packed.words)
+    all_numbers = up.packed.outputs * up.inputs * len(up.packed.words)
+    if each >= DEQUANTIZED.get(up.packed.form, 1024) and x.dtype in SHORT and all_numbers <= MOST_DEQUANTIZED:
+        block = moe_many.blocks(each, x.dtype)
+        inner = moe_many.product(x, dequantize(up.packed, x), before, order, ends, block, top_k, activation)
+        y = moe_many.product(inner, dequantize(down.packed, inner), behind, order, ends, block, 1)
+        return moe_many.weighted_sum(y, weights, torch.empty_like(x))
+    slots = Slots(order, ends, top_k)
     inner = product(x, up.packed, before, activation, choose_expert_way(up.packed, each), slots)
     slots = slots._replace(sharing=1)
     y = product(inner, down.packed, behind, "", choose_expert_way(down.packed, each), slots)
@@ -265,4 +277,5 @@ def choose_expert_way(packed: Any, rows: float) -> Any:
     four = NUMBERS[packed.form] == 4
     words = min(32 if four else 64, packed.span)
     block, high = (16, 64 if four else 128) if rows <= 8 else (32, 64) if rows <= 40 else (64, 128)
-    return Way(block, high, words, 1, 4, 3 if block == 64 else 4, fold=four and packed.span < 32)
+    exact = packed.form == "float4" and packed.scales.dtype == torch.bfloat16  # numbers times powers of two
+    return Way(block, high, words, 1, 4, 3 if block == 64 else 4, fold=exact or (four and packed.span < 32))

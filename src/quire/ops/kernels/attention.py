@@ -9,12 +9,15 @@ all of them. Logits are kept in powers of two.
 
 Where a split begins, where its part is stored and how the parts of a row are merged depends on that row alone, not on the
 batch; a part from a shared split may differ from the row's own in the last bits, as matrix units of other shapes make it.
+
+Numbers of 8 bits are read in pairs, words of 16 bits, which the matrix units' copies can turn: a head's even and odd numbers
+become two matrices, `_odd` the second, and meet again in what is stored.
 """
 
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.float8 import wide_float8
+from quire.ops.kernels.float8 import unpack_float8
 from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.math import tanh
 from quire.ops.kernels.overlap import let_next_start, wait_for_previous
@@ -32,46 +35,50 @@ def _read(
     high,  # position after the last
     page_stride,
     value_offset,
-    KIND: tl.constexpr,
     BITS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Keys and values, each [N, DIM_BLOCK] of type KIND; those that may not be read are zeros."""
-    dim = tl.arange(0, DIM_BLOCK)
+    """Keys and values as they lie, each [N, DIM_BLOCK] or half as many words, and the scales [N] of both, if BITS. What may not
+    be read is zeros."""
+    PARTS: tl.constexpr = 2 if BITS > 0 else 1  # numbers that are read at once; strides count numbers
+    dim = tl.arange(0, DIM_BLOCK // PARTS)
     if MASKED:
         there = (at >= low) & (at < high)
         page = tl.load(table + at // PAGE_SIZE, mask=there, other=0).to(tl.int64)
     else:
         there = at >= 0
         page = tl.load(table + at // PAGE_SIZE).to(tl.int64)
-    place = keys + (page * page_stride + (at % PAGE_SIZE) * HEAD_DIM)[:, None] + dim[None, :]
+    place = keys + (page * (page_stride // PARTS) + (at % PAGE_SIZE) * (HEAD_DIM // PARTS))[:, None] + dim[None, :]
     if MASKED or HEAD_DIM != DIM_BLOCK:
-        readable = there[:, None] & (dim < HEAD_DIM)[None, :]
+        readable = there[:, None] & (dim < HEAD_DIM // PARTS)[None, :]
         key = tl.load(place, mask=readable, other=0)
-        value = tl.load(place + value_offset, mask=readable, other=0)
+        value = tl.load(place + value_offset // PARTS, mask=readable, other=0)
     else:
         key = tl.load(place)
-        value = tl.load(place + value_offset)
+        value = tl.load(place + value_offset // PARTS)
+    key_scale, value_scale = 1.0, 1.0
     if BITS > 0:  # page_stride counts bytes, and a scale has four
         where_scale = scales + page * (page_stride // 4) + at % PAGE_SIZE
         key_scale = tl.load(where_scale, mask=there, other=0.0)
         value_scale = tl.load(where_scale + value_offset // HEAD_DIM, mask=there, other=0.0)
-        key = (wide_float8(key, BITS) * key_scale[:, None]).to(KIND)
-        value = (wide_float8(value, BITS) * value_scale[:, None]).to(KIND)
-    return key, value
+    return key, value, key_scale, value_scale
 
 
 @triton.jit
 def _fold(
     query,  # [M, DIM_BLOCK]
+    query_odd,  # this and the other odd ones: if BITS, and then all have half as many numbers
     acc,  # [M, DIM_BLOCK] float32
+    acc_odd,
     peak,  # [M] largest logit so far
     total,  # [M] sum of the weights relative to it
-    key,  # [N, DIM_BLOCK]
-    value,  # [N, DIM_BLOCK]
+    key,  # [N, DIM_BLOCK], if BITS words
+    value,  # [N, DIM_BLOCK], if BITS words
+    key_scale,  # [N], if BITS
+    value_scale,  # [N], if BITS
     at,  # [N] positions of the keys
     low,  # first position that is seen
     high,  # position after the last
@@ -81,10 +88,16 @@ def _fold(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SLOPES: tl.constexpr,
+    BITS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """acc, peak and total with these keys taken in."""
-    logit = tl.dot(query, tl.trans(key), input_precision="ieee")
+    """acc, peak and total with these keys taken in. Scales are of whole keys and values: cheaper beside products."""
+    if BITS > 0:
+        even, odd = unpack_float8(key, query.dtype, BITS)
+        logit = tl.dot(query, tl.trans(even), input_precision="ieee")
+        logit = tl.dot(query_odd, tl.trans(odd), logit, input_precision="ieee") * key_scale[None, :]
+    else:
+        logit = tl.dot(query, tl.trans(key), input_precision="ieee")
     if SOFT_CAP > 0:
         logit = tanh(logit * (scale / SOFT_CAP))
         scale = SOFT_CAP
@@ -100,21 +113,48 @@ def _fold(
     base = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
     weight = tl.exp2(logit * scale - base[:, None])
     fade = tl.exp2(peak - base)
-    acc = tl.dot(weight.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
-    return acc, higher, total * fade + tl.sum(weight, 1)
+    total = total * fade + tl.sum(weight, 1)
+    if BITS > 0:
+        even, odd = unpack_float8(value, query.dtype, BITS)
+        if query.dtype == tl.float16:  # weights times scales would be too small for it
+            even = (even.to(tl.float32) * value_scale[:, None]).to(query.dtype)
+            odd = (odd.to(tl.float32) * value_scale[:, None]).to(query.dtype)
+        else:
+            weight *= value_scale[None, :]
+        weight = weight.to(query.dtype)
+        acc = tl.dot(weight, even, acc * fade[:, None], input_precision="ieee")
+        acc_odd = tl.dot(weight, odd, acc_odd * fade[:, None], input_precision="ieee")
+    else:
+        acc = tl.dot(weight.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
+    return acc, acc_odd, higher, total
 
 
 @triton.jit
 def _attend(
-    query, acc, peak, total, keys, scales, table, at, low, high, position, slope, page_stride, value_offset, scale,
+    query, query_odd, acc, acc_odd, peak, total, keys, scales, table, at, low, high, position, slope,
+    page_stride, value_offset, scale,
     BITS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SLOPES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """_fold of what _read reads."""
-    key, value = _read(
-        keys, scales, table, at, low, high, page_stride, value_offset, query.dtype, BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, MASKED
+    key, value, key_scale, value_scale = _read(
+        keys, scales, table, at, low, high, page_stride, value_offset, BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, MASKED
     )  # fmt: skip
-    return _fold(query, acc, peak, total, key, value, at, low, high, position, slope, scale, WINDOW, SOFT_CAP, SLOPES, MASKED)
+    return _fold(
+        query, query_odd, acc, acc_odd, peak, total, key, value, key_scale, value_scale, at, low, high, position, slope, scale,
+        WINDOW, SOFT_CAP, SLOPES, BITS, MASKED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _halves(query, BLOCK_M: tl.constexpr, DIM_BLOCK: tl.constexpr, BITS: tl.constexpr):
+    """Queries and zeros for what they find, both twice if BITS."""
+    if BITS > 0:
+        query, query_odd = tl.split(tl.reshape(query, (BLOCK_M, DIM_BLOCK // 2, 2)))
+        acc, acc_odd = tl.zeros((BLOCK_M, DIM_BLOCK // 2), tl.float32), tl.zeros((BLOCK_M, DIM_BLOCK // 2), tl.float32)
+    else:
+        query_odd, acc, acc_odd = 0.0, tl.zeros((BLOCK_M, DIM_BLOCK), tl.float32), 0.0
+    return query, query_odd, acc, acc_odd
 
 
 @triton.jit
@@ -163,7 +203,7 @@ def _seen(lowest, high, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tiles"])
 def tiles_kernel(
     query,  # [T, heads, HEAD_DIM]
-    kv,  # [pages, 2, kv_heads, PAGE_SIZE, HEAD_DIM]
+    kv,  # [pages, 2, kv_heads, PAGE_SIZE, HEAD_DIM], if BITS words of two
     scales,  # [pages, 2, kv_heads, PAGE_SIZE] float32, if BITS
     out,  # [T, heads, HEAD_DIM]
     sinks,  # [heads]; or slopes
@@ -200,8 +240,8 @@ def tiles_kernel(
     q, peak, total, position, lowest_query, high, token, head, stored = _tile(
         query, sinks, row_starts, kv_lengths, row, first, kv_head, query_stride, SHARE, HEAD_DIM, DIM_BLOCK, SINKS, BLOCK_M
     )
-    acc = tl.zeros((BLOCK_M, DIM_BLOCK), tl.float32)
-    keys = kv + kv_head * (PAGE_SIZE * HEAD_DIM)
+    q, q_odd, acc, acc_odd = _halves(q, BLOCK_M, DIM_BLOCK, BITS)
+    keys = kv + kv_head * (PAGE_SIZE * HEAD_DIM // (2 if BITS > 0 else 1))
     scales += kv_head * PAGE_SIZE
     table = tables + row.to(tl.int64) * table_stride
     slope = tl.load(sinks + head).to(tl.float32) / scale if SLOPES else peak
@@ -209,20 +249,22 @@ def tiles_kernel(
     n = tl.arange(0, BLOCK_N)
     if WINDOW > 0:
         for begin in tl.range(low, clear, BLOCK_N):
-            acc, peak, total = _attend(
-                q, acc, peak, total, keys, scales, table, begin + n, low, high, position, slope, page_stride, value_offset,
-                scale, BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, SLOPES, True,
+            acc, acc_odd, peak, total = _attend(
+                q, q_odd, acc, acc_odd, peak, total, keys, scales, table, begin + n, low, high, position, slope,
+                page_stride, value_offset, scale, BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, SLOPES, True,
             )  # fmt: skip
     for begin in tl.range(clear, edge, BLOCK_N):
-        acc, peak, total = _attend(
-            q, acc, peak, total, keys, scales, table, begin + n, low, high, position, slope, page_stride, value_offset, scale,
-            BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, SLOPES, False,
+        acc, acc_odd, peak, total = _attend(
+            q, q_odd, acc, acc_odd, peak, total, keys, scales, table, begin + n, low, high, position, slope,
+            page_stride, value_offset, scale, BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, SLOPES, False,
         )  # fmt: skip
     for begin in tl.range(edge, high, BLOCK_N):
-        acc, peak, total = _attend(
-            q, acc, peak, total, keys, scales, table, begin + n, low, high, position, slope, page_stride, value_offset, scale,
-            BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, SLOPES, True,
+        acc, acc_odd, peak, total = _attend(
+            q, q_odd, acc, acc_odd, peak, total, keys, scales, table, begin + n, low, high, position, slope,
+            page_stride, value_offset, scale, BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, SLOPES, True,
         )  # fmt: skip
+    if BITS > 0:
+        acc = tl.interleave(acc, acc_odd)
     where_out = out + (token * out_stride + head * HEAD_DIM)[:, None] + tl.arange(0, DIM_BLOCK)[None, :]
     tl.store(where_out, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
 
@@ -230,7 +272,7 @@ def tiles_kernel(
 @launched
 @triton.jit(do_not_specialize=["table_stride", "first_head", "size"], do_not_specialize_on_alignment=["copies"])
 def copy_kernel(
-    kv,  # [pages, 2, kv_heads, PAGE_SIZE, HEAD_DIM]
+    kv,  # [pages, 2, kv_heads, PAGE_SIZE, HEAD_DIM], if BITS words of two
     scales,  # [pages, 2, kv_heads, PAGE_SIZE] float32, if BITS
     keys,  # [2, heads at once, size, HEAD_DIM]: the values lie after the keys
     tables,  # [R, max_pages]
@@ -254,14 +296,19 @@ def copy_kernel(
     item = copies + tl.program_id(1) * 3
     row, first, place = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     at = first + tl.arange(0, BLOCK)
-    lane = kv + (first_head + head) * (PAGE_SIZE * HEAD_DIM)
+    lane = kv + (first_head + head) * (PAGE_SIZE * HEAD_DIM // (2 if BITS > 0 else 1))
     scales += (first_head + head) * PAGE_SIZE
     table = tables + row.to(tl.int64) * table_stride
     length = tl.load(kv_lengths + row)
-    key, value = _read(
-        lane, scales, table, at, 0, length, page_stride, value_offset, keys.dtype.element_ty, BITS,
-        HEAD_DIM, HEAD_DIM, PAGE_SIZE, True,
-    )  # fmt: skip
+    key, value, key_scale, value_scale = _read(
+        lane, scales, table, at, 0, length, page_stride, value_offset, BITS, HEAD_DIM, HEAD_DIM, PAGE_SIZE, True
+    )
+    if BITS > 0:
+        kind: tl.constexpr = keys.dtype.element_ty
+        even, odd = unpack_float8(key, tl.float32, BITS)
+        key = (tl.interleave(even, odd) * key_scale[:, None]).to(kind)
+        even, odd = unpack_float8(value, tl.float32, BITS)
+        value = (tl.interleave(even, odd) * value_scale[:, None]).to(kind)
     rows = head.to(tl.int64) * size + place + tl.arange(0, BLOCK)
     there = keys + rows[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     tl.store(there, key)
@@ -311,18 +358,21 @@ def long_tiles_kernel(
     if WINDOW > 0:
         for begin in tl.range(low, clear, BLOCK_N):
             key, value = keys.load([base + begin, 0]), values.load([base + begin, 0])
-            acc, peak, total = _fold(
-                q, acc, peak, total, key, value, begin + n, low, high, position, slope, scale, WINDOW, SOFT_CAP, SLOPES, True
+            acc, _, peak, total = _fold(
+                q, q, acc, acc, peak, total, key, value, 1.0, 1.0, begin + n, low, high, position, slope, scale,
+                WINDOW, SOFT_CAP, SLOPES, 0, True,
             )  # fmt: skip
     for begin in tl.range(clear, edge, BLOCK_N):
         key, value = keys.load([base + begin, 0]), values.load([base + begin, 0])
-        acc, peak, total = _fold(
-            q, acc, peak, total, key, value, begin + n, low, high, position, slope, scale, WINDOW, SOFT_CAP, SLOPES, False
+        acc, _, peak, total = _fold(
+            q, q, acc, acc, peak, total, key, value, 1.0, 1.0, begin + n, low, high, position, slope, scale,
+            WINDOW, SOFT_CAP, SLOPES, 0, False,
         )  # fmt: skip
     for begin in tl.range(edge, high, BLOCK_N):
         key, value = keys.load([base + begin, 0]), values.load([base + begin, 0])
-        acc, peak, total = _fold(
-            q, acc, peak, total, key, value, begin + n, low, high, position, slope, scale, WINDOW, SOFT_CAP, SLOPES, True
+        acc, _, peak, total = _fold(
+            q, q, acc, acc, peak, total, key, value, 1.0, 1.0, begin + n, low, high, position, slope, scale,
+            WINDOW, SOFT_CAP, SLOPES, 0, True,
         )  # fmt: skip
     where_out = out + (token * out_stride + head * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
     tl.store(where_out, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
@@ -332,7 +382,7 @@ def long_tiles_kernel(
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["splits"])
 def splits_kernel(
     query,  # [T, heads, HEAD_DIM]
-    kv,  # [pages, 2, kv_heads, PAGE_SIZE, HEAD_DIM]
+    kv,  # [pages, 2, kv_heads, PAGE_SIZE, HEAD_DIM], if BITS words of two
     scales,  # [pages, 2, kv_heads, PAGE_SIZE] float32, if BITS
     out,  # [T, heads, HEAD_DIM]
     parts,  # [parts, heads, HEAD_DIM] float32
@@ -376,8 +426,7 @@ def splits_kernel(
     real = m < SHARE
     stored = real[:, None] & (dim < HEAD_DIM)[None, :]
     where_q = query + token * query_stride + (head * HEAD_DIM)[:, None] + dim[None, :]
-    q = tl.load(where_q, mask=stored, other=0.0)
-    acc = tl.zeros((BLOCK_M, DIM_BLOCK), tl.float32)
+    q, q_odd, acc, acc_odd = _halves(tl.load(where_q, mask=stored, other=0.0), BLOCK_M, DIM_BLOCK, BITS)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     low = 0
@@ -387,7 +436,7 @@ def splits_kernel(
         counts = split == low // SPLIT  # the first part of a row counts them
         peak = tl.where(counts, tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E, peak)
         total = tl.where(counts, 1.0, total)
-    keys = kv + kv_head * (PAGE_SIZE * HEAD_DIM)
+    keys = kv + kv_head * (PAGE_SIZE * HEAD_DIM // (2 if BITS > 0 else 1))
     scales += kv_head * PAGE_SIZE
     table = tables + row.to(tl.int64) * table_stride
     begin, high = split * SPLIT, tl.minimum(length, (split + 1) * SPLIT)
@@ -396,10 +445,12 @@ def splits_kernel(
     slope = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) / scale if SLOPES else peak
     n = tl.arange(0, BLOCK_N)
     for at in tl.range(begin, high, BLOCK_N):
-        acc, peak, total = _attend(
-            q, acc, peak, total, keys, scales, table, at + n, low, high, position, slope, page_stride, value_offset, scale,
-            BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, SLOPES, True,
+        acc, acc_odd, peak, total = _attend(
+            q, q_odd, acc, acc_odd, peak, total, keys, scales, table, at + n, low, high, position, slope,
+            page_stride, value_offset, scale, BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, SLOPES, True,
         )  # fmt: skip
+    if BITS > 0:
+        acc = tl.interleave(acc, acc_odd)
     acc = acc / total[:, None]
     if part < 0:
         where_out = out + token * out_stride + (head * HEAD_DIM)[:, None] + dim[None, :]
@@ -414,7 +465,7 @@ def splits_kernel(
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["shared", "members"])
 def shared_kernel(
     query,  # [T, heads, HEAD_DIM]
-    kv,  # [pages, 2, kv_heads, PAGE_SIZE, HEAD_DIM]
+    kv,  # [pages, 2, kv_heads, PAGE_SIZE, HEAD_DIM], if BITS words of two
     scales,  # [pages, 2, kv_heads, PAGE_SIZE] float32, if BITS
     parts,  # [parts, heads, HEAD_DIM] float32
     weights,  # [parts, heads] float32
@@ -459,23 +510,25 @@ def shared_kernel(
     head = kv_head * SHARE + m % SHARE
     stored = real[:, None] & (dim < HEAD_DIM)[None, :]
     q = tl.load(query + (token * query_stride + head * HEAD_DIM)[:, None] + dim[None, :], mask=stored, other=0.0)
-    acc = tl.zeros((BLOCK_M, DIM_BLOCK), tl.float32)
+    q, q_odd, acc, acc_odd = _halves(q, BLOCK_M, DIM_BLOCK, BITS)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     if SINKS:
         counts = split == 0
         peak = tl.where(counts, tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E, peak)
         total = tl.where(counts, 1.0, total)
-    keys = kv + kv_head * (PAGE_SIZE * HEAD_DIM)
+    keys = kv + kv_head * (PAGE_SIZE * HEAD_DIM // (2 if BITS > 0 else 1))
     scales += kv_head * PAGE_SIZE
     table = tables + tl.load(members + first * 2).to(tl.int64) * table_stride
     slope = tl.load(sinks + head).to(tl.float32) / scale if SLOPES else peak
     n = tl.arange(0, BLOCK_N)
     for at in tl.range(split * SPLIT, (split + 1) * SPLIT, BLOCK_N):
-        acc, peak, total = _attend(
-            q, acc, peak, total, keys, scales, table, at + n, 0, 0, m, slope, page_stride, value_offset, scale,
+        acc, acc_odd, peak, total = _attend(
+            q, q_odd, acc, acc_odd, peak, total, keys, scales, table, at + n, 0, 0, m, slope, page_stride, value_offset, scale,
             BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, 0, SOFT_CAP, SLOPES, False,
         )  # fmt: skip
+    if BITS > 0:
+        acc = tl.interleave(acc, acc_odd)
     where_part = part * HEADS + head
     tl.store(parts + (where_part * HEAD_DIM)[:, None] + dim[None, :], acc / total[:, None], mask=stored)
     tl.store(weights + where_part, peak + tl.log2(total), mask=real)

@@ -1,4 +1,4 @@
-"""Floats of 8 bits in float32 arithmetic, the same bits on every GPU, and in the interpreter, as torch's own conversions.
+"""Floats of 8 bits, the same bits on every GPU, and in the interpreter, as torch's own conversions.
 
 BITS are those behind the point: 3 (e4m3fn) or 2 (e5m2). The exponent of such a number is put where float32 has its own, and
 what that makes too little is made up for by a factor; numbers below the least normal one come out right as well.
@@ -7,16 +7,51 @@ what that makes too little is made up for by a factor; numbers below the least n
 import triton
 import triton.language as tl
 
+# by type and BITS: how it is called, how far exponent and fraction go to the right in the upper half of 16 bits, where they are
+# then, and what the exponent lacks there, as a factor
+WIDENED = {
+    ("bf16", 3): ("bf16x2", 4, 0x07F007F0, 0x7B807B80),
+    ("bf16", 2): ("bf16x2", 3, 0x0FE00FE0, 0x77807780),
+    ("fp16", 3): ("f16x2", 1, 0x3F803F80, 0x5C005C00),
+    ("fp16", 2): ("f16x2", 0, 0x7F007F00, 0x3C003C00),
+}
+
+
+@triton.constexpr_function
+def _widening(name, bits, second):
+    """The first, or second, bytes of two words in a register, $1, to two numbers of 16 bits, $0. An fma that adds -0 leaves a
+    -0 what it is."""
+    kind, shift, mask, factor = WIDENED[name, bits]
+    lines = [".reg .b32 half, size, factor, zero;", f"mov.b32 factor, {factor:#x};", "mov.b32 zero, 0x80008000;"]
+    lines += [f"prmt.b32 half, 0, $1, {0x7050 if second else 0x6040:#x};"]
+    lines += [f"shr.u32 size, half, {shift};", f"and.b32 size, size, {mask:#x};", "and.b32 half, half, 0x80008000;"]
+    lines += ["or.b32 half, half, size;", f"fma.rn.{kind} $0, half, factor, zero;"]
+    return "{ " + " ".join(lines) + " }"
+
 
 @triton.jit
 def wide_float8(numbers, BITS: tl.constexpr):
-    """uint8 -> float32. What is not a number comes out as some number: its scale is none either."""
+    """Numbers 0 ... 255 -> float32. What is not a number comes out as some number: its scale is none either."""
     bits = numbers.to(tl.int32)
     UP: tl.constexpr = 23 - BITS
     MISSING: tl.constexpr = 2.0**120 if BITS == 3 else 2.0**112
     small = ((bits & 0x7F) << UP).to(tl.float32, bitcast=True)
     size = small * MISSING
     return tl.where(bits >= 128, -size, size)
+
+
+@triton.jit
+def unpack_float8(words, KIND: tl.constexpr, BITS: tl.constexpr):
+    """Words of two, int16, to their first and second numbers, of type KIND, which has them all."""
+    if tl.bfloat16 == KIND:
+        first = tl.inline_asm_elementwise(_widening("bf16", BITS, False), "=r,r", [words], tl.bfloat16, True, 2)
+        second = tl.inline_asm_elementwise(_widening("bf16", BITS, True), "=r,r", [words], tl.bfloat16, True, 2)
+    elif tl.float16 == KIND:
+        first = tl.inline_asm_elementwise(_widening("fp16", BITS, False), "=r,r", [words], tl.float16, True, 2)
+        second = tl.inline_asm_elementwise(_widening("fp16", BITS, True), "=r,r", [words], tl.float16, True, 2)
+    else:
+        first, second = wide_float8(words & 255, BITS), wide_float8((words >> 8) & 255, BITS)
+    return first, second
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.runtime import JITFunction
 
 from quire.ops.kernels.launcher import launched
-from quire.ops.kernels.math import cdiv
+from quire.ops.kernels.math import cdiv, power_of_two
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
 # a number so large that the last bits of a mantissa count in ones, how the type is called, 1, -1, and less that number: each
@@ -194,15 +194,17 @@ def _dequantize(
     first = n // outputs * (GROUPS * SCALES) + n % outputs // HIGH
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(matrix + n * WORDS + at, mask=at < WORDS, other=0)[None, :]
+    CLOSE: tl.constexpr = GROUPS == 1 or GROUP % (PER * APART) == 0  # one scale for all places of a word
+    zero = tl.full((1,), 8.0 if FORM == "int4" else 0.0, tl.float32)
+    shift = (128.0 if kind == tl.bfloat16 else 1024.0) if FORM == "int4" and ASM and OFFSET < 2 else 0.0
     for i in tl.static_range(PER):
         column = column_of(at, i, APART, FORM)
-        place = first + column // GROUP * SCALES
         inside = (at < WORDS) & (column < inner) if PADDED else at < WORDS
-        scale = tl.load(scales + place, mask=inside, other=0.0).to(tl.float32)
-        zero = tl.full((1,), 8.0 if FORM == "int4" else 0.0, tl.float32)
-        if OFFSET:
-            zero = tl.load(zeros + place, mask=inside, other=0).to(tl.float32)
-        shift = (128.0 if kind == tl.bfloat16 else 1024.0) if FORM == "int4" and ASM and OFFSET < 2 else 0.0
+        if i == 0 or not CLOSE:
+            place = first + column // GROUP * SCALES
+            scale = tl.load(scales + place, mask=at < WORDS, other=0.0).to(tl.float32)
+            if OFFSET:
+                zero = tl.load(zeros + place, mask=at < WORDS, other=0).to(tl.float32)
         number = unpack(word, (-zero - shift).to(kind)[None, :], i, FORM, OFFSET, kind, ASM)
         tl.store(out + n * inner + column, (number.to(tl.float32) * scale[None, :]).to(kind).reshape(BLOCK), mask=inside)
 
@@ -211,8 +213,9 @@ def dequantize(matrix: Packed, like: Tensor) -> Tensor:
     """[..., outputs, inputs] of the type and the inputs of `like` [..., inputs]."""
     words = matrix.words
     out = like.new_empty(*words.shape[:-1], like.shape[-1])
-    block = 1024
+    block = min(1024, power_of_two(words.shape[-1]))
     _dequantize[(words.numel() // words.shape[-1], cdiv(words.shape[-1], block))](
-        *matrix.tensors, out, matrix.outputs, out.shape[-1], **matrix.constants(like), BLOCK=block, num_warps=4, **overlapping()
-    )
+        *matrix.tensors, out, matrix.outputs, out.shape[-1], **matrix.constants(like), BLOCK=block,
+        num_warps=max(1, block // 256), **overlapping(),
+    )  # fmt: skip
     return out
