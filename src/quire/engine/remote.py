@@ -69,9 +69,10 @@ class Harbour:
             connection.close()
             return
         with self._news:
-            before = self._waiting.pop(engine, None)
-            self._waiting[engine] = arrived
-            self._news.notify_all()
+            before: Arrived | None = arrived  # of no use any more
+            if self._finalizer.alive:
+                before, self._waiting[engine] = self._waiting.get(engine), arrived
+                self._news.notify_all()
         if before is not None:
             before.connection.close()
 
@@ -85,7 +86,8 @@ class Harbour:
         return None
 
     def close(self) -> None:
-        self._finalizer()
+        with self._news:
+            self._finalizer()
 
 
 class RemoteEngine:
