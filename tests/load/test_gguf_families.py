@@ -32,6 +32,10 @@ class Case:
 
 SCALES = {"embedding_scale": 2.0, "residual_scale": 0.5, "logit_scale": 3.0}
 LAYER_NORM = {"attention.layer_norm_epsilon": 1e-5}
+GLM_MOE = {"attention.key_length": 16, "expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 24,
+           "leading_dense_block_count": 1, "expert_gating_func": 2}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0, "original_max_position_embeddings": 32}
+PLAIN = {"rope_type": "default", "rope_theta": 500.0}
 CASES = {
     "granite": Case(Family("GraniteConfig", "GraniteForCausalLM", GRANITE), True, {**SCALES, "attention.scale": 0.3}),
     "minicpm": Case(Family("GraniteConfig", "GraniteForCausalLM", {**GRANITE, "attention_multiplier": 8**-0.5}), True, SCALES),
@@ -54,6 +58,41 @@ CASES = {
                "moe_intermediate_size": 24, "shared_expert_intermediate_size": 32}),
     ),
     "exaone": Case(MORE["exaone"]),
+    "exaone4": Case(
+        MORE["exaone4"],
+        fields={"attention.sliding_window": 6, "attention.sliding_window_pattern": [True, True, True, False]},
+    ),
+    "exaone4 without windows": Case(
+        Family("Exaone4Config", "Exaone4ForCausalLM", {"sliding_window": ..., "layer_types": ["full_attention"] * 3})
+    ),
+    "glm4": Case(MORE["glm4"], fields={"attention.key_length": 16, "rope.dimension_count": 8}),
+    "glm4moe": Case(
+        MORE["glm4-moe-groups"],
+        fields={**GLM_MOE, "block_count": 4, "nextn_predict_layers": 1, "expert_shared_count": 2, "expert_group_count": 4,
+                "expert_group_used_count": 2, "expert_weights_scale": 1.5, "rope.dimension_count": 8},
+    ),
+    "dots1": Case(
+        MORE["dots1"],
+        fields={**GLM_MOE, "expert_shared_count": 1, "expert_weights_scale": 1.5, "expert_weights_norm": False},
+    ),
+    "minimax-m2": Case(
+        MORE["minimax-m2"],
+        fields={"attention.key_length": 16, "rope.dimension_count": 8, "expert_count": 4, "expert_used_count": 2,
+                "expert_feed_forward_length": 80, "expert_gating_func": 2},
+    ),
+    "hunyuan-moe": Case(
+        Family("HunYuanMoEV1Config", "HunYuanMoEV1ForCausalLM", {"num_experts": 4, "moe_topk": 2, "head_dim": 16}),
+        fields={"attention.key_length": 16, "expert_used_count": 2},
+    ),
+    "hunyuan-dense": Case(Family("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM", {"head_dim": 8})),
+    "seed_oss": Case(MORE["seed-oss"], fields={"attention.key_length": 16}),
+    "olmo2 with windows": Case(
+        Family("Olmo3Config", "Olmo3ForCausalLM",
+               {"sliding_window": 7, "num_hidden_layers": 4,
+                "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}}),
+        fields={"attention.sliding_window": 7, "rope.freq_base": 500.0, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 32},
+    ),
 }  # fmt: skip
 
 
@@ -78,6 +117,7 @@ def convert(case: Case, name: str, config: dict[str, Any], tensors: dict[str, to
             size = config["hidden_size"] // heads
             groups = tensor.view(many, heads // many + 2, size, -1)
             tensor = torch.cat([part.flatten(0, 2) for part in (groups[:, :-2], groups[:, -2:-1], groups[:, -1:])])
+        hf = re.sub(r"e_score_correction_bias$", "e_score_correction.bias", hf)
         if hf.endswith("shared_expert_gate.weight"):
             tensor = tensor.squeeze()
         found[names.get_name(hf, try_suffixes=(".weight", ".bias"))] = tensor.float().numpy()
@@ -110,12 +150,13 @@ def test_logits_of_the_original(tmp_path, name):
         "attention.head_count": heads,
         "attention.head_count_kv": keys,
         "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps", 1e-6),
-        "rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
+        "rope.freq_base": float(config["rope_parameters"].get("rope_theta", 1e4)),
         "rope.dimension_count": config.get("head_dim") or config["hidden_size"] // heads,
         **case.fields,
     }
     if "num_experts" in config:
-        fields |= {"expert_count": config["num_experts"], "expert_used_count": config["num_experts_per_tok"]}
+        fields |= {"expert_count": config["num_experts"]}
+        fields |= {"expert_used_count": config.get("num_experts_per_tok") or fields["expert_used_count"]}
         fields |= {"expert_feed_forward_length": config.get("moe_intermediate_size") or config["intermediate_size"]}
         fields |= {"expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size") or 0}
     path = tmp_path / "model.gguf"

@@ -82,6 +82,7 @@ CASES = {
     "falcon-h1": Case("falcon-h1", RECURRENT["falcon-h1"], {**HEADS, "attention.key_length": 8}),
     "falcon-h1-no-norm": Case("falcon-h1", RECURRENT["falcon-h1-no-norm"], {**HEADS, "attention.key_length": 8}),
     "jamba": Case("jamba", RECURRENT["jamba"], {**SSM, **SOME, **EXPERTS, "ssm.time_step_rank": 5}),
+    "lfm2": Case("lfm2", RECURRENT["lfm2"], {**SOME, "shortconv.l_cache": 3, "feed_forward_length": 64}),
     "mamba": Case("mamba", Family("MambaConfig", "MambaForCausalLM", {**RECURRENT["mamba"].settings, "use_bias": False}),
                   {**ALONE, **SSM, "ssm.time_step_rank": 3}),
     "falcon-mamba": Case("mamba", RECURRENT["falcon-mamba"],
@@ -155,7 +156,7 @@ def told(case: Case, config: dict[str, Any], names: Any, name: str, tensor: torc
         tensor = multiplied(name, tensor, config)
     if name.endswith(".A_log"):
         tensor = -torch.exp(tensor)
-    if "conv1d.weight" in name:
+    if re.search(r"conv1d\.weight|conv\.conv\.weight", name):
         tensor = tensor.squeeze()
     if re.search(r"\.(A_log|D)$", name) and tensor.ndim == 1 and case.architecture not in ("mamba", "jamba"):
         tensor = tensor[:, None]

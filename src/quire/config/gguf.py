@@ -43,6 +43,9 @@ def translate(headers: list[GGUFHeader]) -> dict[str, Any]:
         if value is not None:
             config[name] = neat(one_value(header, key, value))
     config.update(architecture.fixed)
+    if drafts := int(number(header, "nextn_predict_layers", 0)):  # which are counted, too
+        config["num_nextn_predict_layers"] = drafts
+        config["num_hidden_layers"] = max(1, config["num_hidden_layers"] - drafts)
     config["vocab_size"] = _vocabulary(header)
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["bos_token_id"] = header.metadata.get("tokenizer.ggml.bos_token_id")

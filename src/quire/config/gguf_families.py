@@ -79,6 +79,56 @@ def _finish_gpt_oss(header: GGUFHeader, config: dict[str, Any]) -> None:
     config["intermediate_size"] = config.pop("moe_intermediate_size", config.get("intermediate_size"))
 
 
+def _finish_windows(header: GGUFHeader, config: dict[str, Any]) -> None:
+    """Exaone 4: every fourth layer has no window, if there is one and the file does not say otherwise."""
+    config |= {"attention_bias": False, "sliding_window": config.get("sliding_window")}
+    if config["sliding_window"]:
+        config["layer_types"] = _types(header, config["num_hidden_layers"])
+
+
+def _types(header: GGUFHeader, count: int) -> list[str]:
+    slides = header.get("attention.sliding_window_pattern")
+    if not isinstance(slides, list):
+        every = slides if isinstance(slides, int) and not isinstance(slides, bool) and slides > 0 else 4
+        slides = [(layer + 1) % every != 0 for layer in range(count)]
+    return ["sliding_attention" if yes else "full_attention" for yes in slides]
+
+
+def _finish_olmo2(header: GGUFHeader, config: dict[str, Any]) -> None:
+    """With windows it is the third; only layers without one are stretched."""
+    if not config.get("sliding_window"):
+        return
+    config |= {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"}
+    config["layer_types"], full = _types(header, config["num_hidden_layers"]), config["rope_parameters"]
+    local = {"rope_type": "default", "rope_theta": full["rope_theta"]}
+    config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+
+
+def _finish_corrected(header: GGUFHeader, config: dict[str, Any]) -> None:
+    """GLM 4.5 and dots.llm1."""
+    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in header.tensors
+    config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    config["norm_topk_prob"] = bool(header.get("expert_weights_norm", True))
+
+
+def _finish_minimax(header: GGUFHeader, config: dict[str, Any]) -> None:
+    if header.get("expert_gating_func", 2) != 2:
+        raise ModelError(f"{header.path}: experts must be chosen by sigmoids (expert_gating_func 2)")
+    config["num_local_experts"] = header.get("expert_count")
+    config["intermediate_size"] = config.pop("moe_intermediate_size", config.get("intermediate_size"))
+
+
+def _finish_hunyuan(header: GGUFHeader, config: dict[str, Any]) -> None:
+    config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    config["num_experts"], config["moe_topk"] = header.get("expert_count"), config.pop("num_experts_per_tok", None)
+    config["intermediate_size"] = config.pop("moe_intermediate_size", config.get("intermediate_size"))
+
+
+def _finish_seed(header: GGUFHeader, config: dict[str, Any]) -> None:
+    config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    config["attention_out_bias"] = "blk.0.attn_output.bias" in header.tensors
+
+
 def _finish_cohere(header: GGUFHeader, config: dict[str, Any]) -> None:
     config["logit_scale"] = number(header, "logit_scale", 1.0)
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in header.tensors
@@ -106,6 +156,14 @@ def _finish_exaone(header: GGUFHeader, config: dict[str, Any]) -> None:  # noqa:
     config["layer_norm_epsilon"] = config["rms_norm_eps"]
 
 
+_SPARSE = {
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_count": "n_routed_experts",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+}
 _LAYER_NORM = FIELDS | {"attention.layer_norm_epsilon": "layer_norm_eps"}
 _STARCODER2 = FIELDS | {"attention.layer_norm_epsilon": "norm_epsilon"}
 _FALCON = FIELDS | {"attention.layer_norm_epsilon": "layer_norm_epsilon", "feed_forward_length": "ffn_hidden_size"}
@@ -133,18 +191,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         "DeepseekV2ForCausalLM",
         "deepseek_v2",
         _SILU,
-        {
-            **FIELDS,
-            "attention.kv_lora_rank": "kv_lora_rank",
-            "leading_dense_block_count": "first_k_dense_replace",
-            "expert_count": "n_routed_experts",
-            "expert_shared_count": "n_shared_experts",
-            "expert_weights_scale": "routed_scaling_factor",
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
-        },
+        {**FIELDS, **_SPARSE, "attention.kv_lora_rank": "kv_lora_rank"},
         finish=_finish_deepseek,
     ),
+    "glm4moe": Architecture("Glm4MoeForCausalLM", "glm4_moe", _SILU, FIELDS | _SPARSE, _finish_corrected),
+    "dots1": Architecture("Dots1ForCausalLM", "dots1", _SILU, FIELDS | _SPARSE, _finish_corrected),
+    "minimax-m2": Architecture("MiniMaxM2ForCausalLM", "minimax_m2", _SILU, finish=_finish_minimax),
+    "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", _SILU, finish=_finish_hunyuan),
+    "hunyuan-moe": Architecture("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", _SILU, finish=_finish_hunyuan),
+    "exaone4": Architecture("Exaone4ForCausalLM", "exaone4", _SILU, finish=_finish_windows),
+    "glm4": Architecture("Glm4ForCausalLM", "glm4", _SILU, finish=_finish_llama),
+    "seed_oss": Architecture("SeedOssForCausalLM", "seed_oss", _SILU, finish=_finish_seed),
     "gpt-oss": Architecture(
         "GptOssForCausalLM", "gpt_oss", {**_SILU, "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         finish=_finish_gpt_oss,
@@ -153,7 +210,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "arcee": Architecture("ArceeForCausalLM", "arcee", {"hidden_act": "relu2"}, finish=_finish_llama),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", {**_SILU, **_NO_BIAS, "no_rope_layer_interval": 4}),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5", {**_SILU, "use_bias": False}),
-    "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", {**_SILU, **_NO_BIAS}),
+    "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", {**_SILU, **_NO_BIAS}, finish=_finish_olmo2),
     "exaone": Architecture("ExaoneForCausalLM", "exaone", {"activation_function": "silu"}, finish=_finish_exaone),
     "command-r": Architecture("CohereForCausalLM", "cohere", _SILU, _LAYER_NORM, finish=_finish_cohere),
     "cohere2": Architecture(

@@ -144,6 +144,11 @@ def _period(header: GGUFHeader, which: list[bool], what: str) -> tuple[int, int]
     return period, at[0]
 
 
+def _finish_lfm2(header: GGUFHeader, config: dict[str, Any]) -> None:
+    config["layer_types"] = ["full_attention" if yes else "conv" for yes in _attends(header, config)]
+    config |= {"conv_bias": has(header, "shortconv.conv.bias"), "block_auto_adjust_ff_dim": False}
+
+
 _SHARED = "ffn_up_shexp.weight"
 _POSITIONLESS = {**_SILU, "without": ("rope",)}
 HYBRIDS: dict[str, Architecture] = {
@@ -158,6 +163,10 @@ HYBRIDS: dict[str, Architecture] = {
         _REQUIRED,
     ),
     "jamba": Architecture("JambaForCausalLM", "jamba", _POSITIONLESS, _SOME_ATTEND | _SIZES, _finish_jamba, _REQUIRED),
+    "lfm2": Architecture(
+        "Lfm2ForCausalLM", "lfm2", _SILU,
+        _SOME_ATTEND | {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}, _finish_lfm2,
+    ),
     "mamba": Architecture("MambaForCausalLM", "mamba", _POSITIONLESS, _ALONE, _finish_mamba, _ALONE_REQUIRED),
     "mamba2": Architecture("Mamba2ForCausalLM", "mamba2", _POSITIONLESS, _ALONE, _finish_mamba2, _ALONE_REQUIRED),
 }  # fmt: skip
