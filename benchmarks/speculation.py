@@ -6,10 +6,20 @@ Every prompt of `prompts/` is answered by SmolLM2, greedily, without and with ea
 the answers are compared: they have to be the same. Beside the time on the clock, for which the machine has to be
 quiet, that of the process's threads is compared: who else is busy hardly changes it.
 
+    python benchmarks/speculation.py --method draft --first-layers 20
+    python benchmarks/speculation.py --model BIG.gguf --method draft --draft SMALL.gguf
+
+A draft model: the model's own first layers (a GGUF file's, for which the package gguf is needed), or another; if its vocabulary
+is another, too, it drafts by text.
+
     python benchmarks/speculation.py --shape [--together 1 4 16 64 256] [--rates 0 0.3 0.7]
 
 Llama-8B's shape with random weights, for a GPU: what a step with drafts costs, and what drafts bring that are right so
 often. Since random weights say nothing twice, it is made up which drafts were right; everything else is as it is.
+
+    python benchmarks/speculation.py --shape CONFIG --draft-shape CONFIG
+
+The same of a draft model, both of the shapes that these directories' config.json say (the draft with the other's vocabulary).
 """
 
 import argparse
@@ -29,6 +39,7 @@ METHODS = {
     "off": None,
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
     "suffix": {"method": "suffix", "num_speculative_tokens": 8},
+    "draft": {"method": "draft_model"},
 }
 
 
@@ -39,26 +50,64 @@ def main() -> None:
     parser.add_argument("--together", type=int, nargs="+", default=[1], help="requests at a time")
     parser.add_argument("--tokens", type=int, default=96, help="most tokens of an answer")
     parser.add_argument("--always", action="store_true", help="all drafts that there are, also where they do not pay")
-    parser.add_argument("--shape", action="store_true", help="Llama-8B's, with random weights")
+    parser.add_argument("--prompts", type=int, default=None, help="of each set, that many")
+    parser.add_argument("--draft", help="a model that drafts")
+    parser.add_argument("--drafts", type=int, default=4, help="of that model, at most")
+    parser.add_argument("--first-layers", type=int, help="so many of the model's own layers are the one that drafts")
+    parser.add_argument("--shape", nargs="?", const="", help="Llama-8B's or a directory's, with random weights")
+    parser.add_argument("--draft-shape", help="a directory's: of a model that drafts, with random weights")
     parser.add_argument("--layers", type=int, default=32, help="of that shape")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 0.3, 0.7], help="how often a draft is right")
     options = parser.parse_args()
-    if options.shape:
+    if options.draft_shape is not None:
+        run_draft_shape(options.shape, options.draft_shape, options.together, options.rates, options.tokens, options.drafts)
+        return
+    if options.shape is not None:
         run_shape(options.together, options.rates, options.tokens, options.layers)
         return
     print("| set | together | method | tokens/s | by the clock | by CPU time | drafts right | tokens per row with drafts |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
-    llms = {name: open_method(options.model, name, options) for name in ("off", *options.method)}
-    for name in SETS:
-        for together in options.together:
-            compare(llms, name, together, options.tokens)
-    for llm in llms.values():
-        llm.llm_engine.shutdown()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.first_layers is not None:
+            options.draft = first_layers(options.model, options.first_layers, f"{folder}/first.gguf")
+        llms = {name: open_method(options.model, name, options) for name in ("off", *options.method)}
+        for name in SETS:
+            for together in options.together:
+                compare(llms, name, together, options)
+        for llm in llms.values():
+            llm.llm_engine.shutdown()
 
 
 def open_method(model: str, method: str, options: argparse.Namespace) -> LLM:
     asked = METHODS[method]
-    return LLM(model, speculative_config=asked and {**asked, "adaptive": not options.always}, max_num_seqs=8)
+    if method == "draft":
+        asked = {**asked, "model": options.draft, "num_speculative_tokens": options.drafts}
+    limits = {"max_num_seqs": 8, "max_model_len": 2048}
+    return LLM(model, speculative_config=asked and {**asked, "adaptive": not options.always}, **limits)
+
+
+def first_layers(model: str, count: int, path: str) -> str:
+    """The model's first layers, with its embeddings, last norm and head, as they are."""
+    import gguf
+
+    from quire.files.resolve import resolve_model
+
+    reader = gguf.GGUFReader(resolve_model(model).path)
+    fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    writer = gguf.GGUFWriter(path, fields["general.architecture"].contents())
+    for name, field in fields.items():
+        if name != "general.architecture":
+            value = count if name.endswith(".block_count") else field.contents()
+            writer.add_key_value(name, value, field.types[0], field.types[-1] if len(field.types) > 1 else None)
+    for tensor in reader.tensors:
+        _, _, rest = tensor.name.partition("blk.")
+        if not rest or int(rest.partition(".")[0]) < count:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 class Guessing:
@@ -85,14 +134,14 @@ class Pretended:
 
         flight.StepFlight._read = pretend
 
-    def __call__(self, plan, ids, _fault, _told):
+    def __call__(self, plan, ids, _fault, told):
         first = np.flatnonzero(np.diff(plan.draw_row, prepend=-1))
         drafts, lengths, at = plan.drafts[plan.sample].tolist(), [], 0
         for begin, count in zip(first.tolist(), drafts, strict=True):
             right = 0
             while right < count and self._dice.random() < self.rate:
                 right += 1
-            ids[begin : begin + right] = plan.draft_token[at : at + right]
+            ids[begin : begin + right] = told[at : at + right]
             at += count
             lengths.append(1 + right)
         return np.array(lengths)
@@ -145,11 +194,56 @@ def run_shape(together: list[int], rates: list[float], tokens: int, layers: int)
         )
 
 
-def compare(llms: dict[str, LLM], name: str, together: int, tokens: int) -> None:
+def run_draft_shape(shape: str, draft: str, together: list[int], rates: list[float], tokens: int, drafts: int) -> None:
+    """Of one process: the same engine without drafts, with all there may be, and with as many as pay."""
+    pretended = Pretended()
+    with tempfile.TemporaryDirectory() as folder:
+        config = json.loads((Path(shape) / "config.json").read_text())
+        for name, source in (("model", shape), ("draft", draft)):
+            (Path(folder) / name).mkdir()
+            told = json.loads((Path(source) / "config.json").read_text()) | {"vocab_size": config["vocab_size"]}
+            (Path(folder) / name / "config.json").write_text(json.dumps(told))
+        llm = LLM(
+            f"{folder}/model", load_format="dummy", skip_tokenizer_init=True, max_model_len=4096, max_num_seqs=max(together),
+            enable_prefix_caching=False, speculative_config={"model": f"{folder}/draft", "num_speculative_tokens": drafts},
+        )  # fmt: skip
+    core, speculation = llm.llm_engine.core, llm.llm_engine.core.scheduler.speculation
+
+    def pace(requests: int, rate: float, most: int, adaptive: bool, turns: int = 2) -> tuple[float, float]:
+        """Tokens per second, and steps per second, of so many requests at a time."""
+        pretended.rate, speculation.most, speculation._adaptive = rate, most, adaptive
+        prompts = [{"prompt_token_ids": [10 + (7 * i + j) % 1000 for j in range(128)]} for i in range(requests)]
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        best = 0.0, 0.0
+        for _ in range(turns):  # the first one records graphs, or learns
+            began, steps = time.monotonic(), core.scheduler._step
+            llm.generate(prompts, params, use_tqdm=False)
+            seconds = time.monotonic() - began
+            best = max(best, (requests * tokens / seconds, (core.scheduler._step - steps) / seconds))
+        return best
+
+    print(
+        "| together | off, tokens/s (ms a step) | drafts | ms a step with them | " + " | ".join(f"{r:g} right" for r in rates),
+        "|",
+    )
+    print("|---|---|---|---|" + "---|" * len(rates), flush=True)
+    for requests in together:
+        plain = pace(requests, 0.0, 0, False)
+        off = f"{requests} | {plain[0]:.0f} ({1e3 / plain[1]:.2f})"
+        for most in (drafts, 1):
+            cycle = 1e3 / pace(requests, 0.0, most, False)[1]
+            reached = [pace(requests, rate, most, False, 1)[0] / plain[0] for rate in rates]
+            told = " | ".join(f"{each:.2f} x" for each in reached)
+            print(f"| {off} | {most} | {cycle:.2f} | {told} |", flush=True)
+        told = " | ".join(f"{pace(requests, rate, drafts, True)[0] / plain[0]:.2f} x" for rate in rates)
+        print(f"| {off} | as many as pay | – | {told} |", flush=True)
+
+
+def compare(llms: dict[str, LLM], name: str, together: int, options: argparse.Namespace) -> None:
     """Some prompts by one method, the same by the next, and so on."""
-    prompts = json.loads((Path(__file__).parent / "prompts" / f"{name}.json").read_text())
+    prompts = json.loads((Path(__file__).parent / "prompts" / f"{name}.json").read_text())[: options.prompts]
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    params = SamplingParams(temperature=0, max_tokens=tokens)
+    params = SamplingParams(temperature=0, max_tokens=options.tokens)
     before = {method: llm.llm_engine.core.stats.drafts for method, llm in llms.items()}
     clock, busy, count = dict.fromkeys(llms, 0.0), dict.fromkeys(llms, 0.0), 0
     for llm in llms.values():
