@@ -31,6 +31,21 @@ def make_twin(directory: Path, model: Path) -> Path:
     return directory
 
 
+def pad(directory: Path, model: Path, more: int) -> Path:
+    """The same with so many more rows that no token has, or fewer."""
+    shutil.copytree(model, directory)
+    config = json.loads((model / "config.json").read_text())
+    size = config["vocab_size"] + more
+    (directory / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
+    tensors = load_file(model / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        matrix = torch.zeros(size, tensors[name].shape[1])
+        matrix[: min(size, len(tensors[name]))] = tensors[name][:size]
+        tensors[name] = matrix
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
 def say_words(model: Path) -> Path:
     """From now on the most likely token is a word with a blank before it, so that a text has one way to be encoded."""
     vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]

@@ -8,7 +8,7 @@ from test_speculation import STEM, same, some_params
 from tiny import make_model, open_model
 
 from quire import SamplingParams
-from twin_model import make_twin, say_words
+from twin_model import make_twin, pad, say_words
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = ["the quick brown fox", "a page is a page,", "héllo wörld ☃ 漢字", "the quick brown fox jumps over"]
@@ -81,4 +81,22 @@ def test_one_that_fails_costs_nobody_an_answer(models, expected, caplog, monkeyp
     with caplog.at_level(logging.ERROR):
         same(llm.generate(prompts[:5], params[:5], use_tqdm=False), answers[:5])
     assert sum("the draft model failed" in record.message for record in caplog.records) == 1
+    llm.llm_engine.shutdown()
+
+
+@pytest.mark.parametrize("more", [3, -7])
+def test_a_vocabulary_that_is_padded_otherwise_is_the_same(models, expected, tmp_path, more):
+    """Its model drafts by tokens. Of the 320 numbers here, the last are no tokens."""
+    padded = pad(tmp_path / "padded", models[0], more)
+    prompts, params, answers = expected
+    llm = open_model(
+        models[0], dtype="float32", speculative_config={"model": str(padded), "num_speculative_tokens": 3, "adaptive": False}
+    )
+    core = llm.llm_engine.core
+    assert not core.scheduler.speculation.by_host
+    same(llm.generate(prompts, params, use_tqdm=False), answers)
+    before = core.stats.drafts
+    llm.generate([{"prompt_token_ids": [319, 5, 6, 7]}, PROMPTS[1]], GREEDY, use_tqdm=False)  # the first is none
+    after = core.stats.drafts
+    assert after.accepted - before.accepted > 24 - 1 - 10
     llm.llm_engine.shutdown()

@@ -18,6 +18,7 @@ from quire.config.hf import read_json
 from quire.config.quantization import Quantization, choose_quantization
 from quire.config.speculative import DRAFT_MODEL, ON_DEVICE, SpeculativeConfig
 from quire.files.resolve import check_on_disk, is_bare_name, resolve_model
+from quire.files.vocabulary import same_tokens
 from quire.types.errors import ConfigError, RequestError
 from quire.types.sampling import LogprobsMode, SamplingParams
 
@@ -146,9 +147,10 @@ def find_drafting(args: EngineArgs, facts: ModelFacts) -> Drafting:
     if asked.method == DRAFT_MODEL:
         assert files is not None
         found = read_facts(files, {})
-        if asked.use_heterogeneous_vocab or (asked.use_heterogeneous_vocab is None and found.vocab_size != facts.vocab_size):
+        alike = found.vocab_size == facts.vocab_size or same_tokens(found.files, facts.files)
+        if asked.use_heterogeneous_vocab or (asked.use_heterogeneous_vocab is None and not alike):
             return Drafting(asked, by_text=found)
-        return Drafting(asked, check_draft(asked, found, facts))
+        return Drafting(asked, check_draft(asked, found, facts, alike))
     head = read_head(asked, files, facts)
     if "num_speculative_tokens" not in asked.told and head.tokens is not None:
         asked = replace(asked, num_speculative_tokens=head.tokens)
@@ -165,9 +167,9 @@ def find_drafting(args: EngineArgs, facts: ModelFacts) -> Drafting:
     return Drafting(asked, head=head)
 
 
-def check_draft(asked: SpeculativeConfig, found: ModelFacts, facts: ModelFacts) -> ModelFacts:
-    """The model that drafts must be able to say what the other says."""
-    if found.vocab_size != facts.vocab_size:
+def check_draft(asked: SpeculativeConfig, found: ModelFacts, facts: ModelFacts, alike: bool) -> ModelFacts:
+    """The model that drafts must be able to say what the other says. `alike`: they have the same tokens."""
+    if not alike:
         raise ConfigError(
             f"speculative_config.model {asked.model!r} has {found.vocab_size} tokens, but the model has {facts.vocab_size}: "
             "drop use_heterogeneous_vocab=false to have it draft by text, or take one with the same vocabulary"

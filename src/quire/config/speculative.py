@@ -39,9 +39,7 @@ class SpeculativeConfig:
     synthetic_acceptance_rates: tuple[float, ...] = ()  # of each draft, if all before it were right
     disable_by_batch_size: int | None = None  # no drafts while more requests than that are there
     num_speculative_tokens_per_batch_size: Schedule = ()
-    use_heterogeneous_vocab: bool | None = (
-        None  # a draft model is asked by text; None = where its vocabulary is of another size
-    )
+    use_heterogeneous_vocab: bool | None = None  # a draft model is asked by text; None = where it has other tokens
     adaptive: bool = True  # how many drafts a row gets is decided by what they cost and bring; otherwise it gets all there are
 
 

@@ -1,4 +1,4 @@
-"""A smaller model of the same vocabulary guesses. Its keys and values are in the same pages. Prompts it runs with the large
+"""A smaller model with the same tokens guesses. Its keys and values are in the same pages. Prompts it runs with the large
 one; what it has not seen when it guesses again it runs then, and goes on, a token at a time. While nobody asks it does nothing.
 
     text       [ prompt ................ | a  b  c ]
@@ -52,7 +52,7 @@ class DraftModel(DeviceDrafter):
         self._passes: Passes | None = None
         self._graphs: Graphs | None = None
 
-    def load(self, device: Device, dtype: torch.dtype, model: Decoder) -> None:  # noqa: ARG002
+    def load(self, device: Device, dtype: torch.dtype, model: Decoder) -> None:
         own = build_model(self._facts)
         facts = self._facts
         quantization = choose_quantization(None, facts.quantization, facts.files.format == "gguf")
@@ -62,6 +62,9 @@ class DraftModel(DeviceDrafter):
         )  # fmt: skip
         prepared = device.prepare(own, Setting(facts, dtype, self._layout, self._load_format))
         own.body, self._kv_layout = prepared.body, prepared.kv_layout
+        self._vocabulary, last = min(facts.vocab_size, model.lm_head.total), facts.vocab_size - 1
+        if facts.vocab_size < model.lm_head.total:  # which is padded more; what it may be told beyond, nobody says
+            own.embed_tokens.register_forward_pre_hook(lambda _, given: (given[0].clamp(max=last), *given[1:]))
         self._model, self._device, self._dtype = own, device, dtype
 
     def allocate(self, pages: int, slots: Slots, room: int, recorder: Recorder | None) -> None:
@@ -75,7 +78,9 @@ class DraftModel(DeviceDrafter):
         self._graphs = None
         if recorder is not None and planners is not None:
             vocabulary = self._facts.vocab_size
-            self._graphs = Graphs(self._model, self._passes.slots, Greedy(), planners, recorder, vocabulary, room)
+            self._graphs = Graphs(
+                self._model, self._passes.slots, Greedy(self._vocabulary), planners, recorder, vocabulary, room
+            )
         self._seen = np.zeros(len(slots.tokens), np.int32)  # [S] of the text
         self._further = np.zeros(len(slots.tokens), np.int32)  # [S] and of what it guessed behind it
         self._filled = FilledPages(pages, self._layout.page_size, slots.prefixes, self._group, len(slots.tokens))
@@ -143,7 +148,7 @@ class DraftModel(DeviceDrafter):
         built = self._passes.build(plan)
         hidden = self._model(built.batch)
         if len(plan.outputs.draw):
-            ids = self._model.logits(hidden[built.batch.logit_index]).argmax(-1)
+            ids = self._model.logits(hidden[built.batch.logit_index])[:, : self._vocabulary].argmax(-1)
             self._passes.slots.tokens[built.rows.slot, built.rows.end] = ids.int()
 
 
@@ -151,10 +156,10 @@ class Greedy:
     """In place of a sampler, in graphs: the most likely token is written to its slot. Rows of nobody write where nobody
     reads, behind the last place of a slot that a row could ask for."""
 
-    def __init__(self) -> None:
-        self.latest = torch.empty(0)
+    def __init__(self, vocabulary: int) -> None:
+        self.latest, self._vocabulary = torch.empty(0), vocabulary
 
     def draw(self, logits: Tensor, drawer: Tensor, end: Tensor, tokens: Tensor) -> Tensor:
         place = torch.where(drawer >= 0, end, tokens.shape[1] - 1)
-        tokens[drawer.clamp(min=0), place] = logits.argmax(-1).int()
+        tokens[drawer.clamp(min=0), place] = logits[:, : self._vocabulary].argmax(-1).int()
         return self.latest
