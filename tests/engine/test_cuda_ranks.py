@@ -37,5 +37,5 @@ def test_two_ranks_on_one_card(tiny_model, monkeypatch):
 @pytest.mark.gpu
 def test_it_is_refused_unless_tried(tiny_model, monkeypatch):
     monkeypatch.delenv("QUIRE_CUDA_RANKS", raising=False)
-    with pytest.raises(ConfigError, match="never by ranks on several: QUIRE_CUDA_RANKS=1 does"):
+    with pytest.raises(ConfigError, match="never on several: QUIRE_CUDA_RANKS=1 does"):
         LLM(str(tiny_model), device="cuda", tensor_parallel_size=2)

@@ -287,7 +287,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda c: c.world > 1 and c.device != "cpu" and not _tried_on_cards(c),
         lambda c: (
             f"{c.divided} is built for CPUs, and the device is {c.device}; leave it at 1"
-            + f" (tensor_parallel_size on one machine's GPUs was run by ranks that share a card, never by ranks on several: {TRY}=1 does)"
+            + f" (tensor_parallel_size on one machine's GPUs was run by ranks on one card, never on several: {TRY}=1 does)"
             * (c.device == "cuda")
         ),
     ),

@@ -16,12 +16,13 @@ from quire.engine.constraints import Constraints
 from quire.engine.executor.base import Executor, Flight
 from quire.engine.watch import Watch
 from quire.grammar.lanes import GrammarLanes
+from quire.sched.draft.speculation import Speculation
 from quire.sched.plan_builder import Scheduled
 from quire.sched.scheduler import Scheduler
 from quire.types.errors import EngineDead
 from quire.types.outputs import TokenDelta
-from quire.types.plan import Words
-from quire.types.request import EngineRequest
+from quire.types.plan import StepResult, Words
+from quire.types.request import EngineRequest, Request
 from quire.types.stats import Stats
 
 logger = logging.getLogger(__name__)
@@ -209,12 +210,17 @@ class EngineCore:
             if self.watch is not None:
                 self.watch.landed()
             speculation = self.scheduler.speculation
-            began = self._clock()
-            drafted = () if speculation is None else speculation.landed(scheduled, result)
-            if speculation is not None and speculation.ahead:
-                self._guessed = self._clock() - began
+            drafted = () if speculation is None else self._guess(speculation, scheduled, result)
             if self.constraints.begun:
                 self.constraints.expect(scheduled, result, drafted)
+
+    def _guess(self, speculation: Speculation, scheduled: Scheduled, result: StepResult) -> list[Request]:
+        """Drafts by the host, which count as a wait of the device if they are more than a look at a text."""
+        began = self._clock()
+        drafted = speculation.landed(scheduled, result)
+        if speculation.ahead:
+            self._guessed = self._clock() - began
+        return drafted
 
     def _fail(self, scheduled: Scheduled, error: Exception) -> None:
         """A lost step ends its own requests and no others."""

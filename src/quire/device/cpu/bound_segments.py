@@ -46,12 +46,10 @@ class BoundAttention:
 
     def run(self, batch: Batch) -> None:
         tokens = len(batch.ids)
+        for call in self._calls[:1] if tokens == len(batch.rows) else self._calls[1:]:
+            call.run(batch_rows(batch, self._group))
         if not self._calls:
             self._out[:tokens] = attend_heads(self._attention, self._qkv[:tokens], batch)
-            return
-        rows = batch_rows(batch, self._group)
-        for call in self._calls[:1] if tokens == len(batch.rows) else self._calls[1:]:
-            call.run(rows)
 
 
 class BoundSum:
@@ -104,17 +102,19 @@ class BoundSegments:
     def run(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, columns] -> hidden states of the same tokens; they are overwritten by the next run."""
         tokens = len(x)
-        calls = self._calls.get(tokens)
-        if calls is None:
-            if len(self._calls) >= KEPT:
-                self._calls.clear()
-            calls = self._calls[tokens] = [bind(tokens) for bind in self._binds]
+        calls = self._calls.get(tokens) or self._bind(tokens)
         self._source[:tokens] = x
         for call, attending in zip(calls, self._attending, strict=True):
             call.run()
             if attending is not None:
                 attending.run(batch)
         return self._result[:tokens]
+
+    def _bind(self, tokens: int) -> list[Call]:
+        if len(self._calls) >= KEPT:
+            self._calls.clear()
+        self._calls[tokens] = [bind(tokens) for bind in self._binds]
+        return self._calls[tokens]
 
 
 def room_for(tokens: int) -> int:
