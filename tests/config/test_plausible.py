@@ -76,7 +76,7 @@ def test_configurations(tmp_path: Path, changes: dict[str, Any], message: str) -
         ("feed_forward_length", 1.5, r"intermediate_size \(in the file: feed_forward_length\) must be a positive integer"),
         ("attention.head_count", 65288, "rope.dimension_count, as a share"),
         ("attention.layer_norm_rms_epsilon", -1.0, r"rms_norm_eps \(in the file: attention.layer_norm_rms_epsilon\)"),
-        ("expert_count", "x", "num_experts .* a whole number from 0 up"),
+        ("expert_count", "x", "llama.expert_count must be a positive integer, got .x."),
     ],
 )
 def test_gguf_files(tmp_path: Path, field: str, value: Any, message: str) -> None:

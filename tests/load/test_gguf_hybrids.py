@@ -304,6 +304,7 @@ def test_divided_among_ranks(made):
         ("granite-hybrid", {"attention.head_count_kv": [0, 2, 1]}, "otherwise one and the same"),
         ("granite-hybrid", {"ssm.time_step_rank": 7}, "ssm.inner_size 96 is no multiple of the 7 heads"),
         ("mamba", {"ssm.inner_size": 100}, "ssm.inner_size 100 is no multiple of embedding_length 48"),
+        ("gpt-oss", {"expert_count": [4, 4]}, r"gpt-oss.expert_count must be a positive integer, got \[4, 4\]"),
         ("mamba2", {"ssm.state_size": 0}, "mamba2.ssm.state_size must be a positive integer, got 0"),
         ("jamba", {"attention.head_count_kv": [2, 2, 0]}, "layers .* attend, which is no regular distance"),
     ],

@@ -4,7 +4,7 @@ functions, softmax scales of some sizes) is what the family always has."""
 from typing import Any
 
 from quire.config.gguf_hybrids import HYBRIDS
-from quire.config.gguf_values import FIELDS, Architecture, neat, number
+from quire.config.gguf_values import FIELDS, Architecture, experts_of, neat, number
 from quire.files.gguf import GGUFHeader
 from quire.types.errors import ModelError
 
@@ -24,7 +24,7 @@ def _finish_llama(header: GGUFHeader, config: dict[str, Any]) -> None:
 
 
 def _finish_experts(header: GGUFHeader, config: dict[str, Any]) -> None:
-    config["num_experts"] = config["num_local_experts"] = header.get("expert_count")
+    config["num_experts"] = config["num_local_experts"] = experts_of(header)
     if config["model_type"] == "mixtral":
         config["intermediate_size"] = config.pop("moe_intermediate_size", config.get("intermediate_size"))
 
@@ -75,7 +75,7 @@ def _finish_gpt_oss(header: GGUFHeader, config: dict[str, Any]) -> None:
         slides = [layer % 2 == 0 for layer in range(config["num_hidden_layers"])]
     config["layer_types"] = ["sliding_attention" if yes else "full_attention" for yes in slides]
     config["rope_parameters"] |= {"truncate": False} if config["rope_parameters"]["rope_type"] == "yarn" else {}
-    config["num_local_experts"] = header.get("expert_count")
+    config["num_local_experts"] = experts_of(header)
     config["intermediate_size"] = config.pop("moe_intermediate_size", config.get("intermediate_size"))
 
 
@@ -114,13 +114,14 @@ def _finish_corrected(header: GGUFHeader, config: dict[str, Any]) -> None:
 def _finish_minimax(header: GGUFHeader, config: dict[str, Any]) -> None:
     if header.get("expert_gating_func", 2) != 2:
         raise ModelError(f"{header.path}: experts must be chosen by sigmoids (expert_gating_func 2)")
-    config["num_local_experts"] = header.get("expert_count")
+    config["num_local_experts"] = experts_of(header)
     config["intermediate_size"] = config.pop("moe_intermediate_size", config.get("intermediate_size"))
 
 
 def _finish_hunyuan(header: GGUFHeader, config: dict[str, Any]) -> None:
     config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
-    config["num_experts"], config["moe_topk"] = header.get("expert_count"), config.pop("num_experts_per_tok", None)
+    if config["model_type"] == "hunyuan_v1_moe":
+        config |= {"num_experts": experts_of(header), "moe_topk": config.pop("num_experts_per_tok", None)}
     config["intermediate_size"] = config.pop("moe_intermediate_size", config.get("intermediate_size"))
 
 

@@ -6,7 +6,7 @@ models without positions, whose own files say another, or none.
 
 from typing import Any
 
-from quire.config.gguf_values import FIELDS, Architecture, number, one_value
+from quire.config.gguf_values import FIELDS, Architecture, experts_of, number, one_value
 from quire.files.gguf import GGUFHeader
 from quire.types.errors import ModelError
 
@@ -46,7 +46,7 @@ def finish_granite(header: GGUFHeader, config: dict[str, Any]) -> None:
 
 def _finish_granite_moe(header: GGUFHeader, config: dict[str, Any]) -> None:
     finish_granite(header, config)
-    config["num_local_experts"] = header.get("expert_count")
+    config["num_local_experts"] = experts_of(header)
     config["shared_intermediate_size"] = header.get("expert_shared_feed_forward_length") if has(header, _SHARED) else None
 
 
@@ -60,7 +60,7 @@ def _finish_granite_hybrid(header: GGUFHeader, config: dict[str, Any]) -> None:
     config["position_embedding_type"] = "rope" if positions else "nope"
     if not positions and config["max_position_embeddings"] == WITHOUT_POSITIONS:
         config["max_position_embeddings"] = GRANITE_LENGTH
-    experts = config["num_local_experts"] = header.get("expert_count", 0) if has(header, "ffn_gate_inp.weight") else 0
+    experts = config["num_local_experts"] = experts_of(header) if has(header, "ffn_gate_inp.weight") else 0
     shared = "expert_shared_feed_forward_length" if experts else "feed_forward_length"
     config["shared_intermediate_size"] = header.get(shared)
     config["mamba_conv_bias"], config["mamba_proj_bias"] = has(header, "ssm_conv1d.bias"), has(header, "ssm_in.bias")
@@ -83,7 +83,7 @@ def _finish_falcon_h1(header: GGUFHeader, config: dict[str, Any]) -> None:
 def _finish_jamba(header: GGUFHeader, config: dict[str, Any]) -> None:
     config["attn_layer_period"], config["attn_layer_offset"] = _period(header, _attends(header, config), "attend")
     tells = [f"blk.{layer}.ffn_gate_inp.weight" in header.tensors for layer in range(config["num_hidden_layers"])]
-    config["num_experts"] = header.get("expert_count", 0) if any(tells) else 1
+    config["num_experts"] = experts_of(header) if any(tells) else 1
     config["expert_layer_period"], config["expert_layer_offset"] = (
         _period(header, tells, "have experts") if any(tells) else (1, 0)
     )

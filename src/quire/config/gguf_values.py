@@ -47,6 +47,14 @@ def one_value(header: GGUFHeader, key: str, value: Any) -> Any:
     return value
 
 
+def experts_of(header: GGUFHeader) -> int:
+    """Of a model that has some."""
+    count = header.get("expert_count")
+    if type(count) is not int or count < 1:
+        raise ModelError(f"{header.path}: {header.architecture}.expert_count must be a positive integer, got {count!r:.100}")
+    return count
+
+
 def number(header: GGUFHeader, key: str, default: float) -> float:
     value = header.get(key)
     return default if value is None else neat(one_value(header, key, value))
