@@ -25,7 +25,7 @@ _NAMES = {  # the same thing is called differently in older families
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "emb_dim"),
     "max_position": (
         "max_position_embeddings",
         "n_positions",
