@@ -54,6 +54,18 @@ def test_who_comes_while_a_step_runs_is_in_the_next() -> None:
     assert first.last == pytest.approx(second.last + 1.1)
 
 
+def test_the_way_to_the_engine_is_waited_for_and_may_cost_a_step() -> None:
+    work = trace(alone(0.0, 10, 3), alone(0.0, 10, 3, content=2), alone(0.0, 10, 2, content=3))
+    near, far = (Fleet([replica()], RoundRobin(1), max_concurrency=2, way=way).run(work).visits for way in (0.0, 0.25))
+    assert far[0].ttft == pytest.approx(near[0].ttft + 0.25)
+    alone_there = near[2].ttft  # it came when the others had ended, and nothing ran
+    assert far[2].at == pytest.approx(near[2].at + 0.25) and far[2].ttft == pytest.approx(alone_there + 0.25)
+    work = trace(alone(0.0, 10, 9), alone(0.0, 10, 3, content=2), alone(0.0, 10, 2, content=3))
+    near, far = (Fleet([replica()], RoundRobin(1), max_concurrency=2, way=way).run(work).visits for way in (0.0, 0.25))
+    assert near[2].ttft == pytest.approx(1.0 + 0.1 * 11)  # at once, beside the first
+    assert far[2].ttft == pytest.approx(1.0 + 0.1 + near[2].ttft), "a step had begun without it"
+
+
 def test_a_shared_beginning_is_computed_once() -> None:
     shared = ((7, 16),)
     run = simulate(trace((0.0, (*shared, (1, 4)), 1), (10.0, (*shared, (2, 4)), 1), (20.0, ((3, 20),), 1)))

@@ -43,6 +43,7 @@ FLEET: Flags = (
     ("slo-tpot", "objective: milliseconds for each token after it", X),
     ("slo-percentile", "of the requests that keep both (default 99)", X | {"default": 99.0}),
     ("max-replicas", "tried at most (default 256)", N | {"default": 256}),
+    ("api-ms", "of a request before the engine has it: HTTP, text, messages (default 2.5; 0 --offline)", X | {"default": 2.5}),
     ("offline", "as `LLM` runs, not as a server", YES),
 )
 REPORT: Flags = (

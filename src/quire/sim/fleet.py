@@ -4,8 +4,10 @@ Requests that come at the same moment as something else happens come first.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from quire.sim.replica import Replica
 from quire.sim.router import Router
@@ -57,10 +59,14 @@ class Run:
 
 
 class Fleet:
-    """`max_concurrency`: so many requests are open at most, and who comes when they are waits outside."""
+    """`max_concurrency`: so many requests are open at most, and who comes when they are waits outside. `way`: seconds from a
+    client to the engine, for HTTP, text and messages between processes."""
 
-    def __init__(self, replicas: Sequence[Replica], router: Router, max_concurrency: int | None = None) -> None:
-        self._replicas, self._router, self._most = list(replicas), router, max_concurrency
+    def __init__(
+        self, replicas: Sequence[Replica], router: Router, max_concurrency: int | None = None, way: float = 0.0
+    ) -> None:
+        self._replicas, self._router, self._most, self._way = list(replicas), router, max_concurrency, way
+        self._coming: deque[tuple[float, int]] = deque()  # when a request is there, and its number
         self._params: dict[int, SamplingParams] = {}
         self._moments: list[tuple[float, int]] = []  # a heap; of a replica's, the one that is its `due` counts
         self._visits: list[Visit] = []
@@ -69,16 +75,21 @@ class Fleet:
         """`wanted` hears of every request that ends; where it says no, the run is given up."""
         arrivals, number, now, live, complete = trace.arrivals, 0, 0.0, 0, True
         self._visits = [Visit(arrival.at, arrival.length, arrival.output) for arrival in arrivals]
-        moments = self._moments
+        moments, coming = self._moments, self._coming
         while True:
+            due = min(moments[0][0] if moments else inf, coming[0][0] if coming else inf)
             if number < len(arrivals) and (self._most is None or live < self._most):
                 at = max(arrivals[number].at, now)
-                if not moments or at <= moments[0][0]:
-                    now = at
-                    self._deliver(number, arrivals[number], now)
+                if at <= due:
+                    now = self._visits[number].at = at
+                    coming.append((at + self._way, number))
                     number += 1
                     live += 1
                     continue
+            if coming and coming[0][0] <= due:
+                now, first = coming.popleft()
+                self._deliver(first, arrivals[first], now)
+                continue
             if not moments:
                 break
             moment, index = heapq.heappop(moments)
@@ -100,7 +111,7 @@ class Fleet:
             str(number), arrival.prompt(), params, arrival.echo, stop_ids=NOBODY, eos_ids=NOBODY, arrival=now
         )
         visit, index = self._visits[number], self._router.place(request)
-        visit.at, visit.replica = now, index
+        visit.replica = index
         before = self._replicas[index].due
         self._replicas[index].add(request, now)
         self._remember(index, before)
