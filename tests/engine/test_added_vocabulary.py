@@ -72,6 +72,8 @@ TEMPLATES = [
     ("{% for %}{{", "tokenizer_config.json: the chat template is not valid Jinja (line 1)"),
     ("{{ a | nothing }}", "tokenizer_config.json: the chat template is not valid Jinja (line 1)"),
     ("{{ a }}" * 10_000, "tokenizer_config.json: a chat template may have at most 65,536 characters"),
+    ("{{a}}" * 6_000, "tokenizer_config.json: chat templates may have at most 16,000 words and signs"),
+    ({str(i): "{{a}}" * 600 for i in range(10)}, "chat templates may have at most 16,000 words and signs"),
     (42, "tokenizer_config.json: chat_template must be a string, or several with names, got 42"),
     ({"a": 42}, "tokenizer_config.json: the chat_template 'a' must be a string, got 42"),
 ]

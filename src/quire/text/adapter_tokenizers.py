@@ -5,14 +5,15 @@ from pathlib import Path
 from threading import Lock
 
 from quire.files.adapter import has_tokenizer
-from quire.text.chat import compile_template
+from quire.text.chat import compile_template, count_lexemes
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import read_tokenizer
 from quire.types.adapter import AdapterRef
 from quire.types.errors import AdapterError, ModelError, RequestError
 
 MOST = 64  # that are kept
-LONGEST_TEMPLATE = 1 << 16  # characters: more than any that is known has, and read in seconds, whatever they are
+LONGEST_TEMPLATE = 1 << 16  # characters: more than any that is known has
+MOST_LEXEMES = 16_000  # of all templates: several times as many as any that is known has, and compiled in half a second
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")  # where they may be
 
 
@@ -57,9 +58,13 @@ class AdapterTokenizers:
 def _check_templates(path: str, templates: str | dict[str, str] | None) -> None:
     """Raises what would be wrong with every chat."""
     file = next(file for file in (Path(path) / name for name in TEMPLATES) if file.is_file() or file.name == TEMPLATES[-1])
+    left = MOST_LEXEMES
     for template in [templates] if isinstance(templates, str) else (templates or {}).values():
         if len(template) > LONGEST_TEMPLATE:
             raise AdapterError(f"{file}: a chat template may have at most {LONGEST_TEMPLATE:,} characters", "lora_path")
+        left -= count_lexemes(template, left)
+        if left < 0:
+            raise AdapterError(f"{file}: chat templates may have at most {MOST_LEXEMES:,} words and signs", "lora_path")
         try:
             compile_template(template)
         except RequestError as error:
