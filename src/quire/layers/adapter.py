@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from quire.attn.batch import AdapterRows
 from quire.ops.activation import gated, reference_gated
@@ -153,9 +154,22 @@ class LinearNumbers:
 
 class LinearBank(Bank[LinearNumbers]):
     table: AdapterTable | None = None  # of the same numbers, for kernels
+    heard: Callable[[int, LinearNumbers | None], None] | None = None  # of every change, by someone who has a table, too
+
+    def put(self, place: int, numbers: LinearNumbers) -> None:
+        self.places[place] = numbers
+        if self.heard is not None:
+            self.heard(place, numbers)
+
+    def drop(self, place: int) -> None:
+        if self.places.pop(place, None) is not None and self.heard is not None:
+            self.heard(place, None)
 
     def add(self, out: Tensor, x: Tensor, rows: AdapterRows | None, own: Tensor | None) -> Tensor:
-        """out [T, outputs], which it may overwrite, of x [T, inputs], with what each row's adapter makes of it."""
+        """out [T, outputs], which it may overwrite, of x [T, inputs], with what each row's adapter makes of it. It can be
+        overridden."""
+        if has_torch_function_unary(x):
+            return handle_torch_function(LinearBank.add, (x,), self, out, x, rows, own)
         if self.table is not None and rows is not None and rows.tiles is not None:
             return add_tiled(out, x, rows.tiles, self.table, own)
         flat, given = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1])

@@ -35,6 +35,11 @@ def multiplies_floats() -> bool:
     return kernels() is not None and bool(kernels().multiplies_floats())
 
 
+def adapts() -> bool:
+    """Do they know what adapters add to products of floats?"""
+    return kernels() is not None and bool(getattr(kernels(), "ADAPTS", 0))
+
+
 def tile() -> int:
     """Outputs that lie together in a matrix of numbers of few bits."""
     return int(kernels().TILE)

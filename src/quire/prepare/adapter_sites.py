@@ -140,10 +140,10 @@ class LinearSite:
             at += len(up)
         gain = self._gain(parts, numbers, known)
         bias = self._bias(numbers, self._layer.bias)
-        self._bank.places[place] = LinearNumbers(tuple(parts), gain, bias, stacked=stacked)
+        self._bank.put(place, LinearNumbers(tuple(parts), gain, bias, stacked=stacked))
 
     def drop(self, place: int) -> None:
-        self._bank.places.pop(place, None)
+        self._bank.drop(place)
 
     def use_table(self, entries: Tensor, stride: int, ranks: int) -> None:
         self._bank.table = make_table(entries, stride, ranks, self.parts)
@@ -218,7 +218,7 @@ class LatentSite(LinearSite):
         for part in made.parts:
             whole[part.outputs] += (part.down.float() @ part.up.float()).t()
         whole = whole if made.gain is None else whole * made.gain.float().unsqueeze(1)
-        self._bank.places[place] = LinearNumbers(whole=whole.to(weight.dtype))
+        self._bank.put(place, LinearNumbers(whole=whole.to(weight.dtype)))
 
 
 class HeadSite(Untabled):

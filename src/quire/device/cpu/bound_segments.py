@@ -88,8 +88,15 @@ class BoundSegments:
     """Stages in order, each with the attention or the sum behind it, for up to C tokens."""
 
     def __init__(
-        self, source: Tensor, result: Tensor, stages: Sequence[tuple[Bind, BoundAttention | BoundSum | None]], memory: Memory
+        self,
+        source: Tensor,
+        result: Tensor,
+        stages: Sequence[tuple[Bind, BoundAttention | BoundSum | None]],
+        memory: Memory,
+        places: Tensor | None = None,
     ) -> None:
+        """`places` [C, 1]: of the tokens' adapters, zeros by now."""
+        self._places, self._adapted = places, False  # True = they are not all zeros
         self._source, self._result, self._memory = source, result, memory  # [C, columns]
         self._binds = [bind for bind, _ in stages]
         self._attending = [attending for _, attending in stages]
@@ -104,6 +111,11 @@ class BoundSegments:
         tokens = len(x)
         calls = self._calls.get(tokens) or self._bind(tokens)
         self._source[:tokens] = x
+        if self._places is not None and (self._adapted or batch.adapters is not None):
+            self._adapted = batch.adapters is not None
+            self._places.zero_()
+            if batch.adapters is not None:
+                self._places[:tokens, 0] = torch.from_numpy(batch.adapters.places)
         for call, attending in zip(calls, self._attending, strict=True):
             call.run()
             if attending is not None:

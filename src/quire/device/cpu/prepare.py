@@ -22,8 +22,9 @@ from quire.device.cpu.product import Product, repack
 from quire.device.cpu.resident import give_back_memory
 from quire.device.cpu.segments import Segments
 from quire.device.cpu.session import KEPT_OF_PRODUCT
+from quire.layers.adapter import LinearBank
 from quire.layers.claims import Claims
-from quire.layers.embedding import Head
+from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear, Plain
 from quire.layers.parameter import Method
 from quire.layers.quant.gguf import GGUFHead, GGUFMethod, GGUFRows
@@ -43,7 +44,8 @@ def prepare(model: Decoder, setting: Setting) -> Prepared:
     adapted = any(isinstance(layer, Linear) and layer.bank is not None for layer in model.modules())
     if layers or floats is not None:
         compiled = None if setting.tapped or model.recurrents else compile_body(
-            model.run_blocks, setting.facts.hidden_size, whole=not layers, paged=suits_networks(setting), held=adapted
+            model.run_blocks, setting.facts.hidden_size, whole=not layers, paged=suits_networks(setting), held=adapted,
+            banks=find_banks(model),
         )  # fmt: skip
         if compiled is not None:
             body = CompiledBody(model.run_blocks, compiled)
@@ -77,11 +79,13 @@ class CompiledBody:
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """Where rows of one token are for the compiled body whatever is beside them, they are run apart, and last: they may
         read keys that the others write, but not the other way round (`DeviceFacts.single_rows_share`). Rows with an adapter
-        are for the decoder itself; they and those without read nothing of each other's."""
+        that the compiled body does not know are for the decoder itself; they and those without read nothing of each other's."""
         if batch.adapters is not None:
             places = batch.adapters.places[[start for start, _, _ in batch.rows]]
-            plain = np.flatnonzero(places == 0).tolist()
-            return self._run_apart(x, batch, plain) if plain else self.blocks(x, batch)
+            known = self.compiled.know(batch.adapters) if isinstance(self.compiled, Segments) else []
+            plain = np.flatnonzero(np.isin(places, [0, *known])).tolist()
+            if len(plain) < len(batch.rows):
+                return self._run_apart(x, batch, plain) if plain else self.blocks(x, batch)
         if self.compiled.suit(batch):
             return self.compiled(x, batch)
         some = self.compiled.find_rows(batch)
@@ -96,6 +100,13 @@ class CompiledBody:
                 part = replace(part, batch=without_adapters(part.batch))
             out[part.final] = self(x[part.tokens], part.batch)[: len(part.final)]
         return out
+
+
+def find_banks(model: Decoder) -> list[LinearBank]:
+    """Of the body: none if something in it has a bank of another kind."""
+    layers = [layer for layer in model.modules() if not isinstance(layer, Head | Embedding)]
+    banks = [bank for layer in layers if (bank := getattr(layer, "bank", None)) is not None]
+    return banks if all(type(bank) is LinearBank for bank in banks) else []
 
 
 def suits_networks(setting: Setting) -> bool:

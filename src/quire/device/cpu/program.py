@@ -15,7 +15,7 @@ from quire.ops.blocks import GROUP
 from quire.ops.native import kernels, workers
 
 OP = struct.Struct("2q 2q 2q 3q 2q d")  # as in C: kind columns, inputs, strides, weight out total, taken matrix, eps
-NORM, ADD_NORM, ADD, MULTIPLY, SILU, GELU, GELU_TANH, COPY, ROUND, GATHER, PRODUCT = range(11)
+NORM, ADD_NORM, ADD, MULTIPLY, SILU, GELU, GELU_TANH, COPY, ROUND, GATHER, PRODUCT, LOW_RANK = range(12)
 TOTAL = 3  # of the outputs of a norm that adds first: the sum
 OPERATORS = {"Add": ADD, "Mul": MULTIPLY, "QuickGelu": SILU}
 ROWS_OF_BLOCK = 4  # that a product takes together
@@ -82,13 +82,15 @@ class Binding:
         """Places for what nobody gave one."""
         columns, rows = self._program.columns, self._rows
         made = [name for node in self._program.nodes if node.operator != "Split" for name in node.outputs if name]
-        inner = [name for name in made if name not in self._places]
+        changed = {node.inputs[0]: node.outputs[0] for node in self._program.nodes if node.operator == "LowRank"}
+        inner = [name for name in made if name not in self._places and name not in changed]
         taken = [self._taken_bytes(node) for node in self._program.nodes if node.operator == "Tiles"]
         sizes = [4 * rows * columns[name] for name in inner] + [max(taken, default=0)]
         starts = np.cumsum([0, *(-(-size // ALIGNED) * ALIGNED for size in sizes)]).tolist()
         self._memory = self._program.scratch.take(starts[-1])
         at = [self._memory.data_ptr() + start for start in starts]
         self._places |= {name: (address, columns[name]) for name, address in zip(inner, at, strict=False)}
+        self._places |= {name: self._places[target] for name, target in changed.items()}  # they are added to where they are
         self._taken = at[-2]
 
     def _taken_bytes(self, node: Node) -> int:
@@ -106,6 +108,10 @@ class Binding:
             return [prepared, self._op(PRODUCT, node, taken=self._taken, matrix=matrix.ctypes.data)]
         if node.operator == "Split":
             return self._split(node)
+        if node.operator == "LowRank":
+            (out, _), (a, a_stride), (b, b_stride) = (self._places[name] for name in node.inputs)
+            table = int(node.attributes["table"])
+            return [OP.pack(LOW_RANK, program.columns[source], a, b, a_stride, b_stride, table, out, 0, 0, 0, 0.0)]
         if node.operator == "SkipSimplifiedLayerNormalization":
             return [self._op(ADD_NORM, node, weight=node.inputs[2])]
         if node.operator == "SimplifiedLayerNormalization":

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from quire.attn.batch import Batch
+from quire.attn.batch import AdapterRows, Batch
 from quire.device.cpu.autotune import NEVER, dequantize_from
 from quire.device.cpu.bound_segments import BoundAttention, BoundSegments, BoundSum, Memory, room_for
 from quire.device.cpu.graph import Graph, Runtime
@@ -36,6 +37,7 @@ class Segments:
         """`whole`: the decoder will not be run itself any more, and what it holds in matrices of floats is given back, unless
         it is `held` nevertheless."""
         pieces, self._first, self._last = trace.pieces, trace.first, trace.last
+        self._places, self._tables = trace.places, trace.tables
         # tokens: from there on the decoder itself is faster
         self.too_many = NEVER if whole else dequantize_from(trace.quickly)
         scratch = Scratch()
@@ -57,6 +59,10 @@ class Segments:
         """Are they faster than the body? With many rows of one token the body loses in attention what it gains in products."""
         return len(batch.ids) < self.too_many or _are_single(batch)
 
+    def know(self, adapters: AdapterRows) -> list[int]:
+        """The places of those whose additions they make."""
+        return [] if self._tables is None else self._tables.have(place for place, _ in adapters.groups)
+
     def find_rows(self, batch: Batch) -> list[int]:  # noqa: ARG002
         """Of a batch that does not suit, none are worth a run of their own."""
         return []
@@ -68,6 +74,8 @@ class Segments:
                 self._track = self._lay(len(x))
             return self._track.run(x, batch)
         values = {self._first: x}
+        if self._places is not None:
+            values[self._places] = _places_of(batch)
         for stage in self._stages:
             results = stage.session.run(*[values[symbol] for symbol in stage.read])
             values.update(zip(stage.made, results, strict=True))
@@ -80,7 +88,9 @@ class Segments:
     def _lay(self, rows: int) -> BoundSegments:
         memory = Memory(room_for(rows))
         values = {self._first: memory.take(self._first.columns)}
-        source, stages = values[self._first], []
+        source, stages, places = values[self._first], [], None
+        if self._places is not None:
+            places = values[self._places] = memory.take(1).zero_()
         for stage in self._stages:
             values.update((symbol, memory.take(symbol.columns)) for symbol in stage.made)
             bind = partial(_bind, stage.session, [values[s] for s in stage.read], [values[s] for s in stage.made])
@@ -99,12 +109,19 @@ class Segments:
                 matrix = values.pop(symbol)
                 if all(matrix is not other for other in values.values()):
                     memory.give(matrix)
-        return BoundSegments(source, values[self._last], stages, memory)
+        return BoundSegments(source, values[self._last], stages, memory, places)
 
 
 def _are_single(batch: Batch) -> bool:
     """Are its rows of one token, and do all go on to the end?"""
     return len(batch.ids) == len(batch.rows) and batch.kept is None
+
+
+def _places_of(batch: Batch) -> Tensor:
+    """[T, 1] float32: of each token's adapter."""
+    if batch.adapters is None:
+        return torch.zeros(len(batch.ids), 1)
+    return torch.from_numpy(batch.adapters.places).float().unsqueeze(1)
 
 
 def _bind(session: Session, inputs: Sequence[Tensor], outputs: Sequence[Tensor], rows: int) -> Call:

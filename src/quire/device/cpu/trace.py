@@ -18,8 +18,10 @@ from torch import Tensor
 from quire.attn.batch import Batch
 from quire.device.cpu import gemm
 from quire.device.cpu.graph import CONTRIB, Graph
+from quire.device.cpu.low_rank import LowRankTables
 from quire.device.cpu.product import emit, repack
 from quire.dist.collectives import Group, add_parts
+from quire.layers.adapter import LinearBank
 from quire.layers.attention import SelfAttention, attend_heads, keep
 from quire.layers.linear import Linear
 from quire.layers.quant.gguf import GGUFMethod
@@ -191,10 +193,13 @@ def _gelu(x: Symbol, approximate: str = "none") -> Symbol:
     return x.simple("Gelu", approximate=approximate)
 
 
-def _attend(attention: SelfAttention, qkv: Symbol, batch: Batch) -> Symbol:  # noqa: ARG001
+def _attend(attention: SelfAttention, qkv: Symbol, batch: "AnyBatch") -> Symbol:
     spec = attention.core.spec
     target = Symbol(qkv.pieces, spec.heads * spec.head_dim)
     qkv.pieces[-1].behind.append(Between(attention, qkv, target))
+    if attention.last and batch.adapters is not None and batch.final.adapters is not None:
+        batch.final.adapters.there = True
+        qkv.pieces[-1].behind.append(Between(None, batch.adapters.places, batch.final.adapters.places))
     qkv.pieces.append(Piece())
     return target
 
@@ -221,7 +226,16 @@ def _keep(x: Symbol, batch: Batch) -> Symbol:  # noqa: ARG001
     return target
 
 
+def _adapted(bank: LinearBank, out: Symbol, x: Symbol, adapters: "AnyAdapters", own: Tensor | None) -> Symbol:  # noqa: ARG001
+    if not adapters.there:
+        raise Untraceable("adapters of tokens that were not left out by an attention")
+    table = adapters.tables.of(bank, x.columns)
+    emit: Emit = lambda graph, names: graph.add("LowRank", names, table=table.address)  # noqa: E731
+    return out.then(emit, x, adapters.places, columns=[out.columns])[0]
+
+
 OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
+    LinearBank.add: _adapted,
     GGUFMethod.apply: _linear,
     linear: _plain_linear,
     rms_norm: _rms_norm,
@@ -241,6 +255,8 @@ class Trace:
     pieces: list[Piece]
     first: Symbol
     last: Symbol
+    places: Symbol | None = None  # of the tokens' adapters, if they are run with what those add
+    tables: LowRankTables | None = None
 
     @property
     def has_floats(self) -> bool:
@@ -258,18 +274,34 @@ class Trace:
         return all(step.quickly for piece in self.pieces for step in piece.steps)
 
 
-class AnyBatch:
-    """Stands for batches, none of whose rows asks for an adapter."""
+@dataclass
+class AnyAdapters:
+    """Stands for those that tokens ask for, or do not."""
 
-    adapters = None
+    places: Symbol
+    tables: LowRankTables
+    there: bool = True  # are their places known behind the latest piece?
+    tiles = None
+
+
+class AnyBatch:
+    """Stands for batches. Without `adapters` none of their rows asks for one."""
+
+    def __init__(self, adapters: AnyAdapters | None = None, final: "AnyBatch | None" = None) -> None:
+        self.adapters, self._final = adapters, final
 
     @property
     def final(self) -> "AnyBatch":
-        return self
+        return self if self._final is None else self._final
 
 
-def write_down(body: Callable[[Any, Any], Any], columns: int) -> Trace:
-    """`body` is a decoder's way from embedded tokens [T, columns] to its last hidden states."""
+def write_down(body: Callable[[Any, Any], Any], columns: int, tables: LowRankTables | None = None) -> Trace:
+    """`body` is a decoder's way from embedded tokens [T, columns] to its last hidden states. `tables`: of what adapters add, if
+    that is to be written down, too."""
     pieces = [Piece()]
     first = Symbol(pieces, columns)
-    return Trace(pieces, first, body(first, AnyBatch()))
+    if tables is None:
+        return Trace(pieces, first, body(first, AnyBatch()))
+    places = Symbol(pieces, 1)
+    final = AnyBatch(AnyAdapters(Symbol(pieces, 1), tables, there=False))
+    return Trace(pieces, first, body(first, AnyBatch(AnyAdapters(places, tables), final)), places, tables)

@@ -69,7 +69,7 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, m
 PyMODINIT_FUNC PyInit__native(void) {
     PyObject *made = PyModule_Create(&module);
     int failed = made && (PyModule_AddIntConstant(made, "TILE", TILE) != 0 || PyModule_AddIntConstant(made, "FLOAT_TILE", FLOAT_TILE) != 0 ||
-                          PyModule_AddIntConstant(made, "VERSION", VERSION) != 0);
+                          PyModule_AddIntConstant(made, "VERSION", VERSION) != 0 || PyModule_AddIntConstant(made, "ADAPTS", 1) != 0);
     if (failed) {
         Py_DECREF(made);
         return NULL;

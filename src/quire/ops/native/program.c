@@ -29,6 +29,12 @@ static void run_row(const Op *op, int64_t row) {
         case SILU: silu_row(a, op->columns, out); break;
         case GELU: gelu_row(a, op->columns, out); break;
         case GELU_TANH: gelu_tanh_row(a, op->columns, out); break;
+        case LOW_RANK: /* a: what was multiplied, b: the place of the row's adapter, out: the product, which is added to */
+            if (b[0] > 0) {
+                const int64_t *table = op->weight, parts = table[1];
+                add_low_rank_row((const int64_t *)table[2] + (int64_t)b[0] * (2 + 4 * parts), parts, a, table[0], out);
+            }
+            break;
         case COPY: __builtin_memcpy(out, a, (size_t)op->columns * sizeof(float)); break;
     }
 }

@@ -89,3 +89,59 @@ void norm_row(const float *x, const float *weight, float eps, int64_t columns, f
     float factor = 1.f / sqrtf(squares / (float)columns + eps);
     for (i = 0; i < columns; i++) out[i] = x[i] * factor * weight[i];
 }
+
+#define RANKS 16 /* that are summed together */
+
+/* sums of up to RANKS columns of down, whose rows are `stride` apart, in the order of the inputs */
+INLINE void shrink(const float *x, int64_t inputs, const float *down, int64_t stride, int64_t ranks, float *sums) {
+    if (ranks == RANKS) {
+        vec a = {0}, b = {0}, c = {0}, d = {0};
+        for (int64_t k = 0; k < inputs; k++, down += stride) {
+            a += x[k] * load(down), b += x[k] * load(down + LANES);
+            c += x[k] * load(down + 2 * LANES), d += x[k] * load(down + 3 * LANES);
+        }
+        store(sums, a), store(sums + LANES, b), store(sums + 2 * LANES, c), store(sums + 3 * LANES, d);
+        return;
+    }
+    int64_t r = 0;
+    for (; r + 2 * LANES <= ranks; r += 2 * LANES) {
+        vec a = {0}, b = {0};
+        const float *from = down + r;
+        for (int64_t k = 0; k < inputs; k++, from += stride) a += x[k] * load(from), b += x[k] * load(from + LANES);
+        store(sums + r, a), store(sums + r + LANES, b);
+    }
+    for (; r < ranks; r++) {
+        float sum = 0;
+        for (int64_t k = 0; k < inputs; k++) sum += x[k] * down[k * stride + r];
+        sums[r] = sum;
+    }
+}
+
+INLINE void expand(const float *sums, int64_t ranks, const float *up, int64_t columns, float *out) {
+    int64_t i = 0;
+    for (; i + 4 * LANES <= columns; i += 4 * LANES) {
+        vec a = load(out + i), b = load(out + i + LANES), c = load(out + i + 2 * LANES), d = load(out + i + 3 * LANES);
+        const float *from = up + i;
+        for (int64_t r = 0; r < ranks; r++, from += columns) {
+            a += sums[r] * load(from), b += sums[r] * load(from + LANES);
+            c += sums[r] * load(from + 2 * LANES), d += sums[r] * load(from + 3 * LANES);
+        }
+        store(out + i, a), store(out + i + LANES, b), store(out + i + 2 * LANES, c), store(out + i + 3 * LANES, d);
+    }
+    for (; i < columns; i++)
+        for (int64_t r = 0; r < ranks; r++) out[i] += sums[r] * up[r * columns + i];
+}
+
+void add_low_rank_row(const int64_t *entry, int64_t parts, const float *x, int64_t inputs, float *out) {
+    const float *down = (const float *)entry[0];
+    const int64_t stride = entry[1];
+    if (!stride) return;
+    for (const int64_t *part = entry + 2; part < entry + 2 + 4 * parts; part += 4)
+        for (int64_t r = 0; r < part[1]; r += RANKS) {
+            const int64_t some = part[1] - r < RANKS ? part[1] - r : RANKS;
+            float sums[RANKS];
+            shrink(x, inputs, down, stride, some, sums);
+            expand(sums, some, (const float *)part[0] + r * part[3], part[3], out + part[2]);
+            down += some;
+        }
+}
