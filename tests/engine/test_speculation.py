@@ -6,6 +6,7 @@ import pytest
 from tiny import make_model, open_model
 
 from quire import SamplingParams
+from quire.sched.draft.ahead import Choice
 from quire.types.sampling import RepetitionDetectionParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -202,4 +203,22 @@ def test_a_draft_model_that_is_the_model_is_right(expected):
     llm.generate(prompts[0], SamplingParams(temperature=1, top_k=1, n=3, max_tokens=9, ignore_eos=True, seed=1), use_tqdm=False)
     counts = llm.llm_engine.core.stats.drafts
     assert counts.per_position[0] == counts.rows > 90  # later ones may lie where no page was yet
+    llm.llm_engine.shutdown()
+
+
+@pytest.mark.parametrize("itself", [True, False])
+def test_a_draft_model_that_is_asked_now_and_then(expected, itself, smaller, monkeypatch):
+    """For so many tokens as it comes; in between it runs nothing, and prefixes that are found are not all its own."""
+    directory, prompts, params, answers = expected
+    dice = random.Random(3)
+    monkeypatch.setattr(Choice, "choose", lambda *_: dice.choice((0, 0, 0, 1, 2, 3)))
+    config = {"model": str(directory if itself else smaller), "num_speculative_tokens": 3}
+    few = {"max_num_seqs": 6, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 24}
+    llm = open_model(directory, dtype="float32", speculative_config=config, **few)
+    same(llm.generate(prompts[:16], params[:16], use_tqdm=False), answers[:16])
+    same(llm.generate(prompts[:6], params[:6], use_tqdm=False), answers[:6])
+    core = llm.llm_engine.core
+    core.step()
+    core.scheduler.check()
+    assert core.stats.free_pages == core.stats.pages and core.stats.drafts.accepted > 0
     llm.llm_engine.shutdown()

@@ -12,10 +12,14 @@ class Companion:
     """Asked here for all texts together; every `wrong`th of its tokens is."""
 
     def __init__(self, desk: Desk) -> None:
-        self.desk, self.asked, self.left, self.closed = desk, [], [], False
+        self.desk, self.asked, self.left, self.closed, self.read = desk, [], [], False, {}
+        self.fresh = 0  # tokens that it had not read
 
     def propose_all(self, texts, most):
         self.asked.append((len(texts), most))
+        for name, text in texts.items():
+            self.fresh += max(0, len(text.tokens) - self.read.get(name, 0) - most - 1)
+            self.read[name] = len(text.tokens)
         return {name: self.desk.guess(text.tokens.tolist(), self.desk.specs[name].seed, most) for name, text in texts.items()}
 
     def leave(self, name):
@@ -29,7 +33,10 @@ class Companion:
 
 
 class Device:
-    """A clock: a step takes a second and so much more for each draft, and so does each guess behind a row."""
+    """A clock: a step takes a second and so much more for each draft, and so does each guess behind a row, and each token of a
+    text that is read before."""
+
+    reading = 0.0
 
     def __init__(self, each: float, guess: float) -> None:
         self.each, self.guess, self.now, self.desk, self.seen, self.guessed = each, guess, 0.0, None, 0, 0
@@ -41,7 +48,8 @@ class Device:
             self.seen = len(self.desk.plans)
             asked = self.desk.companion.asked
             self.now += self.guess * sum(texts * most for texts, most in asked[self.guessed :])
-            self.guessed = len(asked)
+            self.now += self.reading * self.desk.companion.fresh
+            self.guessed, self.desk.companion.fresh = len(asked), 0
         return self.now
 
 
@@ -92,3 +100,16 @@ def test_they_are_tried_again_and_a_step_without_is_measured():
     assert desk.right("late") and len(desk.companion.asked) > before + 20
     desk, _ = play(tokens=1400, max_model_len=1500)
     assert any(not plan.drafts.any() and not plan.ahead for plan in desk.plans[-100:])
+
+
+@pytest.mark.parametrize("reading", [0.0, 0.3])
+def test_a_text_is_read_only_if_there_is_enough_to_come(reading):
+    """Long prompts, short answers, one after the other: found out with the first of them."""
+    desk, device = play(tokens=30)
+    device.reading, began, asked = reading, device.now, len(desk.companion.asked)
+    for i in range(8):
+        desk.add(f"long {i}", [i, *range(40), *range(40), *range(40)], 20)
+        desk.finish()
+        assert desk.right(f"long {i}")
+    often = len(desk.companion.asked) - asked
+    assert (often > 35) if not reading else (often < 12 and device.now - began < 8 * 22 + 45)

@@ -63,6 +63,7 @@ class Drafting:
 
     tokens: Sequence[int] = ()  # expected behind the first `at` of its tokens
     at: int = -1
+    read: int = 0  # of its tokens, by a drafter with weights
     offered: int = 0  # so many the device expects there, where it is the device that drafts
     rest: Sequence[int] = ()  # of what was expected before and has come so far: what should come next
     rows: int = 0  # that had drafts
