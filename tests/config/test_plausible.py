@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gguf_files import LLAMA, llama_tensors, write_gguf
@@ -13,6 +14,7 @@ from quire.files.resolve import resolve_model
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
 from quire.layers.rope import Rope, rope_parameters
+from quire.layers.routed_moe import RoutedMoE
 from quire.types.errors import ModelError
 
 CONFIG: dict[str, Any] = {
@@ -22,6 +24,8 @@ CONFIG: dict[str, Any] = {
 NAN = float("nan")
 ROTATION = "in the rope parameters of the model's config"
 POSITIVE = "must be a positive number"
+MANY = 2**31 - 1  # a list of so many would take memory before anybody says no
+LAYERS = "num_hidden_layers in the model's config must be a plausible number, 4,096 at most, got 2147483647"
 
 
 def facts_of(directory: Path, **changes: Any) -> ModelFacts:
@@ -55,6 +59,24 @@ def rope(kind: str, **settings: Any) -> dict[str, Any]:
         ({"tie_word_embeddings": "x"}, "tie_word_embeddings in the model's config must be true or false, got 'x'"),
         ({"final_logit_softcapping": 0}, f"final_logit_softcapping .* {POSITIVE}, got 0"),
         ({"topk_group": 1.5}, "topk_group .* a whole number from 0 up"),
+        (
+            {"model_type": "longcat_flash", "zero_expert_num": MANY},
+            "zero_expert_num .* a whole number from 0 up, 65,536 at most",
+        ),
+        *(
+            ({"model_type": kind, "num_hidden_layers": MANY, "sliding_window_pattern": "LG"}, LAYERS)
+            for kind in (
+                "exaone_moe",
+                "cwm",
+                "llama4_text",
+                "kimi_linear",
+                "gemma3n_text",
+                "gemma4_text",
+                "mimo_v2_flash",
+                "deci",
+            )
+        ),
+        *(({"model_type": kind, "num_hidden_layers": MANY}, LAYERS) for kind in ("mamba", "jamba", "lfm2", "llama")),
     ],
 )
 def test_configurations(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -85,6 +107,41 @@ def test_gguf_files(tmp_path: Path, field: str, value: Any, message: str) -> Non
         read_facts(resolve_model(str(path)))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        *(
+            (
+                name,
+                {"block_count": MANY, "attention.sliding_window": 8},
+                f"{name}.block_count must be a plausible number, 4,096",
+            )
+            for name in ("gpt-oss", "exaone4", "olmo2", "llama", "gpt2", "mamba", "jamba")
+        ),
+        ("llama", {"nextn_predict_layers": -float(MANY)}, "llama.block_count must be a plausible number"),
+        ("jamba", {"rope.dimension_count": "x"}, "jamba.rope.dimension_count must be a number, got 'x'"),
+        ("gpt-oss", {"attention.value_length": "x"}, "gpt-oss.attention.value_length must be a number, got 'x'"),
+        ("mamba", {"context_length": "x"}, "mamba.context_length must be a number, got 'x'"),
+        ("gpt-oss", {"attention.sliding_window_pattern": "x"}, "sliding_window_pattern must be a whole number, or a list"),
+        ("glm4moe", {"expert_weights_norm": "x"}, "expert_weights_norm must be true or false, got 'x'"),
+    ],
+)
+def test_gguf_metadata_of_other_architectures(tmp_path: Path, architecture: str, changes: dict[str, Any], message: str) -> None:
+    state = dict.fromkeys(("ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank"), 8)
+    path = write_gguf(
+        tmp_path / "m.gguf", architecture=architecture, fields={**LLAMA, **state, **changes}, tensors=llama_tensors(LLAMA)
+    )
+    with pytest.raises(ModelError, match=message):
+        read_facts(resolve_model(str(path)))
+
+
+def test_frequencies_of_more_components_than_there_are(tmp_path: Path) -> None:
+    tensors = {**llama_tensors(LLAMA), "rope_freqs.weight": np.full(4, 8, np.float32)}
+    path = write_gguf(tmp_path / "m.gguf", fields={**LLAMA, "rope.dimension_count": MANY}, tensors=tensors)
+    with pytest.raises(ModelError, match=r"is not the frequency stretching of Llama 3\.1"):
+        read_facts(resolve_model(str(path)))
+
+
 def test_what_checkpoints_say_is_plausible(tmp_path: Path) -> None:
     facts_of(tmp_path, tie_word_embeddings=None, rope_theta=None, partial_rotary_factor=0.5, intermediate_size=[48, 32])
     hunyuan = {"alpha": 1000.0, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0, "beta_fast": 32, "rope_type": "dynamic"}
@@ -101,6 +158,12 @@ def test_components_turn_in_pairs(share: float) -> None:
 def test_frequencies_that_are_none() -> None:
     with pytest.raises(ModelError, match="make no rotation"):
         Rope(8, 64, {}, rope_parameters({"rope_theta": 1e-300}))
+
+
+def test_weights_of_experts_times_nothing() -> None:
+    for field, name in (("scale", "routed_scaling_factor"), ("tolerance", "router_jitter_noise")):
+        with pytest.raises(ModelError, match=f"{name} must be a number, got None"):
+            RoutedMoE(8, 8, "silu", experts=4, top_k=2, renormalize=True, **{field: None})  # type: ignore[arg-type]
 
 
 def test_experts_that_are_not_there() -> None:

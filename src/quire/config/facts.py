@@ -8,7 +8,7 @@ from typing import Any
 from quire.config.gguf import GGUF_NAMES, translate
 from quire.config.hf import explicit_config, read_json
 from quire.config.memory import estimate_parameters
-from quire.config.plausible import implausible
+from quire.config.plausible import MOST_LAYERS, implausible
 from quire.config.quantization import Quantization, count_numbers, read_quantization
 from quire.config.recurrent import READERS, Kind, Layers, read_recurrent
 from quire.files.gguf import read_gguf_shards
@@ -48,7 +48,7 @@ CHUNKED = ("llama4_text", "llama4")  # whose chunks of attention are served
 # layers, of windowed ones
 _FIRST_ARE_FULL = ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3", "mimo", "dots1")
 # nothing comes near these; larger numbers would only be noticed when memory is gone
-_MOST = {"layers": 1 << 12, "heads": 1 << 16, "kv_heads": 1 << 16, "head_dim": 1 << 16, "hidden_size": 1 << 24,
+_MOST = {"layers": MOST_LAYERS, "heads": 1 << 16, "kv_heads": 1 << 16, "head_dim": 1 << 16, "hidden_size": 1 << 24,
          "vocab_size": 1 << 28, "max_position": 1 << 30}  # fmt: skip
 
 
@@ -284,7 +284,7 @@ class _Reader:
     def _latent(self) -> LayerCache | None:
         if not self.config.get("kv_lora_rank"):
             return None
-        rank = self.size("kv_lora_rank")
+        rank, _ = self.size("kv_lora_rank"), self.size("heads", default=1)
         return LayerCache(1, rank + self.size("qk_rope_head_dim"), latent=rank)
 
     def _layer(self, window: int | None) -> LayerCache:

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.config.gguf_families import ARCHITECTURES
-from quire.config.gguf_values import FIELDS, Architecture, neat, number, one_value
+from quire.config.gguf_values import FIELDS, Architecture, check_types, neat, number, one_value
+from quire.config.plausible import too_many
 from quire.files.gguf import GGUFHeader, GGUFTensor
+from quire.files.reading import shown
 from quire.types.errors import ModelError
 
 # Tokens that end a turn or a text in some family; a model that has one as a control token stops there.
@@ -38,6 +40,7 @@ def translate(headers: list[GGUFHeader]) -> dict[str, Any]:
     for key in architecture.required:
         if not isinstance(header.get(key), int | list) or header.get(key) == 0:
             raise ModelError(f"{header.path}: {header.architecture}.{key} must be a positive integer, got {header.get(key)!r}")
+    check_types(header)
     for key, name in architecture.fields.items():
         value = header.get(key)
         if value is not None:
@@ -46,6 +49,9 @@ def translate(headers: list[GGUFHeader]) -> dict[str, Any]:
     if drafts := int(number(header, "nextn_predict_layers", 0)):  # which are counted, too
         config["num_nextn_predict_layers"] = drafts
         config["num_hidden_layers"] = max(1, config["num_hidden_layers"] - drafts)
+    for wrong in too_many(config):
+        key = next(key for key, name in architecture.fields.items() if name == wrong.field)
+        raise ModelError(f"{header.path}: {header.architecture}.{key} must be {wrong.right}, got {shown(wrong.value)}")
     config["vocab_size"] = _vocabulary(header)
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["bos_token_id"] = header.metadata.get("tokenizer.ggml.bos_token_id")
@@ -143,8 +149,8 @@ def _longrope(header: GGUFHeader, factors: Mapping[str, list[float]], original: 
 def _llama3(header: GGUFHeader, found: list[float], theta: float, rotated: int) -> dict[str, Any]:
     """Llama 3.1's frequency stretching arrives as a tensor of divisors. Its largest is the factor; the rest must agree."""
     factor = neat(max(found))
-    wanted = llama3_divisors(theta, rotated, factor)
-    if len(found) != len(wanted) or any(abs(a - b) > 1e-3 * b for a, b in zip(found, wanted, strict=True)):
+    wanted = llama3_divisors(theta, rotated, factor) if 2 * len(found) == rotated else []
+    if not wanted or any(abs(a - b) > 1e-3 * b for a, b in zip(found, wanted, strict=True)):
         raise ModelError(
             f"{header.path}: rope_freqs.weight is not the frequency stretching of Llama 3.1, which alone is supported"
         )

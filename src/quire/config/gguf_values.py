@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.files.gguf import GGUFHeader
+from quire.files.reading import shown
 from quire.types.errors import ModelError
 
 FIELDS = {
@@ -23,6 +24,17 @@ FIELDS = {
     "expert_feed_forward_length": "moe_intermediate_size",
 }
 REQUIRED = ("block_count", "context_length", "embedding_length", "attention.head_count")
+# what is known by name must be of its type, also in files of an architecture that does not need it
+_NUMBERS = (
+    *FIELDS, "attention.layer_norm_epsilon", "attention.value_length", "attention.key_length_mla", "attention.value_length_mla",
+    "attention.q_lora_rank", "attention.kv_lora_rank", "attention.scale", "rope.dimension_count", "rope.freq_base",
+    "rope.freq_base_swa", "rope.scaling.factor", "rope.scaling.attn_factor", "rope.scaling.original_context_length",
+    "rope.scaling.yarn_log_multiplier", "expert_gating_func", "expert_shared_count", "expert_shared_feed_forward_length",
+    "expert_weights_scale", "expert_group_count", "expert_group_used_count", "leading_dense_block_count",
+    "nextn_predict_layers", "ssm.conv_kernel", "ssm.state_size", "ssm.inner_size", "ssm.time_step_rank", "ssm.group_count",
+    "shortconv.l_cache", "embedding_scale", "residual_scale", "logit_scale",
+)  # fmt: skip
+_FLAGS = ("expert_weights_norm", "rope.scaling.finetuned", "ssm.dt_b_c_rms")
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,19 @@ class Architecture:
     fields: Mapping[str, str] = field(default_factory=lambda: FIELDS)
     finish: Callable[[GGUFHeader, dict[str, Any]], None] | None = None
     required: tuple[str, ...] = REQUIRED
+
+
+def check_types(header: GGUFHeader) -> None:
+    """Lists are of one value per layer."""
+    for keys, kinds, right in (
+        (_NUMBERS, {int, float}, "a number"),
+        (_FLAGS, {bool}, "true or false"),
+        (("attention.sliding_window_pattern",), {bool, int}, "a whole number, or a list of true and false"),
+    ):
+        for key in keys:
+            value = header.get(key)
+            if value is not None and not kinds.issuperset(map(type, value if isinstance(value, list) else [value])):
+                raise ModelError(f"{header.path}: {header.architecture}.{key} must be {right}, got {shown(value)}")
 
 
 def one_value(header: GGUFHeader, key: str, value: Any) -> Any:

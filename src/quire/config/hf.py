@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.dialects import common_words
+from quire.config.plausible import too_many
 from quire.files.reading import read_object, shown
 from quire.types.errors import ModelError
 
@@ -235,6 +236,8 @@ def explicit_config(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
     config = {**shapes, **FAMILY_DEFAULTS.get(str(spoken.get("model_type")), {}), **spoken}
     if spoken.get("rope_parameters") and "rope_scaling" not in spoken:
         config.pop("rope_scaling", None)  # the file says it another way
+    for wrong in too_many(config):
+        raise ModelError(f"{wrong.field} {wrong.where} must be {wrong.right}, got {shown(wrong.value)}")
     config |= common_words(config)
     if isinstance(config.get("rope_parameters"), dict) and config.get("model_type") in FAMILY_DEFAULTS:
         config["rope_parameters"] = _complete(config["rope_parameters"], config)

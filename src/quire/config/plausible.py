@@ -1,7 +1,7 @@
 """Which values a configuration may have in fields that no tensor's shape contradicts.
 
 A wrong one would build a model whose every answer is an error. It does not matter whose words they were: GGUF metadata has
-been translated by now.
+been translated by now. Counts of what lists are made of are asked for before, by whoever translates (`too_many`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -57,6 +57,9 @@ def _sizes(low: int, high: int, right: str) -> Rule:
 
 WIDTH = _sizes(1, 1 << 28, "a positive integer")
 COUNT = _sizes(0, 1 << 16, "a whole number from 0 up")
+MOST_LAYERS = 1 << 12
+_DEPTH = Rule(lambda value: not isinstance(value, int) or value <= MOST_LAYERS, f"a plausible number, {MOST_LAYERS:,} at most")
+COUNTS = dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), _DEPTH)
 
 _ROTATION = {"rope_theta": POSITIVE, "partial_rotary_factor": SHARE, "original_max_position_embeddings": LENGTH}
 FIELDS: dict[str, Rule] = {
@@ -65,10 +68,10 @@ FIELDS: dict[str, Rule] = {
     "intermediate_size": WIDTH,
     "moe_intermediate_size": _sizes(0, 1 << 28, "a whole number from 0 up"),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"), COUNT),
-    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), COUNT),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "zero_expert_num"), COUNT),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"), SMALL),
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob"), FLAG),
-    "attn_logit_softcapping": NOT_NEGATIVE,
+    **dict.fromkeys(("attn_logit_softcapping", "router_jitter_noise"), NOT_NEGATIVE),
     **dict.fromkeys(("final_logit_softcapping", "query_pre_attn_scalar", "logits_scaling"), POSITIVE),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "routed_scaling_factor"), NUMBER),
     "logit_scale": Rule(lambda value: isinstance(value, str) or _is_number(value), NUMBER.right),  # MPT's may be a word
@@ -84,6 +87,11 @@ ROPE: dict[str, Rule] = {
     ),
     "truncate": FLAG,
 }
+
+
+def too_many(config: Mapping[str, Any]) -> Iterator[Wrong]:
+    """Counts that a list of so many items would not fit into memory for."""
+    yield from _wrong(config, COUNTS, "in the model's config")
 
 
 def implausible(config: Mapping[str, Any]) -> Iterator[Wrong]:

@@ -15,6 +15,7 @@ from quire.ops.arguments import Inner
 from quire.ops.linear import linear_float
 from quire.ops.moe import route
 from quire.ops.routing import route_by_scores, route_sparsemixer
+from quire.types.errors import ModelError
 
 
 class RoutedMoE(MoE):
@@ -46,6 +47,9 @@ class RoutedMoE(MoE):
         norm: RMSNorm | None = None,
     ) -> None:
         super().__init__(hidden_size, inner_size, activation, experts=experts, top_k=top_k, renormalize=renormalize)
+        for name, value in (("routed_scaling_factor", scale), ("router_jitter_noise", tolerance)):
+            if not isinstance(value, int | float):  # null, which a configuration may say
+                raise ModelError(f"{name} must be a number, got {value!r}")
         self.scoring, self.groups, self.scale, self.tolerance = scoring, groups, scale, tolerance
         self.e_score_correction_bias = None if correction is None else parameter(*correction, dtype=torch.float32)
         self.shared_expert = shared
