@@ -149,6 +149,7 @@ BAD = {
     "layer_replication is": (GOOD, {"layer_replication": [[0, 2]]}),
     "names tokens of the embedding, and there is no embed_tokens.token_adapter": (GOOD, {"trainable_token_indices": [1]}),
     "trainable_token_indices must be token ids": (GOOD, {"trainable_token_indices": {"embed_tokens": [True]}}),
+    r"trainable_token_indices must be token ids.* got \[9223372036854775808\]": (GOOD, {"trainable_token_indices": [1 << 63]}),
     "trainable_token_indices has a token twice": (GOOD, {"trainable_token_indices": [4, 5, 4]}),
     "embed_tokens.token_adapter.* that trainable_token_indices does not name": (TOKENS, {}),
     r"embed_tokens.token_adapter.* has shape \[3, 48\], where 2 of trainable_token_indices need \[2, 48\]": (

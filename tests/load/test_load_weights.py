@@ -140,6 +140,33 @@ def test_vectors_that_are_not_finite(tmp_path, value):
     load(tmp_path)
 
 
+class Vectors(nn.Module):
+    """Whatever they are called, and a single number."""
+
+    renames = ()
+
+    def __init__(self):
+        super().__init__()
+        self.D, self.sinks, self.beta = (
+            nn.Parameter(torch.zeros(3)),
+            nn.Parameter(torch.zeros(3)),
+            nn.Parameter(torch.zeros(())),
+        )
+
+
+def test_vectors_of_other_names_that_are_not_finite(tmp_path):
+    for name, value in [("D", "nan"), ("D", "inf"), ("sinks", "nan"), ("sinks", "inf"), ("beta", "nan")]:
+        write(tmp_path, {"D": torch.ones(3), "sinks": torch.ones(3), "beta": torch.tensor(1.0)})
+        load(tmp_path, Vectors())
+        content = {"D": torch.ones(3), "sinks": torch.ones(3), "beta": torch.tensor(1.0)}
+        content[name].view(-1)[:1] = float(value)
+        write(tmp_path, content)
+        with pytest.raises(ModelError, match=f"'{name}' has numbers that are not finite"):
+            load(tmp_path, Vectors())
+    write(tmp_path, {"D": torch.ones(3), "sinks": torch.full((3,), float("-inf")), "beta": torch.tensor(1.0)})
+    assert broken_parameters(load(tmp_path, Vectors())) == []  # heads without a sink
+
+
 def test_matrices_that_are_not_finite(tmp_path):
     """As a GPU looks at what it was given: everything but the rows of tokens."""
     content = tensors()

@@ -116,7 +116,7 @@ def _tokens(given: Any, wrong: Any) -> dict[str, tuple[int, ...]]:
         return {}
     found: dict[str, tuple[int, ...]] = {}
     for module, indices in given.items() if isinstance(given, dict) else [(EMBEDDING, given)]:
-        if not isinstance(indices, list) or not all(type(index) is int and index >= 0 for index in indices):
+        if not isinstance(indices, list) or not all(type(index) is int and 0 <= index < 1 << 63 for index in indices):
             raise wrong(f"trainable_token_indices must be token ids, or a table from modules to token ids, got {shown(given)}")
         if len(set(indices)) < len(indices):
             raise wrong(f"trainable_token_indices has a token twice: {shown(indices)}")

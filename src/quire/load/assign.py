@@ -16,6 +16,8 @@ from quire.types.errors import ModelError
 
 Renames = Sequence[tuple[str, str | None]]
 SHOWN = 10
+# of quantized matrices: their methods look at them
+_SCALES = re.compile(r"(weight|input|output)(_global)?_scale(_inv|_2)?$|scales$|SCB$|absmax$|quant_map$")
 
 
 @runtime_checkable
@@ -55,7 +57,7 @@ def assign(table: Mapping[str, Claim | None], source: Source, renames: Renames, 
     with torch.no_grad(), doing("loading weights", total) as progress, Mover(progress) as mover:
         for part, tensor in source.read(places):
             _check_type(part.name, tensor, places[part], where)
-            if tensor.ndim == 1 and part.name.endswith(("weight", "bias")) and is_broken(part.name, tensor):  # others: scales
+            if tensor.ndim < 2 and not _SCALES.search(part.name) and is_broken(part.name, tensor):
                 raise ModelError(f"{where}: tensor {part.name!r} {NOT_FINITE}")
             mover.put(part.name, tensor, places[part])
 

@@ -1,8 +1,8 @@
 """Weights that are no numbers (NaN, infinity): every answer would be an error, so the file is refused by the tensor's name.
 
-Looking at all of them costs a CPU a sixth of the time that loading takes, so there only vectors (norms, biases) are looked at,
-which costs nothing; a GPU looks at everything it was given. Rows of a vocabulary are left out: whose row is broken breaks the
-requests that have that token, and no others.
+Looking at all of them costs a CPU a sixth of the time that loading takes, so there only vectors (norms, biases, sinks)
+are looked at, which costs nothing; a GPU looks at everything it was given. Rows of a vocabulary are left out: whose row is
+broken breaks the requests that have that token, and no others.
 """
 
 import torch
@@ -12,13 +12,15 @@ from quire.layers.embedding import Embedding, Head
 from quire.load.source import Source, TensorSlice
 
 NOT_FINITE = "has numbers that are not finite (NaN or infinity); the file is damaged, fetch it again"
-MAY_BE_INFINITE = "sinks"  # a head without one has -inf there
+MAY_BE_INFINITE = "sinks"  # within a name; a head without one has -inf there
 
 
 def is_broken(name: str, tensor: Tensor) -> bool:
     """The sum is quick, but of large numbers may be infinite, too."""
-    if tensor.dtype.itemsize == 1 or not tensor.is_floating_point() or name.endswith(MAY_BE_INFINITE):
+    if tensor.dtype.itemsize == 1 or not tensor.is_floating_point():
         return False
+    if MAY_BE_INFINITE in name:
+        return not bool((tensor < torch.inf).all())
     return not bool(tensor.sum(dtype=torch.float32).isfinite()) and not bool(tensor.isfinite().all())
 
 
