@@ -1,13 +1,16 @@
 """A draft model with another vocabulary: the same tokens, and sooner where both read a text alike."""
 
+import json
 import logging
 import random
+import shutil
 
 import pytest
 from test_speculation import STEM, same, some_params
 from tiny import make_model, open_model
 
 from quire import SamplingParams
+from quire.types.errors import ModelError
 from twin_model import make_twin, pad, say_words
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -69,6 +72,27 @@ def test_what_both_read_alike_is_right(llm):
     llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)
     after = llm.llm_engine.core.stats.drafts
     assert after.accepted - before.accepted == after.tokens - before.tokens == 24 - 1 - (after.rows - before.rows)
+
+
+def test_tokens_that_its_model_does_not_have(llm, expected, monkeypatch):
+    """Texts with such have no drafts, and others do."""
+    prompts, params, answers = expected
+    drafter, before = llm.llm_engine.core.scheduler.speculation._companion, llm.llm_engine.core.stats.drafts
+    monkeypatch.setattr(drafter, "_rows", 2)
+    same(llm.generate(prompts[:5], params[:5], use_tqdm=False), answers[:5])
+    assert llm.llm_engine.core.stats.drafts == before and not drafter._broken
+    monkeypatch.undo()
+    llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)
+    assert llm.llm_engine.core.stats.drafts.accepted > before.accepted
+
+
+@pytest.mark.parametrize("harm", [{"model": {"vocab": [[], [1]]}}, {"added_tokens": [{"id": float("inf"), "content": "x"}]}])
+def test_a_tokenizer_that_cannot_be_read(models, tmp_path, harm):
+    shutil.copytree(models[1], tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | harm).replace("Infinity", "1e400"))
+    with pytest.raises(ModelError, match=f"{tmp_path}/tokenizer.json: .* cannot read it"):
+        start((models[0], tmp_path))
 
 
 def test_one_that_fails_costs_nobody_an_answer(models, expected, caplog, monkeypatch):

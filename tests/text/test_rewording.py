@@ -41,6 +41,33 @@ def test_a_text_is_read_as_it_grows(tokenizers):
     assert ids == other.encode(text) and len(rewording._tail) <= 2 * KEPT < len(text)
 
 
+@pytest.mark.parametrize("text", ["漢字，漢字☃é。" * 400, "漢" * 3000, "one two " + "a" * 3000])
+@pytest.mark.parametrize("kind", [1, 2])
+def test_a_text_without_blanks_is_cut_elsewhere(tokenizers, text, kind):
+    """Behind a mark, if there is one."""
+    own, other = tokenizers[0], tokenizers[kind]
+    text = (
+        text if kind == 1 else text.replace("漢", "a").replace("字", "n").replace("，", "\n").replace("☃", "").replace("。", "")
+    )
+    tokens, rewording = own.encode(text), Rewording(own, other)
+    for end in (1000, 1003, 1200, 4000, 4003, len(tokens)):
+        ids = rewording.read(tokens[:end])
+        if ids is not None:
+            assert other.decode(ids) == own.decode(tokens[:end])
+        assert len(rewording._tail) <= 4 * KEPT
+    assert ids is not None and len(text) > 4 * KEPT
+
+
+def test_tokens_that_the_other_model_does_not_have(tokenizers):
+    own, other, _ = tokenizers
+    rewording, last = Rewording(own, other, rows=len(other)), other.encode("one two", add_special_tokens=False)[-1]
+    tokens = own.encode("one" * 600 + " two")
+    assert rewording.read(tokens) is not None
+    short = Rewording(own, other, rows=last)
+    assert [short.read(own.encode(text)) is None for text in ("one", "one two")] == [False, True]
+    assert Rewording(own, other, rows=5).read(tokens) is None  # of what is not encoded again, too
+
+
 def test_within_a_character_nothing_is_said(tokenizers):
     own, other, _ = tokenizers
     tokens, rewording = own.encode("é☃"), Rewording(own, other)

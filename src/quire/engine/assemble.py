@@ -175,9 +175,8 @@ def start_text_drafter(config: Config, facts: ModelFacts) -> TextDrafter:
     other_args = replace(other_config.args, kv_cache_memory_bytes=(pages + 1) * max(1, layout.bytes_per_page))
     started = start_core(replace(other_config, args=other_args))
     end = own.eos_token_id if own.eos_token_id in config.facts.eos_ids else next(iter(config.facts.eos_ids), None)
-    return TextDrafter(
-        started.core, started.max_model_len, frozenset(facts.eos_ids), (own, other), config.facts.vocab_size, end
-    )
+    vocabularies = config.facts.vocab_size, facts.vocab_size
+    return TextDrafter(started.core, started.max_model_len, frozenset(facts.eos_ids), (own, other), vocabularies, end)
 
 
 def make_grammars(config: Config, drafts: int) -> GrammarLanes:

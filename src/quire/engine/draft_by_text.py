@@ -35,13 +35,14 @@ class TextDrafter:
         length: int,
         ends: frozenset[int],
         tokenizers: tuple[Tokenizer, Tokenizer],
-        vocabulary: int,
+        vocabularies: tuple[int, int],
         end: int | None,
     ) -> None:
-        """`core`: of the model that drafts, for texts of up to `length` of its tokens, which `ends` end. `tokenizers`: of the
-        model it drafts for, and its own. Drafts are below `vocabulary`; `end` is the one that stands for the end."""
+        """`core`: of the model that drafts, for texts of up to `length` of its tokens, which `ends` end. `tokenizers` and
+        `vocabularies`: of the model it drafts for, and its own. `end` is the draft that stands for the end."""
         self._core, self._length, self._ends = core, length, ends
-        self._tokenizers, self._vocabulary, self._end = tokenizers, vocabulary, end
+        self._tokenizers, self._end = tokenizers, end
+        self._vocabulary, self._rows = vocabularies
         self._readers: dict[str, Reader] = {}
         self._forgotten: list[str] = []  # held for requests that go on from them
         self._broken = False
@@ -77,7 +78,7 @@ class TextDrafter:
         for name, text in texts.items():
             reader = self._readers.get(name)
             if reader is None:
-                reader = self._readers[name] = Reader(Rewording(*self._tokenizers))
+                reader = self._readers[name] = Reader(Rewording(*self._tokenizers, self._rows))
             ids = reader.rewording.read(text.tokens)
             if ids and len(ids) + most <= self._length:
                 asked[self._ask(name, reader, ids, text.scope, most)] = name, ids

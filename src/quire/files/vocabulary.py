@@ -15,7 +15,8 @@ def same_tokens(one: ModelFiles, other: ModelFiles) -> bool:
 
 def _tokens(files: ModelFiles) -> dict[int, str]:
     if files.format == "gguf":
-        return dict(enumerate(read_gguf(files.path).metadata.get("tokenizer.ggml.tokens") or ()))
+        listed = read_gguf(files.path).metadata.get("tokenizer.ggml.tokens")
+        return dict(enumerate(listed)) if isinstance(listed, list) else {}
     described = read_object(files.path / "tokenizer.json") or {}
     model: Any = described.get("model")
     vocabulary: Any = model.get("vocab") if isinstance(model, dict) else None
@@ -23,5 +24,11 @@ def _tokens(files: ModelFiles) -> dict[int, str]:
         named = vocabulary.items() if isinstance(vocabulary, dict) else ((row[0], i) for i, row in enumerate(vocabulary or ()))
         tokens = {int(number): str(name) for name, number in named}
         return tokens | {int(added["id"]): str(added["content"]) for added in described.get("added_tokens") or ()}
-    except (AttributeError, KeyError, TypeError, ValueError):  # whoever reads the tokenizer says what is wrong with it
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ):  # whoever reads the tokenizer says what is wrong with it
         return {}

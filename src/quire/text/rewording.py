@@ -5,7 +5,8 @@
     guesses    " ti" "me" ","                  of that model
     drafts     " time" ","                     what the text's own tokens for it are
 
-Of a long text only the end is encoded again when it has grown: what lies before is cut where a word begins.
+Of a long text only the end is encoded again when it has grown: what lies before is cut where a word begins. Where none
+does for long (Chinese, say), it is cut behind a mark, or anywhere: the other model reads that place a little differently.
 """
 
 from collections.abc import Sequence
@@ -20,26 +21,34 @@ _UNREADABLE = "\ufffd"
 
 
 class Rewording:
-    def __init__(self, own: Tokenizer, other: Tokenizer) -> None:
-        self._own, self._other = own, other
+    def __init__(self, own: Tokenizer, other: Tokenizer, rows: int = 1 << 62) -> None:
+        """`rows`: of the other model's embedding, which its tokenizer need not know."""
+        self._own, self._other, self._rows = own, other, rows
+        self._beyond = False  # has the text tokens that its model does not have?
         self._detokenizer = Detokenizer(own, skip_special_tokens=False)
         self._fed = 0  # of its tokens
         self._settled: list[int] = []  # ids of what is not encoded again
         self._tail = ""  # the text behind that
 
     def read(self, tokens: Sequence[int]) -> list[int] | None:
-        """The whole text, of which nothing changes but that it grows -> ids. None: it ends within a character."""
+        """The whole text, of which nothing changes but that it grows -> ids. None: it ends within a character, or has a token
+        that the other model does not have."""
+        if self._beyond:
+            return None
         fresh = tokens[self._fed :]
         if not self._fed and len(fresh) and fresh[0] == self._own.bos_token_id:
             fresh = fresh[1:]  # the other has its own
         self._tail += self._detokenizer.feed(fresh)
         self._fed = len(tokens)
-        if len(self._tail) > 2 * KEPT and (cut := self._tail.rfind(" ", 1, len(self._tail) - KEPT)) > 0:
-            self._settled += self._encode(self._tail[:cut])
+        if (cut := _find_cut(self._tail)) > 0:
+            passed = self._encode(self._tail[:cut])
+            self._beyond = max(passed, default=0) >= self._rows
+            self._settled += passed
             self._tail = self._tail[cut:]
         if self._own.decode(tokens[-LONGEST:], skip_special_tokens=False).endswith(_UNREADABLE):
             return None
-        return self._settled + self._encode(self._tail)
+        ids = self._encode(self._tail)
+        return None if self._beyond or max(ids, default=0) >= self._rows else self._settled + ids
 
     def _encode(self, text: str) -> list[int]:
         return encode_behind(self._other, text) if self._settled else self._other.encode(text)
@@ -54,6 +63,19 @@ class Rewording:
         if last and together[:1] == [tokens[-1]]:
             return together[1:]
         return encode_behind(self._own, text)
+
+
+def _find_cut(text: str) -> int:
+    """How much of it need not be encoded again; 0 = all must be."""
+    last = len(text) - KEPT
+    if last <= KEPT:
+        return 0
+    if (blank := text.rfind(" ", 1, last)) > max(0, last - 3 * KEPT):
+        return blank
+    if last <= 3 * KEPT:
+        return 0
+    marks = (at for at in range(last, last - KEPT, -1) if text[at].isalnum() and not text[at - 1].isalnum())
+    return next(marks, last)
 
 
 def encode_behind(tokenizer: Tokenizer, text: str) -> list[int]:
