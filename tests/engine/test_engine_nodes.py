@@ -14,6 +14,7 @@ from patience import PATIENCE
 from quire import LLM, EngineArgs, SamplingParams
 from quire.cli.main import main
 from quire.engine import client, outpost
+from quire.engine.agreement import terms_of
 from quire.engine.handshake import connect, heard, say
 from quire.engine.outpost import Outpost
 from quire.engine.remote import Harbour
@@ -107,13 +108,14 @@ def test_llm_with_an_engine_elsewhere(tiny_model, port):
     assert not node.ended.is_alive()
 
 
-def test_who_may_bring_an_engine(port, monkeypatch):
+def test_who_may_bring_an_engine(tiny_model, port, monkeypatch):
     monkeypatch.setenv("QUIRE_CLUSTER_KEY", "schlüssel")
-    harbour = Harbour(("127.0.0.1", port), range(1, 3))
+    terms = terms_of(EngineArgs(str(tiny_model)))
+    harbour = Harbour(("127.0.0.1", port), range(1, 3), terms)
 
     def come(**said):
         with connect(harbour.address, 0.0) as connection:
-            say(connection, said)
+            say(connection, {"clock": 0.5, **terms, **said})
             return heard(connection, PATIENCE)
 
     try:
@@ -123,7 +125,7 @@ def test_who_may_bring_an_engine(port, monkeypatch):
             stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         assert come(engine=2, key="schlüssel") == {"engine": 2}
         with pytest.raises(EngineError, match=f"cannot listen on 127.0.0.1, port {port}"):
-            Harbour(("127.0.0.1", port), range(1, 3))
+            Harbour(("127.0.0.1", port), range(1, 3), terms)
     finally:
         harbour.close()
 

@@ -102,10 +102,10 @@ def check_model(args: EngineArgs) -> None:
     if is_bare_name(args.model):
         resolve_model(args.model, revision=args.revision, download_dir=args.download_dir, token=args.hf_token, weights=False)
     else:
-        check_on_disk(args.model, _wants_weights(args))
+        check_on_disk(args.model, wants_weights(args))
 
 
-def _wants_weights(args: EngineArgs) -> bool:
+def wants_weights(args: EngineArgs) -> bool:
     return args.load_format != "dummy" and args.distributed_executor_backend != "fake"
 
 
@@ -115,7 +115,7 @@ def find_facts(args: EngineArgs) -> ModelFacts:
         revision=args.revision,
         download_dir=args.download_dir,
         token=args.hf_token,
-        weights=_wants_weights(args),
+        weights=wants_weights(args),
     )
     return read_facts(files, args.hf_overrides, lenient=True)
 
@@ -140,7 +140,7 @@ def find_drafting(args: EngineArgs, facts: ModelFacts) -> Drafting:
             revision=asked.revision,
             download_dir=args.download_dir,
             token=args.hf_token,
-            weights=_wants_weights(args),
+            weights=wants_weights(args),
         )
         if "method" not in asked.told:
             asked = replace(asked, method=find_method(asked, files))

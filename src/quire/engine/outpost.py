@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from quire.config.args import EngineArgs
 from quire.engine import ipc
+from quire.engine.agreement import own_terms
 from quire.engine.child import Child
 from quire.engine.handshake import Address, cluster_key, connect, heard, say
 from quire.engine.nursery import WarmStart
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 class Outpost:
     def __init__(self, args: EngineArgs, first: int, count: int) -> None:
         """`args` of the command here: engines `first` to `first + count - 1`."""
-        self._args, self._first, self._count = args, first, count
+        self._args, self._first, self._count, self._terms = args, first, count, own_terms(args)
         self._address: Address = (args.data_parallel_address, args.data_parallel_rpc_port)
         self._warm, self._lock = WarmStart(), threading.Lock()
         self._over = threading.Event()
@@ -77,7 +78,7 @@ class Outpost:
         logger.info("engine %d: waiting for machine 0 at %s:%d", engine, *self._address)
         connection = connect(self._address, time.monotonic() + self._args.engine_start_timeout)
         with connection:
-            say(connection, {"key": cluster_key(), "engine": engine, "clock": time.monotonic()})
+            say(connection, {"key": cluster_key(), "engine": engine, "clock": time.monotonic(), **self._terms})
             try:
                 told = heard(connection, FAREWELL)
             except EngineError:  # it ends, or has ended

@@ -9,6 +9,7 @@ whose next connection has the next one.
 
 import contextlib
 import logging
+import math
 import socket
 import threading
 import time
@@ -19,9 +20,11 @@ import msgspec
 
 from quire.config.args import EngineArgs
 from quire.engine import ipc
+from quire.engine.agreement import Terms, difference
 from quire.engine.child import first_frame
 from quire.engine.handshake import Address, cluster_key, let_in, listen, say
 from quire.frames import Frames, Mailbox
+from quire.types.errors import EngineError
 
 PIECE = 1 << 16
 GOODBYE = 0.5  # seconds, at least, for a node to hear that it is over
@@ -35,37 +38,50 @@ class Arrived:
     """A node's connection for one engine."""
 
     def __init__(self, connection: socket.socket, said: dict[str, Any]) -> None:
-        self.connection = connection
+        engine, clock = said.get("engine"), said.get("clock")
+        if type(engine) is not int or type(clock) is not float or not math.isfinite(clock):
+            raise EngineError("it said what no node says")
+        self.connection, self.engine = connection, engine
         self.host = str(connection.getpeername()[0])
-        self.ahead = time.monotonic() - float(said.get("clock", 0.0))  # our clock, compared with the node's
+        self.ahead = time.monotonic() - clock  # our clock, compared with the node's
 
 
 class Harbour:
     """Where nodes with engines connect. Each engine's newest connection waits here until it is wanted."""
 
-    def __init__(self, address: Address, engines: range) -> None:
-        self.address, self._engines, self._key = address, engines, cluster_key()
+    def __init__(self, address: Address, engines: range, terms: Terms) -> None:
+        self.address, self._engines, self._terms, self._key = address, engines, terms, cluster_key()
         self._listener = listen(address)
         self._news = threading.Condition()
         self._waiting: dict[int, Arrived] = {}
         self._finalizer = weakref.finalize(self, _close, self._listener, self._waiting)
         threading.Thread(target=_receive, args=(weakref.ref(self), self._listener), name="quire-harbour", daemon=True).start()
 
+    @property
+    def closed(self) -> bool:
+        return not self._finalizer.alive
+
     def welcome(self, connection: socket.socket) -> None:
         said = let_in(connection, self._key)
         if said is None:
             return
-        engine = said.get("engine")
         try:
-            if not isinstance(engine, int) or engine not in self._engines:
-                wanted = f"{self._engines.start} to {self._engines.stop - 1}"
-                say(connection, {"refused": f"engine {engine} is not one of those of other nodes, {wanted}"})
+            arrived = Arrived(connection, said)
+            engine = arrived.engine
+            refusal = difference(self._terms, said)
+            if engine not in self._engines:
+                refusal = (
+                    f"engine {engine} is not one of those of other nodes, {self._engines.start} to {self._engines.stop - 1}"
+                )
+            if refusal is not None:
+                logger.error("the node %s with engine %d is refused: %s", arrived.host, engine, refusal)
+                say(connection, {"refused": refusal})
                 connection.close()
                 return
             say(connection, {"engine": engine})
             keep_alive(connection)
-            arrived = Arrived(connection, said)
-        except (OSError, ValueError):
+        except (OSError, EngineError) as error:
+            logger.warning("one who connected as a node is not one: %s", error)
             connection.close()
             return
         with self._news:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from quire.config.args import EngineArgs, local_engines
 from quire.config.config import Config
 from quire.engine import ipc
+from quire.engine.agreement import terms_of
 from quire.engine.child import COMMAND, Child
 from quire.engine.client import EngineClient, OpenRequest, check_number, engine_args
 from quire.engine.nursery import WarmStart
@@ -90,7 +91,7 @@ class EngineRouter(Together):
         here = local_engines(args)
         if here < args.data_parallel_size:
             address = (args.data_parallel_address, args.data_parallel_rpc_port)
-            self._harbour = Harbour(address, range(here, args.data_parallel_size))
+            self._harbour = Harbour(address, range(here, args.data_parallel_size), terms_of(args))
         if not here and spare is not None:
             spare.close()
         try:
