@@ -76,6 +76,7 @@ def rope(kind: str, **settings: Any) -> dict[str, Any]:
                 "deci",
             )
         ),
+        ({"num_nextn_predict_layers": MANY}, "num_nextn_predict_layers .* a whole number from 0 up, 65,536 at most"),
         *(({"model_type": kind, "num_hidden_layers": MANY}, LAYERS) for kind in ("mamba", "jamba", "lfm2", "llama")),
     ],
 )

@@ -68,7 +68,7 @@ FIELDS: dict[str, Rule] = {
     "intermediate_size": WIDTH,
     "moe_intermediate_size": _sizes(0, 1 << 28, "a whole number from 0 up"),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"), COUNT),
-    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "zero_expert_num"), COUNT),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "zero_expert_num", "num_nextn_predict_layers"), COUNT),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"), SMALL),
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob"), FLAG),
     **dict.fromkeys(("attn_logit_softcapping", "router_jitter_noise"), NOT_NEGATIVE),
