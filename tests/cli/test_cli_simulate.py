@@ -34,6 +34,11 @@ def simulate(model: str, *flags: str) -> int:
     return main(["simulate", model, *flags])
 
 
+def test_nothing_that_could_run_is_no_success(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(model, "--card", "l4", "--num-prompts", "3", "--input-len", "4000") == 1
+    assert "3 refused" in capsys.readouterr().out
+
+
 def test_json_table_and_report(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.html"
     flags = ["--card", "l4", "--num-prompts", "40", "--request-rate", "200", "--input-len", "100", "--prefix-len", "64"]

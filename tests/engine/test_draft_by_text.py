@@ -86,6 +86,21 @@ def test_tokens_that_its_model_does_not_have(llm, expected, monkeypatch):
     assert llm.llm_engine.core.stats.drafts.accepted > before.accepted
 
 
+def test_a_recurrent_model_drafts(models, expected, tmp_path):
+    """It has states and no pages."""
+    transformers = pytest.importorskip("transformers")
+    size = json.loads((models[1] / "config.json").read_text())["vocab_size"]
+    config = transformers.MambaConfig(vocab_size=size, hidden_size=16, num_hidden_layers=1)
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
+    for file in models[1].glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    llm = start((models[0], tmp_path), adaptive=False, use_heterogeneous_vocab=True)
+    prompts, params, answers = expected
+    same(llm.generate(prompts[:6], params[:6], use_tqdm=False), answers[:6])
+    assert llm.llm_engine.core.stats.drafts.rows > 0
+    llm.llm_engine.shutdown()
+
+
 @pytest.mark.parametrize("harm", [{"model": {"vocab": [[], [1]]}}, {"added_tokens": [{"id": float("inf"), "content": "x"}]}])
 def test_a_tokenizer_that_cannot_be_read(models, tmp_path, harm):
     shutil.copytree(models[1], tmp_path, dirs_exist_ok=True)

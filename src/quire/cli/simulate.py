@@ -65,7 +65,7 @@ def run(namespace: argparse.Namespace) -> int:
         outcome, search = _simulate(namespace, setting, trace, objectives)
     seconds = time.perf_counter() - began
     report(namespace, Outcome(setting, trace, namespace.router, outcome, objectives, search, seconds))
-    return 0 if search is None or search.kept else 1
+    return 0 if any(not visit.refused for visit in outcome.visits) and (search is None or search.kept) else 1
 
 
 def _objectives(namespace: argparse.Namespace) -> Objectives | None:

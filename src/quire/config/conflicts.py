@@ -222,7 +222,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda c: c.draft_facts is not None and bool(c.draft_facts.states),
         lambda c: (
             f"the draft model {c.draft_facts and c.draft_facts.architecture} has recurrent layers, whose states do not go back "
-            "behind drafts that were wrong; take another draft model"
+            "behind drafts that were wrong; take another draft model, or let it draft by text (use_heterogeneous_vocab: true)"
         ),
     ),
     Conflict(

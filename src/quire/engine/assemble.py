@@ -172,7 +172,8 @@ def start_text_drafter(config: Config, facts: ModelFacts) -> TextDrafter:
     layout = whole_layout(other_config)
     alone = pages_for(layout, other_config.max_model_len, other_config.max_batched_tokens)
     pages = max(alone, min(alone * config.max_seqs, TEXT_DRAFTER_BYTES // max(1, layout.bytes_per_page)))
-    other_args = replace(other_config.args, kv_cache_memory_bytes=(pages + 1) * max(1, layout.bytes_per_page))
+    states = (MOST_SNAPSHOTS + 2) * config.max_seqs * other_config.state_bytes
+    other_args = replace(other_config.args, kv_cache_memory_bytes=(pages + 1) * max(1, layout.bytes_per_page) + states)
     started = start_core(replace(other_config, args=other_args))
     end = own.eos_token_id if own.eos_token_id in config.facts.eos_ids else next(iter(config.facts.eos_ids), None)
     vocabularies = config.facts.vocab_size, facts.vocab_size

@@ -169,8 +169,8 @@ class Supervisor:
 
     async def _watch(self, child: AnyChild) -> str:
         """Listens until the engine is lost, and says why it is."""
-        loop, wake = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(child.fd, wake.set)
+        loop, wake, fd = asyncio.get_running_loop(), asyncio.Event(), child.fd
+        loop.add_reader(fd, wake.set)
         ticker: asyncio.TimerHandle | None = None
 
         def tick() -> None:
@@ -180,8 +180,9 @@ class Supervisor:
 
         def detach() -> None:
             self._detach = lambda: None
-            loop.remove_reader(child.fd)
-            loop.remove_writer(child.fd)
+            if child.fd == fd:  # else it is closed, and with it whatever was awaited
+                loop.remove_reader(fd)
+                loop.remove_writer(fd)
             if ticker is not None:
                 ticker.cancel()
 
