@@ -1,18 +1,30 @@
 """What may come to the place where nodes bring engines, beside good nodes: another model, garbage, closed connections."""
 
+import asyncio
+import json
+import os
+import resource
 import shutil
 import socket
+import struct
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from patience import PATIENCE
 from quire import EngineArgs
+from quire.engine import ipc, remote
 from quire.engine.agreement import difference, own_terms, terms_of
 from quire.engine.handshake import connect, heard, say
 from quire.engine.outpost import Outpost
-from quire.engine.remote import Harbour
+from quire.engine.remote import Harbour, RemoteEngine
+from quire.engine.supervisor import Supervisor, SupervisorLimits
+from quire.engine.timeline import Timeline
+from quire.frames import Frames
 from quire.types.errors import EngineError
 
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 HELLO = {"key": "", "engine": 1, "clock": 0.5}
 
 
@@ -83,3 +95,134 @@ def test_what_must_agree(tiny_model, terms):
     dummy = EngineArgs(str(tiny_model), load_format="dummy", dtype="float16")
     assert difference(terms_of(dummy), own_terms(EngineArgs(str(tiny_model)))) is None, "nobody reads the weights"
     assert difference(terms_of(dummy), own_terms(EngineArgs(str(tiny_model), dtype="half"))) is None
+
+
+def until(condition):
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def told_to_start(frames):
+    frames.socket.settimeout(PATIENCE)
+    while (frame := frames.next()) is None:
+        assert frames.receive()
+    assert isinstance(ipc.decode_command(frame), ipc.StartEngine)
+
+
+def hello(text):
+    data = text if isinstance(text, bytes) else json.dumps(text).encode()
+    return struct.pack("<I", len(data)) + data
+
+
+GARBAGE = [
+    b"GET / HTTP/1.1\r\n\r\n",
+    hello(b"[" * 60000),
+    hello(b"NaN"),
+    hello(b'{"key": "\\ud800", "engine": 1}'),
+    *(hello(HELLO | {"clock": clock}) for clock in ([], None, "nan", float("nan"), float("inf"), 10**400)),
+    *(hello(HELLO | {"engine": engine}) for engine in (None, "\ud800", True, 1e308, [])),
+]
+
+
+def test_garbage_is_a_line_in_the_log(harbour, caplog):
+    for garbage in GARBAGE:
+        caplog.clear()
+        with socket.create_connection(harbour.address, timeout=PATIENCE) as stranger:
+            stranger.sendall(garbage)
+            try:
+                while stranger.recv(1000):
+                    pass
+            except ConnectionResetError:  # it was closed before all was read
+                pass
+        [record] = caplog.records
+        assert record.exc_info is None and "\n" not in record.getMessage(), garbage
+
+
+def test_accepts_again_when_there_are_descriptors(harbour, terms, caplog):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    filled = [os.dup(0)]
+    with socket.socket() as node:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(node.fileno(), filled[0]) + 8, limits[1]))
+            with pytest.raises(OSError, match="Too many open files"):
+                while True:
+                    filled.append(os.dup(0))
+            node.connect(harbour.address)
+            until(lambda: "nodes cannot connect now, and will be able to later" in caplog.text)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            for descriptor in filled:
+                os.close(descriptor)
+        say(node, HELLO | terms)
+        assert heard(node, PATIENCE) == {"engine": 1}, "it had its descriptor before"
+    node, told = come(harbour, **HELLO, **terms)
+    with node:
+        assert told == {"engine": 1}
+
+
+@pytest.mark.parametrize("spoil", [socket.socket.close, lambda connection: connection.sendall(b"junk")])
+def test_only_who_waits_is_handed_over(tiny_model, harbour, terms, spoil):
+    spoiled, _ = come(harbour, **HELLO, **terms)
+    until(lambda: 1 in harbour._waiting)
+    spoil(spoiled)
+    until(lambda: not harbour._waiting[1].waits)
+    engine = RemoteEngine(EngineArgs(str(tiny_model)), harbour, 1)
+    until(lambda: 1 not in harbour._waiting)
+    node, _ = come(harbour, **HELLO, **terms)
+    told_to_start(Frames(node))
+    assert engine.ending() is None
+    for connection in (engine, node, spoiled):
+        connection.close()
+
+
+def test_a_node_that_begins_nothing(tiny_model, harbour, terms, monkeypatch):
+    monkeypatch.setattr(remote, "BEGIN", 0.1)
+    node, _ = come(harbour, **HELLO, **terms)
+    engine = RemoteEngine(EngineArgs(str(tiny_model)), harbour, 1)
+    until(lambda: engine.ending() is not None)
+    assert engine.closed and engine.ending() == "a fault of its node (127.0.0.1): it did not begin within 0 s"
+    engine.close()
+    node.close()
+
+
+def test_frames_of_no_engine_are_a_lost_connection(tiny_model, harbour, terms):
+    args = EngineArgs(str(tiny_model))
+    ready = ipc.Ready(64, 8, "cpu", "float32", 64, 4, 1, Timeline([], 0.0, 0.0), 16)
+    news = []
+    listener = SimpleNamespace(
+        on_ready=lambda ready: news.append("ready"),
+        on_lost=lambda ids: news.append("lost"),
+        on_dead=lambda why: news.append(why),
+    )
+
+    async def life(say_last):
+        """Of an engine on a node."""
+        heard_of = len(news)
+        node, _ = await asyncio.to_thread(come, harbour, **HELLO, **terms)
+        frames = Frames(node)
+        await asyncio.to_thread(told_to_start, frames)
+        frames.send(ipc.encode(ipc.Begun(7)))
+        frames.send(ipc.encode(ready))
+        while news[heard_of:] != ["ready"]:
+            await asyncio.sleep(0.01)
+        if say_last is not None:
+            frames.send(say_last)
+            frames.send(ipc.encode(ready))  # nobody listens any more
+            while news[heard_of:] != ["ready", "lost"]:
+                await asyncio.sleep(0.01)
+        node.close()
+
+    async def scene():
+        supervisor = Supervisor(lambda: RemoteEngine(args, harbour, 1), SupervisorLimits.of(args), listener, "engine 1")
+        task = asyncio.create_task(supervisor.run())
+        for bad in (b"", b"\xc1", b"\x81\xa1x\x01", b"\x93\x01\x02\x03"):
+            await asyncio.wait_for(life(bad), PATIENCE)
+            assert "a fault of its node (127.0.0.1): it said what no engine says" in supervisor.last_loss
+        await asyncio.wait_for(life(None), PATIENCE)
+        assert supervisor.restarts == 4 and news == ["ready", "lost"] * 4 + ["ready"]
+        task.cancel()
+        supervisor.stop(0.0)
+
+    asyncio.run(scene())

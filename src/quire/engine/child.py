@@ -20,6 +20,7 @@ from typing import IO
 
 from quire.config.args import EngineArgs
 from quire.engine import ipc
+from quire.engine.correspondent import Correspondent
 from quire.engine.nursery import PARENT, Forked, Nursery
 from quire.frames import Mailbox
 from quire.subprocesses import ending, environment, is_stopped
@@ -30,7 +31,7 @@ LAST_LINES = 20
 _Process = subprocess.Popen[bytes] | Forked
 
 
-class Child:
+class Child(Correspondent):
     """Without arguments, the process waits for `begin`, and spends the time importing what an engine with a model needs.
 
     `engine` is its number, of args.data_parallel_size; `serving`: requests come and go while others wait for their tokens.
@@ -100,32 +101,8 @@ class Child:
         """By SIGSTOP and its kin."""
         return is_stopped(self.pid)
 
-    @property
-    def fd(self) -> int:
-        """Readable when there are reports, or never will be again (`closed`)."""
-        return self._mailbox.fileno()
-
-    @property
-    def closed(self) -> bool:
-        """It will send no more reports."""
-        return self._mailbox.closed
-
-    @property
-    def full(self) -> bool:
-        """It had no room for all commands: `flush` when `fd` can be written."""
-        return self._mailbox.full
-
-    def flush(self) -> None:
-        self._mailbox.flush()
-
     def begin(self, args: EngineArgs, engine: int = 0, serving: bool = True) -> None:
         self._mailbox.send(first_frame(args, engine, serving))
-
-    def send(self, command: ipc.Command) -> None:
-        self.send_frame(ipc.encode(command))
-
-    def send_frame(self, frame: bytes) -> None:
-        self._mailbox.send(frame)
 
     def receive(self) -> ipc.Report | None:
         """The next report, None if there is none now."""

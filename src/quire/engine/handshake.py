@@ -6,6 +6,7 @@ reach. Nothing received is ever executed or unpickled.
 
 import hmac
 import json
+import logging
 import os
 import socket
 import struct
@@ -21,6 +22,8 @@ HELLO = 10.0  # seconds for one who connected to say who it is
 AGAIN = 0.1  # seconds between two attempts to connect
 _LENGTH = struct.Struct("<I")
 Address = tuple[str, int]
+
+logger = logging.getLogger(__name__)
 
 
 def cluster_key() -> str:
@@ -62,11 +65,12 @@ def let_in(connection: socket.socket, key: str) -> dict[str, Any] | None:
     """What one who connected says; None: it does not know the key, or is no node, and the connection is closed."""
     try:
         said = heard(connection, HELLO)
-        if hmac.compare_digest(str(said.get("key", "")).encode(), key.encode()):
+        if hmac.compare_digest(str(said.get("key", "")).encode(errors="replace"), key.encode()):
             return said
+        logger.warning("a node is refused: its key (%s) is another one", KEY)
         say(connection, {"refused": f"the key ({KEY}) is another one"})
-    except (EngineError, OSError):
-        pass
+    except (EngineError, OSError) as error:
+        logger.warning("one who connected as a node is not one: %s", error)
     connection.close()
     return None
 
@@ -91,15 +95,15 @@ def say(connection: socket.socket, what: Mapping[str, Any]) -> None:
 
 def heard(connection: socket.socket, seconds: float) -> dict[str, Any]:
     """A whole message. Bytes behind it stay where they are: they are for whoever gets the connection next."""
-    connection.settimeout(max(0.01, seconds))
+    deadline = time.monotonic() + seconds
     try:
-        (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+        (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, deadline))
         if size > LONGEST:
             raise EngineError("another node said what no node says")
-        said = json.loads(_exactly(connection, size))
+        said = json.loads(_exactly(connection, size, deadline))
     except TimeoutError:
         raise EngineError("another node said nothing in time") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise EngineError("another node said what no node says") from None
     finally:
         connection.settimeout(None)
@@ -108,9 +112,10 @@ def heard(connection: socket.socket, seconds: float) -> dict[str, Any]:
     return said
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
+def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
     data = b""
     while len(data) < count:
+        connection.settimeout(max(0.01, deadline - time.monotonic()))
         piece = connection.recv(count - len(data))
         if not piece:
             raise EngineError("another node has hung up")

@@ -12,6 +12,8 @@ import threading
 import time
 from dataclasses import replace
 
+import msgspec
+
 from quire.config.args import EngineArgs
 from quire.engine import ipc
 from quire.engine.agreement import own_terms
@@ -51,11 +53,11 @@ class Outpost:
         try:
             for thread in threads:
                 thread.start()
-            while any(thread.is_alive() for thread in threads):
+            while not self.errors and any(thread.is_alive() for thread in threads):
                 for thread in threads:
                     thread.join(0.1)
-                if self.errors:
-                    raise self.errors[0]
+            if self.errors:
+                raise self.errors[0]
         finally:
             self._over.set()
             for thread in threads:
@@ -104,7 +106,10 @@ class Outpost:
         while not self._over.is_set() and not mailbox.closed:
             frame = mailbox.receive()
             if frame is not None:
-                return ipc.decode_command(frame)
+                try:
+                    return ipc.decode_command(frame)
+                except msgspec.MsgspecError as error:
+                    raise EngineError(f"{self._address[0]}, port {self._address[1]}, is not machine 0: {error}") from None
             mailbox.wait(int(1000 * LOOK))
         return None
 

@@ -22,13 +22,17 @@ from quire.config.args import EngineArgs
 from quire.engine import ipc
 from quire.engine.agreement import Terms, difference
 from quire.engine.child import first_frame
+from quire.engine.correspondent import Correspondent
 from quire.engine.handshake import Address, cluster_key, let_in, listen, say
+from quire.files.reading import told
 from quire.frames import Frames, Mailbox
 from quire.types.errors import EngineError
 
 PIECE = 1 << 16
 GOODBYE = 0.5  # seconds, at least, for a node to hear that it is over
 PATIENT = 10_000  # milliseconds that what was sent may stay unconfirmed: a node that is gone without a word
+BEGIN = 15.0  # seconds for a node to say that it has begun to start its engine
+AGAIN = 0.2  # seconds after which we try again to accept
 CLOCKS = 0.01  # seconds by which clocks may differ and count as one
 
 logger = logging.getLogger(__name__)
@@ -44,6 +48,17 @@ class Arrived:
         self.connection, self.engine = connection, engine
         self.host = str(connection.getpeername()[0])
         self.ahead = time.monotonic() - clock  # our clock, compared with the node's
+
+    @property
+    def waits(self) -> bool:
+        """It is there, and has said nothing: a node is told something first."""
+        try:
+            self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
 
 
 class Harbour:
@@ -96,8 +111,12 @@ class Harbour:
         """For a node with this engine; None: it is over, and not wanted any more."""
         with self._news:
             while not over.is_set():
-                if engine in self._waiting:
-                    return self._waiting.pop(engine)
+                arrived = self._waiting.pop(engine, None)
+                if arrived is not None and arrived.waits:
+                    return arrived
+                if arrived is not None:
+                    logger.warning("the node %s with engine %d has gone while it waited", arrived.host, engine)
+                    arrived.connection.close()
                 self._news.wait(0.2)
         return None
 
@@ -106,7 +125,7 @@ class Harbour:
             self._finalizer()
 
 
-class RemoteEngine:
+class RemoteEngine(Correspondent):
     """One life of an engine on another node. `engine` is its number, of args.data_parallel_size."""
 
     def __init__(self, args: EngineArgs, harbour: Harbour, engine: int, serving: bool = True) -> None:
@@ -116,6 +135,7 @@ class RemoteEngine:
         self._line = _Line(harbour, engine, theirs)
         self._begun: ipc.Begun | None = None
         self._ended: ipc.Ended | None = None
+        self._fault = ""  # why we listen no more
         self._finalizer = weakref.finalize(self, _hang_up, self._mailbox, self._line)
         try:
             threading.Thread(target=self._line.run, name=f"quire-engine-{engine}", daemon=True).start()
@@ -134,28 +154,15 @@ class RemoteEngine:
         """Its node looks at that."""
         return False
 
-    @property
-    def fd(self) -> int:
-        return self._mailbox.fileno()
-
-    @property
-    def closed(self) -> bool:
-        return self._mailbox.closed
-
-    @property
-    def full(self) -> bool:
-        return self._mailbox.full
-
-    def flush(self) -> None:
-        self._mailbox.flush()
-
-    def send(self, command: ipc.Command) -> None:
-        self._mailbox.send(ipc.encode(command))
-
     def receive(self) -> ipc.Report | None:
         """The next report, None if there is none now. What the node itself says is heard here."""
-        while (frame := self._mailbox.receive()) is not None:
-            match ipc.decode_report(frame):
+        while not self._fault and (frame := self._mailbox.receive()) is not None:
+            try:
+                said = ipc.decode_report(frame)
+            except Exception as error:  # whatever it was: bytes of a stranger are no mistake of ours
+                self._abandon(f"it said what no engine says ({told(error)})")
+                break
+            match said:
                 case ipc.Begun() as begun:
                     self._begun = begun
                     logger.info("engine %d is process %d on %s", self._engine, self.pid, self._line.host)
@@ -165,13 +172,23 @@ class RemoteEngine:
                     return _by_our_clock(report, self._line.ahead)
         return None
 
+    def _abandon(self, fault: str) -> None:
+        self._fault = fault
+        self._mailbox.closed = True
+        self._line.end()
+
     def ending(self) -> str | None:
+        since = self._line.since
+        if since is not None and self._begun is None and time.monotonic() - since > BEGIN and not self._line.over.is_set():
+            self._abandon(f"it did not begin within {BEGIN:.0f} s")
         if not self._line.over.is_set():
             return None
         if self._ended is None and not self.closed:
             self.receive()
         if self._ended is not None:
             return f"{self._ended.how} (on {self._line.host})"
+        if self._fault:
+            return f"a fault of its node ({self._line.host}): {self._fault}"
         return f"the connection to its node ({self._line.host})" if self._line.host else "no node"
 
     def last_words(self) -> str:
@@ -206,6 +223,7 @@ class _Line:
         self._outer: socket.socket | None = None
         self.over = threading.Event()
         self.host, self.ahead = "", 0.0
+        self.since: float | None = None  # when the node came
 
     def run(self) -> None:
         arrived = self._harbour.wait(self._engine, self.over)
@@ -213,6 +231,7 @@ class _Line:
             self._inner.close()
             return
         self.host, self.ahead, self._outer = arrived.host, arrived.ahead, arrived.connection
+        self.since = time.monotonic()
         if self.over.is_set():
             self.end()
         back = threading.Thread(target=self._carry_back, name=f"quire-engine-{self._engine}-reports", daemon=True)
@@ -278,8 +297,14 @@ def _receive(harbour: "weakref.ref[Harbour]", listener: socket.socket) -> None:
     while True:
         try:
             connection, _ = listener.accept()
-        except OSError:
-            return
+        except OSError as error:
+            there = harbour()
+            if there is None or there.closed:
+                return
+            del there
+            logger.warning("nodes cannot connect now, and will be able to later: %s", error)
+            time.sleep(AGAIN)
+            continue
         there = harbour()
         if there is None:
             connection.close()
