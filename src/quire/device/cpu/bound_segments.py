@@ -111,16 +111,22 @@ class BoundSegments:
         tokens = len(x)
         calls = self._calls.get(tokens) or self._bind(tokens)
         self._source[:tokens] = x
-        if self._places is not None and (self._adapted or batch.adapters is not None):
-            self._adapted = batch.adapters is not None
-            self._places.zero_()
-            if batch.adapters is not None:
-                self._places[:tokens, 0] = torch.from_numpy(batch.adapters.places)
+        if self._adapted or batch.adapters is not None:
+            self._place(batch)
         for call, attending in zip(calls, self._attending, strict=True):
             call.run()
             if attending is not None:
                 attending.run(batch)
         return self._result[:tokens]
+
+    def _place(self, batch: Batch) -> None:
+        """Whose adapter each token has; what was there for the last step is wiped out once."""
+        if self._places is None:
+            return
+        self._adapted = batch.adapters is not None
+        self._places.zero_()
+        if batch.adapters is not None:
+            self._places[: len(batch.ids), 0] = torch.from_numpy(batch.adapters.places)
 
     def _bind(self, tokens: int) -> list[Call]:
         if len(self._calls) >= KEPT:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quire.attn.batch import Batch, take_rows, without_adapters
+from quire.attn.batch import AdapterRows, Batch, take_rows, without_adapters
 from quire.device.base import Body, Prepared, Setting
 from quire.device.cpu import gemm
 from quire.device.cpu.autotune import NEVER, dequantize_from, runtime_for_blocks, runtime_for_floats
@@ -80,16 +80,18 @@ class CompiledBody:
         """Where rows of one token are for the compiled body whatever is beside them, they are run apart, and last: they may
         read keys that the others write, but not the other way round (`DeviceFacts.single_rows_share`). Rows with an adapter
         that the compiled body does not know are for the decoder itself; they and those without read nothing of each other's."""
-        if batch.adapters is not None:
-            places = batch.adapters.places[[start for start, _, _ in batch.rows]]
-            known = self.compiled.know(batch.adapters) if isinstance(self.compiled, Segments) else []
-            plain = np.flatnonzero(np.isin(places, [0, *known])).tolist()
-            if len(plain) < len(batch.rows):
-                return self._run_apart(x, batch, plain) if plain else self.blocks(x, batch)
+        if batch.adapters is not None and len(plain := self._find_plain(batch, batch.adapters)) < len(batch.rows):
+            return self._run_apart(x, batch, plain) if plain else self.blocks(x, batch)
         if self.compiled.suit(batch):
             return self.compiled(x, batch)
         some = self.compiled.find_rows(batch)
         return self._run_apart(x, batch, some) if some else self.blocks(x, batch)
+
+    def _find_plain(self, batch: Batch, adapters: AdapterRows) -> list[int]:
+        """Rows without an adapter, or with one that the compiled body knows."""
+        places = adapters.places[[start for start, _, _ in batch.rows]]
+        known = self.compiled.know(adapters) if isinstance(self.compiled, Segments) else []
+        return np.flatnonzero(np.isin(places, [0, *known])).tolist()
 
     def _run_apart(self, x: Tensor, batch: Batch, last: Sequence[int]) -> Tensor:
         """The others, and then these."""

@@ -73,9 +73,7 @@ class Segments:
             if self._track is None or not self._track.suits(len(x)):
                 self._track = self._lay(len(x))
             return self._track.run(x, batch)
-        values = {self._first: x}
-        if self._places is not None:
-            values[self._places] = _places_of(batch)
+        values = {self._first: x} if self._places is None else {self._first: x, self._places: _places_of(batch)}
         for stage in self._stages:
             results = stage.session.run(*[values[symbol] for symbol in stage.read])
             values.update(zip(stage.made, results, strict=True))

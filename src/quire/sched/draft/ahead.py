@@ -9,12 +9,13 @@ while. Texts that it has not read, it reads first: that is measured, too, and ha
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from quire.sched.draft.base import BatchDrafter, Text
 from quire.sched.draft.costs import WEIGHT, StepCosts
-from quire.sched.draft.speculation import COMMON, RECENT, TRIED_EVERY, WORTH, Schedule, Speculation, moved, text_of
+from quire.sched.draft.speculation import COMMON, RECENT, TRIED_EVERY, WORTH, Speculation, moved, text_of
 from quire.sched.plan_builder import Scheduled
 from quire.types.plan import StepResult
 from quire.types.request import Drafting, Request
@@ -91,21 +92,12 @@ class Choice:
 class SpeculationAhead(Speculation):
     """By a drafter with weights: on the device, behind each step, or one that is asked here."""
 
-    def __init__(
-        self,
-        companion: BatchDrafter | None,
-        most: int,
-        *,
-        adaptive: bool = True,
-        largest_batch: int | None = None,
-        schedule: Schedule = (),
-        unmeasured: float = UNMEASURED,
-    ) -> None:
-        """`companion`: None = the device drafts."""
-        super().__init__(None, most, adaptive=adaptive, largest_batch=largest_batch, schedule=schedule)
+    def __init__(self, companion: BatchDrafter | None, most: int, **options: Any) -> None:
+        """`companion`: None = the device drafts. `options`: as those of `Speculation`."""
+        super().__init__(None, most, **options)
         self.by_host, self._companion = companion is not None, companion
         self._common = Drafting(first=0.7, later=0.7)
-        self._choice = Choice(unmeasured)
+        self._choice = Choice(UNMEASURED)
         self._before = 0  # guesses behind the latest step
         self._waking: tuple[int, float] | None = None  # tokens read behind it, and its seconds, if it was the first of some
 
