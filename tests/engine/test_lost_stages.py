@@ -32,7 +32,8 @@ def test_a_stopped_stage_is_named_and_ends_with_the_engine(tiny_model, monkeypat
 
 @pytest.fixture
 def served(tiny_model):
-    running = Running(tiny_model, quick=False, pipeline_parallel_size=2)
+    drafts = {"method": "suffix", "suffix_decoding_max_spec_factor": 2.0, "adaptive": False}
+    running = Running(tiny_model, quick=False, pipeline_parallel_size=2, speculative_config=drafts)
     yield running
     running.close()
 
@@ -61,4 +62,5 @@ def test_streams_outlive_a_killed_stage(served, shared_llm):
                 os.kill(rank, signal.SIGKILL)
                 killed = rank
     assert texts == alone
+    assert 0 < served.llm.stats.drafts.accepted < served.llm.stats.drafts.tokens
     assert served.llm.last_loss == f"rank 1 (stage 1, process {killed}) ended with signal SIGKILL"

@@ -165,3 +165,20 @@ def test_costs_are_read_between_what_was_measured():
         costs.took(4, 8, 1.0)
     assert costs.seconds(4, 8) == pytest.approx(1.0, abs=0.01)
     assert costs.seconds(4, 8) <= costs.seconds(4, 9)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_in_turns_drafts_are_run_while_other_steps_are_in_flight(depth):
+    device = Device(0.0)
+    desk = device.desk = Desk(
+        drafts=3, wrong=5, host=True, adaptive=True, depth=depth, turns=depth + 1, clock=device, pages=200, max_seqs=8
+    )
+    for i in range(2 * depth + 2):
+        desk.add(f"r{i}", [i, 9, 8, 7], 40)
+    beside = 0
+    while desk.core.has_unfinished:
+        ahead = len(desk.core._flights)
+        plan = desk.step()
+        beside += plan is not None and bool(plan.drafts.any()) and ahead == depth
+    assert desk.right(*desk.specs) and beside > 10
+    assert all(len(plan.slot) <= 2 for plan in desk.plans[2 * depth + 2 :])

@@ -116,7 +116,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "steps planned ahead of drafts",
-        lambda c: (c.drafts_on_device or c.text_drafter is not None) and c.depth > 0,
+        lambda c: (c.drafts_on_device or c.text_drafter is not None) and c.depth > 0 and c.stages == 1,
         lambda c: (
             f"async_scheduling plans steps before the last one's tokens are known, but "
             f"{c.speculation and c.speculation.method} drafts from them; drop async_scheduling, or speculative_config"
@@ -201,11 +201,12 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "drafts of stages",
-        lambda c: c.speculation is not None and c.stages > 1,
+        lambda c: c.stages > 1 and (c.drafts_on_device or (c.text_drafter is not None and c.depth > 0)),
         lambda c: (
             f"speculative_config.method {c.speculation and c.speculation.method} cannot be had with {c.divided}: the stages "
-            "of a pipeline work on several steps at a time, and drafts wait for the last one's tokens. Leave one of them "
-            "out, or divide the model by tensor_parallel_size"
+            "of a pipeline work on several steps at a time, and a model or head that drafts waits for the last one's tokens. "
+            + ("Say async_scheduling=False, t" if c.text_drafter is not None else "T")
+            + 'ake {"method": "ngram"} or {"method": "suffix"}, or divide the model by tensor_parallel_size'
         ),
     ),
     Conflict(

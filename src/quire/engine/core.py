@@ -113,8 +113,7 @@ class EngineCore:
 
     def step(self) -> list[TokenDelta]:
         """One turn of the loop: plan and submit a step, take in those that are due."""
-        speculation = self.scheduler.speculation
-        while self._flights and speculation is not None and speculation.waits:  # drafts are from tokens that have come
+        while self._flights and self.scheduler.waits:
             self._land(*self._flights.popleft())
         if self.constraints.begun:
             self.constraints.before_plan(self.depth, self.ahead)

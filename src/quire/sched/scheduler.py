@@ -176,6 +176,12 @@ class Scheduler:
         return self._live[name].rows if name in self._live else 0
 
     @property
+    def waits(self) -> bool:
+        """Is the next step to be planned when all tokens have come, which drafts are from? Where the running take turns, those
+        whose turn it is have theirs."""
+        return self._turns == 1 and self.speculation is not None and self.speculation.waits
+
+    @property
     def stats(self) -> Stats:
         return Stats(
             running=len(self._running),
@@ -204,7 +210,7 @@ class Scheduler:
         if len(self._running) and (self._roster.order.policy != "fcfs" or len(self._roster.tenants) > 1):
             self._make_way(plan)
         if self.speculation is not None:
-            self.speculation.grant(self._running)
+            self.speculation.grant(self._running, None if self._turns == 1 else list(self._whose_turn()))
             self._granted = self.speculation.granted
         left = self._advance(plan)
         self._admit(plan, left, now)

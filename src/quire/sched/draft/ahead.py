@@ -101,7 +101,7 @@ class SpeculationAhead(Speculation):
         self._before = 0  # guesses behind the latest step
         self._waking: tuple[int, float] | None = None  # tokens read behind it, and its seconds, if it was the first of some
 
-    def grant(self, running: Iterable[Request]) -> None:
+    def grant(self, running: Iterable[Request], turn: Sequence[Request] | None = None) -> None:  # noqa: ARG002
         rows = [request for request in running if request.known == 1]
         limit = self._limit(len(rows))
         self.granted = {}

@@ -61,11 +61,13 @@ class Speculation:
 
     # ---- before a step
 
-    def grant(self, running: Iterable[Request]) -> None:
-        """Decides about the next step."""
+    def grant(self, running: Iterable[Request], turn: Sequence[Request] | None = None) -> None:
+        """Decides about the next step. `turn`: who may have a row in it, if not all."""
         self.granted = {}
         rows = [request for request in running if request.known == 1]
         limit = self._limit(len(rows))
+        if turn is not None:
+            rows = [request for request in turn if request.known == 1]
         self.waits = not self._adaptive and limit > 0
         able = [request for request in rows if limit and request.drafting.tokens and self._up_to_date(request)]
         if not able:
