@@ -2,14 +2,16 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
-from kernel_support import DTYPES
+from kernel_support import DTYPES, numbers
 from test_paged_attention import make_batch
 
 from quire.attn.backend import AttentionSpec, Latents
-from quire.attn.batch import keep_last
+from quire.attn.batch import AdapterRows, keep_last
 from quire.attn.latent import LatentAttention
+from quire.ops.adapters import make_table, tile
 from quire.ops.arguments import Rotation
 
 pytest.importorskip("triton")
@@ -60,14 +62,19 @@ def inputs(shape, rows, dtype, device, interleaved, page_size=4):
     return spec, latents, query.unflatten(1, (heads, -1)), row, kv.to(device, dtype), batch
 
 
+def keep_two(batch, device):
+    """The last two of each row."""
+    counts = torch.tensor([min(count, 2) for _, count, _ in batch.rows])
+    ends = torch.tensor([start + count for start, count, _ in batch.rows])
+    index = torch.cat([torch.arange(end - n, end) for end, n in zip(ends.tolist(), counts.tolist(), strict=True)])
+    starts = torch.cat((torch.zeros(1), counts.cumsum(0))).int().to(device)
+    return keep_last(batch, counts.numpy(), starts, index.to(device))
+
+
 def compare(shape, rows, dtype, device, interleaved=True, page_size=4, final=False):
     spec, latents, query, row, kv, batch = inputs(shape, rows, dtype, device, interleaved, page_size)
     if final:
-        counts = torch.tensor([min(count, 2) for _, count, _ in batch.rows])
-        ends = torch.tensor([start + count for start, count, _ in batch.rows])
-        index = torch.cat([torch.arange(end - n, end) for end, n in zip(ends.tolist(), counts.tolist(), strict=True)])
-        starts = torch.cat((torch.zeros(1), counts.cumsum(0))).int().to(device)
-        batch = keep_last(batch, counts.numpy(), starts, index.to(device))
+        batch = keep_two(batch, device)
         query = batch.keep(query)
     made = dataclasses.replace(latents, up=latents.up.float(), norm=latents.norm.float())
     theirs = kv.float()
@@ -118,6 +125,44 @@ def test_a_plan_that_stays_gives_the_same(device):
     assert torch.equal(LatentTriton().run_latent(spec, latents, query, row, kv, batch, 0, False), out)
     assert fixed.cut(counts, lengths + 1, None, None) is not None
     assert fixed.cut(counts * 30, lengths * 30, None, None) is None
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dora", "final", "tiled"), [(False, False, True), (True, True, False)])
+def test_adapters_of_what_makes_keys_and_values(dora, final, tiled, dtype, device):
+    """Rows of three mixed with rows of none, absorbed and expanded: against attention with matrices that have them in."""
+    spec, latents, query, row, kv, batch = inputs(SHAPES["many heads, odd rank"], ROWS, dtype, device, True)
+    heads, outputs, rank = latents.up.shape
+    entries, held, matrices = torch.zeros(4, 6, dtype=torch.int64), [], [latents.up.float()]
+    for place, low in ((1, 3), (2, 20), (3, 37)):
+        down, up = (numbers(low, n, dtype=dtype, device=device, seed=place) * 0.15 for n in (rank, heads * outputs))
+        gain = numbers(heads * outputs, dtype=dtype, device=device, seed=place).abs() + 0.5 if dora else None
+        held.append((down, up, gain))
+        entries[place, :4] = torch.tensor([down.data_ptr(), up.data_ptr(), low, 0 if gain is None else gain.data_ptr()])
+        changed = latents.up.float() + (up.float().t() @ down.float()).view_as(latents.up)
+        matrices.append(changed if gain is None else changed * gain.float().view(heads, outputs, 1))
+    table = make_table(entries.to(device).view(-1), 6, 40, [(0, heads * outputs)])
+    places = np.repeat(np.arange(len(ROWS)) % 4, [count for count, _ in ROWS])
+    rows = AdapterRows(places, torch.device(device), tile(places, torch.device(device)) if tiled else None)
+    batch = dataclasses.replace(batch, adapters=rows)
+    if final:
+        batch = keep_two(batch, device)
+        query = batch.keep(query)
+    plain = dataclasses.replace(latents, norm=latents.norm.float())
+    of_each = [
+        LatentAttention().run_latent(
+            spec, dataclasses.replace(plain, up=up), query.float(), row.float(), kv.float(), batch, 0, final
+        )
+        for up in matrices
+    ]
+    expected = torch.stack(of_each)[batch.final.adapters.places, torch.arange(len(query))]
+    batch.final.plans.clear()
+    out = LatentTriton().run_latent(spec, dataclasses.replace(latents, table=table), query, row, kv, batch, 0, final)
+    assert batch.final.plans["latent", 0].expanded is not None or final
+    loose = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
+    torch.testing.assert_close(out.float(), expected, atol=loose, rtol=loose)
+    assert not torch.allclose(of_each[0], expected, atol=loose)
 
 
 @pytest.mark.gpu

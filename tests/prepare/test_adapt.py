@@ -8,6 +8,7 @@ import torch
 from lockstep import divided, together
 
 from oracle import Sequences, in_pieces
+from quire.attn import latent_triton
 from quire.attn.batch import AdapterRows
 from quire.layers.adapter import LinearBank, LinearNumbers, LowRank
 from quire.load.assign import rename
@@ -104,6 +105,23 @@ def test_kernels_add_the_same(checkpoint, family, dora):
     load_weights(model, case.facts, device="cpu", dtype="float32")
     check(run(model, tiled=True), merged)
     assert adapters.has_kernels_for([1, 2])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are for the GPU then: tests/engine/test_adapters_gpu.py")
+def test_kernels_of_latents_beside_adapters_that_others_do_not_know(checkpoint, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(latent_triton, "LONG", 10)
+    monkeypatch.setattr(latent_triton, "refuse_without_triton", lambda *_: [])
+    case = checkpoint("deepseek-v3")
+    model = build_model(case.facts)
+    adapters, merged = adapted(case, model, tabled=(2, 3))
+    load_weights(model, case.facts, device="cpu", dtype="float32")
+    model.put_all()
+    adapters._table.unusual.add(1)
+    assert not adapters.has_kernels_for([1, 2])
+    model.put_all = lambda: None
+    check(run(model), merged)
+    assert any("triton" in type(layer.backend).__module__ for layer in model.attentions)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.attn.batch import Batch
 from quire.attn.shared_prefix import FindSharedPrefix, Ints
-from quire.ops.arguments import HeadNorms, Rotation
+from quire.ops.arguments import AdapterTable, HeadNorms, Rotation
 from quire.ops.qkv import place_heads
 from quire.types.errors import ConfigError
 
@@ -91,6 +91,7 @@ class Latents:
     rotation: Rotation
     up: Tensor  # [heads, nope + values, rank]
     nope: int  # numbers of a query that do not turn; it begins with them
+    table: AdapterTable | None = None  # what adapters add to `up`, for kernels; None = nothing
 
     @property
     def values(self) -> int:

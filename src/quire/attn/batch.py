@@ -45,6 +45,11 @@ class AdapterRows:
             return tuple((place, None) for place in places if place)
         return tuple((place, self._tokens_of(place)) for place in places if place)
 
+    @cached_property
+    def sorted(self) -> AdapterTiles:
+        """For kernels of one layer, whoever does the rest."""
+        return tile(self.places, self.device) if self.tiles is None else self.tiles
+
     def take(self, tokens: npt.NDArray[np.integer]) -> "AdapterRows":
         places = self.places[tokens]
         return AdapterRows(places, self.device, None if self.tiles is None else tile(places, self.device))

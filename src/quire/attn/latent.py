@@ -30,6 +30,7 @@ class LatentAttention(AttentionBackend):
         group: int,
         final: bool,
     ) -> Tensor:
+        assert latents.table is None
         place_rows(rows, kv, batch.groups[group].write, batch.positions, latents.norm, latents.eps, latents.rotation)
         batch = batch.final if final else batch
         tables = batch.groups[group].tables

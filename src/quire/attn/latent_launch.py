@@ -19,6 +19,9 @@ from torch import Tensor
 
 from quire.attn.backend import AttentionSpec, Latents
 from quire.attn.batch import Batch
+from quire.ops.adapters import add_tiled
+from quire.ops.arguments import AdapterTiles
+from quire.ops.latent import add_to_near, add_to_values
 
 TILE_TOKENS = 64  # queries times heads of a tile
 MOST_HEADS = 64  # of a program
@@ -35,6 +38,7 @@ class Absorbed:
     split: int  # rows of a split
     starts: Tensor  # [R + 1] int32 of rows among the tokens that are absorbed
     index: Tensor | None = None  # [n] int64 where these are among all; None = they are all
+    adapted: AdapterTiles | None = None  # of these, if they are not all: as their adapters sort them
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Expanded:
     tiles: Tensor  # [tiles, 3] int32: row, first token within the row, place of its first key
     pages: Tensor  # [S] int64 of the rows that are seen, one sequence after the other
     offsets: Tensor  # [S] int64 within the page
+    adapted: AdapterTiles | None = None  # of the rows that are seen
 
 
 def heads_at_once(heads: int) -> int:
@@ -82,6 +87,10 @@ def run_absorbed(
         if rows is not None:
             place_rows(latents, rows[0], kv, rows[1], batch.positions)
         _prepare(latents, near, query, near, kv, positions, positions, positions, heads=heads, with_rows=False)
+    tiles = plan.adapted if plan.index is not None or batch.adapters is None else batch.adapters.sorted
+    changed = None if latents.table is None or tiles is None or not count else (tiles, latents.table)
+    if changed is not None:
+        add_to_near(near, query, latents.up, latents.nope, *changed)
     # Taken whether it is needed or not: the run that measures memory sees what any step may take.
     memory = near.new_empty(plan.parts * heads * (rank + 1), dtype=torch.float32)
     covered = plan.index is not None or (bool(batch.rows) and sum(batch.rows[-1][:2]) == count)
@@ -111,7 +120,10 @@ def run_absorbed(
                 memory, weights, found, plan.starts, plan.merges, heads * rank,
                 HEADS=heads, HEAD_DIM=rank, DIM_BLOCK=_block(rank), BLOCK=MERGED_AT_ONCE, num_warps=4, **overlapping(),
             )  # fmt: skip
-    return _values(latents, found)
+    out = _values(latents, found)
+    if changed is not None:
+        add_to_values(out, found, latents.nope, *changed)
+    return out
 
 
 def run_expanded(
@@ -124,6 +136,8 @@ def run_expanded(
     assert spec.latent is not None
     held = kv[plan.pages, 0, 0, plan.offsets]
     made = F.linear(held[:, : spec.latent], latents.up.flatten(0, 1))
+    if latents.table is not None and plan.adapted is not None:
+        made = add_tiled(made, held[:, : spec.latent], plan.adapted, latents.table, None)
     rotation, wide = latents.rotation, query.dtype == torch.float32
     expanded_kernel[(spec.heads, plan.tiles.shape[0])](
         query, made, held, out, rotation.cos, rotation.sin, batch.row_starts, batch.kv_lengths, plan.tiles,

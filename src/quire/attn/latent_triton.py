@@ -24,6 +24,8 @@ from quire.attn.latent_launch import place_rows as place_rows_alone
 from quire.attn.shared_prefix import NOTHING_SHARED, FindSharedPrefix, Ints
 from quire.attn.triton import FixedCuts, refuse_without_triton, room_counts
 from quire.attn.work_split import Cuts, cut_rows, cut_tiles
+from quire.ops.adapters import tile
+from quire.ops.arguments import AdapterTiles
 from quire.types.plan import spans
 
 Mask = npt.NDArray[np.bool_]
@@ -132,12 +134,21 @@ def cut(batch: Batch, group: int, spec: AttentionSpec, latents: Latents, page_si
     at = spans(np.zeros(len(long), np.int64), length[long].astype(np.int64)).astype(np.int32)
     owner = long.repeat(length[long])
     sent = _send((tiles, single.splits, single.merges, starts, index, long_tiles, at, owner), device)
+    mine, seen = (None, None) if latents.table is None else _adapted(batch, index, rows[owner, 0])
     table = batch.groups[group].tables
     pages = table[sent[7].long(), (sent[6] // page_size).long()].long()
     return LatentPlan(
-        Absorbed(sent[0], sent[1], sent[2], max(most_parts(spec), single.parts), SPLIT, sent[3], sent[4].long()),
-        Expanded(sent[5], pages, (sent[6] % page_size).long()),
+        Absorbed(sent[0], sent[1], sent[2], max(most_parts(spec), single.parts), SPLIT, sent[3], sent[4].long(), mine),
+        Expanded(sent[5], pages, (sent[6] % page_size).long(), seen),
     )
+
+
+def _adapted(batch: Batch, few: Ints, firsts: Ints) -> tuple[AdapterTiles | None, AdapterTiles | None]:
+    """These tokens, and rows of the cache whose sequences begin with those tokens here, by their adapters."""
+    if batch.adapters is None:
+        return None, None
+    places, device = batch.adapters.places, batch.adapters.device
+    return tile(places[few], device) if len(few) else None, tile(places[firsts], device)
 
 
 def _cut(count: Ints, length: Ints, alone: Mask, several: Mask, tokens: int) -> tuple[Cuts, Ints]:

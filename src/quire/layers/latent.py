@@ -17,6 +17,7 @@ from quire.layers.linear import Linear, MergedLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.role import Role
 from quire.layers.rope import Rope
+from quire.ops.arguments import AdapterTable
 from quire.types.cache import LayerCache
 from quire.types.errors import ModelError
 
@@ -105,9 +106,9 @@ class LatentAttention(nn.Module):
         """Before anything is loaded: attends with those of a rank; what makes them is its linear layers' business."""
         self.core.spec = replace(self.core.spec, heads=len(self.division.share(position)[0]))
 
-    def latents(self, changed: Tensor | None = None) -> Latents:
+    def latents(self, changed: Tensor | None = None, table: AdapterTable | None = None) -> Latents:
         norm = self.kv_a_layernorm
-        return Latents(norm.weight, norm.eps, self.rope.table, self.kv_b_proj.by_head(changed), self.nope)
+        return Latents(norm.weight, norm.eps, self.rope.table, self.kv_b_proj.by_head(changed), self.nope, table)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H] -> [T, H], or less if it is the last."""
@@ -123,8 +124,12 @@ class LatentAttention(nn.Module):
     def _attend(self, query: Tensor, rows: Tensor, batch: Batch) -> Tensor:
         """query [Q, heads, nope + rotary] of the tokens that come out of it, rows [T, row] of all."""
         bank = self.kv_b_proj.bank
-        if bank is None or batch.adapters is None or not any(place in bank.places for place, _ in batch.adapters.groups):
-            return self._run(query, rows, batch)
+        if bank is None or batch.adapters is None:
+            return self._run(query, rows, batch, self.latents())
+        if bank.table is not None:
+            return self._run(query, rows, batch, self.latents(table=bank.table))
+        if not any(place in bank.places for place, _ in batch.adapters.groups):
+            return self._run(query, rows, batch, self.latents())
         places = batch.adapters.places[[start for start, _, _ in batch.rows]]  # a row's keys and values are its adapter's
         shape, out = len(query), query.new_zeros(0)
         for place in np.unique(np.where(np.isin(places, [*bank.places]), places, 0)).tolist():
@@ -135,13 +140,13 @@ class LatentAttention(nn.Module):
             if self.last and len(part.batch.final.ids) > len(asked):  # a token that nobody wants, and that has no query
                 asked = torch.cat((asked, asked.new_zeros(1, *asked.shape[1:])))
             numbers = bank.places.get(place)
-            found = self._run(asked, rows[part.tokens], part.batch, None if numbers is None else numbers.whole)
+            found = self._run(asked, rows[part.tokens], part.batch, self.latents(None if numbers is None else numbers.whole))
             out = out if len(out) else found.new_empty(shape, found.shape[1])
             out[index] = found[: len(index)]
         return out
 
-    def _run(self, query: Tensor, rows: Tensor, batch: Batch, changed: Tensor | None = None) -> Tensor:
-        core, latents = self.core, self.latents(changed)
+    def _run(self, query: Tensor, rows: Tensor, batch: Batch, latents: Latents) -> Tensor:
+        core = self.core
         assert core.backend is not None
         return core.backend.run_latent(core.spec, latents, query, rows, core.bound(), batch, core.group, self.last)
 

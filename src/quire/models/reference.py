@@ -89,7 +89,7 @@ quarter in long prompts.
 Latent attention (DeepSeek V2 and V3, and who took it over) keeps one row for each token, `kv_lora_rank` + `qk_rope_head_dim`
 numbers for all heads together, in the model's own type; the keys and values of all heads are made of it. Prompts of many
 tokens make them; few tokens take their queries to the rows instead (`attn/latent.py`). Ranks of tensor parallelism share the
-heads, and each has the whole row. LoRA adapters may change all of its matrices, `kv_b_proj` on CPUs. A cache of 8 bits is
+heads, and each has the whole row. LoRA adapters may change all of its matrices. A cache of 8 bits is
 refused, and so are sparse indexers (`index_topk`: DeepSeek V3.2, GLM 5).
 
 Elsewhere keys and values have the model's own type, or 8 bits with `kv_cache_dtype` fp8 (fp8_e4m3) or fp8_e5m2: half of

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quire.ops.arguments import Rotation
+from quire.ops.arguments import AdapterTable, AdapterTiles, Rotation
 from quire.ops.norm import reference_rms_norm
 from quire.ops.qkv import turn
 
@@ -31,3 +31,18 @@ def turn_queries(query: Tensor, nope: int, positions: Tensor, rotation: Rotation
 def gather_rows(kv: Tensor, pages: Tensor, length: int) -> Tensor:
     """pages [P] -> the first `length` rows that they hold, [length, rank + rotary]."""
     return kv[:, 0, 0].index_select(0, pages).flatten(0, 1)[:length]
+
+
+def add_to_near(near: Tensor, query: Tensor, matrix: Tensor, nope: int, rows: AdapterTiles, table: AdapterTable) -> None:
+    """near [K, heads, rank + turning], which it overwrites, of query [K, heads, nope + turning] and
+    matrix [heads, nope + values, rank], to which adapters add. On a GPU."""
+    from quire.ops.kernels import latent_adapters
+
+    latent_adapters.add_to_near(near, query, matrix, nope, rows, table)
+
+
+def add_to_values(out: Tensor, found: Tensor, nope: int, rows: AdapterTiles, table: AdapterTable) -> None:
+    """out [K, heads, values], which it overwrites, of found [K, heads, rank]. On a GPU."""
+    from quire.ops.kernels import latent_adapters
+
+    latent_adapters.add_to_values(out, found, nope, rows, table)

@@ -69,7 +69,9 @@ class Adapters:
 
     def bytes_of(self, rank: int) -> int:
         """That an adapter of this rank takes which adds to all linear layers, with biases and lengths."""
-        shapes = [shape for site in self._by_path.values() if site.kind == "linear" for shape in site.shapes.values()]
+        shapes = [
+            shape for site in self._by_path.values() if site.kind in ("linear", "latent") for shape in site.shapes.values()
+        ]
         sizes = [size for outputs, inputs in shapes for size in (outputs * rank, inputs * rank, outputs, outputs)]
         return sum(map(_aligned, sizes)) * self._dtype.itemsize
 

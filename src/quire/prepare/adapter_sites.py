@@ -199,21 +199,16 @@ class LinearSite:
 
 
 class LatentSite(LinearSite):
-    """What makes keys and values of latents, inside attention: an adapter's is the whole matrix, with its additions in it. On
-    CPUs."""
+    """What makes keys and values of latents, inside attention. Without kernels an adapter's is the whole matrix, with its
+    additions in it."""
 
     kind = "latent"
 
-    def __init__(self, path: str, layer: Linear) -> None:
-        super().__init__(path, layer)
-        self.parts = []
-
     def put(self, place: int, numbers: Numbers, known: Numbers) -> None:
-        weight = self._layer.weight
-        if weight.is_cuda:
-            raise AdapterError(f"it adds to {self.path}, which adapters cannot do on a GPU", "lora_path")
         super().put(place, numbers, known)
-        made = self._bank.places[place]
+        if self._bank.table is not None:
+            return
+        weight, made = self._layer.weight, self._bank.places[place]
         whole = weight.float().clone()
         for part in made.parts:
             whole[part.outputs] += (part.down.float() @ part.up.float()).t()

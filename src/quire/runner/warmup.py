@@ -23,6 +23,7 @@ from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.models.decoder import Decoder
 from quire.ops.adapters import tile
+from quire.ops.latent import add_to_near, add_to_values
 from quire.runner.batch import build_batch
 from quire.runner.profile_run import GREEDY, Tenant, make_step
 from quire.runner.sampler.pipeline import Sampler
@@ -114,8 +115,11 @@ def warm_up_adapters(model: Decoder, device: torch.device, most: int) -> None:
     """The kernels of adapters for so many tokens at most, side by side; nobody is in the place that rows ask for."""
     kinds: dict[object, Linear] = {}
     gates: dict[object, GatedMLP] = {}
+    latents: dict[object, LatentAttention] = {}
     for layer in model.modules():
-        if isinstance(layer, Linear):
+        if isinstance(layer, LatentAttention):
+            latents.setdefault(layer.core.spec, layer)
+        elif isinstance(layer, Linear):
             kinds.setdefault((layer.inputs, layer.outputs, len(layer.sections)), layer)
         elif isinstance(layer, GatedMLP):
             gates.setdefault((layer.gate_up.inputs, layer.gate_up.outputs, layer.activation), layer)
@@ -128,6 +132,8 @@ def warm_up_adapters(model: Decoder, device: torch.device, most: int) -> None:
         for mlp in gates.values():
             gated = partial(mlp.gate_up.gated, activation=mlp.activation)
             jobs.append(partial(_run_adapted, gated, tokens, mlp.gate_up.inputs, dtype, rows))
+        for attention in latents.values():
+            jobs.append(partial(_run_latents, attention, tokens, dtype, rows))
     for count in (size for size in SORTED if size <= most):  # rows beside each other with another adapter each
         jobs.append(partial(tile, np.arange(count, dtype=np.int64) % 2, device))
     with ThreadPoolExecutor(THREADS, "quire-warm-up") as pool:
@@ -138,6 +144,16 @@ def warm_up_adapters(model: Decoder, device: torch.device, most: int) -> None:
 @torch.inference_mode()
 def _run_adapted(layer: Callable[..., object], tokens: int, inputs: int, dtype: torch.dtype, rows: AdapterRows) -> None:
     layer(torch.zeros(tokens, inputs, dtype=dtype, device=rows.device), adapters=rows)
+
+
+@torch.inference_mode()
+def _run_latents(layer: LatentAttention, tokens: int, dtype: torch.dtype, rows: AdapterRows) -> None:
+    bank, spec, up = layer.kv_b_proj.bank, layer.core.spec, layer.latents().up
+    assert bank is not None and bank.table is not None and spec.latent is not None
+    sizes = spec.head_dim, layer.nope + spec.head_dim - spec.latent, up.shape[1] - layer.nope, spec.latent
+    near, query, out, found = (torch.zeros(tokens, spec.heads, size, dtype=dtype, device=rows.device) for size in sizes)
+    add_to_near(near, query, up, layer.nope, rows.sorted, bank.table)
+    add_to_values(out, found, layer.nope, rows.sorted, bank.table)
 
 
 def kinds_of_layers(model: Decoder) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:

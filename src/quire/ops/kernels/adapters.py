@@ -390,7 +390,7 @@ def _shrunk(x: Tensor, rows: AdapterTiles, table: AdapterTable) -> tuple[Tensor,
     tokens, inputs = x.shape
     program = program_for(tokens)
     splits = min(program.parts, cdiv(inputs, BLOCK_K))
-    block_r = _ranks_at_once(table)
+    block_r = ranks_at_once(table)
     sums = torch.empty(splits, tokens, table.parts * table.ranks, dtype=torch.float32, device=x.device)
     shape = {
         "PARTS": table.parts, "RANKS": table.ranks, "SPLITS": splits, "BLOCK": program.tokens, "BLOCK_R": block_r
@@ -415,7 +415,7 @@ def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, rows: AdapterTiles, 
         num_warps=warps, **overlapping(),
     )  # fmt: skip
     shape = {
-        "PARTS": table.parts, "RANKS": table.ranks, "SPLITS": 1, "BLOCK": FEW.tokens, "BLOCK_R": _ranks_at_once(table)
+        "PARTS": table.parts, "RANKS": table.ranks, "SPLITS": 1, "BLOCK": FEW.tokens, "BLOCK_R": ranks_at_once(table)
     }  # fmt: skip
     return _expand_sums(out, x, sums, shape, rows, table, bias, activation)
 
@@ -427,7 +427,7 @@ def add(out: Tensor, x: Tensor, rows: AdapterTiles, table: AdapterTable, own: Te
     return _expand_sums(out, x, sums, shape, rows, table, own, activation)
 
 
-def _ranks_at_once(table: AdapterTable) -> int:
+def ranks_at_once(table: AdapterTable) -> int:
     return min(max(power_of_two(table.ranks), LEAST), MOST_RANKS)
 
 
