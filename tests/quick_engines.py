@@ -59,11 +59,11 @@ def quick_engines() -> Iterator[None]:
 
     _nursery()
 
-    def start(args, command=COMMAND, engine=0, serving=True, nursery=None):
+    def start(args, command=COMMAND, engine=0, serving=True, nursery=None, ends=None):
         command = tuple(command)
         if nursery is None and (command == COMMAND or command[:2] == FAULTY):
             nursery = _Asking(command[2:] if command[:2] == FAULTY else ())
-        return Child(args, command, engine, serving, nursery)
+        return Child(args, command, engine, serving, nursery, ends)
 
     client.Child = start
     try:

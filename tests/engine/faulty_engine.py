@@ -30,7 +30,7 @@ def first_time() -> bool:
     return True
 
 
-def start(*_):
+def start(*_, **__):
     if argument == "exit":
         print("the disk is on fire", file=sys.stderr, flush=True)
         os._exit(3)

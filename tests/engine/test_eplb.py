@@ -58,7 +58,11 @@ def test_experts_are_spread_by_load():
     ("name", "args", "message"),
     [
         ("mixtral", {"enable_expert_parallel": True}, "tensor_parallel_size above 1, which is 1"),
-        ("mixtral", {"enable_expert_parallel": True, "data_parallel_size": 2}, "the 2 engines .* do not share experts"),
+        (
+            "mixtral",
+            {"enable_expert_parallel": True, "data_parallel_size": 2},
+            "2 engines .* cannot be had with enable_eplb",
+        ),
         ("mixtral", {"tensor_parallel_size": 2}, "enable_eplb needs whole experts on several ranks"),
         ("mixtral", {"enable_eplb": False, "num_redundant_experts": 2}, "do nothing without enable_eplb"),
         ("mixtral", {"eplb_config": {"windows": 2}}, "eplb_config: unknown windows; known are window_size"),

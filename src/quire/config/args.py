@@ -218,7 +218,11 @@ class EngineArgs:
         None, TEXT, _RANKS, "layers of each stage, such as 8,12,12; default: VLLM_PP_LAYER_PARTITION, or as evenly as can be"
     )
     enable_expert_parallel: bool = setting(
-        False, FLAG, _RANKS, "each of them has some of the experts, instead of a part of each", short="-ep"
+        False,
+        FLAG,
+        _RANKS,
+        "each of them, of all engines of data_parallel_size together, has some of the experts, instead of a part of each",
+        short="-ep",
     )
     enable_eplb: bool = setting(False, FLAG, _RANKS, "experts move between ranks so that each has equally much to do")
     num_redundant_experts: int | None = setting(
@@ -281,6 +285,12 @@ def one_at_a_time(args: EngineArgs) -> EngineArgs:
 def local_engines(args: EngineArgs) -> int:
     """Of the engines of data_parallel_size, how many are on this machine."""
     return args.data_parallel_size if args.data_parallel_size_local is None else args.data_parallel_size_local
+
+
+def shares_experts(args: EngineArgs) -> bool:
+    """Have several engines one set of experts? A fake model has none."""
+    several = args.enable_expert_parallel and args.data_parallel_size > 1
+    return several and args.distributed_executor_backend != "fake"
 
 
 def nearest(name: str, names: list[str]) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quire.config.args import EngineArgs
+from quire.config.args import EngineArgs, shares_experts
 from quire.config.draft_heads import DraftHead
 from quire.config.facts import DTYPE_BYTES, DeviceFacts, ModelFacts
 from quire.config.quantization import Quantization
@@ -95,6 +95,11 @@ class Config:
     def world(self) -> int:
         """All processes that have a part of the model."""
         return self.ranks * self.stages
+
+    @property
+    def expert_ranks(self) -> int:
+        """Processes that share the experts: all engines' together, if whole experts are divided (`enable_expert_parallel`)."""
+        return self.ranks * (self.args.data_parallel_size if shares_experts(self.args) else 1)
 
     @property
     def divided(self) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from quire.config.args import FLOAT_NAMES, local_engines
+from quire.config.args import FLOAT_NAMES, local_engines, shares_experts
 from quire.config.config import EIGHT_BITS, Config
 from quire.config.eplb import read_eplb
 from quire.config.facts import CHUNKED, count_experts, count_heads
@@ -316,23 +316,24 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "more ranks than experts",
-        lambda c: c.args.enable_expert_parallel and 0 < count_experts(c.facts) < c.ranks,
+        lambda c: c.args.enable_expert_parallel and 0 < count_experts(c.facts) < c.expert_ranks,
         lambda c: (
-            f"enable_expert_parallel: {count_experts(c.facts)} experts cannot be divided among {c.ranks} ranks; without it "
-            "each has a part of every expert"
+            f"enable_expert_parallel: {count_experts(c.facts)} experts cannot be divided among {c.expert_ranks} ranks"
+            + f" ({c.args.data_parallel_size} engines)" * (c.expert_ranks > c.ranks)
+            + "; without it each has a part of every expert"
         ),
     ),
     Conflict(
         "experts shared by engines",
-        lambda c: c.args.enable_expert_parallel and c.args.data_parallel_size > 1 and c.ranks == 1,
+        lambda c: shares_experts(c.args) and bool(_why_not_shared(c)),
         lambda c: (
-            f"enable_expert_parallel: the {c.args.data_parallel_size} engines of data_parallel_size do not share experts, each "
-            "has the whole model. Experts are divided among tensor_parallel_size ranks; raise that, or leave it out"
+            f"enable_expert_parallel: the {c.args.data_parallel_size} engines of data_parallel_size share the experts then, "
+            f"which cannot be had with {_why_not_shared(c)} yet. Leave one of them out"
         ),
     ),
     Conflict(
         "experts that are not divided",
-        lambda c: c.args.enable_eplb and not (c.args.enable_expert_parallel and c.ranks > 1),
+        lambda c: c.args.enable_eplb and not (c.args.enable_expert_parallel and c.expert_ranks > 1),
         lambda c: (
             "enable_eplb needs whole experts on several ranks: enable_expert_parallel, which is "
             f"{'on' if c.args.enable_expert_parallel else 'off'}, and tensor_parallel_size above 1, which is {c.ranks}"
@@ -345,7 +346,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "more copies of experts than ranks",
-        lambda c: c.args.enable_eplb and _copies(c) > count_experts(c.facts) * (c.ranks - 1),
+        lambda c: c.args.enable_eplb and _copies(c) > count_experts(c.facts) * (c.expert_ranks - 1),
         lambda c: (
             f"num_redundant_experts {_copies(c)}: with {c.ranks} ranks each of the {count_experts(c.facts)} experts can have "
             f"{c.ranks} copies, so {count_experts(c.facts) * (c.ranks - 1)} is the most"
@@ -409,6 +410,23 @@ def _tried_on_cards(config: Config) -> bool:
 
 def _copies(config: Config) -> int:
     return read_eplb(config.args.eplb_config, config.args.num_redundant_experts).num_redundant_experts
+
+
+def _why_not_shared(config: Config) -> str:
+    """What else was asked for, or is there, that keeps engines from sharing experts."""
+    args, facts = config.args, config.facts
+    return " or ".join(
+        what
+        for what, there in (
+            (f"the device {config.device} (CPUs can)", config.device != "cpu"),
+            (f"pipeline_parallel_size={config.stages}", config.stages > 1),
+            ("engines on other machines (data_parallel_size_local)", local_engines(args) < args.data_parallel_size),
+            ("enable_eplb", args.enable_eplb),
+            ("enable_lora", config.max_loras > 0),
+            (f"{facts.architecture}, which transformers runs,", facts.by_transformers),
+        )
+        if there
+    )
 
 
 def _why_no_stages(config: Config) -> str:

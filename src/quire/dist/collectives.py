@@ -5,6 +5,8 @@ from typing import Protocol
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from quire.dist.mesh import Position
+
 
 class Group(Protocol):
     """The ranks that share a model's matrices."""
@@ -15,6 +17,24 @@ class Group(Protocol):
 
     def join(self, part: Tensor, total: int) -> Tensor:
         """All ranks' parts beside each other, in the order of ranks: [..., total], of which each has what `evenly` gives it."""
+        ...
+
+
+class Exchange(Protocol):
+    """The ranks of several engines that share experts (`experts.py`)."""
+
+    @property
+    def position(self) -> Position:
+        """Of this rank, among those of all engines."""
+        ...
+
+    @property
+    def leads(self) -> bool:
+        """Is it the first rank of its engine, which brings the engine's rows?"""
+        ...
+
+    def run(self, layer: int, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """What all experts of a layer make of these rows: x [T, H], weights and experts [T, top_k] -> [T, H]."""
         ...
 
 

@@ -38,23 +38,25 @@ class Watch(Protocol):
         ...
 
 
-def meeting_size(ranks: int) -> int:
+def meeting_size(ranks: int, piece: int = PIECE) -> int:
     """Bytes, of which only what is used becomes real."""
-    return 2 * ranks * PIECE
+    return 2 * ranks * piece
 
 
 class SharedMemoryGroup:
+    piece = PIECE
+
     def __init__(
         self, position: Position, memory: int, peers: Mapping[int, socket.socket], watch: Watch, offset: int = 0
     ) -> None:
         """memory: a file of any size, of which the part from `offset` on is for them. peers: a connection to every other rank,
         under the names that `watch` knows."""
         self._rank, self._size, self._peers, self._watch = position.rank, position.size, dict(peers), watch
-        size = meeting_size(position.size)
+        size = meeting_size(position.size, self.piece)
         if os.fstat(memory).st_size < offset + size:
             os.ftruncate(memory, offset + size)  # whoever comes first
         mapped = mmap.mmap(memory, size, offset=offset)
-        self._turns = torch.frombuffer(mapped, dtype=torch.uint8).view(2, position.size, PIECE)
+        self._turns = torch.frombuffer(mapped, dtype=torch.uint8).view(2, position.size, self.piece)
         self._turn = 0
         for peer in self._peers.values():
             peer.setblocking(False)

@@ -17,13 +17,14 @@ from quire.config.facts import DeviceFacts, ModelFacts
 from quire.config.resolve import resolve
 from quire.device.registry import describe, find_device, open_device
 from quire.dist.mesh import Position
+from quire.engine.companions import CompanionWatch, Ends
 from quire.engine.core import EngineCore
 from quire.engine.draft_by_text import TextDrafter
 from quire.engine.executor.base import Executor
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
 from quire.engine.layouts import share_memory, whole_layout
-from quire.engine.runners import bounded_facts, make_device_drafter, make_runner, start_device
+from quire.engine.runners import bounded_facts, join_companions, make_device_drafter, make_runner, start_device
 from quire.engine.scheduling import make_scheduler
 from quire.engine.timeline import Stopwatch, Timeline
 from quire.grammar.lanes import GrammarLanes
@@ -37,6 +38,7 @@ from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
+    from quire.dist.experts import SharedExperts
     from quire.engine.executor.workers import Workers
     from quire.runner.draft.base import DeviceDrafter, Drafter
 
@@ -98,16 +100,18 @@ def start_core(
     watch: Stopwatch | None = None,
     drafter: "Drafter | DeviceDrafter | None" = None,
     adapters: tuple[int, int] | None = None,
+    ends: Ends | None = None,
 ) -> StartedCore:
     """`watch` runs since whatever belongs to the start began; it is stopped here. `drafter` guesses tokens ahead. `adapters`:
-    room for so many, of at most that rank, if that is not what the configuration says."""
+    room for so many, of at most that rank, if that is not what the configuration says. `ends`: ways to engines that share its
+    experts."""
     watch = watch or Stopwatch()
     adapters = adapters or (config.max_loras, config.args.max_lora_rank)
     facts = bounded_facts(config)
     if facts.unplanned:
         raise ModelError(facts.unplanned)
     layout = whole_layout(config)
-    local = partial(start_local, drafter=drafter, adapters=adapters)
+    local = partial(start_local, drafter=drafter, adapters=adapters, ends=ends)
     start = start_fake if config.args.distributed_executor_backend == "fake" else local
     speculation = _speculation(config, watch)  # a model that drafts by text takes its memory first
     try:
@@ -194,9 +198,10 @@ def start_local(
     watch: Stopwatch,
     drafter: "Drafter | DeviceDrafter | None" = None,
     adapters: tuple[int, int] = (0, 0),
+    ends: Ends | None = None,
 ) -> tuple[Executor, Capacity]:
     """The model in this process, or the first rank's share of it."""
-    workers = None if config.world == 1 else start_workers(config, drafter)  # which import torch while we do
+    workers = None if config.world == 1 else start_workers(config, drafter, ends)  # which import torch while we do
     try:
         import_torch()
         with doing("importing the model's code"):
@@ -207,11 +212,14 @@ def start_local(
         args, device = config.args, start_device(config)
         if config.device_facts.advice and facts.files.format == "gguf" and args.dtype == "auto":
             logger.warning("%s, or say dtype='float32' to have it this way", config.device_facts.advice)
+        companions, exchange = None, None
+        if ends is not None:
+            companions, exchange = meet_companions(config, ends, workers)
         share = 1.0  # of the cache's memory that is the model's own
         if config.drafts_on_device:
             drafter, share = make_device_drafter(config, layout)
         if workers is None:
-            executor = LocalExecutor(make_runner(config, device, drafter=drafter, adapters=adapters))
+            executor = LocalExecutor(make_runner(config, device, drafter=drafter, adapters=adapters, exchange=exchange))
         elif config.stages > 1:
             from quire.engine.executor.stages import StagesExecutor
             from quire.engine.pipeline import join_pipeline, make_stage_runner
@@ -221,10 +229,15 @@ def start_local(
         else:
             position = Position(0, config.ranks, args.enable_expert_parallel)
             group = join_group(device, workers, position)
-            executor = RanksExecutor(make_runner(config, device, position, group, drafter, adapters), workers)
+            executor = RanksExecutor(make_runner(config, device, position, group, drafter, adapters, exchange), workers)
         with doing("loading weights"):
             executor.call("load")
         watch.lap("load weights")
+        if companions is not None and exchange is not None:
+            with doing("waiting for the engines that share its experts"):
+                exchange.meet()
+            companions.met = True
+            watch.lap("other engines")
         with doing("warming up"):
             executor.call("warm_up")
         watch.lap("warm-up")
@@ -249,7 +262,14 @@ def start_local(
     return executor, capacity
 
 
-def start_workers(config: Config, drafter: "Drafter | DeviceDrafter | None") -> "Workers":
+def meet_companions(config: Config, ends: Ends, workers: "Workers | None") -> "tuple[CompanionWatch, SharedExperts]":
+    args = config.args
+    patience = args.engine_start_timeout, SOONER * args.engine_hang_timeout
+    watch = CompanionWatch(workers, ends.first // config.ranks, config.ranks, *patience)
+    return watch, join_companions(config, ends.of(ends.first), watch)
+
+
+def start_workers(config: Config, drafter: "Drafter | DeviceDrafter | None", ends: Ends | None = None) -> "Workers":
     """The other ranks' processes, which begin to import what they need."""
     from quire.engine.executor.launch import find_nodes
     from quire.engine.executor.workers import Workers
@@ -267,7 +287,7 @@ def start_workers(config: Config, drafter: "Drafter | DeviceDrafter | None") -> 
         max_num_seqs=config.max_seqs,
     )
     told, links = find_nodes(told, config.world)
-    return Workers(told, config.world, SOONER * args.engine_hang_timeout, links)
+    return Workers(told, config.world, SOONER * args.engine_hang_timeout, links, ends)
 
 
 def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch) -> tuple[Executor, Capacity]:

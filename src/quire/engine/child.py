@@ -20,6 +20,7 @@ from typing import IO
 
 from quire.config.args import EngineArgs
 from quire.engine import ipc
+from quire.engine.companions import Ends
 from quire.engine.correspondent import Correspondent
 from quire.engine.nursery import PARENT, Forked, Nursery
 from quire.frames import Mailbox
@@ -35,7 +36,7 @@ class Child(Correspondent):
     """Without arguments, the process waits for `begin`, and spends the time importing what an engine with a model needs.
 
     `engine` is its number, of args.data_parallel_size; `serving`: requests come and go while others wait for their tokens.
-    `nursery`: who forks it, if that can be.
+    `nursery`: who forks it, if that can be. `ends`: its ways to engines that share its experts.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Child(Correspondent):
         engine: int = 0,
         serving: bool = True,
         nursery: Nursery | None = None,
+        ends: Ends | None = None,
     ) -> None:
         start = None if args is None else first_frame(args, engine, serving)
         self._journal = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed with the rest
@@ -63,13 +65,13 @@ class Child(Correspondent):
             self._journal.close()
             raise
         try:
-            options = [ipc.AHEAD] if args is None else []
+            options = [*([ipc.AHEAD] if args is None else []), *([] if ends is None else [ends.say()])]
             if nursery is not None:
-                process = _fork(nursery, self._journal.fileno(), theirs.fileno(), outer)
+                process = _fork(nursery, self._journal.fileno(), theirs.fileno(), outer, ends)
             if process is None:
                 process = subprocess.Popen(
                     [*command, str(self._journal.fileno()), str(os.getpid()), str(theirs.fileno()), *options],
-                    pass_fds=[self._journal.fileno(), theirs.fileno()],
+                    pass_fds=[self._journal.fileno(), theirs.fileno(), *([] if ends is None else ends.descriptors)],
                     env=environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=outer,
@@ -173,10 +175,14 @@ def first_frame(args: EngineArgs, engine: int, serving: bool) -> bytes:
         raise ConfigError(f"an engine argument cannot be sent to the engine process: {error}") from None
 
 
-def _fork(nursery: Nursery, journal: int, connection: int, out: int) -> Forked | None:
+def _fork(nursery: Nursery, journal: int, connection: int, out: int, ends: Ends | None) -> Forked | None:
     """None: it cannot, and a process has to be started."""
+    argv, descriptors = ["{0}", PARENT, "{1}"], [journal, connection]
+    if ends is not None:
+        argv.append(ends.say([f"{{{place}}}" for place in range(2, 2 + len(ends.descriptors))]))
+        descriptors += ends.descriptors
     try:
-        return nursery.fork("engine", ["{0}", PARENT, "{1}"], [journal, connection], out)
+        return nursery.fork("engine", argv, descriptors, out)
     except OSError:
         return None
 

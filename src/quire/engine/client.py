@@ -19,6 +19,7 @@ from quire.config.args import EngineArgs
 from quire.config.config import Config
 from quire.engine import ipc
 from quire.engine.child import COMMAND, Child
+from quire.engine.companions import Companions
 from quire.engine.nursery import WarmStart
 from quire.engine.remote import Harbour, RemoteEngine
 from quire.engine.supervisor import AnyChild, State, Supervisor, SupervisorLimits
@@ -85,9 +86,10 @@ class EngineClient:
         serving: bool = True,
         warm: WarmStart | None = None,
         harbour: Harbour | None = None,
+        companions: Companions | None = None,
     ) -> None:
         """`warm`: where restarts are quick; without one it makes its own, if that is asked for. `harbour`: the engine is on
-        another node, which comes there."""
+        another node, which comes there. `companions`: engines that share its experts."""
         self._hearer, self._harbour = hearer, harbour
         self._warm = warm or WarmStart()
         self._warms = bool(args.warm_restart) and args.distributed_executor_backend != "fake" and tuple(command) == COMMAND
@@ -102,6 +104,7 @@ class EngineClient:
         self.replayed = 0  # requests that another engine had before
         self._watched = False
         self.heir: Callable[[list[OpenRequest]], list[OpenRequest]] = lambda orphans: orphans  # see `on_dead`
+        self.on_given_up: Callable[[QuireError], None] = lambda error: None  # noqa: ARG005
         self.stats: Stats | None = None  # as of the latest step
         self.pages = 0  # of the cache; 0 until an engine is ready
         spares = [] if spare is None else [spare]
@@ -109,6 +112,12 @@ class EngineClient:
         def start() -> AnyChild:
             if harbour is not None:
                 return RemoteEngine(args, harbour, engine, serving)
+            if companions is not None:
+                ends = companions.take(engine)
+                try:
+                    return Child(args, command, engine, serving, self._warm.get(), ends)
+                finally:
+                    ends.close()
             if not spares:
                 return Child(args, command, engine, serving, self._warm.get())
             child = spares.pop()
@@ -317,6 +326,7 @@ class EngineClient:
         left = self.heir(orphans) if orphans else []
         self._open = {entry.spec.id: entry for entry in left}
         self._end_all("error", str(error), error)
+        self.on_given_up(error)
 
     def adopt(self, entries: Iterable[OpenRequest]) -> None:
         """Requests that another engine had begun go on in this one, from their token logs."""

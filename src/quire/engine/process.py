@@ -23,17 +23,19 @@ from typing import Any
 
 from quire.config.cores import wait_politely
 from quire.engine import ipc
+from quire.engine.companions import Ends, read_ends
 from quire.engine.core import EngineCore
 from quire.engine.plan_deadline import PlanDeadline
 from quire.engine.timeline import Stopwatch
 from quire.frames import Mailbox
 from quire.progress import doing, shown
 from quire.subprocesses import name_process
-from quire.types.errors import EngineDead, QuireError, RequestError
+from quire.types.errors import CompanionLost, EngineDead, QuireError, RequestError
 from quire.types.request import EngineRequest
 
 BEAT_EVERY = 0.25  # seconds
 IDLE_WAIT = 500  # milliseconds between looks at the stop signal
+COMPANY_WAIT = 100  # milliseconds between looks at engines that share our experts
 VIEW_WAIT = 100  # milliseconds, where viewers have not been told all
 LULL = 50  # milliseconds without work before idle time is used: who asks one thing after the other is not kept waiting
 ADMISSION = 0.0015  # seconds that it takes longer to plan and start a step with newcomers
@@ -107,12 +109,12 @@ class Link:
 class EngineLoop:
     """One core, turned by commands."""
 
-    def __init__(self, core: EngineCore, link: Link, pulse: Pulse, gathers: bool = True) -> None:
+    def __init__(self, core: EngineCore, link: Link, pulse: Pulse, gathers: bool = True, idle_wait: int = IDLE_WAIT) -> None:
         """`gathers`: the next step is planned shortly before the one in flight ends. The first stage of a pipeline has nothing
-        to do until then, so it is planned at once."""
+        to do until then, so it is planned at once. `idle_wait`: milliseconds between looks at the executor."""
         self._core, self._link, self._pulse, self._gathers = core, link, pulse, gathers
         core.constraints.on_refused = partial(self._refuse, added=True)
-        self._deadline = PlanDeadline()
+        self._deadline, self._idle_wait = PlanDeadline(), idle_wait
         self.stopping = False
 
     def run(self) -> None:
@@ -141,11 +143,11 @@ class EngineLoop:
         """Returns how many milliseconds may pass until the next time."""
         watch = self._core.watch
         if watch is None:
-            return IDLE_WAIT
+            return self._idle_wait
         sight = watch.look()
         if sight is not None:
             self._link.send(ipc.Seen(sight))
-        return VIEW_WAIT if watch.pending else IDLE_WAIT
+        return min(self._idle_wait, VIEW_WAIT if watch.pending else IDLE_WAIT)
 
     def _gather(self) -> None:
         """Takes commands until the next step has to be planned."""
@@ -201,7 +203,7 @@ class EngineLoop:
             return ipc.Reply(number, None, f"{type(error).__name__}: {error}")
 
 
-def start(command: ipc.StartEngine, watch: Stopwatch) -> tuple[EngineCore, ipc.Ready]:
+def start(command: ipc.StartEngine, watch: Stopwatch, ends: Ends | None) -> tuple[EngineCore, ipc.Ready]:
     from quire.engine.assemble import resolve_here, start_core
 
     handler = logging.StreamHandler()
@@ -210,7 +212,7 @@ def start(command: ipc.StartEngine, watch: Stopwatch) -> tuple[EngineCore, ipc.R
     logging.getLogger("quire").setLevel(command.log_level)
     with shown(tell=logger.info):
         config = resolve_here(command.args, watch, serving=command.serving, engine=command.engine)
-        started = start_core(config, watch)
+        started = start_core(config, watch, ends=ends)
     gc.collect()
     gc.freeze()  # what lives now lives to the end
     return started.core, ipc.Ready(
@@ -252,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 wait_politely()
                 importlib.import_module("quire.runner.step")
             watch.lap("imports")
-        return _serve(Link(mailbox), pulse, Journal(int(file)), watch)
+        return _serve(Link(mailbox), pulse, Journal(int(file)), watch, read_ends(options))
     finally:
         pulse.end()
         gc.unfreeze()  # libraries count what is left at the end, and complain
@@ -260,13 +262,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         mailbox.close()
 
 
-def _serve(link: Link, pulse: Pulse, journal: Journal, watch: Stopwatch) -> int:
+def _serve(link: Link, pulse: Pulse, journal: Journal, watch: Stopwatch, ends: Ends | None) -> int:
     while (first := link.receive()) is None:
         link.wait(IDLE_WAIT)
     assert isinstance(first, ipc.StartEngine), first
     watch.lap("wait for orders")
     try:
-        core, ready = start(first, watch)
+        core, ready = start(first, watch, ends)
     except QuireError as error:  # told once, by the parent
         link.send(ipc.Failed(type(error).__name__, str(error)))
         return 1
@@ -275,7 +277,8 @@ def _serve(link: Link, pulse: Pulse, journal: Journal, watch: Stopwatch) -> int:
         link.send(ipc.Failed(type(error).__name__, str(error)))
         return 1
     core.before_admission = journal.write
-    engine = EngineLoop(core, link, pulse, gathers=first.args.pipeline_parallel_size == 1)
+    look = IDLE_WAIT if ends is None else COMPANY_WAIT
+    engine = EngineLoop(core, link, pulse, gathers=first.args.pipeline_parallel_size == 1, idle_wait=look)
 
     def stop(*_: object) -> None:
         engine.stopping = True
@@ -285,6 +288,8 @@ def _serve(link: Link, pulse: Pulse, journal: Journal, watch: Stopwatch) -> int:
     try:
         engine.run()
     except EngineDead as error:  # told by the parent
+        if isinstance(error, CompanionLost):
+            journal.write([])  # nobody here is to blame
         link.send(ipc.Failed(type(error).__name__, str(error)))
         core.stop()
         return 1

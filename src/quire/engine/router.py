@@ -10,6 +10,7 @@ good go on in the others, from their token logs: the router is dead when all of 
 """
 
 import asyncio
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -19,15 +20,18 @@ from quire.engine import ipc
 from quire.engine.agreement import terms_of
 from quire.engine.child import COMMAND, Child
 from quire.engine.client import EngineClient, OpenRequest, check_number, engine_args
+from quire.engine.companions import companions_of
 from quire.engine.nursery import WarmStart
 from quire.engine.remote import Harbour
 from quire.engine.together import Together
 from quire.engine.view import Engines
 from quire.sched.balancer import Balancer
-from quire.types.errors import QuireError
+from quire.types.errors import CompanionLost, QuireError
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
 from quire.types.sight import Sight
+
+CAUSE = 5.0  # seconds for it to show
 
 
 class FleetHearer(Protocol):
@@ -88,19 +92,24 @@ class EngineRouter(Together):
         self._harbour: Harbour | None = None
         self.engines: list[EngineClient] = []
         warm = WarmStart()  # for all of them
+        self._companions = companions_of(args)
         here = local_engines(args)
         if here < args.data_parallel_size:
             address = (args.data_parallel_address, args.data_parallel_rpc_port)
             self._harbour = Harbour(address, range(here, args.data_parallel_size), terms_of(args))
-        if not here and spare is not None:
+        if spare is not None and (not here or self._companions is not None):
             spare.close()
+            spare = None
         try:
             for number in range(args.data_parallel_size):
                 ear = _Ear(number, hearer, self._balancer, args.enable_prefix_caching)
                 first, spare = spare, None
                 harbour = self._harbour if number >= here else None
-                self.engines.append(EngineClient(args, ear, command, first, number, serving, warm, harbour))
+                client = EngineClient(args, ear, command, first, number, serving, warm, harbour, self._companions)
+                self.engines.append(client)
                 self.engines[-1].heir = self._inherit
+                if self._companions is not None:
+                    self.engines[-1].on_given_up = self._give_up
         except BaseException:
             self.stop(0.0)
             raise
@@ -123,9 +132,21 @@ class EngineRouter(Together):
     async def _wait(self, number: int) -> None:
         try:
             await self.engines[number].wait_ready()
-        except QuireError as error:
+        except QuireError as found:
+            number, error = await self._cause(number, found)
             message = str(error)
             raise type(error)(message if message.startswith("engine ") else f"engine {number}: {message}") from error
+
+    async def _cause(self, number: int, error: QuireError) -> tuple[int, QuireError]:
+        """Whoever shares experts ends with whoever could not start; the cause may come a moment later."""
+        deadline = time.monotonic() + CAUSE
+        while isinstance(error, CompanionLost) and time.monotonic() < deadline:
+            for other, engine in enumerate(self.engines):
+                other_error = engine.supervisor.error
+                if other_error is not None and not isinstance(other_error, CompanionLost):
+                    return other, other_error
+            await asyncio.sleep(0.02)
+        return number, error
 
     async def run(self) -> None:
         """Listens to the engines until all are dead."""
@@ -191,6 +212,8 @@ class EngineRouter(Together):
             engine.stop(timeout)
         if self._harbour is not None:
             self._harbour.close()
+        if self._companions is not None:
+            self._companions.close()
 
     def _inherit(self, orphans: list[OpenRequest]) -> list[OpenRequest]:
         """Of an engine that is given up. A wish for that one cannot be met any more."""
@@ -207,6 +230,12 @@ class EngineRouter(Together):
         for number, share in shares.items():
             self.engines[number].adopt(share)
         return []
+
+    def _give_up(self, error: QuireError) -> None:
+        """Of engines that share experts none can go on without the others."""
+        for engine in self.engines:
+            if engine.state != "dead":
+                engine.supervisor.doom(error)
 
     def _takers(self) -> list[int]:
         """Who may get requests: the ready ones, or else those that will be."""

@@ -17,6 +17,9 @@ from quire.types.cache import CacheLayout
 
 if TYPE_CHECKING:
     from quire.dist.collectives import Group
+    from quire.dist.experts import SharedExperts
+    from quire.dist.shared_memory import Watch
+    from quire.engine.companions import Ends
     from quire.runner.draft.base import DeviceDrafter, Drafter
     from quire.runner.step import Runner
 
@@ -45,6 +48,7 @@ def make_runner(
     group: "Group | None" = None,
     drafter: "Drafter | DeviceDrafter | None" = None,
     adapters: tuple[int, int] = (0, 0),
+    exchange: "SharedExperts | None" = None,
 ) -> "Runner":
     """Of the whole model, or of a rank's share of it."""
     from quire.runner.step import Runner
@@ -58,8 +62,19 @@ def make_runner(
         adapters=adapters,
         position=position,
         group=group,
+        exchange=exchange,
         **runner_options(config),
     )
+
+
+def join_companions(config: Config, ends: "Ends", watch: "Watch") -> "SharedExperts":
+    """ends: of one rank."""
+    from quire.dist.experts import ExpertsGroup, SharedExperts
+    from quire.runner.step import DTYPES
+
+    position = Position(ends.first, config.ranks * config.args.data_parallel_size)
+    group = ExpertsGroup(position, ends.memory, ends.sockets(), watch)
+    return SharedExperts(group, position, config.ranks, DTYPES[config.dtype])
 
 
 def runner_options(config: Config) -> dict[str, Any]:

@@ -93,6 +93,7 @@ class Supervisor:
         self.last_loss: str | None = None  # why the latest one was
         self._restarted: deque[float] = deque()  # when, within the window
         self._failed_starts = 0  # in a row
+        self._doom: QuireError | None = None  # why there is to be no other one
         self._waiters: set[asyncio.Future[None]] = set()
         self._detach: Callable[[], None] = lambda: None
         self._heard = self._born = time.monotonic()
@@ -152,6 +153,12 @@ class Supervisor:
             child.stop(timeout if self.state == "ready" else 0.0)
         if self.state != "dead":
             self._change("dead", EngineDead("the engine was shut down"))
+
+    def doom(self, error: QuireError) -> None:
+        """The engine is killed, and given up for this."""
+        self._doom = error
+        if self._child is not None:
+            self._child.kill()
 
     # ---- the watch ------------------------------------------------------------------------------------------------------
 
@@ -287,6 +294,9 @@ class Supervisor:
                 reason = f"its process could not be started: {error}"
 
     def _may_restart(self, reason: str) -> bool:
+        if self._doom is not None:
+            self._give_up(self._doom)
+            return False
         now, limits = time.monotonic(), self._limits
         while self._restarted and now - self._restarted[0] > limits.restart_window:
             self._restarted.popleft()
@@ -303,7 +313,7 @@ class Supervisor:
         while True:
             if self._failed_starts:
                 await asyncio.sleep(min(LONGEST_PAUSE, 0.1 * 2 ** min(self._failed_starts, 10)))
-            if self._child is not child:
+            if self._child is not child or self._doom is not None:
                 return
             self._born, self._failure = time.monotonic(), None
             try:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attn.batch import AdapterRows
-from quire.dist.collectives import Group, add_parts
+from quire.dist.collectives import Exchange, Group, add_parts
 from quire.layers.adapter import ExpertsBank
 from quire.layers.balance import Balance
 from quire.layers.claims import Claim, Claims, Take
@@ -117,6 +117,8 @@ class Experts(MethodLayer):
 
     role = Role.EXPERT
     group: Group | None = None  # of the ranks whose outputs are to be added
+    exchange: Exchange | None = None  # where the experts are those of several engines
+    number = 0  # of this layer, there
     bank: ExpertsBank | None = None  # of the adapters that rows may ask for
     balance: Balance | None = None  # where experts have several copies: then `kept` and `total` count places
 
@@ -200,6 +202,8 @@ class Experts(MethodLayer):
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """x [T, H], weights and experts [T, top_k] -> [T, H]."""
+        if self.exchange is not None:
+            return self._run_everywhere(self.exchange, x, weights, experts)
         if self.group is None:
             return self._run(x, weights, experts, adapters)
         if self.balance is not None:
@@ -209,6 +213,19 @@ class Experts(MethodLayer):
             theirs = (experts < 0) | (experts >= len(self.kept))
             weights, experts = weights.masked_fill(theirs, 0.0), experts.masked_fill(theirs, 0)
         return add_parts(self._run(x, weights, experts, adapters), self.group)
+
+    def _run_everywhere(self, exchange: Exchange, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """An engine's first rank brings its rows, and tells the others what came of them."""
+        out = exchange.run(self.number, x, weights, experts) if exchange.leads else torch.zeros_like(x)
+        return out if self.group is None else add_parts(out, self.group)
+
+    def run_own(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """What those that are here add to rows, of any engine."""
+        experts = experts - self.kept.start
+        theirs = (experts < 0) | (experts >= len(self.kept))
+        some = (~theirs).any(-1).nonzero().squeeze(1)
+        weights, experts = weights.masked_fill(theirs, 0.0), experts.masked_fill(theirs, 0)
+        return torch.zeros_like(x).index_copy_(0, some, self._run(x[some], weights[some], experts[some], None))
 
     def _run(self, x: Tensor, weights: Tensor, experts: Tensor, adapters: AdapterRows | None) -> Tensor:
         out = self.method.apply(self, x, weights, experts)

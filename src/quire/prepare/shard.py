@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from quire.dist.collectives import Group
+from quire.dist.collectives import Exchange, Group
 from quire.dist.mesh import Position, divide, evenly
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import Embedding, Head
@@ -25,6 +25,21 @@ def shard(model: nn.Module, position: Position, group: Group) -> None:
     with torch.device("meta"):
         for layer in model.modules():
             _keep_share(layer, position, group)
+
+
+def share_experts(model: nn.Module, exchange: Exchange) -> None:
+    """Before anything is loaded, and behind `shard`: of every layer's experts a rank has some, among all engines' ranks."""
+    found = find_experts(model)
+    if not found:
+        raise ConfigError("enable_expert_parallel: the model has no experts that engines could share; leave it out")
+    with torch.device("meta"):
+        for number, layer in enumerate(found):
+            layer.keep(divide(layer.total, exchange.position), range(layer.total_inner))
+            layer.exchange, layer.number = exchange, number
+
+
+def find_experts(model: nn.Module) -> list[Experts]:
+    return [layer for layer in model.modules() if isinstance(layer, Experts)]
 
 
 def _keep_share(layer: nn.Module, position: Position, group: Group) -> None:

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from quire.device.base import Device, Setting
 from quire.dist.collectives import Group
+from quire.dist.experts import SharedExperts
 from quire.dist.mesh import ALONE, Position, share_layers
 from quire.load.load import load_weights
 from quire.models.decoder import Decoder
 from quire.models.registry import build_model
 from quire.prepare.adapt import Adapters, adapt
-from quire.prepare.shard import shard
+from quire.prepare.shard import find_experts, shard, share_experts
 from quire.runner.adapters import Shelf, WholeModel
 from quire.runner.balance import Balancer
 from quire.runner.batch import Built, build_batch
@@ -95,13 +96,15 @@ class Runner:
         group: Group | None = None,
         cache_dtype: str | None = None,
         eplb: "EplbConfig | None" = None,
+        exchange: SharedExperts | None = None,
     ) -> None:
         """`drafts`: rows of plans bring so many of them along, unless a `drafter` makes them here. `adapters`: room for so
         many, of at most that rank; `more_tokens`: that they may add to the model's own. `position`: whose share of the model
         this is, where several ranks have one; `layout` is that of its share of the cache, and the ranks meet through `group`.
-        `cache_dtype`: of the cache, if it is not the model's. `eplb`: experts are balanced over the ranks."""
+        `cache_dtype`: of the cache, if it is not the model's. `eplb`: experts are balanced over the ranks.
+        `exchange`: experts are shared with other engines."""
         self._facts = facts
-        self._position, self._group = position, group
+        self._position, self._group, self._exchange = position, group, exchange
         self._layers = facts.layers if group is None else share_layers(facts.layers, position)
         self._eplb, self._balancer = eplb, cast(Balancer | None, None)
         self._parameters = 0  # that were loaded
@@ -178,12 +181,16 @@ class Runner:
             self._reserved = count * adapters.bytes_of(rank)
             budget = self._reserved if self._device.torch_device.type != "cpu" else None
             self._shelf = Shelf(adapters, model, count, rank, budget, self._more, self._whole)
+        if self._exchange is not None:
+            self._exchange.serve([(layer.hidden_size, layer.run_own) for layer in find_experts(model)])
 
     def _build(self) -> Decoder:
         """This rank's share of the model, without weights."""
         model = build_model(self._facts, self._model_impl)
         if self._group is not None:
             shard(model, self._position, self._group)
+        if self._exchange is not None:
+            share_experts(model, self._exchange)
         return model
 
     @property
@@ -265,6 +272,8 @@ class Runner:
             )  # fmt: skip
 
     def close(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
         self._model = self._tenants = self.graphs = self._shelf = self._group = self._states = self._balancer = None
         self._guessing = None
         if self._companion is not None:
@@ -428,7 +437,13 @@ class Runner:
             "parameters": self._parameters,
             "heads": model.attentions[0].spec.heads if model.attentions else 0,
             "kv_heads": model.attentions[0].spec.kv_heads if model.attentions else 0,
+            "experts": max((len(layer.kept) for layer in find_experts(model)), default=0),
         }
+
+    def check_companions(self) -> None:
+        """Raises EngineDead if engines that share experts with this one are lost."""
+        if self._exchange is not None:
+            self._exchange.check()
 
     def check_health(self) -> None:
         """Answers."""

@@ -13,6 +13,7 @@ QuireError
 │   └── ModelNotFound               nothing on disk, in the cache or on the hub answers to that name
 └── EngineError(RuntimeError)       the engine itself failed                                      (HTTP 500)
     └── EngineDead                  and cannot go on
+        └── CompanionLost           because another engine did not, which has some of its experts
 
 The message always says what is wrong and what would be right.
 """
@@ -77,4 +78,8 @@ class EngineError(QuireError, RuntimeError):
 
 
 class EngineDead(EngineError):
+    pass
+
+
+class CompanionLost(EngineDead):
     pass

@@ -23,6 +23,7 @@ class DividedExecutor(LocalExecutor):
 
     def check(self) -> None:
         self._workers.check()
+        super().check()
 
     def call(self, method: str, *args: Any) -> Any:
         """On all ranks; the answer is the first one's."""

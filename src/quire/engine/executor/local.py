@@ -58,7 +58,7 @@ class LocalExecutor:
             raise _dead(error) from error
 
     def check(self) -> None:
-        pass
+        self._runner.check_companions()
 
     def call(self, method: str, *args: Any) -> Any:
         return self.find(method)(*args)

@@ -5,6 +5,7 @@ It does what the first rank says: makes its share of the model and runs the plan
 it does not draw itself but is told. Ctrl-C is the first rank's matter.
 """
 
+import contextlib
 import gc
 import logging
 import os
@@ -12,10 +13,11 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire.config.cores import wait_politely
+from quire.engine.companions import Ends, read_ends
 from quire.engine.executor import wire
 from quire.engine.executor.nodes import REMOTE
 from quire.engine.executor.workers import LOST
@@ -48,9 +50,17 @@ class Others:
 
 
 class Rank:
-    def __init__(self, memory: int, peers: Mapping[int, socket.socket], remote: Mapping[int, socket.socket]) -> None:
-        """peers: connections to ranks of this node; remote: to those of others."""
-        self._memory, self._peers, self._remote = memory, peers, remote
+    def __init__(
+        self,
+        memory: int,
+        peers: Mapping[int, socket.socket],
+        remote: Mapping[int, socket.socket],
+        companions: Ends | None = None,
+        on_lost: Callable[[Exception], None] = logger.error,
+    ) -> None:
+        """peers: connections to ranks of this node; remote: to those of others. companions: to those of other engines, which
+        share its experts; `on_lost` is told, in any thread, when they are gone."""
+        self._memory, self._peers, self._remote, self._companions, self._on_lost = memory, peers, remote, companions, on_lost
         self._runner: Runner | None = None
         self._adapters: RankAdapters | None = None  # since the first was asked for
         self._begun: deque[Begun] = deque()  # steps of a pipeline that are to be finished here
@@ -113,7 +123,7 @@ class Rank:
         from quire.dist.nodes import NodesGroup
         from quire.engine.assemble import resolve_here
         from quire.engine.layouts import whole_layout
-        from quire.engine.runners import make_device_drafter, make_runner, start_device
+        from quire.engine.runners import join_companions, make_device_drafter, make_runner, start_device
         from quire.engine.timeline import Stopwatch
 
         config = resolve_here(command.args, Stopwatch())
@@ -130,7 +140,11 @@ class Rank:
             group = device.group(position, self._memory, self._peers, Others())
         adapters = (config.max_loras, config.args.max_lora_rank)
         drafter = make_device_drafter(config, whole_layout(config))[0] if config.drafts_on_device else None
-        return make_runner(config, device, position, group, drafter, adapters)
+        exchange = None
+        if self._companions is not None:
+            exchange = join_companions(config, self._companions, Others())
+            exchange.on_dead = self._on_lost
+        return make_runner(config, device, position, group, drafter, adapters, exchange)
 
     def _call(self, method: str, args: Sequence[Any]) -> Any:
         target = self._own_adapters if method.endswith("_adapter") else self._started
@@ -158,11 +172,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     wait_politely()
     sockets = {name: socket.socket(fileno=int(fd)) for name, fd in pairs}
     local = {int(name): end for name, end in sockets.items() if not name.startswith(REMOTE)}
-    rank = Rank(int(memory), local, {int(name): end for name, end in sockets.items() if name.startswith(REMOTE)})
+    elsewhere = {int(name): end for name, end in sockets.items() if name.startswith(REMOTE)}
+    rank = Rank(int(memory), local, elsewhere, read_ends(options), lambda error: _end(frames, rank, error))
     try:
         return _serve(frames, rank)
     except (RankLost, OSError):  # OSError: of the connection
         return LOST
+
+
+def _end(frames: Frames, rank: Rank, error: Exception) -> NoReturn:
+    """In a thread: the engine's others notice, and know why, or are told."""
+    if not isinstance(error, RankLost):
+        logger.error("a rank's experts failed", exc_info=error)
+        with contextlib.suppress(OSError):
+            frames.send(wire.encode(wire.RankFailed(type(error).__name__, str(error), rank.step or 0)))
+    os._exit(LOST if isinstance(error, RankLost) else FAILED)
 
 
 def _serve(frames: Frames, rank: Rank) -> int:

@@ -23,19 +23,21 @@ from typing import Any, NoReturn
 
 from quire.config.args import EngineArgs
 from quire.engine import ipc, nursery
+from quire.engine.companions import Ends
 from quire.engine.executor import wire
 from quire.engine.executor.nodes import REMOTE, Links, NodeLine, RemoteProcess, name_ends
 from quire.engine.nursery import Forked
 from quire.frames import Frames
 from quire.subprocesses import ending, environment, is_stopped, nameless_memory, with_us
 from quire.types.adapter import AdapterRef
-from quire.types.errors import EngineDead, QuireError
+from quire.types.errors import CompanionLost, EngineDead, QuireError
 
 COMMAND = (sys.executable, "-P", "-m", "quire.engine.executor.worker")
 LOST = 3  # the exit code of a rank that ends because another one is gone
 LOOK = 0.5  # seconds between looks at those who are waited for
 STOPPED = 0.5  # seconds that a stopped process may keep the others waiting
 LAST_WORDS = 1.0  # seconds for the cause of a loss to show
+SOON = 0.2  # where a rank may also end because another engine did
 SENDING = 30.0  # seconds for a message to find room: a rank reads whenever it waits
 
 
@@ -88,12 +90,14 @@ class Worker:
 class Workers:
     """`memory` and `peers` are the first rank's own ends of what joins all ranks."""
 
-    def __init__(self, args: EngineArgs, size: int, hang_timeout: float, links: Links | None = None) -> None:
+    def __init__(
+        self, args: EngineArgs, size: int, hang_timeout: float, links: Links | None = None, companions: Ends | None = None
+    ) -> None:
         """args: see `StartRank`. hang_timeout: seconds that a rank may keep the others waiting for its part of a sum. links: to
-        ranks on other nodes, which are started there."""
+        ranks on other nodes, which are started there. companions: of all ranks, to engines that share their experts."""
         links = links or Links([range(size)])
-        self._hang_timeout = hang_timeout
-        self._dead: str | None = None  # why
+        self._hang_timeout, self._shares = hang_timeout, companions is not None
+        self._dead: EngineDead | None = None  # why
         workers: list[Worker] = []
         self._workers: Sequence[Worker] = workers
         with contextlib.ExitStack() as handed:
@@ -111,7 +115,8 @@ class Workers:
                 for rank in range(1, size):
                     stage = rank // args.tensor_parallel_size if args.pipeline_parallel_size > 1 else None
                     if rank in links.own:
-                        workers.append(_start(rank, self.memory, ends[rank], links.ends.get(rank, {}), stage))
+                        own = None if companions is None else companions.of(companions.first + rank)
+                        workers.append(_start(rank, self.memory, ends[rank], links.ends.get(rank, {}), stage, own))
                     else:
                         process = RemoteProcess(rank, self._lines[links.node_of(rank)])
                         workers.append(Worker(rank, process, links.controls[rank], stage))
@@ -119,6 +124,9 @@ class Workers:
             except BaseException:
                 self.end()
                 raise
+            finally:
+                if companions is not None:
+                    companions.close(range(companions.first + 1, companions.first + size))
 
     def finish(self) -> None:
         """The end of the engine, and not only of its ranks: other nodes need not wait for another one."""
@@ -130,17 +138,17 @@ class Workers:
     def check(self) -> None:
         """Raises why, if a rank is lost."""
         if self._dead is not None:
-            raise EngineDead(self._dead)
+            raise type(self._dead)(str(self._dead))
         if not self.end.alive:
             raise EngineDead("the ranks have been stopped")
         for worker in self._workers:
             if worker.process.poll() is not None:
                 self.lost(worker.rank)
 
-    def give_up(self, reason: str) -> EngineDead:
+    def give_up(self, reason: str, kind: type[EngineDead] = EngineDead) -> EngineDead:
         """From now on `check` says so: the ranks are not in step any more."""
-        self._dead = self._dead or reason
-        return EngineDead(self._dead)
+        self._dead = self._dead or kind(reason)
+        return type(self._dead)(str(self._dead))
 
     def send(self, command: wire.Command, ranks: Collection[int] | None = None) -> None:
         """To these; None = to all."""
@@ -179,7 +187,7 @@ class Workers:
 
     def lost(self, rank: int) -> NoReturn:
         """Names who failed, and how: ranks that end only because another one did are not the cause."""
-        deadline = time.monotonic() + LAST_WORDS
+        deadline = time.monotonic() + (SOON if self._shares else LAST_WORDS)
         while True:
             codes = {worker: worker.process.poll() for worker in self._workers}
             for worker in self._workers:
@@ -192,16 +200,22 @@ class Workers:
                 if code != LOST:
                     raise self.give_up(f"{worker.name} {_fate(code, elsewhere=not worker.process.pid)}")
             if time.monotonic() > deadline:
+                if self._shares and ended:
+                    raise self.give_up("another engine, which has some of its experts, is gone", CompanionLost)
                 [worker] = [worker for worker in self._workers if worker.rank == rank]
                 raise self.give_up(f"{worker.name} has closed its connections")
             time.sleep(0.01)
 
     def late(self, ranks: Sequence[int], seconds: float) -> None:
-        self._refuse_stopped(self._workers, seconds)  # whoever is late may itself wait for another one
+        self.refuse_stopped(seconds)  # whoever is late may itself wait for another one
         late = [worker for worker in self._workers if worker.rank in ranks]
         if seconds > self._hang_timeout:
             names = " and ".join(worker.name for worker in late)
             raise self.give_up(f"{names} kept the other ranks waiting for {seconds:.1f} s (engine_hang_timeout)")
+
+    def refuse_stopped(self, seconds: float) -> None:
+        """Raises who is, of all, if it has kept somebody waiting."""
+        self._refuse_stopped(self._workers, seconds)
 
     def _refuse_stopped(self, late: Iterable[Worker], seconds: float) -> None:
         for worker in late:
@@ -236,14 +250,22 @@ def _wait(workers: Iterable[Worker], seconds: float) -> bool:
 
 
 def _start(
-    rank: int, memory: int, peers: dict[int, socket.socket], remote: dict[int, socket.socket], stage: int | None
+    rank: int,
+    memory: int,
+    peers: dict[int, socket.socket],
+    remote: dict[int, socket.socket],
+    stage: int | None,
+    companions: Ends | None,
 ) -> Worker:
     ours, theirs = socket.socketpair()
+    options, shared = with_us(), list[int]()
+    if companions is not None:
+        options, shared = [*options, companions.say()], companions.descriptors
     with theirs:
         try:
-            process = _fork(theirs.fileno(), memory, peers, remote) or subprocess.Popen(
-                [*COMMAND, str(os.getpid()), str(theirs.fileno()), str(memory), name_ends(peers, remote), *with_us()],
-                pass_fds=[theirs.fileno(), memory, *(end.fileno() for end in (*peers.values(), *remote.values()))],
+            process = _fork(theirs.fileno(), memory, peers, remote, companions) or subprocess.Popen(
+                [*COMMAND, str(os.getpid()), str(theirs.fileno()), str(memory), name_ends(peers, remote), *options],
+                pass_fds=[theirs.fileno(), memory, *(end.fileno() for end in (*peers.values(), *remote.values())), *shared],
                 env=environment(),
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C is for the first rank
@@ -254,15 +276,25 @@ def _start(
     return Worker(rank, process, ours, stage)
 
 
-def _fork(connection: int, memory: int, peers: dict[int, socket.socket], remote: dict[int, socket.socket]) -> Forked | None:
+def _fork(
+    connection: int,
+    memory: int,
+    peers: dict[int, socket.socket],
+    remote: dict[int, socket.socket],
+    companions: Ends | None,
+) -> Forked | None:
     """Of the process that forked this one, if there is one and it can."""
     if nursery.ours is None or not nursery.ours.usable:
         return None
     names = [*map(str, peers), *(f"{REMOTE}{other}" for other in remote)]
     ends = ",".join(f"{name}:{{{place}}}" for place, name in enumerate(names, 2))
     descriptors = [connection, memory, *(end.fileno() for end in (*peers.values(), *remote.values()))]
+    options = []
+    if companions is not None:
+        options = [companions.say([f"{{{len(descriptors) + place}}}" for place in range(len(companions.descriptors))])]
+        descriptors += companions.descriptors
     try:
-        return nursery.ours.fork("rank", [nursery.PARENT, "{0}", "{1}", ends], descriptors, 2)
+        return nursery.ours.fork("rank", [nursery.PARENT, "{0}", "{1}", ends, *options], descriptors, 2)
     except OSError:
         return None
 

@@ -1,0 +1,204 @@
+"""Experts that several engines share: every rank of every engine has some of each layer's, and runs them for the rows of all.
+
+    a turn    whoever is at a layer lays down its rows ─► all meet ─► each runs its own experts of the first layer that is
+              wanted ─► lays down what they add ─► all meet ─► whoever had rows adds up what all have for them
+
+Engines need not be in the same step: a rank whose own model is elsewhere, or that has nothing to do, takes part without rows,
+in a thread that sleeps until somebody meets. Parts are added in the order of ranks, as everywhere.
+"""
+
+import contextlib
+import select
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.dist.mesh import Position
+from quire.dist.shared_memory import SharedMemoryGroup
+from quire.types.errors import EngineDead
+
+NOTHING = -1  # in place of a layer
+HEADER = 4  # whole numbers of 8 bytes: layer, rows, experts of each, and room
+RunExperts = Callable[[Tensor, Tensor, Tensor], Tensor]  # x [T, H], weights and experts [T, top_k] -> [T, H]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """That an engine wants run."""
+
+    layer: int
+    x: Tensor  # [T, H]
+    weights: Tensor  # [T, top_k] float32
+    experts: Tensor  # [T, top_k] int64
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(part.numel() * part.element_size() for part in (self.x, self.weights, self.experts))
+
+
+class ExpertsGroup(SharedMemoryGroup):
+    """The ranks of all engines."""
+
+    piece = 1 << 25
+
+    def called(self, seconds: float | None = 0.0, wake: socket.socket | None = None) -> bool:
+        """Has another rank begun a turn, or gone? None: waits until it has, or there is something to read in `wake`."""
+        waiting = select.poll()
+        for end in (*self._peers.values(), *(() if wake is None else (wake,))):
+            waiting.register(end, select.POLLIN)
+        return bool(waiting.poll(None if seconds is None else 1000 * seconds))
+
+    def offer(self, rows: Rows | None) -> list[Tensor]:
+        """What every rank has laid down, where it lies."""
+        slots = self._next()
+        header = slots[self._rank][: 8 * HEADER].view(torch.int64)
+        if rows is None:
+            header[0] = NOTHING
+        else:
+            header[:3] = torch.tensor([rows.layer, len(rows.x), rows.experts.shape[1]])
+            for place, part in zip(_places(slots[self._rank], rows.x), (rows.experts, rows.weights, rows.x), strict=True):
+                place.copy_(part)
+        self._meet()
+        return list(slots)
+
+    def add_up(self, part: Tensor, own: slice) -> Tensor:
+        """The sum of all ranks' parts, of one shape, for some of its rows."""
+        slots = self._next()
+        flat = part.numel() * part.element_size()
+        parts = [slot[:flat].view(part.dtype).view(part.shape) for slot in slots]
+        parts[self._rank].copy_(part)
+        self._meet()
+        out: Tensor = parts[0][own].clone()
+        for other in parts[1:]:
+            out += other[own]
+        return out
+
+    def leave(self) -> None:
+        """The others notice, and so does a thread that waits for them."""
+        for end in self._peers.values():
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for end in self._peers.values():
+            end.close()
+
+    def _next(self) -> Tensor:
+        slots = self._turns[self._turn]
+        self._turn = 1 - self._turn
+        return slots
+
+
+def _places(slot: Tensor, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of experts, weights and rows, behind the header that says how many there are."""
+    _, rows, top_k, _ = slot[: 8 * HEADER].view(torch.int64).tolist()
+    begin = 8 * HEADER
+    middle = begin + 8 * rows * top_k
+    last = middle + 8 * -(-rows * top_k // 2)
+    end = last + rows * like.shape[1] * like.element_size()
+    return (
+        slot[begin:middle].view(torch.int64).view(rows, top_k),
+        slot[middle : middle + 4 * rows * top_k].view(torch.float32).view(rows, top_k),
+        slot[last:end].view(like.dtype).view(rows, like.shape[1]),
+    )
+
+
+class SharedExperts:
+    def __init__(self, group: ExpertsGroup, position: Position, ranks: int, dtype: torch.dtype) -> None:
+        """ranks: of each engine; its first one brings rows. dtype: of those."""
+        self.position, self.leads = position, position.rank % ranks == 0
+        self._group, self._engines, self._dtype = group, position.size // ranks, dtype
+        self._layers: Sequence[tuple[int, RunExperts]] = ()
+        self._lock = threading.Lock()  # of the turns: the engine's own, or the thread's
+        self._thread: threading.Thread | None = None
+        self._wake, self._woken = socket.socketpair()
+        self._over = False
+        self._dead: Exception | None = None
+        self.on_dead: Callable[[Exception], None] = lambda error: None  # told in the thread
+
+    def serve(self, layers: Sequence[tuple[int, RunExperts]]) -> None:
+        """From now on others have these for their rows; each with the numbers of a row, in the model's order."""
+        self._layers = layers
+        self._thread = threading.Thread(target=self._answer, name="quire-experts", daemon=True)
+        self._thread.start()
+
+    def meet(self) -> None:
+        """Returns when all ranks serve."""
+        with self._lock:
+            self._turn(None)
+
+    def check(self) -> None:
+        """Raises why, if the others are lost."""
+        if self._dead is not None:
+            raise self._dead if isinstance(self._dead, EngineDead) else EngineDead(f"shared experts failed: {self._dead!r}")
+
+    def run(self, layer: int, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        if not len(x):
+            return out
+        all_rows = Rows(layer, x, weights.float(), experts.to(torch.int64))
+        most = max(1, (self._group.piece - 16 * HEADER) // (self._engines * -(-all_rows.size // len(x))))
+        with self._lock:
+            for first in range(0, len(x), most):
+                few = slice(first, first + most)
+                rows = Rows(layer, x[few], all_rows.weights[few], all_rows.experts[few])
+                while (done := self._turn(rows)) is None:
+                    pass
+                out[few] = done
+        return out
+
+    def close(self) -> None:
+        self._over = True
+        self._wake.close()
+        self._group.leave()
+        if self._thread is not None:
+            self._thread.join(1.0)
+        if self._thread is None or not self._thread.is_alive():
+            self._group.close()
+            self._woken.close()
+
+    def _answer(self) -> None:
+        """Others' turns, while the engine itself has none."""
+        with torch.inference_mode():
+            while not self._over:
+                self._group.called(None, self._woken)
+                with self._lock:
+                    if self._over or self._dead is not None:
+                        return
+                    if self._group.called():
+                        try:
+                            self._turn(None)
+                        except Exception as error:
+                            self.on_dead(self._dead or error)
+                            return
+
+    def _turn(self, rows: Rows | None) -> Tensor | None:
+        """None: it was another one's."""
+        self.check()
+        try:
+            return self._take_turn(rows)
+        except BaseException as error:
+            self._dead = error if isinstance(error, Exception) else EngineDead(f"a turn was broken off: {error!r}")
+            self._group.leave()
+            self.check()
+            raise
+
+    def _take_turn(self, rows: Rows | None) -> Tensor | None:
+        laid = self._group.offer(rows)
+        headers = [slot[: 8 * HEADER].view(torch.int64).tolist() for slot in laid]
+        layer = min((header[0] for header in headers if header[0] != NOTHING), default=NOTHING)
+        if layer == NOTHING:
+            return None
+        width, run = self._layers[layer]
+        like = torch.empty(0, width, dtype=self._dtype)
+        wanted = [(rank, _places(slot, like)) for rank, slot in enumerate(laid) if headers[rank][0] == layer]
+        experts, weights, x = (torch.cat(parts) for parts in zip(*(places for _, places in wanted), strict=True))
+        before = sum(headers[rank][1] for rank, _ in wanted if rank < self.position.rank)
+        ours = rows is not None and rows.layer == layer
+        total = self._group.add_up(run(x, weights, experts), slice(before, before + (len(rows.x) if rows and ours else 0)))
+        return total if ours else None

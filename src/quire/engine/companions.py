@@ -1,0 +1,141 @@
+"""Engines that share experts (`enable_expert_parallel` with `data_parallel_size`): what joins their ranks (`dist/experts.py`).
+
+    a generation    one memory, and a pair of sockets for every two ranks of all engines
+    an engine       takes its ranks' ends of a generation once, and hands them to its ranks
+
+They live together: whoever is lost takes ends of the next generation, the others find theirs closed, end, and do the same. So
+all of them are new when one is. Importing this imports no torch.
+"""
+
+import contextlib
+import itertools
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from quire.config.args import EngineArgs, shares_experts
+from quire.subprocesses import nameless_memory
+from quire.types.errors import CompanionLost
+
+if TYPE_CHECKING:
+    from quire.engine.executor.workers import Workers
+
+OPTION = "experts="  # in the arguments of an engine's process, or of a rank's
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Descriptors of some ranks. Ranks are counted through all engines."""
+
+    memory: int
+    ways: tuple[tuple[int, int, int], ...]  # of which rank, to which other, and the descriptor
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [self.memory, *(descriptor for _, _, descriptor in self.ways)]
+
+    @property
+    def first(self) -> int:
+        """The first of the ranks."""
+        return min(rank for rank, _, _ in self.ways)
+
+    def of(self, rank: int) -> "Ends":
+        return Ends(self.memory, tuple(way for way in self.ways if way[0] == rank))
+
+    def say(self, names: Sequence[object] | None = None) -> str:
+        """As an argument; `names` in place of the descriptors."""
+        memory, *others = self.descriptors if names is None else names
+        ways = [f"{rank}-{other}-{name}" for (rank, other, _), name in zip(self.ways, others, strict=True)]
+        return f"{OPTION}{memory},{','.join(ways)}"
+
+    def sockets(self) -> dict[int, socket.socket]:
+        """To every other rank; these are all of one rank."""
+        return {other: socket.socket(fileno=descriptor) for _, other, descriptor in self.ways}
+
+    def close(self, ranks: Iterable[int] | None = None) -> None:
+        """Of these ranks alone, or with the memory."""
+        some = None if ranks is None else set(ranks)
+        for rank, _, descriptor in self.ways:
+            if some is None or rank in some:
+                os.close(descriptor)
+        if some is None:
+            os.close(self.memory)
+
+
+def read_ends(options: Iterable[str]) -> Ends | None:
+    """From the arguments of a process."""
+    for option in options:
+        if option.startswith(OPTION):
+            memory, *ways = option.removeprefix(OPTION).split(",")
+            told = [tuple(map(int, way.split("-"))) for way in ways]
+            ends = Ends(int(memory), tuple((rank, other, descriptor) for rank, other, descriptor in told))
+            for descriptor in ends.descriptors:
+                os.set_inheritable(descriptor, False)
+            return ends
+    return None
+
+
+class Companions:
+    """Of whoever starts the engines."""
+
+    def __init__(self, engines: int, ranks: int) -> None:
+        """ranks: of each engine."""
+        self._engines, self._ranks = engines, ranks
+        self._left: dict[int, Ends] = {}  # of the present generation, by engine
+
+    def take(self, engine: int) -> Ends:
+        """To be closed when its process has them."""
+        if engine not in self._left:
+            self.close()
+            self._left = self._make()
+        return self._left.pop(engine)
+
+    def close(self) -> None:
+        while self._left:
+            self._left.popitem()[1].close()
+
+    def _make(self) -> dict[int, Ends]:
+        ways: list[list[tuple[int, int, int]]] = [[] for _ in range(self._engines)]
+        with contextlib.ExitStack() as undone:
+            memory = nameless_memory("quire-experts")
+            undone.callback(os.close, memory)
+            for first, second in itertools.combinations(range(self._engines * self._ranks), 2):
+                for one, other, end in zip((first, second), (second, first), socket.socketpair(), strict=True):
+                    ways[one // self._ranks].append((one, other, end.detach()))
+                    undone.callback(os.close, ways[one // self._ranks][-1][2])
+            memories = [memory, *(os.dup(memory) for _ in ways[1:])]
+            undone.pop_all()
+        return {engine: Ends(memories[engine], tuple(own)) for engine, own in enumerate(ways)}
+
+
+def companions_of(args: EngineArgs) -> Companions | None:
+    return Companions(args.data_parallel_size, args.tensor_parallel_size) if shares_experts(args) else None
+
+
+class CompanionWatch:
+    """What an engine's first rank knows of those that it shares experts with: its own other ranks, and whole engines."""
+
+    def __init__(self, workers: "Workers | None", engine: int, ranks: int, start_timeout: float, hang_timeout: float) -> None:
+        self._workers, self._engine, self._ranks = workers, engine, ranks
+        self._start_timeout, self._hang_timeout = start_timeout, hang_timeout
+        self.met = False  # all of them have been there
+
+    def lost(self, rank: int) -> NoReturn:
+        if rank // self._ranks == self._engine and self._workers is not None:
+            self._workers.lost(rank % self._ranks)
+        self._check_own()
+        raise CompanionLost(f"engine {rank // self._ranks}, which has some of its experts, is gone")
+
+    def late(self, ranks: Sequence[int], seconds: float) -> None:
+        if self._workers is not None:
+            self._workers.refuse_stopped(seconds)
+        self._check_own()
+        if seconds > (self._hang_timeout if self.met else self._start_timeout):
+            names = " and ".join(f"engine {engine}" for engine in sorted({rank // self._ranks for rank in ranks}))
+            raise CompanionLost(f"{names} kept those that share its experts waiting for {seconds:.1f} s")
+
+    def _check_own(self) -> None:
+        if self._workers is not None:
+            self._workers.check()
