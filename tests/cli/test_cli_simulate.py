@@ -15,6 +15,7 @@ from quire.cli.simulate_setting import Setting
 from quire.config.args import EngineArgs
 from quire.engine.assemble import resolve_here, start_core
 from quire.engine.timeline import Stopwatch
+from tiny_model import make_tokenizer
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -108,6 +109,7 @@ def test_traces(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--card", "l4", "--device", "cpu"], "--card is a GPU, and --device is cpu"),
         (["--card", "l4", "--replicas", "0"], "--replicas must be at least 1, got 0"),
         (["--card", "l4", "--replicas", "5000"], "--replicas must be at most 4096: each takes memory here; got 5000"),
+        (["--card", "l4", "--api-token-us", "-1"], "--api-token-us must be microseconds from 0 to 1,000,000, got -1"),
         (["--card", "l4", "--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
         (["--card", "l4", "--slo-ttft", "-1"], "--slo-ttft must be above 0 milliseconds, got -1"),
         (
@@ -139,19 +141,24 @@ def test_mistakes(model: str, flags: list[str], told: str, capsys: pytest.Captur
 
 
 def test_measured_steps_are_a_device(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The executor without a model takes no time, but its engine is measured all the same."""
+    """The executor without a model takes no time, but its engine is measured all the same, and a server around it."""
     path = tmp_path / "steps.json"
+    make_tokenizer(Path(model))
     engine = ["--model", model, "--distributed-executor-backend", "fake", "--max-num-seqs", "4"]
     steps = ["--rows", "1", "4", "--prompts", "8", "32", "--contexts", "16", "64", "--repeats", "4"]
-    assert main(["bench", "steps", *engine, "--max-num-batched-tokens", "64", *steps, "--output-json", str(path)]) == 0
-    assert "processor beside a step" in capsys.readouterr().out
+    flags = ["--max-num-batched-tokens", "64", *steps, "--front-end", "--output-json", str(path)]
+    assert main(["bench", "steps", *engine, *flags]) == 0
+    assert "processor beside a step" in (said := capsys.readouterr().out) and "between client and engine" in said
     result = json.loads(path.read_text())
+    assert 0 < result["front"]["token"] < result["front"]["request"] and result["host"]["newcomer"] >= 0
     assert [(point["rows"], point["tokens"]) for point in result["points"]] == [(1, 1), (4, 4)] * 2 + [(1, 8), (1, 32)] * 2
     pairs = [point["pairs"] for point in result["points"][4:]]
     assert pairs == [8 * 9 / 2, 32 * 33 / 2, 64 * 8 + 8 * 9 / 2, 64 * 32 + 32 * 33 / 2]
     assert simulate(model, "--timing", str(path), "--num-prompts", "5", "--input-len", "50", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["completed"] == 5 and "step times measured with" in found["device"]
+    assert simulate(model, "--timing", str(path), "--num-prompts", "5", "--input-len", "50", "--json", "--offline") == 0
+    assert json.loads(capsys.readouterr().out)["p50_ttft_ms"] < found["p50_ttft_ms"]
     assert simulate(model, "--timing", str(path), "--device", "cuda") == 2
     assert "was measured on 'cpu', not on 'cuda'" in capsys.readouterr().err
 

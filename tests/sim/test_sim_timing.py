@@ -5,11 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from quire.bench.steps import StepPoint, Turn, host_times, summarize
+from quire.bench.steps import StepPoint, Turn, admission_times, host_times, summarize
 from quire.config.memory import estimate_parameters, parameter_parts
 from quire.sim import analytic
 from quire.sim.analytic import AnalyticTiming, HostTime
 from quire.sim.cards import CARDS, Card, find_card, read_rate
+from quire.sim.front import FrontTime
 from quire.sim.measured import MeasuredTiming, read_measured
 from quire.sim.shapes import StepShape, shape_of, windows_of
 from quire.types.cache import LayerCache
@@ -108,6 +109,9 @@ def test_medians_and_the_processors_part() -> None:
     assert [(point.rows, point.seconds) for point in points] == [(1, 2.0), (11, 2.0)]
     assert host_times(turns) == pytest.approx((0.001, 0.0001))
     assert host_times([]) == (0.0, 0.0)
+    assert admission_times([(1, 0.0031), (1, 0.0041), (1, 0.0031), (5, 0.0045)], (0.001, 0.0001)) == pytest.approx(
+        (0.00175, 0.00025)
+    )
 
 
 GOOD = {
@@ -145,6 +149,11 @@ def test_a_good_file(tmp_path) -> None:
     path.write_text(json.dumps(GOOD))
     found = read_measured(path)
     assert (found.device, found.machine, found.pages, found.page_size) == ("cpu", "c", 10, 16)
+    assert found.front is None and found.timing.host.newcomer == 0
+    more = {"host": {"step": 0.001, "row": 0.0, "admission": 0.002, "newcomer": 0.003}}
+    path.write_text(json.dumps(GOOD | more | {"front": {"alone": 0.009, "request": 0.001, "token": 0.0005}}))
+    measured = read_measured(path)
+    assert measured.front == FrontTime(pytest.approx(0.0025), 0.001, 0.0005)  # what the engine does is left to it
     assert found.timing.seconds(StepShape(4, 4, 4, 4, 0, 0, 0, 0)) == pytest.approx(0.014)
     with pytest.raises(ConfigError, match="cannot read --timing"):
         read_measured(tmp_path / "nothing.json")

@@ -5,15 +5,17 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from sim_support import LAYOUT, alone, replica, simulate, trace
+from sim_support import LAYOUT, PerToken, alone, replica, simulate, trace
 
 from quire.bench.arrivals import LoadShape
 from quire.engine.core import EngineCore
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
 from quire.sched.scheduler import Scheduler
+from quire.sim.analytic import HostTime
 from quire.sim.figures import figures_of, timeline_of
 from quire.sim.fleet import Fleet
+from quire.sim.front import FrontTime
 from quire.sim.generated import Generated
 from quire.sim.objectives import Objectives, fewest_replicas
 from quire.sim.router import RoundRobin
@@ -56,14 +58,43 @@ def test_who_comes_while_a_step_runs_is_in_the_next() -> None:
 
 def test_the_way_to_the_engine_is_waited_for_and_may_cost_a_step() -> None:
     work = trace(alone(0.0, 10, 3), alone(0.0, 10, 3, content=2), alone(0.0, 10, 2, content=3))
-    near, far = (Fleet([replica()], RoundRobin(1), max_concurrency=2, way=way).run(work).visits for way in (0.0, 0.25))
+    near, far = (
+        Fleet([replica()], RoundRobin(1), max_concurrency=2, front=FrontTime(way)).run(work).visits for way in (0.0, 0.25)
+    )
     assert far[0].ttft == pytest.approx(near[0].ttft + 0.25)
     alone_there = near[2].ttft  # it came when the others had ended, and nothing ran
     assert far[2].at == pytest.approx(near[2].at + 0.25) and far[2].ttft == pytest.approx(alone_there + 0.25)
     work = trace(alone(0.0, 10, 9), alone(0.0, 10, 3, content=2), alone(0.0, 10, 2, content=3))
-    near, far = (Fleet([replica()], RoundRobin(1), max_concurrency=2, way=way).run(work).visits for way in (0.0, 0.25))
+    near, far = (
+        Fleet([replica()], RoundRobin(1), max_concurrency=2, front=FrontTime(way)).run(work).visits for way in (0.0, 0.25)
+    )
     assert near[2].ttft == pytest.approx(1.0 + 0.1 * 11)  # at once, beside the first
     assert far[2].ttft == pytest.approx(1.0 + 0.1 + near[2].ttft), "a step had begun without it"
+
+
+def test_an_api_process_does_one_thing_after_the_other() -> None:
+    """Requests that come together reach the engine one by one, and the tokens of a step their clients."""
+    work = trace(*(alone(0.0, 10, 3, content=i) for i in range(3)))
+    front = FrontTime(way=0.5, request=0.25, token=0.125)
+    visits = Fleet([replica()], RoundRobin(1), front=front).run(work).visits
+    first = 0.5 + 2.0
+    assert visits[0].ttft == pytest.approx(first + 0.125)
+    second = first + 1.0 + 0.1 * 21  # beside a token of the first; its token is written behind that one's
+    assert sorted(visit.ttft for visit in visits[1:]) == pytest.approx([second + 0.125 * k for k in (2, 3)])
+    apart = Fleet([replica() for _ in range(3)], RoundRobin(3), front=front).run(work).visits
+    assert [visit.ttft for visit in apart] == pytest.approx([first + 0.125] * 3)  # as many API processes as engines
+    run = Fleet([replica()], RoundRobin(1), max_concurrency=1, front=front).run(work)
+    assert [visit.at for visit in run.visits[1:]] == [visit.last for visit in run.visits[:2]]  # when its client has heard
+    assert run.end == run.visits[2].last
+
+
+def test_newcomers_cost_the_processor_more() -> None:
+    timing = PerToken(HostTime(0.5, 0.0, 0.25, 0.125))
+    one = replica()
+    one._host = timing.host
+    visits = Fleet([one], RoundRobin(1)).run(trace(alone(0.0, 10, 2), alone(0.0, 10, 2, content=2))).visits
+    assert [visit.ttft for visit in visits] == pytest.approx([0.5 + 0.25 + 2 * 0.125 + 3.0] * 2)
+    assert [visit.tpot for visit in visits] == pytest.approx([0.5 + 1.2] * 2)
 
 
 def test_a_shared_beginning_is_computed_once() -> None:

@@ -49,9 +49,13 @@ def summarize(turns: Iterable[tuple[Any, Turn]]) -> list[StepPoint]:
 def host_times(turns: Iterable[Turn]) -> tuple[float, float]:
     """Seconds of the processor for a step, and for each of its rows: the line through the medians of the fewest and the most
     rows."""
+    return _line((turn.point.rows, turn.host) for turn in turns)
+
+
+def _line(points: Iterable[tuple[int, float]]) -> tuple[float, float]:
     groups: dict[int, list[float]] = defaultdict(list)
-    for turn in turns:
-        groups[turn.point.rows].append(max(0.0, turn.host))
+    for count, seconds in points:
+        groups[count].append(max(0.0, seconds))
     if not groups:
         return 0.0, 0.0
     few, many = min(groups), max(groups)
@@ -60,11 +64,21 @@ def host_times(turns: Iterable[Turn]) -> tuple[float, float]:
     return max(0.0, least - few * row), row
 
 
+def admission_times(turns: Iterable[tuple[int, float]], host: tuple[float, float]) -> tuple[float, float]:
+    """Seconds of the processor that a step with newcomers takes in addition, and for each of them: of turns with so many, all
+    of whose rows were theirs."""
+    return _line((count, seconds - host[0] - host[1] * count) for count, seconds in turns)
+
+
 def as_json(points: Iterable[StepPoint]) -> list[dict[str, Any]]:
     return [asdict(point) for point in points]
 
 
-def lines(points: Iterable[StepPoint], host: tuple[float, float]) -> list[str]:
+def lines(points: Iterable[StepPoint], host: tuple[float, float], admission: tuple[float, float]) -> list[str]:
     found = [f"{'rows':>6}{'tokens':>8}{'keys':>10}{'pairs':>12}{'ms':>10}"]
     found += [f"{p.rows:>6}{p.tokens:>8}{p.keys:>10,.0f}{p.pairs:>12,.0f}{1000 * p.seconds:>10.3f}" for p in points]
-    return [*found, f"processor beside a step: {1e6 * host[0]:.0f} µs, and {1e6 * host[1]:.2f} µs for each row"]
+    told = f"processor beside a step: {1e6 * host[0]:.0f} µs, and {1e6 * host[1]:.2f} µs for each row"
+    return [
+        *found,
+        f"{told}; {1e6 * admission[0]:.0f} µs more with newcomers, and {1e6 * admission[1]:.0f} µs for each of them",
+    ]

@@ -4,11 +4,13 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.steps import StepPoint, Turn, as_json, host_times, lines, summarize
+from quire.bench.front_end import measure_front_end
+from quire.bench.steps import StepPoint, Turn, admission_times, as_json, host_times, lines, summarize
 from quire.cli.bench_offline import OfflineReport, add_group, add_report_and_engine_flags, at_least, engine_args, engine_facts
-from quire.cli.bench_serve_flags import Flags, N
+from quire.cli.bench_serve_flags import YES, Flags, N
 from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ STEPS: Flags = (
     ("prompts", "tokens of a prompt in one step (default: 4, 16, ... up to max_num_batched_tokens)", LISTED),
     ("contexts", "tokens before those, a few and many (default 64 1024)", LISTED | {"default": [64, 1024]}),
     ("context-tokens", "rows times context at most (default 16384)", N | {"default": 16384}),
+    ("front-end", "measure what is between a client and the engine, too: starts a server that needs no model", YES),
     ("repeats", "steps of each kind, of which the median is taken (default 16; prompts a quarter)", N | {"default": 16}),
 )
 
@@ -82,8 +85,14 @@ def run(namespace: argparse.Namespace) -> int:
                 found = meter.prompts(length, context, max(2, namespace.repeats // 4))
                 turns += [(("prompt", length, turn.point.pairs), turn) for turn in found]
     points, host = summarize(turns), host_times(singles)
-    print("\n".join(lines(points, host)))
-    details = {"points": as_json(points), "host": {"step": host[0], "row": host[1]}}
+    admission = admission_times(meter.admissions, host)
+    print("\n".join(lines(points, host, admission)))
+    names = ("step", "row", "admission", "newcomer")
+    details: dict[str, Any] = {"points": as_json(points), "host": dict(zip(names, (*host, *admission), strict=True))}
+    if namespace.front_end:
+        front = measure_front_end(args.model)
+        print(front.line())
+        details["front"] = asdict(front)
     figures = {f"{p.rows} x {p.tokens} at {p.keys + p.pairs:.0f} ms": 1000 * p.seconds for p in points}
     report.close(args.model, facts, machine(config.device), figures, details)
     return 0
@@ -112,6 +121,16 @@ class StepMeter:
             tell(scheduled, seconds, paused)
 
         core.scheduler.took = note  # type: ignore[method-assign]
+        self.admissions: list[tuple[int, float]] = []  # steps with so many newcomers took the processor so many seconds
+        self._newcomers = 0  # of the latest
+        schedule = core.scheduler.schedule
+
+        def plan(now: float) -> "Scheduled | None":
+            scheduled = schedule(now)
+            self._newcomers = 0 if scheduled is None else len(scheduled.plan.admitted)
+            return scheduled
+
+        core.scheduler.schedule = plan  # type: ignore[method-assign]
 
     def singles(self, rows: int, context: int, repeats: int) -> list[Turn]:
         for _ in range(rows):
@@ -154,4 +173,7 @@ class StepMeter:
                 shape = shape_of(scheduled.plan, self._windows, sys.maxsize)
                 host = whole - (self._core.waited if self._core.depth else seconds)
                 turns.append(Turn(StepPoint(shape.rows, shape.tokens, shape.single_keys, shape.pairs, seconds), host))
+            if self._newcomers:
+                busy = 0.0 if self._core.depth else sum(seconds for _, seconds in self._landed)
+                self.admissions.append((self._newcomers, whole - busy))
         return turns

@@ -78,8 +78,11 @@ def _objectives(namespace: argparse.Namespace) -> Objectives | None:
             raise ConfigError(f"--{flag} must be at least 1, got {value}")
         if value is not None and value > most:
             raise ConfigError(f"--{flag} must be at most {most}: each takes memory here; got {value}")
-    if not 0 <= namespace.api_ms <= 60_000:
-        raise ConfigError(f"--api-ms must be milliseconds from 0 to 60,000, got {namespace.api_ms:g}")
+    for flag, most in (("api-ms", 60_000), ("api-request-ms", 60_000), ("api-token-us", 1_000_000)):
+        value = getattr(namespace, flag.replace("-", "_"))
+        if value is not None and not 0 <= value <= most:
+            unit = "milliseconds" if flag.endswith("ms") else "microseconds"
+            raise ConfigError(f"--{flag} must be {unit} from 0 to {most:,}, got {value:g}")
     if namespace.slo_ttft is None and namespace.slo_tpot is None:
         return None
     return Objectives(namespace.slo_ttft, namespace.slo_tpot, namespace.slo_percentile)
@@ -154,10 +157,10 @@ def _simulate(
     known = setting.plan.pages if setting.config.prefix_caching else 0
     make_router = router_maker(namespace.router, known, setting.plan.page_size)
     pages = setting.pages_for(trace)
-    way = 0.0 if namespace.offline else namespace.api_ms / 1000
 
     def simulate(replicas: int, wanted: Callable[[Visit], bool] = lambda _: True) -> Run:
-        fleet = Fleet([setting.replica(pages) for _ in range(replicas)], make_router(replicas), namespace.max_concurrency, way)
+        engines = [setting.replica(pages) for _ in range(replicas)]
+        fleet = Fleet(engines, make_router(replicas), namespace.max_concurrency, setting.front)
         return fleet.run(trace, wanted)
 
     def tell(trial: Trial) -> None:

@@ -43,7 +43,9 @@ FLEET: Flags = (
     ("slo-tpot", "objective: milliseconds for each token after it", X),
     ("slo-percentile", "of the requests that keep both (default 99)", X | {"default": 99.0}),
     ("max-replicas", "tried at most (default 256)", N | {"default": 256}),
-    ("api-ms", "of a request before the engine has it: HTTP, text, messages (default 2.5; 0 --offline)", X | {"default": 2.5}),
+    ("api-ms", "of a request before the engine has it: HTTP, text, messages (default: the file's, or 2.5; 0 --offline)", X),
+    ("api-request-ms", "of these, which the API process has for one request at a time (default: the file's, or 1)", X),
+    ("api-token-us", "of the API process for each token on its way out (default: the file's, or 45)", X),
     ("offline", "as `LLM` runs, not as a server", YES),
 )
 REPORT: Flags = (

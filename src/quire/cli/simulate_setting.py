@@ -14,6 +14,7 @@ from quire.engine.scheduling import make_scheduler
 from quire.sched.scheduler import AHEAD, Scheduler
 from quire.sim.analytic import AnalyticTiming
 from quire.sim.cards import Card, find_card, read_rate
+from quire.sim.front import NO_FRONT, USUAL_FRONT, FrontTime
 from quire.sim.measured import read_measured
 from quire.sim.replica import Device, Replica, Timing
 from quire.sim.shapes import windows_of
@@ -39,6 +40,7 @@ class Setting:
     plan: MemoryPlan
     timing: Timing
     told: str  # about the device
+    front: FrontTime = NO_FRONT  # what is between clients and engines
 
     def scheduler(self, pages: int) -> Scheduler:
         """An engine's, with at most so many pages."""
@@ -97,7 +99,7 @@ def make_setting(args: EngineArgs, namespace: argparse.Namespace) -> Setting:
     told = (
         f"{card.name}: {gib(card.memory)}, {card.bandwidth / 1e12:g} TB/s, {card.flops / 1e12:g} TFLOP/s; step times computed"
     )
-    return Setting(config, plan, timing, told)
+    return Setting(config, plan, timing, told, front_time(namespace, USUAL_FRONT))
 
 
 def _card(namespace: argparse.Namespace) -> Card:
@@ -126,7 +128,20 @@ def _measured(args: EngineArgs, namespace: argparse.Namespace) -> Setting:
         args = dataclasses.replace(args, num_gpu_blocks_override=found.pages * found.page_size // (args.block_size or 1))
     config, total = resolve_for(args, namespace.memory or found.memory or None, serving=not namespace.offline)
     told = f"{found.device}, {found.machine}; step times measured with {found.model}"
-    return Setting(config, _fitting(plan_for(config, total)), found.timing, told)
+    front = front_time(namespace, found.front or USUAL_FRONT)
+    return Setting(config, _fitting(plan_for(config, total)), found.timing, told, front)
+
+
+def front_time(namespace: argparse.Namespace, usual: FrontTime) -> FrontTime:
+    """Of a server, unless it is said otherwise."""
+    if namespace.offline:
+        return NO_FRONT
+    told = {
+        field: value / scale
+        for flag, field, scale in (("api_ms", "way", 1e3), ("api_request_ms", "request", 1e3), ("api_token_us", "token", 1e6))
+        if (value := getattr(namespace, flag)) is not None
+    }
+    return dataclasses.replace(usual, **told)
 
 
 def _fitting(plan: MemoryPlan) -> MemoryPlan:

@@ -29,9 +29,12 @@ class HostTime:
 
     step: float = 0.0003  # seconds
     row: float = 1e-6
+    admission: float = 0.0  # of a step with newcomers, in addition
+    newcomer: float = 0.0  # and for each of them
 
-    def seconds(self, rows: int) -> float:
-        return self.step + self.row * rows
+    def seconds(self, rows: int, newcomers: int = 0) -> float:
+        more = self.admission + self.newcomer * newcomers if newcomers else 0.0
+        return self.step + self.row * rows + more
 
 
 class AnalyticTiming:

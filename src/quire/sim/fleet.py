@@ -4,11 +4,11 @@ Requests that come at the same moment as something else happens come first.
 """
 
 import heapq
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from quire.sim.front import NO_FRONT, FrontEnds, FrontTime
 from quire.sim.replica import Replica
 from quire.sim.router import Router
 from quire.sim.trace import Arrival, Trace
@@ -59,14 +59,21 @@ class Run:
 
 
 class Fleet:
-    """`max_concurrency`: so many requests are open at most, and who comes when they are waits outside. `way`: seconds from a
-    client to the engine, for HTTP, text and messages between processes."""
+    """`max_concurrency`: so many requests are open at most, and who comes when they are waits outside. `front`: what is between
+    clients and engines."""
 
     def __init__(
-        self, replicas: Sequence[Replica], router: Router, max_concurrency: int | None = None, way: float = 0.0
+        self,
+        replicas: Sequence[Replica],
+        router: Router,
+        max_concurrency: int | None = None,
+        front: FrontTime = NO_FRONT,
     ) -> None:
-        self._replicas, self._router, self._most, self._way = list(replicas), router, max_concurrency, way
-        self._coming: deque[tuple[float, int]] = deque()  # when a request is there, and its number
+        self._replicas, self._router, self._most = list(replicas), router, max_concurrency
+        self._fronts = FrontEnds(len(self._replicas), front)
+        self._coming: list[tuple[float, int]] = []  # a heap: when an engine has a request, and its number
+        self._leaving: list[float] = []  # a heap: when clients know that they have all
+        self._end = 0.0  # the last thing that a client heard
         self._params: dict[int, SamplingParams] = {}
         self._moments: list[tuple[float, int]] = []  # a heap; of a replica's, the one that is its `due` counts
         self._visits: list[Visit] = []
@@ -75,33 +82,35 @@ class Fleet:
         """`wanted` hears of every request that ends; where it says no, the run is given up."""
         arrivals, number, now, live, complete = trace.arrivals, 0, 0.0, 0, True
         self._visits = [Visit(arrival.at, arrival.length, arrival.output) for arrival in arrivals]
-        moments, coming = self._moments, self._coming
+        moments, coming, leaving = self._moments, self._coming, self._leaving
         while True:
-            due = min(moments[0][0] if moments else inf, coming[0][0] if coming else inf)
+            due = min(moments[0][0] if moments else inf, coming[0][0] if coming else inf, leaving[0] if leaving else inf)
             if number < len(arrivals) and (self._most is None or live < self._most):
                 at = max(arrivals[number].at, now)
                 if at <= due:
                     now = self._visits[number].at = at
-                    coming.append((at + self._way, number))
+                    heapq.heappush(coming, (self._fronts.arrive(number, at), number))
                     number += 1
                     live += 1
                     continue
+            if due == inf:
+                break
+            if leaving and leaving[0] <= due:
+                now = heapq.heappop(leaving)
+                live -= 1
+                continue
             if coming and coming[0][0] <= due:
-                now, first = coming.popleft()
+                now, first = heapq.heappop(coming)
                 self._deliver(first, arrivals[first], now)
                 continue
-            if not moments:
-                break
             moment, index = heapq.heappop(moments)
             if self._replicas[index].due != moment:
                 continue  # it is due at another time by now
             now = moment
-            ended = self._advance(index, now)
-            live -= len(ended)
-            if not all(map(wanted, ended)):
+            if not all(map(wanted, self._advance(index, now))):
                 complete = False
                 break
-        return Run(self._visits, self._replicas, complete, now)
+        return Run(self._visits, self._replicas, complete, max(now, self._end))
 
     def _deliver(self, number: int, arrival: Arrival, now: float) -> None:
         params = self._params.get(arrival.output)
@@ -120,14 +129,18 @@ class Fleet:
         """Returns who has ended."""
         replica, visits, ended = self._replicas[index], self._visits, list[Visit]()
         deltas = replica.advance(now)
-        for delta in deltas:
+        numbers = [int(delta.request_id) for delta in deltas]
+        times = self._fronts.tell(numbers, now)
+        for delta, number, heard in zip(deltas, numbers, times, strict=True):
             if delta.finish_reason is not None or delta.scheduled_at:  # neither is said of tokens in the middle
-                visit = visits[int(delta.request_id)]
+                visit = visits[number]
                 if visit.first < 0 and delta.token_ids:
-                    visit.first, visit.cached = now, delta.cached_tokens
+                    visit.first, visit.cached = heard, delta.cached_tokens
                 if delta.finish_reason is not None:
-                    visit.last, visit.preemptions = now, delta.preemptions
+                    visit.last, visit.preemptions = heard, delta.preemptions
                     ended.append(visit)
+                    heapq.heappush(self._leaving, heard)
+        self._end = max(self._end, times[-1] if times else 0.0)
         for name, tokens in replica.ended:  # a row of one that ended may still be in flight: it is told again
             visits[int(name)].output = tokens
         replica.ended.clear()
@@ -137,6 +150,7 @@ class Fleet:
             visits[int(name)].refused = why
             self._router.refused(name)
             ended.append(visits[int(name)])
+            heapq.heappush(self._leaving, now)
         replica.refused.clear()
         self._remember(index, None)
         return ended

@@ -15,6 +15,7 @@ from typing import Any
 
 from quire.bench.steps import FIELDS, KIND, StepPoint
 from quire.sim.analytic import HostTime
+from quire.sim.front import FrontTime
 from quire.sim.shapes import StepShape
 from quire.types.errors import ConfigError
 
@@ -75,6 +76,7 @@ class MeasuredFile:
     page_size: int
     pages: int
     memory: int  # bytes of the device, 0 = not known
+    front: FrontTime | None  # None = it was not measured
 
 
 def read_measured(path: Path) -> MeasuredFile:
@@ -93,7 +95,8 @@ def read_measured(path: Path) -> MeasuredFile:
         parts[name] = result.get(name)
         if not isinstance(parts[name], dict):
             raise ConfigError(f"{where}: {name} must be an object, got {str(parts[name])[:60]}")
-    host = HostTime(*(_number(f"{where}: host", parts["host"], name) for name in ("step", "row")))
+    since = {"admission": 0.0, "newcomer": 0.0} | parts["host"]  # older files have neither
+    host = HostTime(*(_number(f"{where}: host", since, name) for name in ("step", "row", "admission", "newcomer")))
     found = [_point(f"{where}: point {i}", point) for i, point in enumerate(points, 1)]
     try:
         timing = MeasuredTiming(found, host)
@@ -109,8 +112,18 @@ def read_measured(path: Path) -> MeasuredFile:
     machine = parts["machine"].get("gpu") or parts["machine"].get("cpu") or "an unknown machine"
     return MeasuredFile(
         timing, str(result.get("model_id")), engine["device"], str(machine),
-        sizes["block_size"], sizes["num_pages"], sizes["device_memory"],
+        sizes["block_size"], sizes["num_pages"], sizes["device_memory"], _front(f"{where}: front", result.get("front"), host),
     )  # fmt: skip
+
+
+def _front(where: str, told: Any, host: HostTime) -> FrontTime | None:
+    """What a lone request takes is told whole: the engine's part of it is simulated."""
+    if told is None:
+        return None
+    if not isinstance(told, dict):
+        raise ConfigError(f"{where} must be an object, got {str(told)[:60]}")
+    alone, request, token = (_number(where, told, name) for name in ("alone", "request", "token"))
+    return FrontTime(max(0.0, alone - token - host.seconds(1, 1)), request, token)
 
 
 def _point(where: str, point: Any) -> StepPoint:

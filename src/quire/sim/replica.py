@@ -97,7 +97,7 @@ class Replica:
         if self.due is None:
             self.due = now
         elif not self._landing:
-            self.due = min(self.due, max(now, self._deadline.due - ADMISSION))
+            self.due = min(self.due, _whole_milliseconds(now, self._deadline.due - ADMISSION))
 
     def advance(self, now: float) -> list[TokenDelta]:
         """What is due now."""
@@ -128,7 +128,7 @@ class Replica:
             if not self._flights and self.scheduler.has_unfinished:
                 raise EngineError("requests wait, but none of them can be planned")
             return
-        self._host_until = now + self._host.seconds(len(scheduled.requests))
+        self._host_until = now + self._host.seconds(len(scheduled.requests), len(scheduled.plan.admitted))
         if not self._flights:
             self._busy_since = self._host_until
         pool = self.scheduler.pool
@@ -160,6 +160,11 @@ class Replica:
         rows, tokens = (len(plan.requests), plan.plan.tokens) if plan is not None and self._flights else (0, 0)
         self._deadline.turned(self._began, now, waited, rows, tokens)
         if self.scheduler.has_unfinished or self._inbox:
-            self.due = max(now, self._deadline.due - (ADMISSION if self._inbox else 0.0))
+            self.due = _whole_milliseconds(now, self._deadline.due - (ADMISSION if self._inbox else 0.0))
         else:
             self.due = None
+
+
+def _whole_milliseconds(now: float, due: float) -> float:
+    """The loop of an engine waits for so many, and less than one it does not wait."""
+    return now + max(0, int(1000 * (due - now))) / 1000
