@@ -31,6 +31,10 @@ def ints(bits, outputs, inputs, group, zeros):
     return PackedInts(bits, group, pack_nibbles(numbers) if bits == 4 else numbers, scale, offsets, None)
 
 
+def shortened(form, kind):
+    return dataclasses.replace(form, scale=form.scale.to(kind))
+
+
 def float8(outputs, inputs, rows=1, columns=None):
     numbers = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
     columns = columns or inputs
@@ -43,6 +47,11 @@ def forms():
     yield "int4 of 64 with zeros, odd groups", ints(4, 70, 192, 64, True)
     yield "int4 of 32 with any zeros", ints(4, 48, 128, 32, "any")
     yield "int8 of 16 with any zeros", ints(8, 32, 64, 16, "any")
+    yield "int4 of 128, short scales", shortened(ints(4, 48, 256, 128, False), torch.bfloat16)
+    yield "int4 of 64 with zeros, short scales", shortened(ints(4, 48, 192, 64, True), torch.float16)
+    yield "int4 of 128 with any zeros, short scales", shortened(ints(4, 48, 384, 128, "any"), torch.float16)
+    yield "int8 of 128 with zeros, short scales", shortened(ints(8, 48, 256, 128, True), torch.float16)
+    yield "int4 by channel with short scales", shortened(ints(4, 64, 512, 512, True), torch.float16)
     yield "int4 by channel", ints(4, 64, 512, 512, True)
     yield "int8 of 32", ints(8, 64, 128, 32, False)
     yield "int8 by channel with zeros", ints(8, 48, 160, 160, True)
@@ -51,6 +60,8 @@ def forms():
     yield "fp8 in blocks", float8(64, 128, 32, 64)
     yield "fp8 in blocks, the last ones smaller", float8(96, 192, 64, 128)
     yield "nvfp4", Float4("e2m1", 16, some(64, 128), torch.rand(64, 16).to(torch.float8_e4m3fn), torch.rand(64, 1))
+    yield "nvfp4 without a factor", Float4("e2m1", 16, some(64, 128), torch.rand(64, 16).to(torch.float8_e4m3fn))
+    yield "mxfp4, the last block smaller", Float4("e2m1", 32, some(64, 80), some(64, 5, low=120, high=130))
     yield "mxfp4", Float4("e2m1", 32, some(64, 64), some(64, 4, low=120, high=130))
 
 
@@ -83,17 +94,17 @@ def test_products(name, dtype, device):
     for rows in (1, 5, 40, 70) if dtype != torch.float32 else (1, 20):
         x = (torch.randn(rows, form.inputs, device=device) / floats.norm(dim=1).max()).to(dtype)
         expected = x.float() @ floats.T + bias.float()
-        ways = [choose_way(packed, rows, form.outputs, gated=False)]
+        ways = [choose_way(packed, rows)]
         if rows == 20:
             ways = [
-                way._replace(rows=16, outputs=16, shares=shares, fold=fold)
+                way._replace(rows=16, high=16, shares=shares, fold=fold)
                 for way in ways
                 for shares, fold in ((3, False), (1, True))
             ]
         for way in ways:
             compare(product(x, packed, bias, "", way), expected)
             if form.outputs % 2 == 0 and rows < 40:
-                half = way._replace(rows=16, outputs=16)
+                half = way._replace(rows=16, high=16)
                 compare(product(x, packed, bias, "silu", half), reference_gated(expected.to(dtype), "silu").float())
 
 
@@ -108,7 +119,7 @@ def test_dequantized(name, dtype, device):
 def test_a_row_is_the_same_in_any_company(device):
     form = there(FORMS["int4 of 32"], device)
     packed = pack(form).packed
-    way = Way(16, 16, 32, 2, 4, 3)
+    way = Way(16, 16, 2, 4, 3)
     x = torch.randn(20, form.inputs, device=device)
     together = product(x, packed, None, "", way)
     for row in (0, 7, 19):

@@ -8,7 +8,7 @@ What goes where was measured on an H200.
 """
 
 from dataclasses import dataclass
-from math import lcm
+from math import gcd, lcm
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from quire.ops.forms import Activation, Float4, Float8, Int8, PackedInts, powers
 from quire.ops.linear import SHORT, gated_linear, linear
 
 STREAMED = 256  # rows: for more it is faster to dequantize
+NEAR = 1 << 25  # numbers of a matrix that stays in the cache when it is dequantized: that is faster from 128 rows on
 # rows from which on products in 8 bits are faster: of floats with a scale to a row; of others, which torch has for no fewer
 ROUNDED = 2, 17
 DEQUANTIZED = {"float4": 384, "float8": 768}  # rows an expert, from which on that is faster for experts; others: 1024
@@ -30,6 +31,7 @@ FILLING = 264  # programs that keep an H200 busy
 BLOCK = 128  # columns of a scale, where rows are rounded by blocks
 MOST_READ = 1 << 22  # bytes of a matrix, read once for each row
 AT_ONCE = 1 << 26  # numbers that are packed together
+TILE = 128  # rows of a matrix that lie together
 FLOAT8_MAX, INT8_MAX = 448.0, 127.0
 
 
@@ -69,13 +71,16 @@ class PackedMatrix:
 
             out = by_blocks(x, packed, bias, choose_tile(packed, rows))
             return gated(out, activation) if activation else out
-        if rows == 1 or rows * packed.words.nbytes <= MOST_READ:
+        if (rows == 1 and not self._by_units(x)) or rows * packed.words.nbytes <= MOST_READ:
             return one_by_one(x, packed, bias, activation, choose_program(packed))
-        if rows <= STREAMED and x.dtype in SHORT:
-            outputs = self.outputs // 2 if activation else self.outputs
-            return product(x, packed, bias, activation, choose_way(packed, rows, outputs, bool(activation)))
+        if rows <= STREAMED and x.dtype in SHORT and (rows <= 128 or packed.outputs * packed.columns > NEAR):
+            return product(x, packed, bias, activation, choose_way(packed, rows))
         matrix = dequantize(packed, x)
         return gated_linear(x, matrix, bias, activation) if activation else linear(x, matrix, bias)
+
+    def _by_units(self, x: Tensor) -> bool:
+        """Whether matrix units are faster for one row, too: they are where unpacking takes longer than reading."""
+        return self.packed.form in ("int4", "float4") and x.dtype in SHORT
 
     def _rounds(self, x: Tensor) -> bool:
         """Whether rows are rounded to 8 bits, one scale to a row, and the libraries multiply them."""
@@ -131,18 +136,16 @@ def choose_program(packed: Any) -> Any:
     return Program(8 if wide <= 1024 else 4, max(256, min(1024, power_of_two(wide))), 4)
 
 
-def choose_way(packed: Any, rows: int, outputs: int, gated: bool) -> Any:
+def choose_way(packed: Any, rows: int) -> Any:
     from quire.ops.kernels.packed import Way
     from quire.ops.kernels.words import NUMBERS
 
-    four, block = NUMBERS[packed.form] == 4, 16 if rows <= 16 else 32 if rows <= 32 else 64
-    words = min(32 if four else 64, packed.span)
-    high = 128 if four and not (block == 64 and outputs * packed.columns <= 1 << 24) else 64
-    tiles = -(-outputs // high) * -(-rows // block)
-    programs = FILLING if block == 64 or gated else 2 * FILLING
-    shares = choose_shares(programs / tiles, packed.words.shape[-1] // words)
-    warps = 8 if gated and four and block == 16 else 4
-    return Way(block, high, words, shares, warps, 6 if block == 16 else 4, fold=four and packed.span < 32 and block > 16)
+    block = next((block for block in (16, 32, 64, 128) if rows <= block), 256)
+    high = 128 if NUMBERS[packed.form] == 4 or block > 64 else 64
+    tiles = -(-packed.outputs // high) * -(-rows // block)
+    programs = 2 * FILLING if block <= 32 else FILLING if block <= 128 else FILLING // 2
+    shares = choose_shares(programs / tiles, packed.words.shape[-1] // packed.apart)
+    return Way(block, high, shares, 8 if block == 256 else 4, 4 if block <= 32 else 3, fold=block > 64)
 
 
 def choose_tile(packed: Any, rows: int) -> Any:
@@ -172,18 +175,20 @@ def pack(form: Any) -> PackedMatrix | None:
                 zeros = (zeros if zeros.is_floating_point() else zeros.to(torch.int16)) - 128
             packed = _pack("int8", (form.numbers ^ 128), form.group, form.scale, _short(zeros), fill=0)
         case Int8():
-            packed = _pack("int8", form.numbers.view(torch.uint8), form.inputs, form.scale, None, fill=0)
+            packed = _pack("int8", form.numbers.view(torch.uint8), form.inputs, form.scale, None, fill=0, tiled=False)
         case Float8():
             scale = form.scale
             if form.rows > 1 and form.outputs % form.rows:
                 scale = scale.repeat_interleave(form.rows, -2)[: form.outputs]
-            packed = _pack("float8", form.numbers.view(torch.uint8), min(form.columns, form.inputs), scale, None, fill=0)
+            group = min(form.columns, form.inputs)
+            packed = _pack("float8", form.numbers.view(torch.uint8), group, scale, None, fill=0, tiled=False)
         case Float4(code="e2m1"):
-            powers = form.scale.dtype == torch.uint8 and form.factor is None
-            scale = powers_of_two(form.scale) if form.scale.dtype == torch.uint8 else form.scale.float()
-            scale = scale if form.factor is None else scale * form.factor
-            scale = scale.bfloat16() if powers else scale  # which has them all
-            packed = _pack("float4", unpack_nibbles(form.numbers), form.group, scale, None, fill=0)
+            scale, factor = form.scale, form.factor
+            fours = form.group == (32 if scale.dtype == torch.uint8 else 16)  # so many lie in a block, and are read together
+            if not fours or scale.dtype == torch.float32 or (scale.dtype == torch.uint8) != (factor is None):
+                scale = powers_of_two(scale) if scale.dtype == torch.uint8 else scale.float()
+                scale, factor = scale if factor is None else scale * factor, None
+            packed = _pack("float4", unpack_nibbles(form.numbers), form.group, scale, None, fill=0, factor=factor)
         case _:
             return None
     if packed is None:
@@ -198,16 +203,20 @@ def _short(zeros: Tensor | None) -> Tensor | None:
     return zeros.half() if zeros is not None and zeros.is_floating_point() else zeros
 
 
-def _pack(name: str, numbers: Tensor, group: int, scale: Tensor, zeros: Tensor | None, fill: int) -> Any:
+def _pack(
+    name: str, numbers: Tensor, group: int, scale: Tensor, zeros: Tensor | None, fill: int,
+    factor: Tensor | None = None, tiled: bool = True,
+) -> Any:  # fmt: skip
     """numbers [..., outputs, inputs] uint8, one to a byte."""
-    from quire.ops.kernels.words import NUMBERS, Packed
+    from quire.ops.kernels.words import ANY_ZEROS, NO_ZEROS, NUMBERS, WHOLE_ZEROS, Packed
 
     inputs, per = numbers.shape[-1], NUMBERS[name]
     groups = scale.shape[-1]
     if groups > 1 and group % 16:
         return None
-    close = groups > 1 and group % (16 * per) == 0  # all numbers of a word have one scale
-    grain = group if close else per * (64 if groups == 1 else lcm(group, 64))
+    apart = gcd(128 // per, group) if groups > 1 else 128 // per
+    block = per * apart
+    grain = lcm(block, group) if groups > 1 else block
     columns = -(-inputs // grain) * grain
     if groups > 1:
         more = columns // group - groups
@@ -215,19 +224,37 @@ def _pack(name: str, numbers: Tensor, group: int, scale: Tensor, zeros: Tensor |
         zeros = None if zeros is None else F.pad(zeros, (0, more))
     else:
         group = columns
-    apart = group // per if close else columns // per
+    tile = gcd(TILE, numbers.shape[-2]) if tiled else 1
     words = torch.empty(*numbers.shape[:-1], columns // per, dtype=torch.int16, device=numbers.device)
     flat, out = numbers.reshape(-1, inputs), words.view(-1, words.shape[-1])
-    step = max(1, AT_ONCE // columns)
+    step = max(1, AT_ONCE // columns // tile) * tile
     for start in range(0, len(flat), step):
         some = F.pad(flat[start : start + step], (0, columns - inputs), value=fill)
         parts = some.view(len(some), -1, per, apart).to(torch.int32)
         joined = torch.zeros_like(parts[:, :, 0])
         for index in range(per):
             joined |= parts[:, :, index] << (16 // per * index)
-        out[start : start + step] = (joined - ((joined & 0x8000) << 1)).to(torch.int16).flatten(1)
+        joined = (joined - ((joined & 0x8000) << 1)).to(torch.int16)  # [rows, blocks, apart]
+        out[start : start + step] = joined.view(-1, tile, *joined.shape[1:]).transpose(1, 2).reshape(len(some), -1)
     scale = scale.transpose(-1, -2).contiguous()
-    return Packed(name, words, scale, None if zeros is None else zeros.transpose(-1, -2).contiguous(), apart, group)
+    zeros = None if zeros is None else zeros.transpose(-1, -2).contiguous()
+    offset = NO_ZEROS if zeros is None else ANY_ZEROS if zeros.is_floating_point() else WHOLE_ZEROS
+    scaled = ""
+    if scale.element_size() == 1:
+        scaled = "e8m0" if scale.dtype == torch.uint8 else "e4m3"
+        scale = _fours(scale.view(torch.uint8), factor)
+    elif scale.dtype in SHORT:
+        scaled = "bf16" if scale.dtype == torch.bfloat16 else "fp16"
+        above = torch.zeros_like(scale, dtype=torch.float16) if zeros is None else zeros.half()
+        scale, zeros = (scale.view(torch.int16).int() & 0xFFFF) | (above.view(torch.int16).int() << 16), None
+    return Packed(name, words, scale, zeros, apart, group, tile, scaled, offset)
+
+
+def _fours(scale: Tensor, factor: Tensor | None) -> Tensor:
+    """scale [..., groups, outputs] uint8 -> [..., groups / 4, outputs] int32; with a factor [..., outputs, 1], a line more."""
+    four = scale.view(*scale.shape[:-2], -1, 4, scale.shape[-1]).int()
+    words = four[..., 0, :] | four[..., 1, :] << 8 | four[..., 2, :] << 16 | four[..., 3, :] << 24
+    return words if factor is None else torch.cat((words, factor.float().transpose(-1, -2).contiguous().view(torch.int32)), -2)
 
 
 def packed_experts_forward(
@@ -275,7 +302,5 @@ def choose_expert_way(packed: Any, rows: float) -> Any:
     from quire.ops.kernels.words import NUMBERS
 
     four = NUMBERS[packed.form] == 4
-    words = min(32 if four else 64, packed.span)
     block, high = (16, 64 if four else 128) if rows <= 8 else (32, 64) if rows <= 40 else (64, 128)
-    exact = packed.form == "float4" and packed.scales.dtype == torch.bfloat16  # numbers times powers of two
-    return Way(block, high, words, 1, 4, 3 if block == 64 else 4, fold=exact or (four and packed.span < 32))
+    return Way(block, high, 1, 4, 3 if block == 64 else 4)

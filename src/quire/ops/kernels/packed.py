@@ -1,8 +1,8 @@
 """A matrix of 4- or 8-bit numbers (`words.py`) times rows: read once as it is stored, unpacked in registers, multiplied by
 matrix units. The same for experts, whose rows are sorted (`moe_many.py`).
 
-A program makes BLOCK_N outputs of ROWS rows from a share of the columns. Where shares are several, the program that ends last
-adds them, in their order: the sum does not depend on who that is.
+A program multiplies BLOCK_N rows of the matrix by ROWS rows, in a share of the columns. Of a gated matrix half of its rows are
+gates, and the others what they gate.
 """
 
 from typing import NamedTuple
@@ -17,85 +17,153 @@ from quire.ops.kernels.activation import constants_of, gate_by
 from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.math import cdiv, power_of_two
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
-from quire.ops.kernels.shares import turns_of
+from quire.ops.kernels.shares import add_shares, turns_of
 from quire.ops.kernels.tiles import find_tile
-from quire.ops.kernels.words import Packed, column_of, offset_of, unpack
+from quire.ops.kernels.words import (
+    Packed,
+    factor_of,
+    no_offset,
+    offset_by,
+    place_of,
+    scale_in,
+    scale_of,
+    unpack,
+    zero_in,
+    zero_of,
+)
+
+AHEAD = 16  # blocks
 
 
 @triton.jit
-def _ask_for(matrix, n, begin, end, WORDS: tl.constexpr, MOST: tl.constexpr):
-    """Words begin ... end of rows n are brought near, and not waited for."""
-    LINE: tl.constexpr = 64  # words that come together
-    at = tl.minimum(begin + tl.arange(0, MOST) * LINE, end - 1)
-    places = matrix + n.to(tl.int64)[:, None] * WORDS + at[None, :]
+def _ask_for(matrix, begin, end, STEP: tl.constexpr, MOST: tl.constexpr):
+    """Blocks begin ... end of rows, matrix [N, 1] pointers, are brought near, and not waited for."""
+    at = tl.minimum(begin + tl.arange(0, MOST), end - 1)
+    places = matrix + at[None, :] * STEP
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
 @triton.jit
-def _block_column(at, place: tl.constexpr, WORDS: tl.constexpr, APART: tl.constexpr, BLOCK_K: tl.constexpr, FORM: tl.constexpr):
-    """`column_of` a block's first word, put so that Triton sees what it is a multiple of, and copies more than one number."""
-    PER: tl.constexpr = 4 if FORM == "int4" or FORM == "float4" else 2
-    if APART == BLOCK_K:
-        column = at * PER + place * APART
-    elif APART == WORDS:
-        column = at + place * APART
+def _behind(a, b):
+    """[N, K] and [N, K] -> [N, 2 K], in the registers they are in."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
+
+
+@triton.constexpr_function
+def _times(kind):
+    """Numbers $1 times $2 + $3, rounded once, but for what the smaller product is."""
+    name = "bf16" if kind == tl.bfloat16 else "f16"
+    return f"{{ .reg .b32 t; mul.rn.{name}x2 t, $1, $3; fma.rn.{name}x2 $0, $1, $2, t; }}"
+
+
+@triton.jit
+def _scaled(value, scale, EXACT: tl.constexpr, ASM: tl.constexpr):
+    """value [N, K] times scale [N] float32, of value's type. EXACT: scales have no more bits than that type."""
+    kind: tl.constexpr = value.dtype
+    if not ASM:
+        value = (value.to(tl.float32) * scale[:, None]).to(kind)
+    elif EXACT:
+        value = value * scale.to(kind)[:, None]
     else:
-        column = column_of(at, place, APART, FORM)
-    return column
+        near = scale.to(kind)
+        rest = (scale - near.to(tl.float32)).to(kind)
+        all_three = [value, tl.broadcast_to(near[:, None], value.shape), tl.broadcast_to(rest[:, None], value.shape)]
+        value = tl.inline_asm_elementwise(_times(kind), "=r,r,r,r", all_three, value.dtype, True, 2)
+    return value
+
+
+@triton.jit
+def _at_place(
+    word, four, factor, scale, offset, scales, zeros, at, row, PLACE: tl.constexpr,
+    APART: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SCALES: tl.constexpr, OFFSET: tl.constexpr,
+    FORM: tl.constexpr, LINES: tl.constexpr, SCALED: tl.constexpr, FOLD: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The numbers at a place of words [N, K] of block `at`; times their scales, where it has several or they are to FOLD."""
+    BLOCK: tl.constexpr = APART * (4 if FORM == "int4" or FORM == "float4" else 2)
+    ONE: tl.constexpr = GROUPS == 1 or GROUP % BLOCK == 0
+    EXACT: tl.constexpr = SCALED == "e8m0" or SCALED == ("bf16" if tl.bfloat16 == KIND else "fp16")  # noqa: SIM300
+    group = (at * BLOCK + PLACE * APART) // GROUP
+    if OFFSET and not ONE:
+        offset = offset_by(zero_of(scales, zeros, group, row, True, SCALES, SCALED), FORM, OFFSET, KIND, ASM)
+    value = unpack(word, offset, PLACE, FORM, OFFSET, KIND, ASM)
+    if not ONE:
+        if SCALED == "e8m0" or SCALED == "e4m3":
+            scale = scale_in(four >> (8 * PLACE), factor, SCALED)
+        else:
+            scale = scale_of(scales, group, row, True, LINES, SCALES, SCALED)
+        value = _scaled(value, scale, EXACT, ASM)
+    elif FOLD and GROUPS > 1:
+        value = _scaled(value, scale, EXACT, ASM)
+    return value
+
+
+@triton.jit
+def _halves(
+    word, four, factor, scale, offset, scales, zeros, at, row, PLACE: tl.constexpr,
+    APART: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SCALES: tl.constexpr, OFFSET: tl.constexpr,
+    FORM: tl.constexpr, LINES: tl.constexpr, SCALED: tl.constexpr, FOLD: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The numbers at a place, and at the next one."""
+    a = _at_place(
+        word, four, factor, scale, offset, scales, zeros, at, row, PLACE,
+        APART, GROUP, GROUPS, SCALES, OFFSET, FORM, LINES, SCALED, FOLD, KIND, ASM,
+    )  # fmt: skip
+    b = _at_place(
+        word, four, factor, scale, offset, scales, zeros, at, row, PLACE + 1,
+        APART, GROUP, GROUPS, SCALES, OFFSET, FORM, LINES, SCALED, FOLD, KIND, ASM,
+    )  # fmt: skip
+    return _behind(a, b)
 
 
 @triton.jit
 def _add(
-    acc, rows, there, inner, matrix, scales, zeros, n, scale_row, begin, end,
+    acc, rows, there, inner, matrix, scales, zeros, n, row, begin, end,
     WORDS: tl.constexpr, APART: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SCALES: tl.constexpr,
-    OFFSET: tl.constexpr, FORM: tl.constexpr, FOLD: tl.constexpr, PADDED: tl.constexpr, BLOCK_K: tl.constexpr,
-    ASM: tl.constexpr,
+    OFFSET: tl.constexpr, FORM: tl.constexpr, LINES: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
+    FOLD: tl.constexpr, PADDED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """acc [N, R] and the products of words from begin to end of matrix rows n with rows [R, 1], pointers."""
+    """acc [N, R] and the products of blocks begin ... end of matrix rows n, whose scales have rows `row`, with rows [R, 1],
+    pointers. One product a block: its numbers are unpacked while matrix units are busy with those before."""
     kind: tl.constexpr = rows.dtype.element_ty
-    PER: tl.constexpr = 4 if FORM == "int4" or FORM == "float4" else 2
-    CLOSE: tl.constexpr = GROUPS > 1 and GROUP % (PER * APART) == 0  # one scale for all places of a block of words
-    k = tl.arange(0, BLOCK_K)
-    row = matrix + n.to(tl.int64)[:, None] * WORDS + k[None, :]
+    FOUR_BITS: tl.constexpr = FORM == "int4" or FORM == "float4"
+    BLOCK: tl.constexpr = APART * (4 if FOUR_BITS else 2)
+    ONE: tl.constexpr = GROUPS == 1 or GROUP % BLOCK == 0  # scale for a block
+    k = tl.arange(0, BLOCK)
+    words = matrix + place_of(n[:, None], tl.arange(0, APART)[None, :], WORDS, APART, TILE)
     columns = rows + k[None, :]
-    offset = offset_of(zeros, scale_row * 0, FORM, 0, kind, ASM)
-    if CLOSE:  # asked for a block ahead
-        place = begin * PER // GROUP * SCALES + scale_row
-        scale = tl.load(scales + place)
-        if OFFSET:
-            offset = offset_of(zeros, place, FORM, OFFSET, kind, ASM)
-    for at in tl.range(begin, end, BLOCK_K):
-        word = tl.load(row + at)
-        if CLOSE:
-            whole = tl.zeros(acc.shape, tl.float32)
-            place = tl.minimum(at + BLOCK_K, end - BLOCK_K) * PER // GROUP * SCALES + scale_row
-            next_scale = tl.load(scales + place)
+    factor = factor_of(scales, row, True, LINES, SCALES, SCALED)
+    four, scale, offset = row, tl.zeros(row.shape, tl.float32), no_offset(row, FORM, kind, ASM)
+    if GROUPS == 1 and OFFSET:
+        offset = offset_by(zero_of(scales, zeros, 0, row, True, SCALES, SCALED), FORM, OFFSET, kind, ASM)
+    for at in tl.range(begin, end):
+        word = tl.load(words + at * (TILE * APART))
+        real = there & (k < inner - at * BLOCK)[None, :] if PADDED else there
+        part = tl.load(columns + at * BLOCK, mask=real, other=0.0)
+        if SCALED == "e8m0" or SCALED == "e4m3":
+            four = tl.load(scales + at * SCALES + row)
+        elif ONE and GROUPS > 1:
+            place = at * BLOCK // GROUP * SCALES + row
+            pair = tl.load(scales + place)
+            scale = pair.to(tl.float32) if SCALED == "" else scale_in(pair, 1.0, SCALED)
             if OFFSET:
-                next_offset = offset_of(zeros, place, FORM, OFFSET, kind, ASM)
-        for i in tl.static_range(PER):
-            column = _block_column(at, i, WORDS, APART, BLOCK_K, FORM)
-            real = there & (k < inner - column)[None, :] if PADDED else there
-            part = tl.load(columns + column, mask=real, other=0.0)
-            if OFFSET and not CLOSE:
-                offset = offset_of(zeros, column // GROUP * SCALES + scale_row, FORM, OFFSET, kind, ASM)
-            value = unpack(word, offset, i, FORM, OFFSET, kind, ASM)
-            if CLOSE:
-                whole = tl.dot(value, tl.trans(part), whole, input_precision="ieee")
-            elif GROUPS == 1:
-                acc = tl.dot(value, tl.trans(part), acc, input_precision="ieee")
-            else:
-                scale = tl.load(scales + column // GROUP * SCALES + scale_row)
-                if FOLD:
-                    acc = tl.dot(value * scale.to(kind)[:, None], tl.trans(part), acc, input_precision="ieee")
-                else:
-                    acc += tl.dot(value, tl.trans(part), input_precision="ieee") * scale.to(tl.float32)[:, None]
-        if CLOSE:
-            acc += whole * scale.to(tl.float32)[:, None]
-            scale = next_scale
-            if OFFSET:
-                offset = next_offset
+                zero = tl.load(zeros + place).to(tl.float32) if SCALED == "" else zero_in(pair)
+                offset = offset_by(zero, FORM, OFFSET, kind, ASM)
+        value = _halves(
+            word, four, factor, scale, offset, scales, zeros, at, row, 0,
+            APART, GROUP, GROUPS, SCALES, OFFSET, FORM, LINES, SCALED, FOLD, kind, ASM,
+        )  # fmt: skip
+        if FOUR_BITS:
+            upper = _halves(
+                word, four, factor, scale, offset, scales, zeros, at, row, 2,
+                APART, GROUP, GROUPS, SCALES, OFFSET, FORM, LINES, SCALED, FOLD, kind, ASM,
+            )  # fmt: skip
+            value = _behind(value, upper)
+        if ONE and GROUPS > 1 and not FOLD:
+            acc += tl.dot(value, tl.trans(part), input_precision="ieee") * scale[:, None]
+        else:
+            acc = tl.dot(value, tl.trans(part), acc, input_precision="ieee")
     return acc
 
 
@@ -125,6 +193,9 @@ def _packed(
     FORM: tl.constexpr,
     PADDED: tl.constexpr,  # there are more columns than x has
     ASM: tl.constexpr,
+    LINES: tl.constexpr,  # of scales
+    TILE: tl.constexpr,  # rows of the matrix that lie together
+    SCALED: tl.constexpr,
     BIAS: tl.constexpr,
     KIND: tl.constexpr,  # an activation: the matrix is gated. "": it is plain
     ALPHA: tl.constexpr,
@@ -132,21 +203,20 @@ def _packed(
     EXPERTS: tl.constexpr,  # 0: there are none
     EXPERT_BLOCK: tl.constexpr,
     SHARING: tl.constexpr,  # slots that read the same row of x
-    FOLD: tl.constexpr,  # scales of less than a block of words go into the numbers, rounded, and not into the sums
+    FOLD: tl.constexpr,  # the scale of a block goes into its numbers, rounded, and not into the sums
     SHARES: tl.constexpr,
-    AHEAD: tl.constexpr,  # lines of a row that are asked for before x is there
+    AHEAD: tl.constexpr,  # blocks that are asked for before x is there
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     let_next_start(EARLY)
     GATED: tl.constexpr = KIND != ""
-    share = tl.program_id(1)
+    OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    tile = tl.program_id(0)
     if EXPERTS:
         wait_for_previous(EARLY)
-        blocks = tl.cdiv(outputs, BLOCK_N)
-        tile = tl.program_id(0)
+        blocks = tl.cdiv(outputs, OUTPUTS)
         expert, first, stop = find_tile(ends, tile // blocks, EXPERTS, EXPERT_BLOCK, ROWS)
         if expert >= EXPERTS:
             return
@@ -154,79 +224,52 @@ def _packed(
         there = at < stop
         target = tl.load(order + at, mask=there, other=0)
         source = target // SHARING
-        n = tile % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+        begins = tile % blocks * OUTPUTS
         high = outputs * 2 if GATED else outputs
         matrix += expert.to(tl.int64) * high * WORDS
-        scales += expert.to(tl.int64) * (GROUPS * SCALES)
-        zeros += expert.to(tl.int64) * (GROUPS * SCALES)
+        scales += expert.to(tl.int64) * (LINES * SCALES)
+        zeros += expert.to(tl.int64) * (LINES * SCALES)
         bias += expert.to(tl.int64) * high
     else:
-        tile = tl.program_id(0)
         row_tiles = tl.cdiv(rows, ROWS)
-        n = tile // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
         target = (tile % row_tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         there = target < rows
         source = target
-    each: tl.constexpr = (WORDS // BLOCK_K + SHARES - 1) // SHARES * BLOCK_K
-    begin = share * each
-    end = tl.minimum(begin + each, WORDS)
-    read = tl.minimum(n, outputs - 1)
+        begins = tile // row_tiles * OUTPUTS
+    at = tl.arange(0, BLOCK_N)
+    read = tl.minimum(begins + at % OUTPUTS, outputs - 1) + at // OUTPUTS * outputs
+    each: tl.constexpr = (WORDS // APART + SHARES - 1) // SHARES
+    begin = tl.program_id(1) * each
+    end = tl.minimum(begin + each, WORDS // APART)
     if EARLY and not EXPERTS:
         if AHEAD:
-            _ask_for(matrix, read, begin, end, WORDS, AHEAD)
-            if GATED:
-                _ask_for(matrix, read + outputs, begin, end, WORDS, AHEAD)
+            _ask_for(matrix + place_of(read, 0, WORDS, APART, TILE)[:, None], begin, end, TILE * APART, AHEAD)
         wait_for_previous(EARLY)
-    pointers = x + source[:, None] * inner
     acc = _add(
-        tl.zeros((BLOCK_N, ROWS), tl.float32), pointers, there[:, None], inner, matrix, scales, zeros, read, read // HIGH,
-        begin, end, WORDS, APART, GROUP, GROUPS, SCALES, OFFSET, FORM, FOLD, PADDED, BLOCK_K, ASM,
+        tl.zeros((BLOCK_N, ROWS), tl.float32), x + source[:, None] * inner, there[:, None], inner, matrix, scales, zeros, read,
+        read // HIGH, begin, end, WORDS, APART, GROUP, GROUPS, SCALES, OFFSET, FORM, LINES, TILE, SCALED, FOLD, PADDED, ASM,
     )  # fmt: skip
-    if GATED:
-        lower = read + outputs
-        up = _add(
-            tl.zeros((BLOCK_N, ROWS), tl.float32), pointers, there[:, None], inner, matrix, scales, zeros, lower, lower // HIGH,
-            begin, end, WORDS, APART, GROUP, GROUPS, SCALES, OFFSET, FORM, FOLD, PADDED, BLOCK_K, ASM,
-        )  # fmt: skip
     if SHARES > 1:
-        SIZE: tl.constexpr = BLOCK_N * ROWS
-        PARTS: tl.constexpr = 2 if GATED else 1
-        at = tl.arange(0, BLOCK_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        sums += tile.to(tl.int64) * (SHARES * PARTS * SIZE)
-        tl.store(sums + share * (PARTS * SIZE) + at, acc)
-        if GATED:
-            tl.store(sums + share * (PARTS * SIZE) + SIZE + at, up)
-        tl.debug_barrier()
-        if tl.atomic_add(turns + tile, 1, sem="acq_rel") < SHARES - 1:
+        acc, last = add_shares(acc, sums, turns, tile, SHARES)
+        if not last:
             return
-        tl.store(turns + tile, 0)
-        acc = tl.load(sums + at, cache_modifier=".cg")
-        if GATED:
-            up = tl.load(sums + SIZE + at, cache_modifier=".cg")
-        for other in tl.static_range(1, SHARES):
-            acc += tl.load(sums + other * (PARTS * SIZE) + at, cache_modifier=".cg")
-            if GATED:
-                up += tl.load(sums + other * (PARTS * SIZE) + SIZE + at, cache_modifier=".cg")
     if GROUPS == 1:
-        acc *= tl.load(scales + read // HIGH).to(tl.float32)[:, None]
-        if GATED:
-            up *= tl.load(scales + (read + outputs) // HIGH).to(tl.float32)[:, None]
+        acc *= scale_of(scales, 0, read // HIGH, True, LINES, SCALES, SCALED)[:, None]
     kind: tl.constexpr = out.dtype.element_ty
     if BIAS:
         acc += tl.load(bias + read).to(tl.float32)[:, None]
-        if GATED:
-            up += tl.load(bias + read + outputs).to(tl.float32)[:, None]
     if GATED:
-        acc = gate_by(acc, up, KIND, ALPHA, LIMIT, kind)
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, OUTPUTS, ROWS)), (1, 2, 0)))
+        acc = gate_by(gate, up, KIND, ALPHA, LIMIT, kind)
+    n = begins + tl.arange(0, OUTPUTS)
     tl.store(out + target[None, :] * outputs + n[:, None], acc.to(kind), mask=(n < outputs)[:, None] & there[None, :])
 
 
 class Way(NamedTuple):
-    """How the work is divided: rows, outputs and words of a block, shares of the columns."""
+    """How the work is divided: rows, and rows of the matrix, of a program, and shares of the columns."""
 
     rows: int
-    outputs: int
-    words: int
+    high: int
     shares: int
     warps: int
     stages: int
@@ -251,20 +294,21 @@ def product(
     rows, inputs = x.shape
     words = matrix.words
     outputs = matrix.outputs // 2 if activation else matrix.outputs
-    blocks, experts = cdiv(outputs, way.outputs), 0 if slots is None else len(words)
+    blocks = cdiv(outputs, way.high // 2 if activation else way.high)
+    experts = 0 if slots is None else len(words)
     if slots is None:
         out, tiles = x.new_empty(rows, outputs), cdiv(rows, way.rows) * blocks
     else:
         count = len(slots.order)
         out, tiles = x.new_empty(count, outputs), min(count, count // way.rows + experts) * blocks
-    size = tiles * way.shares * (2 if activation else 1) * way.rows * way.outputs if way.shares > 1 else 1
-    each = cdiv(cdiv(words.shape[-1], way.words), way.shares) * way.words
+    size = tiles * way.shares * way.rows * way.high if way.shares > 1 else 1
+    each = cdiv(words.shape[-1] // matrix.apart, way.shares)
     order, ends, sharing = slots or (words, words, 1)
     _packed[(tiles, way.shares)](
         x, *matrix.tensors, words if bias is None else bias, out, order, ends, x.new_empty(size, dtype=torch.float32),
         turns_of(x.device), rows, outputs, inputs, **matrix.constants(x), BIAS=bias is not None, **constants_of(activation),
         EXPERTS=experts, EXPERT_BLOCK=power_of_two(experts), SHARING=sharing, FOLD=way.fold, SHARES=way.shares,
-        AHEAD=power_of_two(cdiv(each, 64)) if way.ahead else 0, ROWS=way.rows, BLOCK_N=way.outputs, BLOCK_K=way.words,
+        AHEAD=power_of_two(min(each, AHEAD)) if way.ahead else 0, ROWS=way.rows, BLOCK_N=way.high,
         num_warps=way.warps, num_stages=way.stages, **overlapping(),
     )  # fmt: skip
     return out

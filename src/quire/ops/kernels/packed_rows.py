@@ -14,7 +14,7 @@ from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.linear import pair_rows, pair_values
 from quire.ops.kernels.math import cdiv, power_of_two
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
-from quire.ops.kernels.words import Packed, column_of, offset_of, unpack
+from quire.ops.kernels.words import Packed, column_of, no_offset, place_of, scale_of, unpack, zero_of
 
 
 class Program(NamedTuple):
@@ -27,8 +27,8 @@ class Program(NamedTuple):
 def _stream(
     x, matrix, scales, zeros, row, scale_row, inside, inner,
     WORDS: tl.constexpr, APART: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SCALES: tl.constexpr,
-    OFFSET: tl.constexpr, FORM: tl.constexpr, PADDED: tl.constexpr, ASM: tl.constexpr, SPAN: tl.constexpr,
-    BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+    OFFSET: tl.constexpr, FORM: tl.constexpr, PADDED: tl.constexpr, ASM: tl.constexpr, LINES: tl.constexpr,
+    TILE: tl.constexpr, SCALED: tl.constexpr, SPAN: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Rows [R] of a matrix times x, pointers [R, 1] or [1, 1] -> [R] float32. Waits for the previous kernel between the first
     load of the matrix and the first of x."""
@@ -39,15 +39,15 @@ def _stream(
     MIDDLE: tl.constexpr = 8.0 if FORM == "int4" else 0.0
     k = tl.arange(0, BLOCK_K)
     begins = tl.arange(0, SPANS) * SPAN
-    places = matrix + row.to(tl.int64)[:, None] * WORDS + k[None, :]
+    places = matrix + place_of(row[:, None], k[None, :], WORDS, APART, TILE)
     word = tl.load(places, mask=inside[:, None] & (k < WORDS)[None, :], other=0)
     wait_for_previous(EARLY)
-    constant = offset_of(zeros, row * 0, FORM, 0, kind, ASM)
+    constant = no_offset(row, FORM, kind, ASM)
     CLOSE: tl.constexpr = GROUPS == 1 or GROUP % (PER * APART) == 0  # one scale for all places of a word
     acc = tl.zeros((R, SPANS, SPAN // 8), tl.float32)
     for begin in tl.range(0, WORDS, BLOCK_K):
         following = begin + BLOCK_K
-        coming = tl.load(places + following, mask=inside[:, None] & (k < WORDS - following)[None, :], other=0)
+        coming = tl.load(places + following * TILE, mask=inside[:, None] & (k < WORDS - following)[None, :], other=0)
         at, first = begin + k, begin + begins
         real = inside[:, None] & (first < WORDS)[None, :]
         products = tl.zeros((R, BLOCK_K), tl.float32)
@@ -62,20 +62,20 @@ def _stream(
                 parts += part
             if i == PER - 1 or not CLOSE:
                 sums = tl.sum(tl.reshape(products, (R, SPANS, SPAN // 8, 8)), 3)
-                place = scale_row[:, None] + (column_of(first, i, APART, FORM) // GROUP * SCALES)[None, :]
+                group = (column_of(first, i, APART, FORM) // GROUP)[None, :]
                 if OFFSET:
-                    shift = MIDDLE - tl.load(zeros + place, mask=real, other=0).to(tl.float32)
+                    shift = MIDDLE - zero_of(scales, zeros, group, scale_row[:, None], real, SCALES, SCALED)
                     each = tl.sum(tl.reshape(parts, (x.shape[0], SPANS, SPAN // 8, 8)), 3)
                     sums += each * shift[:, :, None]
                     parts = tl.zeros((x.shape[0], BLOCK_K), tl.float32)
                 if GROUPS > 1:
-                    sums *= tl.load(scales + place, mask=real, other=0.0).to(tl.float32)[:, :, None]
+                    sums *= scale_of(scales, group, scale_row[:, None], real, LINES, SCALES, SCALED)[:, :, None]
                 acc += sums
                 products = tl.zeros((R, BLOCK_K), tl.float32)
         word = coming
     total = tl.sum(tl.sum(acc, 2), 1)
     if GROUPS == 1:
-        total *= tl.load(scales + scale_row, mask=inside, other=0.0).to(tl.float32)
+        total *= scale_of(scales, 0, scale_row, inside, LINES, SCALES, SCALED)
     return total
 
 
@@ -100,6 +100,9 @@ def _row(
     FORM: tl.constexpr,
     PADDED: tl.constexpr,
     ASM: tl.constexpr,
+    LINES: tl.constexpr,
+    TILE: tl.constexpr,
+    SCALED: tl.constexpr,
     BIAS: tl.constexpr,
     KIND: tl.constexpr,
     SPAN: tl.constexpr,
@@ -119,7 +122,7 @@ def _row(
         row, inside = pair_rows(first, outputs, BLOCK_N)
     value = _stream(
         x + tl.zeros((1, 1), tl.int32), matrix, scales, zeros, row, row // HIGH, inside, inner,
-        WORDS, APART, GROUP, GROUPS, SCALES, OFFSET, FORM, PADDED, ASM, SPAN, BLOCK_K, EARLY,
+        WORDS, APART, GROUP, GROUPS, SCALES, OFFSET, FORM, PADDED, ASM, LINES, TILE, SCALED, SPAN, BLOCK_K, EARLY,
     )  # fmt: skip
     if BIAS:
         value += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
@@ -139,7 +142,7 @@ def linear(x: Tensor, matrix: Packed, bias: Tensor | None, activation: str, prog
     block = max(1, program.outputs // 2) if activation else program.outputs
     _row[(rows * cdiv(outputs, block),)](
         x, *matrix.tensors, matrix.words if bias is None else bias, out, outputs, inputs, **matrix.constants(x),
-        BIAS=bias is not None, KIND=gating, SPAN=min(matrix.span, program.words), BLOCK_N=block, BLOCK_K=program.words,
+        BIAS=bias is not None, KIND=gating, SPAN=matrix.apart, BLOCK_N=block, BLOCK_K=program.words,
         num_warps=program.warps, **overlapping(),
     )  # fmt: skip
     return out
@@ -167,6 +170,9 @@ def _up(
     FORM: tl.constexpr,
     PADDED: tl.constexpr,
     ASM: tl.constexpr,
+    LINES: tl.constexpr,
+    TILE: tl.constexpr,
+    SCALED: tl.constexpr,
     TOP_K: tl.constexpr,
     BIAS: tl.constexpr,
     KIND: tl.constexpr,
@@ -185,8 +191,8 @@ def _up(
     row, inside = pair_rows(first, outputs, BLOCK_N)
     both = _stream(
         x + slot // TOP_K * inner + tl.zeros((1, 1), tl.int32), matrices, scales, zeros,
-        expert * (2 * outputs) + row, expert * (GROUPS * SCALES) + row // HIGH, inside, inner,
-        WORDS, APART, GROUP, GROUPS, SCALES, OFFSET, FORM, PADDED, ASM, SPAN, BLOCK_K, False,
+        expert * (2 * outputs) + row, expert * (LINES * SCALES) + row // HIGH, inside, inner,
+        WORDS, APART, GROUP, GROUPS, SCALES, OFFSET, FORM, PADDED, ASM, LINES, TILE, SCALED, SPAN, BLOCK_K, False,
     )  # fmt: skip
     if BIAS:
         both += tl.load(biases + expert * 2 * outputs + row, mask=inside, other=0.0).to(tl.float32)
@@ -218,6 +224,9 @@ def _down(
     FORM: tl.constexpr,
     PADDED: tl.constexpr,
     ASM: tl.constexpr,
+    LINES: tl.constexpr,
+    TILE: tl.constexpr,
+    SCALED: tl.constexpr,
     TOP_K: tl.constexpr,
     BIAS: tl.constexpr,
     TOP_BLOCK: tl.constexpr,
@@ -237,8 +246,8 @@ def _down(
     slot = tl.where(inside, slot, 0)
     each = _stream(
         x + (slot * inner)[:, None], matrices, scales, zeros, expert * outputs + output,
-        expert * (GROUPS * SCALES) + output // HIGH, inside, inner,
-        WORDS, APART, GROUP, GROUPS, SCALES, OFFSET, FORM, PADDED, ASM, SPAN, BLOCK_K, EARLY,
+        expert * (LINES * SCALES) + output // HIGH, inside, inner,
+        WORDS, APART, GROUP, GROUPS, SCALES, OFFSET, FORM, PADDED, ASM, LINES, TILE, SCALED, SPAN, BLOCK_K, EARLY,
     )  # fmt: skip
     if BIAS:
         each += tl.load(biases + expert * outputs + output, mask=inside, other=0.0).to(tl.float32)
@@ -266,13 +275,13 @@ def experts_forward(
     out = torch.empty_like(x)
     _up[(tokens * top_k, cdiv(inner_size, first.outputs))](
         x, *up.tensors, experts, weights if before is None else before, inner, inner_size, x.shape[1], **up.constants(x),
-        TOP_K=top_k, BIAS=before is not None, **constants_of(activation), SPAN=min(up.span, first.words),
+        TOP_K=top_k, BIAS=before is not None, **constants_of(activation), SPAN=up.apart,
         BLOCK_N=first.outputs, BLOCK_K=first.words, num_warps=first.warps, **overlapping(),
     )  # fmt: skip
     _down[(tokens, cdiv(size, second.outputs))](
         inner, *down.tensors, weights, experts, weights if behind is None else behind, out, size, inner_size,
         **down.constants(inner), TOP_K=top_k, BIAS=behind is not None, TOP_BLOCK=power_of_two(top_k),
-        SPAN=min(down.span, second.words), BLOCK_N=second.outputs, BLOCK_K=second.words, num_warps=second.warps,
+        SPAN=down.apart, BLOCK_N=second.outputs, BLOCK_K=second.words, num_warps=second.warps,
         **overlapping(),
     )  # fmt: skip
     return out

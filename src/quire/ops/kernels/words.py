@@ -5,9 +5,17 @@ mask to two neighbouring numbers of the activation's type, which is how matrix u
 
     4 bits   word j = columns j, j + P, j + 2 P, j + 3 P, from the lowest bits on, for j < P; then the next 4 P columns
     8 bits   word j = columns j, j + P
+
+Such P words are a block of a row; blocks of TILE neighbouring rows lie behind each other, so that who makes their outputs reads
+memory in one piece, and then come their next blocks.
+
+Scales lie as they are, or in words of 32 bits, which the copies into a program's memory can be asked for ahead:
+
+    "fp16", "bf16"   a scale, and the zero point above it, in float16
+    "e8m0"           four scales of a block, powers of two
+    "e4m3"           four scales of a block, floats of 8 bits; the last line has a factor for each row, float32
 """
 
-from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +36,7 @@ LARGE = {
 }
 # zero points: there are none, whole numbers, or any numbers, which are taken off when the large one is
 NO_ZEROS, WHOLE_ZEROS, ANY_ZEROS = 0, 1, 2
+E4M3_BELOW = tl.constexpr(2.0**120)  # what float32's exponents are off by
 # of smaller floats, how far to the left their exponent and mantissa are here, and what their exponents are off by, as a factor
 EIGHT_BITS = {"bf16": (4, "0x7B807B80"), "fp16": (7, "0x5C005C00")}
 FOUR_BITS = {"bf16": (6, "0x7E807E80"), "fp16": (9, "0x74007400")}
@@ -93,12 +102,69 @@ def unpack(word, offset, PLACE: tl.constexpr, FORM: tl.constexpr, OFFSET: tl.con
 
 
 @triton.jit
-def offset_of(zeros, place, FORM: tl.constexpr, OFFSET: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
+def scale_of(scales, group, row, real, LINES: tl.constexpr, SCALES: tl.constexpr, SCALED: tl.constexpr):
+    """float32, of groups and rows that broadcast, where they are real."""
+    if SCALED == "":
+        value = tl.load(scales + group * SCALES + row, mask=real, other=0.0).to(tl.float32)
+    elif SCALED == "fp16" or SCALED == "bf16":
+        value = scale_in(tl.load(scales + group * SCALES + row, mask=real, other=0), 1.0, SCALED)
+    else:
+        word = tl.load(scales + group // 4 * SCALES + row, mask=real, other=0) >> (group % 4 * 8)
+        value = scale_in(word, factor_of(scales, row + group * 0, real, LINES, SCALES, SCALED), SCALED)
+    return value
+
+
+@triton.jit
+def factor_of(scales, row, real, LINES: tl.constexpr, SCALES: tl.constexpr, SCALED: tl.constexpr):
+    """What all scales of a row are multiplied by."""
+    if SCALED == "e4m3":
+        factor = tl.load(scales + (LINES - 1) * SCALES + row, mask=real, other=0).to(tl.float32, bitcast=True)
+    else:
+        factor = 1.0
+    return factor
+
+
+@triton.jit
+def scale_in(word, factor, SCALED: tl.constexpr):
+    """The scale in the lowest bits of words."""
+    if SCALED == "fp16":
+        value = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif SCALED == "bf16":
+        value = (word << 16).to(tl.float32, bitcast=True)
+    elif SCALED == "e8m0":
+        value = ((word & 255) << 23).to(tl.float32, bitcast=True)
+    else:
+        value = ((word & 127) << 20).to(tl.float32, bitcast=True) * E4M3_BELOW * factor
+    return value
+
+
+@triton.jit
+def zero_of(scales, zeros, group, row, real, SCALES: tl.constexpr, SCALED: tl.constexpr):
+    """float32."""
+    if SCALED == "":
+        zero = tl.load(zeros + group * SCALES + row, mask=real, other=0).to(tl.float32)
+    else:
+        zero = zero_in(tl.load(scales + group * SCALES + row, mask=real, other=0))
+    return zero
+
+
+@triton.jit
+def zero_in(word):
+    return (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def offset_by(zero, FORM: tl.constexpr, OFFSET: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
     """[N, 1]: what is added to the stored numbers, and to the large number that unpacking leaves 4 bits with."""
-    zero = tl.load(zeros + place).to(tl.float32) if OFFSET else tl.full(place.shape, 8.0 if FORM == "int4" else 0.0, tl.float32)
     if FORM == "int4" and ASM and OFFSET < 2:
         zero += 128.0 if tl.bfloat16 == KIND else 1024.0
     return (-zero).to(KIND)[:, None]
+
+
+@triton.jit
+def no_offset(row, FORM: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
+    """`offset_by`, where there are no zero points."""
+    return offset_by(tl.full(row.shape, 8.0 if FORM == "int4" else 0.0, tl.float32), FORM, 0, KIND, ASM)
 
 
 NUMBERS = {"int4": 4, "float4": 4, "int8": 2, "float8": 2}  # in a word
@@ -110,9 +176,12 @@ class Packed(NamedTuple):
     form: str  # "int4", "int8", "float8", "float4"
     words: Tensor  # [outputs, W] int16
     scales: Tensor  # [groups, outputs / high]: who makes neighbouring outputs reads neighbouring scales
-    zeros: Tensor | None  # as scales
-    apart: int
-    group: int  # columns of a scale; it and `apart` are multiples of the smaller one, or it is of all columns
+    zeros: Tensor | None  # as scales, where those lie as they are
+    apart: int  # divides `group`
+    group: int  # columns of a scale
+    tile: int = 1  # rows whose blocks lie together
+    scaled: str = ""  # how scales lie
+    offset: int = NO_ZEROS
 
     @property
     def columns(self) -> int:
@@ -125,13 +194,8 @@ class Packed(NamedTuple):
 
     @property
     def groups(self) -> int:
-        return self.scales.shape[-2]
-
-    @property
-    def span(self) -> int:
-        """Neighbouring words whose numbers at one place have one scale."""
-        span = gcd(self.apart, self.group) if self.groups > 1 else self.apart
-        return span & -span
+        lines = self.scales.shape[-2]
+        return {"e8m0": 4 * lines, "e4m3": 4 * (lines - 1)}.get(self.scaled, lines)
 
     def constants(self, x: Tensor) -> dict[str, Any]:
         """What a kernel that multiplies x by it is told."""
@@ -139,13 +203,8 @@ class Packed(NamedTuple):
             "WORDS": self.words.shape[-1], "APART": self.apart, "GROUP": self.group, "GROUPS": self.groups,
             "SCALES": self.scales.shape[-1], "HIGH": self.outputs // self.scales.shape[-1],
             "OFFSET": self.offset, "FORM": self.form, "PADDED": self.columns > x.shape[-1], "ASM": assembles(x),
+            "LINES": self.scales.shape[-2], "TILE": self.tile, "SCALED": self.scaled,
         }  # fmt: skip
-
-    @property
-    def offset(self) -> int:
-        if self.zeros is None:
-            return NO_ZEROS
-        return ANY_ZEROS if self.zeros.is_floating_point() else WHOLE_ZEROS
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,6 +221,12 @@ def column_of(at, place: tl.constexpr, APART: tl.constexpr, FORM: tl.constexpr):
     """Of the numbers at a place of words `at`."""
     PER: tl.constexpr = 4 if FORM == "int4" or FORM == "float4" else 2
     return at // APART * (PER * APART) + place * APART + at % APART
+
+
+@triton.jit
+def place_of(row, at, WORDS: tl.constexpr, APART: tl.constexpr, TILE: tl.constexpr):
+    """Of words `at` of rows, from the matrix's first on."""
+    return (row // TILE).to(tl.int64) * (WORDS * TILE) + at // APART * (TILE * APART) + row % TILE * APART + at % APART
 
 
 @launched
@@ -183,6 +248,9 @@ def _dequantize(
     FORM: tl.constexpr,
     PADDED: tl.constexpr,
     ASM: tl.constexpr,
+    LINES: tl.constexpr,
+    TILE: tl.constexpr,
+    SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -191,9 +259,9 @@ def _dequantize(
     kind: tl.constexpr = out.dtype.element_ty
     PER: tl.constexpr = 4 if FORM == "int4" or FORM == "float4" else 2
     n = tl.program_id(0).to(tl.int64)
-    first = n // outputs * (GROUPS * SCALES) + n % outputs // HIGH
+    first = n // outputs * (LINES * SCALES) + n % outputs // HIGH
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    word = tl.load(matrix + n * WORDS + at, mask=at < WORDS, other=0)[None, :]
+    word = tl.load(matrix + place_of(n, at, WORDS, APART, TILE), mask=at < WORDS, other=0)[None, :]
     CLOSE: tl.constexpr = GROUPS == 1 or GROUP % (PER * APART) == 0  # one scale for all places of a word
     zero = tl.full((1,), 8.0 if FORM == "int4" else 0.0, tl.float32)
     shift = (128.0 if kind == tl.bfloat16 else 1024.0) if FORM == "int4" and ASM and OFFSET < 2 else 0.0
@@ -201,10 +269,9 @@ def _dequantize(
         column = column_of(at, i, APART, FORM)
         inside = (at < WORDS) & (column < inner) if PADDED else at < WORDS
         if i == 0 or not CLOSE:
-            place = first + column // GROUP * SCALES
-            scale = tl.load(scales + place, mask=at < WORDS, other=0.0).to(tl.float32)
+            scale = scale_of(scales, column // GROUP, first, at < WORDS, LINES, SCALES, SCALED)
             if OFFSET:
-                zero = tl.load(zeros + place, mask=at < WORDS, other=0).to(tl.float32)
+                zero = zero_of(scales, zeros, column // GROUP, first, at < WORDS, SCALES, SCALED)
         number = unpack(word, (-zero - shift).to(kind)[None, :], i, FORM, OFFSET, kind, ASM)
         tl.store(out + n * inner + column, (number.to(tl.float32) * scale[None, :]).to(kind).reshape(BLOCK), mask=inside)
 
