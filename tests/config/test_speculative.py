@@ -115,19 +115,18 @@ def test_conflicts(tmp_path):
         return resolved(device, spec_method=None, speculative_config=asked, **more)
 
     assert len(with_draft(num_hidden_layers=3).draft_facts.layers) == 3
-    with pytest.raises(ConfigError, match=r"async_scheduling plans .*draft_model drafts from them"):
-        with_draft(async_scheduling=True)
+    assert (with_draft("cuda").depth, with_draft(async_scheduling=True).depth) == (1, 1)  # while nobody drafts
+    with pytest.raises(ConfigError, match=r"async_scheduling plans .*medusa drafts from them"):
+        with_draft(async_scheduling=True, model_type="medusa", medusa_num_heads=4, medusa_num_layers=1)
     by_text = with_draft(vocab_size=99)
     assert by_text.text_drafter.vocab_size == 99 and by_text.draft_facts is None and by_text.depth == 0
     with pytest.raises(ConfigError, match=r"has 99 tokens, but the model has 100"):
         with_draft(vocab_size=99, use_heterogeneous_vocab=False)
-    with pytest.raises(ConfigError, match=r"async_scheduling plans .*draft_model drafts from them"):
-        with_draft(vocab_size=99, async_scheduling=True)
+    assert with_draft(vocab_size=99, async_scheduling=True).depth == 1
     with pytest.raises(ConfigError, match=r"drafts by text, for which both tokenizers are needed; drop skip_tokenizer_init"):
         with_draft(vocab_size=99, skip_tokenizer_init=True)
     with pytest.raises(ConfigError, match=r"the draft model has 32 positions, fewer than max_model_len 64"):
         with_draft(max_position_embeddings=32)
-    assert with_draft("cuda").depth == 0
     windowed = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 6}
     with pytest.raises(ConfigError, match=r"only models whose layers attend to everything"):
         with_draft(**windowed)

@@ -6,7 +6,7 @@ import pytest
 from tiny import make_model, open_model
 
 from quire import SamplingParams
-from quire.sched.draft.ahead import Choice
+from quire.sched.draft.choice import Choice
 from quire.types.sampling import RepetitionDetectionParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -208,17 +208,24 @@ def test_a_draft_model_that_is_the_model_is_right(expected):
 
 @pytest.mark.parametrize("itself", [True, False])
 def test_a_draft_model_that_is_asked_now_and_then(expected, itself, smaller, monkeypatch):
-    """For so many tokens as it comes; in between it runs nothing, and prefixes that are found are not all its own."""
+    """For as many tokens of each row as it comes; in between it runs nothing, steps are planned ahead, and prefixes that are
+    found are not all its own."""
     directory, prompts, params, answers = expected
     dice = random.Random(3)
-    monkeypatch.setattr(Choice, "choose", lambda *_: dice.choice((0, 0, 0, 1, 2, 3)))
+
+    def choose(_, drafting, *__):
+        depth = dice.choice((0, 0, 0, 1, 2, 3))
+        return [dice.randrange(depth + 1) for _ in drafting], depth
+
+    monkeypatch.setattr(Choice, "choose", choose)
     config = {"model": str(directory if itself else smaller), "num_speculative_tokens": 3}
     few = {"max_num_seqs": 6, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 24}
-    llm = open_model(directory, dtype="float32", speculative_config=config, **few)
+    llm = open_model(directory, dtype="float32", speculative_config=config, async_scheduling=itself, **few)
     same(llm.generate(prompts[:16], params[:16], use_tqdm=False), answers[:16])
     same(llm.generate(prompts[:6], params[:6], use_tqdm=False), answers[:6])
     core = llm.llm_engine.core
     core.step()
     core.scheduler.check()
-    assert core.stats.free_pages == core.stats.pages and core.stats.drafts.accepted > 0
+    drafts = core.stats.drafts
+    assert core.stats.free_pages == core.stats.pages and drafts.tokens > 50 and (not itself or drafts.accepted > 50)
     llm.llm_engine.shutdown()

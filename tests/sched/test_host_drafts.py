@@ -107,7 +107,7 @@ def play(each, wrong, requests=1, tokens=50, **options):
 @pytest.mark.parametrize("requests", [1, 6])
 def test_drafts_that_are_cheap_and_right_are_run(requests):
     desk, device = play(0.05 / requests, 1000, requests)
-    assert device.now < 0.5 * 50
+    assert device.now < 0.55 * 50
     assert desk.core.stats.drafts.accepted > 20 * requests
 
 
@@ -123,10 +123,11 @@ def test_drafts_are_tried_again_when_they_have_become_cheap():
     desk = device.desk = Desk(
         drafts=3, wrong=1000, host=True, adaptive=True, clock=device, pages=400, max_model_len=1500, max_seqs=1
     )
-    desk.add("a", PROMPT, 400)
+    desk.add("a", PROMPT, 1400)
     for _ in range(30):
         desk.step()
     before = desk.core.stats.drafts.tokens
+    assert before > 0
     device.each = 0.05
     while desk.core.has_unfinished:
         desk.step()
@@ -154,13 +155,15 @@ def test_costs_are_read_between_what_was_measured():
     costs = StepCosts()
     assert costs.plain(4) is None
     costs.took(4, 0, 1.0)
-    assert costs.seconds(4, 4) == 1.5  # nothing is known: half of a row's share
+    assert costs.seconds(4, 3) == pytest.approx(1 + 3 / 7)  # nothing is known but what such devices do
     costs.took(4, 4, 2.0)
     assert [costs.seconds(4, d) for d in (1, 2, 4, 8)] == [1.25, 1.5, 2.0, 3.0]
     costs.took(4, 8, 2.4)
     assert costs.seconds(4, 6) == pytest.approx(2.2)
     costs.took(4, 8, 100.0)
     assert costs.seconds(4, 8) == 2.4  # the least of the first few
+    costs.took(4, 16, 100.0)
+    assert costs.seconds(4, 16) == pytest.approx(1 + 2 * 16 / 7)  # of which the first is hardly believed
     for _ in itertools.repeat(None, 60):
         costs.took(4, 8, 1.0)
     assert costs.seconds(4, 8) == pytest.approx(1.0, abs=0.01)

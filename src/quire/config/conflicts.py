@@ -116,10 +116,10 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "steps planned ahead of drafts",
-        lambda c: (c.drafts_on_device or c.text_drafter is not None) and c.depth > 0 and c.stages == 1,
+        lambda c: c.draft_head is not None and c.depth > 0 and c.stages == 1,
         lambda c: (
-            f"async_scheduling plans steps before the last one's tokens are known, but "
-            f"{c.speculation and c.speculation.method} drafts from them; drop async_scheduling, or speculative_config"
+            f"async_scheduling plans steps before the last one's states are read, but {c.speculation and c.speculation.method} "
+            "drafts from them; drop async_scheduling, or speculative_config"
         ),
     ),
     Conflict(

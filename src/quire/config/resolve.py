@@ -16,7 +16,7 @@ from quire.config.draft_heads import DraftHead, find_method, read_head
 from quire.config.facts import DTYPE_BYTES, DeviceFacts, ModelFacts, count_experts, read_facts
 from quire.config.hf import read_json
 from quire.config.quantization import Quantization, choose_quantization
-from quire.config.speculative import DRAFT_MODEL, ON_DEVICE, SpeculativeConfig
+from quire.config.speculative import DRAFT_MODEL, HEADS, ON_DEVICE, SpeculativeConfig
 from quire.files.resolve import check_on_disk, is_bare_name, resolve_model
 from quire.files.vocabulary import same_tokens
 from quire.types.errors import ConfigError, RequestError
@@ -79,7 +79,7 @@ def resolve(
         prefix_caching=args.enable_prefix_caching,
         policy=cast(Policy, args.scheduling_policy),
         speculation=drafting.asked,
-        depth=choose_depth(args, device),
+        depth=choose_depth(args, device, drafting.asked),
         seed=args.seed,
         max_logprobs=args.max_logprobs,
         logprobs_mode=cast(LogprobsMode, args.logprobs_mode),
@@ -261,13 +261,13 @@ def choose_following(args: EngineArgs, facts: ModelFacts, device: DeviceFacts) -
     return args.max_num_batched_tokens is None and args.enable_chunked_prefill and not experts
 
 
-def choose_depth(args: EngineArgs, device: DeviceFacts) -> int:
-    """Where drafts of the host are worth it, the engine waits for the tokens that they are made from. In a pipeline every stage
-    has a step."""
-    stages, asked = args.pipeline_parallel_size, args.speculation()
+def choose_depth(args: EngineArgs, device: DeviceFacts, asked: SpeculativeConfig | None) -> int:
+    """Where drafts are worth it, the engine waits for the tokens that they are made from. Heads read every step's states. In a
+    pipeline every stage has a step."""
+    stages = args.pipeline_parallel_size
     if stages > 1:
         return 0 if args.async_scheduling is False else stages - 1
-    usual = device.overlaps and (asked is None or asked.method not in ON_DEVICE)
+    usual = device.overlaps and (asked is None or asked.method not in HEADS)
     return int(usual if args.async_scheduling is None else args.async_scheduling)
 
 

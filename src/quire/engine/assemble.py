@@ -24,6 +24,7 @@ from quire.engine.executor.base import Executor
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
 from quire.engine.layouts import share_memory, whole_layout
+from quire.engine.learnt import open_learnt
 from quire.engine.runners import bounded_facts, join_companions, make_device_drafter, make_runner, start_device
 from quire.engine.scheduling import make_scheduler
 from quire.engine.timeline import Stopwatch, Timeline
@@ -31,7 +32,7 @@ from quire.grammar.lanes import GrammarLanes
 from quire.models.registry import complete_facts
 from quire.progress import doing
 from quire.sched.draft.ahead import SpeculationAhead
-from quire.sched.draft.costs import UNMEASURED
+from quire.sched.draft.costs import Prior
 from quire.sched.draft.make import make_drafter
 from quire.sched.draft.speculation import Speculation
 from quire.types.cache import CacheLayout
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FAKE_LATENCY = "QUIRE_FAKE_LATENCY"  # environment: how many seconds a step of the fake executor takes
-NEARLY_FREE = 0.05  # a draft, before it was measured, where a step's time is that of reading the weights
+GPU_RIDGE, GPU_WAIT = 150.0, 0.25  # of `Prior`, as an H200 has them with an 8B
+LAUNCHED = 0.05  # of a step: what it takes to have a drafter guess, however small it is
 MOST_FAKE_PAGES = 1 << 17
 TEXT_DRAFTER_BYTES = 1 << 30  # of its cache, unless one text alone takes more
 MORE_TOKENS = 2  # that a text may be in its vocabulary, for each of the model's
@@ -139,7 +141,7 @@ def start_core(
 
 
 def _speculation(config: Config, watch: Stopwatch) -> Speculation | None:
-    asked, overlaps = config.speculation, config.device_facts.overlaps
+    asked = config.speculation
     weighted = config.drafts_on_device or config.text_drafter is not None
     if asked is None or (weighted and config.args.distributed_executor_backend == "fake"):
         return None
@@ -147,14 +149,27 @@ def _speculation(config: Config, watch: Stopwatch) -> Speculation | None:
         "adaptive": asked.adaptive,
         "largest_batch": asked.disable_by_batch_size,
         "schedule": asked.num_speculative_tokens_per_batch_size,
+        "prior": _expected_costs(config),
+        **open_learnt(config),
     }
     if weighted:
         companion = None if config.text_drafter is None else start_text_drafter(config, config.text_drafter)
         watch.lap("draft model")
         return SpeculationAhead(companion, asked.num_speculative_tokens, **options)
-    drafter = make_drafter(asked, config.facts.vocab_size)
-    unmeasured = NEARLY_FREE if overlaps else UNMEASURED
-    return Speculation(drafter, asked.num_speculative_tokens, unmeasured=unmeasured, **options)
+    return Speculation(make_drafter(asked, config.facts.vocab_size), asked.num_speculative_tokens, **options)
+
+
+def _expected_costs(config: Config) -> Prior:
+    """Of drafts, before any were measured. A model that drafts takes as much of a step as it is smaller, and what it takes to
+    launch it; rows that it runs together cost a GPU what one does."""
+    overlaps, facts = config.device_facts.overlaps, config.draft_facts or config.text_drafter
+    guess = 0.0
+    if facts is not None:
+        guess = LAUNCHED + facts.parameters / max(1, config.facts.parameters)
+    elif config.draft_head is not None:
+        guess = LAUNCHED + 1 / max(1, len(config.facts.layers))
+    wait = GPU_WAIT if config.depth else 0.0
+    return Prior(GPU_RIDGE, wait, guess) if overlaps else Prior(wait=wait, guess=guess, each=guess)
 
 
 def start_text_drafter(config: Config, facts: ModelFacts) -> TextDrafter:

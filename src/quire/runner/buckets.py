@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from quire.attn.backend import Room
+from quire.attn.shared_prefix import FEWEST
 
 MOST_ROWS = 512
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, *range(96, 257, 32), *range(320, MOST_ROWS + 1, 64))
@@ -101,6 +102,14 @@ def substitute(own: Bucket, need: Room, recorded: Collection[Bucket]) -> Bucket 
         and need.tiles <= bucket.room.tiles
     )
     return min(able, key=lambda bucket: (bucket.width, bucket.rows, bucket.room.splits, bucket.room.shared), default=None)
+
+
+def with_drafts(drafts: int, max_rows: int) -> list[Bucket]:
+    """One request's: its drafts are rows of their own (`draft/unroll.py`), and read together what lies before them."""
+    sizes = sorted({row_bucket(1 + count, max_rows) or 1 for count in range(drafts + 1)})
+    usual = [(size, room) for size in sizes if (room := usual_room(size, USUAL_PIECES[0]))]
+    together = [Bucket(size, Room(room.splits, SHARED_BUCKETS[1])) for size, room in usual if size >= FEWEST]
+    return [*(Bucket(size, room) for size, room in usual), *together]
 
 
 def worth_having(max_rows: int, max_tokens: int) -> list[Bucket]:

@@ -113,7 +113,7 @@ class StepFlight:
             self.before_guessing(lengths)
         guessing.follow(plan, lengths)
         masked = np.unique(plan.draw_row[plan.masked]).tolist() if plan.ahead else ()
-        return {row: guessing.drafter.expects(int(plan.slot[row]), plan.ahead) for row in masked}
+        return {row: guessing.drafter.expects(int(plan.slot[row]), int(plan.guesses[row])) for row in masked}
 
     def _read_prompts(self, arrays: Iterator[Array], failed: dict[int, str]) -> dict[int, TopLogprobs]:
         """By rows; those whose logits are broken are `failed` instead."""

@@ -34,6 +34,7 @@ from quire.runner.buckets import (
     room_bucket,
     row_bucket,
     substitute,
+    with_drafts,
     worth_having,
 )  # fmt: skip
 from quire.runner.draft.taps import KeptStates
@@ -46,6 +47,7 @@ from quire.types.plan import StepPlan
 
 WANTED = 3  # steps that would have run eagerly before their bucket is recorded
 MISSED = 200  # steps that borrowed before theirs is
+MOST_PREPARED = 15  # drafts of one request, whose steps are recorded at the start
 ACTIVATION_BYTES = 512 << 20
 
 
@@ -96,7 +98,7 @@ class Graphs:
         self._adapters = adapters > 0
         self._max_tokens = min(max_tokens, MOST_TOKENS)
         self._slots, self._sampler, self._planners = slots, sampler, planners
-        rows = len(slots.tokens) * (1 + drafts)
+        self._drafts, rows = drafts, len(slots.tokens) * (1 + drafts)
         self._max_rows = min(rows, MOST_ROWS)
         self._allowance = allowance(rows, vocabulary, self._adapters)
         self._taken = 0  # bytes
@@ -132,6 +134,13 @@ class Graphs:
             return Undrawn(logits[: len(plan.slot)], rows)
         drawing = np.flatnonzero(plan.sample)
         return Undrawn(logits[upload(drawing, self._slots.device)], rows.take(drawing))
+
+    def record_drafts(self) -> None:
+        """Before the first step: whether drafts are worth it is told by the time of their first steps."""
+        for bucket in with_drafts(min(self._drafts, MOST_PREPARED), self._max_rows) if self._drafts else ():
+            if bucket not in self._recorded and self._taken < self._allowance:
+                self._inputs.write_nothing(bucket)
+                self._record(bucket)
 
     def record_next(self) -> bool:
         """Records the most useful bucket that has no graph, without any row; False = there is none, or no memory."""

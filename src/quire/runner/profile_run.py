@@ -56,7 +56,7 @@ def make_step(tenants: Sequence[Tenant], retired: int = 0) -> StepPlan:
         drafts=drafts,
         end=drafts + np.array([tenant.length for tenant in tenants], np.int32),
         outputs=Outputs.last(count, 1 + drafts),
-        ahead=int(drafts.max(initial=0)),
+        guesses=drafts,
     )  # fmt: skip
 
 

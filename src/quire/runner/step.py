@@ -209,7 +209,7 @@ class Runner:
         slots, _, sampler = self._tenants
         warm_up_parts(self._loaded(), slots, sampler, self._vocabulary, longest)
         for plan in warm_up_steps(self._max_seqs, self._max_batched_tokens, longest):
-            flight = self.launch(replace(plan, ahead=self._drafts))
+            flight = self.launch(replace(plan, guesses=np.full(len(plan.slot), self._drafts, np.int32)))
             if self._companion is not None:
                 flight.result()
         hidden = torch.zeros(self._max_batched_tokens, self._facts.hidden_size, dtype=self._dtype, device=slots.device)
@@ -270,6 +270,9 @@ class Runner:
                 model, slots, sampler, planners, recorder, self._vocabulary, most, self._room[0], self._drafts,
                 self._kept_states,
             )  # fmt: skip
+            if pages and told:
+                with torch.inference_mode():
+                    self.graphs.record_drafts()
 
     def close(self) -> None:
         if self._exchange is not None:

@@ -3,7 +3,7 @@
 Nearly every row is one token that is drawn after: of those only request and end are noted. The other rows are `odd`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import repeat
 
@@ -123,9 +123,11 @@ class PlanBuilder:
         odd = self._odd.get(self.requests.index(request))
         return request.computed - (1 if odd is None else odd.count)
 
-    def build(self, retired: list[int], last: Scheduled | None, ahead: int = 0) -> Scheduled | None:
+    def build(
+        self, retired: list[int], last: Scheduled | None, ahead: int = 0, guesses: Mapping[Request, int] | None = None
+    ) -> Scheduled | None:
         """None if nothing is to be run. What has not changed since the `last` step is taken from there. `ahead`: tokens that
-        the device is to guess."""
+        are to be guessed behind each row, but for those of `guesses`."""
         if not self.requests:
             return None
         requests, slots = tuple(self.requests), None
@@ -160,7 +162,7 @@ class PlanBuilder:
             load_slot=loads[:, 1],
             save_slot=saves[:, 0],
             save_entry=saves[:, 1],
-            ahead=ahead,
+            guesses=_guesses(requests, ahead, guesses),
         )
         return Scheduled(plan, requests, tuple(i for i, odd in self._odd.items() if odd.draws != 1))
 
@@ -180,6 +182,12 @@ class PlanBuilder:
     def _masks(self, draws: Ints) -> Ints:
         rows = _ints(self._masked)
         return spans((np.cumsum(draws) - draws)[rows], draws[rows]) if len(rows) else rows
+
+
+def _guesses(requests: tuple[Request, ...], ahead: int, other: Mapping[Request, int] | None) -> Ints:
+    if not other:
+        return np.full(len(requests), ahead, np.int32)
+    return _ints([other.get(request, ahead) for request in requests])
 
 
 def _ints(values: list[int]) -> Ints:

@@ -218,8 +218,8 @@ class Scheduler:
         self._paused.clear()
         for request, start in self._roster.forced.items():
             plan.give(request, start)
-        ahead = 0 if self.speculation is None else self.speculation.ahead
-        scheduled = plan.build(self._roster.retired, self._last, ahead)
+        guessed = () if self.speculation is None else (self.speculation.ahead, self.speculation.guesses)
+        scheduled = plan.build(self._roster.retired, self._last, *guessed)
         if scheduled is not None:
             self._roster.retired, self._roster.forced, self._owed = [], {}, plan.owed
             self._step += 1

@@ -104,7 +104,12 @@ class StepPlan:
     load_slot: Ints = field(default_factory=_none)  # [loads]
     save_slot: Ints = field(default_factory=_none)  # [saves] state[save_entry] = state[save_slot], behind the rows
     save_entry: Ints = field(default_factory=_none)  # [saves]
-    ahead: int = 0  # tokens that the device guesses behind the draws of each row, if it is to
+    guesses: Ints = field(default_factory=_none)  # [rows] tokens that a drafter with weights guesses behind the draws of each
+
+    @cached_property
+    def ahead(self) -> int:
+        """The most of them."""
+        return int(self.guesses.max(initial=0))
 
     @cached_property
     def tokens(self) -> int:

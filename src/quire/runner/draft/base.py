@@ -80,7 +80,7 @@ class DeviceDrafter:
         """Who came, and which pages are duplicated, before the step is run."""
 
     def follow(self, ran: Ran) -> None:
-        """Writes up to `ran.plan.ahead` guesses behind each text that has grown. The host is not made to wait."""
+        """Writes up to `ran.plan.guesses` tokens behind each text that has grown, or more. The host is not made to wait."""
         raise NotImplementedError
 
     def guessed(self, plan: StepPlan) -> Ints:

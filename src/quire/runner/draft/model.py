@@ -113,13 +113,15 @@ class DraftModel(DeviceDrafter):
         self._further[slot] = 0
         if not ahead:
             return
-        wants = np.zeros(len(slot), np.bool_)
-        wants[ran.drew] = True
+        assert self._passes is not None
+        wants, text = np.zeros(len(slot), np.bool_), ran.text
+        wants[ran.drew] = plan.guesses[ran.drew] > 0
+        wants &= self._passes.fits(text)
         prompt = plan.count - plan.drafts > 1
-        self._catch_up(slot, np.where(wants, ran.text, plan.end - plan.drafts), wants | prompt | ~plan.sample, wants)
+        self._catch_up(slot, np.where(wants, text, plan.end - plan.drafts), wants | prompt | ~plan.sample, wants)
         self._filled.note(slot, self._seen[slot])
         if wants.any():
-            self._go_on(slot[wants], ran.text[wants], ahead)
+            self._go_on(slot[wants], text[wants], plan.guesses[wants], ahead)
 
     def _catch_up(self, slot: Ints, end: Ints, chosen: Bools, wants: Bools) -> None:
         """Runs the texts of the chosen rows up to `end`, in steps of as many tokens as there is room for."""
@@ -131,10 +133,10 @@ class DraftModel(DeviceDrafter):
             self._seen[slot[run]] += now[run]
             self._run(rows(slot[run], now[run], self._seen[slot[run]], (wants & (left == 0))[run]))
 
-    def _go_on(self, slot: Ints, text: Ints, ahead: int) -> None:
+    def _go_on(self, slot: Ints, text: Ints, counts: Ints, ahead: int) -> None:
         assert self._passes is not None
         for i in range(1, ahead):
-            fits = self._passes.fits(text + i)
+            fits = self._passes.fits(text + i) & (counts > i)
             if fits.any():
                 self._run(rows(slot[fits], 1, (text + i)[fits]))
                 self._further[slot[fits]] += 1

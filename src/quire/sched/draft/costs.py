@@ -1,16 +1,45 @@
-"""What steps cost, measured: seconds by how many rows a step has and how many drafts.
+"""What steps cost: seconds by how many rows a step has and how many drafts, measured.
 
 Only steps of rows that all draw count; a step of a prompt is long for other reasons. A number of drafts that was never run is
 judged by those that were: between two measurements on the line between them, beyond the last on the line that leads there.
+Where none were with so many rows, by what an earlier engine learnt, or by what such a device is expected to do (`Prior`),
+corrected by how wrong that was elsewhere.
 """
 
 from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
 WEIGHT = 0.2  # of a new measurement
-FIRST = 3  # measurements of which the least counts: the first step of a kind may have to prepare something
+FIRST = 5  # measurements of which the least counts: the first steps of a kind may have to prepare something
+DOUBT = 2.0  # times what is expected: more than that of drafts is not believed before so many measurements
 OUTLIER = 3.0  # times what is expected: somebody else had the processor
-UNMEASURED = 0.5  # of a row's share of a step: what a draft costs before one was measured
+FARTHEST = 8.0  # times what was expected: more is no matter of the device, and says nothing of other steps
+Ratios = Mapping[int, Mapping[int, float]]  # rows -> drafts -> times a step without drafts
+
+
+@dataclass(frozen=True)
+class Prior:
+    """What drafts are expected to cost, in steps without any. Up to `ridge` tokens a step takes longer to read the weights than
+    to compute: 3 is a CPU's with weights of 4 bits, a GPU has some 150. `wait`: for the tokens that drafts are made from, where
+    other steps are planned ahead. `guess`: one by a drafter with weights, behind each row; `each`: as much of that is saved by
+    every row that has none."""
+
+    ridge: float = 3.0
+    wait: float = 0.0
+    guess: float = 0.0
+    each: float = 0.0
+
+    def more(self, rows: int, drafts: float) -> float:
+        return drafts / (self.ridge + rows) + self.wait + self.guess * drafts / rows if drafts else 0.0
+
+    def one(self, rows: int) -> float:
+        """A draft more, where there are others."""
+        return 1 / (self.ridge + rows) + self.each / rows
+
+
+A_CPU = Prior()
 
 
 class Measured:
@@ -28,18 +57,27 @@ class Measured:
 
 
 class StepCosts:
-    def __init__(self, unmeasured: float = UNMEASURED) -> None:
-        """`unmeasured`: what a draft costs before one was measured, of a row's share of a step."""
-        self._unmeasured = unmeasured
+    def __init__(self, prior: Prior = A_CPU, known: Ratios | None = None) -> None:
+        """`known`: what an earlier engine has `learnt`."""
+        self._prior = prior
+        self._known: Ratios = known or {}
         self._by_rows: dict[int, dict[int, Measured]] = {}  # rows -> drafts -> seconds, both as `_bucket` has them
+        self._correction: float | None = None  # times what is expected of drafts
+        self.taken = 0  # measurements
 
     def took(self, rows: int, drafts: int, seconds: float) -> None:
+        self.taken += 1
         found = self._by_rows.setdefault(_bucket(rows), {})
         place = _bucket(drafts)
         if place in found:
             found[place].add(seconds)
         else:
             found[place] = Measured(seconds)
+        if place and 0 in found:
+            wrong = (found[place].seconds / found[0].seconds - 1) / self._prior.more(rows, drafts)
+            wrong = min(max(wrong, 0.0), FARTHEST)
+            before = wrong if self._correction is None else self._correction
+            self._correction = before + WEIGHT * (wrong - before)
 
     def plain(self, rows: int) -> float | None:
         """Seconds of a step without drafts, if that was measured."""
@@ -47,25 +85,53 @@ class StepCosts:
         return None if found is None else found.seconds
 
     def measured(self, rows: int, drafts: int) -> bool:
-        return _bucket(drafts) in self._by_rows.get(_bucket(rows), ())
+        """Here, or by an earlier engine."""
+        place = _bucket(drafts)
+        return place in self._by_rows.get(_bucket(rows), ()) or place in self._known.get(_bucket(rows), ())
 
     def most(self, rows: int) -> int:
         """Drafts that were ever measured."""
-        return max(self._by_rows.get(_bucket(rows), ()), default=0)
+        return max([*self._by_rows.get(_bucket(rows), ()), *self._known.get(_bucket(rows), ())], default=0)
 
     def seconds(self, rows: int, drafts: int) -> float:
         """To be asked where `plain` is known."""
         found = self._by_rows[_bucket(rows)]
         base, place = found[0].seconds, _bucket(drafts)
-        if place in found:
-            return found[place].seconds
-        known = sorted(found)
-        i = bisect_left(known, place)
-        if len(known) == 1:
-            return base * (1 + self._unmeasured * drafts / rows)
-        low, high = (known[i - 1], known[i]) if i < len(known) else (0, known[-1])
-        below, above = found[low].seconds, found[high].seconds
+        if not place:
+            return base
+        if place in found:  # more drafts never cost less
+            return min(self._believed(rows, many, each, base) for many, each in found.items() if many >= place)
+        points = {many: ratio * base for many, ratio in self._known.get(_bucket(rows), {}).items()}
+        points |= {many: self._believed(rows, many, measured, base) for many, measured in found.items()}
+        if len(points) == 1:
+            corrected = 1.0 if self._correction is None else self._correction
+            return base * (1 + corrected * self._prior.more(rows, drafts))
+        if place in points:
+            return max(base, points[place])
+        places = sorted(points)
+        i = bisect_left(places, place)
+        low, high = (places[i - 1], places[i]) if i < len(places) else (0, places[-1])
+        below, above = points[low], points[high]
         return max(base, below + (above - below) * (place - low) / (high - low))
+
+    def _believed(self, rows: int, drafts: int, measured: Measured, base: float) -> float:
+        if not drafts or measured.count >= FIRST:
+            return measured.seconds
+        return min(measured.seconds, base * (1 + DOUBT * self._prior.more(rows, drafts)))
+
+    def one(self, rows: int) -> float:
+        """Seconds of a draft more, where there are others; to be asked where `plain` is known."""
+        corrected = 1.0 if self._correction is None else self._correction
+        return self._by_rows[_bucket(rows)][0].seconds * corrected * self._prior.one(rows)
+
+    def learnt(self) -> dict[int, dict[int, float]]:
+        """For engines to come."""
+        told = {rows: dict(drafts) for rows, drafts in self._known.items()}
+        for rows, found in self._by_rows.items():
+            sure = [drafts for drafts, each in found.items() if drafts and each.count >= FIRST]
+            if 0 in found and sure:
+                told.setdefault(rows, {}).update({drafts: self.seconds(rows, drafts) / found[0].seconds for drafts in sure})
+        return told
 
 
 @lru_cache(64)

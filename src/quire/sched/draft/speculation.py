@@ -4,18 +4,21 @@
     seconds           measured, by rows and drafts (`costs`)
 
 A guess that is not run is compared with what comes all the same, so it costs nothing to learn that a drafter has become good.
-What drafts cost is learnt by running some; where they are not worth it, that is tried again once in a while.
+What drafts cost is learnt by running some. That is a trial as long as nobody has measured such a step, and where they were not
+worth it before; it has to be covered by a small share of the time spent (`account`).
 
 Where steps are planned ahead of the tokens of the last one, there are no drafts: guessing needs these tokens, and waiting for
 them is part of what drafts cost. Meanwhile the texts of some requests are looked at, as far as they have come. When drafts are
 worth it, the engine `waits` for what is in flight, and goes on so as long as they are.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
+from quire.sched.draft.account import Account
 from quire.sched.draft.base import HostDrafter, Text
-from quire.sched.draft.costs import UNMEASURED, StepCosts, bucket_ends
+from quire.sched.draft.costs import A_CPU, DOUBT, Prior, StepCosts, bucket_ends
 from quire.sched.plan_builder import Scheduled
 from quire.types.plan import StepResult
 from quire.types.request import Drafting, Request
@@ -23,8 +26,10 @@ from quire.types.request import Drafting, Request
 WORTH = 1.03  # times the pace without drafts: what they have to bring to be run
 RECENT = 0.2  # weight of the latest outcome, of a request
 COMMON = 0.02  # of all requests: what is expected of a new one
-TRIED_EVERY = 200  # steps in which nothing was worth it
+QUICKLY = 2  # and as if so many outcomes had been seen before the first
+TRIED_EVERY = 50  # steps in which nothing was worth it, at least
 LIKELY = 0.3  # a draft that is tried is right that often, at least
+REMEMBERED_EVERY, WORTH_REMEMBERING = 256, 32  # steps measured; at the end
 MOST_TOGETHER = 512  # drafts of a step
 LOOKED_AT = 8  # requests of a step that is planned ahead
 Schedule = Sequence[tuple[int, int, int]]
@@ -43,20 +48,28 @@ class Speculation:
         adaptive: bool = True,
         largest_batch: int | None = None,
         schedule: Schedule = (),
-        unmeasured: float = UNMEASURED,
+        prior: Prior = A_CPU,
+        known: Mapping[str, Any] | None = None,
+        remember: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         """`drafter`: None = whoever drafts, there is nobody to ask here. `largest_batch`: with more requests there are
-        none. `schedule`: from so many requests to so many, at most so many drafts of a row. `unmeasured`: see `StepCosts`."""
+        none. `schedule`: from so many requests to so many, at most so many drafts of a row. `prior`: see `StepCosts`. `known`:
+        what an earlier engine had this one `remember`."""
+        known = known or {}
         self.most, self._drafter, self._adaptive = most, drafter, adaptive
         self._largest_batch, self._schedule = largest_batch, tuple(schedule)
-        self._costs = StepCosts(unmeasured)
-        self._common = Drafting(first=0.5, later=0.5)
+        self._costs = StepCosts(prior, known.get("costs"))
+        self._account = Account()
+        self._remember, self._remembered = remember, 0  # steps measured by then
+        self._common, self._outcomes = Drafting(first=0.5, later=0.5), 0  # that this is made of
+        self._seconds = 0.0  # of the step that lands
         self._idle = 0  # steps since drafts were run that could have been
         self._trial = False  # drafts are run once, worth it or not
         self._turn = 0  # of those who are looked at
         self._ahead = self._ahead_once = False  # is a step in flight when another lands, and was one ever?
         self.granted: dict[Request, int] = {}  # drafts of the next step
-        self.ahead = 0  # that a drafter with weights makes behind it
+        self.ahead = 0  # that a drafter with weights makes behind each of its rows
+        self.guesses: dict[Request, int] = {}  # but for these
         self.waits = drafter is not None and not adaptive  # the next step is planned when all tokens are known
 
     # ---- before a step
@@ -105,17 +118,29 @@ class Speculation:
 
     def _worth(self, rows: int, gains: list[tuple[float, Request]], share: float = 1.0) -> int:
         """How many of the likeliest drafts are run, in a step of so many rows. `share`: of which so many were looked at."""
-        best, pace = 0, WORTH * rows / self._costs.seconds(rows, 0)
-        sums = list(accumulate(chance for chance, _ in gains[: min(MOST_TOGETHER, 2 * self._costs.most(rows) + 1)]))
+        if self._account.overdrawn:
+            return 0
+        costs, plain = self._costs, self._costs.seconds(rows, 0)
+        best, pace = 0, WORTH * rows / plain
+        sums = list(accumulate(chance for chance, _ in gains[: min(MOST_TOGETHER, max(2 * costs.most(rows) + 1, rows))]))
         for count in bucket_ends(len(sums)):
-            expected = rows + sums[count - 1] / share
-            if (reached := expected / self._costs.seconds(rows, round(count / share))) > pace:
-                best, pace = count, reached
+            expected, drafts = rows + sums[count - 1] / share, round(count / share)
+            if (reached := expected / costs.seconds(rows, drafts)) > pace:
+                brings = sums[count - 1] / share / rows * plain if self._outcomes else 0.0
+                if costs.measured(rows, drafts) or self._account.covers(DOUBT * (costs.seconds(rows, drafts) - plain) - brings):
+                    best, pace = count, reached
         self._idle = 0 if best else self._idle + 1
-        if not best and gains and (self._trial or (self._idle >= TRIED_EVERY and gains[0][0] > LIKELY)):
-            best, self._idle = min(len(gains), len({id(request) for _, request in gains})), 0
+        if not best and gains and (self._trial or self._may_try(rows, gains, share)):
+            best, self._idle = _one_each(gains), 0
             self._trial = self._ahead  # then it is tried when all tokens have come
         return best
+
+    def _may_try(self, rows: int, gains: list[tuple[float, Request]], share: float) -> bool:
+        """Are drafts run that are not worth it by what is known?"""
+        if self._idle < TRIED_EVERY or gains[0][0] <= LIKELY:
+            return False
+        costs = self._costs
+        return self._account.covers(costs.seconds(rows, round(_one_each(gains) / share)) - costs.seconds(rows, 0))
 
     def _chances(self, drafting: Drafting) -> tuple[float, float]:
         common = self._common
@@ -128,15 +153,26 @@ class Speculation:
     def took(self, scheduled: Scheduled, seconds: float, waited: bool = False) -> None:
         """`waited`: the step was planned when the last one's tokens had come. Without drafts none has to be."""
         plan, drafts = scheduled.plan, int(scheduled.plan.drafts.sum())
-        usual = drafts or not (waited and self._ahead_once)
-        if seconds > 0 and usual and plan.tokens - drafts == len(plan.slot) and not len(plan.masked):
-            self._costs.took(len(plan.slot), drafts, seconds)
+        odd = waited and self._ahead_once  # it was waited for in vain
+        self._account.spend(seconds)
+        self._seconds = 0.0
+        if seconds > 0 and plan.tokens - drafts == len(plan.slot) and not len(plan.masked):
+            self._seconds = seconds if drafts or odd else 0.0
+            if drafts or not odd:
+                self._costs.took(len(plan.slot), drafts, seconds)
+
+    def _book(self, scheduled: Scheduled, result: StepResult, drafts: int) -> None:
+        """What a step with drafts, or one that was held up by them, has won or lost."""
+        seconds, self._seconds, rows = self._seconds, 0.0, len(scheduled.requests)
+        if seconds and (plain := self._costs.plain(rows)) is not None:
+            self._account.book(seconds, plain * int(result.lengths.sum()) / rows, self._costs.seconds(rows, drafts))
 
     def landed(self, scheduled: Scheduled, result: StepResult) -> list[Request]:
         """The tokens of a step have been taken in: how good were the guesses, and what are the next? Those that have some."""
         fruitful: list[Request] = []
         if self._drafter is None:
             return fruitful
+        self._book(scheduled, result, int(scheduled.plan.drafts.sum()))
         wanted, rows = self._limit(len(scheduled.requests)) > 0, list[Request]()
         for request, length in zip(scheduled.requests, result.lengths.tolist(), strict=True):
             if length:
@@ -178,10 +214,24 @@ class Speculation:
 
     def idle(self) -> bool:
         """Uses a moment without work. False = there is nothing to prepare."""
+        if self._costs.taken >= self._remembered + REMEMBERED_EVERY:
+            self._keep()
         return False
 
     def close(self) -> None:
         """Gives memory back."""
+        if self._costs.taken >= self._remembered + WORTH_REMEMBERING:
+            self._keep()
+
+    def _keep(self) -> None:
+        self._remembered = self._costs.taken
+        if self._remember is not None and (learnt := self._learnt()):
+            self._remember(learnt)
+
+    def _learnt(self) -> dict[str, Any]:
+        """For engines to come: what drafts cost. How often they are right is a matter of the texts."""
+        costs = self._costs.learnt()
+        return {"costs": costs} if any(costs.values()) else {}
 
     def _learn(self, request: Request) -> None:
         """Whether its guesses were run or not: they are compared with the tokens that came."""
@@ -190,19 +240,28 @@ class Speculation:
         outcomes, more = _compare(drafting.tokens, came), _compare(drafting.rest, came)
         for right in outcomes[:1]:
             drafting.first = moved(drafting.first, self._common.first, right, RECENT)
-            self._common.first = moved(self._common.first, 0.0, right, COMMON)
+            self._outcomes += 1
+            self._common.first = moved(self._common.first, 0.0, right, self._weight())
         for right in outcomes[1:] + more:
             drafting.later = moved(drafting.later, self._common.later, right, RECENT)
-            self._common.later = moved(self._common.later, 0.0, right, COMMON)
+            self._common.later = moved(self._common.later, 0.0, right, self._weight())
         if outcomes and all(outcomes):
             drafting.rest = drafting.tokens[len(came) :]
         else:
             drafting.rest = drafting.rest[len(came) :] if more and all(more) else ()
 
+    def _weight(self) -> float:
+        """Of an outcome, in what is expected of new requests."""
+        return max(COMMON, 1 / (self._outcomes + QUICKLY))
+
 
 def text_of(request: Request) -> Text:
     spec = request.spec
     return Text(request.tokens, len(spec.prompt), (spec.tenant, *spec.salt))
+
+
+def _one_each(gains: list[tuple[float, Request]]) -> int:
+    return min(len(gains), len({id(request) for _, request in gains}))
 
 
 def _compare(expected: Sequence[int], came: Sequence[int]) -> list[bool]:
