@@ -8,13 +8,18 @@ import time
 
 _LENGTH = struct.Struct("<I")
 _PIECE = 1 << 16
+MOST = (1 << 32) - 1  # bytes of a frame: what its length can say
+
+
+class FrameTooLong(ConnectionError):
+    """What was announced is no message of ours: nothing of it is kept."""
 
 
 class Frames:
-    """One end of a stream socket, read in whole frames."""
+    """One end of a stream socket, read in whole frames. `most`: bytes that one may have; who may be a stranger gets few."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
+    def __init__(self, connection: socket.socket, most: int = MOST) -> None:
+        self.socket, self.most = connection, most
         self._piece = memoryview(bytearray(_PIECE))
         self._buffer = bytearray()
 
@@ -28,10 +33,14 @@ class Frames:
         return count > 0
 
     def next(self) -> bytes | None:
-        """The next whole frame of what was taken in."""
+        """The next whole frame of what was taken in. FrameTooLong: it will have more than the most, and that is the end."""
         if len(self._buffer) < _LENGTH.size:
             return None
-        end = _LENGTH.size + int(_LENGTH.unpack_from(self._buffer)[0])
+        size = int(_LENGTH.unpack_from(self._buffer)[0])
+        if size > self.most:
+            self._buffer.clear()
+            raise FrameTooLong(f"it announced a message of {size:,} bytes, and {self.most:,} are the most")
+        end = _LENGTH.size + size
         if len(self._buffer) < end:
             return None
         frame = bytes(self._buffer[_LENGTH.size : end])
@@ -46,10 +55,12 @@ class Mailbox:
     `wait`. What is sent to nobody is lost.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, most: int = MOST) -> None:
+        """`most`: bytes of a message that comes."""
         connection.setblocking(False)
         self.closed = False  # the other end is: nothing comes any more
-        self._socket, self._frames = connection, Frames(connection)
+        self.fault = ""  # why we read no more, if that is it
+        self._socket, self._frames = connection, Frames(connection, most)
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._kept = bytearray()
@@ -63,6 +74,10 @@ class Mailbox:
         """Is something kept? Then `flush` when the socket can be written."""
         return bool(self._kept)
 
+    def allow(self, most: int) -> None:
+        """From now on a message may have so many bytes."""
+        self._frames.most = most
+
     def send(self, data: bytes) -> None:
         with self._lock:
             self._kept += _LENGTH.pack(len(data))
@@ -75,16 +90,20 @@ class Mailbox:
 
     def receive(self) -> bytes | None:
         """The next message, None if there is none now."""
-        while (frame := self._frames.next()) is None:
+        while not self.fault:
             try:
+                if (frame := self._frames.next()) is not None:
+                    return frame
                 self.closed = not self._frames.receive()
             except BlockingIOError:
                 return None
+            except FrameTooLong as error:
+                self.closed, self.fault = True, str(error)
             except OSError:
                 self.closed = True
             if self.closed:
                 return None
-        return frame
+        return None
 
     def wait(self, milliseconds: int) -> bool:
         """Until there is something to receive, at most so long."""

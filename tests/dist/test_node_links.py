@@ -5,6 +5,7 @@ import itertools
 import os
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from quire.dist import shared_memory
 from quire.dist.mesh import Position, evenly
 from quire.dist.nodes import NodesGroup
 from quire.engine.executor import nodes
-from quire.engine.handshake import listen
+from quire.engine.handshake import listen, say
 from quire.subprocesses import nameless_memory
 from quire.types.errors import EngineError
 
@@ -97,12 +98,23 @@ def test_who_is_let_in():
         def intrude():
             with socket.create_connection(address) as stranger:
                 stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            for said in ({"node": 1}, {"node": 1, "host": [], "port": 1}, {"node": [1], "host": "", "port": 1}):
+                with socket.create_connection(address) as stranger:
+                    say(stranger, {"key": "right", **said})
+
+        def intrude_among_ranks():
+            for said in ({"control": [1]}, {"control": "1"}, {"from": [1], "to": {}}, {"control": 7}):
+                with socket.create_connection(address) as stranger:
+                    say(stranger, {"key": "right", **said})
 
         def visit():
             intrude()
             come(1, "other")
             come(7, "right")
-            come(1, "right")
+            with ThreadPoolExecutor(1) as other:  # node 1's connections come behind theirs, or between
+                joining = other.submit(come, 1, "right")
+                intrude_among_ranks()
+                joining.result()
 
         visitor = threading.Thread(target=visit)
         visitor.start()

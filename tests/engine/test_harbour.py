@@ -226,3 +226,56 @@ def test_frames_of_no_engine_are_a_lost_connection(tiny_model, harbour, terms):
         supervisor.stop(0.0)
 
     asyncio.run(scene())
+
+
+LONG = struct.pack("<I", (1 << 32) - 1)
+LATER = struct.pack("<I", ipc.FIRST + 1) + bytes(ipc.FIRST)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (LONG, "it announced a message of 4,294,967,295 bytes, and 1,048,576 are the most"),
+        (LATER, "it announced a message of 1,048,577 bytes"),
+        (hello(b"junk"), "it said what no engine says"),
+        (hello(ipc.encode(ipc.Failed("EngineError", "because"))), "it said Failed before it had begun"),
+        (hello(ipc.encode(ipc.Begun(7))) + LONG, "bytes, and 1,073,741,824 are the most"),
+        (None, "the connection to its node"),
+    ],
+)
+def test_strangers_do_not_fail_the_first_start(tiny_model, harbour, terms, caplog, bad, message):
+    args = EngineArgs(str(tiny_model))
+    news = []
+    listener = SimpleNamespace(on_ready=news.append, on_dead=news.append)
+
+    async def scene():
+        supervisor = Supervisor(lambda: RemoteEngine(args, harbour, 1), SupervisorLimits.of(args), listener, "engine 1")
+        task = asyncio.create_task(supervisor.run())
+        stranger, _ = await asyncio.to_thread(come, harbour, **HELLO, **terms)
+        with stranger:
+            await asyncio.to_thread(told_to_start, Frames(stranger))
+            if bad is not None:
+                stranger.sendall(bad)
+                await asyncio.to_thread(gone, stranger)
+        node, _ = await asyncio.to_thread(come, harbour, **HELLO, **terms)
+        frames = Frames(node)
+        await asyncio.to_thread(told_to_start, frames)
+        frames.send(ipc.encode(ipc.Begun(7)))
+        frames.send(ipc.encode(ipc.Ready(64, 8, "cpu", "float32", 64, 4, 1, Timeline([], 0.0, 0.0), 16)))
+        await asyncio.wait_for(supervisor.wait_ready(), PATIENCE)
+        task.cancel()
+        supervisor.stop(0.0)
+        node.close()
+
+    asyncio.run(asyncio.wait_for(scene(), PATIENCE))
+    assert len(news) == 1 and message in caplog.text
+
+
+def gone(connection):
+    """Waits until the other end is closed."""
+    connection.settimeout(PATIENCE)
+    try:
+        while connection.recv(1000):
+            pass
+    except ConnectionResetError:
+        pass

@@ -132,7 +132,10 @@ class RemoteInlet:
     def receive(self, waited_for: Collection[int]) -> Tensor:
         heard = bytearray(ROWS.size)
         _take(self._peer, memoryview(heard), self._rank, self._watch, waited_for)
-        hidden = torch.empty(*ROWS.unpack(heard), self._shape.columns, dtype=self._shape.dtype)
+        [rows] = ROWS.unpack(heard)
+        if not 0 <= rows <= self._shape.rows:  # no stage says that
+            self._watch.lost(self._rank)
+        hidden = torch.empty(rows, self._shape.columns, dtype=self._shape.dtype)
         _take(self._peer, _bytes(hidden), self._rank, self._watch, waited_for)
         return hidden
 

@@ -27,6 +27,8 @@ from quire.types.sight import Sight
 from quire.types.stats import Stats
 
 AHEAD = "ahead"  # to an engine process that is started before its arguments are known: import what a model needs
+LARGEST = 1 << 30  # bytes of a message between machines: a step's report with every logprob of thousands of rows
+FIRST = 1 << 20  # of the first one, when nobody knows yet who speaks
 END = b"\0"  # of the journal, the file that says who is being worked on: one request id per line
 
 

@@ -88,8 +88,9 @@ class Outpost:
             if "refused" in told:
                 raise EngineError(f"machine 0 refused this one: {told['refused']}")
             keep_alive(connection)
-            mailbox = Mailbox(connection)
+            mailbox = Mailbox(connection, ipc.FIRST)
             start = self._order(mailbox)
+            mailbox.allow(ipc.LARGEST)
             if not isinstance(start, ipc.StartEngine):
                 return start is not None
             logger.info("engine %d starts", engine)
@@ -111,7 +112,12 @@ class Outpost:
                 except msgspec.MsgspecError as error:
                     raise EngineError(f"{self._address[0]}, port {self._address[1]}, is not machine 0: {error}") from None
             mailbox.wait(int(1000 * LOOK))
+        self._refuse_fault(mailbox)
         return None
+
+    def _refuse_fault(self, mailbox: Mailbox) -> None:
+        if mailbox.fault:
+            raise EngineError(f"{self._address[0]}, port {self._address[1]}, is not machine 0: {mailbox.fault}")
 
     def _own(self, args: EngineArgs) -> EngineArgs:
         here = self._args
@@ -156,6 +162,7 @@ class Outpost:
             if child.closed and child.ending() is not None:
                 self._tell(mailbox, child, str(child.ending()))
                 return stopping
+        self._refuse_fault(mailbox)
         return stopping
 
     def _tell(self, mailbox: Mailbox, child: Child, how: str) -> bool:

@@ -131,7 +131,7 @@ class RemoteEngine(Correspondent):
     def __init__(self, args: EngineArgs, harbour: Harbour, engine: int, serving: bool = True) -> None:
         start = first_frame(args, engine, serving)
         ours, theirs = socket.socketpair()
-        self._mailbox, self._engine, self._harbour = Mailbox(ours), engine, harbour
+        self._mailbox, self._engine, self._harbour = Mailbox(ours, ipc.FIRST), engine, harbour
         self._line = _Line(harbour, engine, theirs)
         self._begun: ipc.Begun | None = None
         self._ended: ipc.Ended | None = None
@@ -162,14 +162,20 @@ class RemoteEngine(Correspondent):
             except Exception as error:  # whatever it was: bytes of a stranger are no mistake of ours
                 self._abandon(f"it said what no engine says ({told(error)})")
                 break
+            if self._begun is None and not isinstance(said, ipc.Begun):
+                self._abandon(f"it said {type(said).__name__} before it had begun")
+                break
             match said:
                 case ipc.Begun() as begun:
                     self._begun = begun
+                    self._mailbox.allow(ipc.LARGEST)
                     logger.info("engine %d is process %d on %s", self._engine, self.pid, self._line.host)
                 case ipc.Ended() as ended:
                     self._ended = ended
                 case report:
                     return _by_our_clock(report, self._line.ahead)
+        if self._mailbox.fault and not self._fault:
+            self._abandon(self._mailbox.fault)
         return None
 
     def _abandon(self, fault: str) -> None:
@@ -190,6 +196,11 @@ class RemoteEngine(Correspondent):
         if self._fault:
             return f"a fault of its node ({self._line.host}): {self._fault}"
         return f"the connection to its node ({self._line.host})" if self._line.host else "no node"
+
+    @property
+    def strange(self) -> bool:
+        """Was that no engine's end, but somebody's who is none, or who left before its engine began?"""
+        return bool(self._fault) or (bool(self._line.host) and self._line.over.is_set() and self._begun is None)
 
     def last_words(self) -> str:
         if not self._line.host:

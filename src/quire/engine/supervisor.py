@@ -261,7 +261,7 @@ class Supervisor:
             return f"it has been silent for {self._silence:.1f} s"
         if started and self._busy > self._limits.hang_timeout:
             return f"it has been in one step for {self._busy:.1f} s"
-        if not started and time.monotonic() - self._born > self._limits.start_timeout:
+        if not started and not self._in_time:
             return f"it was not ready after {self._limits.start_timeout:.0f} s"
         return None
 
@@ -277,6 +277,10 @@ class Supervisor:
             return
         in_flight = child.in_flight() if was == "ready" else set()
         child.close()
+        if was == "starting" and isinstance(child, RemoteEngine) and child.strange and self._in_time:
+            logger.warning("%s has not come: %s. Waiting for another node", self._name, reason)
+            self._child = self._start()
+            return
         if was == "starting":
             self._give_up(self._failure or EngineDead(f"{self._name} could not start: {reason}{child.last_words()}"))
             return
@@ -292,6 +296,10 @@ class Supervisor:
             except OSError as error:
                 self._failed_starts += 1
                 reason = f"its process could not be started: {error}"
+
+    @property
+    def _in_time(self) -> bool:
+        return time.monotonic() - self._born < self._limits.start_timeout
 
     def _may_restart(self, reason: str) -> bool:
         if self._doom is not None:

@@ -12,6 +12,7 @@ cannot reach. Nothing received is ever executed or unpickled.
 
 import contextlib
 import itertools
+import logging
 import os
 import select
 import signal
@@ -31,6 +32,8 @@ WORKER = (sys.executable, "-P", "-m", "quire.engine.executor.worker")
 REMOTE = "+"  # before the number of a rank of another node, among a rank's ends
 LOOK = 0.2  # seconds between looks at a node's ranks
 STOPPED = 0.5  # seconds that one may be stopped
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -75,13 +78,17 @@ def gather(listener: socket.socket, ranks: Sequence[range], key: str, seconds: f
     try:
         while len(links.nodes) < len(ranks) - 1:
             connection, said = accept(listener, key, deadline, f"{len(ranks) - 1 - len(links.nodes)} of {len(ranks)} nodes")
-            node = said.get("node")
-            if not isinstance(node, int) or not 0 < node < len(ranks) or node in links.nodes:
+            node, host, port = said.get("node"), said.get("host"), said.get("port")
+            if not isinstance(host, str) or type(port) is not int:
+                logger.warning("one who connected as a node is not one: it did not say where it listens")
+                connection.close()
+                continue
+            if type(node) is not int or not 0 < node < len(ranks) or node in links.nodes:
                 say(connection, {"refused": f"node_rank {node} is not one of 1 to {len(ranks) - 1}, or is there already"})
                 connection.close()
                 continue
             links.nodes[node] = connection
-            places[node] = (str(said["host"]), int(said["port"]))
+            places[node] = (host, port)
         told = {"ranks": [[own.start, own.stop] for own in ranks], "nodes": [places[node] for node in range(len(ranks))]}
         for connection in links.nodes.values():
             say(connection, told)
@@ -202,7 +209,7 @@ class NodeLine:
             try:
                 told = heard(self._connection, HELLO)
                 self._ended.setdefault(int(told["ended"]), int(told["code"]))
-            except (EngineError, OSError, KeyError, ValueError):
+            except (EngineError, OSError, KeyError, ValueError, TypeError, OverflowError):
                 self._gone = True
         return self._ended.get(rank, -signal.SIGHUP if self._gone else None)
 
@@ -259,8 +266,10 @@ def _take_ends(listener: socket.socket, links: Links, key: str, deadline: float)
         missing.update(above)
     while missing:
         connection, said = accept(listener, key, deadline, f"{len(missing)} connections of other nodes")
-        what = said["control"] if "control" in said else (said.get("from"), said.get("to"))
-        if what not in missing:
+        numbers: list[Any] = [said["control"]] if "control" in said else [said.get("from"), said.get("to")]
+        what = numbers[0] if len(numbers) == 1 else tuple(numbers)
+        if any(type(number) is not int for number in numbers) or what not in missing:
+            logger.warning("one who connected as a rank is none that is awaited")
             connection.close()
             continue
         missing.remove(what)

@@ -21,13 +21,15 @@ from collections.abc import Collection, Iterable, Sequence
 from threading import Lock
 from typing import Any, NoReturn
 
+import msgspec
+
 from quire.config.args import EngineArgs
 from quire.engine import ipc, nursery
 from quire.engine.companions import Ends
 from quire.engine.executor import wire
 from quire.engine.executor.nodes import REMOTE, Links, NodeLine, RemoteProcess, name_ends
 from quire.engine.nursery import Forked
-from quire.frames import Frames
+from quire.frames import MOST, Frames, FrameTooLong
 from quire.subprocesses import ending, environment, is_stopped, nameless_memory, with_us
 from quire.types.adapter import AdapterRef
 from quire.types.errors import CompanionLost, EngineDead, QuireError
@@ -38,6 +40,7 @@ LOOK = 0.5  # seconds between looks at those who are waited for
 STOPPED = 0.5  # seconds that a stopped process may keep the others waiting
 LAST_WORDS = 1.0  # seconds for the cause of a loss to show
 SOON = 0.2  # where a rank may also end because another engine did
+MOST_ELSEWHERE = 1 << 26  # bytes of an answer of a rank on another node
 SENDING = 30.0  # seconds for a message to find room: a rank reads whenever it waits
 
 
@@ -57,7 +60,8 @@ class Worker:
         self.failure: wire.RankFailed | None = None
         self.answers: list[Any] = []
         self.closed = False  # its connection
-        self.socket, self._frames = connection, Frames(connection)
+        most = MOST_ELSEWHERE if isinstance(process, RemoteProcess) else MOST
+        self.socket, self._frames = connection, Frames(connection, most)
         connection.settimeout(SENDING)
 
     @property
@@ -79,12 +83,21 @@ class Worker:
                 self.closed = not self._frames.receive()
             except OSError:
                 self.closed = True
-        while (frame := self._frames.next()) is not None:
-            match wire.decode_report(frame):
+        while (report := self._next()) is not None:
+            match report:
                 case wire.Answer(value):
                     self.answers.append(value)
                 case wire.RankFailed() as failure:
                     self.failure = failure
+
+    def _next(self) -> wire.Report | None:
+        try:
+            frame = self._frames.next()
+            return None if frame is None else wire.decode_report(frame)
+        except (FrameTooLong, msgspec.MsgspecError) as error:  # somebody else is there
+            self.closed = True
+            self.failure = wire.RankFailed("EngineError", str(error), None)
+            return None
 
 
 class Workers:
