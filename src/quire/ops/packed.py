@@ -141,6 +141,8 @@ def choose_way(packed: Any, rows: int) -> Any:
     from quire.ops.kernels.words import NUMBERS
 
     block = next((block for block in (16, 32, 64, 128) if rows <= block), 256)
+    if block == 128 and packed.outputs < 128 * FILLING // 2:  # to add the shares of so high a tile takes too long
+        block = 64
     high = 128 if NUMBERS[packed.form] == 4 or block > 64 else 64
     tiles = -(-packed.outputs // high) * -(-rows // block)
     programs = 2 * FILLING if block <= 32 else FILLING if block <= 128 else FILLING // 2
@@ -245,7 +247,9 @@ def _pack(
         scale = _fours(scale.view(torch.uint8), factor)
     elif scale.dtype in SHORT:
         scaled = "bf16" if scale.dtype == torch.bfloat16 else "fp16"
-        above = torch.zeros_like(scale, dtype=torch.float16) if zeros is None else zeros.half()
+        if zeros is None and name == "int4":  # one kernel less, and its scales are copied ahead
+            zeros, offset = torch.full_like(scale, 8), WHOLE_ZEROS
+        above = (torch.zeros_like(scale) if zeros is None else zeros).half()
         scale, zeros = (scale.view(torch.int16).int() & 0xFFFF) | (above.view(torch.int16).int() << 16), None
     return Packed(name, words, scale, zeros, apart, group, tile, scaled, offset)
 

@@ -32,7 +32,7 @@ from quire.ops.kernels.words import (
     zero_of,
 )
 
-AHEAD = 16  # blocks
+AHEAD = 4  # blocks
 
 
 @triton.jit
@@ -77,14 +77,14 @@ def _scaled(value, scale, EXACT: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def _at_place(
     word, four, factor, scale, offset, scales, zeros, at, row, PLACE: tl.constexpr,
-    APART: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SCALES: tl.constexpr, OFFSET: tl.constexpr,
-    FORM: tl.constexpr, LINES: tl.constexpr, SCALED: tl.constexpr, FOLD: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
+    APART: tl.constexpr, GROUP: tl.constexpr, SCALES, OFFSET: tl.constexpr,
+    FORM: tl.constexpr, LINES, SCALED: tl.constexpr, FOLD: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The numbers at a place of words [N, K] of block `at`; times their scales, where it has several or they are to FOLD."""
     BLOCK: tl.constexpr = APART * (4 if FORM == "int4" or FORM == "float4" else 2)
-    ONE: tl.constexpr = GROUPS == 1 or GROUP % BLOCK == 0
+    ONE: tl.constexpr = GROUP % BLOCK == 0
     EXACT: tl.constexpr = SCALED == "e8m0" or SCALED == ("bf16" if tl.bfloat16 == KIND else "fp16")  # noqa: SIM300
-    group = (at * BLOCK + PLACE * APART) // GROUP
+    group = (at * BLOCK + PLACE * APART) // GROUP if GROUP else 0
     if OFFSET and not ONE:
         offset = offset_by(zero_of(scales, zeros, group, row, True, SCALES, SCALED), FORM, OFFSET, KIND, ASM)
     value = unpack(word, offset, PLACE, FORM, OFFSET, KIND, ASM)
@@ -94,7 +94,7 @@ def _at_place(
         else:
             scale = scale_of(scales, group, row, True, LINES, SCALES, SCALED)
         value = _scaled(value, scale, EXACT, ASM)
-    elif FOLD and GROUPS > 1:
+    elif FOLD and GROUP:
         value = _scaled(value, scale, EXACT, ASM)
     return value
 
@@ -102,17 +102,17 @@ def _at_place(
 @triton.jit
 def _halves(
     word, four, factor, scale, offset, scales, zeros, at, row, PLACE: tl.constexpr,
-    APART: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SCALES: tl.constexpr, OFFSET: tl.constexpr,
-    FORM: tl.constexpr, LINES: tl.constexpr, SCALED: tl.constexpr, FOLD: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
+    APART: tl.constexpr, GROUP: tl.constexpr, SCALES, OFFSET: tl.constexpr,
+    FORM: tl.constexpr, LINES, SCALED: tl.constexpr, FOLD: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The numbers at a place, and at the next one."""
     a = _at_place(
         word, four, factor, scale, offset, scales, zeros, at, row, PLACE,
-        APART, GROUP, GROUPS, SCALES, OFFSET, FORM, LINES, SCALED, FOLD, KIND, ASM,
+        APART, GROUP, SCALES, OFFSET, FORM, LINES, SCALED, FOLD, KIND, ASM,
     )  # fmt: skip
     b = _at_place(
         word, four, factor, scale, offset, scales, zeros, at, row, PLACE + 1,
-        APART, GROUP, GROUPS, SCALES, OFFSET, FORM, LINES, SCALED, FOLD, KIND, ASM,
+        APART, GROUP, SCALES, OFFSET, FORM, LINES, SCALED, FOLD, KIND, ASM,
     )  # fmt: skip
     return _behind(a, b)
 
@@ -120,8 +120,8 @@ def _halves(
 @triton.jit
 def _add(
     acc, rows, there, inner, matrix, scales, zeros, n, row, begin, end,
-    WORDS: tl.constexpr, APART: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SCALES: tl.constexpr,
-    OFFSET: tl.constexpr, FORM: tl.constexpr, LINES: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
+    WORDS, APART: tl.constexpr, GROUP: tl.constexpr, SCALES,
+    OFFSET: tl.constexpr, FORM: tl.constexpr, LINES, TILE: tl.constexpr, SCALED: tl.constexpr,
     FOLD: tl.constexpr, PADDED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """acc [N, R] and the products of blocks begin ... end of matrix rows n, whose scales have rows `row`, with rows [R, 1],
@@ -129,13 +129,13 @@ def _add(
     kind: tl.constexpr = rows.dtype.element_ty
     FOUR_BITS: tl.constexpr = FORM == "int4" or FORM == "float4"
     BLOCK: tl.constexpr = APART * (4 if FOUR_BITS else 2)
-    ONE: tl.constexpr = GROUPS == 1 or GROUP % BLOCK == 0  # scale for a block
+    ONE: tl.constexpr = GROUP % BLOCK == 0  # scale for a block
     k = tl.arange(0, BLOCK)
     words = matrix + place_of(n[:, None], tl.arange(0, APART)[None, :], WORDS, APART, TILE)
     columns = rows + k[None, :]
     factor = factor_of(scales, row, True, LINES, SCALES, SCALED)
     four, scale, offset = row, tl.zeros(row.shape, tl.float32), no_offset(row, FORM, kind, ASM)
-    if GROUPS == 1 and OFFSET:
+    if OFFSET and not GROUP:
         offset = offset_by(zero_of(scales, zeros, 0, row, True, SCALES, SCALED), FORM, OFFSET, kind, ASM)
     for at in tl.range(begin, end):
         word = tl.load(words + at * (TILE * APART))
@@ -143,7 +143,7 @@ def _add(
         part = tl.load(columns + at * BLOCK, mask=real, other=0.0)
         if SCALED == "e8m0" or SCALED == "e4m3":
             four = tl.load(scales + at * SCALES + row)
-        elif ONE and GROUPS > 1:
+        elif ONE and GROUP:
             place = at * BLOCK // GROUP * SCALES + row
             pair = tl.load(scales + place)
             scale = pair.to(tl.float32) if SCALED == "" else scale_in(pair, 1.0, SCALED)
@@ -152,15 +152,15 @@ def _add(
                 offset = offset_by(zero, FORM, OFFSET, kind, ASM)
         value = _halves(
             word, four, factor, scale, offset, scales, zeros, at, row, 0,
-            APART, GROUP, GROUPS, SCALES, OFFSET, FORM, LINES, SCALED, FOLD, kind, ASM,
+            APART, GROUP, SCALES, OFFSET, FORM, LINES, SCALED, FOLD, kind, ASM,
         )  # fmt: skip
         if FOUR_BITS:
             upper = _halves(
                 word, four, factor, scale, offset, scales, zeros, at, row, 2,
-                APART, GROUP, GROUPS, SCALES, OFFSET, FORM, LINES, SCALED, FOLD, kind, ASM,
+                APART, GROUP, SCALES, OFFSET, FORM, LINES, SCALED, FOLD, kind, ASM,
             )  # fmt: skip
             value = _behind(value, upper)
-        if ONE and GROUPS > 1 and not FOLD:
+        if ONE and GROUP and not FOLD:
             acc += tl.dot(value, tl.trans(part), input_precision="ieee") * scale[:, None]
         else:
             acc = tl.dot(value, tl.trans(part), acc, input_precision="ieee")
@@ -172,7 +172,7 @@ def _add(
 def _packed(
     x,  # [rows, inner]
     matrix,  # [outputs, WORDS] int16; gated: [2 * outputs, WORDS]; with experts one of each
-    scales,  # [GROUPS, SCALES]
+    scales,  # [LINES, SCALES]
     zeros,  # as scales
     bias,  # as many as the matrix has rows
     out,  # [rows, outputs]; experts: [slots, outputs]
@@ -183,17 +183,16 @@ def _packed(
     rows,
     outputs,
     inner,
-    WORDS: tl.constexpr,
+    WORDS,  # of a row of the matrix
+    SCALES,  # of a line of them
+    LINES,
     APART: tl.constexpr,  # columns that lie in one word
-    GROUP: tl.constexpr,  # columns of a scale
-    GROUPS: tl.constexpr,
-    SCALES: tl.constexpr,
+    GROUP: tl.constexpr,  # columns of a scale; 0: all
     HIGH: tl.constexpr,  # rows of a scale
     OFFSET: tl.constexpr,
     FORM: tl.constexpr,
     PADDED: tl.constexpr,  # there are more columns than x has
     ASM: tl.constexpr,
-    LINES: tl.constexpr,  # of scales
     TILE: tl.constexpr,  # rows of the matrix that lie together
     SCALED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -238,7 +237,7 @@ def _packed(
         begins = tile // row_tiles * OUTPUTS
     at = tl.arange(0, BLOCK_N)
     read = tl.minimum(begins + at % OUTPUTS, outputs - 1) + at // OUTPUTS * outputs
-    each: tl.constexpr = (WORDS // APART + SHARES - 1) // SHARES
+    each = (WORDS // APART + SHARES - 1) // SHARES
     begin = tl.program_id(1) * each
     end = tl.minimum(begin + each, WORDS // APART)
     if EARLY and not EXPERTS:
@@ -247,13 +246,13 @@ def _packed(
         wait_for_previous(EARLY)
     acc = _add(
         tl.zeros((BLOCK_N, ROWS), tl.float32), x + source[:, None] * inner, there[:, None], inner, matrix, scales, zeros, read,
-        read // HIGH, begin, end, WORDS, APART, GROUP, GROUPS, SCALES, OFFSET, FORM, LINES, TILE, SCALED, FOLD, PADDED, ASM,
+        read // HIGH, begin, end, WORDS, APART, GROUP, SCALES, OFFSET, FORM, LINES, TILE, SCALED, FOLD, PADDED, ASM,
     )  # fmt: skip
     if SHARES > 1:
         acc, last = add_shares(acc, sums, turns, tile, SHARES)
         if not last:
             return
-    if GROUPS == 1:
+    if not GROUP:
         acc *= scale_of(scales, 0, read // HIGH, True, LINES, SCALES, SCALED)[:, None]
     kind: tl.constexpr = out.dtype.element_ty
     if BIAS:
@@ -306,7 +305,8 @@ def product(
     order, ends, sharing = slots or (words, words, 1)
     _packed[(tiles, way.shares)](
         x, *matrix.tensors, words if bias is None else bias, out, order, ends, x.new_empty(size, dtype=torch.float32),
-        turns_of(x.device), rows, outputs, inputs, **matrix.constants(x), BIAS=bias is not None, **constants_of(activation),
+        turns_of(x.device), rows, outputs, inputs, *matrix.sizes.values(), **matrix.constants(x),
+        BIAS=bias is not None, **constants_of(activation),
         EXPERTS=experts, EXPERT_BLOCK=power_of_two(experts), SHARING=sharing, FOLD=way.fold, SHARES=way.shares,
         AHEAD=power_of_two(min(each, AHEAD)) if way.ahead else 0, ROWS=way.rows, BLOCK_N=way.high,
         num_warps=way.warps, num_stages=way.stages, **overlapping(),

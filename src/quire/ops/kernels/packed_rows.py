@@ -26,7 +26,7 @@ class Program(NamedTuple):
 @triton.jit
 def _stream(
     x, matrix, scales, zeros, row, scale_row, inside, inner,
-    WORDS: tl.constexpr, APART: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SCALES: tl.constexpr,
+    WORDS: tl.constexpr, APART: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
     OFFSET: tl.constexpr, FORM: tl.constexpr, PADDED: tl.constexpr, ASM: tl.constexpr, LINES: tl.constexpr,
     TILE: tl.constexpr, SCALED: tl.constexpr, SPAN: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -43,7 +43,7 @@ def _stream(
     word = tl.load(places, mask=inside[:, None] & (k < WORDS)[None, :], other=0)
     wait_for_previous(EARLY)
     constant = no_offset(row, FORM, kind, ASM)
-    CLOSE: tl.constexpr = GROUPS == 1 or GROUP % (PER * APART) == 0  # one scale for all places of a word
+    CLOSE: tl.constexpr = GROUP % (PER * APART) == 0  # one scale for all places of a word
     acc = tl.zeros((R, SPANS, SPAN // 8), tl.float32)
     for begin in tl.range(0, WORDS, BLOCK_K):
         following = begin + BLOCK_K
@@ -62,19 +62,19 @@ def _stream(
                 parts += part
             if i == PER - 1 or not CLOSE:
                 sums = tl.sum(tl.reshape(products, (R, SPANS, SPAN // 8, 8)), 3)
-                group = (column_of(first, i, APART, FORM) // GROUP)[None, :]
+                group = (column_of(first, i, APART, FORM) // GROUP)[None, :] if GROUP else (first * 0)[None, :]
                 if OFFSET:
                     shift = MIDDLE - zero_of(scales, zeros, group, scale_row[:, None], real, SCALES, SCALED)
                     each = tl.sum(tl.reshape(parts, (x.shape[0], SPANS, SPAN // 8, 8)), 3)
                     sums += each * shift[:, :, None]
                     parts = tl.zeros((x.shape[0], BLOCK_K), tl.float32)
-                if GROUPS > 1:
+                if GROUP:
                     sums *= scale_of(scales, group, scale_row[:, None], real, LINES, SCALES, SCALED)[:, :, None]
                 acc += sums
                 products = tl.zeros((R, BLOCK_K), tl.float32)
         word = coming
     total = tl.sum(tl.sum(acc, 2), 1)
-    if GROUPS == 1:
+    if not GROUP:
         total *= scale_of(scales, 0, scale_row, inside, LINES, SCALES, SCALED)
     return total
 
@@ -84,7 +84,7 @@ def _stream(
 def _row(
     x,  # [rows, inner]
     matrix,  # [outputs, WORDS]; gated: [2 * outputs, WORDS]
-    scales,  # [GROUPS, SCALES]
+    scales,  # [LINES, SCALES]
     zeros,  # as scales
     bias,  # as many as the matrix has rows
     out,  # [rows, outputs]
@@ -93,7 +93,6 @@ def _row(
     WORDS: tl.constexpr,
     APART: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
     SCALES: tl.constexpr,
     HIGH: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -122,7 +121,7 @@ def _row(
         row, inside = pair_rows(first, outputs, BLOCK_N)
     value = _stream(
         x + tl.zeros((1, 1), tl.int32), matrix, scales, zeros, row, row // HIGH, inside, inner,
-        WORDS, APART, GROUP, GROUPS, SCALES, OFFSET, FORM, PADDED, ASM, LINES, TILE, SCALED, SPAN, BLOCK_K, EARLY,
+        WORDS, APART, GROUP, SCALES, OFFSET, FORM, PADDED, ASM, LINES, TILE, SCALED, SPAN, BLOCK_K, EARLY,
     )  # fmt: skip
     if BIAS:
         value += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
@@ -141,7 +140,7 @@ def linear(x: Tensor, matrix: Packed, bias: Tensor | None, activation: str, prog
     gating = constants_of(activation)["KIND"]
     block = max(1, program.outputs // 2) if activation else program.outputs
     _row[(rows * cdiv(outputs, block),)](
-        x, *matrix.tensors, matrix.words if bias is None else bias, out, outputs, inputs, **matrix.constants(x),
+        x, *matrix.tensors, matrix.words if bias is None else bias, out, outputs, inputs, **matrix.sizes, **matrix.constants(x),
         BIAS=bias is not None, KIND=gating, SPAN=matrix.apart, BLOCK_N=block, BLOCK_K=program.words,
         num_warps=program.warps, **overlapping(),
     )  # fmt: skip
@@ -153,7 +152,7 @@ def linear(x: Tensor, matrix: Packed, bias: Tensor | None, activation: str, prog
 def _up(
     x,  # [T, inner]
     matrices,  # [E, 2 * outputs, WORDS] gate above up
-    scales,  # [E, GROUPS, SCALES]
+    scales,  # [E, LINES, SCALES]
     zeros,  # as scales
     experts,  # [T * TOP_K]
     biases,  # [E, 2 * outputs]
@@ -163,7 +162,6 @@ def _up(
     WORDS: tl.constexpr,
     APART: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
     SCALES: tl.constexpr,
     HIGH: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -192,7 +190,7 @@ def _up(
     both = _stream(
         x + slot // TOP_K * inner + tl.zeros((1, 1), tl.int32), matrices, scales, zeros,
         expert * (2 * outputs) + row, expert * (LINES * SCALES) + row // HIGH, inside, inner,
-        WORDS, APART, GROUP, GROUPS, SCALES, OFFSET, FORM, PADDED, ASM, LINES, TILE, SCALED, SPAN, BLOCK_K, False,
+        WORDS, APART, GROUP, SCALES, OFFSET, FORM, PADDED, ASM, LINES, TILE, SCALED, SPAN, BLOCK_K, False,
     )  # fmt: skip
     if BIAS:
         both += tl.load(biases + expert * 2 * outputs + row, mask=inside, other=0.0).to(tl.float32)
@@ -206,7 +204,7 @@ def _up(
 def _down(
     x,  # [T * TOP_K, inner]
     matrices,  # [E, outputs, WORDS]
-    scales,  # [E, GROUPS, SCALES]
+    scales,  # [E, LINES, SCALES]
     zeros,  # as scales
     weights,  # [T * TOP_K] float32
     experts,  # [T * TOP_K]
@@ -217,7 +215,6 @@ def _down(
     WORDS: tl.constexpr,
     APART: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
     SCALES: tl.constexpr,
     HIGH: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -247,7 +244,7 @@ def _down(
     each = _stream(
         x + (slot * inner)[:, None], matrices, scales, zeros, expert * outputs + output,
         expert * (LINES * SCALES) + output // HIGH, inside, inner,
-        WORDS, APART, GROUP, GROUPS, SCALES, OFFSET, FORM, PADDED, ASM, LINES, TILE, SCALED, SPAN, BLOCK_K, EARLY,
+        WORDS, APART, GROUP, SCALES, OFFSET, FORM, PADDED, ASM, LINES, TILE, SCALED, SPAN, BLOCK_K, EARLY,
     )  # fmt: skip
     if BIAS:
         each += tl.load(biases + expert * outputs + output, mask=inside, other=0.0).to(tl.float32)
@@ -274,13 +271,13 @@ def experts_forward(
     inner = x.new_empty(tokens * top_k, inner_size)
     out = torch.empty_like(x)
     _up[(tokens * top_k, cdiv(inner_size, first.outputs))](
-        x, *up.tensors, experts, weights if before is None else before, inner, inner_size, x.shape[1], **up.constants(x),
-        TOP_K=top_k, BIAS=before is not None, **constants_of(activation), SPAN=up.apart,
+        x, *up.tensors, experts, weights if before is None else before, inner, inner_size, x.shape[1], **up.sizes,
+        **up.constants(x), TOP_K=top_k, BIAS=before is not None, **constants_of(activation), SPAN=up.apart,
         BLOCK_N=first.outputs, BLOCK_K=first.words, num_warps=first.warps, **overlapping(),
     )  # fmt: skip
     _down[(tokens, cdiv(size, second.outputs))](
         inner, *down.tensors, weights, experts, weights if behind is None else behind, out, size, inner_size,
-        **down.constants(inner), TOP_K=top_k, BIAS=behind is not None, TOP_BLOCK=power_of_two(top_k),
+        **down.sizes, **down.constants(inner), TOP_K=top_k, BIAS=behind is not None, TOP_BLOCK=power_of_two(top_k),
         SPAN=down.apart, BLOCK_N=second.outputs, BLOCK_K=second.words, num_warps=second.warps,
         **overlapping(),
     )  # fmt: skip

@@ -102,7 +102,7 @@ def unpack(word, offset, PLACE: tl.constexpr, FORM: tl.constexpr, OFFSET: tl.con
 
 
 @triton.jit
-def scale_of(scales, group, row, real, LINES: tl.constexpr, SCALES: tl.constexpr, SCALED: tl.constexpr):
+def scale_of(scales, group, row, real, LINES, SCALES, SCALED: tl.constexpr):
     """float32, of groups and rows that broadcast, where they are real."""
     if SCALED == "":
         value = tl.load(scales + group * SCALES + row, mask=real, other=0.0).to(tl.float32)
@@ -115,7 +115,7 @@ def scale_of(scales, group, row, real, LINES: tl.constexpr, SCALES: tl.constexpr
 
 
 @triton.jit
-def factor_of(scales, row, real, LINES: tl.constexpr, SCALES: tl.constexpr, SCALED: tl.constexpr):
+def factor_of(scales, row, real, LINES, SCALES, SCALED: tl.constexpr):
     """What all scales of a row are multiplied by."""
     if SCALED == "e4m3":
         factor = tl.load(scales + (LINES - 1) * SCALES + row, mask=real, other=0).to(tl.float32, bitcast=True)
@@ -139,7 +139,7 @@ def scale_in(word, factor, SCALED: tl.constexpr):
 
 
 @triton.jit
-def zero_of(scales, zeros, group, row, real, SCALES: tl.constexpr, SCALED: tl.constexpr):
+def zero_of(scales, zeros, group, row, real, SCALES, SCALED: tl.constexpr):
     """float32."""
     if SCALED == "":
         zero = tl.load(zeros + group * SCALES + row, mask=real, other=0).to(tl.float32)
@@ -198,13 +198,17 @@ class Packed(NamedTuple):
         return {"e8m0": 4 * lines, "e4m3": 4 * (lines - 1)}.get(self.scaled, lines)
 
     def constants(self, x: Tensor) -> dict[str, Any]:
-        """What a kernel that multiplies x by it is told."""
+        """What a kernel that multiplies x by it is compiled for."""
         return {
-            "WORDS": self.words.shape[-1], "APART": self.apart, "GROUP": self.group, "GROUPS": self.groups,
-            "SCALES": self.scales.shape[-1], "HIGH": self.outputs // self.scales.shape[-1],
+            "APART": self.apart, "GROUP": self.group if self.groups > 1 else 0, "HIGH": self.outputs // self.scales.shape[-1],
             "OFFSET": self.offset, "FORM": self.form, "PADDED": self.columns > x.shape[-1], "ASM": assembles(x),
-            "LINES": self.scales.shape[-2], "TILE": self.tile, "SCALED": self.scaled,
+            "TILE": self.tile, "SCALED": self.scaled,
         }  # fmt: skip
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What it is told."""
+        return {"WORDS": self.words.shape[-1], "SCALES": self.scales.shape[-1], "LINES": self.scales.shape[-2]}
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -224,7 +228,7 @@ def column_of(at, place: tl.constexpr, APART: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def place_of(row, at, WORDS: tl.constexpr, APART: tl.constexpr, TILE: tl.constexpr):
+def place_of(row, at, WORDS, APART: tl.constexpr, TILE: tl.constexpr):
     """Of words `at` of rows, from the matrix's first on."""
     return (row // TILE).to(tl.int64) * (WORDS * TILE) + at // APART * (TILE * APART) + row % TILE * APART + at % APART
 
@@ -233,22 +237,21 @@ def place_of(row, at, WORDS: tl.constexpr, APART: tl.constexpr, TILE: tl.constex
 @triton.jit
 def _dequantize(
     matrix,  # [E * outputs, WORDS] int16
-    scales,  # [E, GROUPS, SCALES]
+    scales,  # [E, LINES, SCALES]
     zeros,  # as scales
     out,  # [E * outputs, inner]
     outputs,
     inner,
-    WORDS: tl.constexpr,
+    WORDS,
+    SCALES,
+    LINES,
     APART: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SCALES: tl.constexpr,
     HIGH: tl.constexpr,
     OFFSET: tl.constexpr,
     FORM: tl.constexpr,
     PADDED: tl.constexpr,
     ASM: tl.constexpr,
-    LINES: tl.constexpr,
     TILE: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -262,16 +265,17 @@ def _dequantize(
     first = n // outputs * (LINES * SCALES) + n % outputs // HIGH
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(matrix + place_of(n, at, WORDS, APART, TILE), mask=at < WORDS, other=0)[None, :]
-    CLOSE: tl.constexpr = GROUPS == 1 or GROUP % (PER * APART) == 0  # one scale for all places of a word
+    CLOSE: tl.constexpr = GROUP % (PER * APART) == 0  # one scale for all places of a word
     zero = tl.full((1,), 8.0 if FORM == "int4" else 0.0, tl.float32)
     shift = (128.0 if kind == tl.bfloat16 else 1024.0) if FORM == "int4" and ASM and OFFSET < 2 else 0.0
     for i in tl.static_range(PER):
         column = column_of(at, i, APART, FORM)
         inside = (at < WORDS) & (column < inner) if PADDED else at < WORDS
         if i == 0 or not CLOSE:
-            scale = scale_of(scales, column // GROUP, first, at < WORDS, LINES, SCALES, SCALED)
+            group = column // GROUP if GROUP else column * 0
+            scale = scale_of(scales, group, first, at < WORDS, LINES, SCALES, SCALED)
             if OFFSET:
-                zero = zero_of(scales, zeros, column // GROUP, first, at < WORDS, SCALES, SCALED)
+                zero = zero_of(scales, zeros, group, first, at < WORDS, SCALES, SCALED)
         number = unpack(word, (-zero - shift).to(kind)[None, :], i, FORM, OFFSET, kind, ASM)
         tl.store(out + n * inner + column, (number.to(tl.float32) * scale[None, :]).to(kind).reshape(BLOCK), mask=inside)
 
@@ -282,7 +286,7 @@ def dequantize(matrix: Packed, like: Tensor) -> Tensor:
     out = like.new_empty(*words.shape[:-1], like.shape[-1])
     block = min(1024, power_of_two(words.shape[-1]))
     _dequantize[(words.numel() // words.shape[-1], cdiv(words.shape[-1], block))](
-        *matrix.tensors, out, matrix.outputs, out.shape[-1], **matrix.constants(like), BLOCK=block,
+        *matrix.tensors, out, matrix.outputs, out.shape[-1], *matrix.sizes.values(), **matrix.constants(like), BLOCK=block,
         num_warps=max(1, block // 256), **overlapping(),
     )  # fmt: skip
     return out
