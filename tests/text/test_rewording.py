@@ -2,7 +2,7 @@
 
 import pytest
 from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from quire.text.backends import LibraryBackend
 from quire.text.rewording import KEPT, Rewording
@@ -66,6 +66,18 @@ def test_tokens_that_the_other_model_does_not_have(tokenizers):
     short = Rewording(own, other, rows=last)
     assert [short.read(own.encode(text)) is None for text in ("one", "one two")] == [False, True]
     assert Rewording(own, other, rows=5).read(tokens) is None  # of what is not encoded again, too
+
+
+@pytest.mark.parametrize("text", ["one☃", "one two " * 900 + "☃" * 40 + " three" * 900])
+def test_a_character_that_is_written_out_at_length(tokenizers, text):
+    """Such a text is given up at once, and not encoded again with every token."""
+    library = Library.from_str(tokenizers[1]._backend._tokenizer.to_str())
+    library.normalizer, asked = normalizers.Replace("☃", "one two three " * 300), []
+    other = Tokenizer(LibraryBackend(library), special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+    rewording, tokens = Rewording(tokenizers[0], other), tokenizers[0].encode(text)
+    assert rewording.read(tokens) is None
+    other.encode = asked.append
+    assert rewording.read([*tokens, tokens[0]]) is None and not asked
 
 
 def test_within_a_character_nothing_is_said(tokenizers):

@@ -5,6 +5,7 @@ Importing this file does not import torch: only the local executor needs it.
 
 import logging
 import os
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -176,7 +177,7 @@ def start_text_drafter(config: Config, facts: ModelFacts) -> TextDrafter:
     """An engine beside the engine."""
     from quire.text.tokenizer_files import load_tokenizer, read_tokenizer
 
-    args, path = config.args, facts.files.path.absolute()
+    args, path, began = config.args, facts.files.path.absolute(), time.monotonic()
     own, other = (
         load_tokenizer(config.facts.files, tokenizer=args.tokenizer, revision=args.tokenizer_revision),
         read_tokenizer(path),
@@ -196,6 +197,10 @@ def start_text_drafter(config: Config, facts: ModelFacts) -> TextDrafter:
     started = start_core(replace(other_config, args=other_args))
     end = own.eos_token_id if own.eos_token_id in config.facts.eos_ids else next(iter(config.facts.eos_ids), None)
     vocabularies = config.facts.vocab_size, facts.vocab_size
+    logger.info(
+        "%s drafts by text: it has %d tokens of its own, beside the model's %d; %.1f s to start it",
+        path.name, facts.vocab_size, config.facts.vocab_size, time.monotonic() - began,
+    )  # fmt: skip
     return TextDrafter(started.core, started.max_model_len, frozenset(facts.eos_ids), (own, other), vocabularies, end)
 
 
