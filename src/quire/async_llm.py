@@ -73,7 +73,7 @@ class AsyncLLM:
         self._viewer: Callable[[Sight], None] | None = None
         vocabulary = config.facts.vocab_size if config.more_tokens else None
         self.adapters = AdapterNames(
-            config.max_loras > 0, vocabulary, lambda ref: self.prompts.open_tokenizer(ref), config.adapter_numbers
+            config.max_loras > 0, vocabulary, lambda ref: self.prompts.open_tokenizer(ref), config.adapter_bounds
         )
         self._lengths: dict[int, int] = {}  # engine -> the longest context that its cache has room for
         self._name = name

@@ -57,8 +57,8 @@ class LLMEngine:
         config = self.config
         self.inputs = InputProcessor.of(config, self.tokenizer, self.max_model_len)
         vocabulary = config.facts.vocab_size if config.more_tokens else None
-        opener, most = self.inputs.prompts.open_tokenizer, config.adapter_numbers
-        self.adapters = AdapterNames(config.max_loras > 0, vocabulary, opener, most)
+        opener, bounds = self.inputs.prompts.open_tokenizer, config.adapter_bounds
+        self.adapters = AdapterNames(config.max_loras > 0, vocabulary, opener, bounds)
         self.outputs = OutputProcessor(self.tokenizer, page_size=config.page_size if config.prefix_caching else 0)
         logger.info("ready after %s", self.timeline)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import threading
 from http.client import HTTPConnection
 from pathlib import Path
@@ -18,15 +19,20 @@ SIZE = 1 << 40  # bytes, which take a quarter of an hour to read
 LOAD = "/v1/load_lora_adapter"
 
 
+def named(folder: Path, shape: list[int], layer: int = 0) -> Path:
+    size = 4 * math.prod(shape)
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}
+    header = json.dumps({f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.weight": entry}).encode()
+    with (write_adapter(folder, "") / "adapter_model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def vast(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_adapter(tmp_path_factory.mktemp("vast"), "")
-    entry = {"dtype": "F32", "shape": [2, SIZE // 8], "data_offsets": [0, SIZE]}
-    header = json.dumps({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": entry}).encode()
-    with (folder / "adapter_model.safetensors").open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + SIZE)
-    return folder
+    """For a layer that the model does not have."""
+    return named(tmp_path_factory.mktemp("vast"), [2, SIZE // 8], 99)
 
 
 def test_they_are_refused_by_their_header(serve_model: Path, vast: Path, tmp_path: Path) -> None:
@@ -41,11 +47,14 @@ def test_they_are_refused_by_their_header(serve_model: Path, vast: Path, tmp_pat
     (broken / "adapter_model.safetensors").write_bytes(b"\xff" * 99)
     with (beside / "tokenizer.json").open("wb") as file:
         file.truncate(SIZE)
+    narrow, wide = (named(tmp_path / f"{shape}", shape) for shape in ([2, 1 << 33], [1 << 33, 32]))
     try:
         with running.serve(ServerArgs(allow_runtime_lora_updating=True)) as http:
             for path, message in (
                 (vast, "adapter_model.safetensors: has 274,877,906,944 numbers"), (long, "tensors for few of them"),
                 (torch, "up to max_lora_rank has"), (broken, "broken safetensors file"), (beside, "larger than 256 MiB"),
+                (narrow, "layers.0.self_attn.q_proj.lora_A.weight' has shape [2, 8589934592]"),
+                (wide, "layers.0.self_attn.q_proj.lora_A.weight' has rank 8589934592; max_lora_rank is 16"),
             ):  # fmt: skip
                 error = error_of(http.post(LOAD, json={"lora_name": "x", "lora_path": str(path)}))
                 assert error["code"] == 400 and message in error["message"], error

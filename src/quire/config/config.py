@@ -9,6 +9,7 @@ from quire.config.facts import DTYPE_BYTES, DeviceFacts, ModelFacts
 from quire.config.quantization import Quantization
 from quire.config.speculative import SpeculativeConfig
 from quire.config.stages import split_layers
+from quire.files.adapter import AdapterBounds
 from quire.types.sampling import LogprobsMode
 
 Policy = Literal["fcfs", "priority"]
@@ -49,7 +50,11 @@ class Config:
     max_cpu_loras: int = 0  # in the host's memory, those among them
 
     @property
-    def adapter_numbers(self) -> int | None:
+    def adapter_bounds(self) -> AdapterBounds:
+        return AdapterBounds(self._adapter_numbers, self.args.max_lora_rank, self.facts.files.weights)
+
+    @property
+    def _adapter_numbers(self) -> int | None:
         """More than these no adapter of this model can have: by its header one that has is refused before it is read. None =
         the model has no files to tell. Matrices may be stored in numbers that hold 16 others, and PEFT writes embedding and
         head up to four times."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
-from quire.files.adapter import check_size, count_added, digest, stamp
+from quire.files.adapter import AdapterBounds, check_header, count_added, digest, stamp
 from quire.types.adapter import AdapterRef, LoRARequest
 from quire.types.errors import AdapterError, InvalidParameter, NotSupported
 from quire.types.prompts import Extras
@@ -39,11 +39,12 @@ class AdapterNames:
         enabled: bool,
         vocabulary: int | None = None,
         open_tokenizer: Callable[[AdapterRef], object] | None = None,
-        most: int | None = None,
+        bounds: AdapterBounds | None = None,
     ) -> None:
         """`vocabulary`: tokens of the model; None = adapters add none. `open_tokenizer`: of one that does; raises what is wrong
-        with it, before anybody asks for the adapter. `most`: numbers that an adapter can have."""
-        self.enabled, self._vocabulary, self._open_tokenizer, self._most = enabled, vocabulary, open_tokenizer, most
+        with it, before anybody asks for the adapter."""
+        self.enabled, self._vocabulary, self._open_tokenizer = enabled, vocabulary, open_tokenizer
+        self._bounds = bounds or AdapterBounds()
         self._named: dict[str, NamedAdapter] = {}
         self._keys: dict[int, str] = {}  # number -> name
         self._fresh_keys = count(1)
@@ -115,7 +116,7 @@ class AdapterNames:
         """What the files are now. It reads them whole, so it may take a while, unless who asked is `gone`; it changes nothing
         here."""
         path = absolute(lora.lora_path)
-        check_size(path, self._most)
+        check_header(path, self._bounds)
         before = stamp(path)
         version = digest(path, gone)
         there = self._named.get(lora.lora_name)

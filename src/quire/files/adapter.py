@@ -1,16 +1,18 @@
 """The files of a LoRA adapter, as PEFT writes them: a directory of adapter_config.json and the numbers beside it."""
 
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from quire.files.reading import read_object
-from quire.files.safetensors import LARGEST_HEADER, read_header
+from quire.files.reading import read_object, shown
+from quire.files.safetensors import LARGEST_HEADER, TensorInfo, read_header
 from quire.files.threads import in_threads
 from quire.types.errors import AdapterError, EngineDead, ModelError
 
@@ -18,6 +20,9 @@ CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is there where there is a tokenizer
 BESIDE = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json", "chat_template.jinja")
+HALF = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])(?:\.default)?\.weight$")
+LAYER = re.compile(r"\.\d+\.")  # embedding and head, which may grow, have none
+FLOATS = ("F32", "F16", "BF16", "F8_E4M3")
 LARGEST_CONFIG = 16 << 20
 LARGEST_BESIDE = 256 << 20
 LARGEST_NUMBER = 8  # bytes
@@ -58,9 +63,29 @@ def read_config(files: AdapterFiles) -> dict[str, Any]:
         raise AdapterError(str(error), "lora_path") from error
 
 
-def check_size(path: str, most: int | None) -> None:
+@dataclass(frozen=True)
+class AdapterBounds:
+    """What is known of an adapter before any is read. `numbers`: that it can have; None = who knows."""
+
+    numbers: int | None = None
+    max_rank: int | None = None
+    checkpoint: tuple[Path, ...] = ()  # files of the model's own
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the matrices of floats that layers have in the checkpoint, by its own names."""
+        found: dict[str, tuple[int, ...]] = {}
+        for file in self.checkpoint:
+            with suppress(ModelError, OSError):  # it may be gone by now, or have another format
+                for name, info in read_header(file).items():
+                    if len(info.shape) == 2 and info.dtype in FLOATS and LAYER.search(name):
+                        found[name.removesuffix(".weight")] = info.shape
+        return found
+
+
+def check_header(path: str, bounds: AdapterBounds) -> None:
     """Raises what is wrong with the header, or with how much there is to read: a look that takes no time, before one that takes
-    longer the larger the files are. `most`: numbers that an adapter of the model can have; None = who knows."""
+    longer the larger the files are. What it does not know is left to who reads them."""
     files = find_adapter(path)
     weights = files.weights
     try:
@@ -70,17 +95,36 @@ def check_size(path: str, most: int | None) -> None:
                 raise AdapterError(f"{file}: is larger than {LARGEST_BESIDE >> 20} MiB, which none needs to be", "lora_path")
     except (ModelError, OSError) as error:
         raise AdapterError(str(error), "lora_path") from error
+    most = bounds.numbers
     if header is None:
         numbers = size // LARGEST_NUMBER - LARGEST_HEADER
     else:
         numbers = sum(info.elements for info in header.values())
         if size > sum(info.nbytes for info in header.values()) + 8 + LARGEST_HEADER:
             raise AdapterError(f"{weights}: has {size:,} bytes, and tensors for few of them", "lora_path")
+        _check_shapes(header, bounds)
     if most is not None and numbers > most:
         raise AdapterError(
             f"{weights}: has {numbers:,} numbers, where an adapter of this model up to max_lora_rank has {most:,} at most",
             "lora_path",
         )
+
+
+def _check_shapes(header: Mapping[str, TensorInfo], bounds: AdapterBounds) -> None:
+    """Of low-rank halves for layers that the checkpoint has under the same name. Some families store them the other way."""
+    for name, info in header.items():
+        half = HALF.match(name)
+        own = None if half is None else bounds.shapes.get(half["module"])
+        if half is None or own is None:
+            continue
+        rank, side = (info.shape if half["half"] == "A" else info.shape[::-1]) if len(info.shape) == 2 else (0, 0)
+        if side not in own:
+            raise AdapterError(
+                f"tensor {shown(name)} has shape {list(info.shape)}, where the model's matrix is {own[0]} x {own[1]}",
+                "lora_path",
+            )
+        if bounds.max_rank is not None and rank > bounds.max_rank:
+            raise AdapterError(f"tensor {shown(name)} has rank {rank}; max_lora_rank is {bounds.max_rank}", "lora_path")
 
 
 def has_tokenizer(path: str) -> bool:

@@ -29,7 +29,7 @@ from quire.load.adapter_tokens import TokenRows
 from quire.load.adapter_vocabulary import AddedTokens
 from quire.load.assign import Renames, rename
 from quire.load.safetensors import DTYPES
-from quire.prepare.adapter_numbers import largest_of
+from quire.prepare.adapter_numbers import LARGE, largest_of
 from quire.prepare.adapter_sites import Addition, ExpertsSite, HeadSite, LinearSite, Site
 from quire.types.errors import AdapterError, ModelError
 
@@ -294,7 +294,7 @@ class Reader:
 
 
 def check_scale(named: Named, scale: float) -> None:
-    if named.largest * abs(scale) > torch.finfo(torch.float32).max:
+    if named.largest * abs(scale) > LARGE:
         raise named.wrong(f"is too large for its scale of {scale:g}")
 
 

@@ -25,6 +25,7 @@ from quire.prepare.adapter_sites import Addition, EmbeddingSite, ExpertsSite, He
 from quire.types.errors import ConfigError
 
 ALIGNED = 64  # numbers, to a multiple of which every tensor is placed
+ROOMY = 4
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Adapters:
         self.sites: dict[str, Site] = {name: site for site in sites for name in site.shapes}
         self._by_path = {site.path: site for site in sites}
         self._device, self._dtype = device, dtype
+        self._piece = 0  # bytes of the pieces of memory that were pinned first
         self._table: AddressTable | None = None if tabled is None else AddressTable(sites, device, *tabled)
 
     def has_kernels_for(self, places: Iterable[int]) -> bool:
@@ -96,7 +98,9 @@ class Adapters:
                 where[path][name] = (at, tuple(shape))
                 given.append(values)
                 at += _aligned(shape.numel())
-        flat = torch.empty(at, dtype=self._dtype, pin_memory=self.pinned)
+        room = self._piece // self._dtype.itemsize
+        size = room if at <= room < ROOMY * at else at  # a piece that is there is better than one that fits
+        flat = torch.empty(size, dtype=self._dtype, pin_memory=self.pinned)[:at]
         places = [place for numbers in where.values() for place in numbers.values()]
 
         views = [_view(flat, first, shape) for first, shape in places]
@@ -109,9 +113,10 @@ class Adapters:
         """Is what was packed in memory that the device reads by itself?"""
         return self._device.type == "cuda"
 
-    def pin(self, size: int) -> None:
-        """Leaves so many bytes of such memory to torch, which gives them to the next that asks for as many."""
-        torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    def pin(self, size: int, count: int) -> None:
+        """Leaves so many pieces of such memory to torch, which gives them to the next that ask for as many bytes."""
+        self._piece = self._piece or size
+        [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
 
     @torch.inference_mode()
     def put(self, place: int, packed: PackedAdapter) -> None:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+LARGE = 1e30  # fits in bfloat16, too
 AT_ONCE = 1 << 15  # numbers, up to which torch uses one thread
 BITS = {2: (torch.int16, np.int16, np.uint16), 4: (torch.int32, np.int32, np.uint32), 8: (torch.int64, np.int64, np.uint64)}
 
@@ -34,18 +35,31 @@ def largest_of(values: Tensor) -> float:
 
 
 def move(given: Tensor | Scaled, to: Tensor) -> bool:
-    """`to` is contiguous, and of the same shape. False if something became too large for its type; what is not finite before
+    """`to` has the same shape. False if something became too large for its type; what is not finite before
     has been refused."""
     values, scale = (given.values, given.scale) if isinstance(given, Scaled) else (given, 1.0)
     if scale == 1.0 and values.dtype == to.dtype:
         kind = BITS[to.dtype.itemsize][0]
         np.copyto(to.view(kind).numpy(), values.view(kind).numpy())
         return True
+    if to.dim() == 2 and values.t().is_contiguous():  # to multiply where it lies and then to turn it takes half as long
+        lying = values.t()
+        step = max(1, AT_ONCE // max(lying.shape[1], 1))
+        made = torch.empty(min(step, len(lying)), lying.shape[1], dtype=to.dtype)
+        for first in range(0, len(lying), step):
+            some = torch.mul(lying[first : first + step], scale, out=made[: len(lying) - first])
+            move(some.t(), to[:, first : first + step])
+        return _fits(to)
     rows, columns = (to.shape[0], to.shape[1]) if to.dim() == 2 else (1, 1)
     step = max(1, AT_ONCE // max(rows, 1))
     if columns <= step:
         torch.mul(values, scale, out=to)
-        return largest_of(to) < math.inf
+        return _fits(to)
     for first in range(0, columns, step):
         torch.mul(values[:, first : first + step], scale, out=to[:, first : first + step])
-    return largest_of(to) < math.inf
+    return _fits(to)
+
+
+def _fits(made: Tensor) -> bool:
+    """What an adapter may have fits wherever there are exponents as of float32."""
+    return torch.finfo(made.dtype).max > LARGE or largest_of(made) < math.inf

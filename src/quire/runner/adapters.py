@@ -14,6 +14,8 @@ from quire.prepare.adapter_sites import Site
 from quire.types.adapter import AdapterFacts, AdapterRef
 from quire.types.errors import AdapterError, EngineError
 
+PINNED = 1 << 31  # bytes of host memory at the start, at most
+
 
 @dataclass(frozen=True)
 class WholeModel:
@@ -52,7 +54,7 @@ class Shelf:
         self._lock = Lock()
         self._taken: dict[int, int] = {}  # place -> bytes
         self._blocks = 0  # of pinned memory, in use or not
-        self._pin_another(adapters.bytes_of(max_rank))
+        self._pin(adapters.bytes_of(max_rank), room + 1)
         self.filled: set[int] = set()
 
     def has_kernels_for(self, places: Iterable[int]) -> bool:
@@ -69,14 +71,17 @@ class Shelf:
             raise AdapterError(f"{ref.path}: it has numbers that are too large for {kind}", "lora_path")
         with self._lock:
             self._held[ref.version] = packed
-        self._pin_another(packed.flat.nbytes)
+        if len(self._held) >= self._blocks:
+            self._pin(packed.flat.nbytes, 1)
         return AdapterFacts(rank, packed.flat.nbytes)
 
-    def _pin_another(self, size: int) -> None:
-        """To pin memory takes longer than to read an adapter into it, so there is always some for the next one."""
-        if self._adapters.pinned and len(self._held) >= self._blocks:
-            self._blocks += 1
-            Thread(target=self._adapters.pin, args=(size,), name="quire-pin", daemon=True).start()
+    def _pin(self, size: int, count: int) -> None:
+        """To pin memory takes longer than to read an adapter into it, and launches wait for it: so there is some from the
+        start on, and always for one more."""
+        if self._adapters.pinned:
+            count = max(1, min(count, PINNED // max(size, 1)))
+            self._blocks += count
+            Thread(target=self._adapters.pin, args=(size, count), name="quire-pin", daemon=True).start()
 
     def put(self, ref: AdapterRef, place: int) -> None:
         with self._lock:
