@@ -62,6 +62,7 @@ def forms():
     yield "nvfp4", Float4("e2m1", 16, some(64, 128), torch.rand(64, 16).to(torch.float8_e4m3fn), torch.rand(64, 1))
     yield "nvfp4 without a factor", Float4("e2m1", 16, some(64, 128), torch.rand(64, 16).to(torch.float8_e4m3fn))
     yield "mxfp4, the last block smaller", Float4("e2m1", 32, some(64, 80), some(64, 5, low=120, high=130))
+    yield "mxfp4, one group", Float4("e2m1", 32, some(64, 16), some(64, 1, low=120, high=130))
     yield "mxfp4", Float4("e2m1", 32, some(64, 64), some(64, 4, low=120, high=130))
 
 

@@ -29,7 +29,7 @@ MOST_DEQUANTIZED = 1 << 30  # numbers of all experts' matrices that there is mem
 FEW_FLOAT4 = 8  # slots, up to which it is faster for each of them to read its expert's matrices by itself
 FILLING = 264  # programs that keep an H200 busy
 BLOCK = 128  # columns of a scale, where rows are rounded by blocks
-MOST_READ = 1 << 22  # bytes of a matrix, read once for each row
+MOST_READ = 1 << 23  # bytes of a matrix, read once for each row
 AT_ONCE = 1 << 26  # numbers that are packed together
 TILE = 128  # rows of a matrix that lie together
 FLOAT8_MAX, INT8_MAX = 448.0, 127.0
@@ -145,7 +145,7 @@ def choose_way(packed: Any, rows: int) -> Any:
         block = 64
     high = 128 if NUMBERS[packed.form] == 4 or block > 64 else 64
     tiles = -(-packed.outputs // high) * -(-rows // block)
-    programs = 2 * FILLING if block <= 32 else FILLING if block <= 128 else FILLING // 2
+    programs = 3 * FILLING if block <= 32 else FILLING if block <= 128 else FILLING // 2
     shares = choose_shares(programs / tiles, packed.words.shape[-1] // packed.apart)
     return Way(block, high, shares, 8 if block == 256 else 4, 4 if block <= 32 else 3, fold=block > 64)
 
@@ -186,7 +186,8 @@ def pack(form: Any) -> PackedMatrix | None:
             packed = _pack("float8", form.numbers.view(torch.uint8), group, scale, None, fill=0, tiled=False)
         case Float4(code="e2m1"):
             scale, factor = form.scale, form.factor
-            fours = form.group == (32 if scale.dtype == torch.uint8 else 16)  # so many lie in a block, and are read together
+            # four of them are of one block, and are read together
+            fours = form.group == (32 if scale.dtype == torch.uint8 else 16) and scale.shape[-1] > 1
             if not fours or scale.dtype == torch.float32 or (scale.dtype == torch.uint8) != (factor is None):
                 scale = powers_of_two(scale) if scale.dtype == torch.uint8 else scale.float()
                 scale, factor = scale if factor is None else scale * factor, None
@@ -305,6 +306,5 @@ def choose_expert_way(packed: Any, rows: float) -> Any:
     from quire.ops.kernels.packed import Way
     from quire.ops.kernels.words import NUMBERS
 
-    four = NUMBERS[packed.form] == 4
-    block, high = (16, 64 if four else 128) if rows <= 8 else (32, 64) if rows <= 40 else (64, 128)
+    block, high = (16, 128) if rows <= 8 else (32, 128 if NUMBERS[packed.form] == 4 else 64) if rows <= 40 else (64, 128)
     return Way(block, high, 1, 4, 3 if block == 64 else 4)

@@ -32,7 +32,7 @@ from quire.ops.kernels.words import (
     zero_of,
 )
 
-AHEAD = 4  # blocks
+AHEAD = 2  # blocks
 
 
 @triton.jit
@@ -76,21 +76,22 @@ def _scaled(value, scale, EXACT: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _at_place(
-    word, four, factor, scale, offset, scales, zeros, at, row, PLACE: tl.constexpr,
+    word, four, scale, offset, scales, zeros, at, row, PLACE: tl.constexpr,
     APART: tl.constexpr, GROUP: tl.constexpr, SCALES, OFFSET: tl.constexpr,
     FORM: tl.constexpr, LINES, SCALED: tl.constexpr, FOLD: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The numbers at a place of words [N, K] of block `at`; times their scales, where it has several or they are to FOLD."""
     BLOCK: tl.constexpr = APART * (4 if FORM == "int4" or FORM == "float4" else 2)
     ONE: tl.constexpr = GROUP % BLOCK == 0
-    EXACT: tl.constexpr = SCALED == "e8m0" or SCALED == ("bf16" if tl.bfloat16 == KIND else "fp16")  # noqa: SIM300
+    FOURS: tl.constexpr = SCALED == "e8m0" or SCALED == "e4m3"
+    EXACT: tl.constexpr = FOURS or SCALED == ("bf16" if tl.bfloat16 == KIND else "fp16")  # noqa: SIM300
     group = (at * BLOCK + PLACE * APART) // GROUP if GROUP else 0
     if OFFSET and not ONE:
         offset = offset_by(zero_of(scales, zeros, group, row, True, SCALES, SCALED), FORM, OFFSET, KIND, ASM)
     value = unpack(word, offset, PLACE, FORM, OFFSET, KIND, ASM)
     if not ONE:
-        if SCALED == "e8m0" or SCALED == "e4m3":
-            scale = scale_in(four >> (8 * PLACE), factor, SCALED)
+        if FOURS:  # noqa: SIM108
+            scale = scale_in(four >> (8 * PLACE), 1.0, SCALED)
         else:
             scale = scale_of(scales, group, row, True, LINES, SCALES, SCALED)
         value = _scaled(value, scale, EXACT, ASM)
@@ -101,17 +102,17 @@ def _at_place(
 
 @triton.jit
 def _halves(
-    word, four, factor, scale, offset, scales, zeros, at, row, PLACE: tl.constexpr,
+    word, four, scale, offset, scales, zeros, at, row, PLACE: tl.constexpr,
     APART: tl.constexpr, GROUP: tl.constexpr, SCALES, OFFSET: tl.constexpr,
     FORM: tl.constexpr, LINES, SCALED: tl.constexpr, FOLD: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The numbers at a place, and at the next one."""
     a = _at_place(
-        word, four, factor, scale, offset, scales, zeros, at, row, PLACE,
+        word, four, scale, offset, scales, zeros, at, row, PLACE,
         APART, GROUP, SCALES, OFFSET, FORM, LINES, SCALED, FOLD, KIND, ASM,
     )  # fmt: skip
     b = _at_place(
-        word, four, factor, scale, offset, scales, zeros, at, row, PLACE + 1,
+        word, four, scale, offset, scales, zeros, at, row, PLACE + 1,
         APART, GROUP, SCALES, OFFSET, FORM, LINES, SCALED, FOLD, KIND, ASM,
     )  # fmt: skip
     return _behind(a, b)
@@ -133,7 +134,6 @@ def _add(
     k = tl.arange(0, BLOCK)
     words = matrix + place_of(n[:, None], tl.arange(0, APART)[None, :], WORDS, APART, TILE)
     columns = rows + k[None, :]
-    factor = factor_of(scales, row, True, LINES, SCALES, SCALED)
     four, scale, offset = row, tl.zeros(row.shape, tl.float32), no_offset(row, FORM, kind, ASM)
     if OFFSET and not GROUP:
         offset = offset_by(zero_of(scales, zeros, 0, row, True, SCALES, SCALED), FORM, OFFSET, kind, ASM)
@@ -151,12 +151,12 @@ def _add(
                 zero = tl.load(zeros + place).to(tl.float32) if SCALED == "" else zero_in(pair)
                 offset = offset_by(zero, FORM, OFFSET, kind, ASM)
         value = _halves(
-            word, four, factor, scale, offset, scales, zeros, at, row, 0,
+            word, four, scale, offset, scales, zeros, at, row, 0,
             APART, GROUP, SCALES, OFFSET, FORM, LINES, SCALED, FOLD, kind, ASM,
         )  # fmt: skip
         if FOUR_BITS:
             upper = _halves(
-                word, four, factor, scale, offset, scales, zeros, at, row, 2,
+                word, four, scale, offset, scales, zeros, at, row, 2,
                 APART, GROUP, SCALES, OFFSET, FORM, LINES, SCALED, FOLD, kind, ASM,
             )  # fmt: skip
             value = _behind(value, upper)
@@ -254,6 +254,8 @@ def _packed(
             return
     if not GROUP:
         acc *= scale_of(scales, 0, read // HIGH, True, LINES, SCALES, SCALED)[:, None]
+    elif SCALED == "e4m3":
+        acc *= factor_of(scales, read // HIGH, True, LINES, SCALES, SCALED)[:, None]
     kind: tl.constexpr = out.dtype.element_ty
     if BIAS:
         acc += tl.load(bias + read).to(tl.float32)[:, None]
