@@ -153,6 +153,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--tensor-parallel-size", type=int, default=2)
     parser.add_argument("--data-parallel-size", type=int, default=1)
+    parser.add_argument("--enable-expert-parallel", action="store_true")
+    parser.add_argument("--skip-tokenizer-init", action="store_true")
     options = parser.parse_args()
     args = EngineArgs(
         model=options.model,
@@ -160,6 +162,8 @@ def main() -> int:
         dtype="float32",
         tensor_parallel_size=options.tensor_parallel_size,
         data_parallel_size=options.data_parallel_size,
+        enable_expert_parallel=options.enable_expert_parallel,
+        skip_tokenizer_init=options.skip_tokenizer_init,
         kv_cache_memory_bytes=8 << 20,
         max_engine_restarts=options.times + 1,
         engine_restart_window=1e9,

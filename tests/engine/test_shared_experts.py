@@ -106,7 +106,6 @@ def test_two_engines_of_two_ranks_and_the_loss_of_one(checkpoint, expected):
     llm = LLM(str(checkpoint("qwen3-moe").directory), **SMALL, **BOTH, tensor_parallel_size=2)
     engines = llm.llm_engine.core.engines
     try:
-        assert ids(llm.generate(*WORK, use_tqdm=False)) == ids(expected("qwen3-moe"))
         lost = [engine.pid for engine in engines]
         open_files = len([*Path("/proc/self/fd").iterdir()])
         killing = threading.Timer(0.2, os.kill, (lost[1], signal.SIGKILL))
