@@ -85,8 +85,9 @@ class StepFlight:
         pooled = {} if self._pooled is None else _split_pooled(plan, next(arrays))
         kept: Ints | slice = slice(None)  # the draws that count
         if drawn is not None and (drawn.lengths is not None or plan.drafts.any()):
+            draws = np.where(plan.sample, 1 + plan.drafts, 0)
             lengths[plan.sample] = self._accept(ids, fault) if drawn.lengths is None else next(arrays)
-            kept = spans(np.searchsorted(plan.draw_row, np.arange(len(lengths))), lengths)
+            kept = spans(draws.cumsum() - draws, lengths)
         drafts = {} if drawn is None or drawn.guesses is None or not len(plan.masked) else _split_guesses(plan, next(arrays))
         failed: dict[int, str] = {}
         if fault[kept].any():

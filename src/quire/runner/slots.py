@@ -18,7 +18,7 @@ import torch
 from quire.device.updates import DeviceUpdates
 from quire.runner.prefixes import NothingShared, Prefixes
 from quire.types.errors import EngineError
-from quire.types.plan import Admission, Ints, StepPlan, spans
+from quire.types.plan import FEW, Admission, Ints, StepPlan, spans
 
 
 class Slots:
@@ -92,12 +92,25 @@ class Slots:
         if self.loose.any():
             behind = self.loose[plan.slot]
             draws = behind & plan.sample
-            self.cursor[plan.slot[behind]] = (plan.end - plan.count)[behind]
-            self.known[plan.slot[draws]] = (plan.end - plan.drafts)[draws]
+            if draws.all():
+                self.cursor[plan.slot], self.known[plan.slot] = plan.end - plan.count, plan.end - plan.drafts
+            else:
+                self.cursor[plan.slot[behind]] = (plan.end - plan.count)[behind]
+                self.known[plan.slot[draws]] = (plan.end - plan.drafts)[draws]
             self.loose[plan.slot] = False
         if len(plan.draft_token):
-            index = np.repeat(plan.slot.astype(np.int64) * self.tokens.shape[1], plan.drafts)
-            self.updates.scatter(self.tokens, index + spans(plan.end - plan.drafts, plan.drafts), plan.draft_token)
+            self._write_drafts(plan)
+
+    def _write_drafts(self, plan: StepPlan) -> None:
+        width, at = self.tokens.shape[1], 0
+        if len(plan.slot) <= FEW:
+            for slot, end, drafts in zip(plan.slot.tolist(), plan.end.tolist(), plan.drafts.tolist(), strict=True):
+                if drafts:
+                    self.updates.write(self.tokens, slot * width + end - drafts, plan.draft_token[at : at + drafts])
+                    at += drafts
+            return
+        index = np.repeat(plan.slot.astype(np.int64) * width, plan.drafts)
+        self.updates.scatter(self.tokens, index + spans(plan.end - plan.drafts, plan.drafts), plan.draft_token)
 
     def _write_tables(self, plan: StepPlan) -> None:
         """A new tenant's table is written whole: beyond its pages it leads nowhere."""

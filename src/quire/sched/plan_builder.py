@@ -3,15 +3,17 @@
 Nearly every row is one token that is drawn after: of those only request and end are noted. The other rows are `odd`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 
 import numpy as np
 
 from quire.cache.tables import Entries
-from quire.types.plan import Admission, Ints, Outputs, StepPlan, spans
+from quire.types.plan import NOTHING, Admission, Ints, Outputs, StepPlan, spans
 from quire.types.request import Request
+
+NO_ROWS: Ints = np.empty((0, 3), np.int32)
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,7 @@ class PlanBuilder:
         count, draws = np.ones((2, len(requests)), np.int32)
         for i, odd in self._odd.items():
             count[i], draws[i] = odd.count, odd.draws
-        given = np.array(self._forced, np.int32).reshape(-1, 3)
-        loads, saves = (np.array(pairs, np.int32).reshape(-1, 2) for pairs in (self._loads, self._saves))
+        given, loads, saves = _table(self._forced, 3), _table(self._loads, 2), _table(self._saves, 2)
         plan = StepPlan(
             step=self.step,
             retired=_ints(retired),
@@ -190,5 +191,9 @@ def _guesses(requests: tuple[Request, ...], ahead: int, other: Mapping[Request, 
     return _ints([other.get(request, ahead) for request in requests])
 
 
+def _table(rows: Sequence[tuple[int, ...]], width: int) -> Ints:
+    return np.array(rows, np.int32) if rows else NO_ROWS[:, :width]
+
+
 def _ints(values: list[int]) -> Ints:
-    return np.array(values, dtype=np.int32)
+    return np.array(values, dtype=np.int32) if values else NOTHING

@@ -18,12 +18,19 @@ Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
 
 
+NOTHING: Ints = np.empty(0, np.int32)
+FEW = 8  # for which lists are quicker than arrays
+
+
 def _none() -> Ints:
-    return np.empty(0, np.int32)
+    return NOTHING
 
 
 def spans(first: npt.NDArray[np.integer], lengths: npt.NDArray[np.integer]) -> Ints:
     """lengths[i] integers from first[i] on, end to end: [7, 2], [1, 3] -> [7, 2, 3, 4]."""
+    if len(lengths) <= FEW:
+        each = zip(first.tolist(), lengths.tolist(), strict=True)
+        return np.array([begin + i for begin, length in each for i in range(length)], np.int32)
     begins = np.cumsum(lengths) - lengths
     values: Ints = (np.arange(int(lengths.sum())) + np.repeat(first - begins, lengths)).astype(np.int32)
     return values

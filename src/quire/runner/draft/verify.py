@@ -62,15 +62,20 @@ def prepare(plan: StepPlan, slots: Slots, batch: Batch, rows: Rows, hidden: Tens
 
 
 def accept_told(plan: StepPlan, ids: Ints, fault: Ints, told: Ints) -> Longs:
-    """As `accept`, on the host, where the drafts are known: ids and fault [N] of its draws, told [sum of drafts]."""
-    row = plan.draw_row
-    first = np.flatnonzero(np.diff(row, prepend=-1))
-    behind = np.flatnonzero(np.append(np.diff(row) == 0, False)[: len(row)])
-    drafts = np.full(len(row), NO_DRAFT)
-    drafts[behind[: len(told)]] = told
-    ending = np.where((ids != drafts) | (fault != GOOD), np.arange(len(row)), len(row))
-    nearest: Longs = np.minimum.accumulate(ending[::-1])[::-1]
-    return nearest[first] - first + 1
+    """As `accept`, on the host, where the drafts are known: ids and fault [N] of its draws, told [sum of drafts]. The device
+    waits for this: there are few, and lists are quicker then."""
+    drawn, good, expected = ids.tolist(), (fault == GOOD).tolist(), told.tolist()
+    lengths, at, draft = list[int](), 0, 0
+    for drafts in plan.drafts[plan.sample].tolist():
+        right = 0
+        for guess in expected[draft : draft + drafts]:
+            if drawn[at + right] != guess or not good[at + right]:
+                break
+            right += 1
+        lengths.append(1 + right)
+        at += 1 + drafts
+        draft += drafts
+    return np.array(lengths, np.int64)
 
 
 def accept(result: Tensor, first: Tensor, drafts: Tensor) -> Tensor:

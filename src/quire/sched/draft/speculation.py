@@ -32,6 +32,7 @@ LIKELY = 0.3  # a draft that is tried is right that often, at least
 REMEMBERED_EVERY, WORTH_REMEMBERING = 256, 32  # steps measured; at the end
 MOST_TOGETHER = 512  # drafts of a step
 LOOKED_AT = 8  # requests of a step that is planned ahead
+DULL = 16  # steps without a draft: then no more are looked at either
 Schedule = Sequence[tuple[int, int, int]]
 
 
@@ -66,6 +67,7 @@ class Speculation:
         self._idle = 0  # steps since drafts were run that could have been
         self._trial = False  # drafts are run once, worth it or not
         self._turn = 0  # of those who are looked at
+        self._dull = 0  # steps since one had a draft
         self._ahead = self._ahead_once = False  # is a step in flight when another lands, and was one ever?
         self.granted: dict[Request, int] = {}  # drafts of the next step
         self.ahead = 0  # that a drafter with weights makes behind each of its rows
@@ -182,7 +184,8 @@ class Speculation:
                 rows.append(request)
         self._ahead = any(request.pending for request in rows)
         self._ahead_once |= self._ahead
-        looked_at = self._some(rows) if self._ahead else rows
+        self._dull = 0 if self.granted else self._dull + 1
+        looked_at = self._some(rows) if self._ahead or (self._adaptive and self._dull > DULL) else rows
         for request in looked_at:
             drafting = request.drafting
             drafting.tokens, drafting.at = self._drafter.propose(text_of(request), self.most), len(request.tokens)
@@ -194,7 +197,7 @@ class Speculation:
 
     def _some(self, rows: list[Request]) -> list[Request]:
         """Of many, a few: others the next time."""
-        turns = -(-len(rows) // LOOKED_AT)
+        turns = max(1, -(-len(rows) // LOOKED_AT))
         self._turn += 1
         return rows[self._turn % turns :: turns]
 
