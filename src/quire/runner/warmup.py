@@ -88,9 +88,12 @@ def _layers(model: Decoder, slots: Slots, longest: int) -> Iterator[Callable[[],
     for tenants in (prompt, one):
         for layer in others:
             yield partial(_run, model, _batch(tenants, slots), lambda x, _, layer=layer: layer(x))
+    matrices, dtype = distinct_matrices(model), next(model.parameters()).dtype
     for tokens in sorted({min(size, longest) for size in DOZENS}):
         for layer in others:
             yield partial(_run, model, _batch([Tenant(tokens, tokens)], slots), lambda x, _, layer=layer: layer(x))
+        for matrix in matrices:
+            yield partial(_multiply, matrix, torch.zeros(tokens, matrix.inputs, dtype=dtype, device=slots.device))
     yield partial(_run, model, _batch(one, slots), lambda x, _: model.logits(x))
 
 
@@ -102,9 +105,8 @@ def warm_up_products(model: Decoder, hidden: Tensor, recorded: int) -> None:
     it, for which they wait until the device is idle.
     """
     few = range(1, min(FEW_ROWS, len(hidden)), FEW_APART)
-    shapes = {(layer.inputs, layer.outputs): layer for layer in model.modules() if isinstance(layer, Linear)}
-    for (inputs, _), layer in shapes.items():
-        x = hidden.new_zeros(len(hidden), inputs)
+    for layer in distinct_matrices(model):
+        x = hidden.new_zeros(len(hidden), layer.inputs)
         for rows in (*few, *range(recorded + 1, len(hidden) + 1, MANY_APART)):
             layer(x[:rows])
     for rows in few:
@@ -156,6 +158,11 @@ def _run_latents(layer: LatentAttention, tokens: int, dtype: torch.dtype, rows: 
     add_to_values(out, found, layer.nope, rows.sorted, bank.table)
 
 
+def distinct_matrices(model: Decoder) -> list[Linear]:
+    """One of each size."""
+    return list({(layer.inputs, layer.outputs): layer for layer in model.modules() if isinstance(layer, Linear)}.values())
+
+
 def kinds_of_layers(model: Decoder) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
     """One layer of each kind: attentions, norms, and the rest."""
     attentions: dict[object, nn.Module] = {}
@@ -205,6 +212,11 @@ def _edit(sampler: Sampler, logits: Tensor, each: Sequence[Rows]) -> None:
     for rows in each:
         edited, _, raw = sampler.edit(logits, rows, None)
         sampler.report(torch.zeros(2, 1, dtype=torch.int32, device=logits.device), edited, raw, rows)
+
+
+@torch.inference_mode()
+def _multiply(matrix: Linear, x: Tensor) -> None:
+    matrix(x)
 
 
 @torch.inference_mode()
