@@ -36,6 +36,10 @@ FORMS = {
     "fp8": lambda n, k: Float8(1, k, numbers(n, k), scales(n, 1), Activation.TOKEN),
     "fp8 blocks": lambda n, k: Float8(128, 128, numbers(n, k), scales(n // 128, k // 128), Activation.GROUP),
     "nvfp4": lambda n, k: Float4("e2m1", 16, some(n, k // 2), scales(n, k // 16).to(torch.float8_e4m3fn), scales(n, 1)),
+    "q4_k": lambda n, k: PackedInts(
+        4, 32, some(n, k // 2), scales(n, k // 32).half(), torch.rand(n, k // 32, device="cuda") * 15, None
+    ),
+    "q6_k": lambda n, k: PackedInts(8, 16, some(n, k), scales(n, k // 16).half(), None, None),
     "mxfp4": lambda n, k: Float4("e2m1", 32, some(n, k // 2), some(n, k // 32) % 8 + 120),
 }
 
@@ -46,7 +50,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 16, 64, 256, 1024, 16384])
     parser.add_argument("--shapes", nargs="*", default=SHAPES["Llama-3.1-8B"])
     options = parser.parse_args()
-    print(f"{'form':<12}{'shape':<20}{'rows':>6}{'bfloat16 us':>13}{'us':>9}{'times':>7}")
+    print(
+        f"{'form':<12}{'shape':<20}"
+        + "".join(f"{rows:>16}" for rows in options.rows)
+        + "   rows: us (times as fast as bfloat16)"
+    )
     for shape in options.shapes:
         sizes, _, gate = shape.partition(":")
         inputs, outputs = (int(size) for size in sizes.split("x"))
@@ -57,11 +65,15 @@ def main() -> None:
             rows: time(lambda w, x=x, gate=gate: gated_linear(x, w, None, "silu") if gate else linear(x, w), floats)
             for rows, x in rows_of.items()
         }
+        print(f"{'bfloat16':<12}{shape:<20}" + "".join(f"{us:>16.1f}" for us in plain.values()), flush=True)
         for name in options.forms:
             matrices = [pack(FORMS[name](outputs, inputs)) for _ in range(max(6, 4 * COLD_BYTES // size))]
-            for rows, x in rows_of.items():
-                us = time(lambda m, x=x, gate=gate: m.multiply(x, None, "silu" if gate else ""), matrices)
-                print(f"{name:<12}{shape:<20}{rows:>6}{plain[rows]:>13.1f}{us:>9.1f}{plain[rows] / us:>7.2f}", flush=True)
+            found = {
+                rows: time(lambda m, x=x, gate=gate: m.multiply(x, None, "silu" if gate else ""), matrices)
+                for rows, x in rows_of.items()
+            }
+            cells = (f"{us:.1f} ({plain[rows] / us:.2f})" for rows, us in found.items())
+            print(f"{name:<12}{shape:<20}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
 
 
 if __name__ == "__main__":
