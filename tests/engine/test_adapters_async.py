@@ -112,6 +112,42 @@ def test_updates_and_unloading_while_requests_run(tiny_model, adapters):
     run(scene(), llm)
 
 
+def test_who_changes_a_name_waits_for_who_does_so_already(tiny_model, adapters, monkeypatch):
+    llm = open_async(tiny_model, enable_lora=True, max_loras=2, max_cpu_loras=3)
+    a, b, c = adapters.values()
+    looks, look = [], llm.adapters.look
+    monkeypatch.setattr(llm.adapters, "look", lambda lora, gone: (looks.append(lora.lora_name), look(lora, gone))[1])
+
+    async def scene():
+        one, two = [(await ask(llm, f"{i}", lora)).outputs[0].token_ids for i, lora in enumerate((a, b))]
+        # two of the same name, with other content
+        rivals = [LoRARequest("x", 7, a.lora_path), LoRARequest("x", 8, b.lora_path)]
+        told = await asyncio.gather(*map(llm.add_lora, rivals), return_exceptions=True)
+        assert told[0] is True and isinstance(told[1], InvalidParameter) and "from another path" in str(told[1])
+        assert (await ask(llm, "x", rivals[0])).outputs[0].token_ids == one and await llm.list_loras() == {1, 2, 7}
+        # replaced, and removed while it is
+        newer = LoRARequest("x", 9, b.lora_path, load_inplace=True)
+        assert await asyncio.gather(llm.add_lora(newer), llm.remove_lora(7), llm.pin_lora(7)) == [True, True, False]
+        assert await llm.list_loras() == {1, 2} and llm.adapters.find("x") is None
+        # replaced twice, by whoever came later
+        changes = [LoRARequest("x", 9, each.lora_path, load_inplace=True) for each in (b, a, b)]
+        assert await asyncio.gather(*map(llm.add_lora, changes)) == [True] * 3
+        assert (await ask(llm, "y", LoRARequest("x", 9, b.lora_path))).outputs[0].token_ids == two
+        # asked for by many, and loaded once
+        looks.clear()
+        outputs = await asyncio.gather(*(ask(llm, f"many {i}", c) for i in range(5)))
+        assert looks == ["c"] and len({tuple(each.outputs[0].token_ids) for each in outputs}) == 1
+        # the engine is lost while it reads one
+        late = LoRARequest("late", 20, str(write_adapter(folder_of(a) / "late", "late")))
+        os.kill(llm.engine_pid, signal.SIGSTOP)
+        loading = asyncio.create_task(llm.add_lora(late))
+        await until(lambda: llm._client._calls)
+        os.kill(llm.engine_pid, signal.SIGKILL)
+        assert await loading and (await ask(llm, "late", late)).outputs[0].token_ids not in (one, two)
+
+    run(scene(), llm)
+
+
 def test_a_lost_engine_costs_no_stream_its_adapter(tiny_model, adapters, monkeypatch):
     monkeypatch.setenv("QUIRE_FAKE_LATENCY", "0.01")
     llm = open_async(tiny_model, enable_lora=True, max_loras=2)

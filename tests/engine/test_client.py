@@ -10,6 +10,7 @@ from quire.engine import client as client_module
 from quire.engine import ipc
 from quire.engine.client import EngineClient
 from quire.engine.timeline import Timeline
+from quire.types.adapter import AdapterRef
 from quire.types.errors import EngineDead, EngineError, PromptTooLong
 from quire.types.outputs import TokenDelta
 from quire.types.plan import TopLogprobs
@@ -95,6 +96,24 @@ def test_requests_wait_for_an_engine_and_go_in_order(stage):
     assert list(stage.take().items()) == [("b", FRESH), ("a", FRESH), ("c", FRESH)]
     stage.client.add(requests("d"))
     assert stage.take() == {"d": FRESH} and stage.client.num_open == 4
+
+
+def test_what_ends_engines_is_not_asked_for_for_ever(stage):
+    async def scene():
+        stage.lose()  # without an engine that has got it nothing is counted
+        asked = asyncio.create_task(stage.client.load_adapter(AdapterRef(1, "version", "path"), pinned=False))
+        await asyncio.sleep(0)
+        for _ in range(3):
+            stage.lose()
+            stage.ready()
+            assert isinstance(stage.sent.pop(), ipc.LoadAdapter)
+        stage.lose()
+        with pytest.raises(EngineDead, match="lost 3 times in a row"):
+            await asked
+        stage.ready()
+        assert stage.sent == []
+
+    asyncio.run(scene())
 
 
 def test_the_next_engine_goes_on_where_the_last_one_was(stage):

@@ -56,7 +56,7 @@ def inputs(shape, rows, dtype, device, interleaved, page_size=4):
     query, row = both.split((heads * (nope + rotary), rank + rotary), dim=1)
     view = dataclasses.replace(batch.groups[0], tables=batch.groups[0].tables.to(device), write=write.to(device))
     batch = dataclasses.replace(
-        batch, positions=positions.to(device), row_starts=batch.row_starts.to(device), groups=(view,),
+        batch, ids=batch.ids.to(device), positions=positions.to(device), row_starts=batch.row_starts.to(device), groups=(view,),
         kv_lengths=batch.kv_lengths.to(device),
     )  # fmt: skip
     return spec, latents, query.unflatten(1, (heads, -1)), row, kv.to(device, dtype), batch
@@ -156,7 +156,8 @@ def test_adapters_of_what_makes_keys_and_values(dora, final, tiled, dtype, devic
         )
         for up in matrices
     ]
-    expected = torch.stack(of_each)[batch.final.adapters.places, torch.arange(len(query))]
+    mine = torch.from_numpy(batch.final.adapters.places).to(device)
+    expected = torch.stack(of_each)[mine, torch.arange(len(query), device=device)]
     batch.final.plans.clear()
     out = LatentTriton().run_latent(spec, dataclasses.replace(latents, table=table), query, row, kv, batch, 0, final)
     assert batch.final.plans["latent", 0].expanded is not None or final

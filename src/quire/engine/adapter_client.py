@@ -2,10 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from quire.engine.adapter_names import AdapterNames, NamedAdapter
 from quire.engine.view import OneEngine
@@ -28,7 +29,8 @@ class Sharing(Protocol):
     """Where several processes give names to adapters, all of them know the same names."""
 
     def alone(self, name: str) -> AbstractAsyncContextManager[None]:
-        """Nobody else changes meanwhile what the name means, and what others made of it before is known here."""
+        """Nobody else changes meanwhile what the name means: who loads, replaces, pins or removes it waits for whoever does so
+        already. What others made of it before is known here."""
         ...
 
     async def tell(self, name: str, adapter: NamedAdapter | None) -> None:
@@ -37,8 +39,16 @@ class Sharing(Protocol):
 
 
 class Unshared:
-    def alone(self, name: str) -> AbstractAsyncContextManager[None]:  # noqa: ARG002
-        return nullcontext()
+    """One process alone: its own tasks take turns."""
+
+    def __init__(self) -> None:
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def alone(self, name: str) -> AsyncIterator[None]:
+        lock = self._locks.setdefault(name, asyncio.Lock())
+        async with lock:
+            yield
 
     async def tell(self, name: str, adapter: NamedAdapter | None) -> None:
         pass
@@ -58,7 +68,7 @@ class AdapterClient:
         if known is not None:
             return known
         async with self._shared.alone(lora.lora_name):
-            known = self._names.known(self._names.check(lora))  # by now another process may have loaded it
+            known = self._names.known(self._names.check(lora))  # by now another may have loaded it
             return known or await self._load(lora)
 
     async def _load(self, lora: LoRARequest) -> NamedAdapter:
@@ -126,12 +136,17 @@ class AdapterClient:
         return True
 
     async def pin(self, key: int) -> bool:
-        adapter = self._names.of_key(key)
-        if adapter is not None:
+        there = self._names.of_key(key)
+        if there is None:
+            return False
+        async with self._shared.alone(there.name):
+            adapter = self._names.find(there.name)  # by now another, perhaps
+            if adapter is None:
+                return False
             await load_everywhere(self._engines, adapter.ref, pinned=True)
             self._names.pin(adapter.name)
             await self._shared.tell(adapter.name, self._names.find(adapter.name))
-        return adapter is not None
+        return True
 
     def renewed(self, request: EngineRequest) -> EngineRequest | None:
         """The same request with what its adapter's name means now. It had not begun, and the files of the version that it came

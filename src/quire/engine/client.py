@@ -72,6 +72,16 @@ class OpenRequest:
         return replace(self.spec, resumed=tuple(self.tokens), scored=self.scored) if self.told else self.spec
 
 
+@dataclass(eq=False, slots=True)
+class OpenCall:
+    """What an engine is asked to do, the next one if this one is lost."""
+
+    command: ipc.CallMethod | ipc.LoadAdapter
+    future: asyncio.Future[Any]
+    strikes: int = 0
+    sent: bool = False
+
+
 class EngineClient:
     """`spare` is a process that waits for its arguments: it becomes the first engine. `engine`: its number, of several;
     `serving`: requests come and go while others wait for their next token."""
@@ -96,7 +106,7 @@ class EngineClient:
         self._open: dict[str, OpenRequest] = {}
         self._suspects: deque[OpenRequest] = deque()
         self._probe: OpenRequest | None = None  # the suspect whose progress is awaited
-        self._calls: dict[int, tuple[ipc.CallMethod | ipc.LoadAdapter, asyncio.Future[Any]]] = {}
+        self._calls: dict[int, OpenCall] = {}
         self._numbers = itertools.count()
         self._outbox: deque[OpenRequest] = deque()  # to be sent
         self._sending = False  # the rest of them has its turn soon
@@ -223,9 +233,9 @@ class EngineClient:
     async def _answer(self, command: ipc.CallMethod | ipc.LoadAdapter) -> Any:
         self.check()
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[command.id] = (command, future)
+        self._calls[command.id] = call = OpenCall(command, future)
         if self.supervisor.state == "ready":
-            self.supervisor.send(command)
+            self._ask(call)
         try:
             return await future
         finally:
@@ -255,8 +265,8 @@ class EngineClient:
         waiting = sorted(self._open.values(), key=lambda entry: entry.strikes)
         self._suspects = deque(entry for entry in waiting if entry.strikes >= SUSPECT)
         self._send([entry for entry in self._open.values() if entry.strikes < SUSPECT])
-        for command, _ in self._calls.values():
-            self.supervisor.send(command)
+        for call in self._calls.values():
+            self._ask(call)
         if len(self._suspects) == len(self._open):
             self._go_on()
 
@@ -295,7 +305,8 @@ class EngineClient:
                     self._hearer.on_refused(name, ipc.request_error(answer))
                 self._go_on()
             case ipc.Reply(number, value, error):
-                _, future = self._calls.get(number, (None, None))
+                call = self._calls.get(number)
+                future = None if call is None else call.future
                 if future is not None and not future.done():
                     if error is None:
                         future.set_result(value)
@@ -316,6 +327,10 @@ class EngineClient:
         if guilty:
             why = f"the engine was lost {MOST_STRIKES} times in a row while it worked on this request"
             self._hearer.on_deltas([_last(name, "error", why) for name in guilty])
+        for call in self._calls.values():
+            call.strikes, call.sent = call.strikes + call.sent, False
+            if call.strikes >= MOST_STRIKES and not call.future.done():
+                call.future.set_exception(EngineDead(f"the engine was lost {MOST_STRIKES} times in a row while it did this"))
         if self._harbour is not None and self._open:  # nobody knows when its node comes again, if it does
             left = self.heir(list(self._open.values()))
             self._open = {entry.spec.id: entry for entry in left}
@@ -340,6 +355,10 @@ class EngineClient:
             self._go_on()
 
     # ---- inside ----------------------------------------------------------------------------------------------------------
+
+    def _ask(self, call: OpenCall) -> None:
+        call.sent = True
+        self.supervisor.send(call.command)
 
     def _send(self, entries: Sequence[OpenRequest]) -> None:
         """So much at a time that others have their turn in between."""
@@ -396,7 +415,7 @@ class EngineClient:
         self._open.clear()
         self._suspects.clear()
         self._probe = None
-        for _, future in self._calls.values():
+        for future in (call.future for call in self._calls.values()):
             if not future.done():
                 future.set_exception(EngineDead(str(error)))
         if names:

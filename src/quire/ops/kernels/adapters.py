@@ -28,17 +28,25 @@ from quire.ops.kernels.math import cdiv, power_of_two
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
 LANES = 512  # tokens of a row that are written at once
-BLOCK_K = 128
+BLOCK_K, LONG_BLOCK_K = 128, 256  # inputs that are read at once; more of them where registers allow
+LONG, WIDE = 8192, 16384  # inputs, and outputs
 LEAST_ROWS = 64  # that a program looks at
 LEAST, MOST_RANKS = 16, 64  # of a rank's block; a product needs the first
 
 
 class Program(NamedTuple):
+    """As measured on an H200, for the layers of a model of 8B and rank 16."""
+
     tokens: int  # of a tile
     parts: int  # that inputs are cut into
+    parts_of_wide: int  # the same, where many outputs are made of their sums
+
+    def splits(self, inputs: int, outputs: int, block: int) -> int:
+        parts = (self.parts_of_wide if outputs >= WIDE else self.parts) * (2 if inputs >= LONG else 1)
+        return min(parts, cdiv(inputs, block))
 
 
-FEW, SOME, MORE, MANY = Program(16, 16), Program(16, 8), Program(16, 4), Program(64, 4)
+FEW, SOME, MORE, MANY = Program(16, 16, 16), Program(16, 4, 4), Program(16, 4, 2), Program(64, 2, 2)
 
 
 def program_for(tokens: int) -> Program:
@@ -386,17 +394,18 @@ def sort(groups: Tensor, starts: Tensor, places: Tensor, tokens: int, most: int)
     return AdapterTiles(order, tiles)
 
 
-def _shrunk(x: Tensor, rows: AdapterTiles, table: AdapterTable) -> tuple[Tensor, dict[str, int]]:
+def _shrunk(x: Tensor, outputs: int, rows: AdapterTiles, table: AdapterTable) -> tuple[Tensor, dict[str, int]]:
     tokens, inputs = x.shape
     program = program_for(tokens)
-    splits = min(program.parts, cdiv(inputs, BLOCK_K))
     block_r = ranks_at_once(table)
+    block_k = LONG_BLOCK_K if tokens > FEW.tokens and block_r <= 32 and x.dtype.itemsize == 2 else BLOCK_K
+    splits = program.splits(inputs, outputs, block_k)
     sums = torch.empty(splits, tokens, table.parts * table.ranks, dtype=torch.float32, device=x.device)
     shape = {
         "PARTS": table.parts, "RANKS": table.ranks, "SPLITS": splits, "BLOCK": program.tokens, "BLOCK_R": block_r
     }  # fmt: skip
     _shrink[(len(rows.tiles), splits, table.parts * cdiv(table.ranks, block_r))](
-        x, rows.order, rows.tiles, table.entries, sums, tokens, inputs, table.stride, **shape, BLOCK_K=BLOCK_K,
+        x, rows.order, rows.tiles, table.entries, sums, tokens, inputs, table.stride, **shape, BLOCK_K=block_k,
         ALIGNED=inputs % 16 == 0, num_warps=4, num_stages=3, **overlapping(),
     )  # fmt: skip
     return sums, shape
@@ -423,7 +432,7 @@ def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, rows: AdapterTiles, 
 def add(out: Tensor, x: Tensor, rows: AdapterTiles, table: AdapterTable, own: Tensor | None, activation: str = "") -> Tensor:
     """With an activation: the first half of the outputs is then a gate of the second."""
     x, out = x.contiguous(), out.contiguous()
-    sums, shape = _shrunk(x, rows, table)
+    sums, shape = _shrunk(x, out.shape[1], rows, table)
     return _expand_sums(out, x, sums, shape, rows, table, own, activation)
 
 
