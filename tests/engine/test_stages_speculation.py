@@ -5,13 +5,14 @@ import random
 from collections import Counter
 
 import pytest
+from test_draft_heads import eagle, write  # noqa: F401
 from test_speculation import DRAFTERS, RIGHT, STEM, WRONG, same, some_params
 from tiny import make_model, open_model
 
 from forked import nursery
 from quire.engine.executor import workers
+from quire.runner.draft.base import DeviceDrafter
 from quire.types.errors import ConfigError
-from twin_model import make_twin
 
 FEW = {"max_num_seqs": 6, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 24}  # some have to give way
 
@@ -72,10 +73,41 @@ def test_the_same_tokens(expected, name, drafter, grid, monkeypatch):
         llm.llm_engine.shutdown()
 
 
-def test_models_that_draft_are_refused(expected, tmp_path):
-    directory = str(expected[0])
-    with pytest.raises(ConfigError, match="method draft_model cannot be had with pipeline_parallel_size=2: the stages"):
-        open_model(directory, pipeline_parallel_size=2, speculative_config={"model": directory})
-    twin = str(make_twin(tmp_path / "twin", expected[0]))
-    with pytest.raises(ConfigError, match=r"with pipeline_parallel_size=2: .* Say async_scheduling=False, take"):
-        open_model(directory, pipeline_parallel_size=2, speculative_config={"model": twin})
+@pytest.mark.parametrize(("name", "grid"), [("itself", (2, 2)), ("head", (1, 2))])
+def test_models_that_draft(expected, eagle, name, grid, monkeypatch):  # noqa: F811
+    """On the first stage, a step at a time. They guess what they guess in one process: a head reads the last stage's states."""
+    directory, prompts, params, answers = expected
+    drafter = {"model": str(directory if name == "itself" else eagle[0]), "num_speculative_tokens": 3, "adaptive": False}
+    guessed, heard, told = DeviceDrafter.guessed, {}, []
+
+    def note(self, plan):
+        found = guessed(self, plan)
+        heard[plan.step] = found.tolist()
+        return found
+
+    monkeypatch.setattr(DeviceDrafter, "guessed", note)
+    free = [i for i, each in enumerate(params) if not each.needs_masks]  # whose steps wait for nobody
+    for more in ({}, {"tensor_parallel_size": grid[0], "pipeline_parallel_size": grid[1]}):
+        llm = open_model(directory, dtype="float32", speculative_config=drafter, **FEW, **more)
+        try:
+            outputs = llm.generate([prompts[i] for i in free], [params[i] for i in free], use_tqdm=False)
+            same(outputs, [answers[i] for i in free])
+            told.append((dict(heard), llm.llm_engine.core.stats.drafts))
+            if name == "itself":
+                same(llm.generate(prompts, params, use_tqdm=False), answers)
+            heard.clear()
+        finally:
+            llm.llm_engine.shutdown()
+    assert told[0] == told[1] and told[0][1].tokens > 50
+
+
+def test_what_cannot_be_had(expected, tmp_path):
+    directory = expected[0]
+    two = {"pipeline_parallel_size": 2}
+    with pytest.raises(ConfigError, match="async_scheduling plans steps before the last one's"):
+        open_model(directory, **two, async_scheduling=True, speculative_config={"model": str(directory)})
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 48}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 320}
+    write(tmp_path, {}, config)
+    with pytest.raises(ConfigError, match="method eagle3 cannot be had with pipeline_parallel_size=2: it reads the states"):
+        open_model(directory, **two, speculative_config={"model": str(tmp_path), "method": "eagle3"})

@@ -116,7 +116,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "steps planned ahead of drafts",
-        lambda c: c.draft_head is not None and c.depth > 0 and c.stages == 1,
+        lambda c: c.depth > 0 and (c.draft_head is not None or (c.stages > 1 and _drafts_by_weights(c))),
         lambda c: (
             f"async_scheduling plans steps before the last one's states are read, but {c.speculation and c.speculation.method} "
             "drafts from them; drop async_scheduling, or speculative_config"
@@ -201,12 +201,10 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "drafts of stages",
-        lambda c: c.stages > 1 and (c.drafts_on_device or (c.text_drafter is not None and c.depth > 0)),
+        lambda c: c.stages > 1 and c.draft_head is not None and bool(c.draft_head.taps),
         lambda c: (
-            f"speculative_config.method {c.speculation and c.speculation.method} cannot be had with {c.divided}: the stages "
-            "of a pipeline work on several steps at a time, and a model or head that drafts waits for the last one's tokens. "
-            + ("Say async_scheduling=False, t" if c.text_drafter is not None else "T")
-            + 'ake {"method": "ngram"} or {"method": "suffix"}, or divide the model by tensor_parallel_size'
+            f"speculative_config.method {c.speculation and c.speculation.method} cannot be had with {c.divided}: it reads the "
+            "states of layers that other stages have. Take another method, or divide the model by tensor_parallel_size"
         ),
     ),
     Conflict(
@@ -406,6 +404,10 @@ CONFLICTS: tuple[Conflict, ...] = (
 
 def _tried_on_cards(config: Config) -> bool:
     return config.device == "cuda" and config.stages == config.args.nnodes == 1 and os.environ.get(TRY) == "1"
+
+
+def _drafts_by_weights(config: Config) -> bool:
+    return config.drafts_on_device or config.text_drafter is not None
 
 
 def _copies(config: Config) -> int:

@@ -263,11 +263,12 @@ def choose_following(args: EngineArgs, facts: ModelFacts, device: DeviceFacts) -
 
 def choose_depth(args: EngineArgs, device: DeviceFacts, asked: SpeculativeConfig | None) -> int:
     """Where drafts are worth it, the engine waits for the tokens that they are made from. Heads read every step's states. In a
-    pipeline every stage has a step."""
-    stages = args.pipeline_parallel_size
+    pipeline every stage has a step, unless a model or head drafts, which waits for each."""
+    stages, method = args.pipeline_parallel_size, "" if asked is None else asked.method
     if stages > 1:
-        return 0 if args.async_scheduling is False else stages - 1
-    usual = device.overlaps and (asked is None or asked.method not in HEADS)
+        usual = method not in ON_DEVICE
+        return stages - 1 if (usual if args.async_scheduling is None else args.async_scheduling) else 0
+    usual = device.overlaps and method not in HEADS
     return int(usual if args.async_scheduling is None else args.async_scheduling)
 
 

@@ -11,7 +11,8 @@ from quire.dist.mesh import share_layers
 from quire.dist.ring import Ring, join_ring
 from quire.dist.shared_memory import Watch
 from quire.dist.stages import Seat
-from quire.engine.runners import bounded_facts, runner_options
+from quire.engine.layouts import whole_layout
+from quire.engine.runners import bounded_facts, make_device_drafter, runner_options
 from quire.runner.stage import StageRunner
 from quire.runner.step import DTYPES
 
@@ -32,6 +33,9 @@ def join_pipeline(
 
 
 def make_stage_runner(config: Config, device: Device, ring: Ring) -> StageRunner:
+    """Whoever drafts on the device does so where tokens are drawn, on the first stage: whole on each of its ranks."""
+    drafts = config.drafts_on_device and ring.seat.stage.first
+    drafter = make_device_drafter(config, whole_layout(config))[0] if drafts else None
     facts, own = bounded_facts(config), ring.seat.stage.own
     layers = share_layers(facts.layers, ring.seat.position)
     return StageRunner(
@@ -40,6 +44,8 @@ def make_stage_runner(config: Config, device: Device, ring: Ring) -> StageRunner
         layout=stage_layout(layers, own, config.page_size, config.cache_bytes),
         ring=ring,
         layers=[layers[index] for index in own],
+        whole=config.draft_head is not None and bool(config.draft_head.facts.layers),
+        drafter=drafter,
         adapters=(config.max_loras, config.args.max_lora_rank),
         **runner_options(config),
     )

@@ -37,11 +37,13 @@ class Begun:
 
 
 class StageRunner(Runner):
-    def __init__(self, *args: Any, ring: Ring, layers: Sequence[LayerCache], **options: Any) -> None:
-        """`layers`: what this rank's cache holds of each of its stage's. The rest is as a Runner has it."""
+    def __init__(self, *args: Any, ring: Ring, layers: Sequence[LayerCache], whole: bool = False, **options: Any) -> None:
+        """`layers`: what this rank's cache holds of each of its stage's. `whole`: the last stage's states of all tokens are
+        wanted, for a drafter of the first. The rest is as a Runner has it."""
         super().__init__(*args, position=ring.seat.position, group=ring.group, **options)
         self._seat, self._stage, self._layers = ring.seat, ring.seat.stage, tuple(layers)
         self._others, self._inlet, self._outlet = ring.others, ring.inlet, ring.outlet
+        self._all_kept = whole
         self._undrawn: dict[int, Rows] = {}  # step -> its draws, where another rank of the first stage makes them
 
     def _build(self) -> Decoder:
@@ -70,7 +72,7 @@ class StageRunner(Runner):
         if not len(plan.slot):
             return Begun(plan, None)
         model, parts = self._loaded(), [part for part in self._parts if part.active(plan.slot)]
-        built = build_batch(plan, slots, parts)
+        built = build_batch(plan, slots, parts, whole=self._all_kept)
         batch = built.batch if self._stage.last else replace(built.batch, kept=None)
         x = model.embed(batch) if self._stage.first else self._inlet.receive(self._others)
         if len(x) != len(batch.ids):
@@ -87,7 +89,8 @@ class StageRunner(Runner):
         hidden = self._inlet.receive(self._others)
         if len(hidden) != len(begun.built.batch.final.ids):
             raise EngineError(f"hidden states of {len(hidden)} tokens came out of step {begun.plan.step}, which kept others")
-        flight = StepFlight(begun.plan, *self._take_out(begun.plan, begun.built, hidden))
+        flight = StepFlight(begun.plan, *self._take_out(begun.plan, begun.built, hidden), self._guessing)
+        self._launched = begun.plan
         if self._untold is not None:
             self._undrawn[begun.plan.step] = self._untold
         return flight
@@ -99,6 +102,11 @@ class StageRunner(Runner):
         if rows is None or len(ids) != len(rows.slots):
             raise EngineError(f"{len(ids)} drawn tokens came for {0 if rows is None else len(rows.slots)} draws of step {step}")
         rows.tokens[rows.slot, rows.end] = upload(ids, rows.tokens.device)
+
+    def take_drawn(self, ids: Ints) -> None:
+        """Of the latest step, where a drafter goes on behind it."""
+        if self._launched is not None and (len(ids) or self._launched.step in self._undrawn):
+            self.take_drawn_of(self._launched.step, ids)
 
     def describe_rank(self) -> dict[str, int]:
         seat, own = self._seat, self._stage.own

@@ -11,6 +11,8 @@ the last few steps alone, as the scheduler's are.
 
 from collections import deque
 
+import numpy as np
+
 from quire.dist.ring import Ring
 from quire.engine.executor import wire
 from quire.engine.executor.divided import DividedExecutor
@@ -18,6 +20,8 @@ from quire.engine.executor.workers import Workers
 from quire.runner.flight import StepFlight
 from quire.runner.stage import Begun, StageRunner
 from quire.types.plan import Ints, StepPlan, StepResult, Words
+
+NOTHING: Ints = np.empty(0, np.int32)
 
 
 class StageFlight:
@@ -54,6 +58,7 @@ class StagesExecutor(DividedExecutor):
         self.check()
         for flight in [each for each in self._open if each.comes_before(plan)][-1:]:
             self.finish(flight)
+        plan = self._stage.told(plan)
         drawn, self._drawn = self._drawn, {}
         self._workers.send(wire.BeginStep(drawn, plan))
         with self._in_step(plan):
@@ -70,8 +75,15 @@ class StagesExecutor(DividedExecutor):
                 if self._mates:
                     self._workers.send(wire.FinishStep(plan.step), self._mates)
                 flight.flight = self._stage.finish(flight.begun)
+            flight.flight.before_guessing = self._follow
             self.note_drawn(flight)
         return wanted.flight
+
+    def _follow(self, lengths: Ints) -> None:
+        """All ranks of this stage draft, side by side: steps are run one at a time then."""
+        if self._mates:
+            drawn, self._drawn = self._drawn, {}
+            self._workers.send(wire.Follow(next(iter(drawn.values()), NOTHING), lengths), self._mates)
 
     def note_drawn(self, flight: StageFlight) -> None:
         ids = None if flight.flight is None or not self._mates else flight.flight.drawn_ids()
