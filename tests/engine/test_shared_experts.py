@@ -1,7 +1,9 @@
 """Engines that share experts: the tokens of one process, whoever of them has work, and after the loss of any of their ranks."""
 
+import logging
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -69,7 +71,12 @@ def expected(checkpoint):
 
 @pytest.fixture(scope="module")
 def two(checkpoint, quick):
-    llm = LLM(str(checkpoint("mixtral").directory), **SMALL, **BOTH, max_engine_restarts=100)
+    """Their experts move all the time."""
+    logger = logging.getLogger("quire")
+    level, _ = logger.level, logger.setLevel(logging.INFO)
+    moving = {"window_size": 4, "step_interval": 5, "log_balancedness": True, "num_redundant_experts": 3}
+    llm = LLM(str(checkpoint("mixtral").directory), **SMALL, **BOTH, enable_eplb=True, eplb_config=moving)
+    logger.setLevel(level)
     yield llm
     llm.llm_engine.shutdown()
 
@@ -81,10 +88,12 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-def test_the_tokens_of_one_process(two, expected):
+def test_the_tokens_of_one_process(two, expected, capsys):
     for _ in range(2):
         outputs = two.generate(*WORK, use_tqdm=False)
         assert ids(outputs) == ids(expected("mixtral"))
+    told = re.findall(r"experts: balance ([\d.]+), now ([\d.]+)", capsys.readouterr().err)
+    assert any(float(now) > float(before) for before, now in told), "some have moved"
     ours, theirs = chances(outputs), chances(expected("mixtral"))
     assert theirs and ours == [pytest.approx(position, abs=1e-4) for position in theirs]
     assert any(output.num_cached_tokens for output in outputs), "some have pages of the first time"
@@ -151,7 +160,6 @@ def test_served_and_stopped(checkpoint, expected):
     [
         ({"tensor_parallel_size": 3}, r"5 experts cannot be divided among 6 ranks \(2 engines\)"),
         ({"pipeline_parallel_size": 2}, "share the experts then, which cannot be had with pipeline_parallel_size=2 yet"),
-        ({"enable_eplb": True}, "cannot be had with enable_eplb yet"),
         ({"enable_lora": True}, "cannot be had with enable_lora yet"),
         ({"data_parallel_size_local": 1}, r"engines on other machines \(data_parallel_size_local\)"),
     ],

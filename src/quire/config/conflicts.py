@@ -334,7 +334,8 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda c: c.args.enable_eplb and not (c.args.enable_expert_parallel and c.expert_ranks > 1),
         lambda c: (
             "enable_eplb needs whole experts on several ranks: enable_expert_parallel, which is "
-            f"{'on' if c.args.enable_expert_parallel else 'off'}, and tensor_parallel_size above 1, which is {c.ranks}"
+            f"{'on' if c.args.enable_expert_parallel else 'off'}, and tensor_parallel_size above 1, which is {c.ranks}, or "
+            f"data_parallel_size, which is {c.args.data_parallel_size}"
         ),
     ),
     Conflict(
@@ -346,8 +347,8 @@ CONFLICTS: tuple[Conflict, ...] = (
         "more copies of experts than ranks",
         lambda c: c.args.enable_eplb and _copies(c) > count_experts(c.facts) * (c.expert_ranks - 1),
         lambda c: (
-            f"num_redundant_experts {_copies(c)}: with {c.ranks} ranks each of the {count_experts(c.facts)} experts can have "
-            f"{c.ranks} copies, so {count_experts(c.facts) * (c.ranks - 1)} is the most"
+            f"num_redundant_experts {_copies(c)}: with {c.expert_ranks} ranks each of the {count_experts(c.facts)} experts can "
+            f"have {c.expert_ranks} copies, so {count_experts(c.facts) * (c.expert_ranks - 1)} is the most"
         ),
     ),
     Conflict(
@@ -423,7 +424,6 @@ def _why_not_shared(config: Config) -> str:
             (f"the device {config.device} (CPUs can)", config.device != "cpu"),
             (f"pipeline_parallel_size={config.stages}", config.stages > 1),
             ("engines on other machines (data_parallel_size_local)", local_engines(args) < args.data_parallel_size),
-            ("enable_eplb", args.enable_eplb),
             ("enable_lora", config.max_loras > 0),
             (f"{facts.architecture}, which transformers runs,", facts.by_transformers),
         )

@@ -112,7 +112,7 @@ class SharedExperts:
     def __init__(self, group: ExpertsGroup, position: Position, ranks: int, dtype: torch.dtype) -> None:
         """ranks: of each engine; its first one brings rows. dtype: of those."""
         self.position, self.leads = position, position.rank % ranks == 0
-        self._group, self._engines, self._dtype = group, position.size // ranks, dtype
+        self.group, self._engines, self._dtype = group, position.size // ranks, dtype
         self._layers: Sequence[tuple[int, RunExperts]] = ()
         self._lock = threading.Lock()  # of the turns: the engine's own, or the thread's
         self._thread: threading.Thread | None = None
@@ -142,7 +142,7 @@ class SharedExperts:
         if not len(x):
             return out
         all_rows = Rows(layer, x, weights.float(), experts.to(torch.int64))
-        most = max(1, (self._group.piece - 16 * HEADER) // (self._engines * -(-all_rows.size // len(x))))
+        most = max(1, (self.group.piece - 16 * HEADER) // (self._engines * -(-all_rows.size // len(x))))
         with self._lock:
             for first in range(0, len(x), most):
                 few = slice(first, first + most)
@@ -155,22 +155,22 @@ class SharedExperts:
     def close(self) -> None:
         self._over = True
         self._wake.close()
-        self._group.leave()
+        self.group.leave()
         if self._thread is not None:
             self._thread.join(1.0)
         if self._thread is None or not self._thread.is_alive():
-            self._group.close()
+            self.group.close()
             self._woken.close()
 
     def _answer(self) -> None:
         """Others' turns, while the engine itself has none."""
         with torch.inference_mode():
             while not self._over:
-                self._group.called(None, self._woken)
+                self.group.called(None, self._woken)
                 with self._lock:
                     if self._over or self._dead is not None:
                         return
-                    if self._group.called():
+                    if self.group.called():
                         try:
                             self._turn(None)
                         except Exception as error:
@@ -184,12 +184,12 @@ class SharedExperts:
             return self._take_turn(rows)
         except BaseException as error:
             self._dead = error if isinstance(error, Exception) else EngineDead(f"a turn was broken off: {error!r}")
-            self._group.leave()
+            self.group.leave()
             self.check()
             raise
 
     def _take_turn(self, rows: Rows | None) -> Tensor | None:
-        laid = self._group.offer(rows)
+        laid = self.group.offer(rows)
         headers = [slot[: 8 * HEADER].view(torch.int64).tolist() for slot in laid]
         layer = min((header[0] for header in headers if header[0] != NOTHING), default=NOTHING)
         if layer == NOTHING:
@@ -200,5 +200,5 @@ class SharedExperts:
         experts, weights, x = (torch.cat(parts) for parts in zip(*(places for _, places in wanted), strict=True))
         before = sum(headers[rank][1] for rank, _ in wanted if rank < self.position.rank)
         ours = rows is not None and rows.layer == layer
-        total = self._group.add_up(run(x, weights, experts), slice(before, before + (len(rows.x) if rows and ours else 0)))
+        total = self.group.add_up(run(x, weights, experts), slice(before, before + (len(rows.x) if rows and ours else 0)))
         return total if ours else None

@@ -221,6 +221,8 @@ class Experts(MethodLayer):
 
     def run_own(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """What those that are here add to rows, of any engine."""
+        if self.balance is not None:
+            experts = self.balance.choose(x, experts)
         experts = experts - self.kept.start
         theirs = (experts < 0) | (experts >= len(self.kept))
         some = (~theirs).any(-1).nonzero().squeeze(1)

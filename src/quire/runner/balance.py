@@ -3,20 +3,24 @@
     every step                  each layer counts how many tokens its experts get (`layers/balance.py`)
     every step_interval steps   copies are shared out anew (`dist/placement.py`), and their weights go where they are wanted
 
-All ranks count the same tokens, so all of them decide the same, in the same step; nothing is said but the weights.
+All ranks count the same tokens, so all of them decide the same, in the same step; nothing is said but the weights. Where
+several engines share experts, the turns that all of them take at a layer (`dist/experts.py`) count in place of steps.
 """
 
 import logging
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from quire.config.eplb import EplbConfig
 from quire.dist.collectives import Group
+from quire.dist.experts import SharedExperts
 from quire.dist.mesh import Position
 from quire.dist.placement import NOBODY, balance_of, settle, spread
 from quire.layers.balance import Balance
 from quire.layers.moe import Experts
+from quire.prepare.shard import find_experts
 from quire.types.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -26,8 +30,8 @@ class Balancer:
     def __init__(self, model: nn.Module, position: Position, group: Group, wanted: EplbConfig) -> None:
         """When all is loaded: every rank has its own experts, and gets room for copies."""
         self._position, self._group, self._wanted = position, group, wanted
-        self._layers = [layer for layer in model.modules() if isinstance(layer, Experts)]
-        self._steps = 0
+        self._layers = find_experts(model)
+        self._steps = [0] * len(self._layers)
         self.moves = 0  # copies that came to this rank
         self.rebalanced = 0  # times
         for layer in self._layers:
@@ -50,21 +54,24 @@ class Balancer:
 
     def before_step(self) -> None:
         """Called by all ranks before the same steps."""
-        self._steps += 1
-        left = -self._steps % self._wanted.step_interval
+        for number in range(len(self._layers)):
+            self.before(number)
+
+    def before(self, number: int) -> None:
+        """Of the layer with this number; called by all ranks before the same tokens."""
+        self._steps[number] += 1
+        left = -self._steps[number] % self._wanted.step_interval
         if left == self._wanted.window_size:
-            self.forget()
+            _forget(self._layers[number])
         if not left:
-            for layer in self._layers:
-                self._rebalance(layer)
-            self.rebalanced += 1
-            self.forget()
+            self._rebalance(self._layers[number])
+            self.rebalanced += number == 0
+            _forget(self._layers[number])
 
     def forget(self) -> None:
         """What was counted so far."""
         for layer in self._layers:
-            if layer.balance is not None:
-                layer.balance.loads.zero_()
+            _forget(layer)
 
     @torch.inference_mode()
     def _rebalance(self, layer: Experts) -> None:
@@ -105,6 +112,24 @@ class Balancer:
         ]
 
 
+def _forget(layer: Experts) -> None:
+    if layer.balance is not None:
+        layer.balance.loads.zero_()
+
+
 def _stacks(layer: Experts) -> list[nn.Parameter]:
     """Whatever has a row for every expert."""
     return [one for one in (layer.up, layer.down, layer.up_bias, layer.down_bias) if one is not None]
+
+
+def serve_experts(model: nn.Module, exchange: SharedExperts, wanted: EplbConfig | None) -> None:
+    """When all is loaded: from now on this rank runs its experts for the rows of all engines; they move if that is wanted."""
+    balancer = None if wanted is None else Balancer(model, exchange.position, exchange.group, wanted)
+
+    def run(number: int, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        if balancer is not None:
+            balancer.before(number)
+        return layer.run_own(x, weights, experts)
+
+    layers = find_experts(model)
+    exchange.serve([(layer.hidden_size, partial(run, number, layer)) for number, layer in enumerate(layers)])

@@ -24,7 +24,7 @@ from quire.models.registry import build_model
 from quire.prepare.adapt import Adapters, adapt
 from quire.prepare.shard import find_experts, shard, share_experts
 from quire.runner.adapters import Shelf, WholeModel
-from quire.runner.balance import Balancer
+from quire.runner.balance import Balancer, serve_experts
 from quire.runner.batch import Built, build_batch
 from quire.runner.buckets import MOST_ROWS, MOST_TOKENS
 from quire.runner.draft.base import DeviceDrafter, Drafter, Guessing
@@ -166,7 +166,7 @@ class Runner:
             cache_scales=self._cache_dtype.itemsize == 1,
         )  # fmt: skip
         self._parameters = sum(parameter.numel() for parameter in model.parameters())  # a device may keep them elsewhere
-        if self._eplb is not None and self._group is not None:
+        if self._eplb is not None and self._group is not None and self._exchange is None:
             self._balancer = Balancer(model, self._position, self._group, self._eplb)
         facts = replace(self._facts, layers=tuple(self._layers))
         tapped = self._companion is not None and bool(self._companion.taps)
@@ -182,7 +182,7 @@ class Runner:
             budget = self._reserved if self._device.torch_device.type != "cpu" else None
             self._shelf = Shelf(adapters, model, count, rank, budget, self._more, self._whole)
         if self._exchange is not None:
-            self._exchange.serve([(layer.hidden_size, layer.run_own) for layer in find_experts(model)])
+            serve_experts(model, self._exchange, self._eplb)
 
     def _build(self) -> Decoder:
         """This rank's share of the model, without weights."""
