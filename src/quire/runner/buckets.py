@@ -10,6 +10,8 @@ from functools import lru_cache
 
 from quire.attn.backend import Room
 from quire.attn.shared_prefix import FEWEST
+from quire.types.widths import MOST_TOKENS as MOST_TOKENS
+from quire.types.widths import TOKEN_BUCKETS
 
 MOST_ROWS = 512
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, *range(96, 257, 32), *range(320, MOST_ROWS + 1, 64))
@@ -21,8 +23,6 @@ MOST_ROOM = Room(8192, SHARED_BUCKETS[-1], MOST_TILES)
 USUAL_PIECES = (4, 2, 8)  # of a row: the lengths that idle time is spent on, most usual first
 BORROWED = 2  # times as large another bucket may be, in rows and in splits; shared pieces: the next size up
 # steps with prompts: the rest of them costs little beside the prompts' tokens, so that coarse sizes do
-MOST_TOKENS = 2048  # more keep the device busy while they are launched one by one
-TOKEN_BUCKETS = (16, 32, *range(64, 1024, 64), *range(1024, MOST_TOKENS + 1, 256))
 ROW_BUCKETS_BESIDE_PROMPTS = (16, 80, 288, MOST_ROWS + 1)  # more than 64 and 256, of which people are fond
 LEAST_TILES = 128  # enough for MOST_TOKENS in a few rows
 MOST_PROMPT_SPLITS = 256  # of the keys before the last tokens of all prompts

@@ -5,6 +5,8 @@
     attention    the slower of reading the keys and values and multiplying by them; what rows of one token share is read once
     layers       what each costs however few tokens there are: launches, and small products that do not fill a card
 
+Steps with prompts are run as the next larger one that was recorded.
+
 The shares of a card's stated numbers that are reached in practice were chosen so that runs recorded on an H200 come out
 (`docs/simulate.md` has them side by side); of other cards nobody has measured them here.
 """
@@ -15,6 +17,7 @@ from math import hypot
 from quire.config.memory import ParameterParts
 from quire.sim.cards import Card
 from quire.sim.shapes import StepShape
+from quire.types.widths import recorded_width
 
 READING = 0.82  # of the stated bandwidth
 READING_KEYS = 0.75
@@ -59,7 +62,7 @@ class AnalyticTiming:
         self._fixed = layers * (LAYER + EXPERTS * bool(parts.experts))
 
     def seconds(self, shape: StepShape) -> float:
-        parts, tokens = self._parts, shape.tokens
+        parts, tokens = self._parts, shape.tokens if shape.tokens == shape.rows else recorded_width(shape.tokens)
         reading = (parts.dense + parts.head) * self._byte
         operations = 2 * (parts.dense * tokens + parts.head * shape.draws)
         if parts.experts:
