@@ -64,6 +64,7 @@ def adapted(case, model, dora=False, tabled=None):
     for number in (1, 2):
         found, reference = additions(case, adapters.sites, number, dora)
         packed.append(adapters.pack(found))
+        assert packed[-1].flat.nbytes <= adapters.bytes_of(3)
         merged.append(reference)
     model.put_all = lambda: [adapters.put(place, each) for place, each in enumerate(packed, 1)]
     return adapters, merged

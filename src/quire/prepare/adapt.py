@@ -7,6 +7,7 @@ like is not known here, and neither is who asks for which.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -70,10 +71,9 @@ class Adapters:
         return False
 
     def bytes_of(self, rank: int) -> int:
-        """That an adapter of this rank takes which adds to all linear layers, with biases and lengths."""
-        shapes = [
-            shape for site in self._by_path.values() if site.kind in ("linear", "latent") for shape in site.shapes.values()
-        ]
+        """That an adapter of this rank takes here which adds to all linear layers, with biases and lengths."""
+        linear = [site for site in self._by_path.values() if isinstance(site, LinearSite)]
+        shapes = [(width, site.inputs) for site in linear for _, width in site.parts]
         sizes = [size for outputs, inputs in shapes for size in (outputs * rank, inputs * rank, outputs, outputs)]
         return sum(map(_aligned, sizes)) * self._dtype.itemsize
 
@@ -116,7 +116,8 @@ class Adapters:
     def pin(self, size: int, count: int) -> None:
         """Leaves so many pieces of such memory to torch, which gives them to the next that ask for as many bytes."""
         self._piece = self._piece or size
-        [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
+        with suppress(RuntimeError):  # there is no more: who needs it finds out
+            [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
 
     @torch.inference_mode()
     def put(self, place: int, packed: PackedAdapter) -> None:

@@ -107,6 +107,11 @@ class LinearSite:
         self._adds = layer.role is not Role.ROW or layer.kept_inputs.start == 0
 
     @property
+    def inputs(self) -> int:
+        """Of this rank."""
+        return self._layer.inputs
+
+    @property
     def biased(self) -> bool:
         return self._layer.biased
 
