@@ -185,3 +185,42 @@ def test_in_turns_drafts_are_run_while_other_steps_are_in_flight(depth):
         beside += plan is not None and bool(plan.drafts.any()) and ahead == depth
     assert desk.right(*desk.specs) and beside > 10
     assert all(len(plan.slot) <= 2 for plan in desk.plans[2 * depth + 2 :])
+
+
+class Overlapped:
+    """A clock of a host that plans for a third of a second and a device that runs a step in one, and longer with drafts."""
+
+    def __init__(self, desk: Desk, each: float) -> None:
+        self.now = self.free = 0.0
+        desk.core._clock, schedule, submit = (lambda: self.now), desk.scheduler.schedule, desk.executor.submit
+
+        def plan(now):
+            self.now += 0.3
+            return schedule(now)
+
+        def launch(plan):
+            flight = submit(plan)
+            self.free = landed = max(self.now, self.free) + 1.0 + each * int(plan.drafts.sum())
+            result = flight.result
+
+            def wait():
+                self.now = max(self.now, landed)
+                return result()
+
+            flight.result = wait
+            return flight
+
+        desk.scheduler.schedule, desk.executor.submit = plan, launch
+
+
+@pytest.mark.parametrize(
+    ("each", "wrong", "least", "most"), [(0.1, 2, 1.0, 1.05), (0.3, 1000, 1.0, 1.05), (0.004, 1000, 0.2, 0.7)]
+)
+def test_a_step_ahead_nobody_waits_in_vain(each, wrong, least, most):
+    """Of many requests some are looked at; what is expected of all of them has to come true when they are waited for."""
+    desk = Desk(drafts=3, wrong=wrong, host=True, adaptive=True, depth=1, pages=400, max_seqs=12, max_model_len=120)
+    device = Overlapped(desk, each)
+    for i in range(12):
+        desk.add(f"r{i}", [i, 9, 8, 7], 100)
+    desk.finish()
+    assert desk.right(*desk.specs) and least * 100 <= device.now <= most * 100

@@ -116,9 +116,9 @@ class StepMeter:
         self._landed: list[tuple[Scheduled, float]] = []
         tell = core.scheduler.took
 
-        def note(scheduled: "Scheduled", seconds: float, paused: float = 0.0) -> None:
+        def note(scheduled: "Scheduled", seconds: float, paused: float = 0.0, waited: bool = False) -> None:
             self._landed.append((scheduled, seconds))
-            tell(scheduled, seconds, paused)
+            tell(scheduled, seconds, paused, waited)
 
         core.scheduler.took = note  # type: ignore[method-assign]
         self.admissions: list[tuple[int, float]] = []  # steps with so many newcomers took the processor so many seconds

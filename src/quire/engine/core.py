@@ -201,7 +201,7 @@ class EngineCore:
             guessed, self._guessed = self._guessed, 0.0
             paused = self._busy_since - self._landed_at - guessed  # the device, before this step
             busy, self._busy_since = ended - self._busy_since, ended
-            self.scheduler.took(scheduled, busy, guessed + (paused if not ahead and 0 < paused < SHORT else 0.0))
+            self.scheduler.took(scheduled, busy, guessed + (paused if not ahead and 0 < paused < SHORT else 0.0), not ahead)
             self._landed_at = ended
             if self.watch is not None:
                 self.watch.landing(scheduled, result, busy, ended)

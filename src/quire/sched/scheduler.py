@@ -226,12 +226,13 @@ class Scheduler:
             self._last = scheduled
         return scheduled
 
-    def took(self, scheduled: Scheduled, seconds: float, paused: float = 0.0) -> None:
-        """So long was the device busy with a step, and so long had it waited for it to be planned."""
+    def took(self, scheduled: Scheduled, seconds: float, paused: float = 0.0, waited: bool = False) -> None:
+        """So long was the device busy with a step, and so long had it `paused` for it to be planned. `waited`: it was planned
+        when the last one's tokens had come."""
         plan = scheduled.plan
         self._budget.took(len(scheduled.requests), plan.tokens - int(plan.drafts.sum()), seconds)
         if self.speculation is not None:
-            self.speculation.took(scheduled, seconds + paused, waited=paused > 0)
+            self.speculation.took(scheduled, seconds + paused, waited)
 
     def _backlog(self) -> int:
         """Prompt tokens that wait, as far as it matters."""

@@ -1,8 +1,8 @@
 """What it may cost to find out whether drafts are worth it: a small share of all the time that was spent.
 
 Every step with drafts is compared with what its tokens would have taken without: what it lost is booked, and won back by those
-that brought more. A trial has to be covered by the share; when twice the share is lost nobody drafts, whatever is expected. So
-a run of any length loses next to nothing, however wrong the expectations are.
+that brought more. A trial has to be covered by the share; when twice the share and a step are lost nobody drafts, whatever is
+expected. So a run of any length loses next to nothing, however wrong the expectations are.
 """
 
 SHARE = 0.005  # of the time spent
@@ -29,6 +29,6 @@ class Account:
         """May so much be risked?"""
         return self._lost + seconds <= SHARE * self._spent
 
-    @property
-    def overdrawn(self) -> bool:
-        return self._lost > MOST_SHARES * SHARE * self._spent
+    def overdrawn(self, step: float) -> bool:
+        """Is more lost than may be, and one step's seconds? Bad luck at first is no reason to give up what pays."""
+        return self._lost > MOST_SHARES * SHARE * self._spent + step

@@ -51,7 +51,7 @@ class Choice:
         of all of them; `further`: that each may have."""
         self._idle, self._busy = self._idle + 1, self._busy + 1
         rows = len(drafting)
-        if not limit or not rows or self._account.overdrawn:
+        if not limit or not rows or self._account.overdrawn(self._costs.plain(rows) or 0.0):
             self._depth = self._fixed = 0
             return [0] * rows, 0
         right = self._chances(drafting, common, limit)

@@ -85,9 +85,9 @@ class StepCosts:
         return None if found is None else found.seconds
 
     def measured(self, rows: int, drafts: int) -> bool:
-        """Here, or by an earlier engine."""
-        place = _bucket(drafts)
-        return place in self._by_rows.get(_bucket(rows), ()) or place in self._known.get(_bucket(rows), ())
+        """Often enough to be believed, here or by an earlier engine."""
+        place, found = _bucket(drafts), self._by_rows.get(_bucket(rows), {})
+        return (place in found and found[place].count >= FIRST) or place in self._known.get(_bucket(rows), ())
 
     def most(self, rows: int) -> int:
         """Drafts that were ever measured."""

@@ -30,6 +30,7 @@ QUICKLY = 2  # and as if so many outcomes had been seen before the first
 TRIED_EVERY = 50  # steps in which nothing was worth it, at least
 LIKELY = 0.3  # a draft that is tried is right that often, at least
 REMEMBERED_EVERY, WORTH_REMEMBERING = 256, 32  # steps measured; at the end
+HOPE = 0.5  # of a step: no more than that is counted on of drafts that were hardly ever run
 MOST_TOGETHER = 512  # drafts of a step
 LOOKED_AT = 8  # requests of a step that is planned ahead
 DULL = 16  # steps without a draft: then no more are looked at either
@@ -66,6 +67,7 @@ class Speculation:
         self._seconds = 0.0  # of the step that lands
         self._idle = 0  # steps since drafts were run that could have been
         self._trial = False  # drafts are run once, worth it or not
+        self._decided = False  # that drafts are worth waiting for: what was covered then is covered
         self._turn = 0  # of those who are looked at
         self._dull = 0  # steps since one had a draft
         self._ahead = self._ahead_once = False  # is a step in flight when another lands, and was one ever?
@@ -93,7 +95,7 @@ class Speculation:
             gains = self._gains(able, limit)
             for _, request in gains[: self._worth(len(rows), gains)]:
                 self.granted[request] = self.granted.get(request, 0) + 1
-            self.waits, self._trial = bool(self.granted), False
+            self.waits, self._trial, self._decided = bool(self.granted), False, False
 
     def tokens(self, request: Request, count: int) -> Sequence[int]:
         """Its first drafts."""
@@ -120,16 +122,18 @@ class Speculation:
 
     def _worth(self, rows: int, gains: list[tuple[float, Request]], share: float = 1.0) -> int:
         """How many of the likeliest drafts are run, in a step of so many rows. `share`: of which so many were looked at."""
-        if self._account.overdrawn:
-            return 0
         costs, plain = self._costs, self._costs.seconds(rows, 0)
+        if self._account.overdrawn(plain):
+            return 0
         best, pace = 0, WORTH * rows / plain
-        sums = list(accumulate(chance for chance, _ in gains[: min(MOST_TOGETHER, max(2 * costs.most(rows) + 1, rows))]))
+        most = round(share * min(MOST_TOGETHER, max(2 * costs.most(rows) + 1, rows)))
+        sums = list(accumulate(chance for chance, _ in gains[: max(1, most)]))
         for count in bucket_ends(len(sums)):
             expected, drafts = rows + sums[count - 1] / share, round(count / share)
             if (reached := expected / costs.seconds(rows, drafts)) > pace:
                 brings = sums[count - 1] / share / rows * plain if self._outcomes else 0.0
-                if costs.measured(rows, drafts) or self._account.covers(DOUBT * (costs.seconds(rows, drafts) - plain) - brings):
+                risk = max(DOUBT * (costs.seconds(rows, drafts) - plain) - brings, -HOPE * plain)
+                if self._decided or costs.measured(rows, drafts) or self._account.covers(risk):
                     best, pace = count, reached
         self._idle = 0 if best else self._idle + 1
         if not best and gains and (self._trial or self._may_try(rows, gains, share)):
@@ -185,7 +189,8 @@ class Speculation:
         self._ahead = any(request.pending for request in rows)
         self._ahead_once |= self._ahead
         self._dull = 0 if self.granted else self._dull + 1
-        looked_at = self._some(rows) if self._ahead or (self._adaptive and self._dull > DULL) else rows
+        few = self._ahead or (self._adaptive and self._dull > DULL and not self.waits)
+        looked_at = self._some(rows) if few else rows
         for request in looked_at:
             drafting = request.drafting
             drafting.tokens, drafting.at = self._drafter.propose(text_of(request), self.most), len(request.tokens)
@@ -208,7 +213,9 @@ class Speculation:
             self.waits = self.waits and bool(fruitful)
             return
         if self._ahead:
+            self._decided = False
             self.waits = self._worth(count, self._gains(fruitful, self._limit(count)), len(looked_at) / count) > 0
+            self._decided = self.waits
 
     def forget(self, request: Request) -> None:
         """It has ended."""
