@@ -39,6 +39,8 @@ def test_the_next_engine_knows(model, tmp_path, monkeypatch):
 
 
 BROKEN = (
+    "[" * 100_000,
+    '{"%s": {"costs": {}, "right": [NaN, 0.5, 3]}}',
     "",
     "[1]",
     "{",
@@ -49,12 +51,12 @@ BROKEN = (
 )
 
 
-@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("broken", BROKEN, ids=range(len(BROKEN)))
 def test_a_file_that_is_broken_means_finding_out_again(broken, tmp_path):
     path = tmp_path / learnt.NAME
     path.write_text(broken.replace("%s", "key"))
     assert learnt._known(learnt._read(path).get("key")) is None
-    learnt._write(path, "key", {"costs": {2: {4: 1.5}}, "right": (0.5, 2.0, 9)})
+    learnt._write(path, "key", {"costs": {2: {4: 1.5}}, "right": (0.5, 1.0, 9)})
     assert learnt._known(learnt._read(path)["key"]) == {"costs": {2: {4: 1.5}}, "right": (0.5, 1.0, 9)}
     for i in range(learnt.MOST):
         learnt._write(path, f"other {i}", {})

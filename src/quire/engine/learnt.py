@@ -58,11 +58,13 @@ def _positive(ratio: Any) -> float:
 
 
 def _share(value: Any) -> float:
-    return min(max(float(value), 0.0), 1.0)
+    if not 0 <= float(value) <= 1:
+        raise ValueError
+    return float(value)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError, TypeError):
+    with suppress(OSError, ValueError, TypeError, RecursionError):
         return dict(json.loads(path.read_text()))
     return {}
 
