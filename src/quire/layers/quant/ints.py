@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.layers.quant.layout import Raw
+from quire.layers.quant.layout import UNDIVIDED, Raw
 from quire.ops.forms import Activation, Int8, PackedInts, in_groups, pack_nibbles, unpack_nibbles
 from quire.types.errors import ModelError
 
@@ -99,7 +99,7 @@ class GPTQLayout:
             if groups.shape[-1] * self.bits == numbers.shape[-1] * 8:
                 numbers, order = by_groups(numbers, groups, self.bits, self.group, f"{where}.g_idx")
             elif not torch.equal(groups, in_order(groups, self.group)):
-                raise ModelError(f"{where}: groups of any inputs (g_idx) cannot be divided along the inputs")
+                raise ModelError(f"{where}: groups of any inputs (g_idx) cannot be divided along the inputs {UNDIVIDED}")
         group = min(self.group, numbers.shape[-1] * 8 // self.bits)
         return PackedInts(self.bits, group, numbers, tensors["scales"].mT.contiguous(), zeros, order)
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from quire.layers.claims import Ranges
 from quire.types.errors import ModelError
 
+# what to do about a matrix that ranks cannot share
+UNDIVIDED = "with tensor_parallel_size; take a smaller one, or pipeline_parallel_size, which leaves matrices whole"
 LARGEST = 448.0 * 6.0  # that a scale is multiplied by: one of fp8, and a number of 4 bits
 
 
@@ -35,10 +37,11 @@ class Dim:
         start, stop = some.start, some.stop
         if self.along == "all":
             if len(inputs) < whole[1]:
-                raise ModelError(f"{where} lies row by row, and cannot be divided along its inputs")
+                raise ModelError(f"{where} lies row by row, and cannot be divided along its inputs {UNDIVIDED}")
             start, stop, total = start * whole[1], stop * whole[1], total * whole[1]
         if start % self.per or (stop % self.per and stop != total):
-            raise ModelError(f"{where}: {start} to {stop} of {total} {self.along} are not whole groups of {self.per}")
+            share = f"{start} to {stop} of {total} {self.along}"
+            raise ModelError(f"{where}: {share} are not whole groups of {self.per}: it cannot be divided so {UNDIVIDED}")
         return start // self.per, -(-stop // self.per)
 
 

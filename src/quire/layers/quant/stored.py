@@ -14,7 +14,7 @@ from quire.layers.embedding import Head, PlainHead
 from quire.layers.linear import Linear, Plain
 from quire.layers.moe import Experts, PlainExperts, UngatedExperts
 from quire.layers.parameter import Method
-from quire.layers.quant.layout import Layout, Raw, check_scales
+from quire.layers.quant.layout import UNDIVIDED, Layout, Raw, check_scales
 from quire.ops.forms import merge
 from quire.ops.quantized import (
     dequantized,
@@ -69,7 +69,8 @@ class Piece:
         """view: all that the layer has of this tensor."""
         where, at, takes, done = f"{self.name}.{name}", raw.outputs, list[Take](), 0
         if name in ACT_ORDER and raw.dims[0].along == "inputs" and len(self.inputs) < self.whole[1]:
-            raise ModelError(f"{self.name}: groups of any inputs ({ACT_ORDER[name]}) cannot be divided along the inputs")
+            groups = f"groups of any inputs ({ACT_ORDER[name]})"
+            raise ModelError(f"{self.name}: {groups} cannot be divided along the inputs {UNDIVIDED}")
         for rows in self.outputs if at is not None else self.outputs[:1]:
             ranges = raw.ranges(rows, self.inputs, self.whole, where)
             place = view
