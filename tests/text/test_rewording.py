@@ -5,7 +5,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from quire.text.backends import LibraryBackend
-from quire.text.rewording import KEPT, Rewording
+from quire.text.rewording import KEPT, TRIED, Rewording
 from quire.text.tokenizer import Tokenizer
 
 TEXTS = ["one two three four five", "the quick brown fox jumps over the lazy dog"]
@@ -78,6 +78,16 @@ def test_a_character_that_is_written_out_at_length(tokenizers, text):
     assert rewording.read(tokens) is None
     other.encode = asked.append
     assert rewording.read([*tokens, tokens[0]]) is None and not asked
+
+
+@pytest.mark.parametrize("text", ["a" * 2000, "one two three" * 90 + "a" * 2000])
+def test_little_is_written_before_it_is_given_up(tokenizers, text):
+    library = Library.from_str(tokenizers[1]._backend._tokenizer.to_str())
+    library.normalizer, written = normalizers.Replace("a", "x" * 20_000), []
+    other = Tokenizer(LibraryBackend(library))
+    encode, other.encode = other.encode, lambda *asked, **options: written.append(encode(*asked, **options)) or written[-1]
+    assert Rewording(tokenizers[0], other).read(tokenizers[0].encode(text)) is None
+    assert sum(map(len, written)) <= TRIED * 20_000 + len(text)
 
 
 def test_within_a_character_nothing_is_said(tokenizers):

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.steps import FIELDS, KIND, StepPoint
+from quire.files.reading import shown
 from quire.sim.analytic import HostTime
 from quire.sim.front import FrontTime
 from quire.sim.shapes import StepShape
 from quire.types.errors import ConfigError
 
 FEWEST = 2  # sizes that make a curve
+MOST = 1e15  # of anything: its square still leaves room to count with
 
 
 class Curve:
@@ -138,8 +140,8 @@ def _point(where: str, point: Any) -> StepPoint:
 
 def _number(where: str, values: dict[str, Any], name: str) -> float:
     value = values.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise ConfigError(f"{where}: {name} must be a number of 0 or more, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:
+        raise ConfigError(f"{where}: {name} must be a number from 0 to {MOST:g}, got {shown(value)}")
     return float(value)
 
 

@@ -19,6 +19,8 @@ KEPT = 128  # characters at the end of the text that are encoded again
 PIECE = 1024  # characters that are encoded at once, where a word begins
 LONGEST = 4  # tokens that one character may be spread over
 MOST_EACH, MORE = 6, 64  # tokens of each character, and beyond: of text that another tokenizer writes out
+FAR_TOO_MANY = 64  # tokens of each character: of that nothing more is encoded
+TRIED = 64  # characters at most that are encoded for the first time
 MOST_GUESSED = 64  # characters of each guess
 ANCHOR = "\n"  # nothing is joined with it to one token but other white space
 _UNREADABLE = "\ufffd"
@@ -33,6 +35,7 @@ class Rewording:
         self._fed = 0  # of its tokens
         self._settled: list[int] = []  # ids of what is not encoded again
         self._tail = ""  # the text behind that
+        self._tried = 1  # characters that are tried next
 
     def read(self, tokens: Sequence[int]) -> list[int] | None:
         """The whole text, of which nothing changes but that it grows -> ids. None: it ends within a character, has a token that
@@ -42,8 +45,12 @@ class Rewording:
         fresh = tokens[self._fed :]
         if not self._fed and len(fresh) and fresh[0] == self._own.bos_token_id:
             fresh = fresh[1:]  # the other has its own
-        self._tail += self._detokenizer.feed(fresh)
+        text = self._detokenizer.feed(fresh)
         self._fed = len(tokens)
+        self._beyond = self._explodes(text)
+        if self._beyond:
+            return None
+        self._tail += text
         while (cut := _find_cut(self._tail)) > 0:
             passed = self._encode(self._tail[:cut])
             self._beyond |= max(passed, default=0) >= self._rows
@@ -55,6 +62,18 @@ class Rewording:
             return None
         ids = self._encode(self._tail)
         return None if self._beyond or max(ids, default=0) >= self._rows else self._settled + ids
+
+    def _explodes(self, text: str) -> bool:
+        """Does its tokenizer write far more tokens than characters? Told by a few first, then by more, so that little is
+        written if so."""
+        at = 0
+        while at < len(text):
+            piece = text[at : at + self._tried]
+            if len(self._other.encode(piece, add_special_tokens=False)) > FAR_TOO_MANY * len(piece) + MORE:
+                return True
+            at += len(piece)
+            self._tried = min(2 * self._tried, TRIED)
+        return False
 
     def _encode(self, text: str) -> list[int]:
         ids = encode_behind(self._other, text) if self._settled else self._other.encode(text)
