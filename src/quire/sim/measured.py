@@ -146,14 +146,16 @@ def _number(where: str, values: dict[str, Any], name: str) -> float:
 
 
 def _slope(points: Sequence[Sized]) -> float:
-    """Seconds for each that is looked at: least squares over steps of equal size. 0 where contexts do not differ."""
+    """Seconds for each that is looked at: least squares over steps of equal size, as shares of what these take, so that a long
+    step which something disturbed does not decide for all. 0 where contexts do not differ."""
     above = below = 0.0
     for size in {point.size for point in points}:
         alike = [point for point in points if point.size == size]
         middle = sum(point.looked_at for point in alike) / len(alike)
         mean = sum(point.seconds for point in alike) / len(alike)
-        above += sum((point.looked_at - middle) * (point.seconds - mean) for point in alike)
-        below += sum((point.looked_at - middle) ** 2 for point in alike)
+        weight = 1 / mean**2 if mean else 1.0
+        above += weight * sum((point.looked_at - middle) * (point.seconds - mean) for point in alike)
+        below += weight * sum((point.looked_at - middle) ** 2 for point in alike)
     return max(0.0, above / below) if below else 0.0
 
 
