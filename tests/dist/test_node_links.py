@@ -4,17 +4,20 @@ import contextlib
 import itertools
 import os
 import socket
+import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from patience import PATIENCE
 from quire.dist import shared_memory
 from quire.dist.mesh import Position, evenly
 from quire.dist.nodes import NodesGroup
 from quire.engine.executor import nodes
-from quire.engine.handshake import listen, say
+from quire.engine.handshake import heard, listen, say
 from quire.subprocesses import nameless_memory
 from quire.types.errors import EngineError
 
@@ -87,11 +90,11 @@ def test_sums_and_joins(monkeypatch, places):
 def test_who_is_let_in():
     with listen(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
-        refused = []
+        refused, joined = [], []
 
         def come(node, key):
             try:
-                nodes.join(address, node, "127.0.0.1", key, 5.0).close()
+                joined.append(nodes.join(address, node, "127.0.0.1", key, 5.0))
             except EngineError as error:
                 refused.append(str(error))
 
@@ -121,7 +124,52 @@ def test_who_is_let_in():
         links = nodes.gather(listener, nodes.share_ranks(3, 2), "right", 10.0)
         visitor.join()
         assert links.own == range(1) and sorted(links.controls) == [1, 2] and sorted(links.ends[0]) == [1, 2]
-        links.close()
+        for one in (links, *joined):
+            one.close()
     assert "the key (QUIRE_CLUSTER_KEY) is another one" in refused[0] and "node_rank 7 is not one of 1 to 1" in refused[1]
     with listen(("127.0.0.1", 0)) as listener, pytest.raises(EngineError, match="1 of 2 nodes did not come in time"):
         nodes.gather(listener, nodes.share_ranks(2, 2), "", 0.05)
+
+
+RESET = struct.pack("ii", 1, 0)  # lingers for no time: closing is a reset
+AS_ONE = {"key": "", "host": "127.0.0.1", "port": 1}
+
+
+def strangers(address, *hellos, reset=False):
+    for said in hellos:
+        stranger = socket.create_connection(address)
+        if said is not None:
+            say(stranger, said)
+        if reset:
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            stranger.close()
+        yield stranger
+
+
+@pytest.mark.parametrize(
+    ("hellos", "reset"),
+    [
+        ([{**AS_ONE, "node": 99}] * 20, True),  # there is nobody to refuse
+        ([{**AS_ONE, "node": 1}] * 3, True),  # nobody to be told
+        ([None] * 100, False),
+        ([{**AS_ONE, "node": 1}], False),  # has a place, and connects no ranks
+    ],
+)
+def test_strangers_do_not_keep_nodes_from_meeting(monkeypatch, hellos, reset):
+    monkeypatch.setattr(nodes, "ENDS", 0.3)
+    begun = time.monotonic()
+    with listen(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(3) as others:
+        address = listener.getsockname()
+        first = others.submit(nodes.gather, listener, nodes.share_ranks(3, 3), "", 30.0)
+        there = list(strangers(address, *hellos, reset=reset))
+        joined = [others.submit(nodes.join, address, node, "127.0.0.1", "", 30.0) for node in (2, 1)]
+        links = [first.result(), *(one.result() for one in joined)]
+        assert sorted(links[0].controls) == [1, 2] and sorted(links[0].ends[0]) == [1, 2]
+        pairs = [(links[0].controls[1], links[2].controls[1]), (links[1].ends[2][1], links[2].ends[1][2])]
+        for number, (one, other) in enumerate(pairs):
+            say(one, {"number": number})
+            assert heard(other, PATIENCE) == {"number": number}, "both are of the same meeting"
+        for one in (*links, *there):
+            one.close()
+    assert time.monotonic() - begun < 9, "nobody was waited for as long as a hello may take"
+

@@ -7,14 +7,16 @@ import resource
 import shutil
 import socket
 import struct
+import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from patience import PATIENCE
 from quire import EngineArgs
-from quire.engine import ipc, remote
+from quire.engine import ipc, outpost, reception, remote
 from quire.engine.agreement import difference, own_terms, terms_of
 from quire.engine.handshake import connect, heard, say
 from quire.engine.outpost import Outpost
@@ -140,6 +142,13 @@ def test_garbage_is_a_line_in_the_log(harbour, caplog):
         assert record.exc_info is None and "\n" not in record.getMessage(), garbage
 
 
+def test_a_long_number_is_shortened(harbour, terms):
+    stranger, told = come(harbour, **HELLO | terms | {"engine": 10**3000})
+    stranger.close()
+    assert told["refused"].startswith("engine 1000") and "000... is not one of those of other nodes, 1 to 2" in told["refused"]
+    assert len(told["refused"]) < 300
+
+
 def test_accepts_again_when_there_are_descriptors(harbour, terms, caplog):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     filled = [os.dup(0)]
@@ -160,6 +169,42 @@ def test_accepts_again_when_there_are_descriptors(harbour, terms, caplog):
     node, told = come(harbour, **HELLO, **terms)
     with node:
         assert told == {"engine": 1}
+
+
+def descriptors():
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_many_who_say_nothing(harbour, terms, caplog):
+    """They have few descriptors of this process, and few lines of its log; a good node is let in among them."""
+    before = descriptors()
+    silent = [socket.create_connection(harbour.address, timeout=PATIENCE) for _ in range(300)]
+    assert silent[0].recv(1) == b"", "the oldest are closed"
+    good, told = come(harbour, **HELLO, **terms)
+    assert told == {"engine": 1}
+    until(lambda: descriptors() - before <= len(silent) + reception.MOST + 2)
+    assert len(caplog.records) == reception.LINES
+    for connection in (good, *silent):
+        connection.close()
+
+
+def test_who_is_closed_before_its_hello_comes_again(tiny_model, harbour, monkeypatch):
+    args = EngineArgs(str(tiny_model), data_parallel_size=3, data_parallel_rpc_port=harbour.address[1])
+    away, hello = [], outpost.say
+
+    def say_late(connection, what):
+        if not away:
+            away.append(connection.shutdown(socket.SHUT_RDWR))
+        hello(connection, what)
+
+    monkeypatch.setattr(outpost, "say", say_late)
+    node = Outpost(args, 1, 1)
+    running = threading.Thread(target=node.run, daemon=True)
+    running.start()
+    until(lambda: 1 in harbour._waiting)
+    node._over.set()
+    running.join(PATIENCE)
+    assert away and not node.errors
 
 
 @pytest.mark.parametrize("spoil", [socket.socket.close, lambda connection: connection.sendall(b"junk")])

@@ -4,14 +4,12 @@ Whoever can connect is taken, if it knows the key (QUIRE_CLUSTER_KEY; none by de
 reach. Nothing received is ever executed or unpickled.
 """
 
-import hmac
 import json
-import logging
 import os
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.types.errors import EngineError
@@ -20,10 +18,13 @@ KEY = "QUIRE_CLUSTER_KEY"
 LONGEST = 1 << 16  # bytes of a message
 HELLO = 10.0  # seconds for one who connected to say who it is
 AGAIN = 0.1  # seconds between two attempts to connect
-_LENGTH = struct.Struct("<I")
+LENGTH = struct.Struct("<I")  # of the message behind it
 Address = tuple[str, int]
+Said = dict[str, Any]
 
-logger = logging.getLogger(__name__)
+
+class HungUp(EngineError):
+    """The other end of a connection was closed."""
 
 
 def cluster_key() -> str:
@@ -48,35 +49,10 @@ def address_towards(first: Address) -> str:
         raise EngineError(f"{first[0]}: {error.strerror or error}") from None
 
 
-def accept(listener: socket.socket, key: str, deadline: float, what: str) -> tuple[socket.socket, dict[str, Any]]:
-    """The next one who is to be let in, and what it said. `what` is awaited."""
+def connect(address: Address, deadline: float, check: Callable[[], None] = lambda: None) -> socket.socket:
+    """Whoever is not there yet may come. `check` raises when it is not wanted any more."""
     while True:
-        listener.settimeout(max(0.01, deadline - time.monotonic()))
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            raise EngineError(f"{what} did not come in time") from None
-        said = let_in(connection, key)
-        if said is not None:
-            return connection, said
-
-
-def let_in(connection: socket.socket, key: str) -> dict[str, Any] | None:
-    """What one who connected says; None: it does not know the key, or is no node, and the connection is closed."""
-    try:
-        said = heard(connection, HELLO)
-        if hmac.compare_digest(str(said.get("key", "")).encode(errors="replace"), key.encode()):
-            return said
-        logger.warning("a node is refused: its key (%s) is another one", KEY)
-        say(connection, {"refused": f"the key ({KEY}) is another one"})
-    except (EngineError, OSError) as error:
-        logger.warning("one who connected as a node is not one: %s", error)
-    connection.close()
-    return None
-
-
-def connect(address: Address, deadline: float) -> socket.socket:
-    while True:
+        check()
         try:
             made = socket.create_connection(address, timeout=HELLO)
         except OSError as error:
@@ -90,23 +66,28 @@ def connect(address: Address, deadline: float) -> socket.socket:
 
 def say(connection: socket.socket, what: Mapping[str, Any]) -> None:
     data = json.dumps(what).encode()
-    connection.sendall(_LENGTH.pack(len(data)) + data)
+    connection.sendall(LENGTH.pack(len(data)) + data)
 
 
-def heard(connection: socket.socket, seconds: float) -> dict[str, Any]:
+def heard(connection: socket.socket, seconds: float) -> Said:
     """A whole message. Bytes behind it stay where they are: they are for whoever gets the connection next."""
     deadline = time.monotonic() + seconds
     try:
-        (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, deadline))
+        (size,) = LENGTH.unpack(_exactly(connection, LENGTH.size, deadline))
         if size > LONGEST:
             raise EngineError("another node said what no node says")
-        said = json.loads(_exactly(connection, size, deadline))
+        return parse(_exactly(connection, size, deadline))
     except TimeoutError:
         raise EngineError("another node said nothing in time") from None
-    except (ValueError, RecursionError):
-        raise EngineError("another node said what no node says") from None
     finally:
         connection.settimeout(None)
+
+
+def parse(data: bytes | bytearray) -> Said:
+    try:
+        said = json.loads(data)
+    except (ValueError, RecursionError):
+        raise EngineError("another node said what no node says") from None
     if not isinstance(said, dict):
         raise EngineError("another node said what no node says")
     return said
@@ -118,6 +99,6 @@ def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
         connection.settimeout(max(0.01, deadline - time.monotonic()))
         piece = connection.recv(count - len(data))
         if not piece:
-            raise EngineError("another node has hung up")
+            raise HungUp("another node has hung up")
         data += piece
     return data

@@ -80,10 +80,10 @@ class Outpost:
         logger.info("engine %d: waiting for machine 0 at %s:%d", engine, *self._address)
         connection = connect(self._address, time.monotonic() + self._args.engine_start_timeout)
         with connection:
-            say(connection, {"key": cluster_key(), "engine": engine, "clock": time.monotonic(), **self._terms})
             try:
+                say(connection, {"key": cluster_key(), "engine": engine, "clock": time.monotonic(), **self._terms})
                 told = heard(connection, FAREWELL)
-            except EngineError:  # it ends, or has ended
+            except (EngineError, OSError):  # it ends, or has ended
                 return False
             if "refused" in told:
                 raise EngineError(f"machine 0 refused this one: {told['refused']}")

@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 import weakref
-from typing import Any
 
 import msgspec
 
@@ -23,8 +22,9 @@ from quire.engine import ipc
 from quire.engine.agreement import Terms, difference
 from quire.engine.child import first_frame
 from quire.engine.correspondent import Correspondent
-from quire.engine.handshake import Address, cluster_key, let_in, listen, say
-from quire.files.reading import told
+from quire.engine.handshake import Address, Said, cluster_key, listen, say
+from quire.engine.reception import Reception
+from quire.files.reading import shown, told
 from quire.frames import Frames, Mailbox
 from quire.types.errors import EngineError
 
@@ -33,6 +33,7 @@ GOODBYE = 0.5  # seconds, at least, for a node to hear that it is over
 PATIENT = 10_000  # milliseconds that what was sent may stay unconfirmed: a node that is gone without a word
 BEGIN = 15.0  # seconds for a node to say that it has begun to start its engine
 AGAIN = 0.2  # seconds after which we try again to accept
+LOOK = 5.0  # seconds between looks whether the harbour is still wanted; a closed one is noticed at once
 CLOCKS = 0.01  # seconds by which clocks may differ and count as one
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 class Arrived:
     """A node's connection for one engine."""
 
-    def __init__(self, connection: socket.socket, said: dict[str, Any]) -> None:
+    def __init__(self, connection: socket.socket, said: Said) -> None:
         engine, clock = said.get("engine"), said.get("clock")
         if type(engine) is not int or type(clock) is not float or not math.isfinite(clock):
             raise EngineError("it said what no node says")
@@ -65,38 +66,40 @@ class Harbour:
     """Where nodes with engines connect. Each engine's newest connection waits here until it is wanted."""
 
     def __init__(self, address: Address, engines: range, terms: Terms) -> None:
-        self.address, self._engines, self._terms, self._key = address, engines, terms, cluster_key()
+        self.address, self._engines, self._terms = address, engines, terms
         self._listener = listen(address)
+        reception = Reception(self._listener, cluster_key())
+        self._complaints = reception.complaints
         self._news = threading.Condition()
         self._waiting: dict[int, Arrived] = {}
         self._finalizer = weakref.finalize(self, _close, self._listener, self._waiting)
-        threading.Thread(target=_receive, args=(weakref.ref(self), self._listener), name="quire-harbour", daemon=True).start()
+        threading.Thread(target=_receive, args=(weakref.ref(self), reception), name="quire-harbour", daemon=True).start()
 
     @property
     def closed(self) -> bool:
         return not self._finalizer.alive
 
-    def welcome(self, connection: socket.socket) -> None:
-        said = let_in(connection, self._key)
-        if said is None:
-            return
+    def welcome(self, connection: socket.socket, said: Said) -> None:
         try:
             arrived = Arrived(connection, said)
             engine = arrived.engine
             refusal = difference(self._terms, said)
             if engine not in self._engines:
                 refusal = (
-                    f"engine {engine} is not one of those of other nodes, {self._engines.start} to {self._engines.stop - 1}"
+                    f"engine {shown(engine)} is not one of those of other nodes, "
+                    f"{self._engines.start} to {self._engines.stop - 1}"
                 )
             if refusal is not None:
-                logger.error("the node %s with engine %d is refused: %s", arrived.host, engine, refusal)
+                self._complaints.tell(
+                    "the node %s with engine %s is refused: %s", arrived.host, shown(engine), refusal, level=logging.ERROR
+                )
                 say(connection, {"refused": refusal})
                 connection.close()
                 return
             say(connection, {"engine": engine})
             keep_alive(connection)
         except (OSError, EngineError) as error:
-            logger.warning("one who connected as a node is not one: %s", error)
+            self._complaints.tell("one who connected as a node is not one: %s", error)
             connection.close()
             return
         with self._news:
@@ -302,29 +305,29 @@ def _by_our_clock(report: ipc.Report, ahead: float) -> ipc.Report:
     return report
 
 
-def _receive(harbour: "weakref.ref[Harbour]", listener: socket.socket) -> None:
-    """Each in a thread of its own: who connects and says nothing keeps nobody waiting."""
-    listener.settimeout(None)
-    while True:
-        try:
-            connection, _ = listener.accept()
-        except OSError as error:
+def _receive(harbour: "weakref.ref[Harbour]", reception: Reception) -> None:
+    with contextlib.closing(reception):
+        while True:
+            came, fault = None, ""
+            try:
+                came = reception.next(LOOK)
+            except (OSError, ValueError) as error:  # ValueError: the listener is closed
+                fault = str(error)
             there = harbour()
             if there is None or there.closed:
+                if came is not None:
+                    came[0].close()
                 return
+            if came is not None:
+                try:
+                    there.welcome(*came)
+                except Exception:  # the next one is to be heard
+                    came[0].close()
+                    logger.exception("what a node said could not be understood")
             del there
-            logger.warning("nodes cannot connect now, and will be able to later: %s", error)
-            time.sleep(AGAIN)
-            continue
-        there = harbour()
-        if there is None:
-            connection.close()
-            return
-        try:
-            threading.Thread(target=there.welcome, args=(connection,), daemon=True).start()
-        except RuntimeError:
-            connection.close()
-        del there
+            if fault:
+                reception.complaints.tell("nodes cannot connect now, and will be able to later: %s", fault)
+                time.sleep(AGAIN)
 
 
 def _close(listener: socket.socket, waiting: dict[int, Arrived]) -> None:

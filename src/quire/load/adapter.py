@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -115,6 +115,7 @@ def _read_safetensors(path: Path) -> list[Named]:
     for name, info in header.items():
         if info.dtype not in DTYPES:
             raise AdapterError(f"tensor {shown(name)} is stored as {info.dtype}, which cannot be read", "lora_path")
+        _check_numbers(name, info.shape)
     first = min((info.offset for info in header.values()), default=0)
     last = max((info.offset + info.nbytes for info in header.values()), default=0)
     kinds = {DTYPES[info.dtype] for info in header.values()}
@@ -270,7 +271,7 @@ class Reader:
     def check_rank(self, named: Named, rank: int, module: str, merged: int = 1) -> None:
         expected = self._config.rank_of(module)
         if rank != expected:
-            raise named.wrong(f"has rank {rank}, where adapter_config.json says {expected}")
+            raise named.wrong(f"has rank {rank}, where adapter_config.json says {shown(expected)}")
         if rank > self._model.max_rank * merged:
             raise named.wrong(f"has rank {rank}; max_lora_rank is {self._model.max_rank}")
         self._largest = max(self._largest, rank)
@@ -312,6 +313,14 @@ def _parse(named: Named) -> tuple[str, str]:
     raise named.wrong("is not of a kind that LoRA adapters have (lora_A, lora_B, ...)")
 
 
+def _check_numbers(name: str, shape: Sequence[int]) -> None:
+    if not math.prod(shape):
+        raise AdapterError(
+            f"tensor {shown(name)} has shape {shown(list(shape))}, and no numbers: an adapter has a rank of 1 or more",
+            "lora_path",
+        )
+
+
 def _checked(name: str, values: Tensor) -> Named:
     named = Named(name, values)
     if not values.is_floating_point() or values.dtype.itemsize < 2:
@@ -320,6 +329,7 @@ def _checked(name: str, values: Tensor) -> Named:
         raise named.wrong("is not stored as plain numbers")
     if values.untyped_storage().nbytes() < values.numel() * values.dtype.itemsize:
         raise named.wrong(f"of shape {list(values.shape)} claims more numbers than its file has")
+    _check_numbers(name, values.shape)
     largest = largest_of(values)
     if not math.isfinite(largest):
         raise named.wrong("has numbers that are not finite (NaN or infinity)")

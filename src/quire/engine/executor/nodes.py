@@ -6,14 +6,16 @@
     ... and to all nodes below   a connection for each pair of ranks
     node k starts its ranks      which inherit their ends, as ranks of node 0 do (`workers.py`)
 
+Whoever said to be node k and does not connect so was none: node 0 hangs up on all of them, and they come again.
+
 Whoever can connect can be a rank, if it knows the key (QUIRE_CLUSTER_KEY; none by default): run it in a network that others
 cannot reach. Nothing received is ever executed or unpickled.
 """
 
 import contextlib
 import itertools
-import logging
 import os
+import secrets
 import select
 import signal
 import socket
@@ -24,7 +26,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.engine.handshake import HELLO, Address, accept, connect, heard, listen, say
+from quire.engine.executor.claims import Claims, is_gone
+from quire.engine.handshake import AGAIN, HELLO, Address, HungUp, connect, heard, listen, say
+from quire.engine.reception import Reception
 from quire.subprocesses import environment, is_stopped, nameless_memory, with_us
 from quire.types.errors import EngineError
 
@@ -32,8 +36,11 @@ WORKER = (sys.executable, "-P", "-m", "quire.engine.executor.worker")
 REMOTE = "+"  # before the number of a rank of another node, among a rank's ends
 LOOK = 0.2  # seconds between looks at a node's ranks
 STOPPED = 0.5  # seconds that one may be stopped
+ENDS = 10.0  # seconds without a connection of those that nodes make at once when they are told where others are
 
-logger = logging.getLogger(__name__)
+
+class _Lost(Exception):
+    """One of those who meet is gone, or none of them: they begin again."""
 
 
 @dataclass
@@ -45,6 +52,7 @@ class Links:
     controls: dict[int, socket.socket] = field(default_factory=dict)  # by rank; on node 0 those of ranks elsewhere
     ends: dict[int, dict[int, socket.socket]] = field(default_factory=dict)  # own rank -> a rank elsewhere -> connection
     nodes: dict[int, socket.socket] = field(default_factory=dict)  # on node 0: to every other node; elsewhere to node 0
+    meeting: str = ""  # connections of an earlier one are not taken
     then: Callable[[], None] = lambda: None  # when they are closed
 
     @property
@@ -53,6 +61,11 @@ class Links:
 
     def node_of(self, rank: int) -> int:
         return next(node for node, ranks in enumerate(self.ranks) if rank in ranks)
+
+    def check(self) -> None:
+        for node, connection in self.nodes.items():
+            if is_gone(connection):
+                raise _Lost(f"node {node} has hung up")
 
     def close(self) -> None:
         for one in (
@@ -73,26 +86,41 @@ def share_ranks(ranks: int, nodes: int) -> list[range]:
 
 
 def gather(listener: socket.socket, ranks: Sequence[range], key: str, seconds: float) -> Links:
-    """Waits for all other nodes, and for what their ranks connect."""
-    deadline, links, places = time.monotonic() + seconds, Links(ranks), {0: ("", 0)}
+    """Waits for all other nodes, and for what their ranks connect. If those of one do not, all nodes come again."""
+    deadline = time.monotonic() + seconds
+    with contextlib.closing(Reception(listener, key)) as reception:
+        claims = Claims(len(ranks), reception.complaints)
+        with contextlib.closing(claims):
+            while True:
+                while missing := claims.missing:
+                    came = reception.next(deadline - time.monotonic())
+                    if came is None:
+                        raise EngineError(f"{missing} of {len(ranks)} nodes did not come in time")
+                    claims.add(*came)
+                try:
+                    links = _try(claims, reception, ranks, deadline)
+                except (_Lost, OSError) as error:
+                    reception.complaints.tell("a node was none (%s): waiting for all of them again", error)
+                else:
+                    claims.refuse()
+                    return links
+
+
+def _try(claims: Claims, reception: Reception, ranks: Sequence[range], deadline: float) -> Links:
+    """With those who claim to be the other nodes."""
+    there = claims.take()
+    links = Links(ranks, nodes={node: claim.connection for node, claim in there.items()}, meeting=secrets.token_hex(8))
+    told = {
+        "ranks": [[own.start, own.stop] for own in ranks],
+        "nodes": [("", 0), *(there[node].place for node in sorted(there))],
+        "meeting": links.meeting,
+    }
     try:
-        while len(links.nodes) < len(ranks) - 1:
-            connection, said = accept(listener, key, deadline, f"{len(ranks) - 1 - len(links.nodes)} of {len(ranks)} nodes")
-            node, host, port = said.get("node"), said.get("host"), said.get("port")
-            if not isinstance(host, str) or type(port) is not int:
-                logger.warning("one who connected as a node is not one: it did not say where it listens")
-                connection.close()
-                continue
-            if type(node) is not int or not 0 < node < len(ranks) or node in links.nodes:
-                say(connection, {"refused": f"node_rank {node} is not one of 1 to {len(ranks) - 1}, or is there already"})
-                connection.close()
-                continue
-            links.nodes[node] = connection
-            places[node] = (host, port)
-        told = {"ranks": [[own.start, own.stop] for own in ranks], "nodes": [places[node] for node in range(len(ranks))]}
         for connection in links.nodes.values():
+            connection.settimeout(HELLO)
             say(connection, told)
-        _take_ends(listener, links, key, deadline)
+            connection.settimeout(None)
+        _take_ends(reception, links, deadline, claims)
     except BaseException:
         links.close()
         raise
@@ -103,31 +131,44 @@ def gather(listener: socket.socket, ranks: Sequence[range], key: str, seconds: f
 
 
 def join(first: Address, node: int, host: str, key: str, seconds: float) -> Links:
-    """`host`: where this node can be reached by others."""
+    """`host`: where this node can be reached by others. Comes again when node 0 hangs up."""
     deadline = time.monotonic() + seconds
-    with listen((host, 0)) as listener:
-        to_first = connect(first, deadline)
-        links = Links((), node, nodes={0: to_first})
-        try:
-            say(to_first, {"key": key, "node": node, "host": host, "port": listener.getsockname()[1]})
-            told = heard(to_first, deadline - time.monotonic())
-            if "refused" in told:
-                raise EngineError(f"node 0 refused this one: {told['refused']}")
-            links.ranks = [range(*own) for own in told["ranks"]]
-            places = [first, *(tuple(place) for place in told["nodes"][1:])]
-            for rank in links.own:
-                links.controls[rank] = connect(first, deadline)
-                say(links.controls[rank], {"key": key, "control": rank})
-                for below in range(node):
-                    for other in links.ranks[below]:
-                        end = connect(places[below], deadline)
-                        say(end, {"key": key, "from": rank, "to": other})
-                        links.ends.setdefault(rank, {})[other] = end
-            _take_ends(listener, links, key, deadline)
-        except BaseException:
-            links.close()
-            raise
-    return links
+    while True:
+        with listen((host, 0)) as listener, contextlib.closing(Reception(listener, key)) as reception:
+            links = Links((), node, nodes={0: connect(first, deadline)})
+            try:
+                _meet(links, reception, first, (host, listener.getsockname()[1]), key, deadline)
+            except (_Lost, HungUp, OSError) as error:
+                links.close()
+                if time.monotonic() > deadline:
+                    raise EngineError(f"{first[0]}, port {first[1]}, has hung up: {error}") from None
+            except BaseException:
+                links.close()
+                raise
+            else:
+                return links
+        time.sleep(AGAIN)
+
+
+def _meet(links: Links, reception: Reception, first: Address, own: Address, key: str, deadline: float) -> None:
+    to_first, node = links.nodes[0], links.node
+    say(to_first, {"key": key, "node": node, "host": own[0], "port": own[1]})
+    told = heard(to_first, deadline - time.monotonic())
+    if "refused" in told:
+        raise EngineError(f"node 0 refused this one: {told['refused']}")
+    links.ranks = [range(*ranks) for ranks in told["ranks"]]
+    links.meeting = told["meeting"]
+    places = [first, *(tuple(place) for place in told["nodes"][1:])]
+    hello = {"key": key, "meeting": links.meeting}
+    for rank in links.own:
+        links.controls[rank] = connect(first, deadline, links.check)
+        say(links.controls[rank], {**hello, "control": rank})
+        for below in range(node):
+            for other in links.ranks[below]:
+                end = connect(places[below], deadline, links.check)
+                say(end, {**hello, "from": rank, "to": other})
+                links.ends.setdefault(rank, {})[other] = end
+    _take_ends(reception, links, deadline)
 
 
 class NodeRanks:
@@ -258,21 +299,34 @@ def name_ends(local: Mapping[int, socket.socket], remote: Mapping[int, socket.so
     return ",".join([*here, *(f"{REMOTE}{rank}:{end.fileno()}" for rank, end in remote.items())])
 
 
-def _take_ends(listener: socket.socket, links: Links, key: str, deadline: float) -> None:
-    """What nodes above this one connect, and for node 0 the control connections of all."""
+def _take_ends(reception: Reception, links: Links, deadline: float, claims: Claims | None = None) -> None:
+    """What nodes above this one connect, and for node 0 the control connections of all. Node 0 has `claims`, for others."""
     above = [rank for ranks in links.ranks[links.node + 1 :] for rank in ranks]
     missing: set[Any] = {(rank, own) for rank in above for own in links.own}
     if not links.node:
         missing.update(above)
+    last = time.monotonic()
     while missing:
-        connection, said = accept(listener, key, deadline, f"{len(missing)} connections of other nodes")
+        links.check()
+        if time.monotonic() > deadline:
+            raise EngineError(f"{len(missing)} connections of other nodes did not come in time")
+        if claims is not None and time.monotonic() - last > ENDS:
+            raise _Lost(f"{len(missing)} connections did not come within {ENDS:.0f} s")
+        came = reception.next(LOOK)
+        if came is None:
+            continue
+        connection, said = came
+        if claims is not None and "node" in said:
+            claims.add(connection, said)
+            continue
         numbers: list[Any] = [said["control"]] if "control" in said else [said.get("from"), said.get("to")]
         what = numbers[0] if len(numbers) == 1 else tuple(numbers)
-        if any(type(number) is not int for number in numbers) or what not in missing:
-            logger.warning("one who connected as a rank is none that is awaited")
+        if said.get("meeting") != links.meeting or any(type(number) is not int for number in numbers) or what not in missing:
+            reception.complaints.tell("one who connected as a rank is none that is awaited")
             connection.close()
             continue
         missing.remove(what)
+        last = time.monotonic()
         if isinstance(what, tuple):
             links.ends.setdefault(what[1], {})[what[0]] = connection
         else:
