@@ -140,13 +140,18 @@ def test_mistakes(model: str, flags: list[str], told: str, capsys: pytest.Captur
     assert told in error and error.startswith("quire simulate: ") and error.count("\n") == 1
 
 
-def test_measured_steps_are_a_device(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The executor without a model takes no time, but its engine is measured all the same, and a server around it."""
+def test_measured_steps_are_a_device(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The executor without a model takes no time, but its engine is measured all the same, and a server around it: with as few
+    positions as the model has, the tokenizer that is asked for, and no key."""
     path = tmp_path / "steps.json"
-    make_tokenizer(Path(model))
+    make_tokenizer(tmp_path)
+    monkeypatch.setenv("QUIRE_API_KEY", "a key")
     engine = ["--model", model, "--distributed-executor-backend", "fake", "--max-num-seqs", "4"]
     steps = ["--rows", "1", "4", "--prompts", "8", "32", "--contexts", "16", "64", "--repeats", "4"]
     flags = ["--max-num-batched-tokens", "64", *steps, "--front-end", "--output-json", str(path)]
+    flags += ["--tokenizer", str(tmp_path), "--hf-overrides", '{"max_position_embeddings": 128}']
     assert main(["bench", "steps", *engine, *flags]) == 0
     assert "processor beside a step" in (said := capsys.readouterr().out) and "between client and engine" in said
     result = json.loads(path.read_text())

@@ -10,22 +10,23 @@ import asyncio
 import json
 import os
 import random
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from quire.subprocesses import environment, with_us
 from quire.types.errors import ConfigError, EngineError
 
 STEP = 0.01  # seconds that a step waits
-PROMPT, HIGHEST = 256, 250  # tokens of a prompt, and the largest of them: every vocabulary has these
+LONGEST, SHORTEST = 384, 4  # tokens of a text: half as many where a model has room for half
+HIGHEST = 250  # token of a prompt: nearly every vocabulary has these
 WARM_UP, ALONE, MANY, TOKENS = 20, 100, 32, 64
-START = 120.0  # seconds
+START, ANSWER, END = 120.0, 60.0, 60.0  # seconds at most
 HEAD = b" HTTP/1.1\r\nHost: here\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 
 
@@ -42,46 +43,81 @@ class FrontCost:
         return f"between client and engine: {1000 * self.alone:.2f} ms for one alone; of the API process {busy}"
 
 
-def measure_front_end(model: str) -> FrontCost:
-    """Starts a server and ends it. Of the model only configuration and tokenizer are used."""
+@dataclass(frozen=True)
+class Requests:
+    """That a model can have."""
+
+    longest: int  # of its texts
+    vocabulary: int
+
+    @property
+    def tokens(self) -> int:
+        return min(TOKENS, self.longest // 4)
+
+    @property
+    def prompt(self) -> int:
+        return self.longest - 2 * self.tokens
+
+    def body(self, chance: random.Random, tokens: int) -> bytes:
+        prompt = [chance.randrange(min(HIGHEST, self.vocabulary)) for _ in range(self.prompt)]
+        request = {"model": "it", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        return json.dumps(request).encode()
+
+
+def measure_front_end(
+    command: Sequence[str], positions: int, vocabulary: int, variables: Mapping[str, str] | None = None
+) -> FrontCost:
+    """Starts a server by a `command` that takes more flags, with these `variables` in its environment, and ends it. Of its
+    model only configuration and tokenizer are used."""
     if not Path("/proc/self/schedstat").exists():
         raise ConfigError("--front-end needs Linux: the API process is measured by /proc")
-    port = _free_port()
-    command = [
-        sys.executable, "-m", "quire.cli.main", "serve", model, "--port", str(port), "--distributed-executor-backend", "fake",
-        "--load-format", "dummy", "--max-num-seqs", str(MANY), "--max-model-len", str(PROMPT + 2 * TOKENS),
-        "--async-scheduling", "--disable-log-stats", "--disable-uvicorn-access-log", "--served-model-name", "it",
+    if positions < SHORTEST:
+        raise ConfigError(f"--front-end needs a model with {SHORTEST} positions at least, this one has {positions}")
+    requests, port = Requests(min(LONGEST, positions), vocabulary), _free_port()
+    flags = [
+        "--port", str(port), "--distributed-executor-backend", "fake", "--load-format", "dummy", "--max-num-seqs", str(MANY),
+        "--max-model-len", str(requests.longest), "--async-scheduling", "--disable-log-stats", "--disable-uvicorn-access-log",
+        "--served-model-name", "it", *with_us(),
     ]  # fmt: skip
+    around = {**(environment() or os.environ), **(variables or {}), "QUIRE_FAKE_LATENCY": str(STEP)}
     with tempfile.TemporaryFile() as said:
-        server = subprocess.Popen(command, env=os.environ | {"QUIRE_FAKE_LATENCY": str(STEP)}, stdout=said, stderr=said)
+        server = subprocess.Popen([*command, *flags], env=around, stdout=said, stderr=said)
         try:
-            return asyncio.run(_measure(server, port))
+            return asyncio.run(_measure(server, port, requests))
         except EngineError as error:
             said.seek(0)
             raise EngineError(f"{error}: {said.read().decode(errors='replace').strip()[-500:]}") from None
         finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(60)
+            _end(server)
 
 
-async def _measure(server: "subprocess.Popen[bytes]", port: int) -> FrontCost:
+def _end(server: "subprocess.Popen[bytes]") -> None:
+    server.terminate()
+    try:
+        server.wait(END)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+
+
+async def _measure(server: "subprocess.Popen[bytes]", port: int, requests: Requests) -> FrontCost:
     deadline = time.monotonic() + START
     while not any(b" 200 " in line for _, line in await _ask(port, b"GET /readyz")):
         if server.poll() is not None or time.monotonic() > deadline:
             raise EngineError("the server whose front end was to be measured did not start")
         await asyncio.sleep(0.1)
-    chance = random.Random(0)
+    chance, tokens = random.Random(0), requests.tokens
 
     async def lone(count: int) -> list[float]:
-        return [await _first_token(port, chance, 1) for _ in range(count)]
+        return [await _first_token(port, requests.body(chance, 1)) for _ in range(count)]
 
     await lone(WARM_UP)
     began = _busy(server.pid)
     alone = median(await lone(ALONE)) - STEP
     each = (_busy(server.pid) - began) / ALONE
     began = _busy(server.pid)
-    await asyncio.gather(*(_first_token(port, chance, 1 + TOKENS) for _ in range(MANY)))
-    token = max(0.0, (_busy(server.pid) - began - MANY * each) / (MANY * TOKENS))
+    await asyncio.gather(*(_first_token(port, requests.body(chance, 1 + tokens)) for _ in range(MANY)))
+    token = max(0.0, (_busy(server.pid) - began - MANY * each) / (MANY * tokens))
     return FrontCost(max(0.0, alone), max(0.0, each - token), token)
 
 
@@ -90,29 +126,31 @@ def _busy(pid: int) -> float:
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
-async def _first_token(port: int, chance: random.Random, tokens: int) -> float:
-    prompt = [chance.randrange(HIGHEST) for _ in range(PROMPT)]
-    request = {"model": "it", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    body = json.dumps(request).encode()
+async def _first_token(port: int, body: bytes) -> float:
     began = time.perf_counter()
     lines = await _ask(port, b"POST /v1/completions", body)
     came = [moment for moment, line in lines if line.startswith(b"data: {")]
-    if not came:
+    if not came or not any(line.startswith(b"data: [DONE]") for _, line in lines):
         raise EngineError(b"".join(line for _, line in lines).decode(errors="replace")[-300:] or "no answer came")
     return came[0] - began
 
 
 async def _ask(port: int, what: bytes, body: bytes = b"") -> list[tuple[float, bytes]]:
     """The lines of the answer, and when they came; none while nobody listens."""
+    lines: list[tuple[float, bytes]] = []
     try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        async with asyncio.timeout(ANSWER):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.write(what + HEAD % len(body) + body)
+                while line := await reader.readline():
+                    lines.append((time.perf_counter(), line))
+            finally:
+                writer.close()
+    except TimeoutError:
+        raise EngineError(f"the server whose front end was to be measured did not answer within {ANSWER:g} s") from None
     except OSError:
-        return []
-    writer.write(what + HEAD % len(body) + body)
-    lines = []
-    while line := await reader.readline():
-        lines.append((time.perf_counter(), line))
-    writer.close()
+        pass
     return lines
 
 

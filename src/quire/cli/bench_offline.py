@@ -45,7 +45,7 @@ def engine_args(namespace: argparse.Namespace, *, tokens_only: bool) -> EngineAr
     args = EngineArgs.from_cli(namespace)
     if "disable_log_stats" not in vars(namespace):  # nobody asks for metrics
         args = dataclasses.replace(args, disable_log_stats=True)
-    if tokens_only and "skip_tokenizer_init" not in vars(namespace):
+    if tokens_only and args.tokenizer is None and "skip_tokenizer_init" not in vars(namespace):
         args = dataclasses.replace(args, skip_tokenizer_init=True)
     return args
 

@@ -1,6 +1,8 @@
 """`quire bench steps`: how long single steps take, over rows, tokens and contexts: what `quire simulate --timing` reads."""
 
 import argparse
+import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.bench.samples import RandomPrompts
+    from quire.config.args import EngineArgs
     from quire.engine.core import EngineCore
     from quire.sched.plan_builder import Scheduled
     from quire.sim.shapes import Window
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Measures steps of the engine one by one: rows of one token after a short and after a long context, and prompts of many
 lengths, alone and after a context. `quire simulate --timing FILE` takes the saved result as its device."""
+SERVER = "quire.cli.bench_steps_server"
 LISTED: dict[str, Any] = {"type": int, "metavar": "N", "nargs": "+"}
 STEPS: Flags = (
     ("rows", "requests that generate together (default: 1, 2, 4, ... up to max_num_seqs)", LISTED),
@@ -66,6 +70,11 @@ def run(namespace: argparse.Namespace) -> int:
         "num_pages": core.scheduler.pool.pages, "device_memory": config.device_facts.total_bytes,
     }  # fmt: skip
     report.print_heading("Steps", args.model, facts, machine(config.device))
+    front = None
+    if namespace.front_end:  # first: what is wrong with it is told before hours of steps
+        print("the front end", file=sys.stderr)
+        secret = {"HF_TOKEN": args.hf_token} if isinstance(args.hf_token, str) else {}
+        front = measure_front_end(_server(args, namespace), config.facts.max_position, config.facts.vocab_size, secret)
     meter = StepMeter(core, windows_of(config.facts.layers), config.page_size, RandomPrompts(config.facts.vocab_size))
     longest, budget = engine.max_model_len, config.max_batched_tokens
     rows = namespace.rows or _powers(2, 1, config.max_seqs)
@@ -89,13 +98,25 @@ def run(namespace: argparse.Namespace) -> int:
     print("\n".join(lines(points, host, admission)))
     names = ("step", "row", "admission", "newcomer")
     details: dict[str, Any] = {"points": as_json(points), "host": dict(zip(names, (*host, *admission), strict=True))}
-    if namespace.front_end:
-        front = measure_front_end(args.model)
+    if front is not None:
         print(front.line())
         details["front"] = asdict(front)
     figures = {f"{p.rows} x {p.tokens} at {p.keys + p.pairs:.0f} ms": 1000 * p.seconds for p in points}
     report.close(args.model, facts, machine(config.device), figures, details)
     return 0
+
+
+def _server(args: "EngineArgs", namespace: argparse.Namespace) -> list[str]:
+    """The command of a server with the same model, as far as one without weights knows it."""
+    command = [sys.executable, "-m", SERVER, str(os.getpid()), args.model]
+    for name in ("tokenizer", "revision", "tokenizer_revision", "download_dir"):
+        if (value := getattr(args, name)) is not None:
+            command += [f"--{name.replace('_', '-')}", value]
+    if args.hf_overrides:
+        command += ["--hf-overrides", json.dumps(args.hf_overrides)]
+    if getattr(namespace, "skip_tokenizer_init", False):  # asked for, not only because steps need none
+        command.append("--skip-tokenizer-init")
+    return command
 
 
 def _powers(base: int, first: int, most: int) -> list[int]:
