@@ -13,6 +13,7 @@ import pytest
 
 from patience import PATIENCE
 from quire import LLM, SamplingParams
+from quire.engine.companions import LOOK, Companions, looking_after
 from quire.subprocesses import processor_time
 from quire.types.errors import ConfigError
 from serving import NAME, Running
@@ -131,6 +132,18 @@ def test_two_engines_of_two_ranks_and_the_loss_of_one(checkpoint, expected):
         llm.llm_engine.shutdown()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in lost))
     assert not [*Path("/dev/shm").glob("*quire*")]
+
+
+def test_one_that_starts_sees_that_another_is_gone():
+    companions, lost = Companions(2, 2), threading.Event()
+    mine, theirs = companions.take(0), companions.take(1)
+    with looking_after(mine, lost.set):
+        mine.close([1])  # its other rank has them
+        assert not lost.wait(2 * LOOK)
+        theirs.close()
+        assert lost.wait(PATIENCE)
+    mine.close([0])
+    os.close(mine.memory)
 
 
 def test_served_and_stopped(checkpoint, expected):

@@ -10,8 +10,10 @@ all of them are new when one is. Importing this imports no torch.
 import contextlib
 import itertools
 import os
+import select
 import socket
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from quire.engine.executor.workers import Workers
 
 OPTION = "experts="  # in the arguments of an engine's process, or of a rank's
+LOOK = 0.2  # seconds between looks whether the engine has started
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,34 @@ class Companions:
             memories = [memory, *(os.dup(memory) for _ in ways[1:])]
             undone.pop_all()
         return {engine: Ends(memories[engine], tuple(own)) for engine, own in enumerate(ways)}
+
+
+@contextlib.contextmanager
+def looking_after(ends: Ends | None, lost: Callable[[], object]) -> Iterator[None]:
+    """While an engine starts, nobody asks others for experts: a thread sees whether they are still there."""
+    if ends is None:
+        yield
+        return
+    own = {rank for rank, _, _ in ends.ways}
+    copies = [os.dup(way) for rank, other, way in ends.ways if rank == ends.first and other not in own]  # others close theirs
+    over = threading.Event()
+
+    def look() -> None:
+        waiting = select.poll()
+        for copy in copies:
+            waiting.register(copy, 0)  # closed by the other end, whatever there is to be read
+        while not (found := waiting.poll(1000 * LOOK)) and not over.is_set():
+            pass
+        for copy in copies:
+            os.close(copy)
+        if found and not over.is_set():
+            lost()
+
+    threading.Thread(target=look, name="quire-companions", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def companions_of(args: EngineArgs) -> Companions | None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from quire.config.cores import wait_politely
 from quire.engine import ipc
-from quire.engine.companions import Ends, read_ends
+from quire.engine.companions import Ends, looking_after, read_ends
 from quire.engine.core import EngineCore
 from quire.engine.plan_deadline import PlanDeadline
 from quire.engine.timeline import Stopwatch
@@ -267,8 +267,15 @@ def _serve(link: Link, pulse: Pulse, journal: Journal, watch: Stopwatch, ends: E
         link.wait(IDLE_WAIT)
     assert isinstance(first, ipc.StartEngine), first
     watch.lap("wait for orders")
+
+    def leave() -> None:
+        """What is begun is of no use: the next start meets the next ones."""
+        link.send(ipc.Failed(CompanionLost.__name__, "another engine, which has some of its experts, is gone"))
+        os._exit(1)
+
     try:
-        core, ready = start(first, watch, ends)
+        with looking_after(ends, leave):
+            core, ready = start(first, watch, ends)
     except QuireError as error:  # told once, by the parent
         link.send(ipc.Failed(type(error).__name__, str(error)))
         return 1
