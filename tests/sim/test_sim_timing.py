@@ -146,6 +146,12 @@ def test_bad_files_are_told(wrong, told: str, tmp_path) -> None:
     assert told in str(raised.value) and str(path) in str(raised.value)
 
 
+@pytest.mark.parametrize("seconds", [0.0, 5e-324, 1e15])
+def test_steps_as_short_or_long_as_nobody_measures(seconds: float) -> None:
+    points = [StepPoint(p.rows, p.tokens, p.keys, p.pairs, seconds) for p in POINTS]
+    assert MeasuredTiming(points, HostTime()).seconds(StepShape(4, 4, 4, 4, 9, 9, 0, 0)) == pytest.approx(seconds)
+
+
 def test_a_good_file(tmp_path) -> None:
     path = tmp_path / "steps.json"
     path.write_text(json.dumps(GOOD))

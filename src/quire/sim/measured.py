@@ -22,6 +22,7 @@ from quire.types.errors import ConfigError
 
 FEWEST = 2  # sizes that make a curve
 MOST = 1e15  # of anything: its square still leaves room to count with
+SOONEST = 1e-9  # seconds: so does the square of this
 
 
 class Curve:
@@ -153,7 +154,7 @@ def _slope(points: Sequence[Sized]) -> float:
         alike = [point for point in points if point.size == size]
         middle = sum(point.looked_at for point in alike) / len(alike)
         mean = sum(point.seconds for point in alike) / len(alike)
-        weight = 1 / mean**2 if mean else 1.0
+        weight = 1 / max(mean, SOONEST) ** 2 if mean else 1.0
         above += weight * sum((point.looked_at - middle) * (point.seconds - mean) for point in alike)
         below += weight * sum((point.looked_at - middle) ** 2 for point in alike)
     return max(0.0, above / below) if below else 0.0
