@@ -152,7 +152,7 @@ def strangers(address, *hellos, reset=False):
         ([{**AS_ONE, "node": 99}] * 20, True),  # there is nobody to refuse
         ([{**AS_ONE, "node": 1}] * 3, True),  # nobody to be told
         ([None] * 100, False),
-        ([{**AS_ONE, "node": 1}], False),  # has a place, and connects no ranks
+        ([{**AS_ONE, "node": 1}] * 5, False),  # one has a place, and connects no ranks
     ],
 )
 def test_strangers_do_not_keep_nodes_from_meeting(monkeypatch, hellos, reset):
@@ -173,3 +173,19 @@ def test_strangers_do_not_keep_nodes_from_meeting(monkeypatch, hellos, reset):
             one.close()
     assert time.monotonic() - begun < 9, "nobody was waited for as long as a hello may take"
 
+
+
+def test_a_place_is_free_again_when_no_ranks_come(monkeypatch):
+    monkeypatch.setattr(nodes, "ENDS", 0.3)
+    with listen(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as other:
+        address = listener.getsockname()
+        first = other.submit(nodes.gather, listener, nodes.share_ranks(2, 2), "", 30.0)
+        [stranger] = strangers(address, {**AS_ONE, "node": 1})
+        told = heard(stranger, PATIENCE)
+        with socket.create_connection(address) as late:  # of a meeting before
+            say(late, {"key": "", "meeting": "", "control": 1})
+            joined = nodes.join(address, 1, "127.0.0.1", "", 30.0)
+        links = first.result()
+        assert links.meeting == joined.meeting != told["meeting"] and sorted(links.controls) == [1]
+        for one in (links, joined, stranger):
+            one.close()

@@ -1,6 +1,6 @@
 """Who says to be which node, while node 0 waits for all of them. Importing this imports no torch.
 
-The first to claim a place is tried; others wait behind it, until it has proved to be no node, or is known to be one.
+Of several who claim a place the newest is tried first; the others wait until it has proved to be a node, or none.
 """
 
 import contextlib
@@ -41,14 +41,14 @@ class Claims:
 
     @property
     def missing(self) -> int:
-        """Places that nobody claims. Whoever waits says nothing: who can be read from has hung up."""
+        """Places that nobody claims who is still there."""
         for line in self._lines.values():
-            while line and is_gone(line[0].connection):
-                line.popleft().connection.close()
+            while line and is_gone(line[-1].connection):
+                line.pop().connection.close()
         return sum(not line for line in self._lines.values())
 
     def take(self) -> Mapping[int, Claim]:
-        return {node: line.popleft() for node, line in self._lines.items()}
+        return {node: line.pop() for node, line in self._lines.items()}
 
     def refuse(self) -> None:
         """Those that are left: all nodes are there."""
