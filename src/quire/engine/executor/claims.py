@@ -47,6 +47,11 @@ class Claims:
                 line.pop().connection.close()
         return sum(not line for line in self._lines.values())
 
+    @property
+    def others(self) -> bool:
+        """Is there anybody beside those who were taken?"""
+        return any(self._lines.values())
+
     def take(self) -> Mapping[int, Claim]:
         return {node: line.pop() for node, line in self._lines.items()}
 
