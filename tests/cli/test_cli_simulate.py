@@ -131,6 +131,8 @@ def test_traces(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             ["--card", "l4", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'],
             "speculative_config is not simulated: a draft's luck is not known; drop it",
         ),
+        (["--card", "l4", "--spec-method", "ngram"], "spec_method is not simulated: a draft's luck is not known; drop it"),
+        (["--card", "l4", "--enable-lora"], "enable_lora is not simulated: no request has an adapter; drop it"),
         (["--card", "l4", "--num-prompts", "2", "--html", "/nowhere/x.html"], "cannot write --html /nowhere/x.html"),
     ],
 )

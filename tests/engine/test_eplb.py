@@ -65,6 +65,16 @@ def test_experts_are_spread_by_load():
         ),
         ("mixtral", {"tensor_parallel_size": 2}, "enable_eplb needs whole experts on several ranks"),
         ("mixtral", {"enable_eplb": False, "num_redundant_experts": 2}, "do nothing without enable_eplb"),
+        (
+            "llama",
+            {"tensor_parallel_size": 2, "num_redundant_experts": 3},
+            "^enable_eplb: LlamaForCausalLM has no experts; leave that out$",
+        ),
+        (
+            "mixtral",
+            {"tensor_parallel_size": 2, "num_redundant_experts": 6},
+            r"^enable_eplb needs whole experts on several ranks[^\n]*$",
+        ),
         ("mixtral", {"eplb_config": {"windows": 2}}, "eplb_config: unknown windows; known are window_size"),
         ("mixtral", {"eplb_config": {"step_interval": 0}}, "eplb_config.step_interval must be a number, at least 1, got 0"),
         ("mixtral", {"eplb_config": {"num_redundant_experts": 1}, "num_redundant_experts": 2}, "say it once"),

@@ -169,7 +169,21 @@ def test_what_ranks_can_be_asked(divided, shared_llm):
         ("llama", {"tensor_parallel_size": 2, "distributed_executor_backend": "fake"}, "'fake' has one rank"),
         ("llama", {"tensor_parallel_size": 2, "model_impl": "transformers"}, "only models of a family of our own"),
         ("llama", {"enable_expert_parallel": True}, "LlamaForCausalLM has no experts"),
-        ("mixtral", {"enable_expert_parallel": True, "tensor_parallel_size": 6}, "5 experts cannot be divided among 6 ranks"),
+        (
+            "llama",
+            {"tensor_parallel_size": 7, "pipeline_parallel_size": 4, "model_impl": "transformers"},
+            r"^tensor_parallel_size=7[^\n]* LlamaForCausalLM is run by transformers here[^\n]*$",
+        ),
+        (
+            "mixtral",
+            {"enable_expert_parallel": True, "tensor_parallel_size": 6},
+            "5 experts cannot be divided among 6 ranks; without it each has a part of every expert$",
+        ),
+        (
+            "mixtral",
+            {"enable_expert_parallel": True, "data_parallel_size": 9},
+            r"5 experts cannot be divided among 9 ranks \(9 engines\); without it each engine has all of them$",
+        ),
         ("llama", {"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1"),
     ],
 )

@@ -1,10 +1,12 @@
 """Data parallelism offline: `LLM(data_parallel_size=2)` is one engine to whoever uses it, also when half of it is killed."""
 
+import asyncio
 import gc
 import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from async_support import processes
@@ -12,6 +14,7 @@ from tiny import TEXT, open_model
 
 from patience import PATIENCE
 from quire import LLM, SamplingParams
+from quire.engine import replicas
 from quire.types.errors import ConfigError, EngineDead, InvalidParameter, PromptTooLong
 from quire.types.sampling import BeamSearchParams
 from quire.types.structured import StructuredOutputsParams
@@ -154,6 +157,28 @@ def test_nothing_is_left_behind_when_it_is_forgotten(tiny_model, traces):
     assert llm.generate(TEXT[0], params(), use_tqdm=False)[0].finished
     del llm
     gc.collect()
+
+
+def test_whoever_listens_to_engines_has_ended_with_them():
+    """No task is left for the interpreter to destroy, whatever it waits for."""
+    tasks, loop, ended = [], asyncio.new_event_loop(), threading.Event()
+
+    async def wait():
+        tasks.append(asyncio.current_task())
+        await asyncio.gather(*(asyncio.sleep(1000) for _ in range(2)))
+
+    async def listen():
+        tasks.append(asyncio.current_task())
+        await asyncio.gather(wait(), wait())
+
+    thread = threading.Thread(target=replicas._run, args=(loop, ended))
+    thread.start()
+    asyncio.run_coroutine_threadsafe(listen(), loop)
+    while len(tasks) < 3:
+        time.sleep(0.001)
+    replicas._end(loop, SimpleNamespace(stop=lambda _: None), ended)
+    assert ended.is_set() and loop.is_closed() and [task.cancelled() for task in tasks] == [True] * 3
+    thread.join()
 
 
 def test_an_engine_that_cannot_start_is_named(tiny_model, traces):

@@ -150,8 +150,21 @@ def test_drafts_have_a_line_of_their_own(caplog: pytest.LogCaptureFixture) -> No
         log.log(110.0 + 10 * number)
     told = [record.getMessage() for record in caplog.records if "SpecDecoding" in record.getMessage()]
     assert len(told) == 3
-    assert "Mean acceptance length: 2.50" in told[0] and "Per-position acceptance rate: 1.000, 0.500," in told[0]
+    assert (
+        "Engine 000: SpecDecoding metrics: Mean acceptance length: 2.50" in told[0]
+        and "Per-position acceptance rate: 1.000, 0.500," in told[0]
+    )
     assert (
         "Mean acceptance length: 3.00" in told[1] and "rate: 1.000, 0.500, 0.500, Avg Draft acceptance rate: 40.0%" in told[1]
     )
     assert "Mean acceptance length: 1.00" in told[2] and "Drafted: 4 tokens" in told[2]
+
+
+def test_drafts_are_told_by_one_process(caplog: pytest.LogCaptureFixture) -> None:
+    """All API processes know what an engine has counted."""
+    caplog.set_level(logging.INFO)
+    for log in (StatsLog(0.0, engine=1, of="API process 1, "), StatsLog(0.0, engine=1, of="API process 2, ", drafts=False)):
+        log.on_step(Stats(1, 0, 10, 4, 0, 0, 0, drafts=DraftCounts(10, 20, 15, (10, 5)), engine=1), 5, 0.0)
+        log.log(10.0)
+    told = [record.getMessage().partition(": ")[0] for record in caplog.records]
+    assert told == ["API process 1, Engine 001", "Engine 001", "API process 2, Engine 001"]

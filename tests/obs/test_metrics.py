@@ -6,6 +6,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.obs.instruments import Board
 from quire.obs.metrics import Metrics, one_two_five
 from quire.types.news import Finished, OutputNews
 from quire.types.outputs import RequestMetrics
@@ -224,3 +225,23 @@ def test_engines_are_told_apart_and_added_up():
     assert ("vllm:generation_tokens_total", "0") not in samples and samples["vllm:generation_tokens_total", "1"] == 3
     assert samples["vllm:time_to_first_token_seconds_count", "1"] == 1 == samples["vllm:tool_calls_total", None]
     assert metrics.generation_tokens.values[()] == 3 and metrics.preemptions.values[()] == 1
+
+
+def test_adapters_of_several_engines_and_processes():
+    """They are of all engines; of other processes, too, where these have told them."""
+    metrics = Metrics("vllm", "the-model", 100, {}, [{}, {}])
+    metrics.adapters, metrics.adapter_names = lambda: (4, ["a"], ["b", "d"]), lambda: ()
+    one = SimpleNamespace(stats=None, restarts=0, replayed=0, heartbeat_age=0.1)
+    both = SimpleNamespace(**vars(one), engines=[one, one])
+
+    def told(text: bytes) -> list[tuple[str, str, str]]:
+        families = text_string_to_metric_families(text.decode())
+        samples = next(family.samples for family in families if family.name == "vllm:lora_requests_info")
+        names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+        assert all("engine" not in sample.labels for sample in samples)
+        return [tuple(sample.labels[name] for name in names) for sample in samples]
+
+    assert told(metrics.render(both)[0]) == [("4", "a", "b,d")]
+    others = metrics.render_total(both, Board("http_", {}), [], adapters=(("e", "a"), ("c",)))
+    assert told(others[0]) == [("4", "a,e", "b,c,d")]
+    assert told(metrics.render(both)[0]) == [("4", "a", "b,d")], "only as long as they have them"

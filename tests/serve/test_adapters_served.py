@@ -86,7 +86,7 @@ def test_every_protocol_takes_them(http):
     assert all(len(set(column)) == 3 for column in zip(*answers.values(), strict=True))
 
 
-def test_loading_replacing_and_unloading(running, folder):
+def test_loading_replacing_and_unloading(running, folder, caplog):
     write_adapter(folder / "c", "1")
     with running.serve(ServerArgs(**ALLOWED)) as http:
         assert error_of(http.post("/v1/completions", json=BODY | {"model": "c"}))["code"] == 404
@@ -95,6 +95,8 @@ def test_loading_replacing_and_unloading(running, folder):
         first = text(http, "c")
         assert "already been loaded" in error_of(load(http, "c", folder / "c"))["message"]
         write_adapter(folder / "c", "2")
+        assert "already been loaded" in error_of(load(http, "c", folder / "c", load_inplac=True))["message"]
+        assert "'load_inplac', which is unknown and ignored; did its client mean 'load_inplace'?" in caplog.text
         assert load(http, "c", folder / "c", load_inplace=True).status_code == 200
         assert text(http, "c") not in (first, text(http))
         assert "the model itself" in error_of(load(http, "tiny", folder / "c"))["message"]

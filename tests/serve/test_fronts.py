@@ -5,6 +5,7 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -133,6 +134,39 @@ def test_adapters_are_known_to_all(two: ServerProcess, folder: Path) -> None:
     assert ask(two, "/v1/completions", model="a", **body_of).status_code == 404
     bad = ask(two, "/v1/load_lora_adapter", lora_name="x", lora_path=str(folder / "none"))
     assert bad.status_code == 400 and names_known(two) == [{"b", "c"}] * 8
+
+
+def test_adapters_in_use_are_of_all(two: ServerProcess, folder: Path) -> None:
+    """A process tells which adapters the requests of another one run with."""
+    assert ask(two, "/v1/load_lora_adapter", lora_name="used", lora_path=str(folder / "c")).status_code == 200
+    done, request = threading.Event(), body(200, True) | {"model": "used"}
+
+    def info(client: httpx.Client) -> list[str]:
+        return [line for line in client.get("/metrics").text.splitlines() if line.startswith("quire:lora_requests_info{")]
+
+    def run(client: httpx.Client) -> None:
+        while not done.is_set():
+            assert read_stream(client, request)[-1] == "[DONE]"
+
+    with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        of: dict[int, httpx.Client] = {}  # a connection to each process
+        for _ in range(200):
+            if len(of) == 2:
+                break
+            before = {pid: sockets(pid) for pid in fronts(two)}
+            client = stack.enter_context(two.client())
+            assert len(info(client)) == 1
+            risen = [pid for pid in fronts(two) if sockets(pid) > before[pid]]
+            if len(risen) == 1:
+                of.setdefault(risen[0], client)
+        one, other = of.values()
+        running = pool.submit(run, one)
+        try:
+            wait_for(lambda: running.done() or 'running_lora_adapters="used"' in info(other)[0])
+        finally:
+            done.set()
+        running.result()
+    assert ask(two, "/v1/unload_lora_adapter", lora_name="used").status_code == 200
 
 
 def test_lost_processes(two: ServerProcess) -> None:

@@ -27,7 +27,7 @@ NOT_SIMULATED = {
     "data_parallel_size": "say --replicas instead",
     "tensor_parallel_size": "a replica is one device here",
     "pipeline_parallel_size": "a replica is one device here",
-    "speculative_config": "a draft's luck is not known; drop it",
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), "a draft's luck is not known; drop it"),
     "enable_lora": "no request has an adapter; drop it",
 }
 
@@ -76,7 +76,7 @@ def layout_of(config: Config) -> CacheLayout:
 
 def make_setting(args: EngineArgs, namespace: argparse.Namespace) -> Setting:
     for field in dataclasses.fields(args):
-        if field.name in NOT_SIMULATED and getattr(args, field.name) not in (None, False, 1, {}):
+        if field.name in NOT_SIMULATED and getattr(args, field.name) not in (field.default, {}):
             raise ConfigError(f"{field.name} is not simulated: {NOT_SIMULATED[field.name]}")
     if args.distributed_executor_backend == "fake":
         raise ConfigError("distributed_executor_backend='fake' is another stand-in for a device; drop it")

@@ -301,7 +301,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict("layers that cannot be divided so", lambda c: bool(_why_no_stages(c)), lambda c: _why_no_stages(c)),
     Conflict(
         "more ranks than heads",
-        lambda c: c.ranks > count_heads(c.facts) and not (c.facts.states and not c.facts.layers),
+        lambda c: c.ranks > count_heads(c.facts) and not _never_divided(c),
         lambda c: (
             f"tensor_parallel_size={c.ranks}: the model's {count_heads(c.facts)} attention heads cannot be divided among so "
             f"many ranks; {count_heads(c.facts)} is the most"
@@ -309,8 +309,11 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "no experts to divide",
-        lambda c: c.args.enable_expert_parallel and not count_experts(c.facts),
-        lambda c: f"enable_expert_parallel: {c.facts.architecture} has no experts; leave it out",
+        lambda c: (c.args.enable_expert_parallel or c.args.enable_eplb) and not count_experts(c.facts),
+        lambda c: (
+            f"{' and '.join(name for name in ('enable_expert_parallel', 'enable_eplb') if getattr(c.args, name))}: "
+            f"{c.facts.architecture} has no experts; leave that out"
+        ),
     ),
     Conflict(
         "more ranks than experts",
@@ -318,7 +321,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda c: (
             f"enable_expert_parallel: {count_experts(c.facts)} experts cannot be divided among {c.expert_ranks} ranks"
             + f" ({c.args.data_parallel_size} engines)" * (c.expert_ranks > c.ranks)
-            + "; without it each has a part of every expert"
+            + ("; without it each has a part of every expert" if c.ranks > 1 else "; without it each engine has all of them")
         ),
     ),
     Conflict(
@@ -331,7 +334,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "experts that are not divided",
-        lambda c: c.args.enable_eplb and not (c.args.enable_expert_parallel and c.expert_ranks > 1),
+        lambda c: c.args.enable_eplb and count_experts(c.facts) > 0 and not _has_whole_experts(c),
         lambda c: (
             "enable_eplb needs whole experts on several ranks: enable_expert_parallel, which is "
             f"{'on' if c.args.enable_expert_parallel else 'off'}, and tensor_parallel_size above 1, which is {c.ranks}, or "
@@ -345,7 +348,11 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "more copies of experts than ranks",
-        lambda c: c.args.enable_eplb and _copies(c) > count_experts(c.facts) * (c.expert_ranks - 1),
+        lambda c: (
+            c.args.enable_eplb
+            and _has_whole_experts(c)
+            and 0 < count_experts(c.facts) * (c.expert_ranks - 1) < _copies(c)
+        ),
         lambda c: (
             f"num_redundant_experts {_copies(c)}: with {c.expert_ranks} ranks each of the {count_experts(c.facts)} experts can "
             f"have {c.expert_ranks} copies, so {count_experts(c.facts) * (c.expert_ranks - 1)} is the most"
@@ -431,7 +438,19 @@ def _why_not_shared(config: Config) -> str:
     )
 
 
+def _has_whole_experts(config: Config) -> bool:
+    return config.args.enable_expert_parallel and config.expert_ranks > 1
+
+
+def _never_divided(config: Config) -> bool:
+    """Whatever the numbers; other rows say why, and by how much it could be divided would not be true of it."""
+    facts = config.facts
+    return config.world > 1 and (facts.by_transformers or bool(facts.states and not facts.layers))
+
+
 def _why_no_stages(config: Config) -> str:
+    if _never_divided(config) or (config.stages > 1 and config.facts.states):
+        return ""
     try:
         config.stage_layers  # noqa: B018
     except ConfigError as error:

@@ -83,8 +83,9 @@ class Replicas:
         self._router = EngineRouter(engine_args(config), inbox, command, serving=False)
         inbox.engines = self._router.engines
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=_run, args=(self._loop,), name="quire-engines", daemon=True).start()
-        self._finalizer = weakref.finalize(self, _end, self._loop, self._router)
+        ended = threading.Event()
+        threading.Thread(target=_run, args=(self._loop, ended), name="quire-engines", daemon=True).start()
+        self._finalizer = weakref.finalize(self, _end, self._loop, self._router, ended)
         self._running = asyncio.run_coroutine_threadsafe(self._router.run(), self._loop)
         try:
             asyncio.run_coroutine_threadsafe(self._router.wait_ready(), self._loop).result()
@@ -203,25 +204,27 @@ class Replicas:
         done.result()
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
+def _run(loop: asyncio.AbstractEventLoop, ended: threading.Event) -> None:
     asyncio.set_event_loop(loop)
-    loop.run_forever()
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
-    loop.run_until_complete(asyncio.sleep(0))
-    loop.close()
+    try:
+        loop.run_forever()
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))  # a gather takes several turns to end
+        loop.close()
+    finally:
+        ended.set()
 
 
-def _end(loop: asyncio.AbstractEventLoop, router: EngineRouter) -> None:
+def _end(loop: asyncio.AbstractEventLoop, router: EngineRouter, ended: threading.Event) -> None:
     """When nobody holds the engines any more, and at the latest when this process ends."""
-    stopped = threading.Event()
 
     def stop() -> None:
         try:
             router.stop(FAREWELL)
         finally:
             loop.stop()
-            stopped.set()
 
     loop.call_soon_threadsafe(stop)
-    stopped.wait(2 * FAREWELL)
+    ended.wait(2 * FAREWELL)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-from quire.obs.instruments import Board, Boards, Counter, Gauge, Histogram
+from quire.obs.instruments import Board, Boards, Counter, Gauge, Histogram, Instrument
 from quire.obs.totals import BoardState, total
 from quire.types.news import Arrived, Finished, OutputNews
 from quire.types.stats import NOTHING, Stats
@@ -37,6 +37,8 @@ CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 AdaptersInUse = tuple[int, Sequence[str], Sequence[str]]  # how many there may be; names of requests that wait, and that run
+OpenAdapters = tuple[Sequence[str], Sequence[str]]  # the names
+NONE_OPEN: OpenAdapters = ((), ())
 
 
 class Engine(Protocol):
@@ -101,7 +103,8 @@ class Metrics:
         from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
         registry = CollectorRegistry()
-        registry.register(Boards([part.board for part in self.parts], [self.tool_calls]) if self.parts else self.board)
+        parts = [part.board for part in self.parts]
+        registry.register(Boards(parts, self._undivided(self.board)) if parts else self.board)
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         GCCollector(registry=registry)
@@ -261,12 +264,12 @@ class Metrics:
             if max(request.generated) > 1:
                 self.tpot.observe(decode / (max(request.generated) - 1))
 
-    def _forget_adapters(self, boards: Iterable[Board]) -> None:
+    def _forget_adapters(self, boards: Iterable[Board], elsewhere: OpenAdapters = NONE_OPEN) -> None:
         """Numbers of adapters that were unloaded go when the last of their requests has ended: names may be without end."""
         if self.adapters is None or self.adapter_names is None:
             return
         _, waiting, running = self.adapters()
-        there = {*self.adapter_names(), *waiting, *running}
+        there = {*self.adapter_names(), *waiting, *running, *elsewhere[0], *elsewhere[1]}
         for counter in (one for board in boards for one in board.instruments if one.labels == BY_ADAPTER):
             assert isinstance(counter, Counter)
             for labels in [labels for labels in counter.values if labels[0] not in there]:
@@ -283,25 +286,35 @@ class Metrics:
         return encode(self.registry), content_type
 
     def render_total(
-        self, engine: Engine, http: Board, others: Sequence[Sequence[BoardState]], accept: str = ""
+        self,
+        engine: Engine,
+        http: Board,
+        others: Sequence[Sequence[BoardState]],
+        accept: str = "",
+        adapters: OpenAdapters = NONE_OPEN,
     ) -> tuple[bytes, str]:
-        """The same of several API processes: these numbers and those of others, told by `take`."""
+        """The same of several API processes: these numbers and those of others, told by `take`. `adapters`: of the others'
+        requests that wait, and that run."""
         from prometheus_client import CollectorRegistry, PlatformCollector
         from prometheus_client.exposition import choose_encoder
 
-        self.look(engine)
+        self.look(engine, adapters)
         whole, *parts, about_http = total([*self.boards, http], others, self.of_engines)
-        self._forget_adapters([whole, *parts])
-        undivided = [one for one in whole.instruments if one.name == self.tool_calls.name]
+        self._forget_adapters([whole, *parts], adapters)
         registry = CollectorRegistry()
-        registry.register(Boards(parts, undivided) if parts else whole)
+        registry.register(Boards(parts, self._undivided(whole)) if parts else whole)
         registry.register(about_http)
         PlatformCollector(registry=registry)
         encode, content_type = choose_encoder(accept)
         return encode(registry), content_type
 
-    def look(self, engine: Engine) -> None:
-        """Reads what only matters when somebody looks."""
+    def _undivided(self, board: Board) -> list[Instrument]:
+        """What engines have no part of each."""
+        names = (self.tool_calls.name, self.lora_info.name)
+        return [one for one in board.instruments if one.name in names]
+
+    def look(self, engine: Engine, adapters: OpenAdapters = NONE_OPEN) -> None:
+        """Reads what only matters when somebody looks. `adapters`: of other API processes' requests."""
         stats = engine.stats or NOTHING
         self.running.set(stats.running)
         self.waiting.set(stats.waiting)
@@ -312,8 +325,9 @@ class Metrics:
         self._forget_adapters(self.boards)
         if self.adapters is not None:
             most, waiting, running = self.adapters()
+            names = [",".join(sorted({*here, *there})) for here, there in ((waiting, adapters[0]), (running, adapters[1]))]
             self.lora_info.values.clear()
-            self.lora_info.set(time.time(), str(most), ",".join(waiting), ",".join(running))
+            self.lora_info.set(time.time(), str(most), *names)
         self.restarts.values[()] = float(engine.restarts)
         self.replayed.values[()] = float(engine.replayed)
         for part, each in zip(self.parts, engine.engines if self.parts else (), strict=True):

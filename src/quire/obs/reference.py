@@ -19,8 +19,8 @@ With `--api-key` the page needs a key; `--metrics-without-key` opens it.
 
 ## Engine and requests
 
-All carry `model_name` and `engine`, the engine's number; of several engines each has its own samples, and only tool calls are
-counted for all together, without a number.
+All carry `model_name` and `engine`, the engine's number; of several engines each has its own samples, and only tool calls and
+`quire:lora_requests_info` are of all together, without a number.
 
 """
 _HTTP = """

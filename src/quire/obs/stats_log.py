@@ -17,10 +17,11 @@ RECENT_REQUESTS = 1000  # over which the hit rate of the prefix cache is told
 
 
 class StatsLog:
-    """An observer that adds up between two lines. `engine`: whose numbers, of several; `of`: what the line begins with."""
+    """An observer that adds up between two lines. `engine`: whose numbers, of several; `of`: what the line begins with;
+    `drafts`: what was drafted is told, which engines count for all API processes together."""
 
-    def __init__(self, now: float, device: str = "cuda", engine: int = 0, of: str = "") -> None:
-        self._since, self._engine, self._of = now, engine, of
+    def __init__(self, now: float, device: str = "cuda", engine: int = 0, of: str = "", drafts: bool = True) -> None:
+        self._since, self._engine, self._of, self._tells_drafts = now, engine, of, drafts
         self._cache = "KV cache usage" if device == "cpu" else "GPU KV cache usage"
         self._stats: Stats | None = None
         self._prompt_tokens = self._generated = self._preemptions = 0
@@ -69,7 +70,8 @@ class StatsLog:
             100 * (1 - stats.free_pages / stats.pages) if stats.pages else 0.0,
             100 * self._hit_rate(),
         )
-        self._log_drafts(seconds)
+        if self._tells_drafts:
+            self._log_drafts(seconds)
         self._since, self._was_idle = now, idle
         self._prompt_tokens = self._generated = self._preemptions = 0
 
@@ -85,9 +87,10 @@ class StatsLog:
         while rates and not rates[-1]:
             rates.pop()
         logger.info(
-            "SpecDecoding metrics: Mean acceptance length: %.2f, Accepted throughput: %.2f tokens/s, "
+            "Engine %03d: SpecDecoding metrics: Mean acceptance length: %.2f, Accepted throughput: %.2f tokens/s, "
             "Drafted throughput: %.2f tokens/s, "
             "Accepted: %d tokens, Drafted: %d tokens, Per-position acceptance rate: %s, Avg Draft acceptance rate: %.1f%%",
+            self._engine,
             1 + accepted / rows,
             accepted / seconds,
             tokens / seconds,

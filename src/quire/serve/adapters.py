@@ -141,6 +141,7 @@ async def load_modules(llm: AsyncLLM, settings: ServerArgs) -> None:
 @router.post("/v1/load_lora_adapter", responses={400: {"model": ErrorBody}})
 async def load_adapter(request: LoadAdapterRequest, raw: Request) -> Response:
     adapters: ServedAdapters = raw.app.state.server.adapters
+    raw.app.state.server.unknown_fields.tell(request, request.model_extra or ())
     await adapters.load_from_client(request.lora_name, request.lora_path, request.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
 
@@ -148,6 +149,7 @@ async def load_adapter(request: LoadAdapterRequest, raw: Request) -> Response:
 @router.post("/v1/unload_lora_adapter", responses={404: {"model": ErrorBody}})
 async def unload_adapter(request: UnloadAdapterRequest, raw: Request) -> Response:
     adapters: ServedAdapters = raw.app.state.server.adapters
+    raw.app.state.server.unknown_fields.tell(request, request.model_extra or ())
     await adapters.unload(request.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
 

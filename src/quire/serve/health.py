@@ -74,8 +74,10 @@ class Health:
         if service.hub is None:
             content, content_type = service.metrics.render(service.llm, accept)
         else:
-            others = (await service.hub.gather()).boards
-            content, content_type = service.metrics.render_total(service.llm, service.http_metrics.board, others, accept)
+            found = await service.hub.gather()
+            content, content_type = service.metrics.render_total(
+                service.llm, service.http_metrics.board, found.boards, accept, found.adapters
+            )
         return Response(content, headers={"content-type": content_type})
 
     def not_live(self) -> str | None:

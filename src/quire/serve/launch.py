@@ -190,7 +190,7 @@ class ServerLaunch:
         if self._front is None:
             tell_ready(llm.config.served_names[0], url, started, page_of(self._settings, self._sockets), llm.timeline)
         else:
-            self._start(self._front.tell_counts(self._state, [*metrics.boards, http_metrics.board]))
+            self._start(self._front.tell_counts(self._state, [*metrics.boards, http_metrics.board], metrics.adapters))
         gc.freeze()  # what lives now lives to the end: a search through it would make every stream wait
         self._start(self._greet(llm, page_of(self._settings, self._sockets)))
         if await self._unless_asked(self._start(_death(llm))):
@@ -257,7 +257,8 @@ class ServerLaunch:
         llm.observers.append(metrics)
         of = "" if self._front is None else f"API process {self._front.begin.name.rstrip('.')}, "
         for number in range(0 if args.disable_log_stats else len(llm.engines)):
-            log = StatsLog(time.monotonic(), llm.config.device, number, of)
+            drafts = self._front is None or self._front.begin.first
+            log = StatsLog(time.monotonic(), llm.config.device, number, of, drafts)
             llm.observers.append(log)
             self._start(log_periodically(log, self._stats_interval))
         if settings.enable_log_requests:

@@ -4,7 +4,7 @@ import difflib
 import logging
 from collections.abc import Iterable
 
-from quire.serve.protocol.fields import RequestBody
+from pydantic import BaseModel
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +15,7 @@ class UnknownFields:
     def __init__(self) -> None:
         self._told: set[str] = set()
 
-    def tell(self, body: RequestBody, names: Iterable[str]) -> None:
+    def tell(self, body: BaseModel, names: Iterable[str]) -> None:
         for name in names:
             name = name[:LONGEST_NAME]
             if name in self._told or len(self._told) == MOST_NAMES:

@@ -1,6 +1,7 @@
 """The CPU this process runs on."""
 
 import mmap
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,8 @@ class CPUDevice(Device):
 
         from quire.device.cpu.resident import AllocatorTrim
 
+        # bfloat16 on a CPU without: slow, and right
+        warnings.filterwarnings("ignore", "mkldnn_matmul failed, switching to BLAS gemm")
         torch.set_num_threads(threads_wanted())
         self._trim = AllocatorTrim()
 

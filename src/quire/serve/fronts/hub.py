@@ -201,7 +201,9 @@ class Hub:
         boards = [desk.counts.boards for desk in others if desk.name in self._desks and desk.counts.boards]
         if self._gone:
             boards.append(self._gone)
-        asking.line.send(wire.Gathered(number, sum(desk.counts.open for desk in others), boards))
+        there = [desk.counts for desk in others if desk.name in self._desks]
+        waiting, running = (tuple({name for counts in there for name in counts.adapters[i]}) for i in (0, 1))
+        asking.line.send(wire.Gathered(number, sum(desk.counts.open for desk in others), boards, (waiting, running)))
 
     async def _tell_name(self, asking: Desk, number: int, name: str, adapter: NamedAdapter | None) -> None:
         """Whoever is only starting hears it before it serves."""

@@ -205,7 +205,8 @@ class FrontsLaunch:
         settings = self._settings if greets else replace(self._settings, open=False, sample=None)
         if any(desk.serving for desk in self._hub.desks):  # it takes over what they have, not what was there at the start
             settings = replace(settings, lora_modules=[])
-        front.desk = self._hub.enter(front.line, lambda name: wire.Begin(self._engine_args, settings, name, started))
+        first = front is self._fronts[0]
+        front.desk = self._hub.enter(front.line, lambda name: wire.Begin(self._engine_args, settings, name, started, first))
         self._start(self._attend(front, front.desk))
 
     async def _attend(self, front: FrontProcess, desk: Desk) -> None:

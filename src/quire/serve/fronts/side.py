@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quire.async_llm import AsyncLLM
 from quire.config.resolve import resolve
@@ -10,6 +10,7 @@ from quire.device.registry import describe_unseen
 from quire.engine.adapter_names import AdapterNames
 from quire.engine.router import FleetHearer
 from quire.obs.instruments import Board
+from quire.obs.metrics import AdaptersInUse
 from quire.obs.totals import take
 from quire.serve.fronts import wire
 from quire.serve.fronts.client import HubClient, SharedNames
@@ -35,11 +36,18 @@ class Front:
         self.hub.names = names
         return SharedNames(self.hub)
 
-    async def tell_counts(self, state: ServerState, boards: Sequence[Board]) -> None:
+    async def tell_counts(
+        self, state: ServerState, boards: Sequence[Board], adapters: Callable[[], AdaptersInUse] | None
+    ) -> None:
         """From when requests are taken on."""
         hub = self.hub
         assert hub is not None
-        hub.counted = lambda: wire.Counts(state.open, [take(board) for board in boards])
+
+        def count() -> wire.Counts:
+            _, waiting, running = (0, (), ()) if adapters is None else adapters()
+            return wire.Counts(state.open, [take(board) for board in boards], (waiting, running))
+
+        hub.counted = count
         hub.tell_open()
         with contextlib.suppress(EngineDead):
             while True:

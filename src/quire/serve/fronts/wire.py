@@ -13,6 +13,7 @@ from quire.engine import ipc
 from quire.engine.adapter_names import NamedAdapter
 from quire.engine.supervisor import State
 from quire.frames import Mailbox
+from quire.obs.metrics import NONE_OPEN, OpenAdapters
 from quire.obs.totals import BoardState
 from quire.types.adapter import AdapterRef
 from quire.types.outputs import TokenDelta
@@ -28,12 +29,14 @@ class _Frame(msgspec.Struct, array_like=True, tag=True):
 
 
 class Begin(_Frame):
-    """The first. `name`: what the ids of this process's requests begin with."""
+    """The first frame. `name`: what the ids of this process's requests begin with. `first`: of several processes one is, the
+    one that tells what all know."""
 
     args: EngineArgs
     settings: ServerArgs
     name: str
     started: float  # when the user asked, in seconds of time.monotonic()
+    first: bool
 
 
 class EngineSeen(_Frame):
@@ -85,6 +88,7 @@ class Gathered(_Frame):
     id: int
     open: int  # requests
     boards: list[list[BoardState]]
+    adapters: OpenAdapters  # of those who are there
 
 
 class Named(_Frame):
@@ -103,10 +107,12 @@ class Open(_Frame):
 
 
 class Counts(_Frame):
-    """What it has counted so far, and how many requests are open. Told now and then, lest it be lost with the process."""
+    """What it has counted so far, how many requests are open, and their adapters. Told now and then, lest it be lost with the
+    process."""
 
     open: int
     boards: list[BoardState]
+    adapters: OpenAdapters = NONE_OPEN
     id: int = -1  # of the question, if there was one
 
 

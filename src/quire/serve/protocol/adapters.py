@@ -4,7 +4,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class LoadAdapterRequest(BaseModel):
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
 
     lora_name: str = Field(min_length=1, max_length=255, description="what requests call it, as their model")
     lora_path: str = Field(min_length=1, max_length=4096, description="its directory, on the server")
@@ -12,7 +12,7 @@ class LoadAdapterRequest(BaseModel):
 
 
 class UnloadAdapterRequest(BaseModel):
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
 
     lora_name: str = Field(min_length=1, max_length=255)
     lora_int_id: int | None = Field(None, description="not needed: the name says which")
