@@ -79,10 +79,10 @@ a GPU, unless `enable_lora` asks for adapters, which go between their matrices; 
 
 **Which scheme when**, on an H200 (figures in [performance.md](performance.md)): `quantization="fp8"`, or a checkpoint in fp8 by
 channel, is the one to begin with: half the memory, and faster than bfloat16 in all that was measured. 4 bits (awq, gptq,
-compressed-tensors) take a quarter of the memory and are as fast for a single request, but beyond 64 requests or so at a time
-they are slower than bfloat16: take them where memory is what is short. Blocks of 128 x 128 in fp8 gain up to about 64
-requests, too, and lose at 256. Experts gain from 8 and from 4 bits while few tokens are on their way, and lose a fifth to a
-quarter in long prompts.
+compressed-tensors) take a quarter of the memory and are the fastest for one request and up to two dozen or so, but beyond 64
+at a time they are slower than bfloat16: take them where memory is what is short, or requests are few. Blocks of 128 x 128 in
+fp8 gain up to about 64 requests, too, and lose at 256. Experts gain from 8 and from 4 bits while few tokens are on their way,
+and lose a fifth to a quarter in long prompts.
 
 ## The cache
 

@@ -1,6 +1,6 @@
 """Matrices of 4 and 8 bits on a GPU: repacked once, when all is loaded, for kernels that read them as they lie.
 
-    one row     the packed matrix streams past it, and is multiplied in float32 (`kernels/packed_rows.py`)
+    one row     the packed matrix streams past it, and is multiplied in float32 (`kernels/packed_rows.py`): of 8 bits, or small
     some rows   it streams past them, multiplied by matrix units (`kernels/packed.py`): no number of a row is rounded
     many rows   in 8 bits, where the scheme rounds rows; else the matrix is dequantized, and a library multiplies
 

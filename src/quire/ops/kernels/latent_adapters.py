@@ -20,6 +20,16 @@ from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_prev
 LEAST, MOST = 16, 128  # of a block
 
 
+@triton.jit
+def _adapter_of(table, tiles, tile, stride):
+    """A tile's adapter: where the table has it, its rank and what lengths it has; and the tile's first place in the order, and
+    how many there are: none, where there is nothing to add."""
+    entry = table + tl.load(tiles + tile * 3) * stride
+    first, count = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+    rank, gain = tl.load(entry + 2).to(tl.int32), tl.load(entry + 3)
+    return entry, rank, gain, first, tl.where((rank > 0) | (gain != 0), count, 0)
+
+
 @launched
 @triton.jit(do_not_specialize_on_alignment=["query"])
 def _near(
@@ -45,11 +55,9 @@ def _near(
 ):
     let_next_start(EARLY)
     tile, head = tl.program_id(0), tl.program_id(1)
-    entry = table + tl.load(tiles + tile * 3) * stride
-    first, count = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
-    rank, gain = tl.load(entry + 2).to(tl.int32), tl.load(entry + 3)
+    entry, rank, gain, first, count = _adapter_of(table, tiles, tile, stride)
     wait_for_previous(EARLY)
-    if (count > 0) & ((rank > 0) | (gain != 0)):
+    if count > 0:
         kind: tl.constexpr = near.dtype.element_ty
         down, up = tl.load(entry).to(tl.pointer_type(kind)), tl.load(entry + 1).to(tl.pointer_type(kind))
         lane, k = tl.arange(0, BLOCK), tl.arange(0, NOPE_BLOCK)
@@ -99,11 +107,9 @@ def _value(
 ):
     let_next_start(EARLY)
     tile, head = tl.program_id(0), tl.program_id(1)
-    entry = table + tl.load(tiles + tile * 3) * stride
-    first, count = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
-    rank, gain = tl.load(entry + 2).to(tl.int32), tl.load(entry + 3)
+    entry, rank, gain, first, count = _adapter_of(table, tiles, tile, stride)
     wait_for_previous(EARLY)
-    if (count > 0) & ((rank > 0) | (gain != 0)):
+    if count > 0:
         kind: tl.constexpr = out.dtype.element_ty
         down, up = tl.load(entry).to(tl.pointer_type(kind)), tl.load(entry + 1).to(tl.pointer_type(kind))
         lane, k = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)

@@ -241,8 +241,7 @@ def _packed(
     begin = tl.program_id(1) * each
     end = tl.minimum(begin + each, WORDS // APART)
     if EARLY and not EXPERTS:
-        if AHEAD:
-            _ask_for(matrix + place_of(read, 0, WORDS, APART, TILE)[:, None], begin, end, TILE * APART, AHEAD)
+        _ask_for(matrix + place_of(read, 0, WORDS, APART, TILE)[:, None], begin, end, TILE * APART, AHEAD)
         wait_for_previous(EARLY)
     acc = _add(
         tl.zeros((BLOCK_N, ROWS), tl.float32), x + source[:, None] * inner, there[:, None], inner, matrix, scales, zeros, read,
@@ -275,7 +274,6 @@ class Way(NamedTuple):
     warps: int
     stages: int
     fold: bool = False
-    ahead: bool = True
 
 
 class Slots(NamedTuple):
@@ -310,7 +308,7 @@ def product(
         turns_of(x.device), rows, outputs, inputs, *matrix.sizes.values(), **matrix.constants(x),
         BIAS=bias is not None, **constants_of(activation),
         EXPERTS=experts, EXPERT_BLOCK=power_of_two(experts), SHARING=sharing, FOLD=way.fold, SHARES=way.shares,
-        AHEAD=power_of_two(min(each, AHEAD)) if way.ahead else 0, ROWS=way.rows, BLOCK_N=way.high,
+        AHEAD=power_of_two(min(each, AHEAD)), ROWS=way.rows, BLOCK_N=way.high,
         num_warps=way.warps, num_stages=way.stages, **overlapping(),
     )  # fmt: skip
     return out
