@@ -7,6 +7,7 @@ architecture, its configuration class and what makes it interesting.
 import json
 import shutil
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,10 @@ YARN: dict[str, Any] = {
     "truncate": False,
 }
 QWEN3_MOE: dict[str, Any] = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+# before transformers 5.19 the two numbers of the activation are constants of its model, whatever a configuration says
+GPT_OSS: dict[str, Any] = (
+    {"swiglu_alpha": 1.5, "swiglu_limit": 0.9} if tuple(map(int, version("transformers").split(".")[:2])) >= (5, 19) else {}
+)
 
 
 FAMILIES: dict[str, Family] = {
@@ -171,8 +176,7 @@ FAMILIES: dict[str, Family] = {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "rope_parameters": YARN,
-            "swiglu_alpha": 1.5,
-            "swiglu_limit": 0.9,
+            **GPT_OSS,
         },
     ),
     "mixtral": Family("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 5, "num_experts_per_tok": 2}),

@@ -174,7 +174,9 @@ def test_what_a_file_leaves_out(checkpoint, tmp_path):
     theirs = transformers.GptOssConfig(**{name: value for name, value in settings.items() if name != "architectures"})
     assert [layer.window for layer in facts.layers] == [5 if kind.startswith("s") else None for kind in theirs.layer_types]
     assert facts.layers[0].head_dim == theirs.head_dim
-    for name in ("attention_bias", "swiglu_limit", "swiglu_alpha", "rms_norm_eps", "num_experts_per_tok"):
-        assert facts.hf[name] == getattr(theirs, name)
+    # before 5.19 transformers had these two in its model, not in its configuration
+    constants = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+    for name in ("attention_bias", *constants, "rms_norm_eps", "num_experts_per_tok"):
+        assert facts.hf[name] == getattr(theirs, name, constants.get(name))
     ours = facts.hf["rope_parameters"]
     assert ours == {name: value for name, value in theirs.rope_parameters.items() if name in ours} | {"rope_theta": 150000.0}
