@@ -11,7 +11,7 @@ from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel, mix, mix_one
 from quire.types.cache import LayerCache
 from quire.types.errors import EngineError
-from quire.types.plan import Admission, Outputs, StepPlan
+from quire.types.plan import Admission, Outputs, RowShapes, StepPlan
 from quire.types.sampling import SamplingParams
 
 LAYOUT = make_layout([LayerCache(1, 8), LayerCache(1, 8, 3)], 2, 2)
@@ -30,11 +30,9 @@ def ints(values) -> np.ndarray:
 def plan(step: int, *, admit=(), retired=(), entries=(), copies=(), rows=()) -> StepPlan:
     """entries: (group, slot, index, page); copies: (from, to); rows: (slot, count, end, sample)."""
     entries, copies, rows = ints(entries).reshape(-1, 4), ints(copies).reshape(-1, 2), list(rows)
-    return StepPlan(
-        step, ints(retired), tuple(admit), *entries.T, *copies.T,
-        ints([row[0] for row in rows]), count := ints([row[1] for row in rows]), ints([0] * len(rows)),
-        ints([row[2] for row in rows]), Outputs.last(count, ints([row[3] for row in rows])),
-    )  # fmt: skip
+    slot, count, end, sample = ints(rows).reshape(-1, 4).T
+    shapes = RowShapes(count, ints([0] * len(rows)), Outputs.last(count, sample))
+    return StepPlan(slot, end, shapes, step, ints(retired), tuple(admit), *entries.T, *copies.T)
 
 
 def admission(slot: int = 0, tokens=PROMPT, start: int = 0, **params) -> Admission:

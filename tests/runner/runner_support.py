@@ -8,7 +8,7 @@ import torch
 
 from quire.runner.sampler.pipeline import Drawn, Sampler
 from quire.runner.sampler.stage import Rows
-from quire.types.plan import Admission, Outputs, StepPlan
+from quire.types.plan import Admission, Outputs, RowShapes, StepPlan
 from quire.types.sampling import SamplingParams
 
 CPU = torch.device("cpu")
@@ -63,15 +63,9 @@ def draw(logits: torch.Tensor, *admissions: Admission, mode: Any = "raw_logprobs
 
 def plan(step: int = 0, rows: Any = (), *, scored: Any = (), pool: Any = (), **parts: Any) -> StepPlan:
     """rows: (slot, count, end, sample) or (slot, count, end, sample, drafts); scored and pool: indices of tokens."""
-    nothing = ints()
     slot, count, end, sample, drafts = (ints(*(row[i] if i < len(row) else 0 for row in rows)) for i in range(5))
-    fields: dict[str, Any] = dict.fromkeys(
-        ("retired", "entry_group", "entry_slot", "entry_index", "entry_page", "copy_from", "copy_to"), nothing
-    )
     outputs = replace(Outputs.last(count, sample * (1 + drafts)), prompt_logprobs=ints(*scored), pool=ints(*pool))
-    return StepPlan(
-        step=step, **(fields | {"admitted": ()} | parts), slot=slot, count=count, drafts=drafts, end=end, outputs=outputs
-    )
+    return StepPlan(step=step, **parts, slot=slot, end=end, shapes=RowShapes(count, drafts, outputs))
 
 
 def entries(*triples: tuple[int, int, int, int]) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ from quire.sim.measured import MeasuredTiming, read_measured
 from quire.sim.shapes import StepShape, shape_of, windows_of
 from quire.types.cache import LayerCache
 from quire.types.errors import ConfigError
-from quire.types.plan import Ints, Outputs, StepPlan
+from quire.types.plan import Ints, Outputs, RowShapes, StepPlan
 
 LLAMA = {
     "hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 100, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -28,11 +28,8 @@ def ints(*values: int) -> Ints:
 
 
 def plan(count: tuple[int, ...], end: tuple[int, ...]) -> StepPlan:
-    none = ints()
-    return StepPlan(
-        0, none, (), none, none, none, none, none, none, ints(*range(len(count))), ints(*count), ints(*[0] * len(count)),
-        ints(*end), Outputs.last(ints(*count), ints(*[1] * len(count))),
-    )  # fmt: skip
+    each, ones = ints(*count), ints(*[1] * len(count))
+    return StepPlan(ints(*range(len(count))), ints(*end), RowShapes(each, 0 * each, Outputs.last(each, ones)), 0)
 
 
 def test_shapes() -> None:

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from quire.attn.shared_prefix import FEWEST, Ints, SharedPrefix
+from quire.attn.shared_prefix import FEWEST, NOTHING_SHARED, Ints, SharedPrefix
 
 SPLIT = 256  # keys of one split; the same for every batch, so that a row's result is its own
 
@@ -72,25 +72,35 @@ def cut_rows(
 ) -> Cuts:
     """Rows (rising) of one token. `alike` counts in splits; rows with a window read on their own. `split`: keys of one, if not
     SPLIT."""
+    if not len(row):
+        return NO_CUTS
     size = split or SPLIT
-    if len(row) < 2:
-        return _cut_one(int(row[0]), int(length[0]), window, size) if len(row) else NO_CUTS
-    each = (length - 1) // size + 1
-    splits = np.empty((len(row), 4), np.int32)  # of each row the first that is its own
-    splits[:, 0], splits[:, 1], splits[:, 3] = row, 0, length
+    last, lowest = (length - 1) // size, b""
     if window is not None:
-        splits[:, 1] = np.maximum(length - window, 0) // size
+        lowest = (np.maximum(length - window, 0) // size).tobytes()
+    made, owner = _cut_splits(row.tobytes(), last.tobytes(), lowest, alike if window is None else NOTHING_SHARED, most_members)
+    splits = made.splits.copy()
+    splits[:, 3] = length[owner]
+    return Cuts(made.rows, splits, made.merges, made.shared, made.members, made.parts)
+
+
+@lru_cache(maxsize=16)  # rows have the same splits for many steps: only their last ones grow
+def _cut_splits(rows: bytes, last: bytes, lowest: bytes, alike: SharedPrefix, most_members: int) -> tuple[Cuts, Ints]:
+    """Without key lengths, and the place of each split's row: of rows whose last splits are known, and, with a window, their
+    first ones."""
+    row, each = np.frombuffer(rows, np.int32), 1 + np.frombuffer(last, np.int32)
+    splits = np.zeros((len(row), 4), np.int32)  # of each row the first that is its own
+    splits[:, 0] = row
+    if lowest:
+        splits[:, 1] = np.frombuffer(lowest, np.int32)
         each -= splits[:, 1]
     several = each > 1
-    if not several.any():
-        splits[:, 2] = -1
-        return Cuts(len(row), splits, NO_CUTS.merges, NO_CUTS.shared, NO_CUTS.members, 0)
     parts = each * several
     first = parts.cumsum(dtype=np.int32) - parts
     splits[:, 2] = np.where(several, first, -1)
     merges = np.stack((row, first, parts), axis=1)[several]
     shared, members = NO_CUTS.shared, NO_CUTS.members
-    if len(alike.order) and window is None:
+    if len(alike.order) and several.any():
         shared, depth = _cut_shared(alike, most_members)
         if len(shared):
             place = np.searchsorted(row, alike.order)
@@ -99,18 +109,8 @@ def cut_rows(
             each[place] -= depth
     splits = splits.repeat(each, axis=0)
     splits[:, 1:3] += _ragged_arange(each)[:, None]
-    return Cuts(len(row), splits, merges, shared, members, int(parts.sum()))
-
-
-def _cut_one(row: int, length: int, window: int | None, size: int) -> Cuts:
-    """What `cut_rows` gives for one row, in few steps: a single request waits for them."""
-    lowest = 0 if window is None else max(length - window, 0) // size
-    each = (length - 1) // size - lowest + 1
-    splits = np.empty((each, 4), np.int32)
-    splits[:, 0], splits[:, 1], splits[:, 3] = row, np.arange(lowest, lowest + each), length
-    splits[:, 2] = -1 if each == 1 else np.arange(each)
-    merges = NO_CUTS.merges if each == 1 else np.array([[row, 0, each]], np.int32)
-    return Cuts(1, splits, merges, NO_CUTS.shared, NO_CUTS.members, 0 if each == 1 else each)
+    owner = np.arange(len(row), dtype=np.int32).repeat(each)
+    return Cuts(len(row), splits, merges, shared, members, int(parts.sum())), owner
 
 
 @lru_cache(maxsize=8)  # rows stay together for many steps

@@ -27,7 +27,7 @@ from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.runner.states import StateBuffers
 from quire.runner.transfer import Longs, upload_together
-from quire.types.plan import Bools, StepPlan, spans
+from quire.types.plan import Bools, StepRows, spans
 
 NO_TOKENS: Longs = np.empty(0, np.int64)
 THE_SLOTS_OWN = 0  # instead of an end: the slot knows
@@ -41,7 +41,7 @@ class Built:
 
 
 def build_batch(
-    plan: StepPlan,
+    plan: StepRows,
     slots: Slots,
     parts: Iterable[RowPart] = (),
     whole: bool = False,
@@ -92,19 +92,19 @@ def build_batch(
     return Built(batch, rows, shift)
 
 
-def _with_states(batch: Batch, states: StateBuffers, plan: StepPlan, slot_there: Tensor) -> Batch:
+def _with_states(batch: Batch, states: StateBuffers, plan: StepRows, slot_there: Tensor) -> Batch:
     entries = states.entries(plan.slot)
     there = slot_there if entries is plan.slot else torch.zeros_like(slot_there)
     return replace(batch, entries=there, entry_list=tuple(entries.tolist()))
 
 
-def _ends(plan: StepPlan, slots: Slots) -> tuple[Longs, Bools | None]:
+def _ends(plan: StepRows, slots: Slots) -> tuple[Longs, Bools | None]:
     """[R] where the rows end, at most; and [R] which of them end where only the device knows, if any do.
 
     A CPU is asked; so are others where a row has no drafts, though it means waiting: the attention of single tokens is cut by
     exact numbers of keys."""
     end, loose = plan.end.astype(np.int64), slots.loose[plan.slot]
-    if not loose.any():
+    if slots.told or not loose.any():
         return end, None
     if slots.device.type == "cpu" or (loose & (plan.drafts == 0)).any():
         return np.where(loose, slots.position.cpu().numpy()[plan.slot] + plan.count, end), None
@@ -118,7 +118,7 @@ def _starts(counts: Longs) -> Longs:
     return starts
 
 
-def _count_kept(plan: StepPlan, row_starts: Longs) -> Longs:
+def _count_kept(plan: StepRows, row_starts: Longs) -> Longs:
     """[R] how many of its last tokens each row keeps."""
     outputs, kept = plan.outputs, np.zeros(len(plan.slot), np.int64)
     for wanted in (outputs.draw, outputs.prompt_logprobs, outputs.pool):

@@ -84,13 +84,12 @@ class StepFlight:
             ids, fault = next(arrays)[:, slice(len(plan.draw_row)) if drawn.places is None else drawn.places]
         pooled = {} if self._pooled is None else _split_pooled(plan, next(arrays))
         kept: Ints | slice = slice(None)  # the draws that count
-        if drawn is not None and (drawn.lengths is not None or plan.drafts.any()):
-            draws = np.where(plan.sample, 1 + plan.drafts, 0)
+        if drawn is not None and (drawn.lengths is not None or plan.shapes.drafted):
             lengths[plan.sample] = self._accept(ids, fault) if drawn.lengths is None else next(arrays)
-            kept = spans(draws.cumsum() - draws, lengths)
+            kept = spans(plan.shapes.first_draw, lengths)
         drafts = {} if drawn is None or drawn.guesses is None or not len(plan.masked) else _split_guesses(plan, next(arrays))
         failed: dict[int, str] = {}
-        if fault[kept].any():
+        if np.count_nonzero(fault[kept]):
             failed, kept, lengths = _leave_out(plan, fault, kept)
         logprobs: dict[int, TopLogprobs] = {}
         if drawn is not None and drawn.report is not None:

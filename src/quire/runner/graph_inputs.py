@@ -21,7 +21,7 @@ from quire.ops.arguments import RowInputs
 from quire.runner.buckets import MOST_ROOM, MOST_TOKENS, Bucket, final_room
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
-from quire.types.plan import Ints, StepPlan
+from quire.types.plan import Ints, StepRows
 
 NUMBERS = 4  # int64 of each row
 NOBODY = -1
@@ -64,14 +64,16 @@ class Inputs:
             write=torch.zeros(groups, tokens, dtype=torch.int64, device=device),
         )
 
-    def write(self, plan: StepPlan, bucket: Bucket, plain: bool, work: Work, places: Integers | None = None) -> None:
+    def write(self, plan: StepRows, bucket: Bucket, plain: bool, work: Work, places: Integers | None = None) -> None:
         """Sends a step's numbers to the device, with what else is on its way. places [R]: of the rows' adapters."""
         if bucket.adapted:
             self._write_adapters(NOTHING if places is None else places, bucket)
-        drawer = np.where(plan.sample, plan.slot, NOBODY) if plain else np.full(len(plan.slot), NOBODY)
+        drawer: Integers = plan.slot
+        if not plain or not plan.shapes.all_draw:
+            drawer = np.where(plan.sample & plain, plan.slot, NOBODY)
         self._send((plan.slot, plan.end, self._slots.prompt_length[plan.slot], drawer), plan.count, bucket, work)
 
-    def sampler_rows(self, plan: StepPlan, bucket: Bucket) -> Rows:
+    def sampler_rows(self, plan: StepRows, bucket: Bucket) -> Rows:
         """All rows of the step that was written, as the sampler sees them."""
         slot, end = plan.slot.astype(np.int64), plan.end.astype(np.int64)
         slot_there, end_there, prompt_there, _ = (numbers[: len(slot)] for numbers in self.row_numbers(bucket))

@@ -43,7 +43,7 @@ from quire.runner.graph_inputs import Inputs, Planners, Work
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.runner.transfer import Longs, upload
-from quire.types.plan import StepPlan
+from quire.types.plan import StepRows
 
 WANTED = 3  # steps that would have run eagerly before their bucket is recorded
 MISSED = 200  # steps that borrowed before theirs is
@@ -109,7 +109,7 @@ class Graphs:
         self._recorder = StepRecorder(model, slots, sampler, self._inputs, recorder, states)
         self.captures = self.replays = self.eager = 0
 
-    def run(self, plan: StepPlan, plain: bool, places: Longs | None = None) -> Tensor | Undrawn | None:
+    def run(self, plan: StepRows, plain: bool, places: Longs | None = None) -> Tensor | Undrawn | None:
         """`plain`: a draw is all that the rows ask for; then -> ids and faults [2, >= R] int32 of all rows of the step.
         places [R]: of the rows' adapters, if any has one. None = this step is to be run eagerly."""
         tokens = plan.tokens
@@ -130,7 +130,7 @@ class Graphs:
         if plain:
             return self._sampler.latest
         rows = self._inputs.sampler_rows(plan, bucket)
-        if plan.sample.all():
+        if plan.shapes.all_draw:
             return Undrawn(logits[: len(plan.slot)], rows)
         drawing = np.flatnonzero(plan.sample)
         return Undrawn(logits[upload(drawing, self._slots.device)], rows.take(drawing))
@@ -154,16 +154,15 @@ class Graphs:
         self._record(bucket)
         return True
 
-    def _choose(self, plan: StepPlan, tokens: int, adapted: bool) -> tuple[Bucket, Work] | None:
+    def _choose(self, plan: StepRows, tokens: int, adapted: bool) -> tuple[Bucket, Work] | None:
         """The bucket whose graph runs this step, or is to be recorded by it, and each group's attention work."""
         found = self._cut(plan)
         if found is None:
             return None
         work, need = found
-        own = self._bucket(need, len(plan.slot), tokens)
+        own = self._bucket(need, len(plan.slot), tokens, adapted)
         if own is None:
             return None
-        own = replace(own, adapted=adapted)
         if own in self._recorded:
             return own, work
         other = substitute(own, need, self._recorded)
@@ -173,14 +172,15 @@ class Graphs:
         chosen = own if due else other
         return None if chosen is None else (chosen, work)
 
-    def _bucket(self, need: Room, rows: int, tokens: int) -> Bucket | None:
+    def _bucket(self, need: Room, rows: int, tokens: int, adapted: bool) -> Bucket | None:
         if need.tiles:
-            return prompt_bucket(need, rows, tokens, self._max_rows)
+            found = prompt_bucket(need, rows, tokens, self._max_rows)
+            return None if found is None else replace(found, adapted=adapted)
         size = row_bucket(rows, self._max_rows)
         room = None if size is None else room_bucket(need, size)
-        return None if size is None or room is None else Bucket(size, room)
+        return None if size is None or room is None else Bucket(size, room, adapted=adapted)
 
-    def _cut(self, plan: StepPlan) -> tuple[Work, Room] | None:
+    def _cut(self, plan: StepRows) -> tuple[Work, Room] | None:
         """Each group's attention work, and the most of it beyond one split a row; None = it is too much for any graph."""
         counts, lengths = plan.count, plan.end
         work, splits, shared, tiles = Work([], []), 0, 0, 0

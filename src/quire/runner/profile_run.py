@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.types.plan import Admission, Outputs, StepPlan
+from quire.types.plan import Admission, Outputs, RowShapes, StepPlan
 from quire.types.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -41,7 +41,6 @@ def make_step(tenants: Sequence[Tenant], retired: int = 0) -> StepPlan:
 
     No table entry is written: every token lands on the null page.
     """
-    nothing = np.empty(0, np.int32)
     rows = len(tenants)
     drafts = np.array([tenant.drafts for tenant in tenants], np.int32)
     count = drafts + np.array([tenant.count for tenant in tenants], np.int32)
@@ -49,15 +48,11 @@ def make_step(tenants: Sequence[Tenant], retired: int = 0) -> StepPlan:
         step=0,
         retired=np.arange(retired, dtype=np.int32),
         admitted=tuple(_admit(slot, tenant) for slot, tenant in enumerate(tenants)),
-        entry_group=nothing, entry_slot=nothing, entry_index=nothing, entry_page=nothing,
-        copy_from=nothing, copy_to=nothing,
         slot=np.arange(rows, dtype=np.int32),
-        count=count,
-        drafts=drafts,
         end=drafts + np.array([tenant.length for tenant in tenants], np.int32),
-        outputs=Outputs.last(count, 1 + drafts),
+        shapes=RowShapes(count, drafts, Outputs.last(count, 1 + drafts)),
         guesses=drafts,
-    )  # fmt: skip
+    )
 
 
 def _admit(slot: int, tenant: Tenant) -> Admission:

@@ -9,18 +9,18 @@ from quire.runner.sampler.logprobs import Report
 from quire.runner.sampler.pipeline import Sampler
 from quire.runner.slots import Slots
 from quire.runner.transfer import Longs, upload_together
-from quire.types.plan import Ints, StepPlan
+from quire.types.plan import Ints, StepRows
 
 PROMPT_PIECE = 256  # prompt positions whose logits are held at a time
 
 
-def final_states(tokens: Ints, plan: StepPlan, built: Built) -> Longs:
+def final_states(tokens: Ints, plan: StepRows, built: Built) -> Longs:
     """Where the hidden states of these of the step's tokens are."""
     return tokens + built.shift[plan.rows_of(tokens)]
 
 
 def report_prompts(
-    plan: StepPlan, built: Built, hidden: Tensor, model: Decoder, slots: Slots, sampler: Sampler
+    plan: StepRows, built: Built, hidden: Tensor, model: Decoder, slots: Slots, sampler: Sampler
 ) -> list[tuple[int, Report]]:
     """Logprobs of the prompt tokens that follow, a piece at a time."""
     tokens, reports = plan.outputs.prompt_logprobs, []

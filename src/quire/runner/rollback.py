@@ -7,14 +7,12 @@ What is run again are tokens whose keys and values are in their pages: the same 
 tokens earlier; where what was kept lies farther back, its tokens are run by themselves before the step, and kept anew.
 """
 
-from dataclasses import replace
-
 import numpy as np
 
 from quire.runner.states import StateBuffers
 from quire.runner.transfer import Longs
 from quire.types.errors import EngineError
-from quire.types.plan import Ints, Outputs, StepPlan
+from quire.types.plan import Ints, Outputs, RowShapes, StepPlan, StepRows
 
 FARTHEST = 8  # tokens that a row begins earlier at most
 NOTHING = -1
@@ -33,7 +31,7 @@ class Rollback:
         for admission in plan.admitted:
             self._at[admission.slot], self._kept[admission.slot] = admission.start, NOTHING
 
-    def prepare(self, plan: StepPlan) -> tuple[StepPlan | None, StepPlan]:
+    def prepare(self, plan: StepPlan) -> tuple[StepRows | None, StepRows]:
         """-> what is to be run before it, without outputs, and what in its place. Behind the first comes `keep`."""
         slot, begin = plan.slot, plan.end.astype(np.int64) - plan.count
         ahead = self._at[slot] - begin
@@ -61,22 +59,13 @@ class Rollback:
         self._states.copy(self._keep, self._states.beside(self._keep))
 
 
-def _alone(plan: StepPlan, rows: Longs, count: Ints, end: Ints) -> StepPlan:
-    none = np.empty(0, np.int32)
-    return replace(
-        plan,
-        slot=plan.slot[rows],
-        count=count,
-        end=end,
-        drafts=np.zeros_like(count),
-        outputs=Outputs(none),
-        masked=none,
-        draft_token=none,
-    )
+def _alone(plan: StepPlan, rows: Longs, count: Ints, end: Ints) -> StepRows:
+    return StepRows(plan.slot[rows], end, RowShapes(count, np.zeros_like(count), Outputs(count[:0])))
 
 
-def _longer(plan: StepPlan, by: Ints) -> StepPlan:
+def _longer(plan: StepPlan, by: Ints) -> StepRows:
     """Rows begin so many tokens earlier."""
     behind, outputs = np.cumsum(by), plan.outputs
     moved = (tokens + behind[plan.rows_of(tokens)] for tokens in (outputs.draw, outputs.prompt_logprobs, outputs.pool))
-    return replace(plan, count=plan.count + by, outputs=Outputs(*(tokens.astype(np.int32) for tokens in moved)))
+    outputs = Outputs(*(tokens.astype(np.int32) for tokens in moved))
+    return StepRows(plan.slot, plan.end, RowShapes(plan.count + by, plan.drafts, outputs))

@@ -14,7 +14,7 @@ from quire.runner.adapters import Shelf
 from quire.runner.sampler.stage import Tenancy
 from quire.runner.transfer import Longs
 from quire.types.errors import EngineError
-from quire.types.plan import Admission, Ints, StepPlan
+from quire.types.plan import Admission, Ints, StepRows
 
 
 class RowPart(Tenancy, Protocol):
@@ -26,7 +26,7 @@ class RowPart(Tenancy, Protocol):
     def replayed(self, slots: Ints) -> Longs | None:
         """[R] what graphs are to know of these; None = this cannot be replayed."""
 
-    def attach(self, batch: Batch, plan: StepPlan) -> Batch:
+    def attach(self, batch: Batch, plan: StepRows) -> Batch:
         """The batch of all the step's tokens -> the same with what the rows bring."""
 
 
@@ -50,7 +50,7 @@ class AdapterPart:
     def active(self, slots: Ints) -> bool:
         return bool(self._adapted) and not self._adapted.isdisjoint(slots.tolist())
 
-    def attach(self, batch: Batch, plan: StepPlan) -> Batch:
+    def attach(self, batch: Batch, plan: StepRows) -> Batch:
         places, by_kernels = self._find(plan.slot)
         each, device = np.repeat(places, plan.count), batch.ids.device
         return replace(batch, adapters=AdapterRows(each, device, tile(each, device) if by_kernels else None))

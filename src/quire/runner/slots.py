@@ -63,8 +63,8 @@ class Slots:
         self._admit(plan.admitted)
         if len(plan.given_slot):
             self._give(plan)
-        if self.told:
-            self._settle(plan)
+        if len(plan.draft_token):
+            self._write_drafts(plan)
         self._write_tables(plan)
 
     def retire(self, slots: Ints) -> None:
@@ -86,20 +86,6 @@ class Slots:
         self.known[plan.given_slot] = plan.given_position + 1  # of a slot's several, the last
         index = plan.given_slot.astype(np.int64) * self.tokens.shape[1] + plan.given_position
         self.updates.scatter(self.tokens, index, plan.given_token)
-
-    def _settle(self, plan: StepPlan) -> None:
-        """A row behind drafts says how many were right by where it begins; and its own drafts are written down."""
-        if self.loose.any():
-            behind = self.loose[plan.slot]
-            draws = behind & plan.sample
-            if draws.all():
-                self.cursor[plan.slot], self.known[plan.slot] = plan.end - plan.count, plan.end - plan.drafts
-            else:
-                self.cursor[plan.slot[behind]] = (plan.end - plan.count)[behind]
-                self.known[plan.slot[draws]] = (plan.end - plan.drafts)[draws]
-            self.loose[plan.slot] = False
-        if len(plan.draft_token):
-            self._write_drafts(plan)
 
     def _write_drafts(self, plan: StepPlan) -> None:
         width, at = self.tokens.shape[1], 0
@@ -137,16 +123,28 @@ class Slots:
     def check(self, plan: StepPlan) -> None:
         """A row goes on exactly where its slot stands, and draws exactly when it reaches the last token: anything else would
         read or write the wrong cache entries in silence. Of a loose slot only bounds are known."""
-        start, end, known, cursor = plan.end - plan.count, plan.end, self.known[plan.slot], self.cursor[plan.slot]
-        if plan.drafts.any():
-            known = known + plan.drafts
-        wrong = (start != cursor) | (plan.sample != (end == known))
+        if len(plan.slot) <= FEW and self._few_in_place(plan):
+            return
+        slot = plan.slot.astype(np.int64)
+        start, reach, known, cursor = plan.end - plan.count, plan.end - plan.drafts, self.known[slot], self.cursor[slot]
+        wrong = (start != cursor) | (plan.sample != (reach == known))
         if self.drafts:
-            wrong &= ~self.loose[plan.slot]
+            wrong &= ~self.loose[slot]
             wrong |= start > cursor
-        wrong |= (plan.count <= plan.drafts) | (end > known) | (plan.slot < 0) | (plan.drafts > self.drafts)
-        if wrong.any():
+        wrong |= (plan.count <= plan.drafts) | (reach > known) | (slot < 0) | (plan.drafts > self.drafts)
+        if np.count_nonzero(wrong):
             raise self._out_of_place(plan, int(np.flatnonzero(wrong)[0]))
+
+    def _few_in_place(self, plan: StepPlan) -> bool:
+        """The same, quickly; if not, it is looked at again."""
+        rows = zip(plan.slot.tolist(), plan.end.tolist(), plan.count.tolist(), plan.shapes.each, strict=True)
+        for slot, end, count, (sample, drafts) in rows:
+            behind, left = self.cursor.item(slot) - (end - count), self.known.item(slot) - (end - drafts)
+            if slot < 0 or drafts >= count or drafts > self.drafts or behind < 0 or left < 0:
+                return False
+            if not self.loose[slot] and (behind or sample != (left == 0)):
+                return False
+        return True
 
     def _out_of_place(self, plan: StepPlan, row: int) -> EngineError:
         slot, end = int(plan.slot[row]), int(plan.end[row])
@@ -162,5 +160,7 @@ class Slots:
             self.known[plan.slot] += plan.sample
             return
         self.known[plan.slot] = np.where(plan.sample, plan.end + 1, self.known[plan.slot])
-        if plan.drafts.any():
+        if self.told:
+            self.loose[plan.slot] = plan.drafts > 0
+        elif plan.shapes.drafted:
             self.loose[plan.slot[plan.drafts > 0]] = True

@@ -48,7 +48,7 @@ from quire.runner.transfer import upload
 from quire.runner.warmup import LONG, warm_up_adapters, warm_up_parts, warm_up_products, warm_up_steps
 from quire.types.cache import CacheLayout, KVLayout
 from quire.types.errors import ConfigError, EngineError
-from quire.types.plan import Ints, StepPlan
+from quire.types.plan import Ints, StepPlan, StepRows
 from quire.types.sampling import LogprobsMode
 from quire.types.stats import DeviceCounts
 
@@ -291,11 +291,13 @@ class Runner:
             return StepFlight(plan, [], None)
         plain = not len(plan.masked) and sampler.plain(plan.slot)
         parts = [part for part in self._parts if part.active(plan.slot)]
-        outputs, told = plan.outputs, self._drafter is None and bool(plan.drafts.any())
-        run, owner = unroll(plan) if told and self._device.records else (plan, None)
+        run: StepRows = plan
+        outputs, owner = plan.outputs, None
+        if self._drafter is None and plan.shapes.drafted and self._device.records:
+            run, owner = unroll(plan)
         if self._rollback is not None:
             run = self._go_back(self._rollback, plan, slots, parts)
-        more = run.drafts.any() or len(outputs.prompt_logprobs) or len(outputs.pool)  # graphs draw, and nothing else
+        more = run.shapes.drafted or len(outputs.prompt_logprobs) or len(outputs.pool)  # graphs draw, and nothing else
         more = more or (self._kept_states is not None and run.tokens > len(run.slot))
         replayed = None if self.graphs is None or more else self._replay(self.graphs, run, plain, parts)
         prompts: list[tuple[int, Report]] = []
@@ -323,12 +325,13 @@ class Runner:
         slots, kv, sampler = self._tenants
         slots.updates.deliver()  # what a launch that failed left
         slots.take_in(plan)
-        tenancies: tuple[Tenancy, ...] = (sampler, *self._parts)
-        for tenancy in tenancies:
-            for slot in plan.retired.tolist():
-                tenancy.retire(slot)
-            for admission in plan.admitted:
-                tenancy.admit(admission.slot, admission)
+        if plan.admitted or len(plan.retired):
+            tenancies: tuple[Tenancy, ...] = (sampler, *self._parts)
+            for tenancy in tenancies:
+                for slot in plan.retired.tolist():
+                    tenancy.retire(slot)
+                for admission in plan.admitted:
+                    tenancy.admit(admission.slot, admission)
         sampler.refresh(slots.updates)
         if len(plan.copy_from):
             kv.copy(plan.copy_from, plan.copy_to)
@@ -347,7 +350,7 @@ class Runner:
             slots.updates.deliver()
         return slots, sampler
 
-    def _go_back(self, rollback: Rollback, plan: StepPlan, slots: Slots, parts: list[RowPart]) -> StepPlan:
+    def _go_back(self, rollback: Rollback, plan: StepPlan, slots: Slots, parts: list[RowPart]) -> StepRows:
         """States stand where the rows begin that are to be run, and those returned are to be run in their place."""
         first, run = rollback.prepare(plan)
         if first is not None:
@@ -355,7 +358,7 @@ class Runner:
         rollback.keep()
         return run
 
-    def _take_out(self, plan: StepPlan, built: Built, hidden: Tensor) -> Wanted:
+    def _take_out(self, plan: StepRows, built: Built, hidden: Tensor) -> Wanted:
         """hidden [K, H] of the tokens that the batch keeps."""
         assert self._tenants is not None
         (slots, _, sampler), model, batch = self._tenants, self._loaded(), built.batch
@@ -379,25 +382,25 @@ class Runner:
             self._guessing = Guessing(self._companion, states, drawn_from)
         return prompts, draw, pooled
 
-    def _replay(self, graphs: Graphs, plan: StepPlan, plain: bool, parts: list[RowPart]) -> Tensor | Undrawn | None:
+    def _replay(self, graphs: Graphs, plan: StepRows, plain: bool, parts: list[RowPart]) -> Tensor | Undrawn | None:
         brought = [part.replayed(plan.slot) for part in parts]
         if any(numbers is None for numbers in brought):
             return None
         return graphs.run(plan, plain, *brought)
 
-    def _take_replayed(self, plan: StepPlan, replayed: Tensor | Undrawn) -> Drawn | Callable[[Masks | None], Drawn] | None:
+    def _take_replayed(self, plan: StepRows, replayed: Tensor | Undrawn) -> Drawn | Callable[[Masks | None], Drawn] | None:
         if self._companion is not None:
             self._guessing = self._listen(self._companion, plan)
         if isinstance(replayed, Tensor):
-            return Drawn(replayed, places=plan.draw_row)
+            return Drawn(replayed, places=None if plan.shapes.all_draw else plan.draw_row)
         return partial(self._draw, replayed.logits, replayed.rows, None) if len(replayed.rows.slots) else None
 
-    def _listen(self, companion: DeviceDrafter, plan: StepPlan) -> Guessing:
+    def _listen(self, companion: DeviceDrafter, plan: StepRows) -> Guessing:
         """To what a graph left of a step; where states are read, its rows have one token each."""
         if self._kept_states is None:
             return Guessing(companion, [], None)
         states = self._kept_states.read(len(plan.slot))
-        drawing = None if plan.sample.all() else upload(plan.outputs.draw.astype(np.int64), states[0].device)
+        drawing = None if plan.shapes.all_draw else upload(plan.outputs.draw.astype(np.int64), states[0].device)
         return Guessing(companion, states, states[0] if drawing is None else states[0][drawing])
 
     @torch.inference_mode()
@@ -420,7 +423,7 @@ class Runner:
 
     def told(self, plan: StepPlan) -> StepPlan:
         """With the drafts that were guessed here."""
-        told = self._companion is not None and plan.drafts.any()
+        told = self._companion is not None and plan.shapes.drafted
         return replace(plan, draft_token=self._companion.guessed(plan)) if told and self._companion is not None else plan
 
     def follow(self, lengths: Ints) -> None:

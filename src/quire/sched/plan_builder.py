@@ -5,15 +5,15 @@ Nearly every row is one token that is drawn after: of those only request and end
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
 
 from quire.cache.tables import Entries
-from quire.types.plan import NOTHING, Admission, Ints, Outputs, StepPlan, spans
+from quire.types.plan import NOTHING, Admission, Ints, Outputs, RowShapes, StepPlan, spans
 from quire.types.request import Request
-
-NO_ROWS: Ints = np.empty((0, 3), np.int32)
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,8 @@ class Scheduled:
     odd: tuple[int, ...]  # the rows that may bring something else than one token
 
 
-@dataclass(frozen=True)
-class Odd:
-    count: int
+class Odd(NamedTuple):
+    tokens: int
     draws: int
     scores: range  # the prompt positions of the row that logprobs are wanted behind
     pool: bool  # the hidden state of its last token is wanted
@@ -123,7 +122,7 @@ class PlanBuilder:
         if request not in self.requests:
             return request.computed
         odd = self._odd.get(self.requests.index(request))
-        return request.computed - (1 if odd is None else odd.count)
+        return request.computed - (1 if odd is None else odd.tokens)
 
     def build(
         self, retired: list[int], last: Scheduled | None, ahead: int = 0, guesses: Mapping[Request, int] | None = None
@@ -135,9 +134,7 @@ class PlanBuilder:
         requests, slots = tuple(self.requests), None
         if last is not None and not self._admitted and last.requests == requests:
             requests, slots = last.requests, last.plan.slot
-        count, draws = np.ones((2, len(requests)), np.int32)
-        for i, odd in self._odd.items():
-            count[i], draws[i] = odd.count, odd.draws
+        shapes = self._shapes()
         given, loads, saves = _table(self._forced, 3), _table(self._loads, 2), _table(self._saves, 2)
         plan = StepPlan(
             step=self.step,
@@ -150,49 +147,64 @@ class PlanBuilder:
             copy_from=_ints(self.sources),
             copy_to=_ints(self._targets),
             slot=_ints([request.slot for request in requests]) if slots is None else slots,
-            count=count,
-            drafts=np.maximum(draws - 1, 0) if self._odd else np.zeros_like(count),
             end=_ints(self.ends),
-            outputs=self._outputs(count, draws),
-            masked=self._masks(draws),
-            given_slot=given[:, 0],
-            given_position=given[:, 1],
-            given_token=given[:, 2],
+            shapes=shapes,
+            masked=self._masks(shapes) if self._masked else NOTHING,
+            given_slot=given[0],
+            given_position=given[1],
+            given_token=given[2],
             draft_token=_ints(self._drafts),
-            load_entry=loads[:, 0],
-            load_slot=loads[:, 1],
-            save_slot=saves[:, 0],
-            save_entry=saves[:, 1],
+            load_entry=loads[0],
+            load_slot=loads[1],
+            save_slot=saves[0],
+            save_entry=saves[1],
             guesses=_guesses(requests, ahead, guesses),
         )
         return Scheduled(plan, requests, tuple(i for i, odd in self._odd.items() if odd.draws != 1))
 
-    def _outputs(self, count: Ints, draws: Ints) -> Outputs:
-        if not self._odd:
-            return Outputs(np.arange(len(count), dtype=np.int32))
-        outputs, behind = Outputs.last(count, draws), np.cumsum(count)
-        if scoring := [i for i, odd in self._odd.items() if odd.scores]:
-            after = behind[scoring] - _ints(self.ends)[scoring]  # + position = index among the tokens
-            scores = [self._odd[i].scores for i in scoring]
-            first = after + _ints([positions.start for positions in scores])
-            outputs = replace(outputs, prompt_logprobs=spans(first, _ints([len(positions) for positions in scores])))
-        if pooling := [i for i, odd in self._odd.items() if odd.pool]:
-            outputs = replace(outputs, pool=(behind[pooling] - 1).astype(np.int32))
-        return outputs
+    def _shapes(self) -> RowShapes:
+        odd = tuple(self._odd.items())
+        scoring = [i for i, row in odd if row.scores]
+        if not scoring:
+            return _shapes(len(self.requests), odd)
+        shapes = _shapes.__wrapped__(len(self.requests), odd)
+        after = np.cumsum(shapes.count)[scoring] - _ints(self.ends)[scoring]  # + position = index among the tokens
+        scores = [self._odd[i].scores for i in scoring]
+        first = after + _ints([positions.start for positions in scores])
+        outputs = replace(shapes.outputs, prompt_logprobs=spans(first, _ints([len(positions) for positions in scores])))
+        return RowShapes(shapes.count, shapes.drafts, outputs)
 
-    def _masks(self, draws: Ints) -> Ints:
+    def _masks(self, shapes: RowShapes) -> Ints:
         rows = _ints(self._masked)
-        return spans((np.cumsum(draws) - draws)[rows], draws[rows]) if len(rows) else rows
+        return spans(shapes.first_draw[rows], 1 + shapes.drafts[rows])
+
+
+@lru_cache(64)  # shapes that steps had of late: the next has mostly one of them
+def _shapes(rows: int, odd: tuple[tuple[int, Odd], ...]) -> RowShapes:
+    """Of so many rows, of which these are odd; without what they score."""
+    count, draws = np.ones((2, rows), np.int32)
+    for i, row in odd:
+        count[i], draws[i] = row.tokens, row.draws
+    outputs = Outputs.last(count, draws)
+    if pooling := [i for i, row in odd if row.pool]:
+        outputs = replace(outputs, pool=(np.cumsum(count)[pooling] - 1).astype(np.int32))
+    return RowShapes(count, np.maximum(draws - 1, 0), outputs)
 
 
 def _guesses(requests: tuple[Request, ...], ahead: int, other: Mapping[Request, int] | None) -> Ints:
     if not other:
-        return np.full(len(requests), ahead, np.int32)
+        return _alike(len(requests), ahead)
     return _ints([other.get(request, ahead) for request in requests])
 
 
-def _table(rows: Sequence[tuple[int, ...]], width: int) -> Ints:
-    return np.array(rows, np.int32) if rows else NO_ROWS[:, :width]
+@lru_cache(64)
+def _alike(rows: int, ahead: int) -> Ints:
+    return np.full(rows, ahead, np.int32)
+
+
+def _table(rows: Sequence[tuple[int, ...]], width: int) -> list[Ints]:
+    """Its columns."""
+    return list(np.array(rows, np.int32).T) if rows else [NOTHING] * width
 
 
 def _ints(values: list[int]) -> Ints:

@@ -4,6 +4,7 @@ Rows of requests that have left since are dropped here, and nowhere else.
 """
 
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import NamedTuple
 
 from quire.cache.tables import Tables
@@ -46,10 +47,10 @@ class Results:
             special.update(range(len(requests)))
         rows: Iterable[tuple[Request, int]] = zip(requests, ids, strict=not special)
         if special:
-            first = (result.lengths.cumsum() - result.lengths).tolist()
-            rows = [(request, ids[first[i]]) for i, request in enumerate(requests) if i not in special]
+            ends = list(accumulate(result.lengths.tolist(), initial=0))
+            rows = [(request, ids[ends[i]]) for i, request in enumerate(requests) if i not in special]
             for i in sorted(special):
-                deltas += self._commit_row(i, scheduled, result, ids[first[i] : first[i] + int(result.lengths[i])])
+                deltas += self._commit_row(i, scheduled, result, ids[ends[i] : ends[i + 1]])
         for request, token in rows:
             if request.finished is None:
                 tokens = request.tokens
@@ -63,7 +64,7 @@ class Results:
     def _commit_row(self, i: int, scheduled: Scheduled, result: StepResult, ids: list[int]) -> list[TokenDelta]:
         """A row that brought more than a token, or none."""
         request, plan = scheduled.requests[i], scheduled.plan
-        sample, drafts = bool(plan.sample[i]), int(plan.drafts[i])
+        sample, drafts = plan.shapes.each[i]
         useful = self._returned(request, sample, drafts)
         if i in result.failed:
             self._tables.forget(request)
@@ -122,7 +123,7 @@ class Results:
         """
         plan, roster = scheduled.plan, self._roster
         deltas = []
-        for request, sample, drafts in zip(scheduled.requests, plan.sample.tolist(), plan.drafts.tolist(), strict=True):
+        for request, (sample, drafts) in zip(scheduled.requests, plan.shapes.each, strict=True):
             self._returned(request, sample, drafts)
             if request.finished is None:
                 roster.leave(request, "error")

@@ -230,7 +230,7 @@ class Scheduler:
         """So long was the device busy with a step, and so long had it `paused` for it to be planned. `waited`: it was planned
         when the last one's tokens had come."""
         plan = scheduled.plan
-        self._budget.took(len(scheduled.requests), plan.tokens - int(plan.drafts.sum()), seconds)
+        self._budget.took(len(scheduled.requests), plan.tokens - plan.shapes.drafted, seconds)
         if self.speculation is not None:
             self.speculation.took(scheduled, seconds + paused, waited)
 

@@ -65,9 +65,100 @@ class Outputs:
         return cls(spans(np.cumsum(count) - draws, draws))
 
 
+@dataclass(frozen=True, eq=False)
+class RowShapes:
+    """How long rows are and what is wanted of them, whosever they are. Most steps have the shapes of the step before, so plans
+    share them: what follows from them is worked out once, and found by what they are (`is`)."""
+
+    count: Ints  # [rows]
+    drafts: Ints  # [rows] of those tokens, the last
+    outputs: Outputs
+
+    @cached_property
+    def tokens(self) -> int:
+        return int(self.count.sum())
+
+    @cached_property
+    def drafted(self) -> int:
+        """All drafts together."""
+        return int(self.drafts.sum())
+
+    @cached_property
+    def each(self) -> list[tuple[bool, int]]:
+        """[rows] does it draw, and its drafts; for loops, in which numbers are quicker than arrays."""
+        return list(zip(self.sample.tolist(), self.drafts.tolist(), strict=True))
+
+    def rows_of(self, tokens: Ints) -> Ints:
+        """The rows to which these of the step's tokens belong."""
+        if self.tokens == len(self.count):  # most steps: the rows have one token each
+            return tokens
+        return np.searchsorted(np.cumsum(self.count), tokens, side="right").astype(np.int32)
+
+    @cached_property
+    def draw_row(self) -> Ints:
+        """[draws] the row of each draw."""
+        return self.rows_of(self.outputs.draw)
+
+    @cached_property
+    def first_draw(self) -> Ints:
+        """[rows] where their draws begin."""
+        draws = np.where(self.sample, 1 + self.drafts, 0)
+        first: Ints = draws.cumsum(dtype=np.int32) - draws.astype(np.int32)
+        return first
+
+    @cached_property
+    def all_draw(self) -> bool:
+        return bool(self.sample.all())
+
+    @cached_property
+    def sample(self) -> Bools:
+        """[rows] which of them draw."""
+        if len(self.outputs.draw) == self.tokens:  # most steps: something is drawn behind every token
+            return np.ones(len(self.count), np.bool_)
+        sample = np.zeros(len(self.count), np.bool_)
+        sample[self.draw_row] = True
+        return sample
+
+
 @dataclass(frozen=True)
-class StepPlan:
-    """One step: who came and went, which pages changed hands, and the ragged batch of rows to run.
+class StepRows:
+    """The ragged batch to run."""
+
+    slot: Ints  # [rows]
+    end: Ints  # [rows] position after the row's last token, at most: its key length
+    shapes: RowShapes
+
+    @property
+    def count(self) -> Ints:
+        return self.shapes.count
+
+    @property
+    def drafts(self) -> Ints:
+        return self.shapes.drafts
+
+    @property
+    def outputs(self) -> Outputs:
+        return self.shapes.outputs
+
+    @property
+    def tokens(self) -> int:
+        return self.shapes.tokens
+
+    @property
+    def draw_row(self) -> Ints:
+        return self.shapes.draw_row
+
+    @property
+    def sample(self) -> Bools:
+        return self.shapes.sample
+
+    def rows_of(self, tokens: Ints) -> Ints:
+        return self.shapes.rows_of(tokens)
+
+
+@dataclass(frozen=True)
+class StepPlan(StepRows):
+    """One step: who came and went, which pages changed hands, and the rows.
 
     Order of effects on the device: retire, admit, given tokens, tables, copies, states that are loaded, then the rows, then
     states that are saved. Recurrent states lie in entries: those of the slots first, snapshots of prefixes behind them.
@@ -82,31 +173,23 @@ class StepPlan:
     """
 
     step: int
-    retired: Ints  # [retired] slots whose tenant left
-    admitted: tuple[Admission, ...]
+    retired: Ints = field(default_factory=_none)  # [retired] slots whose tenant left
+    admitted: tuple[Admission, ...] = ()
     # page-table entries to write: table[group][slot, index] = page
-    entry_group: Ints  # [entries]
-    entry_slot: Ints  # [entries]
-    entry_index: Ints  # [entries]
-    entry_page: Ints  # [entries]
+    entry_group: Ints = field(default_factory=_none)  # [entries]
+    entry_slot: Ints = field(default_factory=_none)  # [entries]
+    entry_index: Ints = field(default_factory=_none)  # [entries]
+    entry_page: Ints = field(default_factory=_none)  # [entries]
     # pages to duplicate before anything is written in this step (copy on write)
-    copy_from: Ints  # [copies]
-    copy_to: Ints  # [copies]
-    # the rows
-    slot: Ints  # [rows]
-    count: Ints  # [rows]
-    drafts: Ints  # [rows]
-    end: Ints  # [rows] position after the row's last token, at most: its key length
-    outputs: Outputs
+    copy_from: Ints = field(default_factory=_none)  # [copies]
+    copy_to: Ints = field(default_factory=_none)  # [copies]
     masked: Ints = field(default_factory=_none)  # [masked] indices among the draws, rising
     # tokens that were not drawn: tokens[slot, position] = token, in order, each after the slot's last
     given_slot: Ints = field(default_factory=_none)  # [given]
     given_position: Ints = field(default_factory=_none)  # [given]
     given_token: Ints = field(default_factory=_none)  # [given]
-    draft_token: Ints = field(
-        default_factory=_none
-    )  # [sum of drafts] where the host expects them, row by row; none = the device does
-
+    # [sum of drafts] where the host expects them, row by row; none = the device does
+    draft_token: Ints = field(default_factory=_none)
     load_entry: Ints = field(default_factory=_none)  # [loads] state[load_slot] = state[load_entry]
     load_slot: Ints = field(default_factory=_none)  # [loads]
     save_slot: Ints = field(default_factory=_none)  # [saves] state[save_entry] = state[save_slot], behind the rows
@@ -117,30 +200,6 @@ class StepPlan:
     def ahead(self) -> int:
         """The most of them."""
         return int(self.guesses.max(initial=0))
-
-    @cached_property
-    def tokens(self) -> int:
-        return int(self.count.sum())
-
-    def rows_of(self, tokens: Ints) -> Ints:
-        """The rows to which these of the step's tokens belong."""
-        if self.tokens == len(self.count):  # most steps: the rows have one token each
-            return tokens
-        return np.searchsorted(np.cumsum(self.count), tokens, side="right").astype(np.int32)
-
-    @cached_property
-    def draw_row(self) -> Ints:
-        """[draws] the row of each draw."""
-        return self.rows_of(self.outputs.draw)
-
-    @cached_property
-    def sample(self) -> Bools:
-        """[rows] which of them draw."""
-        if len(self.outputs.draw) == self.tokens:  # most steps: something is drawn behind every token
-            return np.ones(len(self.slot), np.bool_)
-        sample = np.zeros(len(self.slot), np.bool_)
-        sample[self.draw_row] = True
-        return sample
 
 
 @dataclass(frozen=True)

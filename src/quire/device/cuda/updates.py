@@ -28,6 +28,9 @@ class CUDAUpdates(DeviceUpdates):
     def write(self, target: Tensor, start: int, words: Integers, length: int | None = None) -> None:
         length = len(words) if length is None else length
         address = target.data_ptr() + 4 * start
+        if length <= MOST:
+            self._take().add(address, words, length)
+            return
         for first in range(0, length, MOST):
             self._take().add(address + 4 * first, words[first : first + MOST], min(MOST, length - first))
 
@@ -64,6 +67,7 @@ class StagingBuffer:
     def __init__(self, memory: Tensor, event: torch.cuda.Event) -> None:
         self._runs_there, self._words_there = memory[: 8 * RUNS].view(torch.int64), memory[8 * RUNS :]
         self._runs = self._runs_there.numpy().reshape(RUNS, 4)
+        self._run_words = self._runs.reshape(-1).data  # single numbers are set more quickly there
         self._words = self._words_there.numpy()
         self._event = event
         self._run = self._word = 0  # how many there are
@@ -72,7 +76,9 @@ class StagingBuffer:
         return self._run + runs <= RUNS and self._word + MOST <= WORDS
 
     def add(self, address: int, words: Integers, length: int) -> None:
-        self._runs[self._run] = address, self._word, len(words), length
+        at = 4 * self._run
+        self._run_words[at], self._run_words[at + 1] = address, self._word
+        self._run_words[at + 2], self._run_words[at + 3] = len(words), length
         self._words[self._word : self._word + len(words)] = words
         self._run += 1
         self._word += len(words)

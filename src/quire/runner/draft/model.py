@@ -26,7 +26,7 @@ from quire.runner.graphs import Graphs, allowance, fixed_plans
 from quire.runner.kv import KVBuffers
 from quire.runner.slots import Slots
 from quire.types.cache import CacheLayout
-from quire.types.plan import Bools, Ints, StepPlan
+from quire.types.plan import Bools, Ints, StepPlan, StepRows
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
@@ -142,7 +142,7 @@ class DraftModel(DeviceDrafter):
                 self._further[slot[fits]] += 1
         self._guessed.note(slot, self._passes.read(slot, text, ahead))
 
-    def _run(self, plan: StepPlan) -> None:
+    def _run(self, plan: StepRows) -> None:
         """What the rows draw is written behind them."""
         assert self._model is not None and self._passes is not None
         if self._graphs is not None and self._graphs.run(plan, plain=True) is not None:

@@ -11,9 +11,7 @@ from torch import Tensor
 from quire.runner.batch import Built, build_batch
 from quire.runner.slots import Slots
 from quire.runner.transfer import upload_together
-from quire.types.plan import Bools, Ints, Outputs, StepPlan
-
-NOTHING: Ints = np.empty(0, np.int32)
+from quire.types.plan import Bools, Ints, Outputs, RowShapes, StepRows
 
 
 class Passes:
@@ -25,7 +23,7 @@ class Passes:
         fits: Bools = end <= self.slots.length
         return fits
 
-    def build(self, plan: StepPlan, whole: bool = False) -> Built:
+    def build(self, plan: StepRows, whole: bool = False) -> Built:
         return build_batch(plan, self.slots, whole=whole)
 
     def write(self, slot: Ints, place: Ints, guesses: Tensor) -> Tensor:
@@ -48,12 +46,9 @@ def _places(slots: Slots, slot: Ints, place: Ints, count: int) -> tuple[Tensor, 
     return slot_there[:, None], first[:, None] + torch.arange(count, device=slots.device)
 
 
-def rows(slot: Ints, count: Ints | int, end: Ints, sample: Bools | bool = True) -> StepPlan:
-    """A step of these rows, and nothing else."""
+def rows(slot: Ints, count: Ints | int, end: Ints, sample: Bools | bool = True) -> StepRows:
+    """These, without drafts."""
     counts = np.broadcast_to(np.asarray(count, np.int32), slot.shape)
     draws = np.broadcast_to(np.asarray(sample), slot.shape).astype(np.int32)
-    return StepPlan(
-        step=0, retired=NOTHING, admitted=(), entry_group=NOTHING, entry_slot=NOTHING, entry_index=NOTHING,
-        entry_page=NOTHING, copy_from=NOTHING, copy_to=NOTHING, slot=slot.astype(np.int32), count=counts,
-        drafts=np.zeros_like(counts), end=end.astype(np.int32), outputs=Outputs.last(counts, draws),
-    )  # fmt: skip
+    shapes = RowShapes(counts, np.zeros_like(counts), Outputs.last(counts, draws))
+    return StepRows(slot.astype(np.int32), end.astype(np.int32), shapes)

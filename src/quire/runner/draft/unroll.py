@@ -8,34 +8,33 @@ graphs of so many rows run it, each row is cut as it is without drafts, and rows
 draws are the same ones, in the same order.
 """
 
-from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
-from quire.types.plan import Ints, Outputs, StepPlan
+from quire.types.plan import Ints, Outputs, RowShapes, StepRows
 
 
-def unroll(plan: StepPlan) -> tuple[StepPlan, Ints]:
-    """And the row of the plan that each of its rows is of. The device waits for this, so that usual steps take few turns."""
-    pieces = 1 + plan.drafts  # what is known, and each draft
+class Unrolled(NamedTuple):
+    shapes: RowShapes
+    owner: Ints  # [rows] the row that each is of
+    before: Ints  # [rows] so many tokens before the end of that one it ends
+
+
+def unroll(rows: StepRows) -> tuple[StepRows, Ints]:
+    """And the row of those given that each is of."""
+    shapes, owner, before = unroll_shapes(rows.shapes)
+    return StepRows(rows.slot[owner], rows.end[owner] - before, shapes), owner
+
+
+@lru_cache(16)  # the device waits for this, and most steps are like the one before
+def unroll_shapes(shapes: RowShapes) -> Unrolled:
+    pieces = 1 + shapes.drafts  # what is known, and each draft
     owner = np.arange(len(pieces), dtype=np.int32).repeat(pieces)
     behind = pieces.cumsum(dtype=np.int32)
     place = np.arange(len(owner), dtype=np.int32) - (behind - pieces)[owner]
-    end = (plan.end - plan.drafts)[owner] + place
-    if len(plan.outputs.draw) == plan.tokens:  # every row has one token and its drafts
-        count, outputs = np.ones_like(owner), Outputs(np.arange(len(owner), dtype=np.int32))
-    else:
-        count = np.where(place == 0, (plan.count - plan.drafts)[owner], 1).astype(np.int32)
-        outputs = Outputs.last(count, plan.sample[owner].astype(np.int32))
-    if len(plan.outputs.prompt_logprobs) or len(plan.outputs.pool):
-        outputs = replace(outputs, prompt_logprobs=plan.outputs.prompt_logprobs, pool=plan.outputs.pool)
-    unrolled = replace(
-        plan,
-        slot=plan.slot[owner],
-        count=count,
-        drafts=np.zeros_like(count),
-        end=end,
-        outputs=outputs,
-        draft_token=plan.draft_token[:0],
-    )
-    return unrolled, owner
+    count = np.where(place == 0, (shapes.count - shapes.drafts)[owner], 1).astype(np.int32)
+    draw = Outputs.last(count, shapes.sample[owner].astype(np.int32)).draw
+    outputs = Outputs(draw, shapes.outputs.prompt_logprobs, shapes.outputs.pool)
+    return Unrolled(RowShapes(count, np.zeros_like(count), outputs), owner, shapes.drafts[owner] - place)

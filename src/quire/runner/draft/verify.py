@@ -24,7 +24,7 @@ from quire.runner.sampler.pipeline import Drawn
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.runner.transfer import Longs, upload_together
-from quire.types.plan import Ints, StepPlan
+from quire.types.plan import Ints, StepPlan, StepRows
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Verification:
         return replace(drawn, lengths=lengths, guesses=guesses)
 
 
-def prepare(plan: StepPlan, slots: Slots, batch: Batch, rows: Rows, hidden: Tensor) -> Verification:
+def prepare(plan: StepRows, slots: Slots, batch: Batch, rows: Rows, hidden: Tensor) -> Verification:
     """hidden [N, H] of the draws. To be called when the step's inputs are in place; slots that do not draw move on."""
     draw, row = plan.outputs.draw, plan.draw_row
     first = np.flatnonzero(np.diff(row, prepend=-1))
@@ -66,7 +66,7 @@ def accept_told(plan: StepPlan, ids: Ints, fault: Ints, told: Ints) -> Longs:
     waits for this: there are few, and lists are quicker then."""
     drawn, good, expected = ids.tolist(), (fault == GOOD).tolist(), told.tolist()
     lengths, at, draft = list[int](), 0, 0
-    for drafts in plan.drafts[plan.sample].tolist():
+    for drafts in (drafts for sample, drafts in plan.shapes.each if sample):
         right = 0
         for guess in expected[draft : draft + drafts]:
             if drawn[at + right] != guess or not good[at + right]:
