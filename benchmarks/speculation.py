@@ -126,8 +126,9 @@ class Pretended:
 
         def pretend(flying: flight.StepFlight) -> object:
             result, plan = read(flying), flying._plan
-            first = np.cumsum(result.lengths) - result.lengths
-            for row in np.flatnonzero(plan.sample & (plan.drafts == 0)).tolist() if self.rate else ():
+            rows = [i for i, (sample, drafts) in enumerate(plan.shapes.each) if sample and not drafts] if self.rate else []
+            first = np.cumsum(result.lengths) - result.lengths if rows else ()
+            for row in rows:
                 if self._dice.random() < self.rate:
                     result.ids[first[row]] = plan.end[row] % 1000
             return result
@@ -135,15 +136,16 @@ class Pretended:
         flight.StepFlight._read = pretend
 
     def __call__(self, plan, ids, _fault, told):
-        first = np.flatnonzero(np.diff(plan.draw_row, prepend=-1))
-        drafts, lengths, at = plan.drafts[plan.sample].tolist(), [], 0
-        for begin, count in zip(first.tolist(), drafts, strict=True):
+        lengths, begin, at = [], 0, 0
+        for sample, drafts in plan.shapes.each:
             right = 0
-            while right < count and self._dice.random() < self.rate:
+            while right < drafts and self._dice.random() < self.rate:
                 right += 1
-            ids[begin : begin + right] = told[at : at + right]
-            at += count
-            lengths.append(1 + right)
+            if right:
+                ids[begin : begin + right] = told[at : at + right]
+            begin, at = begin + (1 + drafts if sample else 0), at + drafts
+            if sample:
+                lengths.append(1 + right)
         return np.array(lengths)
 
 

@@ -11,6 +11,7 @@ Programs that find -1 leave at once.
 
 import importlib.util
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 
 import numpy as np
@@ -92,29 +93,25 @@ class FixedCuts:
     def cut(
         self, counts: Ints, lengths: Ints, window: int | None, find: FindSharedPrefix
     ) -> tuple[tuple[Cuts, Ints], Room] | None:
-        alone = counts == 1
-        single, tiles = alone.nonzero()[0].astype(np.int32), NOTHING
-        if len(single) < len(counts):
-            several = (~alone).nonzero()[0].astype(np.int32)
-            count, length = counts[several], lengths[several]
+        (single, several), tiles, seen = _by_length(counts.tobytes()), NOTHING, lengths
+        if len(several):
+            seen, count, length = lengths[single], counts[several], lengths[several]
             if ((count >= LONG) & (length - first_key(count, length, window) >= DEEP)).any():
                 return None
             tiles = cut_tiles(several, count, length, self._tile_tokens, np.zeros_like(several))
         alike = find(work_split.SPLIT) if window is None and len(single) >= FEWEST else NOTHING_SHARED
-        made = cut_rows(single, lengths[single], window, alike, self._most_members)
+        made = cut_rows(single, seen, window, alike, self._most_members)
         return None if made.parts > PARTS else ((made, tiles), Room(len(made.splits), len(made.shared), len(tiles)))
 
     def size(self, rows: int, room: Room) -> int:
         return sum(room_counts(rows, room))
 
     def numbers(self, cut: tuple[Cuts, Ints], rows: int, room: Room) -> Ints:
-        out = np.empty(self.size(rows, room), np.int32)
-        out.fill(-1)
         made, tiles = cut
-        at = 0
-        for array, count in zip(
-            (made.splits, made.merges, made.shared, made.members, tiles), room_counts(rows, room), strict=True
-        ):
+        at, counts = 0, room_counts(rows, room)
+        out = np.empty(sum(counts), np.int32)
+        out.fill(-1)
+        for array, count in zip((made.splits, made.merges, made.shared, made.members, tiles), counts, strict=True):
             if array.size:
                 out[at : at + array.size] = array.reshape(-1)
             at += count
@@ -133,6 +130,13 @@ class FixedCuts:
                 parts=PARTS, keys=0, copied=0,
             )
         ]  # fmt: skip
+
+
+@lru_cache(maxsize=16)  # most steps are like the one before
+def _by_length(counts: bytes) -> tuple[Ints, Ints]:
+    """The rows of one token, and those of several."""
+    alone = np.frombuffer(counts, np.int32) == 1
+    return np.flatnonzero(alone).astype(np.int32), np.flatnonzero(~alone).astype(np.int32)
 
 
 def room_counts(rows: int, room: Room) -> list[int]:

@@ -203,11 +203,12 @@ def row_starts(counts: Ints, bucket: Bucket) -> Ints:
 
 def pack(numbers: Sequence[Integers], bucket: Bucket, plans: list[Ints], out: Ints) -> None:
     """slot, end, prompt, drawer [n] of a step's rows -> its numbers, with rows of no slot up to the bucket's size."""
-    at = number_size(bucket.rows)
-    rows = out[:at].view(np.int64).reshape(NUMBERS, -1)[:, : bucket.rows]
-    rows[:] = PADDING
-    for part, given in zip(rows, numbers, strict=True):
-        part[: len(given)] = given
+    at, count = number_size(bucket.rows), len(numbers[0])
+    rows = out[:at].view(np.int64).reshape(NUMBERS, -1)
+    if count < bucket.rows:
+        rows[:, count : bucket.rows] = PADDING
+    for i, given in enumerate(numbers):
+        rows[i, :count] = given
     for plan in plans:
         out[at : at + len(plan)] = plan
         at += len(plan)

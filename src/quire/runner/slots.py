@@ -18,7 +18,7 @@ import torch
 from quire.device.updates import DeviceUpdates
 from quire.runner.prefixes import NothingShared, Prefixes
 from quire.types.errors import EngineError
-from quire.types.plan import FEW, Admission, Ints, StepPlan, spans
+from quire.types.plan import FEW, Admission, Ints, StepPlan
 
 
 class Slots:
@@ -90,13 +90,13 @@ class Slots:
     def _write_drafts(self, plan: StepPlan) -> None:
         width, at = self.tokens.shape[1], 0
         if len(plan.slot) <= FEW:
-            for slot, end, drafts in zip(plan.slot.tolist(), plan.end.tolist(), plan.drafts.tolist(), strict=True):
+            for slot, end, (_, drafts) in zip(plan.slot.tolist(), plan.end.tolist(), plan.shapes.each, strict=True):
                 if drafts:
                     self.updates.write(self.tokens, slot * width + end - drafts, plan.draft_token[at : at + drafts])
                     at += drafts
             return
-        index = np.repeat(plan.slot.astype(np.int64) * width, plan.drafts)
-        self.updates.scatter(self.tokens, index + spans(plan.end - plan.drafts, plan.drafts), plan.draft_token)
+        row, behind = plan.shapes.draft_places
+        self.updates.scatter(self.tokens, plan.slot[row].astype(np.int64) * width + plan.end[row] + behind, plan.draft_token)
 
     def _write_tables(self, plan: StepPlan) -> None:
         """A new tenant's table is written whole: beyond its pages it leads nowhere."""

@@ -43,7 +43,7 @@ class Download:
     makes them and ahead of whatever is launched next."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        self._host = [tensor.to("cpu", non_blocking=tensor.is_cuda) for tensor in tensors]
+        self._host = [tensor.to("cpu", non_blocking=tensor.is_cuda).numpy() for tensor in tensors]
         on_device = [tensor for tensor in tensors if tensor.is_cuda]
         self._event: torch.cuda.Event | None = None
         if on_device:
@@ -53,4 +53,4 @@ class Download:
     def wait(self) -> list[npt.NDArray[np.generic]]:
         if self._event is not None:
             self._event.synchronize()
-        return [tensor.numpy() for tensor in self._host]
+        return self._host

@@ -42,7 +42,9 @@ class Results:
         """What a step brought."""
         deltas: list[TokenDelta] = []
         requests, ids = scheduled.requests, result.ids.tolist()
-        special = {*scheduled.odd, *result.logprobs, *result.prompt_logprobs, *result.failed, *result.pooled}
+        special = {*result.logprobs, *result.prompt_logprobs, *result.failed, *result.pooled}
+        quick = not special
+        special.update(scheduled.odd)
         if self._roster.discarded:
             special.update(range(len(requests)))
         rows: Iterable[tuple[Request, int]] = zip(requests, ids, strict=not special)
@@ -50,7 +52,7 @@ class Results:
             ends = list(accumulate(result.lengths.tolist(), initial=0))
             rows = [(request, ids[ends[i]]) for i, request in enumerate(requests) if i not in special]
             for i in sorted(special):
-                deltas += self._commit_row(i, scheduled, result, ids[ends[i] : ends[i + 1]])
+                deltas += self._commit_row(i, scheduled, result, ids[ends[i] : ends[i + 1]], quick)
         for request, token in rows:
             if request.finished is None:
                 tokens = request.tokens
@@ -61,8 +63,8 @@ class Results:
                     deltas.append(TokenDelta(request.spec.id, [token]))
         return deltas
 
-    def _commit_row(self, i: int, scheduled: Scheduled, result: StepResult, ids: list[int]) -> list[TokenDelta]:
-        """A row that brought more than a token, or none."""
+    def _commit_row(self, i: int, scheduled: Scheduled, result: StepResult, ids: list[int], quick: bool) -> list[TokenDelta]:
+        """A row that brought more than a token, or none. `quick`: it brought nothing else."""
         request, plan = scheduled.requests[i], scheduled.plan
         sample, drafts = plan.shapes.each[i]
         useful = self._returned(request, sample, drafts)
@@ -72,6 +74,10 @@ class Results:
             return []
         if drafts:
             self._count(request, drafts, max(0, len(ids) - 1))
+        if quick and ids and len(request.tokens) + len(ids) < request.inspect_at and request.spec.stop_ids.isdisjoint(ids):
+            request.tokens.extend(ids)
+            request.land(drafts, len(ids))
+            return [TokenDelta(request.spec.id, ids)]
         scores: tuple[TopLogprobs, ...] = ()
         if i in result.prompt_logprobs:
             scores = (result.prompt_logprobs[i],)

@@ -13,6 +13,7 @@ from quire.types.prompts import NO_EXTRAS, Extras
 from quire.types.sampling import SamplingParams
 
 Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
@@ -87,6 +88,12 @@ class RowShapes:
     def each(self) -> list[tuple[bool, int]]:
         """[rows] does it draw, and its drafts; for loops, in which numbers are quicker than arrays."""
         return list(zip(self.sample.tolist(), self.drafts.tolist(), strict=True))
+
+    @cached_property
+    def draft_places(self) -> tuple[Longs, Longs]:
+        """[drafted] the row of each draft, and where it is behind that row's end: a number below 0."""
+        row = np.arange(len(self.drafts)).repeat(self.drafts)
+        return row, spans(-self.drafts, self.drafts).astype(np.int64)
 
     def rows_of(self, tokens: Ints) -> Ints:
         """The rows to which these of the step's tokens belong."""

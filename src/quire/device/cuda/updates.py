@@ -35,7 +35,7 @@ class CUDAUpdates(DeviceUpdates):
             self._take().add(address + 4 * first, words[first : first + MOST], min(MOST, length - first))
 
     def scatter(self, target: Tensor, index: Integers, words: Ints) -> None:
-        addresses = target.data_ptr() + 4 * index.astype(np.int64)
+        addresses = target.data_ptr() + 4 * index.astype(np.int64, copy=False)
         for first in range(0, len(words), RUNS):
             self._take(min(RUNS, len(words) - first)).add_each(addresses[first : first + RUNS], words[first : first + RUNS])
 

@@ -13,16 +13,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.types.plan import Ints, Outputs, RowShapes, StepRows
+from quire.types.plan import Ints, Longs, Outputs, RowShapes, StepRows
 
 
 class Unrolled(NamedTuple):
     shapes: RowShapes
-    owner: Ints  # [rows] the row that each is of
+    owner: Longs  # [rows] the row that each is of
     before: Ints  # [rows] so many tokens before the end of that one it ends
 
 
-def unroll(rows: StepRows) -> tuple[StepRows, Ints]:
+def unroll(rows: StepRows) -> tuple[StepRows, Longs]:
     """And the row of those given that each is of."""
     shapes, owner, before = unroll_shapes(rows.shapes)
     return StepRows(rows.slot[owner], rows.end[owner] - before, shapes), owner
@@ -31,7 +31,7 @@ def unroll(rows: StepRows) -> tuple[StepRows, Ints]:
 @lru_cache(16)  # the device waits for this, and most steps are like the one before
 def unroll_shapes(shapes: RowShapes) -> Unrolled:
     pieces = 1 + shapes.drafts  # what is known, and each draft
-    owner = np.arange(len(pieces), dtype=np.int32).repeat(pieces)
+    owner = np.arange(len(pieces)).repeat(pieces)
     behind = pieces.cumsum(dtype=np.int32)
     place = np.arange(len(owner), dtype=np.int32) - (behind - pieces)[owner]
     count = np.where(place == 0, (shapes.count - shapes.drafts)[owner], 1).astype(np.int32)

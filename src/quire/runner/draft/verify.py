@@ -64,12 +64,14 @@ def prepare(plan: StepRows, slots: Slots, batch: Batch, rows: Rows, hidden: Tens
 def accept_told(plan: StepPlan, ids: Ints, fault: Ints, told: Ints) -> Longs:
     """As `accept`, on the host, where the drafts are known: ids and fault [N] of its draws, told [sum of drafts]. The device
     waits for this: there are few, and lists are quicker then."""
-    drawn, good, expected = ids.tolist(), (fault == GOOD).tolist(), told.tolist()
+    drawn, faults, expected = ids.tolist(), fault.tolist(), told.tolist()
     lengths, at, draft = list[int](), 0, 0
-    for drafts in (drafts for sample, drafts in plan.shapes.each if sample):
+    for sample, drafts in plan.shapes.each:
+        if not sample:
+            continue
         right = 0
         for guess in expected[draft : draft + drafts]:
-            if drawn[at + right] != guess or not good[at + right]:
+            if drawn[at + right] != guess or faults[at + right] != GOOD:
                 break
             right += 1
         lengths.append(1 + right)
