@@ -184,6 +184,26 @@ def test_any_number_of_rows(name, dtype, device):
             assert (out - wanted).abs().max() / wanted.abs().max() < loose, (rows, activation)
 
 
+@pytest.mark.gpu
+def test_scales_by_block_in_the_library(device, monkeypatch):
+    """Any number of rows, those that it does not take too: as our kernel has them, but for the last bit."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("torch has these products on compute capability 9.0 only")
+    numbers, scale = torch.randn(384, 1024).to(torch.float8_e4m3fn), torch.rand(3, 8) * 0.01 + 0.001
+    matrix = pack(there(Float8(128, 128, numbers, scale, Activation.GROUP), device))
+    bias = torch.randn(384, device=device).bfloat16()
+    for rows in (128, 129, 130, 131, 150, 300, 1023):
+        x = torch.randn(rows, 1024, device=device).bfloat16()
+        assert matrix._in_library(x)
+        found = [matrix.multiply(x, some, activation) for some in (None, bias) for activation in ("", "silu")]
+        with monkeypatch.context() as patch:
+            patch.setattr("quire.ops.packed.BLOCKS_SINCE", "99")
+            assert not matrix._in_library(x)
+            ours = [matrix.multiply(x, some, activation) for some in (None, bias) for activation in ("", "silu")]
+        for a, b in zip(found, ours, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
+
+
 def test_what_no_kernel_reads_is_told(device):
     table = there(Float4("nf4", 64, some(8, 64), torch.rand(8, 2)), device)
     odd = there(ints(4, 8, 40, 20, False), device)

@@ -31,6 +31,8 @@ FILLING = 264  # programs that keep an H200 busy
 BLOCK = 128  # columns of a scale, where rows are rounded by blocks
 MOST_READ = 1 << 23  # bytes of a matrix, read once for each row
 AT_ONCE = 1 << 26  # numbers that are packed together
+WIDE = 16384  # outputs
+BLOCKS_SINCE = "12.9"  # CUDA's version
 TILE = 128  # rows of a matrix that lie together
 FLOAT8_MAX, INT8_MAX = 448.0, 127.0
 
@@ -45,6 +47,7 @@ class PackedMatrix:
     order: Tensor | None = None  # of the inputs
     activation: Activation = Activation.NONE
     input_scale: Tensor | None = None
+    block_scales: Tensor | None = None  # [inputs / BLOCK, outputs / BLOCK], as the libraries take them
 
     @property
     def outputs(self) -> int:
@@ -67,9 +70,13 @@ class PackedMatrix:
         if rows >= (ROUNDED[0] if packed.form == "float8" else ROUNDED[1]) and self._rounds(x):
             return self._round(x, bias, activation)
         if rows >= ROUNDED[1] and self._rounds_blocks(x):
+            from quire.ops.kernels.packed_blocks import library_product
             from quire.ops.kernels.packed_blocks import product as by_blocks
 
-            out = by_blocks(x, packed, bias, choose_tile(packed, rows))
+            if self.block_scales is not None and self._in_library(x):
+                out = library_product(x, packed, self.block_scales, bias)
+            else:
+                out = by_blocks(x, packed, bias, choose_tile(packed, rows))
             return gated(out, activation) if activation else out
         if (rows == 1 and not self._by_units(x)) or rows * packed.words.nbytes <= MOST_READ:
             return one_by_one(x, packed, bias, activation, choose_program(packed))
@@ -95,6 +102,12 @@ class PackedMatrix:
         if self.activation is not Activation.GROUP or self.packed.group != BLOCK or self.packed.apart != BLOCK // 2:
             return False
         return x.dtype in SHORT and torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+    def _in_library(self, x: Tensor) -> bool:
+        """Whether torch multiplies rows and matrices that have scales by block, as it does on one generation, and is faster."""
+        if x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) != (9, 0):
+            return False
+        return len(x) >= (64 if self.outputs >= WIDE else 128) and (torch.version.cuda or "") >= BLOCKS_SINCE
 
     def _round(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
         from quire.ops.kernels.rounding import rescale, round_rows
@@ -198,8 +211,16 @@ def pack(form: Any) -> PackedMatrix | None:
         return None
     return PackedMatrix(
         form.kind, form.inputs, packed, getattr(form, "order", None),
-        getattr(form, "activation", Activation.NONE), getattr(form, "input_scale", None),
+        getattr(form, "activation", Activation.NONE), getattr(form, "input_scale", None), _block_scales(form),
     )  # fmt: skip
+
+
+def _block_scales(form: Any) -> Tensor | None:
+    if not isinstance(form, Float8) or form.numbers.dim() > 2 or (form.rows, form.columns) != (BLOCK, BLOCK):
+        return None
+    if form.outputs % BLOCK or form.inputs % (4 * BLOCK):  # four scales are copied at a time
+        return None
+    return form.scale.float().contiguous().t()
 
 
 def _short(zeros: Tensor | None) -> Tensor | None:

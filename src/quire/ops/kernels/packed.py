@@ -78,7 +78,7 @@ def _scaled(value, scale, EXACT: tl.constexpr, ASM: tl.constexpr):
 def _at_place(
     word, four, scale, offset, scales, zeros, at, row, PLACE: tl.constexpr,
     APART: tl.constexpr, GROUP: tl.constexpr, SCALES, OFFSET: tl.constexpr,
-    FORM: tl.constexpr, LINES, SCALED: tl.constexpr, FOLD: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
+    FORM: tl.constexpr, SCALED: tl.constexpr, FOLD: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The numbers at a place of words [N, K] of block `at`; times their scales, where it has several or they are to FOLD."""
     BLOCK: tl.constexpr = APART * (4 if FORM == "int4" or FORM == "float4" else 2)
@@ -91,9 +91,9 @@ def _at_place(
     value = unpack(word, offset, PLACE, FORM, OFFSET, KIND, ASM)
     if not ONE:
         if FOURS:  # noqa: SIM108
-            scale = scale_in(four >> (8 * PLACE), 1.0, SCALED)
+            scale = scale_in(four >> (8 * PLACE), SCALED)
         else:
-            scale = scale_of(scales, group, row, True, LINES, SCALES, SCALED)
+            scale = scale_of(scales, group, row, True, SCALES, SCALED)
         value = _scaled(value, scale, EXACT, ASM)
     elif FOLD and GROUP:
         value = _scaled(value, scale, EXACT, ASM)
@@ -104,16 +104,16 @@ def _at_place(
 def _halves(
     word, four, scale, offset, scales, zeros, at, row, PLACE: tl.constexpr,
     APART: tl.constexpr, GROUP: tl.constexpr, SCALES, OFFSET: tl.constexpr,
-    FORM: tl.constexpr, LINES, SCALED: tl.constexpr, FOLD: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
+    FORM: tl.constexpr, SCALED: tl.constexpr, FOLD: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The numbers at a place, and at the next one."""
     a = _at_place(
         word, four, scale, offset, scales, zeros, at, row, PLACE,
-        APART, GROUP, SCALES, OFFSET, FORM, LINES, SCALED, FOLD, KIND, ASM,
+        APART, GROUP, SCALES, OFFSET, FORM, SCALED, FOLD, KIND, ASM,
     )  # fmt: skip
     b = _at_place(
         word, four, scale, offset, scales, zeros, at, row, PLACE + 1,
-        APART, GROUP, SCALES, OFFSET, FORM, LINES, SCALED, FOLD, KIND, ASM,
+        APART, GROUP, SCALES, OFFSET, FORM, SCALED, FOLD, KIND, ASM,
     )  # fmt: skip
     return _behind(a, b)
 
@@ -122,7 +122,7 @@ def _halves(
 def _add(
     acc, rows, there, inner, matrix, scales, zeros, n, row, begin, end,
     WORDS, APART: tl.constexpr, GROUP: tl.constexpr, SCALES,
-    OFFSET: tl.constexpr, FORM: tl.constexpr, LINES, TILE: tl.constexpr, SCALED: tl.constexpr,
+    OFFSET: tl.constexpr, FORM: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
     FOLD: tl.constexpr, PADDED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """acc [N, R] and the products of blocks begin ... end of matrix rows n, whose scales have rows `row`, with rows [R, 1],
@@ -146,22 +146,24 @@ def _add(
         elif ONE and GROUP:
             place = at * BLOCK // GROUP * SCALES + row
             pair = tl.load(scales + place)
-            scale = pair.to(tl.float32) if SCALED == "" else scale_in(pair, 1.0, SCALED)
+            scale = pair.to(tl.float32) if SCALED == "" else scale_in(pair, SCALED)
             if OFFSET:
                 zero = tl.load(zeros + place).to(tl.float32) if SCALED == "" else zero_in(pair)
                 offset = offset_by(zero, FORM, OFFSET, kind, ASM)
         value = _halves(
             word, four, scale, offset, scales, zeros, at, row, 0,
-            APART, GROUP, SCALES, OFFSET, FORM, LINES, SCALED, FOLD, kind, ASM,
+            APART, GROUP, SCALES, OFFSET, FORM, SCALED, FOLD, kind, ASM,
         )  # fmt: skip
         if FOUR_BITS:
             upper = _halves(
                 word, four, scale, offset, scales, zeros, at, row, 2,
-                APART, GROUP, SCALES, OFFSET, FORM, LINES, SCALED, FOLD, kind, ASM,
+                APART, GROUP, SCALES, OFFSET, FORM, SCALED, FOLD, kind, ASM,
             )  # fmt: skip
             value = _behind(value, upper)
         if ONE and GROUP and not FOLD:
             acc += tl.dot(value, tl.trans(part), input_precision="ieee") * scale[:, None]
+        elif not FOLD:  # times 1, for if sums ran on in matrix units, each block would wait for the one before
+            acc += tl.dot(value, tl.trans(part), input_precision="ieee") * tl.where(n >= 0, 1.0, 0.0)[:, None]
         else:
             acc = tl.dot(value, tl.trans(part), acc, input_precision="ieee")
     return acc
@@ -202,7 +204,7 @@ def _packed(
     EXPERTS: tl.constexpr,  # 0: there are none
     EXPERT_BLOCK: tl.constexpr,
     SHARING: tl.constexpr,  # slots that read the same row of x
-    FOLD: tl.constexpr,  # the scale of a block goes into its numbers, rounded, and not into the sums
+    FOLD: tl.constexpr,  # a block's scale goes into its numbers, rounded, and sums run on in matrix units
     SHARES: tl.constexpr,
     AHEAD: tl.constexpr,  # blocks that are asked for before x is there
     ROWS: tl.constexpr,
@@ -245,16 +247,16 @@ def _packed(
         wait_for_previous(EARLY)
     acc = _add(
         tl.zeros((BLOCK_N, ROWS), tl.float32), x + source[:, None] * inner, there[:, None], inner, matrix, scales, zeros, read,
-        read // HIGH, begin, end, WORDS, APART, GROUP, SCALES, OFFSET, FORM, LINES, TILE, SCALED, FOLD, PADDED, ASM,
+        read // HIGH, begin, end, WORDS, APART, GROUP, SCALES, OFFSET, FORM, TILE, SCALED, FOLD, PADDED, ASM,
     )  # fmt: skip
     if SHARES > 1:
         acc, last = add_shares(acc, sums, turns, tile, SHARES)
         if not last:
             return
     if not GROUP:
-        acc *= scale_of(scales, 0, read // HIGH, True, LINES, SCALES, SCALED)[:, None]
+        acc *= scale_of(scales, 0, read // HIGH, True, SCALES, SCALED)[:, None]
     elif SCALED == "e4m3":
-        acc *= factor_of(scales, read // HIGH, True, LINES, SCALES, SCALED)[:, None]
+        acc *= factor_of(scales, read // HIGH, True, LINES, SCALES)[:, None]
     kind: tl.constexpr = out.dtype.element_ty
     if BIAS:
         acc += tl.load(bias + read).to(tl.float32)[:, None]

@@ -19,6 +19,7 @@ from quire.ops.kernels.words import Packed
 
 GROUP = 128  # columns
 LARGEST = 448.0
+ALIGNED = 16  # rows
 
 
 @launched
@@ -26,8 +27,8 @@ LARGEST = 448.0
 def _round_groups(
     x,  # [rows, inner]
     out,  # [rows, columns] of 8 bits, as words of a matrix lie: of two columns that are APART, one beside the other
-    scales,  # [columns / GROUP, rows]
-    rows,
+    scales,  # [columns / GROUP, high]
+    high,
     inner,
     columns,
     GROUP: tl.constexpr,
@@ -49,18 +50,18 @@ def _round_groups(
     numbers = tl.interleave(low / scale[:, None], high / scale[:, None])
     place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     tl.store(out + row * columns + place, numbers.to(out.dtype.element_ty), mask=place < columns)
-    tl.store(scales + group.to(tl.int64) * rows + row, scale, mask=group * GROUP < columns)
+    tl.store(scales + group.to(tl.int64) * high + row, scale, mask=group * GROUP < columns)
 
 
-def round_groups(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """x [rows, inputs] -> numbers [rows, columns] of 8 bits, scales [columns / 128, rows] float32."""
+def round_groups(x: Tensor, columns: int, high: int) -> tuple[Tensor, Tensor]:
+    """x [rows, inputs] -> numbers [high, columns] of 8 bits, scales [columns / 128, high] float32; those above rows are any."""
     x = x.contiguous()
     rows, inner = x.shape
-    out = x.new_empty(rows, columns, dtype=torch.float8_e4m3fn)
-    scales = x.new_empty(columns // GROUP, rows, dtype=torch.float32)
+    out = x.new_empty(high, columns, dtype=torch.float8_e4m3fn)
+    scales = x.new_empty(columns // GROUP, high, dtype=torch.float32)
     block = 16
     _round_groups[(rows, cdiv(columns // GROUP, block))](
-        x, out, scales, rows, inner, columns, GROUP=GROUP, LARGEST=LARGEST, BLOCK=block, num_warps=4, **overlapping()
+        x, out, scales, high, inner, columns, GROUP=GROUP, LARGEST=LARGEST, BLOCK=block, num_warps=4, **overlapping()
     )
     return out, scales
 
@@ -145,8 +146,8 @@ class Tile(NamedTuple):
 
 def product(x: Tensor, matrix: Packed, bias: Tensor | None, tile: Tile) -> Tensor:
     """x [rows, inputs] -> [rows, outputs]."""
-    numbers, factors = round_groups(x, matrix.columns)
     rows, outputs = len(x), matrix.outputs
+    numbers, factors = round_groups(x, matrix.columns, rows)
     out = x.new_empty(rows, outputs)
     words = matrix.words.view(torch.float8_e4m3fn)
     tiles = cdiv(rows, tile.rows) * cdiv(outputs, tile.outputs)
@@ -159,3 +160,11 @@ def product(x: Tensor, matrix: Packed, bias: Tensor | None, tile: Tile) -> Tenso
         num_stages=tile.stages, **overlapping(),
     )  # fmt: skip
     return out
+
+
+def library_product(x: Tensor, matrix: Packed, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """The same by torch, which takes multiples of a few rows; scales as `PackedMatrix.block_scales`."""
+    numbers, factors = round_groups(x, matrix.columns, cdiv(len(x), ALIGNED) * ALIGNED)
+    words = matrix.words.view(torch.float8_e4m3fn)
+    out = torch._scaled_mm(numbers, words.t(), factors.t(), scales, out_dtype=x.dtype)[: len(x)]
+    return out if bias is None else out + bias

@@ -14,7 +14,7 @@ from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.linear import pair_rows, pair_values
 from quire.ops.kernels.math import cdiv, power_of_two
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
-from quire.ops.kernels.words import Packed, column_of, no_offset, place_of, scale_of, unpack, zero_of
+from quire.ops.kernels.words import Packed, column_of, factor_of, no_offset, place_of, scale_of, unpack, zero_of
 
 
 class Program(NamedTuple):
@@ -32,7 +32,8 @@ def _stream(
 ):  # fmt: skip
     """Rows [R] of a matrix times x, pointers [R, 1] or [1, 1] -> [R] float32. Waits for the previous kernel between the first
     load of the matrix and the first of x."""
-    kind: tl.constexpr = x.dtype.element_ty
+    # numbers of 8 bits become float16 in one go
+    kind: tl.constexpr = tl.float16 if FORM == "float8" and ASM else x.dtype.element_ty
     PER: tl.constexpr = 4 if FORM == "int4" or FORM == "float4" else 2
     R: tl.constexpr = row.shape[0]
     SPANS: tl.constexpr = BLOCK_K // SPAN
@@ -69,13 +70,15 @@ def _stream(
                     sums += each * shift[:, :, None]
                     parts = tl.zeros((x.shape[0], BLOCK_K), tl.float32)
                 if GROUP:
-                    sums *= scale_of(scales, group, scale_row[:, None], real, LINES, SCALES, SCALED)[:, :, None]
+                    sums *= scale_of(scales, group, scale_row[:, None], real, SCALES, SCALED)[:, :, None]
                 acc += sums
                 products = tl.zeros((R, BLOCK_K), tl.float32)
         word = coming
     total = tl.sum(tl.sum(acc, 2), 1)
     if not GROUP:
-        total *= scale_of(scales, 0, scale_row, inside, LINES, SCALES, SCALED)
+        total *= scale_of(scales, 0, scale_row, inside, SCALES, SCALED)
+    elif SCALED == "e4m3":
+        total *= factor_of(scales, scale_row, inside, LINES, SCALES)
     return total
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.runtime import JITFunction
 
 from quire.ops.kernels.launcher import launched
-from quire.ops.kernels.math import cdiv, power_of_two
+from quire.ops.kernels.math import cdiv
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
 # a number so large that the last bits of a mantissa count in ones, how the type is called, 1, -1, and less that number: each
@@ -50,15 +50,22 @@ def _assembly(form, i, name, offset):
     if form == "int4":
         lines += [f"shr.b32 t, $1, {4 * i};", "lop3.b32 t, t, 0x000F000F, c, 0xEA;"]
     elif form == "float4":
-        shift, far = FOUR_BITS[name]
-        lines += [f"shr.b32 u, $1, {4 * i};", "and.b32 t, u, 0x00070007;", f"shl.b32 t, t, {shift};", "shl.b32 s, u, 12;"]
-        lines += ["mov.b32 u, 0x80008000;", "lop3.b32 t, s, u, t, 0xEA;", f"mov.b32 c, {far};", f"fma.rn.{kind} t, t, c, u;"]
+        place, far = FOUR_BITS[name]
+        lines += [
+            f"sh{'l' if place > 4 * i else 'r'}.b32 t, $1, {abs(place - 4 * i)};",
+            f"and.b32 t, t, {0x00070007 << place:#x};",
+        ]
+        lines += [f"shl.b32 s, $1, {12 - 4 * i};", "mov.b32 u, 0x80008000;", "lop3.b32 t, s, u, t, 0xEA;"]
+        lines += [f"mov.b32 c, {far};", f"fma.rn.{kind} t, t, c, u;"]
     elif form == "int8" and name == "bf16":  # the lower seven bits, and less 128 where the sign is set
         lines += [f"shr.b32 u, $1, {8 * i};", "lop3.b32 t, u, 0x007F007F, c, 0xEA;", "lop3.b32 s, u, 0x00800080, c, 0xEA;"]
         lines += [f"mov.b32 u, {minus};", f"fma.rn.{kind} t, s, u, t;"]
     elif form == "int8":
         lines += [f"shr.b32 u, $1, {8 * i};", "xor.b32 u, u, 0x00800080;", "lop3.b32 t, u, 0x00FF00FF, c, 0xEA;"]
         lines += [f"mov.b32 u, {one};", "mov.b32 s, 0xE480E480;", f"fma.rn.{kind} t, t, u, s;"]  # less 1024 + 128
+    elif name == "fp16":  # as the hardware has it
+        lines = [".reg .b32 t; .reg .b16 l, h;", f"prmt.b32 t, $1, 0, {'0x20' if i == 0 else '0x31'};", "mov.b32 {l, h}, t;"]
+        lines += ["cvt.rn.f16x2.e4m3x2 t, l;", ".reg .b32 u, s;"]
     else:
         shift, far = EIGHT_BITS[name][0] - 8 * i, EIGHT_BITS[name][1]
         lines += [f"and.b32 t, $1, {0x007F007F << 8 * i:#x};", f"sh{'l' if shift > 0 else 'r'}.b32 t, t, {abs(shift)};"]
@@ -102,30 +109,25 @@ def unpack(word, offset, PLACE: tl.constexpr, FORM: tl.constexpr, OFFSET: tl.con
 
 
 @triton.jit
-def scale_of(scales, group, row, real, LINES, SCALES, SCALED: tl.constexpr):
-    """float32, of groups and rows that broadcast, where they are real."""
+def scale_of(scales, group, row, real, SCALES, SCALED: tl.constexpr):
+    """float32, of groups and rows that broadcast, where they are real; of "e4m3" without the row's factor."""
     if SCALED == "":
         value = tl.load(scales + group * SCALES + row, mask=real, other=0.0).to(tl.float32)
     elif SCALED == "fp16" or SCALED == "bf16":
-        value = scale_in(tl.load(scales + group * SCALES + row, mask=real, other=0), 1.0, SCALED)
+        value = scale_in(tl.load(scales + group * SCALES + row, mask=real, other=0), SCALED)
     else:
-        word = tl.load(scales + group // 4 * SCALES + row, mask=real, other=0) >> (group % 4 * 8)
-        value = scale_in(word, factor_of(scales, row + group * 0, real, LINES, SCALES, SCALED), SCALED)
+        value = scale_in(tl.load(scales + group // 4 * SCALES + row, mask=real, other=0) >> (group % 4 * 8), SCALED)
     return value
 
 
 @triton.jit
-def factor_of(scales, row, real, LINES, SCALES, SCALED: tl.constexpr):
-    """What all scales of a row are multiplied by."""
-    if SCALED == "e4m3":
-        factor = tl.load(scales + (LINES - 1) * SCALES + row, mask=real, other=0).to(tl.float32, bitcast=True)
-    else:
-        factor = 1.0
-    return factor
+def factor_of(scales, row, real, LINES, SCALES):
+    """What all "e4m3" scales of a row are multiplied by."""
+    return tl.load(scales + (LINES - 1) * SCALES + row, mask=real, other=0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def scale_in(word, factor, SCALED: tl.constexpr):
+def scale_in(word, SCALED: tl.constexpr):
     """The scale in the lowest bits of words."""
     if SCALED == "fp16":
         value = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -134,7 +136,7 @@ def scale_in(word, factor, SCALED: tl.constexpr):
     elif SCALED == "e8m0":
         value = ((word & 255) << 23).to(tl.float32, bitcast=True)
     else:
-        value = ((word & 127) << 20).to(tl.float32, bitcast=True) * E4M3_BELOW * factor
+        value = ((word & 127) << 20).to(tl.float32, bitcast=True) * E4M3_BELOW
     return value
 
 
@@ -167,6 +169,7 @@ def no_offset(row, FORM: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
     return offset_by(tl.full(row.shape, 8.0 if FORM == "int4" else 0.0, tl.float32), FORM, 0, KIND, ASM)
 
 
+AT_ONCE = 1024  # words that a program dequantizes
 NUMBERS = {"int4": 4, "float4": 4, "int8": 2, "float8": 2}  # in a word
 
 
@@ -240,6 +243,7 @@ def _dequantize(
     scales,  # [E, LINES, SCALES]
     zeros,  # as scales
     out,  # [E * outputs, inner]
+    rows,  # E * outputs
     outputs,
     inner,
     WORDS,
@@ -254,39 +258,40 @@ def _dequantize(
     ASM: tl.constexpr,
     TILE: tl.constexpr,
     SCALED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     let_next_start(EARLY)
     wait_for_previous(EARLY)
     kind: tl.constexpr = out.dtype.element_ty
     PER: tl.constexpr = 4 if FORM == "int4" or FORM == "float4" else 2
-    n = tl.program_id(0).to(tl.int64)
-    first = n // outputs * (LINES * SCALES) + n % outputs // HIGH
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    word = tl.load(matrix + place_of(n, at, WORDS, APART, TILE), mask=at < WORDS, other=0)[None, :]
-    CLOSE: tl.constexpr = GROUP % (PER * APART) == 0  # one scale for all places of a word
-    zero = tl.full((1,), 8.0 if FORM == "int4" else 0.0, tl.float32)
-    shift = (128.0 if kind == tl.bfloat16 else 1024.0) if FORM == "int4" and ASM and OFFSET < 2 else 0.0
+    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    real = n < rows
+    row = n // outputs * (LINES * SCALES) + n % outputs // HIGH
+    j = tl.arange(0, APART)
+    block = tl.program_id(1)
+    word = tl.load(matrix + place_of(n[:, None], block * APART + j[None, :], WORDS, APART, TILE), mask=real[:, None], other=0)
+    offset = no_offset(row, FORM, kind, ASM)
     for i in tl.static_range(PER):
-        column = column_of(at, i, APART, FORM)
-        inside = (at < WORDS) & (column < inner) if PADDED else at < WORDS
-        if i == 0 or not CLOSE:
-            group = column // GROUP if GROUP else column * 0
-            scale = scale_of(scales, group, first, at < WORDS, LINES, SCALES, SCALED)
-            if OFFSET:
-                zero = zero_of(scales, zeros, group, first, at < WORDS, SCALES, SCALED)
-        number = unpack(word, (-zero - shift).to(kind)[None, :], i, FORM, OFFSET, kind, ASM)
-        tl.store(out + n * inner + column, (number.to(tl.float32) * scale[None, :]).to(kind).reshape(BLOCK), mask=inside)
+        first = (block * PER + i) * APART
+        group = first // GROUP if GROUP else 0
+        scale = scale_of(scales, group, row, real, SCALES, SCALED)
+        if SCALED == "e4m3":
+            scale *= factor_of(scales, row, real, LINES, SCALES)
+        if OFFSET:
+            offset = offset_by(zero_of(scales, zeros, group, row, real, SCALES, SCALED), FORM, OFFSET, kind, ASM)
+        number = unpack(word, offset, i, FORM, OFFSET, kind, ASM).to(tl.float32) * scale[:, None]
+        inside = real[:, None] & (first + j < inner)[None, :] if PADDED else real[:, None]
+        tl.store(out + n[:, None] * inner + (first + j)[None, :], number.to(kind), mask=inside)
 
 
 def dequantize(matrix: Packed, like: Tensor) -> Tensor:
     """[..., outputs, inputs] of the type and the inputs of `like` [..., inputs]."""
     words = matrix.words
     out = like.new_empty(*words.shape[:-1], like.shape[-1])
-    block = min(1024, power_of_two(words.shape[-1]))
-    _dequantize[(words.numel() // words.shape[-1], cdiv(words.shape[-1], block))](
-        *matrix.tensors, out, matrix.outputs, out.shape[-1], *matrix.sizes.values(), **matrix.constants(like), BLOCK=block,
-        num_warps=max(1, block // 256), **overlapping(),
+    rows, high = words.numel() // words.shape[-1], AT_ONCE // matrix.apart
+    _dequantize[(cdiv(rows, high), words.shape[-1] // matrix.apart)](
+        *matrix.tensors, out, rows, matrix.outputs, out.shape[-1], *matrix.sizes.values(), **matrix.constants(like),
+        ROWS=high, **overlapping(),
     )  # fmt: skip
     return out
