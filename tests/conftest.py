@@ -1,4 +1,5 @@
 import gc
+import itertools
 import os
 import sys
 
@@ -19,14 +20,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
 
 
+def _now_and_then() -> None:
+    if next(_opened) % 8 == 0:
+        gc.collect()
+
+
+_opened = itertools.count()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _put_aside():
     """Every engine that is opened here searches for garbage, and lets go of code that only a start runs: in a process that
     imported all there is, and opens hundreds, that would be most of what opening one takes."""
     gc.collect()
     gc.freeze()
-    if (resident := sys.modules.get("quire.device.cpu.resident")) is not None:
-        resident.let_go_of_code = lambda: None
+    if (prepare := sys.modules.get("quire.device.cpu.prepare")) is not None:
+        prepare.give_back_memory = _now_and_then
 
 
 def pytest_sessionfinish() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+_put_aside = False  # the program has frozen objects
+
 
 @contextmanager
 def interrupts_between_steps() -> Iterator[Callable[[], None]]:
@@ -41,8 +43,11 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
 @contextmanager
 def little_garbage_collection() -> Iterator[None]:
     """A search through everything a process holds stops its steps for a tenth of a second: what exists already is left out.
-    Where the program has put objects aside itself, they are left as they are."""
-    if gc.get_freeze_count():
+    Where the program has put objects aside itself, they are left as they are; that is asked until it is so, for the answer counts
+    them one by one."""
+    global _put_aside
+    _put_aside = _put_aside or gc.get_freeze_count() > 0
+    if _put_aside:
         yield
         return
     gc.freeze()

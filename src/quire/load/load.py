@@ -129,7 +129,7 @@ def _load(
     else:
         assign(table, source, renames, str(facts.files.path))
     for module in model.modules():
-        if isinstance(module, Finishing):
+        if hasattr(type(module), "finish") and isinstance(module, Finishing):
             module.finish(device)
     if device.type == "cuda" and source is not None:
         refuse_broken(model, source, str(facts.files.path), kind)
@@ -167,7 +167,8 @@ def use_scheme(model: nn.Module, quantization: "Quantization", source: Source | 
 
 def arrange(model: nn.Module, source: Source, renames: Renames) -> None:
     """Tells every layer that wants to know how the source has its tensors."""
-    layers = [(path, module) for path, module in model.named_modules() if isinstance(module, Arranging)]
+    some = [(path, module) for path, module in model.named_modules() if hasattr(type(module), "arrange")]
+    layers = [(path, module) for path, module in some if isinstance(module, Arranging)]
     if layers:
         shapes = {ours: shape for name, shape in source.shapes.items() if (ours := rename(name, renames)) is not None}
         for path, module in layers:
