@@ -6,10 +6,12 @@ thread it waits for needs. OpenMP's default spins for milliseconds. A short spin
 """
 
 import os
+import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
 SPINS = "1000"
+TURN = 0.0005  # seconds for which one thread has Python while another waits for it
 # whoever sets one of these has decided about waiting
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
 
@@ -18,6 +20,11 @@ def wait_politely(environ: MutableMapping[str, str] = os.environ) -> None:
     """Has no effect once torch is imported."""
     if not any(name in environ for name in WAITING):
         environ["GOMP_SPINCOUNT"] = SPINS
+
+
+def take_turns() -> None:
+    """In a process of ours whose loop must not wait for threads beside it: who wants Python has it soon."""
+    sys.setswitchinterval(TURN)
 
 
 def threads_wanted(environ: MutableMapping[str, str] = os.environ, ranks: int = 1) -> int:

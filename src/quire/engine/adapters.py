@@ -102,8 +102,7 @@ class AdapterDesk:
             self._hold(kept, spec.id)
             return
         kept.waiting[spec.id] = self._roster.order.rank(self._roster.live[spec.id])
-        self._line[ref.version] = kept
-        self._news = True
+        self._wait_for(kept)
 
     def _left(self, request: Request) -> None:
         """A request has ended."""
@@ -149,8 +148,7 @@ class AdapterDesk:
             tell(None)
             return
         kept.told.append(tell)
-        self._line[ref.version] = kept
-        self._news = True
+        self._wait_for(kept)
 
     def load_now(self, ref: AdapterRef, pinned: bool) -> None:
         """Where nobody else turns the loop: returns when it is read. Raises what is wrong with it."""
@@ -225,6 +223,11 @@ class AdapterDesk:
         if ref.version not in self._kept:
             self._kept[ref.version] = _Kept(ref, used=next(self._times))
         return self._kept[ref.version]
+
+    def _wait_for(self, kept: _Kept) -> None:
+        self._line[kept.ref.version] = kept
+        self._news = True
+        self._fetch()  # now, and not when the next step is planned
 
     def _came(self, ref: AdapterRef, outcome: Outcome) -> None:
         kept = self._kept[ref.version]

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from quire.config.cores import wait_politely
+from quire.config.cores import take_turns, wait_politely
 from quire.engine import ipc
 from quire.engine.companions import Ends, looking_after, read_ends
 from quire.engine.core import EngineCore
@@ -213,6 +213,8 @@ def start(command: ipc.StartEngine, watch: Stopwatch, ends: Ends | None) -> tupl
     with shown(tell=logger.info):
         config = resolve_here(command.args, watch, serving=command.serving, engine=command.engine)
         started = start_core(config, watch, ends=ends)
+    if config.max_loras:
+        take_turns()
     gc.collect()
     gc.freeze()  # what lives now lives to the end
     return started.core, ipc.Ready(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
+from threading import local
 from typing import Any
 
 from quire.files.reading import read_object, shown
@@ -26,8 +27,11 @@ FLOATS = ("F32", "F16", "BF16", "F8_E4M3")
 LARGEST_CONFIG = 16 << 20
 LARGEST_BESIDE = 256 << 20
 LARGEST_NUMBER = 8  # bytes
-PIECE, PART = 1 << 20, 1 << 22  # bytes that are read at once, and that a thread looks at
+PART = 1 << 22  # bytes that a thread reads at once, and hashes alone
 SETTLED = 0.1  # seconds: a file that was written more recently may be written again without its times telling
+
+
+_own = local()  # of a thread: memory to read into
 
 
 @dataclass(frozen=True)
@@ -166,11 +170,10 @@ def digest(path: str, gone: Callable[[], bool] = bool) -> str:
 
 
 def _digest_of(source: int, stay: Callable[[], None], begin: int) -> bytes:
-    found = sha256()
-    for at in range(begin, begin + PART, PIECE):
-        stay()
-        found.update(os.pread(source, PIECE, at))
-    return found.digest()
+    stay()
+    if not hasattr(_own, "room"):
+        _own.room = memoryview(bytearray(PART))
+    return sha256(_own.room[: os.preadv(source, [_own.room], begin)]).digest()
 
 
 def _stay(file: Path, gone: Callable[[], bool]) -> None:

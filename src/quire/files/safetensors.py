@@ -31,7 +31,11 @@ class TensorInfo:
 
 
 def read_header(path: str | Path) -> dict[str, TensorInfo]:
-    path = Path(path)
+    return parse_header(Path(path), *read_header_text(Path(path)))
+
+
+def read_header_text(path: Path) -> tuple[bytes, int]:
+    """And the size of the file."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -41,9 +45,12 @@ def read_header(path: str | Path) -> dict[str, TensorInfo]:
             (length,) = struct.unpack("<Q", prefix)
             if length > min(size - 8, LARGEST_HEADER):
                 raise _broken(path, f"its header should be {length:,} bytes long, but the file has {size:,}")
-            text = file.read(length)
+            return file.read(length), size
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def parse_header(path: Path, text: bytes, size: int) -> dict[str, TensorInfo]:
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -51,7 +58,7 @@ def read_header(path: str | Path) -> dict[str, TensorInfo]:
     if not isinstance(header, dict):
         raise _broken(path, "its header is not a JSON object")
     header.pop("__metadata__", None)
-    found = {name: _info(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    found = {name: _info(path, name, entry, 8 + len(text), size) for name, entry in header.items()}
     end, before = 0, ""
     for name, info in sorted(found.items(), key=lambda item: item[1].offset):
         if info.nbytes and info.offset < end:

@@ -1,15 +1,42 @@
-"""Large files looked at by several threads, which pays where most of the work is done outside of Python."""
+"""Large files looked at by several threads, which pays where most of the work is done outside of Python. Threads stay when that
+is done: to start one takes until it has had a turn, which in a process that is busy is long."""
 
 import os
 from collections.abc import Callable, Sequence
 from itertools import count
-from threading import Thread
+from queue import SimpleQueue
+from threading import Condition, Thread
 from typing import TypeVar
 
-MOST = 8
+MOST = 12
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+class Helpers:
+    """Threads that are started when they are first needed, and then wait for more to do."""
+
+    def __init__(self) -> None:
+        self._process, self._count = os.getpid(), 0
+        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+
+    def ask(self, work: Callable[[], None], times: int) -> None:
+        if self._process != os.getpid():  # threads do not come along to a process that was forked
+            Helpers.__init__(self)
+        for _ in range(times):
+            self._work.put(work)
+        while self._count < times:
+            self._count += 1
+            Thread(target=self._run, args=(self._work,), name="quire-files", daemon=True).start()
+
+    @staticmethod
+    def _run(asked: "SimpleQueue[Callable[[], None]]") -> None:
+        while True:
+            asked.get()()
+
+
+HELPERS = Helpers()
 
 
 def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
@@ -17,7 +44,8 @@ def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Re
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found: dict[int, Result] = {}
     failed: list[BaseException] = []
-    numbers = count()
+    numbers, state = count(), Condition()
+    running = 0
 
     def run() -> None:
         try:
@@ -26,12 +54,22 @@ def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Re
         except BaseException as error:
             failed.append(error)
 
-    others = [Thread(target=run, name="quire-files", daemon=True) for _ in range(min(MOST, cores, len(items)) - 1)]
-    for thread in others:
-        thread.start()
+    def help_out() -> None:
+        nonlocal running
+        with state:
+            if running < 0:  # all is done: whoever was busy elsewhere comes too late
+                return
+            running += 1
+        run()
+        with state:
+            running -= 1
+            state.notify()
+
+    HELPERS.ask(help_out, min(MOST, cores, len(items)) - 1)
     run()
-    for thread in others:
-        thread.join()
+    with state:
+        state.wait_for(lambda: running == 0)
+        running = -1
     if failed:
         raise failed[0]
     return [found[number] for number in range(len(items))]

@@ -156,7 +156,7 @@ class Reader:
     def read(self, tensors: Iterable[Named]) -> tuple[dict[str, Addition], int]:
         modules: dict[str, dict[str, Named]] = defaultdict(dict)
         for named in tensors:
-            module, kind = _parse(named)
+            module, kind = parse_name(named)
             if kind in modules[module]:
                 raise named.wrong("is there twice, under another name")
             modules[module][kind] = named
@@ -304,7 +304,7 @@ def scaled(named: Named, scale: float) -> Tensor:
     return named.values.float() * scale
 
 
-def _parse(named: Named) -> tuple[str, str]:
+def parse_name(named: Named) -> tuple[str, str]:
     """The module, as transformers calls it, and what the tensor is of it."""
     name = named.name.removeprefix(PREFIX)
     for pattern, kind in HALVES:

@@ -29,16 +29,31 @@ ALIGNED = 64  # numbers, to a multiple of which every tensor is placed
 ROOMY = 4
 
 
+Where = Mapping[str, Mapping[str, tuple[int, tuple[int, ...]]]]  # site -> its own name -> first number, shape
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where an adapter's numbers will be, in one piece of memory."""
+
+    given: Sequence[tuple[str, Tensor | Scaled]]  # the site's own name, and what the file has for it; in the order of `where`
+    where: Where
+    size: int  # numbers
+    whole: Mapping[str, Numbers] = field(default_factory=dict)  # site -> by its own name: whole numbers, beside the piece
+    row: "TableRow | None" = None  # of the table, if that is all there is to put on the device
+
+
 @dataclass(frozen=True)
 class PackedAdapter:
     """One adapter's numbers in one piece of host memory, as the device will have them."""
 
     flat: Tensor
-    where: Mapping[str, Mapping[str, tuple[int, tuple[int, ...]]]]  # site -> its own name -> first number, shape
-    whole: Mapping[str, Numbers] = field(default_factory=dict)  # site -> by its own name: whole numbers, beside the piece
+    where: Where
+    whole: Mapping[str, Numbers] = field(default_factory=dict)  # as of its layout
     finite: bool = True  # are all of them numbers in that type, too?
-    row: "TableRow | None" = None  # of the table, if that is all there is to put on the device
+    row: "TableRow | None" = None
     known: Numbers = field(default_factory=dict)  # by site: what was found out on the device
+    there: torch.cuda.Event | None = None  # when the piece has been filled by a device
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Numbers]]:
         for site, numbers in self.where.items():
@@ -58,7 +73,7 @@ class Adapters:
         self._aside: dict[int, tuple[PackedAdapter, Tensor]] = {}  # by place: what banks have not been given yet
         self.sites: dict[str, Site] = {name: site for site in sites for name in site.shapes}
         self._by_path = {site.path: site for site in sites}
-        self._device, self._dtype = device, dtype
+        self.device, self.dtype = device, dtype
         self._piece = 0  # bytes of the pieces of memory that were pinned first
         self._table: AddressTable | None = None if tabled is None else AddressTable(sites, device, *tabled)
 
@@ -70,21 +85,25 @@ class Adapters:
             self._put_in_banks(place, *self._aside.pop(place))
         return False
 
+    @property
+    def tabled(self) -> bool:
+        return self._table is not None
+
     def bytes_of(self, rank: int) -> int:
         """That an adapter of this rank takes here which adds to all linear layers, with biases and lengths."""
         linear = [site for site in self._by_path.values() if isinstance(site, LinearSite)]
         shapes = [(width, site.inputs) for site in linear for _, width in site.parts]
         sizes = [size for outputs, inputs in shapes for size in (outputs * rank, inputs * rank, outputs, outputs)]
-        return sum(map(_aligned, sizes)) * self._dtype.itemsize
+        return sum(map(_aligned, sizes)) * self.dtype.itemsize
 
-    def pack(self, additions: Mapping[str, Addition]) -> PackedAdapter:
+    def lay_out(self, additions: Mapping[str, Addition]) -> Layout:
         """By the matrix's path in the checkpoint, after renames. Shapes are right by now. What is added to layers that are
         another stage's is left aside."""
         by_site: dict[str, dict[str, Addition]] = {}
         for name, addition in additions.items():
             if name in self.sites:
                 by_site.setdefault(self.sites[name].path, {})[name] = addition
-        given: list[Tensor | Scaled] = []
+        given: list[tuple[str, Tensor | Scaled]] = []
         where: dict[str, dict[str, tuple[int, tuple[int, ...]]]] = {}
         whole: dict[str, Numbers] = {}
         at = 0
@@ -96,22 +115,30 @@ class Adapters:
                     continue
                 shape = (values.values if isinstance(values, Scaled) else values).shape
                 where[path][name] = (at, tuple(shape))
-                given.append(values)
+                given.append((name, values))
                 at += _aligned(shape.numel())
-        room = self._piece // self._dtype.itemsize
-        size = room if at <= room < ROOMY * at else at  # a piece that is there is better than one that fits
-        flat = torch.empty(size, dtype=self._dtype, pin_memory=self.pinned)[:at]
-        places = [place for numbers in where.values() for place in numbers.values()]
+        row = None if self._table is None or whole else self._table.row_of(where, self.dtype.itemsize)
+        return Layout(given, where, at, whole, row)
 
-        views = [_view(flat, first, shape) for first, shape in places]
-        finite = in_threads(lambda number: move(given[number], views[number]), range(len(views)))
-        row = None if self._table is None or whole else self._table.row_of(where, flat.itemsize)
-        return PackedAdapter(flat, where, whole, all(finite), row)
+    def pack(self, additions: Mapping[str, Addition]) -> PackedAdapter:
+        """On the host; as `lay_out`."""
+        layout = self.lay_out(additions)
+        flat = self.host_room(layout.size)
+        places = [place for numbers in layout.where.values() for place in numbers.values()]
+        moves = [(values, _view(flat, *place)) for (_, values), place in zip(layout.given, places, strict=True)]
+        finite = in_threads(lambda each: move(*each), moves)
+        return PackedAdapter(flat, layout.where, layout.whole, all(finite), layout.row)
+
+    def host_room(self, count: int) -> Tensor:
+        """For so many numbers. A piece that is there is better than one that fits."""
+        room = self._piece // self.dtype.itemsize
+        size = room if count <= room < ROOMY * count else count
+        return torch.empty(size, dtype=self.dtype, pin_memory=self.pinned)[:count]
 
     @property
     def pinned(self) -> bool:
         """Is what was packed in memory that the device reads by itself?"""
-        return self._device.type == "cuda"
+        return self.device.type == "cuda"
 
     def pin(self, size: int, count: int) -> None:
         """Leaves so many pieces of such memory to torch, which gives them to the next that ask for as many bytes."""
@@ -120,10 +147,15 @@ class Adapters:
             [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
 
     @torch.inference_mode()
-    def put(self, place: int, packed: PackedAdapter) -> None:
-        """In the place of the adapter that has it. Between steps."""
+    def put(self, place: int, packed: PackedAdapter, flat: Tensor | None = None) -> None:
+        """In the place of the adapter that has it. Between steps. `flat`: its numbers, where they are on the device already."""
         self.drop(place)
-        flat = packed.flat.to(self._device, non_blocking=True) if self._device.type != "cpu" else packed.flat
+        if flat is None:
+            if packed.there is not None:
+                packed.there.synchronize()  # long since, as a rule
+            flat = packed.flat.to(self.device, non_blocking=True) if self.device.type != "cpu" else packed.flat
+        elif flat.is_cuda:
+            flat.record_stream(torch.cuda.current_stream(flat.device))  # steps read it, which did not make it
         if packed.row is not None and self._table is not None:  # banks would take longer, and steps wait meanwhile
             self._table.write_row(place, packed.row, flat)
             self._aside[place] = packed, flat
@@ -182,8 +214,8 @@ class AddressTable:
         if paths - {site.path for site in self._sites}:
             self.unusual.add(place)
 
-    def row_of(self, where: Mapping[str, Mapping[str, tuple[int, tuple[int, ...]]]], itemsize: int) -> TableRow | None:
-        """None if there is more to it than narrow matrices. `where`: as of a PackedAdapter."""
+    def row_of(self, where: Where, itemsize: int) -> TableRow | None:
+        """None if there is more to it than narrow matrices."""
         row: npt.NDArray[np.int64] = np.zeros((2, self._rows.shape[1]), np.int64)
         known = 0
         for site, start in zip(self._sites, self._starts, strict=True):

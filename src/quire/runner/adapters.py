@@ -5,16 +5,19 @@ from dataclasses import dataclass
 from threading import Lock, Thread
 
 import torch
+from torch import Tensor
 
 from quire.load.adapter import Model, read_adapter
 from quire.load.assign import Renames
 from quire.models.decoder import Decoder
 from quire.prepare.adapt import Adapters, PackedAdapter
 from quire.prepare.adapter_sites import Site
+from quire.runner.adapter_upload import AdapterUpload
 from quire.types.adapter import AdapterFacts, AdapterRef
 from quire.types.errors import AdapterError, EngineError
 
 PINNED = 1 << 31  # bytes of host memory at the start, at most
+ON_THE_WAY = 2  # adapters that the device has room for beside those in places: as its file has it, and as layers will read it
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,9 @@ class Shelf:
             sites = {name: site for site in whole.sites for name in site.shapes}
             elsewhere = frozenset(whole.parameters - {*parameters})
             self._model = Model(sites | adapters.sites, whole.renames, parameters, max_rank, more, elsewhere)
+        self._upload = AdapterUpload(self._model, adapters) if adapters.tabled else None
         self._held: dict[str, PackedAdapter] = {}
+        self._ready: tuple[str, Tensor] | None = None  # the version that was read last, and its numbers on the device
         self._lock = Lock()
         self._taken: dict[int, int] = {}  # place -> bytes
         self._blocks = 0  # of pinned memory, in use or not
@@ -60,7 +65,21 @@ class Shelf:
     def has_kernels_for(self, places: Iterable[int]) -> bool:
         return self._adapters.has_kernels_for(places)
 
+    def warm_up(self) -> None:
+        if self._upload is not None:
+            self._upload.warm_up()
+
     def read(self, ref: AdapterRef) -> AdapterFacts:
+        uploaded = None if self._upload is None else self._upload.read(ref.path)
+        packed, rank = self._read_on_host(ref) if uploaded is None else (uploaded.packed, uploaded.rank)
+        with self._lock:
+            self._held[ref.version] = packed
+            self._ready = None if uploaded is None else (ref.version, uploaded.flat)
+        if len(self._held) >= self._blocks:
+            self._pin(packed.flat.nbytes, 1)
+        return AdapterFacts(rank, packed.flat.nbytes)
+
+    def _read_on_host(self, ref: AdapterRef) -> tuple[PackedAdapter, int]:
         additions, rank = read_adapter(ref.path, self._model)
         try:
             packed = self._adapters.pack(additions)
@@ -69,11 +88,7 @@ class Shelf:
         if not packed.finite:
             kind = str(packed.flat.dtype).removeprefix("torch.")
             raise AdapterError(f"{ref.path}: it has numbers that are too large for {kind}", "lora_path")
-        with self._lock:
-            self._held[ref.version] = packed
-        if len(self._held) >= self._blocks:
-            self._pin(packed.flat.nbytes, 1)
-        return AdapterFacts(rank, packed.flat.nbytes)
+        return packed, rank
 
     def _pin(self, size: int, count: int) -> None:
         """To pin memory takes longer than to read an adapter into it, and launches wait for it: so there is some from the
@@ -85,7 +100,9 @@ class Shelf:
 
     def put(self, ref: AdapterRef, place: int) -> None:
         with self._lock:
-            packed = self._held.get(ref.version)
+            packed, flat = self._held.get(ref.version), None
+            if self._ready is not None and self._ready[0] == ref.version:
+                (_, flat), self._ready = self._ready, None
         if packed is None:
             raise EngineError(f"{ref.path} was not read, so it cannot be put in place {place}")
         if not 1 <= place <= self._room:
@@ -96,7 +113,7 @@ class Shelf:
         if size > free:
             raise AdapterError(f"{ref.path}: it takes {size:,} bytes on the device, where {free:,} are free", "lora_path")
         try:
-            self._adapters.put(place, packed)
+            self._adapters.put(place, packed, flat)
         except torch.OutOfMemoryError as error:
             raise AdapterError(f"{ref.path}: the device has no memory for its {size:,} bytes", "lora_path") from error
         self.filled.add(place)
@@ -110,3 +127,5 @@ class Shelf:
     def forget(self, version: str) -> None:
         with self._lock:
             self._held.pop(version, None)
+            if self._ready is not None and self._ready[0] == version:
+                self._ready = None

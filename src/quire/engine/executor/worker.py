@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from quire.config.cores import wait_politely
+from quire.config.cores import take_turns, wait_politely
 from quire.engine.companions import Ends, read_ends
 from quire.engine.executor import wire
 from quire.engine.executor.nodes import REMOTE
@@ -127,6 +127,8 @@ class Rank:
         from quire.engine.timeline import Stopwatch
 
         config = resolve_here(command.args, Stopwatch())
+        if config.max_loras:
+            take_turns()
         if config.stages > 1:
             from quire.engine.pipeline import join_pipeline, make_stage_runner
 
