@@ -43,8 +43,8 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
 @contextmanager
 def little_garbage_collection() -> Iterator[None]:
     """A search through everything a process holds stops its steps for a tenth of a second: what exists already is left out.
-    Where the program has put objects aside itself, they are left as they are; that is asked until it is so, for the answer counts
-    them one by one."""
+    Where the program has put objects aside itself, they are left as they are; that is asked until it is so, for the
+    answer counts them one by one."""
     global _put_aside
     _put_aside = _put_aside or gc.get_freeze_count() > 0
     if _put_aside:

@@ -134,7 +134,7 @@ class Hosted:
             self.turn = max(self.turn, now - last)
             last = now
             if not self.server.should_exit and self._tempo == 1.0:
-                self.loop.call_later(0.001, turned)  # whole turns lie between two of these: the longest is never longer than told
+                self.loop.call_later(0.001, turned)  # whole turns lie between two of these: none is longer than told
 
         async def hurry() -> None:
             while not self.server.should_exit:
