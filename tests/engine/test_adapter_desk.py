@@ -2,11 +2,13 @@
 
 import importlib.util
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from adapter_files import write_adapter
+from patience import PATIENCE
 from quire import LoRARequest
 from quire.cache.layout import make_layout
 from quire.engine.adapter_names import AdapterNames
@@ -14,7 +16,9 @@ from quire.engine.adapters import PASSES
 from quire.engine.core import EngineCore
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
+from quire.files.adapter import stamp
 from quire.sched.scheduler import Scheduler
+from quire.types.adapter import AdapterRef
 from quire.types.cache import LayerCache
 from quire.types.errors import AdapterError, EngineError, InvalidParameter, NotSupported, RequestError
 from quire.types.prompts import NO_EXTRAS, Extras
@@ -352,3 +356,35 @@ def test_zipf_traffic_with_loads_unloads_and_updates():
     assert not tally.wrong
     assert tally.right + tally.aborted + tally.refused == 2000 and tally.right > 1800
     assert tally.updates and tally.unloads and tally.reads > 200
+
+
+def test_files_are_read_before_their_version_is_known_unless_others_wait(engine):
+    begun, go_on, seen = threading.Event(), threading.Event(), list[AdapterRef]()
+
+    def read_ahead(ref):
+        seen.append(ref)
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        raise OSError("nobody hears of it")
+
+    engine.executor.read_ahead = read_ahead
+    extras = engine.adapter("a", "content")
+    engine.core.expect_adapter("first", "stamp")
+    assert begun.wait(PATIENCE) and not engine.core.has_unfinished
+    engine.core.expect_adapter("second", "stamp")
+    engine.add("asked", extras)
+    go_on.set()
+    engine.check()
+    assert engine.ended == {"asked": "length"}
+    assert [(ref.version, ref.path, ref.stamp) for ref in seen] == [("", "first", "stamp")]
+
+
+def test_who_reads_at_the_same_time_is_told_of_files_that_are_not_too_new(engine, tmp_path):
+    lora, told = LoRARequest("a", 1, str(write_adapter(tmp_path / "a", "content"))), list[AdapterRef]()
+    until = time.monotonic() + PATIENCE
+    engine.names.look(lora, expect=told.append)  # perhaps
+    told.clear()
+    while not stamp(lora.lora_path) and time.monotonic() < until:
+        time.sleep(0.02)
+    found = engine.names.look(lora, expect=told.append)
+    assert [(ref.version, ref.path, ref.stamp) for ref in told] == [("", found.ref.path, found.ref.stamp)]

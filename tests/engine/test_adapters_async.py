@@ -116,7 +116,7 @@ def test_who_changes_a_name_waits_for_who_does_so_already(tiny_model, adapters, 
     llm = open_async(tiny_model, enable_lora=True, max_loras=2, max_cpu_loras=3)
     a, b, c = adapters.values()
     looks, look = [], llm.adapters.look
-    monkeypatch.setattr(llm.adapters, "look", lambda lora, gone: (looks.append(lora.lora_name), look(lora, gone))[1])
+    monkeypatch.setattr(llm.adapters, "look", lambda lora, *how: (looks.append(lora.lora_name), look(lora, *how))[1])
 
     async def scene():
         one, two = [(await ask(llm, f"{i}", lora)).outputs[0].token_ids for i, lora in enumerate((a, b))]

@@ -73,6 +73,7 @@ class Core:
         self.stats, self.tokens, self.rows, self.waited, self.steps, self.ahead = None, 1, 1, 0.0, 0, ahead
         self.joined: dict[str, int] = {}
         self.constraints, self.watch = SimpleNamespace(on_refused=None), None
+        self.adapters = SimpleNamespace(reading=False)
 
     @property
     def has_unfinished(self) -> bool:

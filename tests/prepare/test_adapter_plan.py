@@ -1,13 +1,17 @@
 """Adapters whose numbers a device looks at and packs: what comes of it is what the host makes of them, bit by bit."""
 
 import json
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from lockstep import Lockstep
 
 from adapters import halves, write_adapter
+from patience import PATIENCE
 from quire.dist.mesh import Position
+from quire.files.adapter import stamp
 from quire.load.adapter import read_adapter
 from quire.load.load import load_weights
 from quire.models.registry import build_model
@@ -109,7 +113,7 @@ def test_what_was_read_waits_on_the_device(checkpoint, tmp_path):
     refs = [AdapterRef(n, f"v{n}", write_adapter(tmp_path / f"{n}", tensors(), r=3, lora_alpha=n)) for n in (1, 2)]
     for ref in refs:
         shelf.read(ref)
-    assert shelf._ready[0] == "v2"
+    assert shelf._ready[0] is shelf._held["v2"]
     for place, ref in ((1, refs[0]), (2, refs[1])):
         shelf.put(ref, place)
         assert same(adapters._aside[place][1], on_host(shelf, adapters, ref.path))
@@ -117,3 +121,26 @@ def test_what_was_read_waits_on_the_device(checkpoint, tmp_path):
     shelf.read(refs[0])
     shelf.forget("v1")
     assert shelf._ready is None
+
+
+def test_files_are_read_before_their_version_is_known(checkpoint, tmp_path):
+    shelf, adapters = open_tabled(checkpoint("llama"))
+    path = write_adapter(tmp_path / "a", tensors(), r=3)
+    until = time.monotonic() + PATIENCE
+    while not stamp(path) and time.monotonic() < until:  # they are too new
+        time.sleep(0.02)
+    ahead = AdapterRef(0, "", path, stamp=stamp(path))
+    reads = list[str]()
+    shelf._upload = SimpleNamespace(read=lambda path, read=shelf._upload.read: (reads.append(path), read(path))[1])
+    shelf.read_ahead(ahead)
+    shelf.read(AdapterRef(1, "v1", path, stamp=ahead.stamp))
+    shelf.put(AdapterRef(1, "v1", path), 1)
+    assert len(reads) == 1 and same(adapters._aside[1][1], on_host(shelf, adapters, path))
+    for later in (ahead.stamp, "", "other"):  # it was taken; files whose stamp does not tell; other files
+        shelf.read_ahead(ahead if later else AdapterRef(0, "", path))
+        shelf.read(AdapterRef(1, f"v{later}", path, stamp=later))
+    shelf.read(AdapterRef(1, "again", path, stamp=ahead.stamp))
+    assert len(reads) == 1 + 1 + 1 + 2 + 1
+    write_adapter(tmp_path / "a", {name: values + 1 for name, values in tensors().items()}, r=3)
+    shelf.read_ahead(ahead)
+    assert len(reads) == 6 and shelf._ahead is None

@@ -91,10 +91,13 @@ class AdapterClient:
             elif error is not None and not found.done():
                 found.set_exception(error)
 
+        def expect(ref: AdapterRef) -> None:
+            loop.call_soon_threadsafe(self._expect, ref)
+
         def look() -> None:
             adapter, failure = None, None
             try:
-                adapter = self._names.look(lora, gone.is_set)
+                adapter = self._names.look(lora, gone.is_set, expect)
             except Exception as error:
                 failure = error
             with suppress(RuntimeError):  # the event loop is gone, and so will we be
@@ -107,6 +110,12 @@ class AdapterClient:
         finally:
             gone.set()
             self._looking.discard(gone)
+
+    def _expect(self, ref: AdapterRef) -> None:
+        """Engines read files while their version is made out."""
+        for engine in self._engines:
+            if engine.state != "dead":
+                engine.tell("expect_adapter", ref.path, ref.stamp)
 
     def stop(self) -> None:
         """Who waits for files is told that there is no engine."""

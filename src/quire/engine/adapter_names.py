@@ -112,12 +112,16 @@ class AdapterNames:
         """What its name means, unless it is new or to be loaded again. After `check`."""
         return None if lora.load_inplace else self._named.get(lora.lora_name)
 
-    def look(self, lora: LoRARequest, gone: Callable[[], bool] = bool) -> NamedAdapter:
+    def look(
+        self, lora: LoRARequest, gone: Callable[[], bool] = bool, expect: Callable[[AdapterRef], None] | None = None
+    ) -> NamedAdapter:
         """What the files are now. It reads them whole, so it may take a while, unless who asked is `gone`; it changes nothing
-        here."""
+        here. `expect`: told before that, for whoever may read them at the same time; their version remains to be seen."""
         path = absolute(lora.lora_path)
         check_header(path, self._bounds)
         before = stamp(path)
+        if before and expect is not None:
+            expect(AdapterRef(lora.lora_int_id, "", path, stamp=before))
         version = digest(path, gone)
         there = self._named.get(lora.lora_name)
         key = lora.lora_int_id if there is None else there.ref.key

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from quire.files.adapter import digest, stamp
@@ -15,8 +16,9 @@ FAREWELL = 5.0  # seconds for what is being read when it is stopped
 class AdapterReader:
     """The thread is started by the first that is asked for."""
 
-    def __init__(self, read: Callable[[AdapterRef], AdapterFacts]) -> None:
-        self._read = read
+    def __init__(self, read: Callable[[AdapterRef], AdapterFacts], read_ahead: Callable[[AdapterRef], None]) -> None:
+        """`read_ahead`: of files whose version is not known yet."""
+        self._read, self._read_ahead = read, read_ahead
         self._asked: SimpleQueue[AdapterRef | None] = SimpleQueue()
         self._done: SimpleQueue[tuple[AdapterRef, Outcome]] = SimpleQueue()
         self._seen: list[tuple[AdapterRef, Outcome]] = []  # by `wait`, and not taken yet
@@ -25,10 +27,17 @@ class AdapterReader:
         self.pending = 0
 
     def ask(self, ref: AdapterRef) -> None:
+        self.pending += 1
+        self._put(ref)
+
+    def ask_ahead(self, ref: AdapterRef) -> None:
+        """Without a version: nothing is told of it, and it is left aside if others are asked for."""
+        self._put(ref)
+
+    def _put(self, ref: AdapterRef) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="quire-adapters", daemon=True)
             self._thread.start()
-        self.pending += 1
         self._asked.put(ref)
 
     def take(self) -> list[tuple[AdapterRef, Outcome]]:
@@ -57,6 +66,11 @@ class AdapterReader:
 
     def _run(self) -> None:
         while (ref := self._asked.get()) is not None:
+            if not ref.version:
+                if self._asked.empty():
+                    with suppress(Exception):  # who asks for it will hear
+                        self._read_ahead(ref)
+                continue
             try:
                 outcome: Outcome = read_unchanged(ref, self._read, self._stopped.is_set)
             except RequestError as error:

@@ -76,7 +76,7 @@ class AdapterDesk:
         self._in_memory: dict[str, _Kept] = {}  # or on the way
         self._seated: dict[int, _Kept] = {}  # by place
         self._free = list(range(places, 0, -1))
-        self._reader = AdapterReader(lambda ref: executor.read_adapter(ref))
+        self._reader = AdapterReader(lambda ref: executor.read_adapter(ref), lambda ref: executor.read_ahead(ref))
         self._news = False  # something has changed since the latest turn
         self._short = False  # somebody waits for a place
         self._passed = 0  # requests, meanwhile
@@ -149,6 +149,11 @@ class AdapterDesk:
             return
         kept.told.append(tell)
         self._wait_for(kept)
+
+    def expect(self, path: str, stamp: str) -> None:
+        """Somebody makes out the version of these files, and will then ask for it: they may be read meanwhile."""
+        if self.places:
+            self._reader.ask_ahead(AdapterRef(0, "", path, stamp=stamp))
 
     def load_now(self, ref: AdapterRef, pinned: bool) -> None:
         """Where nobody else turns the loop: returns when it is read. Raises what is wrong with it."""

@@ -86,6 +86,10 @@ class EngineCore:
         """No request will ask for it any more."""
         self.adapters.retire(version)
 
+    def expect_adapter(self, path: str, stamp: str) -> None:
+        """It will be asked for soon, unless its files have changed by then."""
+        self.adapters.expect(path, stamp)
+
     def call_all(self, method: str) -> list[Any]:
         """On every rank, the answers in their order."""
         return self.executor.call_all(method)

@@ -36,12 +36,13 @@ from quire.types.request import EngineRequest
 BEAT_EVERY = 0.25  # seconds
 IDLE_WAIT = 500  # milliseconds between looks at the stop signal
 COMPANY_WAIT = 100  # milliseconds between looks at engines that share our experts
+READ_WAIT = 1  # milliseconds between looks at adapters that are being read
 VIEW_WAIT = 100  # milliseconds, where viewers have not been told all
 LULL = 50  # milliseconds without work before idle time is used: who asks one thing after the other is not kept waiting
 ADMISSION = 0.0015  # seconds that it takes longer to plan and start a step with newcomers
 LARGE_REPORT = 0.02  # seconds that the loop waits for one that does not leave at once; what is left then leaves later
 FAREWELL = 2.0  # seconds for the last report to leave
-CALLS = ("reset_prefix_cache", "retire_adapter", "release")
+CALLS = ("reset_prefix_cache", "retire_adapter", "expect_adapter", "release")
 
 logger = logging.getLogger("quire.engine.process")  # __name__ is __main__ here, and would not have the level of quire
 LINE = logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s [%(name)s] %(message)s", "%Y-%m-%d %H:%M:%S")  # as the server's
@@ -157,8 +158,13 @@ class EngineLoop:
                 self._obey(command)
                 due = self._deadline.due - ADMISSION
             left = int(1000 * (due - time.monotonic()))
-            if left <= 0 or not self._core.has_unfinished or not self._link.wait(left):
+            if left <= 0 or not self._core.has_unfinished:
                 return
+            reading = self._core.adapters.reading
+            if not self._link.wait(min(left, READ_WAIT) if reading else left):
+                if not reading:
+                    return
+                self._core.adapters.turn()  # who waits to hear of it may be in the next step
 
     def _obey(self, command: ipc.Command) -> None:
         match command:

@@ -43,6 +43,9 @@ class Executor(Protocol):
         """Reads and checks an adapter's files; it stays in the host's memory under its version until it is forgotten. May be
         called from another thread, while steps run. Raises an AdapterError that names the file, the field or the tensor."""
 
+    def read_ahead(self, ref: AdapterRef) -> None:
+        """The files that have this stamp may be asked for, under a version that is not known yet. Called as `read_adapter`."""
+
     def put_adapter(self, ref: AdapterRef, place: int) -> None:
         """Host to device, between steps: rows of later steps whose place this is run with it. It was read, and not forgotten;
         places begin at 1. Whoever was in the place is gone, so no tenant may have it."""

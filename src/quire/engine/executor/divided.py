@@ -67,6 +67,10 @@ class DividedExecutor(LocalExecutor):
             self._workers.read_adapter(ref, wanted=False)
             raise
 
+    def read_ahead(self, ref: AdapterRef) -> None:
+        self._workers.read_adapter(ref)
+        super().read_ahead(ref)
+
     def put_adapter(self, ref: AdapterRef, place: int) -> None:
         self._refuse(ref, self._ask_others("hold_adapter", ref.version))
         self._tell_others("put_adapter", ref.version, place)

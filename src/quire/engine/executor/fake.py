@@ -136,6 +136,9 @@ class FakeExecutor:
         self._read[ref.version] = AdapterFacts(rank, files.weights.stat().st_size)
         return self._read[ref.version]
 
+    def read_ahead(self, ref: AdapterRef) -> None:
+        pass
+
     def put_adapter(self, ref: AdapterRef, place: int) -> None:
         if ref.version not in self._read:
             raise EngineError(f"{ref.path} was not read, so it cannot be put in place {place}")

@@ -77,6 +77,9 @@ class LocalExecutor:
     def read_adapter(self, ref: AdapterRef) -> AdapterFacts:
         return self._runner.shelf.read(ref)
 
+    def read_ahead(self, ref: AdapterRef) -> None:
+        self._runner.shelf.read_ahead(ref)
+
     def put_adapter(self, ref: AdapterRef, place: int) -> None:
         try:
             self._runner.shelf.put(ref, place)

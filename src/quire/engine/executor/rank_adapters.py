@@ -17,11 +17,14 @@ PATIENCE = 0.5  # seconds between looks
 
 class RankAdapters:
     def __init__(self, shelf: Shelf) -> None:
-        self._shelf, self._reader = shelf, AdapterReader(shelf.read)
+        self._shelf, self._reader = shelf, AdapterReader(shelf.read, shelf.read_ahead)
         self._refs: dict[str, AdapterRef] = {}  # by version: those that were asked for
         self._outcomes: dict[str, str] = {}  # by version: what is wrong, or nothing
 
     def ask(self, ref: AdapterRef) -> None:
+        if not ref.version:
+            self._reader.ask_ahead(ref)
+            return
         self._refs[ref.version] = ref
         self._outcomes.pop(ref.version, None)
         self._reader.ask(ref)
