@@ -1,11 +1,12 @@
 """What a CPU does well is tried once and then remembered, for the same CPU and the same libraries."""
 
 import json
+import os
 import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -15,6 +16,7 @@ from quire.device.cpu import autotune as choice
 from quire.device.cpu import libraries, openvino
 from quire.device.cpu.autotune import INPUTS, NEVER, OUTPUTS, Choice
 from quire.device.cpu.graph import Runtime
+from quire.files import kept
 
 with_openvino = pytest.mark.skipif(not libraries.has_openvino(), reason="OpenVINO is for x86 CPUs, and is not installed here")
 
@@ -108,12 +110,41 @@ def test_threads_are_as_many_after_the_trial():
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize("found", ["", "[]", "null", '{"another CPU": {}}'])
-def test_what_cannot_be_used_is_tried_again(found, tmp_path, monkeypatch):
-    (tmp_path / "cpu.json").write_text(found)
+GOOD = json.dumps(asdict(make()))
+BROKEN = [
+    *("", "[]", "null", "{", "[" * 200_000, "3", "NaN", "\0" * 100, " " * kept.MOST_BYTES + "{}"),
+    *(f'{{"key": {told}}}' for told in ("{}", "null", "[1]", "NaN", GOOD.replace("64", "NaN"), GOOD.replace("64", "-1"))),
+    *(f'{{"key": {told}}}' for told in (GOOD.replace("64", "1e400"), GOOD.replace("true", "1", 1), GOOD[:-1] + ', "more": 1}')),
+    '{"key": ' + '{"x":' * 100_000 + "1" + "}" * 100_001,
+]
+
+
+@pytest.mark.parametrize("found", BROKEN, ids=range(len(BROKEN)))
+def test_what_cannot_be_used_is_tried_again(found, tmp_path, monkeypatch, caplog):
+    path = tmp_path / "cpu.json"
+    path.write_text(found)
+    monkeypatch.setattr(choice, "_key", lambda: "key")
     monkeypatch.setattr(choice, "measure", lambda: make(dequantize_from=128))
     assert choice.choose() == make(dequantize_from=128)
-    assert '"dequantize_from": 128' in (tmp_path / "cpu.json").read_text()
+    assert list(json.loads(path.read_text())) == ["key"] and '"dequantize_from": 128' in path.read_text()
+    assert found == "[]" or (len(caplog.messages) == 1 and str(path) in caplog.text)
+    choice.choose.cache_clear()
+    monkeypatch.setattr(choice, "measure", lambda: pytest.fail("it is known now"))
+    assert choice.choose() == make(dequantize_from=128) and list(tmp_path.iterdir()) == [path]
+
+
+def test_of_other_cpus_what_can_be_read_stays(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "cpu.json"
+    path.write_text(f'{{"another CPU": {GOOD}, "broken": {{}}}}')
+    monkeypatch.setattr(choice, "_key", lambda: "key")
+    monkeypatch.setattr(choice, "measure", make)
+    assert choice.choose() == make() and list(json.loads(path.read_text())) == ["another CPU", "key"] and not caplog.messages
+
+
+def test_a_pipe_is_not_waited_for(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "cpu.json")
+    monkeypatch.setattr(choice, "measure", make)
+    assert choice.choose() == make() and (tmp_path / "cpu.json").is_file()
 
 
 @with_openvino

@@ -10,6 +10,7 @@ from tiny import make_model, open_model
 
 from quire import SamplingParams
 from quire.engine import learnt
+from quire.files import kept
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 4}
 
@@ -48,7 +49,7 @@ BROKEN = {
     "cut off": "{",
     "deep": "[" * 200_000,
     "deep within": '{"%s": {"costs": {}}, "x": ' + '{"x":' * 600 + "1" + "}" * 601,
-    "large": '{"%s": {"costs": {}}}' + " " * learnt.MOST_BYTES,
+    "large": '{"%s": {"costs": {}}}' + " " * kept.MOST_BYTES,
     "a number": '{"%s": 3}',
     "costs are a number": '{"%s": {"costs": 1}}',
     "a word": '{"%s": {"costs": {"1": {"2": "x"}}}}',
@@ -84,7 +85,7 @@ def test_a_file_that_is_broken_means_finding_out_again(broken, opened, caplog):
     else:
         assert len(caplog.messages) == 1 and str(path) in caplog.text
     found["remember"](GOOD)
-    assert open_it()["known"] == {"costs": {2: {4: 1.5}}, "right": (0.5, 1.0, 9)} and list(learnt._read(path)) == ["key"]
+    assert open_it()["known"] == {"costs": {2: {4: 1.5}}, "right": (0.5, 1.0, 9)} and list(kept.read_kept(path)) == ["key"]
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -110,7 +111,7 @@ def test_the_longest_forgotten_go(opened):
     path, _ = opened
     for name in ("key", *(f"other {i}" for i in range(learnt.MOST))):
         learnt._write(path, name, GOOD)
-    assert len(learnt._read(path)) == learnt.MOST and "key" not in learnt._read(path)
+    assert len(kept.read_kept(path)) == learnt.MOST and "key" not in kept.read_kept(path)
 
 
 def test_two_write_at_once(opened):

@@ -5,20 +5,19 @@ Others may be at work on the machine, so what counts is the processor time of on
 no more of it.
 """
 
-import json
 import logging
-import os
 import platform
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
 from operator import gt
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from quire.device.cpu.graph import Runtime
 from quire.device.cpu.libraries import has_openvino
 from quire.device.cpu.product import Product, repack
 from quire.files.gguf import GGML_TYPES
+from quire.files.kept import WRONG, read_kept, what_is_wrong, write_kept
 from quire.files.wheel import cache_directory
 from quire.ops.blocks import QuantizedMatrix, dequantize
 from quire.ops.dequantized_linear import dequantized_linear
@@ -35,6 +35,7 @@ from quire.progress import doing
 
 logger = logging.getLogger(__name__)
 
+MOST = 64  # CPUs and versions; the longest forgotten go
 WAY = 3  # of trying; to be raised when it becomes another
 CPU_INFO = Path("/proc/cpuinfo")
 ABOUT = ("model name", "flags", "Features", "CPU")  # x86 writes the first two, ARM the others
@@ -81,18 +82,32 @@ OURS = Choice(own=True, openvino=False, dequantize_from=NEVER, dequantize_others
 def choose() -> Choice:
     if multiplies() and multiplies_floats():
         return OURS  # always best, and a row's numbers do not depend on how many rows there are
-    path, key, known = cache_directory() / "cpu.json", _key(), {}
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        known = dict(json.loads(path.read_text()))
-        return Choice(**known[key])
+    path, key, known = cache_directory() / "cpu.json", _key(), dict[str, Choice]()
+    try:
+        for other, told in read_kept(path).items():
+            with suppress(*(WRONG if other != key else ())):  # of others what can be read
+                known[other] = _chosen(told)
+    except FileNotFoundError:
+        pass
+    except (OSError, *WRONG) as error:
+        logger.warning("%s: %s; what this CPU does well is tried again", path, what_is_wrong(error))
+    if key in known:
+        return known[key]
     with doing("trying what this CPU does well, once"):
         choice = measure()
     logger.debug("tried on this CPU: %s", choice)
-    with suppress(OSError):  # a cache that cannot be written only means trying again next time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        own = path.with_suffix(f".{os.getpid()}")
-        own.write_text(json.dumps({**known, key: asdict(choice)}, indent=1))
-        own.replace(path)
+    kept = [*known.items(), (key, choice)][-MOST:]
+    write_kept(path, {name: asdict(found) for name, found in kept})
+    return choice
+
+
+def _chosen(told: Any) -> Choice:
+    """Raises one of `WRONG`."""
+    choice = Choice(**told)
+    for field in fields(Choice):
+        value = getattr(choice, field.name)
+        if type(value) is not field.type or (type(value) is int and value not in (*ROWS, NEVER)):
+            raise ValueError
     return choice
 
 

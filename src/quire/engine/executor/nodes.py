@@ -36,7 +36,7 @@ WORKER = (sys.executable, "-P", "-m", "quire.engine.executor.worker")
 REMOTE = "+"  # before the number of a rank of another node, among a rank's ends
 LOOK = 0.2  # seconds between looks at a node's ranks
 STOPPED = 0.5  # seconds that one may be stopped
-ENDS = 10.0  # seconds without a connection of those that nodes make at once when they are told where others are
+ENDS = 3.0  # seconds without a connection of those that nodes make at once when told where others are, if others claim a place
 
 
 class _Lost(Exception):
