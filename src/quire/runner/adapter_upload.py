@@ -82,7 +82,8 @@ class AdapterUpload:
                 held = flat
             else:
                 held = self._adapters.host_room(plan.layout.size)
-                held.copy_(flat, non_blocking=True)
+                for to, some in zip(held.split(PIECE), flat.split(PIECE), strict=True):  # steps have copies to make, too
+                    to.copy_(some, non_blocking=True)
                 there = self._stream.record_event()
         return Uploaded(PackedAdapter(held, plan.layout.where, row=plan.layout.row, there=there), flat, plan.rank)
 

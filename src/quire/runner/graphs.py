@@ -146,7 +146,7 @@ class Graphs:
         """Records the most useful bucket that has no graph, without any row; False = there is none, or no memory."""
         likely = [bucket for bucket, _ in self._wanted.most_common()] + worth_having(self._max_rows, self._max_tokens)
         if self._adapters:
-            likely += [replace(bucket, adapted=True) for bucket in likely]
+            likely = [each for bucket in likely for each in (bucket, replace(bucket, adapted=True))]
         bucket = next((bucket for bucket in likely if bucket not in self._recorded), None)
         if bucket is None or self._taken >= self._allowance:
             return False
