@@ -10,10 +10,12 @@ from xml.etree import ElementTree
 
 import pytest
 
+from quire.bench import front_end
 from quire.cli.main import main
 from quire.cli.simulate_setting import Setting
 from quire.config.args import EngineArgs
 from quire.engine.assemble import resolve_here, start_core
+from quire.engine.core import EngineCore
 from quire.engine.timeline import Stopwatch
 from tiny_model import make_tokenizer
 
@@ -150,6 +152,8 @@ def test_measured_steps_are_a_device(
     path = tmp_path / "steps.json"
     make_tokenizer(tmp_path)
     monkeypatch.setenv("QUIRE_API_KEY", "a key")
+    monkeypatch.setattr(front_end, "ALONE", 10)
+    monkeypatch.setattr(front_end, "ROUNDS", 1)
     engine = ["--model", model, "--distributed-executor-backend", "fake", "--max-num-seqs", "4"]
     steps = ["--rows", "1", "4", "--prompts", "8", "32", "--contexts", "16", "64", "--repeats", "4"]
     flags = ["--max-num-batched-tokens", "64", *steps, "--front-end", "--output-json", str(path)]
@@ -157,7 +161,8 @@ def test_measured_steps_are_a_device(
     assert main(["bench", "steps", *engine, *flags]) == 0
     assert "processor beside a step" in (said := capsys.readouterr().out) and "between client and engine" in said
     result = json.loads(path.read_text())
-    assert 0 < result["front"]["token"] < result["front"]["request"] and result["host"]["newcomer"] >= 0
+    assert 0 < result["front"]["token"] < result["front"]["request"] and result["front"]["finish"] >= 0
+    assert result["host"]["newcomer"] >= 0
     assert [(point["rows"], point["tokens"]) for point in result["points"]] == [(1, 1), (4, 4)] * 2 + [(1, 8), (1, 32)] * 2
     pairs = [point["pairs"] for point in result["points"][4:]]
     assert pairs == [8 * 9 / 2, 32 * 33 / 2, 64 * 8 + 8 * 9 / 2, 64 * 32 + 32 * 33 / 2]
@@ -168,6 +173,27 @@ def test_measured_steps_are_a_device(
     assert json.loads(capsys.readouterr().out)["p50_ttft_ms"] < found["p50_ttft_ms"]
     assert simulate(model, "--timing", str(path), "--device", "cuda") == 2
     assert "was measured on 'cpu', not on 'cuda'" in capsys.readouterr().err
+
+
+def test_an_engine_that_plans_ahead_is_measured_beside_a_row(model: str, tmp_path: Path) -> None:
+    """From the end of a step to the end of the next, as it is under load; what one may record is recorded first."""
+    path, prepared = tmp_path / "steps.json", []
+
+    def idle(self: EngineCore) -> bool:
+        prepared.append(self.tokens)
+        return len(prepared) < 3
+
+    flags = ["--distributed-executor-backend", "fake", "--max-num-seqs", "9", "--async-scheduling", "--output-json", str(path)]
+    flags += ["--rows", "1", "8", "--prompts", "8", "32", "--contexts", "16", "64", "--repeats", "4"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineCore, "idle", idle)
+        assert main(["bench", "steps", "--model", model, *flags]) == 0
+    assert prepared == [0, 0, 0]
+    points = json.loads(path.read_text())["points"]
+    sizes = [(1, 1), (8, 8)] * 2 + [(2, 8), (2, 32)] * 2 + [(9, 32)]
+    assert [(point["rows"], point["tokens"]) for point in points] == sizes
+    assert points[-1]["pairs"] == 24 * 25 / 2 and 8 * 64 < points[-1]["keys"] < 8 * (64 + 16)
+    assert [point["pairs"] for point in points[4:6]] == [7 * 8 / 2, 31 * 32 / 2] and points[4]["keys"] < 16
 
 
 @pytest.mark.parametrize("serving", [False, True])

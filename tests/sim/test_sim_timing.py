@@ -16,6 +16,7 @@ from quire.sim.shapes import StepShape, shape_of, windows_of
 from quire.types.cache import LayerCache
 from quire.types.errors import ConfigError
 from quire.types.plan import Ints, Outputs, RowShapes, StepPlan
+from quire.types.widths import recorded_width
 
 LLAMA = {
     "hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 100, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -100,6 +101,16 @@ def test_measured_steps_come_out_as_measured() -> None:
     assert mixed == pytest.approx((0.01 + 0.0005 * 36) + (0.014 - 0.014), rel=1e-2)
 
 
+def test_steps_with_prompts_are_run_as_large_as_they_are_recorded() -> None:
+    """And the rows beside a prompt take what they were measured to take there."""
+    alone = [StepPoint(1, n, 0.0, 0.0, 0.001 * n) for n in (16, 64, 128)]
+    beside = [StepPoint(2, 96, 40.0, 0.0, 0.128), StepPoint(9, 128, 0.0, 0.0, 0.136), StepPoint(17, 128, 0.0, 0.0, 0.144)]
+    singles = [StepPoint(n, n, 0.0, 0.0, 1.0) for n in (1, 2)]
+    timing = MeasuredTiming([*singles, *alone, *beside], HostTime(), recorded_width)
+    for rows, tokens, seconds in ((1, 60, 0.064), (1, 65, 0.128), (9, 65, 0.136), (13, 128, 0.140), (2, 90, 0.128)):
+        assert timing.seconds(StepShape(rows, rows - 1, tokens, 1, 0, 0, 0, 0)) == pytest.approx(seconds)
+
+
 def test_medians_and_the_processors_part() -> None:
     turns = [Turn(StepPoint(n, n, 10.0, 0.0, seconds), 0.001 + 0.0001 * n) for n in (1, 11) for seconds in (1.0, 9.0, 2.0)]
     points = summarize((turn.point.rows, turn) for turn in turns)
@@ -160,5 +171,13 @@ def test_a_good_file(tmp_path) -> None:
     measured = read_measured(path)
     assert measured.front == FrontTime(pytest.approx(0.0025), 0.001, 0.0005)  # what the engine does is left to it
     assert found.timing.seconds(StepShape(4, 4, 4, 4, 0, 0, 0, 0)) == pytest.approx(0.014)
+    path.write_text(json.dumps(GOOD | {"front": {"alone": 0.009, "request": 0.001, "token": 0.0005, "finish": 0.002}}))
+    assert read_measured(path).front == FrontTime(pytest.approx(0.0085), 0.001, 0.0005, 0.002)
+    on_gpu = {"engine": GOOD["engine"] | {"device": "cuda", "enforce_eager": False}}
+    times = []
+    for changed in (on_gpu, {"engine": on_gpu["engine"] | {"enforce_eager": True}}):
+        path.write_text(json.dumps(GOOD | changed))
+        times.append([read_measured(path).timing.seconds(StepShape(1, 0, n, 1, 0, 0, 0, 0)) for n in (33, 64)])
+    assert times[0][0] == times[0][1] and times[1][1] > times[1][0]  # of 33 tokens as 64, where steps are recorded
     with pytest.raises(ConfigError, match="cannot read --timing"):
         read_measured(tmp_path / "nothing.json")

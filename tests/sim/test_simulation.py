@@ -86,6 +86,10 @@ def test_an_api_process_does_one_thing_after_the_other() -> None:
     run = Fleet([replica()], RoundRobin(1), max_concurrency=1, front=front).run(work)
     assert [visit.at for visit in run.visits[1:]] == [visit.last for visit in run.visits[:2]]  # when its client has heard
     assert run.end == run.visits[2].last
+    front = FrontTime(way=0.5, request=0.25, token=0.125, finish=2.0)
+    slow = Fleet([replica()], RoundRobin(1), max_concurrency=1, front=front).run(work)
+    assert [visit.at for visit in slow.visits[1:]] == [visit.last + 2.0 for visit in slow.visits[:2]]
+    assert [visit.ttft for visit in slow.visits] == pytest.approx([visit.ttft for visit in run.visits])
 
 
 def test_newcomers_cost_the_processor_more() -> None:

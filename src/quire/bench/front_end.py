@@ -1,9 +1,11 @@
 """What is between a client and an engine, measured: a server of ours whose steps only wait, and a client beside it.
 
     alone    one request after the other, each of one token: how long its client waits beyond the step
-    many     requests together, of many tokens: what the API process does for each
+    many     requests together, of many tokens: what the API process does for each of them before the first token, for every
+             token, and after the last
 
-The API process is told by its time on a processor, which Linux counts for every thread.
+The API process is told by its time on a processor, which Linux counts for every thread. A lone request takes it longer than one
+of many: it has slept, and so have its caches. That is told by how long the client waits.
 """
 
 import asyncio
@@ -14,7 +16,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -25,21 +27,27 @@ from quire.types.errors import ConfigError, EngineError
 STEP = 0.01  # seconds that a step waits
 LONGEST, SHORTEST = 384, 4  # tokens of a text: half as many where a model has room for half
 HIGHEST = 250  # token of a prompt: nearly every vocabulary has these
-WARM_UP, ALONE, MANY, TOKENS = 20, 100, 32, 64
+WARM_UP, ALONE, MANY, TOKENS, ROUNDS = 20, 100, 32, 64, 5
+MOST = 0.75  # of the tokens of many: by then none has ended
+SETTLING = 0.1  # seconds after the last token, for what is left to do
+PART = b"data: {"
 START, ANSWER, END = 120.0, 60.0, 60.0  # seconds at most
 HEAD = b" HTTP/1.1\r\nHost: here\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 
 
 @dataclass(frozen=True)
 class FrontCost:
-    """Seconds: `alone` is what a lone request takes beyond its step, `request` and `token` are of the API process."""
+    """Seconds: `alone` is what a lone request takes beyond its step; the others are of the API process, with a request among
+    others, with each token and after the last one."""
 
     alone: float
     request: float
     token: float
+    finish: float
 
     def line(self) -> str:
-        busy = f"{1000 * self.request:.2f} ms for a request and {1e6 * self.token:.0f} µs for a token"
+        request, token, finish = 1000 * self.request, 1e6 * self.token, 1000 * self.finish
+        busy = f"{request:.2f} ms for a request, {token:.0f} µs for a token, {finish:.2f} ms after the last"
         return f"between client and engine: {1000 * self.alone:.2f} ms for one alone; of the API process {busy}"
 
 
@@ -111,14 +119,41 @@ async def _measure(server: "subprocess.Popen[bytes]", port: int, requests: Reque
     async def lone(count: int) -> list[float]:
         return [await _first_token(port, requests.body(chance, 1)) for _ in range(count)]
 
+    async def many() -> tuple[float, float, float]:
+        tally, bodies = Tally(MANY, tokens, server.pid), [requests.body(chance, 1 + tokens) for _ in range(MANY)]
+        await asyncio.gather(*(_first_token(port, body, tally.heard(i)) for i, body in enumerate(bodies)))
+        await asyncio.sleep(SETTLING)
+        return tally.costs()
+
     await lone(WARM_UP)
-    began = _busy(server.pid)
     alone = median(await lone(ALONE)) - STEP
-    each = (_busy(server.pid) - began) / ALONE
-    began = _busy(server.pid)
-    await asyncio.gather(*(_first_token(port, requests.body(chance, 1 + tokens)) for _ in range(MANY)))
-    token = max(0.0, (_busy(server.pid) - began - MANY * each) / (MANY * tokens))
-    return FrontCost(max(0.0, alone), max(0.0, each - token), token)
+    await many()  # what it does for the first time then
+    costs = [await many() for _ in range(ROUNDS)]
+    return FrontCost(max(0.0, alone), *(max(0.0, median(parts)) for parts in zip(*costs, strict=True)))
+
+
+class Tally:
+    """Of requests together: how long the API process was busy until all had begun, until most was told, and at the end."""
+
+    def __init__(self, requests: int, tokens: int, pid: int) -> None:
+        self._counts, self._all, self._pid = [0] * requests, requests * (1 + tokens), pid
+        self._marks = [(0, _busy(pid))]  # lines that had come, seconds
+
+    def heard(self, request: int) -> Callable[[], None]:
+        def note() -> None:
+            self._counts[request] += 1
+            told = sum(self._counts)
+            if (len(self._marks) == 1 and all(self._counts)) or (len(self._marks) == 2 and told >= MOST * self._all):
+                self._marks.append((told, _busy(self._pid)))
+
+        return note
+
+    def costs(self) -> tuple[float, float, float]:
+        """Now that all is done: for a request, for a token, and after its last."""
+        (_, start), (begun, first), (most, then), end = *self._marks, _busy(self._pid)
+        token = max(0.0, (then - first) / max(1, most - begun))
+        count, told = len(self._counts), sum(self._counts)
+        return (first - start - begun * token) / count, token, (end - then - (told - most) * token) / count
 
 
 def _busy(pid: int) -> float:
@@ -126,16 +161,17 @@ def _busy(pid: int) -> float:
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
-async def _first_token(port: int, body: bytes) -> float:
+async def _first_token(port: int, body: bytes, heard: Callable[[], None] | None = None) -> float:
+    """`heard` is called with every part of the answer."""
     began = time.perf_counter()
-    lines = await _ask(port, b"POST /v1/completions", body)
-    came = [moment for moment, line in lines if line.startswith(b"data: {")]
+    lines = await _ask(port, b"POST /v1/completions", body, heard)
+    came = [moment for moment, line in lines if line.startswith(PART)]
     if not came or not any(line.startswith(b"data: [DONE]") for _, line in lines):
         raise EngineError(b"".join(line for _, line in lines).decode(errors="replace")[-300:] or "no answer came")
     return came[0] - began
 
 
-async def _ask(port: int, what: bytes, body: bytes = b"") -> list[tuple[float, bytes]]:
+async def _ask(port: int, what: bytes, body: bytes = b"", heard: Callable[[], None] | None = None) -> list[tuple[float, bytes]]:
     """The lines of the answer, and when they came; none while nobody listens."""
     lines: list[tuple[float, bytes]] = []
     try:
@@ -145,6 +181,8 @@ async def _ask(port: int, what: bytes, body: bytes = b"") -> list[tuple[float, b
                 writer.write(what + HEAD % len(body) + body)
                 while line := await reader.readline():
                     lines.append((time.perf_counter(), line))
+                    if heard is not None and line.startswith(PART):
+                        heard()
             finally:
                 writer.close()
     except TimeoutError:

@@ -5,8 +5,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.bench.front_end import measure_front_end
@@ -14,26 +14,36 @@ from quire.bench.steps import StepPoint, Turn, admission_times, as_json, host_ti
 from quire.cli.bench_offline import OfflineReport, add_group, add_report_and_engine_flags, at_least, engine_args, engine_facts
 from quire.cli.bench_serve_flags import YES, Flags, N
 from quire.types.errors import ConfigError
+from quire.types.widths import TOKEN_BUCKETS
 
 if TYPE_CHECKING:
     from quire.bench.samples import RandomPrompts
     from quire.config.args import EngineArgs
+    from quire.config.config import Config
     from quire.engine.core import EngineCore
     from quire.sched.plan_builder import Scheduled
     from quire.sim.shapes import Window
 
 DESCRIPTION = """\
-Measures steps of the engine one by one: rows of one token after a short and after a long context, and prompts of many
-lengths, alone and after a context. `quire simulate --timing FILE` takes the saved result as its device."""
+Measures steps of the engine one by one: rows of one token after a short and after a long context, prompts of many lengths,
+alone and after a context, and both together. `quire simulate --timing FILE` takes the saved result as its device."""
 SERVER = "quire.cli.bench_steps_server"
+BESIDE = 4  # times as many tokens as rows of one beside a prompt: few, so that the rows are a part of the step
+ROUND = 4  # steps in which a prompt beside rows has come and gone, at most
+NEWCOMERS, NEWCOMER = (1, 16), 16  # requests at once, and their tokens: few, so that the step is recorded where steps are
+LONG = 1.0  # second for steps of a kind, after which fewer do
 LISTED: dict[str, Any] = {"type": int, "metavar": "N", "nargs": "+"}
 STEPS: Flags = (
     ("rows", "requests that generate together (default: 1, 2, 4, ... up to max_num_seqs)", LISTED),
-    ("prompts", "tokens of a prompt in one step (default: 4, 16, ... up to max_num_batched_tokens)", LISTED),
+    (
+        "prompts",
+        "tokens of a step with a prompt (default: 4, 16, ... up to max_num_batched_tokens, and all recorded sizes)",
+        LISTED,
+    ),
     ("contexts", "tokens before those, a few and many (default 64 1024)", LISTED | {"default": [64, 1024]}),
     ("context-tokens", "rows times context at most (default 16384)", N | {"default": 16384}),
     ("front-end", "measure what is between a client and the engine, too: starts a server that needs no model", YES),
-    ("repeats", "steps of each kind, of which the median is taken (default 16; prompts a quarter)", N | {"default": 16}),
+    ("repeats", "steps of each kind, of which the median is taken (default 16; long prompts a quarter)", N | {"default": 16}),
 )
 
 
@@ -75,24 +85,10 @@ def run(namespace: argparse.Namespace) -> int:
         print("the front end", file=sys.stderr)
         secret = {"HF_TOKEN": args.hf_token} if isinstance(args.hf_token, str) else {}
         front = measure_front_end(_server(args, namespace), config.facts.max_position, config.facts.vocab_size, secret)
+    while core.idle():  # a server records steps before anybody wants them
+        pass
     meter = StepMeter(core, windows_of(config.facts.layers), config.page_size, RandomPrompts(config.facts.vocab_size))
-    longest, budget = engine.max_model_len, config.max_batched_tokens
-    rows = namespace.rows or _powers(2, 1, config.max_seqs)
-    prompts = namespace.prompts or _powers(4, 4, min(budget, longest - 2))
-    turns: list[tuple[Any, Turn]] = []
-    for context in namespace.contexts:
-        for count in rows:
-            most = context + namespace.repeats + 2
-            if most <= longest and (count * context <= namespace.context_tokens or context == min(namespace.contexts)):
-                print(f"{count} rows after {context} tokens", file=sys.stderr)
-                turns += [(("rows", count, context), turn) for turn in meter.singles(count, context, namespace.repeats)]
-    singles = [turn for _, turn in turns]
-    for context in (0, max(namespace.contexts)):
-        for length in prompts:
-            if length + context + 2 <= longest and length <= budget:
-                print(f"a prompt of {length} tokens after {context}", file=sys.stderr)
-                found = meter.prompts(length, context, max(2, namespace.repeats // 4))
-                turns += [(("prompt", length, turn.point.pairs), turn) for turn in found]
+    turns, singles = _measure(meter, namespace, _sizes(namespace, config, engine.max_model_len))
     points, host = summarize(turns), host_times(singles)
     admission = admission_times(meter.admissions, host)
     print("\n".join(lines(points, host, admission)))
@@ -104,6 +100,53 @@ def run(namespace: argparse.Namespace) -> int:
     figures = {f"{p.rows} x {p.tokens} at {p.keys + p.pairs:.0f} ms": 1000 * p.seconds for p in points}
     report.close(args.model, facts, machine(config.device), figures, details)
     return 0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    rows: list[int]
+    prompts: list[int]  # tokens of a step with one
+    longest: int  # context
+    budget: int  # tokens of a step
+
+
+def _sizes(namespace: argparse.Namespace, config: "Config", longest: int) -> Sizes:
+    budget = config.max_batched_tokens
+    recorded = TOKEN_BUCKETS if config.device == "cuda" and not config.args.enforce_eager else ()
+    most = min(budget, longest - 2)
+    prompts = namespace.prompts or sorted({*_powers(4, 4, most), *(size for size in recorded if size <= most)})
+    return Sizes(namespace.rows or _powers(2, 1, config.max_seqs), prompts, longest, budget)
+
+
+def _measure(meter: "StepMeter", namespace: argparse.Namespace, sizes: Sizes) -> tuple[list[tuple[Any, Turn]], list[Turn]]:
+    """With labels, and again those with rows of one token alone."""
+    turns: list[tuple[Any, Turn]] = []
+    repeats, contexts, longest = namespace.repeats, namespace.contexts, sizes.longest
+    for context in contexts:
+        for count in sizes.rows:
+            most = context + repeats + 2
+            if most <= longest and (count * context <= namespace.context_tokens or context == min(contexts)):
+                print(f"{count} rows after {context} tokens", file=sys.stderr)
+                turns += [(("rows", count, context), turn) for turn in meter.singles(count, context, repeats)]
+    singles = [turn for _, turn in turns]
+    for context in (0, max(contexts)):
+        for length in sizes.prompts:
+            if length + context + 2 <= longest and length <= sizes.budget:
+                print(f"a prompt of {length} tokens after {context}", file=sys.stderr)
+                found = meter.prompts(length, context, repeats)
+                turns += [(("prompt", length, turn.point.pairs), turn) for turn in found]
+    for count in sizes.rows:
+        length = next((size for size in sorted(sizes.prompts) if size >= BESIDE * count), sys.maxsize)
+        context = min(contexts) if count * max(contexts) > namespace.context_tokens else max(contexts)
+        if 1 < count < meter.max_seqs and length <= min(sizes.budget, longest - 2) and context + ROUND * repeats <= longest:
+            print(f"a prompt beside {count} rows, {length} tokens together", file=sys.stderr)
+            found = meter.prompts(length, 0, repeats, count, context)
+            turns += [(("beside", count, length), turn) for turn in found]
+    for count in NEWCOMERS:
+        if count <= meter.max_seqs:
+            print(f"{count} newcomers", file=sys.stderr)
+            meter.admit(count, repeats)
+    return turns, singles
 
 
 def _server(args: "EngineArgs", namespace: argparse.Namespace) -> list[str]:
@@ -134,6 +177,8 @@ class StepMeter:
 
         self._core, self._windows, self._page_size, self._alphabet = core, windows, page_size, alphabet
         self._rng, self._count = np.random.default_rng(0), 0
+        self._open: set[str] = set()
+        self.max_seqs = core.scheduler.roster.max_seqs
         self._landed: list[tuple[Scheduled, float]] = []
         tell = core.scheduler.took
 
@@ -143,58 +188,75 @@ class StepMeter:
 
         core.scheduler.took = note  # type: ignore[method-assign]
         self.admissions: list[tuple[int, float]] = []  # steps with so many newcomers took the processor so many seconds
-        self._newcomers = 0  # of the latest
-        schedule = core.scheduler.schedule
-
-        def plan(now: float) -> "Scheduled | None":
-            scheduled = schedule(now)
-            self._newcomers = 0 if scheduled is None else len(scheduled.plan.admitted)
-            return scheduled
-
-        core.scheduler.schedule = plan  # type: ignore[method-assign]
 
     def singles(self, rows: int, context: int, repeats: int) -> list[Turn]:
         for _ in range(rows):
             self._add(self._tokens(context), repeats + 2)
         return [turn for turn in self._run() if turn.point.rows == turn.point.tokens == rows]
 
-    def prompts(self, tokens: int, context: int, repeats: int) -> list[Turn]:
-        """The context is found in the prefix cache, where there is one."""
+    def prompts(self, tokens: int, context: int, repeats: int, beside: int = 0, before: int = 1) -> list[Turn]:
+        """Steps of so many tokens, of which all but `beside` rows of one, `before` which lie as many, are a prompt's after a
+        context, which is found in the prefix cache where there is one. An engine that plans ahead has another row at least:
+        its device is never without a step, and from the end of one to the end of the next is its own time."""
+        beside = max(beside, 1 if self._core.depth and tokens > 2 and self.max_seqs > 1 else 0)
         head, found = self._tokens(context // self._page_size * self._page_size), list[Turn]()
         if context:
             self._add(head, 1)
             self._run()
-        for _ in range(repeats):
-            self._add([*head, *self._tokens(tokens)], 1)
-            found += [turn for turn in self._run() if (turn.point.rows, turn.point.tokens) == (1, tokens)]
+        rows = [self._add(self._tokens(before), ROUND * repeats) for _ in range(beside)]
+        waiting = set(rows)
+        while waiting:
+            waiting.difference_update(delta.request_id for delta in self._core.step())
+        began = time.perf_counter()
+        for count in range(repeats):
+            if count >= max(2, repeats // 4) and time.perf_counter() - began > LONG:
+                break
+            self._add([*head, *self._tokens(tokens - beside)], 1)
+            found += [turn for turn in self._run(but=rows) if (turn.point.rows, turn.point.tokens) == (1 + beside, tokens)]
+        self._core.abort(rows)
+        self._run()
         return found
+
+    def admit(self, count: int, repeats: int) -> None:
+        for _ in range(repeats):
+            for _ in range(count):
+                self._add(self._tokens(NEWCOMER), 1)
+            began = time.perf_counter()
+            self._landed.clear()
+            self._core.step()
+            whole = time.perf_counter() - began
+            busy = self._core.waited if self._core.depth else sum(seconds for _, seconds in self._landed)
+            self.admissions.append((count, whole - busy))
+            self._run()
 
     def _tokens(self, count: int) -> list[int]:
         ids: list[int] = self._alphabet.draw(self._rng, count).tolist()
         return ids
 
-    def _add(self, prompt: list[int], output: int) -> None:
+    def _add(self, prompt: list[int], output: int) -> str:
         from quire.types.request import EngineRequest
         from quire.types.sampling import SamplingParams
 
         params, nothing = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True), frozenset[int]()
-        self._core.add(EngineRequest(f"step-{self._count}", tuple(prompt), params, 0, nothing, nothing, arrival=0.0))
+        name = f"step-{self._count}"
+        self._core.add(EngineRequest(name, tuple(prompt), params, 0, nothing, nothing, arrival=0.0))
+        self._open.add(name)
         self._count += 1
+        return name
 
-    def _run(self) -> list[Turn]:
+    def _run(self, but: Collection[str] = ()) -> list[Turn]:
+        """Until all have ended `but` these."""
         from quire.sim.shapes import shape_of
 
-        turns = []
-        while self._core.has_unfinished:
+        turns: list[Turn] = []
+        while self._open.difference(but) if but else self._core.has_unfinished:
             self._landed.clear()
             began = time.perf_counter()
-            self._core.step()
+            deltas = self._core.step()
             whole = time.perf_counter() - began
+            self._open.difference_update(delta.request_id for delta in deltas if delta.finish_reason is not None)
             for scheduled, seconds in self._landed[:1]:
                 shape = shape_of(scheduled.plan, self._windows, sys.maxsize)
                 host = whole - (self._core.waited if self._core.depth else seconds)
                 turns.append(Turn(StepPoint(shape.rows, shape.tokens, shape.single_keys, shape.pairs, seconds), host))
-            if self._newcomers:
-                busy = 0.0 if self._core.depth else sum(seconds for _, seconds in self._landed)
-                self.admissions.append((self._newcomers, whole - busy))
         return turns

@@ -130,7 +130,9 @@ class Fleet:
         replica, visits, ended = self._replicas[index], self._visits, list[Visit]()
         deltas = replica.advance(now)
         numbers = [int(delta.request_id) for delta in deltas]
-        times = self._fronts.tell(numbers, now)
+        times, ends = self._fronts.tell(numbers, [delta.finish_reason is not None for delta in deltas], now)
+        for end in ends:
+            heapq.heappush(self._leaving, end)
         for delta, number, heard in zip(deltas, numbers, times, strict=True):
             if delta.finish_reason is not None or delta.scheduled_at:  # neither is said of tokens in the middle
                 visit = visits[number]
@@ -139,7 +141,6 @@ class Fleet:
                 if delta.finish_reason is not None:
                     visit.last, visit.preemptions = heard, delta.preemptions
                     ended.append(visit)
-                    heapq.heappush(self._leaving, heard)
         self._end = max(self._end, times[-1] if times else 0.0)
         for name, tokens in replica.ended:  # a row of one that ended may still be in flight: it is told again
             visits[int(name)].output = tokens

@@ -1,13 +1,14 @@
 """The way between a client and an engine: HTTP, text and messages between processes.
 
     client ──► API process: reads the request ─ ─ ► engine ─ ─ ► API process: writes every token ──► client
-               └── `request` seconds of its time                └── `token` seconds of its time for each
-               └── `way` in all, before the engine has it ──┘
+               └── `request` seconds of its time                ├── `token` seconds of its time for each
+               └── `way` in all, before the engine has it ──┘   └── `finish` after the last
 
 A process does one thing after the other. Whoever comes while it writes the tokens of a step waits, and so does the first token
 of one whose step has many rows; requests that come together reach the engine one by one, so that a step may begin without some.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -18,6 +19,7 @@ class FrontTime:
     way: float = 0.0
     request: float = 0.0
     token: float = 0.0
+    finish: float = 0.0
 
 
 NO_FRONT = FrontTime()
@@ -37,15 +39,19 @@ class FrontEnds:
         done = self._free[front] = max(now, self._free[front]) + self._time.request
         return done + self._rest
 
-    def tell(self, numbers: list[int], now: float) -> list[float]:
-        """When the clients have the tokens of a step, one for each of these requests."""
-        free, token, times = self._free, self._time.token, list[float]()
-        if not token:
-            return [now] * len(numbers)
-        count = len(free)
-        for number in numbers:
+    def tell(self, numbers: Sequence[int], last: Sequence[bool], now: float) -> tuple[list[float], list[float]]:
+        """When the clients have the tokens of a step, one for each of these requests, and those for whom it is the `last`
+        know that they have all."""
+        free, token, finish = self._free, self._time.token, self._time.finish
+        if not token and not finish:
+            return [now] * len(numbers), [now] * sum(last)
+        times, ends, count = list[float](), list[float](), len(free)
+        for number, is_last in zip(numbers, last, strict=True):
             front = number % count
             at = free[front]
             at = free[front] = (at if at > now else now) + token
             times.append(at)
-        return times
+            if is_last:
+                at = free[front] = at + finish
+                ends.append(at)
+        return times, ends

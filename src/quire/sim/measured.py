@@ -1,14 +1,16 @@
 """How long a step takes, from steps that were measured: a file of `quire bench steps`.
 
-    seconds = prompt(tokens) + (single(n) - prompt(n)) + key · keys + pair · pairs          n rows of one token
+    seconds = prompt(tokens) + beside(n) + key · keys + pair · pairs          n rows of one token
 
-`single` is measured with rows of one token, `prompt` with one row of all tokens; between measured sizes a line is drawn. What a
-key costs is learnt from equal steps with other contexts.
+`single` is measured with rows of one token, `prompt` with one row of all tokens, or of all but one where the device is never
+without a step; between measured sizes a line is drawn. `beside` is measured with many rows of one token and a prompt; of files
+without such steps it is what these rows take more than a prompt of as many tokens. What a key costs is learnt from equal steps
+with other contexts. A device that records steps runs those with prompts as the next larger one that it has.
 """
 
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from quire.sim.analytic import HostTime
 from quire.sim.front import FrontTime
 from quire.sim.shapes import StepShape
 from quire.types.errors import ConfigError
+from quire.types.widths import recorded_width
 
 FEWEST = 2  # sizes that make a curve
 MOST = 1e15  # of anything: its square still leaves room to count with
@@ -49,23 +52,50 @@ class Sized:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Mixed:
+    """A step with a prompt: without what its rows of one token look at."""
+
+    singles: int
+    tokens: int
+    pairs: float
+    seconds: float
+
+
 class MeasuredTiming:
-    def __init__(self, points: Sequence[StepPoint], host: HostTime) -> None:
+    """`width`: tokens that are run for so many, in steps with prompts."""
+
+    def __init__(self, points: Sequence[StepPoint], host: HostTime, width: Callable[[int], int] = int) -> None:
         singles = [Sized(point.rows, point.keys, point.seconds) for point in points if point.tokens == point.rows]
-        prompts = [Sized(point.tokens, point.pairs, point.seconds) for point in points if point.rows == 1 < point.tokens]
+        self.host, self._width, self._key = host, width, _slope(singles)
+        mixed = [
+            Mixed(point.rows - 1, width(point.tokens), point.pairs, max(0.0, point.seconds - self._key * point.keys))
+            for point in points
+            if point.rows < point.tokens
+        ]
+        prompts = [Sized(point.tokens, point.pairs, point.seconds) for point in mixed if point.singles <= 1]
         for what, found in (("rows of one token", singles), ("one row of several tokens", prompts)):
             if len({point.size for point in found}) < FEWEST:
                 raise ConfigError(f"it has steps with {what} in fewer than {FEWEST} sizes; measure with `quire bench steps`")
-        self.host = host
-        self._key, self._pair = _slope(singles), _slope(prompts)
+        self._pair = _slope(prompts)
         self._single, self._prompt = _curve(singles, self._key), _curve(prompts, self._pair)
+        more = [
+            Sized(point.singles, 0.0, point.seconds - self._pair * point.pairs - self._prompt(point.tokens))
+            for point in mixed
+            if point.singles > 1
+        ]
+        self._measured_beside = _curve([Sized(1, 0.0, 0.0), *more], 0.0) if more else None
 
     def seconds(self, shape: StepShape) -> float:
         looking = self._key * shape.single_keys + self._pair * shape.pairs
         if shape.tokens == shape.rows:
             return self._single(shape.rows) + looking
-        own = self._single(shape.singles) - self._prompt(shape.singles) if shape.singles else 0.0
-        return self._prompt(shape.tokens) + max(0.0, own) + looking
+        return self._prompt(self._width(shape.tokens)) + self._beside(shape.singles) + looking
+
+    def _beside(self, rows: int) -> float:
+        if self._measured_beside is not None:
+            return self._measured_beside(rows)
+        return max(0.0, self._single(rows) - self._prompt(rows)) if rows else 0.0
 
 
 @dataclass(frozen=True)
@@ -101,11 +131,12 @@ def read_measured(path: Path) -> MeasuredFile:
     since = {"admission": 0.0, "newcomer": 0.0} | parts["host"]  # older files have neither
     host = HostTime(*(_number(f"{where}: host", since, name) for name in ("step", "row", "admission", "newcomer")))
     found = [_point(f"{where}: point {i}", point) for i, point in enumerate(points, 1)]
+    engine, sizes = parts["engine"], dict[str, int]()
+    recorded = engine.get("device") == "cuda" and not engine.get("enforce_eager")
     try:
-        timing = MeasuredTiming(found, host)
+        timing = MeasuredTiming(found, host, recorded_width if recorded else int)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    engine, sizes = parts["engine"], dict[str, int]()
     for name, least in (("block_size", 1), ("num_pages", 1), ("device_memory", 0)):
         sizes[name] = int(_number(f"{where}: engine", engine, name))
         if sizes[name] < least:
@@ -125,8 +156,9 @@ def _front(where: str, told: Any, host: HostTime) -> FrontTime | None:
         return None
     if not isinstance(told, dict):
         raise ConfigError(f"{where} must be an object, got {str(told)[:60]}")
-    alone, request, token = (_number(where, told, name) for name in ("alone", "request", "token"))
-    return FrontTime(max(0.0, alone - token - host.seconds(1, 1)), request, token)
+    told = {"finish": 0.0} | told  # older files have it in `request`
+    alone, request, token, finish = (_number(where, told, name) for name in ("alone", "request", "token", "finish"))
+    return FrontTime(max(0.0, alone - token - host.seconds(1, 1)), request, token, finish)
 
 
 def _point(where: str, point: Any) -> StepPoint:
