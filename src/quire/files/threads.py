@@ -2,13 +2,16 @@
 is done: to start one takes until it has had a turn, which in a process that is busy is long."""
 
 import os
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import count
 from queue import SimpleQueue
-from threading import Condition, Thread
+from threading import Condition, Thread, get_native_id
 from typing import TypeVar
 
 MOST = 12
+GIVING_WAY = 5  # steps down: who serves somebody has a core before who reads for somebody
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -32,6 +35,9 @@ class Helpers:
 
     @staticmethod
     def _run(asked: "SimpleQueue[Callable[[], None]]") -> None:
+        if sys.platform == "linux":  # where that is of a thread
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, get_native_id(), GIVING_WAY)
         while True:
             asked.get()()
 
@@ -39,8 +45,8 @@ class Helpers:
 HELPERS = Helpers()
 
 
-def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Of each, in their order. One that fails is raised, when those that had begun have ended."""
+def in_threads(work: Callable[[Item], Result], items: Sequence[Item], most: int = MOST) -> list[Result]:
+    """Of each, in their order, by so many at most. One that fails is raised, when those that had begun have ended."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found: dict[int, Result] = {}
     failed: list[BaseException] = []
@@ -65,7 +71,7 @@ def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Re
             running -= 1
             state.notify()
 
-    HELPERS.ask(help_out, min(MOST, cores, len(items)) - 1)
+    HELPERS.ask(help_out, min(most, cores, len(items)) - 1)
     run()
     with state:
         state.wait_for(lambda: running == 0)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.files.threads import MOST, in_threads
+from quire.files.threads import in_threads
 from quire.load.adapter import Model
 from quire.load.adapter_plan import KINDS, FilePlan, FilePlans, Floats
 from quire.ops.adapter_pack import Moves, find_largest, pack
@@ -25,6 +25,7 @@ from quire.prepare.adapt import Adapters, PackedAdapter
 from quire.types.errors import AdapterError, ModelError
 
 PIECE = 4 << 20  # bytes that a thread reads at once
+THREADS = 6  # they copy from memory to memory, as a rule; others hash the same file meanwhile
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class AdapterUpload:
         cuda = self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if cuda else None  # type: ignore[no-untyped-call]
         self._slots: SimpleQueue[Slot] = SimpleQueue()
-        for _ in range(MOST):
+        for _ in range(THREADS):
             event = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
             self._slots.put(Slot(torch.empty(PIECE, dtype=torch.uint8, pin_memory=cuda), event))
 
@@ -61,9 +62,11 @@ class AdapterUpload:
                 return None
             file, plan, config = found
             return self._read(file, plan, plan.scales(config))
-        except (AdapterError, ModelError, MemoryError, RuntimeError) as error:
+        except (AdapterError, ModelError, OSError, MemoryError, torch.OutOfMemoryError) as error:
             logger.debug("%s is read on the host", path, exc_info=error)
-            return None
+        except Exception as error:  # the host's way does not depend on it
+            logger.warning("%s is read on the host, which takes longer", path, exc_info=error)
+        return None
 
     @torch.no_grad()
     def _read(self, file: Path, plan: FilePlan, scales: Floats) -> Uploaded | None:
@@ -82,8 +85,8 @@ class AdapterUpload:
                 held = flat
             else:
                 held = self._adapters.host_room(plan.layout.size)
-                for to, some in zip(held.split(PIECE), flat.split(PIECE), strict=True):  # steps have copies to make, too
-                    to.copy_(some, non_blocking=True)
+                for begin in range(0, len(flat), PIECE):  # steps have copies to make between
+                    held[begin : begin + PIECE].copy_(flat[begin : begin + PIECE], non_blocking=True)
                 there = self._stream.record_event()
         return Uploaded(PackedAdapter(held, plan.layout.where, row=plan.layout.row, there=there), flat, plan.rank)
 
@@ -104,7 +107,7 @@ class AdapterUpload:
                 finally:
                     self._slots.put(slot)
 
-            in_threads(bring, range(0, plan.bytes, PIECE))
+            in_threads(bring, range(0, plan.bytes, PIECE), THREADS)
 
     def _aside(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
