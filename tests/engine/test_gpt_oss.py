@@ -7,17 +7,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from oracle import Family, in_pieces, make_checkpoint, open_checkpoint
+from adapters import write_with_peft
+from oracle import Family, in_pieces, make_checkpoint, open_checkpoint, open_reference
 from quantized_checkpoints import mxfp4
 from quire import LLM, SamplingParams
 from quire.config.facts import read_facts
 from quire.config.quantization import Quantization
+from quire.config.server_args import ServerArgs
 from quire.dist.mesh import Position
 from quire.files.resolve import resolve_model
 from quire.layers.moe import Experts
 from quire.load.load import load_weights
+from quire.lora.request import LoRARequest
 from quire.models.registry import build_model
 from quire.prepare.shard import shard
+from quire.serve.adapters import load_modules
 from quire.types.errors import ModelError
 from serving import NAME, Running
 from tiny_model import VOCABULARY, make_tokenizer
@@ -94,6 +98,52 @@ def test_the_engine_and_the_server_say_the_same(checkpoint, exact):
     finally:
         server.close()
     assert [choice["token_ids"] for choice in answer["choices"]] == expected
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_attention_and_of_experts(checkpoint, exact, tmp_path):
+    """On a CPU, where the experts become floats: offline, beside a request without one, and served."""
+    config = {
+        "attention": {"target_modules": ["q_proj", "v_proj", "o_proj"]},
+        "experts": {
+            "target_modules": ["k_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
+    }
+    references = {None: exact.reference} | {
+        name: write_with_peft(
+            open_reference(checkpoint.parent / "floats"), tmp_path / name, seed, r=2, lora_alpha=4, **config[name]
+        )
+        for seed, name in enumerate(config)
+    }
+    length, given = len(IDS[0]), torch.tensor([IDS[0]])
+    with torch.inference_mode():
+        expected = [
+            reference.generate(
+                input_ids=given, attention_mask=torch.ones_like(given), max_new_tokens=12, min_new_tokens=12, do_sample=False
+            )[0, length:].tolist()
+            for reference in references.values()
+        ]
+    assert len({tuple(tokens) for tokens in expected}) == 3, "every adapter has tokens of its own"
+    llm = LLM(str(checkpoint), device="cpu", block_size=4, kv_cache_memory_bytes=4 << 20, enable_lora=True, max_loras=2)
+    loras = [None if name is None else LoRARequest(name, at, str(tmp_path / name)) for at, name in enumerate(references)]
+    outputs = llm.generate([{"prompt_token_ids": IDS[0]}] * 3, PARAMS, use_tqdm=False, lora_request=loras)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    server = Running(checkpoint, dtype="float32", enable_lora=True)
+    try:
+        server.call(load_modules(server.llm, ServerArgs(lora_modules=[f"mine={tmp_path / 'experts'}"])))
+        body = {
+            "model": "mine",
+            "prompt": IDS[0],
+            "max_tokens": 12,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        answer = server.http.post("/v1/completions", json=body).json()
+    finally:
+        server.close()
+    assert answer["choices"][0]["token_ids"] == expected[2]
 
 
 class Alone:
