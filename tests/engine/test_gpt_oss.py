@@ -2,12 +2,13 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapters import write_with_peft
+from adapters import put, write_with_peft
 from oracle import Family, in_pieces, make_checkpoint, open_checkpoint, open_reference
 from quantized_checkpoints import mxfp4
 from quire import LLM, SamplingParams
@@ -20,9 +21,11 @@ from quire.layers.moe import Experts
 from quire.load.load import load_weights
 from quire.lora.request import LoRARequest
 from quire.models.registry import build_model
+from quire.prepare.adapt import adapt
 from quire.prepare.shard import shard
+from quire.runner.adapters import Shelf
 from quire.serve.adapters import load_modules
-from quire.types.errors import ModelError
+from quire.types.errors import AdapterError, ModelError
 from serving import NAME, Running
 from tiny_model import VOCABULARY, make_tokenizer
 
@@ -144,6 +147,13 @@ def test_adapters_of_attention_and_of_experts(checkpoint, exact, tmp_path):
     finally:
         server.close()
     assert answer["choices"][0]["token_ids"] == expected[2]
+    made = {}
+    change = partial(adapt, device=torch.device("cpu"), dtype=torch.float32)
+    model = load(checkpoint, change=lambda model: made.update(adapters=change(model)), keeps=frozenset({"fp4", "experts"}))
+    shelf = Shelf(made["adapters"], model, 2, 16)
+    put(shelf, tmp_path / "attention", 1)
+    with pytest.raises(AdapterError, match=r"mlp\.experts.* adds to experts, which are held in few bits on this device"):
+        put(shelf, tmp_path / "experts", 2)
 
 
 class Alone:
