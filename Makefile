@@ -10,8 +10,9 @@ export PYTHONDONTWRITEBYTECODE :=
 serve: $(VENV)/.installed
 	$(BIN)/quire serve smollm2 --sample "What is the capital of France? Answer in one word."
 
+# three processes for two cores: a quarter of what a test of processes takes is waiting
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 matrix: $(VENV)/.installed-dev
 	QUIRE_MATRIX=all $(BIN)/python -m pytest -n 2 --dist load tests/e2e tests/prepare/test_stage.py

@@ -6,7 +6,8 @@ import sys
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny: threads would only wait for each other
-LONG = ("e2e", "engine", "serve", "ops", "models")  # directories whose files take long: no process is to be left with one
+# directories whose files take long: no process is to be left with one
+LONG = ("e2e", "engine", "serve", "ops", "models", "prepare", "sched")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
