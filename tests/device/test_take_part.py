@@ -4,35 +4,89 @@ import os
 
 import pytest
 
+from quire.config.args import EngineArgs
 from quire.device.base import Device
 from quire.device.cuda.device import CUDADevice
+from quire.device.registry import find_device
+from quire.engine import assemble
+from quire.engine.timeline import Stopwatch
 from quire.types.errors import ConfigError
+from tiny_model import make_model
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def see(monkeypatch: pytest.MonkeyPatch, named: str | None, count: int) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: count > 0)
+    monkeypatch.delenv(VISIBLE, raising=False)
+    if named is not None:
+        monkeypatch.setenv(VISIBLE, named)
 
 
 @pytest.mark.parametrize(
     ("named", "count", "seen"),
-    [(None, 2, ["0", "1"]), ("3,5", 2, ["3", "5"]), ("0, 0", 1, ["0", "0"]), ("GPU-a,GPU-b,GPU-c", 3, ["GPU-a", "GPU-b"])],
+    [(None, 2, ["0", "1"]), ("3, 5", 2, ["3", "5"]), ("GPU-a,GPU-b,GPU-c", 3, ["GPU-a", "GPU-b"])],
 )
-def test_every_engine_sees_one_gpu(named, count, seen, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+@pytest.mark.parametrize("sharing", [False, True])
+def test_every_engine_sees_one_gpu(named, count, seen, sharing, monkeypatch):
     found = []
     for engine in range(2):
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        if named is not None:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
-        CUDADevice().take_part(engine, 2)
-        found.append(os.environ["CUDA_VISIBLE_DEVICES"])
+        see(monkeypatch, named, count)
+        assert find_device(engine, 2, sharing) == "cuda"
+        found.append(os.environ[VISIBLE])
     assert found == seen
 
 
-@pytest.mark.parametrize(("named", "count"), [(None, 1), ("7", 1), ("", 1)])
+@pytest.mark.parametrize(("named", "count", "seen"), [(None, 1, ["0"] * 3), ("7", 1, ["7"] * 3), ("3,5", 2, ["3", "5", "3"])])
+def test_engines_whose_memory_is_known_share(named, count, seen, monkeypatch):
+    found = []
+    for engine in range(3):
+        see(monkeypatch, named, count)
+        CUDADevice().take_part(engine, 3, sharing=True)
+        found.append(os.environ[VISIBLE])
+    assert found == seen
+
+
+@pytest.mark.parametrize(("named", "count"), [(None, 1), ("7", 1), ("", 1), ("7,-1,-1", 1)])
 def test_fewer_gpus_than_engines(named, count, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if named is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
-    with pytest.raises(ConfigError, match="needs a GPU for each engine, and 1 can be seen here; use at most 1"):
-        CUDADevice().take_part(1, 2)
+    see(monkeypatch, named, count)
+    with pytest.raises(
+        ConfigError, match="needs a GPU for each engine, and 1 can be seen here; use at most 1, or let engines "
+    ):
+        find_device(1, 2)
+
+
+@pytest.mark.parametrize("named", ["0,0", "3, 5,3"])
+def test_a_gpu_that_is_named_twice_is_no_cpu(named, monkeypatch):
+    """CUDA sees none then. It is an error however many engines there are, whether or not a GPU was asked for."""
+    see(monkeypatch, named, 0)
+    for ask in (find_device, lambda: find_device(0, 2), lambda: find_device(1, 2, True), CUDADevice().facts):
+        with pytest.raises(ConfigError, match=f"{VISIBLE}={named.replace(' ', '')} names a GPU twice, and CUDA sees none then"):
+            ask()
+    with pytest.raises(ConfigError, match="names a GPU twice"):
+        CUDADevice().take_part(0, 2, sharing=True)
+
+
+@pytest.mark.parametrize(("named", "engines"), [(None, 2), ("0,1", 2), ("0", 3), ("-1,-1", 2), ("", 1)])
+def test_without_gpus_it_is_a_cpu(named, engines, monkeypatch):
+    see(monkeypatch, named, 0)
+    assert find_device(0, engines) == "cpu"
+
+
+@pytest.mark.parametrize(("device", "told"), [("auto", "cuda"), ("cuda", "cuda")])
+def test_the_cache_of_each_is_what_lets_them_share(device, told, tmp_path, monkeypatch):
+    """As an engine process asks, up to where it would ask the GPU itself."""
+    asked = []
+    monkeypatch.setattr(assemble, "describe", lambda name: (asked.append(name), 1 / 0))
+    args = {"model": str(make_model(tmp_path)), "device": device, "data_parallel_size": 2}
+    see(monkeypatch, None, 1)
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes says how much of one each takes"):
+        assemble.resolve_here(EngineArgs(**args), Stopwatch(), engine=1)
+    see(monkeypatch, None, 1)
+    with pytest.raises(ZeroDivisionError):
+        assemble.resolve_here(EngineArgs(**args, kv_cache_memory_bytes=1 << 20), Stopwatch(), engine=1)
+    assert asked == [told] and os.environ[VISIBLE] == "0"
 
 
 def test_devices_of_others_are_not_divided():

@@ -100,9 +100,10 @@ class Device:
         there: nothing is asked then, and torch not imported."""
         raise NotImplementedError
 
-    def take_part(self, engine: int, engines: int) -> None:  # noqa: ARG002
+    def take_part(self, engine: int, engines: int, sharing: bool = False) -> None:  # noqa: ARG002
         """This process runs one of several engines on this machine: its part of the device, or the one of several devices that
-        is its own, is taken before anything else is asked. Raises ConfigError where there are not so many."""
+        is its own, is taken before anything else is asked. Raises ConfigError where there are not so many. `sharing`: it was
+        said how much memory each takes, so that several may have one device."""
         raise ConfigError(f"data_parallel_size={engines} cannot be had with device {self.name}, which is not divided; use 1")
 
     @property

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.config.devices import brought_devices, check_device
 from quire.device.base import Device
+from quire.device.visible import named_gpus
 from quire.types.errors import ConfigError, QuireError
 
 if TYPE_CHECKING:
@@ -43,12 +44,14 @@ def _blamed(name: str, where: str) -> Iterator[None]:
         raise ConfigError(f"the device {name!r}, {where}, cannot be used: {why}") from error
 
 
-def find_device(engine: int = 0, engines: int = 1) -> str:
-    """The one that `auto` is. Imports torch. Of several engines each takes its own GPU, before CUDA is asked anything."""
+def find_device(engine: int = 0, engines: int = 1, sharing: bool = False) -> str:
+    """The one that `auto` is. Imports torch. Of several engines each takes its own GPU, before CUDA is asked anything, or one
+    that it shares."""
     import torch
 
+    named_gpus()
     if engines > 1 and torch.cuda.device_count():
-        open_device("cuda").take_part(engine, engines)
+        open_device("cuda").take_part(engine, engines, sharing)
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

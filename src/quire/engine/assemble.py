@@ -73,20 +73,20 @@ def import_torch() -> None:
 def resolve_here(args: EngineArgs, watch: Stopwatch, serving: bool = False, engine: int = 0) -> Config:
     """The configuration of an engine in this process. Whatever can be wrong without torch is found before it is imported.
     `engine`: its number, among those on this machine."""
-    engines = local_engines(args)
+    engines, sharing = local_engines(args), args.kv_cache_memory_bytes is not None
 
     def find() -> str:
         watch.lap("configuration")
         import_torch()
         watch.lap("imports")
-        found = find_device(engine, engines)
+        found = find_device(engine, engines, sharing)
         watch.lap("device")
         return found
 
     def ask(name: str) -> DeviceFacts:
         if engines > 1 and (name != "cuda" or args.device == name):  # whoever was found has taken it
             ranks = args.tensor_parallel_size * args.pipeline_parallel_size
-            open_device(name).take_part(engine * ranks, engines * ranks)
+            open_device(name).take_part(engine * ranks, engines * ranks, sharing)
         facts = describe(name)
         watch.lap("device")
         return facts

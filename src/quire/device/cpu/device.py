@@ -45,7 +45,7 @@ class CPUDevice(Device):
             one_memory=True,
         )
 
-    def take_part(self, engine: int, engines: int) -> None:
+    def take_part(self, engine: int, engines: int, sharing: bool = False) -> None:  # noqa: ARG002
         take_cores(engine, engines)
 
     @property

@@ -9,6 +9,7 @@ from quire.config.devices import KEEPS
 from quire.config.facts import DeviceFacts
 from quire.config.memory import CUDA_CONTEXT_BYTES
 from quire.device.base import Device, PlannedBudget, Recorder
+from quire.device.visible import VISIBLE, named_gpus
 from quire.types.errors import ConfigError
 from quire.types.stats import DeviceCounts
 
@@ -38,6 +39,7 @@ class CUDADevice(Device):
         if memory is None:
             import torch
 
+            named_gpus()
             if not torch.cuda.is_available():
                 raise ConfigError(
                     f"device={self.name} was asked for, but torch {torch.__version__} sees no CUDA device; use device=cpu"
@@ -58,18 +60,17 @@ class CUDADevice(Device):
             always_keeps=True,
         )
 
-    def take_part(self, engine: int, engines: int) -> None:
-        """One GPU for each, which is then the only one that this process sees. Whoever names one twice shares it."""
+    def take_part(self, engine: int, engines: int, sharing: bool = False) -> None:
+        """One GPU for each, which is then the only one that this process sees."""
         import torch
 
-        named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        visible = named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
-        if len(visible) < engines:
+        visible = named_gpus() or [str(number) for number in range(torch.cuda.device_count())]
+        if not visible or (len(visible) < engines and not sharing):
             raise ConfigError(
                 f"data_parallel_size={engines} needs a GPU for each engine, and {len(visible)} can be seen here; use at most "
-                f"{max(1, len(visible))}, or let engines share one: CUDA_VISIBLE_DEVICES=0,0 and kv_cache_memory_bytes for each"
+                f"{max(1, len(visible))}, or let engines share them: kv_cache_memory_bytes says how much of one each takes"
             )
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[engine].strip()
+        os.environ[VISIBLE] = visible[engine % len(visible)]
 
     def take_rank(self, rank: int) -> None:
         import torch
