@@ -117,9 +117,10 @@ async def first_tokens(llm: AsyncLLM, loras: Sequence[LoRARequest], streams: int
     await asyncio.gather(*running, return_exceptions=True)
 
 
-async def run_cold(args: dict[str, Any], loras: Sequence[LoRARequest], most: int) -> None:
+async def run_cold(args: dict[str, Any], loras: Sequence[LoRARequest], most: int, idle: float) -> None:
     llm = AsyncLLM.from_engine_args(EngineArgs.from_kwargs(**args))
     await llm.wait_ready()
+    await asyncio.sleep(idle)
     await first_tokens(llm, [*[loras[0]] * 4, *loras[most:]], 8)
     llm.shutdown()
 
@@ -132,6 +133,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
     parser.add_argument("--rows", nargs="*", default=["off", "single", "mixed", "cold"])
     parser.add_argument("--runs", type=int, default=2, help="of which the best one counts")
+    parser.add_argument("--idle", type=float, default=0.0, help="seconds before `cold`, in which an engine records CUDA graphs")
     parser.add_argument("--max-model-len", type=int, default=4096)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -162,7 +164,7 @@ def main() -> None:
         loras = [LoRARequest(f"a{i}", i + 1, path) for i, path in enumerate(paths)]
         adapted = {"enable_lora": True, "max_loras": most + 3, "max_lora_rank": options.rank}
         if "cold" in options.rows:  # first: its engine has a process of its own, and leaves nothing on the device
-            asyncio.run(run_cold(args | adapted, loras, most))
+            asyncio.run(run_cold(args | adapted, loras, most, options.idle))
         if {"single", "mixed"} & {*options.rows}:
             llm = LLM(**args, **adapted)
             for count in options.adapters:
