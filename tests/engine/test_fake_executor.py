@@ -1,10 +1,10 @@
 """The fake executor must not be fooled: wrong bookkeeping has to show in its tokens or raise."""
 
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from quire.cache.layout import make_layout
 from quire.engine.executor.fake import FakeExecutor

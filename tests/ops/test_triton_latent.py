@@ -118,7 +118,7 @@ def test_a_plan_that_stays_gives_the_same(device):
     fixed = FixedLatents(spec)
     counts, lengths = (torch.tensor(column).int().numpy() for column in zip(*rows, strict=True))
     made, room = fixed.cut(counts, lengths, None, None)
-    room = dataclasses.replace(room, splits=room.splits + 5, tiles=room.tiles + 3)
+    room = room._replace(splits=room.splits + 5, tiles=room.tiles + 3)
     numbers = torch.from_numpy(fixed.numbers(made, len(rows) + 2, room)).to(device)
     batch.plans.clear()
     fixed.attach(batch, 0, numbers, len(rows) + 2, room)

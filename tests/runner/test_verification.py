@@ -1,10 +1,9 @@
 """Which drafts were right, and what a step says of draws that went wrong behind them."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from runner_support import plan
 
 from quire.ops.arguments import BROKEN, GOOD
@@ -33,7 +32,7 @@ def test_leading_drafts_that_were_drawn_are_accepted(seed):
     assert lengths(ids, drafts, first).tolist() == expected
     ends = np.append(first[1:], len(ids)) - 1
     step = plan(0, [(i, size, size, True, size - 1) for i, size in enumerate((ends - first + 1).tolist())])
-    told = dataclasses.replace(step, draft_token=np.array([d for d in drafts if d != NO_DRAFT], np.int32))
+    told = structs.replace(step, draft_token=np.array([d for d in drafts if d != NO_DRAFT], np.int32))
     assert accept_told(told, np.array(ids), np.full(len(ids), GOOD), told.draft_token).tolist() == expected
 
 

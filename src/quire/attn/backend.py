@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -38,8 +38,7 @@ class AttentionSpec:
     latent: int | None = None  # the first so many numbers of a key are its value; None = values lie beside keys
 
 
-@dataclass(frozen=True)
-class Room:
+class Room(NamedTuple):
     """Pieces of attention work."""
 
     splits: int

@@ -108,16 +108,10 @@ class FixedCuts:
 
     def numbers(self, cut: tuple[Cuts, Ints], rows: int, room: Room) -> Ints:
         made, tiles = cut
-        at, counts = 0, room_counts(rows, room)
-        out = np.empty(sum(counts), np.int32)
-        out.fill(-1)
-        for array, count in zip((made.splits, made.merges, made.shared, made.members, tiles), counts, strict=True):
-            if array.size:
-                out[at : at + array.size] = array.reshape(-1)
-            at += count
-        if not room.tiles and made.rows < rows:  # what is left attends to itself
-            padding = out[: 4 * room.splits].reshape(-1, 4)[len(made.splits) :][: rows - made.rows]
-            padding[:, 0], padding[:, 1], padding[:, 3] = np.arange(made.rows, rows), 0, 1
+        out = _lists(made.form or made, rows, room).copy()
+        out[3 : 4 * len(made.splits) : 4] = made.splits[:, 3]
+        if len(tiles):
+            out[len(out) - 3 * room.tiles :][: tiles.size] = tiles.reshape(-1)
         return out
 
     def attach(self, batch: Batch, group: int, numbers: Tensor, rows: int, room: Room) -> None:
@@ -133,6 +127,20 @@ class FixedCuts:
 
 
 @lru_cache(maxsize=16)  # most steps are like the one before
+def _lists(made: Cuts, rows: int, room: Room) -> Ints:
+    """Without tiles."""
+    at, counts = 0, room_counts(rows, room)
+    out = np.full(sum(counts), -1, np.int32)
+    for array, count in zip((made.splits, made.merges, made.shared, made.members), counts, strict=False):
+        out[at : at + array.size] = array.reshape(-1)
+        at += count
+    if not room.tiles and made.rows < rows:  # what is left attends to itself
+        padding = out[: 4 * room.splits].reshape(-1, 4)[len(made.splits) :][: rows - made.rows]
+        padding[:, 0], padding[:, 1], padding[:, 3] = np.arange(made.rows, rows), 0, 1
+    return out
+
+
+@lru_cache(maxsize=16)
 def _by_length(counts: bytes) -> tuple[Ints, Ints]:
     """The rows of one token, and those of several."""
     alone = np.frombuffer(counts, np.int32) == 1

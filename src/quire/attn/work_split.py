@@ -16,15 +16,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from quire.attn.shared_prefix import FEWEST, NOTHING_SHARED, Ints, SharedPrefix
+
+Longs = npt.NDArray[np.int64]
 
 SPLIT = 256  # keys of one split; the same for every batch, so that a row's result is its own
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Cuts:
-    """Rows of one token."""
+    """Rows of one token. Nobody changes them."""
 
     rows: int
     splits: Ints  # [splits, 4]: row, split, place among the parts or -1, key length
@@ -32,6 +35,7 @@ class Cuts:
     shared: Ints  # [shared, 3]: split, first member, members
     members: Ints  # [members, 2]: row, its first part
     parts: int
+    form: "Cuts | None" = None  # the same without key lengths, if other steps have it, too
 
 
 NO_CUTS = Cuts(
@@ -81,11 +85,11 @@ def cut_rows(
     made, owner = _cut_splits(row.tobytes(), last.tobytes(), lowest, alike if window is None else NOTHING_SHARED, most_members)
     splits = made.splits.copy()
     splits[:, 3] = length[owner]
-    return Cuts(made.rows, splits, made.merges, made.shared, made.members, made.parts)
+    return Cuts(made.rows, splits, made.merges, made.shared, made.members, made.parts, made)
 
 
 @lru_cache(maxsize=16)  # rows have the same splits for many steps: only their last ones grow
-def _cut_splits(rows: bytes, last: bytes, lowest: bytes, alike: SharedPrefix, most_members: int) -> tuple[Cuts, Ints]:
+def _cut_splits(rows: bytes, last: bytes, lowest: bytes, alike: SharedPrefix, most_members: int) -> tuple[Cuts, Longs]:
     """Without key lengths, and the place of each split's row: of rows whose last splits are known, and, with a window, their
     first ones."""
     row, each = np.frombuffer(rows, np.int32), 1 + np.frombuffer(last, np.int32)
@@ -109,7 +113,7 @@ def _cut_splits(rows: bytes, last: bytes, lowest: bytes, alike: SharedPrefix, mo
             each[place] -= depth
     splits = splits.repeat(each, axis=0)
     splits[:, 1:3] += _ragged_arange(each)[:, None]
-    owner = np.arange(len(row), dtype=np.int32).repeat(each)
+    owner = np.arange(len(row)).repeat(each)
     return Cuts(len(row), splits, merges, shared, members, int(parts.sum())), owner
 
 

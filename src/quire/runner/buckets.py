@@ -5,8 +5,8 @@ over costs little. Pure arithmetic: nothing here knows the device.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from quire.attn.backend import Room
 from quire.attn.shared_prefix import FEWEST
@@ -30,8 +30,7 @@ BORROWED_BESIDE_PROMPTS = 4
 REMEMBERED = 4096  # answers: most steps are like others before them
 
 
-@dataclass(frozen=True)
-class Bucket:
+class Bucket(NamedTuple):
     rows: int
     room: Room
     tokens: int = 0  # in rows of any length; 0 = every row has one token

@@ -14,7 +14,7 @@ from quire.runner.sampler.logprobs import Report, to_top_logprobs
 from quire.runner.sampler.pipeline import FAULTS, Drawn
 from quire.runner.transfer import Download, Longs
 from quire.types.errors import EngineError
-from quire.types.plan import Bools, Floats, Ints, StepPlan, StepResult, TopLogprobs, Words, spans
+from quire.types.plan import NOTHING, Bools, Floats, Ints, StepPlan, StepResult, TopLogprobs, Words, spans
 
 Array = npt.NDArray[np.generic]
 BROKEN_PROMPT = "the model's logits are broken at a prompt position: they contain NaN or +inf"
@@ -79,17 +79,21 @@ class StepFlight:
             raise EngineError(f"step {self._plan.step} was awaited before it got its masks")
         arrays = iter(self._download.wait())
         plan, drawn = self._plan, self._drawn
-        lengths, ids, fault = plan.sample.astype(np.int32), np.empty(0, np.int32), np.empty(0, np.int32)
+        lengths, ids, fault = plan.sample.astype(np.int32), NOTHING, NOTHING
         if drawn is not None:
             ids, fault = next(arrays)[:, slice(len(plan.draw_row)) if drawn.places is None else drawn.places]
         pooled = {} if self._pooled is None else _split_pooled(plan, next(arrays))
         kept: Ints | slice = slice(None)  # the draws that count
         if drawn is not None and (drawn.lengths is not None or plan.shapes.drafted):
-            lengths[plan.sample] = self._accept(ids, fault) if drawn.lengths is None else next(arrays)
+            taken = self._accept(ids, fault) if drawn.lengths is None else next(arrays)
+            if plan.shapes.all_draw:
+                lengths = taken.astype(np.int32)
+            else:
+                lengths[plan.sample] = taken
             kept = spans(plan.shapes.first_draw, lengths)
         drafts = {} if drawn is None or drawn.guesses is None or not len(plan.masked) else _split_guesses(plan, next(arrays))
         failed: dict[int, str] = {}
-        if np.count_nonzero(fault[kept]):
+        if np.count_nonzero(fault) and np.count_nonzero(fault[kept]):
             failed, kept, lengths = _leave_out(plan, fault, kept)
         logprobs: dict[int, TopLogprobs] = {}
         if drawn is not None and drawn.report is not None:
@@ -99,7 +103,8 @@ class StepFlight:
         prompt_logprobs = self._read_prompts(arrays, failed) if self._prompts else {}
         if self._guessing is not None:
             drafts = self._go_on(self._guessing, lengths)
-        return StepResult(plan.step, lengths, ids[kept].astype(np.int32), logprobs, prompt_logprobs, pooled, drafts, failed)
+        ids = ids[kept].astype(np.int32, copy=False)
+        return StepResult(plan.step, lengths, ids, logprobs, prompt_logprobs, pooled, drafts, failed)
 
     def _accept(self, ids: Ints, fault: Ints) -> Longs:
         plan = self._plan

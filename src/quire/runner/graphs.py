@@ -16,7 +16,7 @@ makes people wait for a few steps' time: ragged buckets that can borrow, at litt
 
 import sys
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
@@ -146,7 +146,7 @@ class Graphs:
         """Records the most useful bucket that has no graph, without any row; False = there is none, or no memory."""
         likely = [bucket for bucket, _ in self._wanted.most_common()] + worth_having(self._max_rows, self._max_tokens)
         if self._adapters:
-            likely = [each for bucket in likely for each in (bucket, replace(bucket, adapted=True))]
+            likely = [each for bucket in likely for each in (bucket, bucket._replace(adapted=True))]
         bucket = next((bucket for bucket in likely if bucket not in self._recorded), None)
         if bucket is None or self._taken >= self._allowance:
             return False
@@ -175,7 +175,7 @@ class Graphs:
     def _bucket(self, need: Room, rows: int, tokens: int, adapted: bool) -> Bucket | None:
         if need.tiles:
             found = prompt_bucket(need, rows, tokens, self._max_rows)
-            return None if found is None else replace(found, adapted=adapted)
+            return None if found is None else found._replace(adapted=adapted)
         size = row_bucket(rows, self._max_rows)
         room = None if size is None else room_bucket(need, size)
         return None if size is None or room is None else Bucket(size, room, adapted=adapted)

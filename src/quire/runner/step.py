@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from quire.device.base import Device, Setting
@@ -209,7 +210,7 @@ class Runner:
         slots, _, sampler = self._tenants
         warm_up_parts(self._loaded(), slots, sampler, self._vocabulary, longest)
         for plan in warm_up_steps(self._max_seqs, self._max_batched_tokens, longest):
-            flight = self.launch(replace(plan, guesses=np.full(len(plan.slot), self._drafts, np.int32)))
+            flight = self.launch(structs.replace(plan, guesses=np.full(len(plan.slot), self._drafts, np.int32)))
             if self._companion is not None:
                 flight.result()
         hidden = torch.zeros(self._max_batched_tokens, self._facts.hidden_size, dtype=self._dtype, device=slots.device)
@@ -424,8 +425,9 @@ class Runner:
 
     def told(self, plan: StepPlan) -> StepPlan:
         """With the drafts that were guessed here."""
-        told = self._companion is not None and plan.shapes.drafted
-        return replace(plan, draft_token=self._companion.guessed(plan)) if told and self._companion is not None else plan
+        if self._companion is None or not plan.shapes.drafted:
+            return plan
+        return structs.replace(plan, draft_token=self._companion.guessed(plan))
 
     def follow(self, lengths: Ints) -> None:
         """Of several ranks the first one draws; the others draft beside it, when they are told what the latest step brought."""

@@ -6,6 +6,7 @@ Request ids stay on the deciding side; the device knows slots. Arrays are numpy 
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -127,8 +128,7 @@ class RowShapes:
         return sample
 
 
-@dataclass(frozen=True)
-class StepRows:
+class StepRows(msgspec.Struct, frozen=True, eq=False):
     """The ragged batch to run."""
 
     slot: Ints  # [rows]
@@ -163,8 +163,7 @@ class StepRows:
         return self.shapes.rows_of(tokens)
 
 
-@dataclass(frozen=True)
-class StepPlan(StepRows):
+class StepPlan(StepRows, frozen=True, eq=False, dict=True):
     """One step: who came and went, which pages changed hands, and the rows.
 
     Order of effects on the device: retire, admit, given tokens, tables, copies, states that are loaded, then the rows, then
@@ -180,28 +179,28 @@ class StepPlan(StepRows):
     """
 
     step: int
-    retired: Ints = field(default_factory=_none)  # [retired] slots whose tenant left
+    retired: Ints = NOTHING  # [retired] slots whose tenant left
     admitted: tuple[Admission, ...] = ()
     # page-table entries to write: table[group][slot, index] = page
-    entry_group: Ints = field(default_factory=_none)  # [entries]
-    entry_slot: Ints = field(default_factory=_none)  # [entries]
-    entry_index: Ints = field(default_factory=_none)  # [entries]
-    entry_page: Ints = field(default_factory=_none)  # [entries]
+    entry_group: Ints = NOTHING  # [entries]
+    entry_slot: Ints = NOTHING  # [entries]
+    entry_index: Ints = NOTHING  # [entries]
+    entry_page: Ints = NOTHING  # [entries]
     # pages to duplicate before anything is written in this step (copy on write)
-    copy_from: Ints = field(default_factory=_none)  # [copies]
-    copy_to: Ints = field(default_factory=_none)  # [copies]
-    masked: Ints = field(default_factory=_none)  # [masked] indices among the draws, rising
+    copy_from: Ints = NOTHING  # [copies]
+    copy_to: Ints = NOTHING  # [copies]
+    masked: Ints = NOTHING  # [masked] indices among the draws, rising
     # tokens that were not drawn: tokens[slot, position] = token, in order, each after the slot's last
-    given_slot: Ints = field(default_factory=_none)  # [given]
-    given_position: Ints = field(default_factory=_none)  # [given]
-    given_token: Ints = field(default_factory=_none)  # [given]
+    given_slot: Ints = NOTHING  # [given]
+    given_position: Ints = NOTHING  # [given]
+    given_token: Ints = NOTHING  # [given]
     # [sum of drafts] where the host expects them, row by row; none = the device does
-    draft_token: Ints = field(default_factory=_none)
-    load_entry: Ints = field(default_factory=_none)  # [loads] state[load_slot] = state[load_entry]
-    load_slot: Ints = field(default_factory=_none)  # [loads]
-    save_slot: Ints = field(default_factory=_none)  # [saves] state[save_entry] = state[save_slot], behind the rows
-    save_entry: Ints = field(default_factory=_none)  # [saves]
-    guesses: Ints = field(default_factory=_none)  # [rows] tokens that a drafter with weights guesses behind the draws of each
+    draft_token: Ints = NOTHING
+    load_entry: Ints = NOTHING  # [loads] state[load_slot] = state[load_entry]
+    load_slot: Ints = NOTHING  # [loads]
+    save_slot: Ints = NOTHING  # [saves] state[save_entry] = state[save_slot], behind the rows
+    save_entry: Ints = NOTHING  # [saves]
+    guesses: Ints = NOTHING  # [rows] tokens that a drafter with weights guesses behind the draws of each
 
     @cached_property
     def ahead(self) -> int:
@@ -218,15 +217,14 @@ class TopLogprobs:
     rank: Ints  # [positions] 1-based rank of the chosen token
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True, eq=False):
     """`lengths[i]` tokens came of row i: none of a chunk, one of most rows, up to 1 + drafts of a row with drafts."""
 
     step: int
     lengths: Ints  # [rows]
     ids: Ints  # [sum of lengths] row by row
-    logprobs: dict[int, TopLogprobs] = field(default_factory=dict)  # row -> of its tokens
-    prompt_logprobs: dict[int, TopLogprobs] = field(default_factory=dict)  # row -> of the prompt tokens that were asked for
-    pooled: dict[int, Floats] = field(default_factory=dict)  # row -> [pool, H] of its tokens that were asked for
-    drafts: dict[int, Ints] = field(default_factory=dict)  # row with masked draws -> what the device expects behind its tokens
-    failed: dict[int, str] = field(default_factory=dict)  # row -> why, behind the tokens it brought; the other rows are good
+    logprobs: dict[int, TopLogprobs] = {}  # row -> of its tokens
+    prompt_logprobs: dict[int, TopLogprobs] = {}  # row -> of the prompt tokens that were asked for
+    pooled: dict[int, Floats] = {}  # row -> [pool, H] of its tokens that were asked for
+    drafts: dict[int, Ints] = {}  # row with masked draws -> what the device expects behind its tokens
+    failed: dict[int, str] = {}  # row -> why, behind the tokens it brought; the other rows are good

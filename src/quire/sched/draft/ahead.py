@@ -52,7 +52,7 @@ class SpeculationAhead(Speculation):
         self.waits = self.ahead > 0 or bool(self.granted)
 
     def took(self, scheduled: Scheduled, seconds: float, waited: bool = False) -> None:  # noqa: ARG002
-        plan, drafts, rows = scheduled.plan, int(scheduled.plan.drafts.sum()), len(scheduled.plan.slot)
+        plan, drafts, rows = scheduled.plan, scheduled.plan.shapes.drafted, len(scheduled.plan.slot)
         before, self._before = self._before, plan.ahead
         waking, self._waking = self._waking, None
         self._account.spend(seconds)
@@ -81,7 +81,7 @@ class SpeculationAhead(Speculation):
         plan = scheduled.plan
         if self._odd:
             self._book(scheduled, result, len(plan.slot) * plan.ahead)
-        if not plan.ahead and not plan.drafts.any():
+        if not plan.ahead and not plan.shapes.drafted:
             return []
         rows: list[Request] = []
         each = zip(scheduled.requests, result.lengths.tolist(), plan.drafts.tolist(), plan.guesses.tolist(), strict=True)

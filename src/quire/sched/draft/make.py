@@ -58,8 +58,9 @@ class Guarded:
         if self._broken:
             return ()
         try:
-            drafts = [int(token) for token in self._drafter.propose(text._replace(tokens=text.tokens[:]), most)][:most]
-            if any(not 0 <= token < self._vocabulary for token in drafts):
+            lent = Text(text.tokens[:], text.prompt, text.scope)
+            drafts = [int(token) for token in self._drafter.propose(lent, most)][:most]
+            if drafts and not 0 <= min(drafts) <= max(drafts) < self._vocabulary:
                 raise ValueError(f"it drafted {drafts}, but tokens are from 0 to {self._vocabulary - 1}")
         except Exception:
             logger.exception("the drafter %s failed; there are no drafts any more", self._name)

@@ -158,7 +158,7 @@ class Speculation:
 
     def took(self, scheduled: Scheduled, seconds: float, waited: bool = False) -> None:
         """`waited`: the step was planned when the last one's tokens had come. Without drafts none has to be."""
-        plan, drafts = scheduled.plan, int(scheduled.plan.drafts.sum())
+        plan, drafts = scheduled.plan, scheduled.plan.shapes.drafted
         odd = waited and self._ahead_once  # it was waited for in vain
         self._account.spend(seconds)
         self._seconds = 0.0
@@ -178,7 +178,7 @@ class Speculation:
         fruitful: list[Request] = []
         if self._drafter is None:
             return fruitful
-        self._book(scheduled, result, int(scheduled.plan.drafts.sum()))
+        self._book(scheduled, result, scheduled.plan.shapes.drafted)
         wanted, rows = self._limit(len(scheduled.requests)) > 0, list[Request]()
         for request, length in zip(scheduled.requests, result.lengths.tolist(), strict=True):
             if length:
