@@ -194,6 +194,10 @@ def test_an_engine_that_plans_ahead_is_measured_beside_a_row(model: str, tmp_pat
     assert [(point["rows"], point["tokens"]) for point in points] == sizes
     assert points[-1]["pairs"] == 24 * 25 / 2 and 8 * 64 < points[-1]["keys"] < 8 * (64 + 16)
     assert [point["pairs"] for point in points[4:6]] == [7 * 8 / 2, 31 * 32 / 2] and points[4]["keys"] < 16
+    small = ["--max-num-seqs", "1", "--max-model-len", "24", "--contexts", "4", "8"]  # no row beside it, no page before it
+    assert main(["bench", "steps", "--model", model, *flags, *small]) == 0
+    sizes = [(1, 1)] * 2 + [(1, 8)]
+    assert [(point["rows"], point["tokens"]) for point in json.loads(path.read_text())["points"]] == sizes
 
 
 @pytest.mark.parametrize("serving", [False, True])

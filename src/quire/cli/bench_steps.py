@@ -200,7 +200,7 @@ class StepMeter:
         its device is never without a step, and from the end of one to the end of the next is its own time."""
         beside = max(beside, 1 if self._core.depth and tokens > 2 and self.max_seqs > 1 else 0)
         head, found = self._tokens(context // self._page_size * self._page_size), list[Turn]()
-        if context:
+        if head:
             self._add(head, 1)
             self._run()
         rows = [self._add(self._tokens(before), ROUND * repeats) for _ in range(beside)]
