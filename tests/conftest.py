@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import itertools
 import os
@@ -53,17 +54,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """checkpoint(name) -> the family's tiny checkpoint, made once per session by transformers."""
+    """checkpoint(name) -> the family's tiny checkpoint, made by transformers once for all processes of a run."""
     from oracle import FALLBACK, FAMILIES, Checkpoint, make_checkpoint, open_checkpoint
     from recomputed_families import RECOMPUTED
     from recurrent_families import RECURRENT
 
     made: dict[str, Checkpoint] = {}
+    own = tmp_path_factory.getbasetemp()
+    common = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "checkpoints"
+    common.mkdir(exist_ok=True)
 
     def get(name: str) -> Checkpoint:
         if name not in made:
-            directory = tmp_path_factory.mktemp(name)
-            make_checkpoint((FAMILIES | FALLBACK | RECURRENT | RECOMPUTED)[name], directory)
+            directory = common / name
+            if not directory.exists():
+                fresh = tmp_path_factory.mktemp(name)
+                make_checkpoint((FAMILIES | FALLBACK | RECURRENT | RECOMPUTED)[name], fresh)
+                with contextlib.suppress(OSError):  # another process was first
+                    fresh.rename(directory)
             made[name] = open_checkpoint(directory)
         return made[name]
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from kept_tokens import check_kept_tokens
 
 from family import Family
 from oracle import FAMILIES, Sequences, in_pieces, make_checkpoint, open_checkpoint
@@ -28,6 +29,11 @@ def test_chunks_and_single_tokens_of_two_rows(checkpoint, family):
     case = checkpoint(family)
     for logits, ids in zip(in_pieces(case.model, *IDS), IDS, strict=True):
         close(logits, case.expected(ids))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_of_some_tokens_all_is_worked_out(checkpoint, family):
+    check_kept_tokens(checkpoint(family))
 
 
 def test_squared_relu(tmp_path):
