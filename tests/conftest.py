@@ -3,12 +3,30 @@ import gc
 import itertools
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny: threads would only wait for each other
 # directories whose files take long: no process is to be left with one
 LONG = ("e2e", "engine", "serve", "ops", "models", "prepare", "sched")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Of several processes that run all tests, each compiles a part of them first, for pytest rewrites every assertion: side by
+    side, each would find nothing done by another."""
+    number, tests = os.environ.get("PYTEST_XDIST_WORKER", "")[2:], Path(__file__).parent
+    if not number or sys.dont_write_bytecode or tests not in [Path(argument).resolve() for argument in session.config.args]:
+        return
+    with contextlib.suppress(ImportError, AttributeError, KeyError, TypeError, SyntaxError):  # a pytest that does it otherwise
+        from _pytest.assertion import rewrite
+
+        state = session.config.stash[rewrite.assertstate_key]
+        for file in sorted(tests.rglob("test_*.py"))[int(number) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]:
+            compiled = rewrite.get_cache_dir(file) / (file.stem + rewrite.PYC_TAIL)
+            if rewrite._read_pyc(file, compiled) is None and rewrite.try_makedirs(compiled.parent):
+                about, code = rewrite._rewrite_test(file, session.config)
+                rewrite._write_pyc(state, code, about, compiled)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
