@@ -137,12 +137,14 @@ class Pretended:
 
     def __call__(self, plan, ids, _fault, told):
         lengths, begin, at = [], 0, 0
-        for sample, drafts in plan.shapes.each:
+        for (sample, drafts), end in zip(plan.shapes.each, plan.end.tolist(), strict=True):
             right = 0
             while right < drafts and self._dice.random() < self.rate:
                 right += 1
             if right:
                 ids[begin : begin + right] = told[at : at + right]
+            if drafts and right == drafts and self._dice.random() < self.rate:  # so would have been the next guess
+                ids[begin + drafts] = end % 1000
             begin, at = begin + (1 + drafts if sample else 0), at + drafts
             if sample:
                 lengths.append(1 + right)

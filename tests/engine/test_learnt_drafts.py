@@ -34,9 +34,7 @@ def test_the_next_engine_knows(model, tmp_path, monkeypatch):
     [told] = json.loads((tmp_path / "new" / learnt.NAME).read_text()).values()
     second = open_model(model, dtype="float32", speculative_config=NGRAM)
     costs = second.llm_engine.core.scheduler.speculation._costs
-    assert costs.measured(1, 3) and costs.learnt() == {
-        int(r): {int(d): x for d, x in f.items()} for r, f in told["costs"].items()
-    }
+    assert costs.most >= 3 and costs.learnt() == {int(r): {int(d): x for d, x in f.items()} for r, f in told["costs"].items()}
     [again] = second.generate([loop], params, use_tqdm=False)
     assert list(again.outputs[0].token_ids) == list(plain.outputs[0].token_ids)
     second.llm_engine.shutdown()

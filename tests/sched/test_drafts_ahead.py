@@ -94,11 +94,12 @@ def test_guesses_that_are_cheap_and_right_are_asked_for(requests):
 
 @pytest.mark.parametrize(("guess", "wrong"), [(0.02, 1), (3.0, 1000), (1.0, 2)])
 def test_guesses_that_are_wrong_or_dear_are_not(guess, wrong):
-    """A few are asked for, to find out; then hardly any. A run of any length has lost next to nothing."""
-    for tokens in (40, 900):
+    """A few are asked for, to find out; then hardly any. At first that may lose as much as a hundredth of 256 steps, and what
+    a step takes that was expected to be far quicker (twice; these are 30 and 80 times as long); later next to nothing."""
+    for tokens, most in ((40, 2.56 if guess < 1 else 5), (900, 9)):
         desk, device = play(guess=guess, wrong=wrong, tokens=tokens)
-        assert device.now <= (1.01 * tokens if tokens > 40 else tokens)
-    assert 0 < len(desk.companion.asked) < 25
+        assert device.now <= tokens + most
+    assert 0 < len(desk.companion.asked) < 30
 
 
 def test_they_are_tried_again_and_a_step_without_is_measured():

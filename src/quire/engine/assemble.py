@@ -33,7 +33,7 @@ from quire.grammar.lanes import GrammarLanes
 from quire.models.registry import complete_facts
 from quire.progress import doing
 from quire.sched.draft.ahead import SpeculationAhead
-from quire.sched.draft.costs import Prior
+from quire.sched.draft.costs import A_CPU, Prior
 from quire.sched.draft.make import make_drafter
 from quire.sched.draft.speculation import Speculation
 from quire.types.cache import CacheLayout
@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 FAKE_LATENCY = "QUIRE_FAKE_LATENCY"  # environment: how many seconds a step of the fake executor takes
 GPU_RIDGE, GPU_WAIT = 150.0, 0.25  # of `Prior`, as an H200 has them with an 8B
+GPU_LAYER = 0.2  # of a layer of that: what the smallest takes
 LAUNCHED = 0.05  # of a step: what it takes to have a drafter guess, however small it is
 MOST_FAKE_PAGES = 1 << 17
 TEXT_DRAFTER_BYTES = 1 << 30  # of its cache, unless one text alone takes more
@@ -161,16 +162,19 @@ def _speculation(config: Config, watch: Stopwatch) -> Speculation | None:
 
 
 def _expected_costs(config: Config) -> Prior:
-    """Of drafts, before any were measured. A model that drafts takes as much of a step as it is smaller, and what it takes to
-    launch it; rows that it runs together cost a GPU what one does."""
-    overlaps, facts = config.device_facts.overlaps, config.draft_facts or config.text_drafter
-    guess = 0.0
+    """Of drafts, before any were measured. A model that drafts takes as much of a step as it is smaller, but of each layer no
+    less than what launching it takes; rows that it runs together cost a GPU what one does."""
+    overlaps, facts, layers = config.device_facts.overlaps, config.draft_facts or config.text_drafter, len(config.facts.layers)
+    guess = reading = 0.0
     if facts is not None:
-        guess = LAUNCHED + facts.parameters / max(1, config.facts.parameters)
+        reading = facts.parameters / max(1, config.facts.parameters)
+        guess = LAUNCHED + max(reading, GPU_LAYER * len(facts.layers) / max(1, layers) if overlaps else 0.0)
     elif config.draft_head is not None:
-        guess = LAUNCHED + 1 / max(1, len(config.facts.layers))
+        reading = 1 / max(1, layers)
+        guess = LAUNCHED + reading
     wait = GPU_WAIT if config.depth else 0.0
-    return Prior(GPU_RIDGE, wait, guess) if overlaps else Prior(wait=wait, guess=guess, each=guess)
+    each = 0.0 if overlaps else guess
+    return Prior(GPU_RIDGE if overlaps else A_CPU.ridge, wait, guess, each, min(1.0, reading))
 
 
 def start_text_drafter(config: Config, facts: ModelFacts) -> TextDrafter:

@@ -1,34 +1,37 @@
-"""What it may cost to find out whether drafts are worth it: a small share of all the time that was spent.
+"""What it may cost to find out whether drafts are worth it: a step or two at first, and a small share of all the time spent.
 
 Every step with drafts is compared with what its tokens would have taken without: what it lost is booked, and won back by those
-that brought more. A trial has to be covered by the share; when twice the share and a step are lost nobody drafts, whatever is
-expected. So a run of any length loses next to nothing, however wrong the expectations are.
+that brought more, of which a little is kept for later trials. A trial has to be covered; when more is lost than may be nobody
+drafts, whatever is expected. So a run of any length loses next to nothing, however wrong the expectations are.
 """
 
-SHARE = 0.005  # of the time spent
-MOST_SHARES = 2.0
+SHARE = 0.004  # of the time spent
+KEPT = 1.0  # steps of what was won
+FORGIVEN = 1.0  # steps: what was lost beyond that and what may be
 OUTLIER = 8.0  # times what is expected: somebody else had the processor
 
 
 class Account:
-    def __init__(self) -> None:
+    def __init__(self, credit: float) -> None:
+        """`credit`: steps that may be lost to begin with."""
+        self._credit = credit
         self._spent = 0.0  # seconds, of all steps
-        self._lost = 0.0  # to drafts, of which what they won is taken off; never below 0
+        self.lost = 0.0  # to drafts, of which what they won is taken off
 
     def spend(self, seconds: float) -> None:
         self._spent += seconds
 
-    def book(self, seconds: float, worth: float, expected: float) -> None:
-        """A step took so long; its tokens are worth so much without drafts."""
-        self._lost = max(0.0, self._lost + min(seconds, OUTLIER * expected) - worth)
+    def book(self, seconds: float, worth: float, expected: float, step: float) -> None:
+        """A step took so long; its tokens are worth so much without drafts, when a step takes `step`."""
+        lost = self.lost + min(seconds, OUTLIER * expected) - worth
+        self.lost = min(max(lost, -KEPT * step), self._allowed(step) + FORGIVEN * step)
 
     def lose(self, seconds: float) -> None:
-        self._lost += seconds
+        self.lost += seconds
 
-    def covers(self, seconds: float) -> bool:
-        """May so much be risked?"""
-        return self._lost + seconds <= SHARE * self._spent
+    def covers(self, seconds: float, step: float) -> bool:
+        """May so much be risked, where a step takes `step` seconds?"""
+        return self.lost + seconds <= self._allowed(step)
 
-    def overdrawn(self, step: float) -> bool:
-        """Is more lost than may be, and one step's seconds? Bad luck at first is no reason to give up what pays."""
-        return self._lost > MOST_SHARES * SHARE * self._spent + step
+    def _allowed(self, step: float) -> float:
+        return self._credit * step + SHARE * self._spent

@@ -10,16 +10,19 @@ from typing import Any
 from quire.sched.draft.base import BatchDrafter, Text
 from quire.sched.draft.choice import Choice
 from quire.sched.draft.costs import Prior
-from quire.sched.draft.speculation import RECENT, Speculation, moved, text_of
+from quire.sched.draft.speculation import QUICKLY, RECENT, Speculation, moved, text_of
 from quire.sched.plan_builder import Scheduled
 from quire.types.plan import StepPlan, StepResult
 from quire.types.request import Drafting, Request
 
 GUESS = Prior(guess=0.2, each=0.2)
-FURTHER = 128  # tokens of each text that are counted on, if there may be so many
+OLD = 16  # rows with drafts: no more is known of how they were, when they are tried again
+FURTHER = 64  # tokens of each text that are counted on, if there may be so many
 
 
 class SpeculationAhead(Speculation):
+    credit = 1.7  # one runs before there are drafts
+
     def __init__(self, companion: BatchDrafter | None, most: int, *, prior: Prior = GUESS, **options: Any) -> None:
         """`companion`: None = the device drafts. `options`: as those of `Speculation`."""
         super().__init__(None, most, prior=prior, **options)
@@ -29,7 +32,7 @@ class SpeculationAhead(Speculation):
         self._common = Drafting(first=first, later=later)
         self._choice = Choice(self._costs, self._account, prior)
         self._before = 0  # guesses behind the latest step
-        self._waking: tuple[int, float] | None = None  # tokens read behind it, and its seconds, if it was the first of some
+        self._fresh = 0  # tokens of texts that were read behind it
         self._odd = False  # the step that lands has drafts, or the one before had guesses
 
     def grant(self, running: Iterable[Request], turn: Sequence[Request] | None = None) -> None:  # noqa: ARG002
@@ -44,17 +47,19 @@ class SpeculationAhead(Speculation):
                     self.granted[request] = offered
         self.ahead, self.guesses = limit, {}
         if self._adaptive:
-            unread = sum(max(0, len(request.tokens) - request.drafting.read) for request in rows)
+            unread = [max(0, len(request.tokens) - request.drafting.read) for request in rows]
             further = sum(min(FURTHER, request.limit - len(request.tokens)) for request in rows) // max(1, len(rows))
             drafting_of = [request.drafting for request in rows]
             counts, self.ahead = self._choice.choose(drafting_of, self._common, self._outcomes, limit, unread, further)
             self.guesses = {request: count for request, count in zip(rows, counts, strict=True) if count != self.ahead}
+            if self._choice.tries:
+                self._outcomes = min(self._outcomes, OLD)
         self.waits = self.ahead > 0 or bool(self.granted)
 
     def took(self, scheduled: Scheduled, seconds: float, waited: bool = False) -> None:  # noqa: ARG002
         plan, drafts, rows = scheduled.plan, scheduled.plan.shapes.drafted, len(scheduled.plan.slot)
         before, self._before = self._before, plan.ahead
-        waking, self._waking = self._waking, None
+        fresh, self._fresh = self._fresh, 0
         self._account.spend(seconds)
         self._seconds, self._odd = 0.0, bool(before or drafts)
         if seconds <= 0 or len(plan.masked):
@@ -63,13 +68,11 @@ class SpeculationAhead(Speculation):
             self._with_prompts(plan, before, drafts, seconds)
             return
         self._seconds = seconds
-        if plan.ahead and not before and not drafts:
-            unread = sum(max(0, len(request.tokens) - request.drafting.read) for request in scheduled.requests)
-            self._waking = unread, seconds
-        elif plan.ahead == before and waking is not None:
-            self._choice.read(rows, plan.ahead, waking[0], waking[1] + seconds)
-        elif plan.ahead == before and (plan.ahead or not drafts):
-            self._choice.took(rows, plan.ahead, int(plan.guesses.sum()), seconds)
+        if plan.ahead:
+            asked = zip(scheduled.requests, plan.guesses.tolist(), strict=True)
+            self._fresh = sum(max(0, len(request.tokens) - request.drafting.read) for request, guesses in asked if guesses)
+        if plan.ahead == before and (plan.ahead or not drafts):
+            self._choice.took(rows, plan.ahead, int(plan.guesses.sum()), fresh, seconds)
 
     def _with_prompts(self, plan: StepPlan, before: int, drafts: int, seconds: float) -> None:
         if plan.ahead:  # it reads them, too
@@ -104,12 +107,12 @@ class SpeculationAhead(Speculation):
 
     def _note(self, drafting: Drafting, right: int, drafts: int) -> None:
         """Of so many drafts, the first few were right."""
-        common = self._common
+        common, recent = self._common, max(RECENT, 1 / (drafting.rows + QUICKLY))
         self._outcomes += 1
-        drafting.first = moved(drafting.first, common.first, right > 0, RECENT)
+        drafting.first = moved(drafting.first, common.first, right > 0, recent)
         common.first = moved(common.first, 0.0, right > 0, self._weight())
         for place in range(1, min(right + 1, drafts)):
-            drafting.later = moved(drafting.later, common.later, place < right, RECENT)
+            drafting.later = moved(drafting.later, common.later, place < right, recent)
             common.later = moved(common.later, 0.0, place < right, self._weight())
 
     def _learnt(self) -> dict[str, Any]:

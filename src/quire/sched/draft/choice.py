@@ -5,10 +5,10 @@
 
 Most rows have the same number. Those have fewer whose next draft is not worth what one costs more.
 
-Its guesses cost time whether they are run or not, so where they do not pay it is not asked, and nothing is learnt. A trial has
-to be covered by a small share of the time spent (`account`), and so has whatever nobody has measured yet. Where guesses pay, a
-step without them is measured once in a while. Texts that it has not read, it reads first: that has to be won back by the tokens
-that are to come.
+Its guesses cost time whether they are run or not, so where they do not pay it is not asked, and nothing is learnt. As long as
+little is known of how often it is right it guesses behind a few rows only, then behind more; to begin with that, and to try
+again later, has to be covered (`account`). Where guesses pay, a step without them is measured once in a while. Texts that it
+has not read, it reads first: that has to be won back by the tokens that are to come.
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,22 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.sched.draft.account import Account
-from quire.sched.draft.costs import WEIGHT, Prior, StepCosts
+from quire.sched.draft.costs import DOUBT, WEIGHT, Prior, StepCosts
+from quire.sched.draft.speculation import ENOUGH, STILL_WORTH, WORTH, own
 from quire.types.request import Drafting
 
-WORTH = 1.03  # times the pace without drafts: what they have to bring to be run
-TRIED_EVERY = 200  # steps, at least
+TRIED_EVERY, RARELY = 200, 1600  # steps, at least, and twice as many after each time in vain
+WORTH_TRYING = 32  # tokens that are to come
 TRIAL = 4  # steps of one: behind the first there are guesses, the second waits for them, the others are measured
 PLAIN_EVERY = 256  # steps with drafts: then two without
 HELD = 4  # steps for which a number is kept
-SEEN = 16  # rows with drafts, before what they bring is known
-BELIEVED = 0.5  # of what the first of them promise
+SOME = 4  # rows that have drafts at first; then as many more as were seen with some
+SEEN = 16  # of these: what drafts bring is known
+EVERY = 1 << 30
+WON_BACK = 0.05  # of what was read at first, by each step
 Counts = Sequence[int]
+Ints = npt.NDArray[np.int64]
+Chances = npt.NDArray[np.float64]
 
 
 class Choice:
@@ -36,45 +41,58 @@ class Choice:
     def __init__(self, costs: StepCosts, account: Account, prior: Prior) -> None:
         self._costs, self._account, self._prior = costs, account, prior
         self._depth = 0  # the most of a row
+        self._held = 0  # steps for which it stays, as long as drafts are worth it
         self._fixed = 0  # steps for which it stays, whatever is expected
-        self._limit = 0  # that it was chosen under
-        self._idle = TRIED_EVERY  # steps since drafts were tried
+        self._asked = EVERY  # rows at most, in a trial
+        self._idle = self._patience = TRIED_EVERY  # steps since drafts were tried, and until they are again
         self._busy = 0  # steps since one without drafts
+        self._invested = 0.0  # seconds of reading, since drafts are run
         self._reading, self._tokens_read = 0.0, 0.0  # seconds of late, for so many tokens
         self._prompt = 0.0  # seconds of a prompt's token, of late: of the model that is drafted for
 
     def choose(
-        self, drafting: Sequence[Drafting], common: Drafting, seen: int, limit: int, unread: int, further: int
+        self, drafting: Sequence[Drafting], common: Drafting, seen: int, limit: int, unread: Sequence[int], further: int
     ) -> tuple[Counts, int]:
         """For rows of requests of which these are the ones that draw, at most `limit`; and for others, that draw for the first
         time. `common`: what is expected of those of whom nothing is known, of so many rows that were `seen`. `unread`: tokens
-        of all of them; `further`: that each may have."""
-        self._idle, self._busy = self._idle + 1, self._busy + 1
-        rows = len(drafting)
-        if not limit or not rows or self._account.overdrawn(self._costs.plain(rows) or 0.0):
-            self._depth = self._fixed = 0
+        of each; `further`: that each may have."""
+        self._idle, self._busy, rows = self._idle + 1, self._busy + 1, len(drafting)
+        plain = self._costs.plain(rows) if rows and limit else None
+        self._invested *= 1 - WON_BACK
+        if plain is None or not self._account.covers(-self._invested, plain):
+            self._stop()
             return [0] * rows, 0
         right = self._chances(drafting, common, limit)
-        if self._fixed and limit == self._limit:
+        if self._fixed:
             self._fixed -= 1
         else:
-            self._limit = limit
-            self._depth, self._fixed = self._best(right, seen, unread, further)
-        depth = min(self._depth, limit)
-        return self._spread(right, depth), depth
+            self._settle(right, np.sort(unread), further, seen, plain)
+        self._depth = min(self._depth, limit)
+        asked = _least(unread, min(self._asked, max(SOME, seen)))
+        if self._depth:
+            self._invested += self.reading(int(np.asarray(unread)[asked].sum()))
+        return self._spread(right, asked), self._depth
 
-    def took(self, rows: int, depth: int, guesses: int, seconds: float) -> None:
-        """A step whose rows had so many drafts, and as many were guessed behind it: all together so many."""
+    @property
+    def tries(self) -> bool:
+        """Drafts are run whatever is expected."""
+        return self._asked == SOME
+
+    def _stop(self, fixed: int = 0) -> None:
+        self._depth = self._held = self._busy = 0
+        self._invested, self._fixed, self._asked = 0.0, fixed, EVERY
+
+    def took(self, rows: int, depth: int, guesses: int, fresh: int, seconds: float) -> None:
+        """A step whose rows had so many drafts, and as many were guessed behind it: all together so many. Before it, so many
+        tokens of texts were read."""
         missing = rows * depth - guesses
-        more = missing * self._costs.one(rows) if missing and self._costs.plain(rows) is not None else 0.0
-        self._costs.took(rows, rows * depth, seconds + more)
-
-    def read(self, rows: int, depth: int, unread: int, seconds: float) -> None:
-        """Two steps, of which the first had no drafts, and behind it so many tokens were read and so many guessed."""
-        if (plain := self._costs.plain(rows)) is not None and unread > rows:
-            more = max(0.0, seconds - plain - self._costs.seconds(rows, rows * depth))
-            self._reading = (1 - WEIGHT) * self._reading + more
-            self._tokens_read = (1 - WEIGHT) * self._tokens_read + unread
+        known = self._costs.plain(rows) is not None
+        seconds += missing * self._costs.one(rows) if missing and known else 0.0
+        if fresh <= rows:
+            self._costs.took(rows, rows * depth, seconds)
+        elif known and self._costs.most:
+            self._reading = (1 - WEIGHT) * self._reading + max(0.0, seconds - self._costs.seconds(rows, rows * depth))
+            self._tokens_read = (1 - WEIGHT) * self._tokens_read + fresh
 
     def prompt(self, tokens: int, seconds: float) -> None:
         """A step without drafts, of so many tokens, most of them prompts'."""
@@ -83,20 +101,20 @@ class Choice:
 
     def reading(self, unread: int) -> float:
         """Seconds."""
-        return unread * (self._reading / self._tokens_read if self._tokens_read else self._prompt * min(1.0, self._prior.guess))
+        return unread * (self._reading / self._tokens_read if self._tokens_read else self._prompt * self._prior.reading)
 
-    def _chances(self, drafting: Sequence[Drafting], common: Drafting, limit: int) -> npt.NDArray[np.float64]:
+    def _chances(self, drafting: Sequence[Drafting], common: Drafting, limit: int) -> Chances:
         """[rows, limit] that a draft is right, and all before it."""
-        first = np.array([each.first if each.first >= 0 else common.first for each in drafting])
-        later = np.array([each.later if each.later >= 0 else common.later for each in drafting])
-        chances: npt.NDArray[np.float64] = first[:, None] * later[:, None] ** np.arange(limit)
+        first = np.array([own(each.first, common.first) for each in drafting]) / 2 + common.first / 2
+        later = np.array([own(each.later, common.later) for each in drafting]) / 2 + common.later / 2
+        chances: Chances = first[:, None] * later[:, None] ** np.arange(limit)
         return chances
 
-    def _spread(self, right: npt.NDArray[np.float64], depth: int) -> Counts:
-        """Rows have so many each, or less where that brings more tokens per second: but one row that much."""
-        rows = len(right)
-        if not depth or rows == 1 or self._costs.plain(rows) is None:
-            return [depth] * rows
+    def _spread(self, right: Chances, asked: npt.NDArray[np.bool_]) -> Counts:
+        """Rows that are asked for have so many each, or less where that brings more tokens per second: but one that much."""
+        rows, depth = len(right), self._depth
+        if not depth or not asked.all() or rows == 1:
+            return [depth if each else 0 for each in asked.tolist()]
         one, right = self._costs.one(rows), right[:, :depth]
         seconds, tokens = self._costs.seconds(rows, rows * depth), rows + right.sum()
         kept = right >= one * tokens / seconds
@@ -107,27 +125,49 @@ class Choice:
         counts: list[int] = kept.sum(1).tolist()
         return counts
 
-    def _best(self, right: npt.NDArray[np.float64], seen: int, unread: int, further: int) -> tuple[int, int]:
-        """How many, and for how many more steps that is kept."""
+    def _settle(self, right: Chances, unread: Ints, further: int, seen: int, plain: float) -> None:
+        """How many the rows have from now on. `unread`: rising."""
         (rows, limit), costs = right.shape, self._costs
-        plain = costs.plain(rows)
-        if plain is None:
-            return 0, 0
+        known = min(rows, max(SOME, seen))
         seconds = np.array([costs.seconds(rows, rows * count) for count in range(1, limit + 1)])
-        brings, reading = right.sum(0).cumsum(), self.reading(unread)
-        sure = np.array([seen >= SEEN and costs.measured(rows, rows * count) for count in range(1, limit + 1)])
-        counted_on = BELIEVED * brings * plain / rows if seen else 0.0 * brings
-        risks = reading + (TRIAL - 1) * (seconds - plain - counted_on)
-        paces = np.where(sure | [self._account.covers(risk) for risk in risks], (rows + brings) / seconds, 0.0)
-        best = int(paces.argmax())
-        if paces[best] and WORTH * (further * rows / paces[best] + reading) < further * plain:
-            self._idle = 0
-            if self._busy >= PLAIN_EVERY:
-                self._busy = 0
-                return 0, 1
-            return best + 1, HELD - 1 if sure[best] else TRIAL - 1
-        self._busy = 0
-        if self._idle >= TRIED_EVERY and self._account.covers(reading + (TRIAL - 1) * (seconds[0] - plain)):
-            self._idle = 0
-            return 1, TRIAL - 1
-        return 0, HELD - 1
+        paces, reading = (rows + right.sum(0).cumsum()) / seconds, self.reading(int(unread[:known].sum()))
+        best = int((paces >= ENOUGH * paces.max()).argmax())
+        most = best + 1 if costs.most else 1  # as long as nobody has measured any
+        worth = WORTH if seen >= SEEN and not self._depth else STILL_WORTH
+        pays = worth * (further * rows / paces[best] + DOUBT * reading) < further * plain
+
+        def covered(reading: float, steps: int, most: int, asked: int) -> int:
+            """How many drafts may be tried for so many steps."""
+            more = [seconds[i] - plain - (i + 1) * (rows - asked) * costs.one(rows) for i in range(most)]
+            return next((i + 1 for i in range(most)[::-1] if self._account.covers(reading + steps * more[i], plain)), 0)
+
+        due = self._idle >= self._patience and further > WORTH_TRYING
+        if pays and self._busy >= PLAIN_EVERY:
+            self._stop(1)
+        elif pays and (self._depth or seen >= SEEN):
+            self._patience = TRIED_EVERY if seen >= SEEN else self._patience
+            self._go_on(most)
+        elif pays and due and (depth := covered(reading, 2, most, known)):
+            self._try(depth)
+        else:
+            self._stop()
+            if due and covered(self.reading(int(unread[:SOME].sum())), TRIAL, 1, min(rows, SOME)):
+                self._try(1)
+                self._fixed, self._asked = TRIAL - 1, SOME
+
+    def _try(self, depth: int) -> None:
+        self._idle, self._patience, self._depth = 0, min(2 * self._patience, RARELY), depth
+
+    def _go_on(self, depth: int) -> None:
+        self._idle, self._asked = 0, EVERY
+        if self._held and self._depth:
+            self._held -= 1
+        else:
+            self._depth, self._held = depth, HELD - 1
+
+
+def _least(unread: Sequence[int], count: int) -> npt.NDArray[np.bool_]:
+    """So many rows, those that are read most."""
+    chosen = np.zeros(len(unread), np.bool_)
+    chosen[np.argsort(np.asarray(unread), kind="stable")[:count]] = True
+    return chosen

@@ -1,9 +1,9 @@
 """What steps cost: seconds by how many rows a step has and how many drafts, measured.
 
 Only steps of rows that all draw count; a step of a prompt is long for other reasons. A number of drafts that was never run is
-judged by those that were: between two measurements on the line between them, beyond the last on the line that leads there.
-Where none were with so many rows, by what an earlier engine learnt, or by what such a device is expected to do (`Prior`),
-corrected by how wrong that was elsewhere.
+judged by those that were, here or by an earlier engine: between two measurements on the line between them, elsewhere by what
+such a device is expected to do (`Prior`), corrected by how wrong that was for the nearest number, or on the whole where none
+was run with so many rows. A number of rows that never ran without drafts is judged by the nearest that did, if that is near.
 """
 
 from bisect import bisect_left
@@ -15,6 +15,7 @@ WEIGHT = 0.2  # of a new measurement
 FIRST = 5  # measurements of which the least counts: the first steps of a kind may have to prepare something
 DOUBT = 2.0  # times what is expected: more than that of drafts is not believed before so many measurements
 OUTLIER = 3.0  # times what is expected: somebody else had the processor
+NEAR = 4.0  # times as many rows, or as few: what they take says something
 FARTHEST = 8.0  # times what was expected: more is no matter of the device, and says nothing of other steps
 Ratios = Mapping[int, Mapping[int, float]]  # rows -> drafts -> times a step without drafts
 
@@ -24,12 +25,13 @@ class Prior:
     """What drafts are expected to cost, in steps without any. Up to `ridge` tokens a step takes longer to read the weights than
     to compute: 3 is a CPU's with weights of 4 bits, a GPU has some 150. `wait`: for the tokens that drafts are made from, where
     other steps are planned ahead. `guess`: one by a drafter with weights, behind each row; `each`: as much of that is saved by
-    every row that has none."""
+    every row that has none. `reading`: of what the model takes to read a text, so much does that drafter."""
 
     ridge: float = 3.0
     wait: float = 0.0
     guess: float = 0.0
     each: float = 0.0
+    reading: float = 0.0
 
     def more(self, rows: int, drafts: float) -> float:
         return drafts / (self.ridge + rows) + self.wait + self.guess * drafts / rows if drafts else 0.0
@@ -64,65 +66,65 @@ class StepCosts:
         self._by_rows: dict[int, dict[int, Measured]] = {}  # rows -> drafts -> seconds, both as `_bucket` has them
         self._correction: float | None = None  # times what is expected of drafts
         self.taken = 0  # measurements
+        self.most = max((drafts for found in self._known.values() for drafts in found), default=0)  # drafts that were measured
 
     def took(self, rows: int, drafts: int, seconds: float) -> None:
         self.taken += 1
+        self.most = max(self.most, drafts)
         found = self._by_rows.setdefault(_bucket(rows), {})
         place = _bucket(drafts)
         if place in found:
             found[place].add(seconds)
         else:
             found[place] = Measured(seconds)
-        if place and 0 in found:
-            wrong = (found[place].seconds / found[0].seconds - 1) / self._prior.more(rows, drafts)
+        if place and (plain := self.plain(rows)) is not None:
+            wrong = (found[place].seconds / plain - 1) / self._prior.more(rows, drafts)
             wrong = min(max(wrong, 0.0), FARTHEST)
             before = wrong if self._correction is None else self._correction
             self._correction = before + WEIGHT * (wrong - before)
 
     def plain(self, rows: int) -> float | None:
-        """Seconds of a step without drafts, if that was measured."""
-        found = self._by_rows.get(_bucket(rows), {}).get(0)
-        return None if found is None else found.seconds
-
-    def measured(self, rows: int, drafts: int) -> bool:
-        """Often enough to be believed, here or by an earlier engine."""
-        place, found = _bucket(drafts), self._by_rows.get(_bucket(rows), {})
-        return (place in found and found[place].count >= FIRST) or place in self._known.get(_bucket(rows), ())
-
-    def most(self, rows: int) -> int:
-        """Drafts that were ever measured."""
-        return max([*self._by_rows.get(_bucket(rows), ()), *self._known.get(_bucket(rows), ())], default=0)
+        """Seconds of a step without drafts, if that was measured with about so many rows."""
+        if (own := self._by_rows.get(_bucket(rows))) is not None and 0 in own:
+            return own[0].seconds
+        near = min((many for many, found in self._by_rows.items() if 0 in found), key=lambda many: abs(many - rows), default=0)
+        if not near or not rows / NEAR <= near <= rows * NEAR:
+            return None
+        return self._by_rows[near][0].seconds * (self._prior.ridge + rows) / (self._prior.ridge + near)
 
     def seconds(self, rows: int, drafts: int) -> float:
         """To be asked where `plain` is known."""
-        found = self._by_rows[_bucket(rows)]
-        base, place = found[0].seconds, _bucket(drafts)
+        base, place = self.plain(rows), _bucket(drafts)
+        assert base is not None
         if not place:
             return base
+        found = {many: each for many, each in self._by_rows.get(_bucket(rows), {}).items() if many}
         if place in found:  # more drafts never cost less
-            return min(self._believed(rows, many, each, base) for many, each in found.items() if many >= place)
+            least = max((each.seconds for many, each in found.items() if many < place and each.count >= FIRST), default=base)
+            return max(least, min(self._believed(rows, many, each, base) for many, each in found.items() if many >= place))
         points = {many: ratio * base for many, ratio in self._known.get(_bucket(rows), {}).items()}
         points |= {many: self._believed(rows, many, measured, base) for many, measured in found.items()}
-        if len(points) == 1:
-            corrected = 1.0 if self._correction is None else self._correction
-            return base * (1 + corrected * self._prior.more(rows, drafts))
-        if place in points:
-            return max(base, points[place])
         places = sorted(points)
         i = bisect_left(places, place)
-        low, high = (places[i - 1], places[i]) if i < len(places) else (0, places[-1])
-        below, above = points[low], points[high]
-        return max(base, below + (above - below) * (place - low) / (high - low))
+        if 0 < i < len(places) or place in points:
+            low, high = places[i if place in points else i - 1], places[i]
+            below, above = points[low], points[high]
+            return max(base, below + (above - below) * (place - low) / max(1, high - low))
+        if not places:
+            corrected = 1.0 if self._correction is None else self._correction
+            return base * (1 + corrected * self._prior.more(rows, drafts))
+        near = places[min(i, len(places) - 1)]
+        return base + max(0.0, points[near] - base) * self._prior.more(rows, place) / self._prior.more(rows, near)
 
     def _believed(self, rows: int, drafts: int, measured: Measured, base: float) -> float:
-        if not drafts or measured.count >= FIRST:
+        if measured.count >= FIRST:
             return measured.seconds
         return min(measured.seconds, base * (1 + DOUBT * self._prior.more(rows, drafts)))
 
     def one(self, rows: int) -> float:
         """Seconds of a draft more, where there are others; to be asked where `plain` is known."""
         corrected = 1.0 if self._correction is None else self._correction
-        return self._by_rows[_bucket(rows)][0].seconds * corrected * self._prior.one(rows)
+        return self.seconds(rows, 0) * corrected * self._prior.one(rows)
 
     def learnt(self) -> dict[int, dict[int, float]]:
         """For engines to come."""

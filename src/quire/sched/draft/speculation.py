@@ -18,19 +18,21 @@ from typing import Any
 
 from quire.sched.draft.account import Account
 from quire.sched.draft.base import HostDrafter, Text
-from quire.sched.draft.costs import A_CPU, DOUBT, Prior, StepCosts, bucket_ends
+from quire.sched.draft.costs import A_CPU, Prior, StepCosts, bucket_ends
 from quire.sched.plan_builder import Scheduled
 from quire.types.plan import StepResult
 from quire.types.request import Drafting, Request
 
-WORTH = 1.03  # times the pace without drafts: what they have to bring to be run
-RECENT = 0.2  # weight of the latest outcome, of a request
-COMMON = 0.02  # of all requests: what is expected of a new one
-QUICKLY = 2  # and as if so many outcomes had been seen before the first
-TRIED_EVERY = 50  # steps in which nothing was worth it, at least
+WORTH = 1.15  # times the pace without drafts: what they have to promise where steps are planned ahead
+STILL_WORTH = 1.1  # and to go on, or where nobody plans ahead: requests that end at different times take a part of it
+ENOUGH = 0.99  # of the best pace, if that takes fewer drafts
+RECENT = 0.1  # weight of the latest outcome, of a request
+COMMON = 0.01  # of all requests: what is expected of a new one
+QUICKLY = 4  # and as if so many outcomes had been seen before the first
+TRIED_EVERY = 400  # steps in which nothing was worth it, at least
 LIKELY = 0.3  # a draft that is tried is right that often, at least
 REMEMBERED_EVERY, WORTH_REMEMBERING = 256, 32  # steps measured; at the end
-HOPE = 0.5  # of a step: no more than that is counted on of drafts that were hardly ever run
+FIRST_OF = 4  # rows: so many times fewer drafts are run at first, then twice as many
 MOST_TOGETHER = 512  # drafts of a step
 LOOKED_AT = 8  # requests of a step that is planned ahead
 DULL = 16  # steps without a draft: then no more are looked at either
@@ -41,6 +43,7 @@ class Speculation:
     """By a drafter of the host that takes next to no time. Keeps `Request.drafting`."""
 
     by_host = True  # drafts come with the plans
+    credit = 0.9  # steps that it may lose to begin with
 
     def __init__(
         self,
@@ -61,13 +64,12 @@ class Speculation:
         self.most, self._drafter, self._adaptive = most, drafter, adaptive
         self._largest_batch, self._schedule = largest_batch, tuple(schedule)
         self._costs = StepCosts(prior, known.get("costs"))
-        self._account = Account()
+        self._account = Account(self.credit)
         self._remember, self._remembered = remember, 0  # steps measured by then
         self._common, self._outcomes = Drafting(first=0.5, later=0.5), 0  # that this is made of
         self._seconds = 0.0  # of the step that lands
-        self._idle = 0  # steps since drafts were run that could have been
+        self._idle = TRIED_EVERY  # steps since drafts were run that could have been
         self._trial = False  # drafts are run once, worth it or not
-        self._decided = False  # that drafts are worth waiting for: what was covered then is covered
         self._turn = 0  # of those who are looked at
         self._dull = 0  # steps since one had a draft
         self._ahead = self._ahead_once = False  # is a step in flight when another lands, and was one ever?
@@ -95,7 +97,7 @@ class Speculation:
             gains = self._gains(able, limit)
             for _, request in gains[: self._worth(len(rows), gains)]:
                 self.granted[request] = self.granted.get(request, 0) + 1
-            self.waits, self._trial, self._decided = bool(self.granted), False, False
+            self.waits, self._trial = bool(self.granted), False
 
     def tokens(self, request: Request, count: int) -> Sequence[int]:
         """Its first drafts."""
@@ -123,36 +125,38 @@ class Speculation:
     def _worth(self, rows: int, gains: list[tuple[float, Request]], share: float = 1.0) -> int:
         """How many of the likeliest drafts are run, in a step of so many rows. `share`: of which so many were looked at."""
         costs, plain = self._costs, self._costs.seconds(rows, 0)
-        if self._account.overdrawn(plain):
+        if not self._account.covers(0.0, plain):
             return 0
-        best, pace = 0, WORTH * rows / plain
-        most = round(share * min(MOST_TOGETHER, max(2 * costs.most(rows) + 1, rows)))
-        sums = list(accumulate(chance for chance, _ in gains[: max(1, most)]))
-        for count in bucket_ends(len(sums)):
-            expected, drafts = rows + sums[count - 1] / share, round(count / share)
-            if (reached := expected / costs.seconds(rows, drafts)) > pace:
-                brings = sums[count - 1] / share / rows * plain if self._outcomes else 0.0
-                risk = max(DOUBT * (costs.seconds(rows, drafts) - plain) - brings, -HOPE * plain)
-                if self._decided or costs.measured(rows, drafts) or self._account.covers(risk):
-                    best, pace = count, reached
+        sums = list(accumulate(chance for chance, _ in gains[: max(1, round(share * MOST_TOGETHER))]))
+        paces = {
+            count: (rows + sums[count - 1] / share) / costs.seconds(rows, round(count / share))
+            for count in bucket_ends(len(sums))
+        }
+        best, enough = 0, ENOUGH * max(paces.values(), default=0.0)
+        careful = max(1, round(share * self._most_now(rows, plain)))
+        if enough > ENOUGH * (WORTH if self._ahead else STILL_WORTH) * rows / plain:
+            best = min(careful, next(count for count, pace in paces.items() if pace >= enough))
         self._idle = 0 if best else self._idle + 1
-        if not best and gains and (self._trial or self._may_try(rows, gains, share)):
-            best, self._idle = _one_each(gains), 0
-            self._trial = self._ahead  # then it is tried when all tokens have come
+        if not best and gains:
+            tried = min(careful, len({id(request) for _, request in gains}))
+            if self._trial or self._may_try(costs.seconds(rows, round(tried / share)) - plain, plain, gains[0][0]):
+                best, self._idle = tried, 0
+                self._trial = self._ahead  # then it is tried when all tokens have come
         return best
 
-    def _may_try(self, rows: int, gains: list[tuple[float, Request]], share: float) -> bool:
+    def _most_now(self, rows: int, plain: float) -> int:
+        """What drafts cost may be wrong: few at first, then twice as many, unless that could lose too much."""
+        known = self._costs.most
+        return max(2 * known + 1, rows // FIRST_OF) if self._account.covers(self._account.lost, plain) else known
+
+    def _may_try(self, cost: float, plain: float, chance: float) -> bool:
         """Are drafts run that are not worth it by what is known?"""
-        if self._idle < TRIED_EVERY or gains[0][0] <= LIKELY:
-            return False
-        costs = self._costs
-        return self._account.covers(costs.seconds(rows, round(_one_each(gains) / share)) - costs.seconds(rows, 0))
+        return self._idle >= TRIED_EVERY and chance > LIKELY and self._account.covers(cost, plain)
 
     def _chances(self, drafting: Drafting) -> tuple[float, float]:
-        common = self._common
-        return (drafting.first if drafting.first >= 0 else common.first), (
-            drafting.later if drafting.later >= 0 else common.later
-        )
+        """That its next draft is right, and any behind that: by half as its own were of late, by half as all requests'."""
+        first, later = self._common.first, self._common.later
+        return (first + own(drafting.first, first)) / 2, (later + own(drafting.later, later)) / 2
 
     # ---- after a step
 
@@ -171,7 +175,7 @@ class Speculation:
         """What a step with drafts, or one that was held up by them, has won or lost."""
         seconds, self._seconds, rows = self._seconds, 0.0, len(scheduled.requests)
         if seconds and (plain := self._costs.plain(rows)) is not None:
-            self._account.book(seconds, plain * int(result.lengths.sum()) / rows, self._costs.seconds(rows, drafts))
+            self._account.book(seconds, plain * int(result.lengths.sum()) / rows, self._costs.seconds(rows, drafts), plain)
 
     def landed(self, scheduled: Scheduled, result: StepResult) -> list[Request]:
         """The tokens of a step have been taken in: how good were the guesses, and what are the next? Those that have some."""
@@ -213,9 +217,7 @@ class Speculation:
             self.waits = self.waits and bool(fruitful)
             return
         if self._ahead:
-            self._decided = False
             self.waits = self._worth(count, self._gains(fruitful, self._limit(count)), len(looked_at) / count) > 0
-            self._decided = self.waits
 
     def forget(self, request: Request) -> None:
         """It has ended."""
@@ -270,10 +272,6 @@ def text_of(request: Request) -> Text:
     return Text(request.tokens, len(spec.prompt), (spec.tenant, *spec.salt))
 
 
-def _one_each(gains: list[tuple[float, Request]]) -> int:
-    return min(len(gains), len({id(request) for _, request in gains}))
-
-
 def _compare(expected: Sequence[int], came: Sequence[int]) -> list[bool]:
     """Which of the expected tokens came, up to the first that did not."""
     outcomes = []
@@ -284,6 +282,10 @@ def _compare(expected: Sequence[int], came: Sequence[int]) -> list[bool]:
     return outcomes
 
 
+def own(value: float, unknown: float) -> float:
+    return value if value >= 0 else unknown
+
+
 def moved(value: float, unknown: float, right: bool, weight: float) -> float:
-    value = value if value >= 0 else unknown
+    value = own(value, unknown)
     return value + weight * (right - value)
