@@ -7,6 +7,7 @@ same way have the same header, and so the same plan; how much their matrices are
 """
 
 import json
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import sha256
@@ -153,5 +154,5 @@ def _kind_of(header: dict[str, TensorInfo]) -> torch.dtype | None:
 
 
 def _place(base: torch.Tensor, info: TensorInfo, first: int) -> torch.Tensor:
-    strides = [int(np.prod(info.shape[axis + 1 :])) for axis in range(len(info.shape))]
+    strides = [math.prod(info.shape[axis + 1 :]) for axis in range(len(info.shape))]
     return base.as_strided(info.shape, strides, (info.offset - first) // base.dtype.itemsize)
