@@ -14,15 +14,18 @@ from quire.runner.buckets import (
     MOST_TOKENS,
     Bucket,
     final_room,
+    of_guesses,
     prompt_bucket,
     room_bucket,
     row_bucket,
     substitute,
     usual_room,
+    with_drafts,
     worth_having,
 )
 from quire.runner.graph_inputs import pack, row_starts
 from quire.runner.graphs import allowance, fixed_plans
+from quire.runner.prefixes import Prefixes
 
 
 @pytest.mark.parametrize(
@@ -208,3 +211,25 @@ def test_last_tokens_of_a_ragged_step_have_room():
     numbers = fixed.numbers(cut, bucket.rows, final_room(bucket.room))
     splits = numbers[: 4 * final_room(bucket.room).splits].reshape(-1, 4)
     assert sorted(set(splits[:, 0].tolist())) == [-1, *range(bucket.rows)]  # rows of no slot attend to themselves
+
+
+@pytest.mark.parametrize("context", [130, 300, 900])
+@pytest.mark.parametrize("drafts", [1, 2, 4])
+@pytest.mark.parametrize("requests", [1, 4, 16, 50])
+def test_what_is_recorded_at_the_start_serves_rows_with_drafts(requests, drafts, context):
+    """Also of several requests: else their first steps would tell what recording costs, and not what drafts do."""
+    slot = np.repeat(np.arange(requests, dtype=np.int32), 1 + drafts)
+    end = context + np.tile(np.arange(1 + drafts, dtype=np.int32), requests)
+    prefixes = Prefixes(1, requests, 64, 16)
+    prefixes.pages[0] = 1 + np.arange(requests * prefixes.pages.shape[2]).reshape(requests, -1)
+    one = np.ones_like(slot)
+    _, need = FixedCuts(8, 16).cut(one, end, None, prefixes.finder(0, slot, one, end))
+    need = Room(need.splits - len(slot), need.shared)
+    size = row_bucket(len(slot), MOST_ROWS)
+    own = Bucket(size, room_bucket(need, size))
+    recorded = with_drafts(8, MOST_ROWS)
+    assert own in recorded or substitute(own, need, recorded) is not None
+    assert len(recorded) == len(set(recorded)) < 25
+    guesses, need, size = of_guesses(256, 8192), Room(requests * ((context - 1) // SPLIT), 0), row_bucket(requests, 256)
+    own = Bucket(size, room_bucket(need, size))
+    assert own in guesses or substitute(own, need, guesses) is not None

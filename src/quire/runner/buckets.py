@@ -27,6 +27,8 @@ ROW_BUCKETS_BESIDE_PROMPTS = (16, 80, 288, MOST_ROWS + 1)  # more than 64 and 25
 LEAST_TILES = 128  # enough for MOST_TOKENS in a few rows
 MOST_PROMPT_SPLITS = 256  # of the keys before the last tokens of all prompts
 BORROWED_BESIDE_PROMPTS = 4
+MOST_AT_ONCE = 256  # rows, of which graphs are recorded at the start where there are drafts
+MOST_UNSEEN = 256  # tokens, of a draft model's
 REMEMBERED = 4096  # answers: most steps are like others before them
 
 
@@ -104,11 +106,40 @@ def substitute(own: Bucket, need: Room, recorded: Collection[Bucket]) -> Bucket 
 
 
 def with_drafts(drafts: int, max_rows: int) -> list[Bucket]:
-    """One request's: its drafts are rows of their own (`draft/unroll.py`), and read together what lies before them."""
-    sizes = sorted({row_bucket(1 + count, max_rows) or 1 for count in range(drafts + 1)})
-    usual = [(size, room) for size in sizes if (room := usual_room(size, USUAL_PIECES[0]))]
-    together = [Bucket(size, Room(room.splits, SHARED_BUCKETS[1])) for size, room in usual if size >= FEWEST]
-    return [*(Bucket(size, room) for size, room in usual), *together]
+    """Drafts are rows of their own (`draft/unroll.py`), of one request and of several, and those of one request read together
+    what lies before them."""
+    one = {row_bucket(1 + count, max_rows) or 1 for count in range(drafts + 1)}
+    buckets: list[Bucket] = []
+    for size in sorted({*one, *_doubled(max_rows)}):
+        buckets += _alone(size)
+        if size >= FEWEST and (room := usual_room(size, USUAL_PIECES[1 if size > LEAST_SPLITS else 0])):
+            buckets.append(Bucket(size, Room(room.splits, SHARED_BUCKETS[1 if size <= SHARED_BUCKETS[1] else 2])))
+    return buckets
+
+
+def of_guesses(max_rows: int, max_tokens: int) -> list[Bucket]:
+    """A draft model's: a token of every row, and before that what it has not seen of the texts."""
+    widths = [width for width in TOKEN_BUCKETS if width <= min(max_tokens, MOST_UNSEEN)]
+    return [*(bucket for size in _doubled(max_rows) for bucket in _alone(size)), *_beside(widths, max_rows)]
+
+
+def _doubled(max_rows: int) -> list[int]:
+    return [size for size in ROW_BUCKETS if size & (size - 1) == 0 and size <= min(max_rows, MOST_AT_ONCE)]
+
+
+def _alone(size: int) -> list[Bucket]:
+    """Rows of usual lengths; where there are many, short ones cannot borrow what is made for long ones."""
+    pieces = USUAL_PIECES[: 2 if size >= LEAST_SPLITS else 1]
+    return [Bucket(size, room) for count in pieces if (room := usual_room(size, count))]
+
+
+def _beside(widths: list[int], max_rows: int) -> list[Bucket]:
+    return [
+        bucket
+        for rows in ROW_BUCKETS_BESIDE_PROMPTS[:2]
+        for width in widths
+        if (bucket := prompt_bucket(Room((USUAL_PIECES[0] - 1) * (rows - 1), 0, 1), min(rows - 1, max_rows), width, max_rows))
+    ]
 
 
 def worth_having(max_rows: int, max_tokens: int) -> list[Bucket]:
@@ -116,14 +147,8 @@ def worth_having(max_rows: int, max_tokens: int) -> list[Bucket]:
     sizes = sorted({min(size, max_rows) for size in ROW_BUCKETS}, key=lambda size: (size & (size - 1) != 0, size))
     alone = [Bucket(size, room) for pieces in USUAL_PIECES for size in sizes if (room := usual_room(size, pieces))]
     widths = sorted((width for width in TOKEN_BUCKETS if width <= max_tokens), key=lambda width: (width % 256 > 0, width))
-    beside = [
-        bucket
-        for rows in ROW_BUCKETS_BESIDE_PROMPTS[:2]
-        for width in widths
-        if (bucket := prompt_bucket(Room((USUAL_PIECES[0] - 1) * (rows - 1), 0, 1), min(rows - 1, max_rows), width, max_rows))
-    ]
     first = sum(size & (size - 1) == 0 for size in sizes)
-    return list(dict.fromkeys([*alone[:first], *beside, *alone[first:]]))
+    return list(dict.fromkeys([*alone[:first], *_beside(widths, max_rows), *alone[first:]]))
 
 
 def usual_room(rows: int, pieces: int) -> Room | None:

@@ -30,6 +30,7 @@ from quire.runner.buckets import (
     MOST_TILES,
     MOST_TOKENS,
     Bucket,
+    of_guesses,
     prompt_bucket,
     room_bucket,
     row_bucket,
@@ -137,7 +138,14 @@ class Graphs:
 
     def record_drafts(self) -> None:
         """Before the first step: whether drafts are worth it is told by the time of their first steps."""
-        for bucket in with_drafts(min(self._drafts, MOST_PREPARED), self._max_rows) if self._drafts else ():
+        self._record_all(with_drafts(min(self._drafts, MOST_PREPARED), self._max_rows) if self._drafts else [])
+
+    def record_guesses(self) -> None:
+        """Before the first step, of a model that drafts."""
+        self._record_all(of_guesses(self._max_rows, self._max_tokens))
+
+    def _record_all(self, buckets: list[Bucket]) -> None:
+        for bucket in buckets:
             if bucket not in self._recorded and self._taken < self._allowance:
                 self._inputs.write_nothing(bucket)
                 self._record(bucket)

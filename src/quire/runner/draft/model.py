@@ -81,6 +81,8 @@ class DraftModel(DeviceDrafter):
             self._graphs = Graphs(
                 self._model, self._passes.slots, Greedy(self._vocabulary), planners, recorder, vocabulary, room
             )
+            with torch.inference_mode():
+                self._graphs.record_guesses()
         self._seen = np.zeros(len(slots.tokens), np.int32)  # [S] of the text
         self._further = np.zeros(len(slots.tokens), np.int32)  # [S] and of what it guessed behind it
         self._filled = FilledPages(pages, self._layout.page_size, slots.prefixes, self._group, len(slots.tokens))
