@@ -4,6 +4,7 @@ import itertools
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,12 +51,14 @@ _opened = itertools.count()
 
 @pytest.fixture(scope="module", autouse=True)
 def _put_aside():
-    """Every engine that is opened here searches for garbage, and lets go of code that only a start runs: in a process that
-    imported all there is, and opens hundreds, that would be most of what opening one takes."""
+    """Every engine that is opened or closed here searches for garbage, and lets go of code that only a start runs: in a process
+    that imported all there is, and opens hundreds, that would be most of what opening one takes."""
     gc.collect()
     gc.freeze()
     if (prepare := sys.modules.get("quire.device.cpu.prepare")) is not None:
         prepare.give_back_memory = _now_and_then
+    if (step := sys.modules.get("quire.runner.step")) is not None:
+        step.gc = SimpleNamespace(collect=_now_and_then)
 
 
 def pytest_sessionfinish() -> None:
