@@ -96,6 +96,19 @@ def test_what_is_wrong_is_said_by_the_reader(checkpoint, tmp_path):
         shelf.read(AdapterRef(1, "bad", path))
 
 
+def test_products_are_rounded_once(checkpoint, tmp_path):
+    """A file of float16 may have products that only the model's type can hold."""
+    shelf, adapters = open_tabled(checkpoint("llama"), torch.bfloat16)
+    name = f"{LAYERS}.0.self_attn.q_proj"
+    given = {
+        f"{name}.lora_A.weight": torch.full((2, 48), 1e-3).half(),
+        f"{name}.lora_B.weight": torch.full((48, 2), 300.0).half(),
+    }
+    path = write_adapter(tmp_path / "a", given, lora_alpha=1000)
+    for flat in (shelf._upload.read(path).flat, on_host(shelf, adapters, path).flat):
+        assert (flat[128:224] == torch.tensor(150_000.0).bfloat16()).all()
+
+
 def test_others_are_read_on_the_host(checkpoint, tmp_path):
     shelf, _ = open_tabled(checkpoint("llama"))
     mixed = tensors()

@@ -72,7 +72,7 @@ def pack(raw: Tensor, flat: Tensor, moves: Moves, scales: Tensor) -> None:
         return
     for (to, rows, columns, first, down, across), scale in zip(moves.copies.tolist(), scales.tolist(), strict=True):
         source = torch.as_strided(raw, (rows, columns), (down, across), first)
-        torch.mul(source, scale, out=flat[to : to + rows * columns].view(rows, columns))
+        torch.mul(source.float(), scale, out=flat[to : to + rows * columns].view(rows, columns))
 
 
 def _counted(sizes: Integers) -> Integers:

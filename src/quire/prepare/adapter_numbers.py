@@ -47,17 +47,22 @@ def move(given: Tensor | Scaled, to: Tensor) -> bool:
         step = max(1, AT_ONCE // max(lying.shape[1], 1))
         made = torch.empty(min(step, len(lying)), lying.shape[1], dtype=to.dtype)
         for first in range(0, len(lying), step):
-            some = torch.mul(lying[first : first + step], scale, out=made[: len(lying) - first])
+            some = torch.mul(_as_wide(lying[first : first + step], to), scale, out=made[: len(lying) - first])
             move(some.t(), to[:, first : first + step])
         return _fits(to)
     rows, columns = (to.shape[0], to.shape[1]) if to.dim() == 2 else (1, 1)
     step = max(1, AT_ONCE // max(rows, 1))
     if columns <= step:
-        torch.mul(values, scale, out=to)
+        torch.mul(_as_wide(values, to), scale, out=to)
         return _fits(to)
     for first in range(0, columns, step):
-        torch.mul(values[:, first : first + step], scale, out=to[:, first : first + step])
+        torch.mul(_as_wide(values[:, first : first + step], to), scale, out=to[:, first : first + step])
     return _fits(to)
+
+
+def _as_wide(values: Tensor, to: Tensor) -> Tensor:
+    """A product is rounded once, to its own type; torch would round it to that of the values first, which may be too narrow."""
+    return values if values.dtype == to.dtype or values.dtype.itemsize > 2 else values.float()
 
 
 def _fits(made: Tensor) -> bool:
