@@ -111,6 +111,22 @@ def test_steps_with_prompts_are_run_as_large_as_they_are_recorded() -> None:
         assert timing.seconds(StepShape(rows, rows - 1, tokens, 1, 0, 0, 0, 0)) == pytest.approx(seconds)
 
 
+def test_what_a_long_context_costs_in_any_case_is_not_counted_to_each_key() -> None:
+    prompts = [StepPoint(1, n, 0.0, 0.0, 0.02) for n in (8, 64)]
+    singles = [
+        StepPoint(n, n, float(n * context), 0.0, 0.01 + 0.002 * (context > 64) + 1e-6 * n * context)
+        for n in (1, 8, 32)
+        for context in (64, 512)
+    ]
+    timing = MeasuredTiming([*singles, *prompts], HostTime())
+    few, many = (timing.seconds(StepShape(32, 32, 32, 32, keys, 0, 0, 0)) for keys in (0, 10**5))
+    assert many - few == pytest.approx(0.1)
+    falling = [StepPoint(p.rows, p.tokens, p.keys, 0.0, 0.02 - p.seconds) for p in singles]
+    timing = MeasuredTiming([*falling, *prompts], HostTime())
+    few, many = (timing.seconds(StepShape(32, 32, 32, 32, keys, 0, 0, 0)) for keys in (0, 10**5))
+    assert many == few
+
+
 def test_medians_and_the_processors_part() -> None:
     turns = [Turn(StepPoint(n, n, 10.0, 0.0, seconds), 0.001 + 0.0001 * n) for n in (1, 11) for seconds in (1.0, 9.0, 2.0)]
     points = summarize((turn.point.rows, turn) for turn in turns)

@@ -29,7 +29,8 @@ Measures steps of the engine one by one: rows of one token after a short and aft
 alone and after a context, and both together. `quire simulate --timing FILE` takes the saved result as its device."""
 SERVER = "quire.cli.bench_steps_server"
 BESIDE = 4  # times as many tokens as rows of one beside a prompt: few, so that the rows are a part of the step
-ROUND = 4  # steps in which a prompt beside rows has come and gone, at most
+BETWEEN = 4  # steps of one token after each with a prompt, as there are under load: a card that only multiplies slows down
+ROUND = 4 + BETWEEN  # steps for a prompt beside rows, at most
 NEWCOMERS, NEWCOMER = (1, 16), 16  # requests at once, and their tokens: few, so that the step is recorded where steps are
 LONG = 1.0  # second for steps of a kind, after which fewer do
 LISTED: dict[str, Any] = {"type": int, "metavar": "N", "nargs": "+"}
@@ -206,13 +207,15 @@ class StepMeter:
         rows = [self._add(self._tokens(before), ROUND * repeats) for _ in range(beside)]
         waiting = set(rows)
         while waiting:
-            waiting.difference_update(delta.request_id for delta in self._core.step())
+            waiting.difference_update(self._step())
         began = time.perf_counter()
         for count in range(repeats):
             if count >= max(2, repeats // 4) and time.perf_counter() - began > LONG:
                 break
             self._add([*head, *self._tokens(tokens - beside)], 1)
             found += [turn for turn in self._run(but=rows) if (turn.point.rows, turn.point.tokens) == (1 + beside, tokens)]
+            for _ in range(BETWEEN if self._core.depth and self._open else 0):
+                self._step()
         self._core.abort(rows)
         self._run()
         return found
@@ -223,7 +226,7 @@ class StepMeter:
                 self._add(self._tokens(NEWCOMER), 1)
             began = time.perf_counter()
             self._landed.clear()
-            self._core.step()
+            self._step()
             whole = time.perf_counter() - began
             busy = self._core.waited if self._core.depth else sum(seconds for _, seconds in self._landed)
             self.admissions.append((count, whole - busy))
@@ -244,6 +247,12 @@ class StepMeter:
         self._count += 1
         return name
 
+    def _step(self) -> set[str]:
+        """Who has heard of it."""
+        deltas = self._core.step()
+        self._open.difference_update(delta.request_id for delta in deltas if delta.finish_reason is not None)
+        return {delta.request_id for delta in deltas}
+
     def _run(self, but: Collection[str] = ()) -> list[Turn]:
         """Until all have ended `but` these."""
         from quire.sim.shapes import shape_of
@@ -252,9 +261,8 @@ class StepMeter:
         while self._open.difference(but) if but else self._core.has_unfinished:
             self._landed.clear()
             began = time.perf_counter()
-            deltas = self._core.step()
+            self._step()
             whole = time.perf_counter() - began
-            self._open.difference_update(delta.request_id for delta in deltas if delta.finish_reason is not None)
             for scheduled, seconds in self._landed[:1]:
                 shape = shape_of(scheduled.plan, self._windows, sys.maxsize)
                 host = whole - (self._core.waited if self._core.depth else seconds)

@@ -67,7 +67,7 @@ class MeasuredTiming:
 
     def __init__(self, points: Sequence[StepPoint], host: HostTime, width: Callable[[int], int] = int) -> None:
         singles = [Sized(point.rows, point.keys, point.seconds) for point in points if point.tokens == point.rows]
-        self.host, self._width, self._key = host, width, _slope(singles)
+        self.host, self._width, self._key = host, width, _slope(singles, in_any_case=True)
         mixed = [
             Mixed(point.rows - 1, width(point.tokens), point.pairs, max(0.0, point.seconds - self._key * point.keys))
             for point in points
@@ -178,18 +178,29 @@ def _number(where: str, values: dict[str, Any], name: str) -> float:
     return float(value)
 
 
-def _slope(points: Sequence[Sized]) -> float:
+def _slope(points: Sequence[Sized], in_any_case: bool = False) -> float:
     """Seconds for each that is looked at: least squares over steps of equal size, as shares of what these take, so that a long
-    step which something disturbed does not decide for all. 0 where contexts do not differ."""
-    above = below = 0.0
+    step which something disturbed does not decide for all. `in_any_case`: a long context may cost something however few look
+    at it, which is not counted to each. 0 where contexts do not differ."""
+    more: list[tuple[float, float, float]] = []  # that are looked at, seconds, weight
     for size in {point.size for point in points}:
-        alike = [point for point in points if point.size == size]
-        middle = sum(point.looked_at for point in alike) / len(alike)
-        mean = sum(point.seconds for point in alike) / len(alike)
+        alike = sorted((point.looked_at, point.seconds) for point in points if point.size == size)
+        mean = sum(seconds for _, seconds in alike) / len(alike)
         weight = 1 / max(mean, SOONEST) ** 2 if mean else 1.0
-        above += weight * sum((point.looked_at - middle) * (point.seconds - mean) for point in alike)
-        below += weight * sum((point.looked_at - middle) ** 2 for point in alike)
-    return max(0.0, above / below) if below else 0.0
+        first, then = alike[0]
+        more += [(looked_at - first, seconds - then, weight) for looked_at, seconds in alike if looked_at > first]
+    whole = sum(weight for _, _, weight in more)
+    if in_any_case and whole:
+        x, y = (sum(weight * values[i] for *values, weight in more) / whole for i in (0, 1))
+        each = _through(more, x, y)
+        if 0.0 < each * x <= y:
+            return each
+    return max(0.0, _through(more, 0.0, 0.0))
+
+
+def _through(points: Sequence[tuple[float, float, float]], x: float, y: float) -> float:
+    below = sum(weight * (at - x) ** 2 for at, _, weight in points)
+    return sum(weight * (at - x) * (value - y) for at, value, weight in points) / below if below else 0.0
 
 
 def _curve(points: Sequence[Sized], each: float) -> Curve:
