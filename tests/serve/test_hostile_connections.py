@@ -414,8 +414,8 @@ def test_connections_leave_the_engine_its_descriptors(serve_model: Path) -> None
         assert events[-1] == "[DONE]" and events[-2]["usage"]["completion_tokens"] == 100
         ticks = _processor_ticks(server.process.pid)
         held.extend(Raw(url.port) for _ in range(300))
-        time.sleep(1)
-        assert _processor_ticks(server.process.pid) - ticks < 50  # of 100: it does not spin
+        time.sleep(2)
+        assert _processor_ticks(server.process.pid) - ticks < 100  # of 200: it does not spin
         assert httpx.get(url.join("/livez")).status_code == 200
         held.clear()
 
