@@ -72,7 +72,9 @@ def test_a_batch_is_what_walking_the_plan_gives(tenants, seed, reporters):
     assert batch.final.row_starts.tolist() == [*(row[0] for row in final), len(kept)]
     assert batch.final.positions.tolist() == [positions[token] for token in kept]
     assert batch.final.ids.tolist() == [ids[token] for token in kept]
-    assert all(kept[token + built.shift[row]] == token for token, row in zip(scored, step.rows_of(ints(*scored)), strict=True))
+    assert all(
+        kept[token + built.shift[row]] == token for token, row in zip(scored, step.shapes.rows_of(ints(*scored)), strict=True)
+    )
     assert batch.final.groups[1].write.tolist() == [places[1][token] for token in kept]
     width = -(-max(row[2] for row in rows) // PAGE)
     for g, view in enumerate(batch.groups):

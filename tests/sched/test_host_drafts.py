@@ -29,6 +29,10 @@ def test_the_same_tokens_in_fewer_steps(depth, wrong):
     assert counts.tokens == sum(int(plan.drafts.sum()) for plan in desk.plans) == sum(len(p.draft_token) for p in desk.plans)
     assert counts.accepted == sum(counts.per_position) and (wrong > 1 or not counts.accepted)
     assert sorted(scope for _, scope in desk.finished_texts) == [("",), ("key", "s")]
+    accepted = 0
+    for news in desk.heard["a"]:  # a stop string may make any of them the last that is heard
+        accepted += max(0, len(news.token_ids) - 1)
+        assert news.drafts[2] == accepted if news.drafts else len(news.token_ids) < 2
     last = desk.heard["a"][-1]
     assert (last.drafts or (0, 0, 0))[2] == len(desk.tokens("a")) - sum(1 for d in desk.heard["a"] if d.token_ids)
 

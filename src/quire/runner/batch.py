@@ -123,7 +123,7 @@ def _count_kept(plan: StepRows, row_starts: Longs) -> Longs:
     outputs, kept = plan.outputs, np.zeros(len(plan.slot), np.int64)
     for wanted in (outputs.draw, outputs.prompt_logprobs, outputs.pool):
         if len(wanted):
-            row = plan.rows_of(wanted)
+            row = plan.shapes.rows_of(wanted)
             np.maximum.at(kept, row, row_starts[row + 1] - wanted)
     if not kept.any():
         kept[-1] = 1  # layers need not know what it is to have no token at all

@@ -85,11 +85,7 @@ class StepFlight:
         pooled = {} if self._pooled is None else _split_pooled(plan, next(arrays))
         kept: Ints | slice = slice(None)  # the draws that count
         if drawn is not None and (drawn.lengths is not None or plan.shapes.drafted):
-            taken = self._accept(ids, fault) if drawn.lengths is None else next(arrays)
-            if plan.shapes.all_draw:
-                lengths = taken.astype(np.int32)
-            else:
-                lengths[plan.sample] = taken
+            lengths[plan.sample] = self._accept(ids, fault) if drawn.lengths is None else next(arrays)
             kept = spans(plan.shapes.first_draw, lengths)
         drafts = {} if drawn is None or drawn.guesses is None or not len(plan.masked) else _split_guesses(plan, next(arrays))
         failed: dict[int, str] = {}
@@ -134,7 +130,7 @@ class StepFlight:
 
 
 def _split_pooled(plan: StepPlan, pooled: Array) -> dict[int, Floats]:
-    states, owner = pooled.astype(np.float32), plan.rows_of(plan.outputs.pool)
+    states, owner = pooled.astype(np.float32), plan.shapes.rows_of(plan.outputs.pool)
     return {each: states[owner == each] for each in owner.tolist()}
 
 

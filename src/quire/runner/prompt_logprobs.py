@@ -16,7 +16,7 @@ PROMPT_PIECE = 256  # prompt positions whose logits are held at a time
 
 def final_states(tokens: Ints, plan: StepRows, built: Built) -> Longs:
     """Where the hidden states of these of the step's tokens are."""
-    return tokens + built.shift[plan.rows_of(tokens)]
+    return tokens + built.shift[plan.shapes.rows_of(tokens)]
 
 
 def report_prompts(
@@ -24,7 +24,7 @@ def report_prompts(
 ) -> list[tuple[int, Report]]:
     """Logprobs of the prompt tokens that follow, a piece at a time."""
     tokens, reports = plan.outputs.prompt_logprobs, []
-    rows, final = plan.rows_of(tokens), final_states(tokens, plan, built)
+    rows, final = plan.shapes.rows_of(tokens), final_states(tokens, plan, built)
     for row in np.unique(rows).tolist():
         index, slot = np.flatnonzero(rows == row), int(plan.slot[row])
         for first in range(0, len(index), PROMPT_PIECE):

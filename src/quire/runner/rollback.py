@@ -66,6 +66,6 @@ def _alone(plan: StepPlan, rows: Longs, count: Ints, end: Ints) -> StepRows:
 def _longer(plan: StepPlan, by: Ints) -> StepRows:
     """Rows begin so many tokens earlier."""
     behind, outputs = np.cumsum(by), plan.outputs
-    moved = (tokens + behind[plan.rows_of(tokens)] for tokens in (outputs.draw, outputs.prompt_logprobs, outputs.pool))
+    moved = (tokens + behind[plan.shapes.rows_of(tokens)] for tokens in (outputs.draw, outputs.prompt_logprobs, outputs.pool))
     outputs = Outputs(*(tokens.astype(np.int32) for tokens in moved))
     return StepRows(plan.slot, plan.end, RowShapes(plan.count + by, plan.drafts, outputs))

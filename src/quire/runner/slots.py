@@ -140,9 +140,8 @@ class Slots:
         rows = zip(plan.slot.tolist(), plan.end.tolist(), plan.count.tolist(), plan.shapes.each, strict=True)
         for slot, end, count, (sample, drafts) in rows:
             behind, left = self.cursor.item(slot) - (end - count), self.known.item(slot) - (end - drafts)
-            if slot < 0 or drafts >= count or drafts > self.drafts or behind < 0 or left < 0:
-                return False
-            if not self.loose[slot] and (behind or sample != (left == 0)):
+            exact = not behind and sample == (not left)
+            if min(slot, behind, left) < 0 or drafts >= count or drafts > self.drafts or not (exact or self.loose.item(slot)):
                 return False
         return True
 
@@ -160,7 +159,5 @@ class Slots:
             self.known[plan.slot] += plan.sample
             return
         self.known[plan.slot] = np.where(plan.sample, plan.end + 1, self.known[plan.slot])
-        if self.told:
-            self.loose[plan.slot] = plan.drafts > 0
-        elif plan.shapes.drafted:
-            self.loose[plan.slot[plan.drafts > 0]] = True
+        still = False if self.told else self.loose[plan.slot]
+        self.loose[plan.slot] = (plan.drafts > 0) | still

@@ -293,10 +293,8 @@ class Runner:
             return StepFlight(plan, [], None)
         plain = not len(plan.masked) and sampler.plain(plan.slot)
         parts = [part for part in self._parts if part.active(plan.slot)]
-        run: StepRows = plan
-        outputs, owner = plan.outputs, None
-        if self._drafter is None and plan.shapes.drafted and self._device.records:
-            run, owner = unroll(plan)
+        outputs, told = plan.outputs, self._drafter is None and plan.shapes.drafted > 0
+        run, owner = unroll(plan) if told and self._device.records else (plan, None)
         if self._rollback is not None:
             run = self._go_back(self._rollback, plan, slots, parts)
         more = run.shapes.drafted or len(outputs.prompt_logprobs) or len(outputs.pool)  # graphs draw, and nothing else

@@ -42,9 +42,8 @@ class Results:
         """What a step brought."""
         deltas: list[TokenDelta] = []
         requests, ids = scheduled.requests, result.ids.tolist()
-        special = {*result.logprobs, *result.prompt_logprobs, *result.failed, *result.pooled}
-        quick = not special
-        special.update(scheduled.odd)
+        more = {*result.logprobs, *result.prompt_logprobs, *result.failed, *result.pooled}
+        special = {*scheduled.odd, *more}
         if self._roster.discarded:
             special.update(range(len(requests)))
         rows: Iterable[tuple[Request, int]] = zip(requests, ids, strict=not special)
@@ -52,7 +51,7 @@ class Results:
             ends = list(accumulate(result.lengths.tolist(), initial=0))
             rows = [(request, ids[ends[i]]) for i, request in enumerate(requests) if i not in special]
             for i in sorted(special):
-                deltas += self._commit_row(i, scheduled, result, ids[ends[i] : ends[i + 1]], quick)
+                deltas += self._commit_row(i, scheduled, result, ids[ends[i] : ends[i + 1]], not more)
         for request, token in rows:
             if request.finished is None:
                 tokens = request.tokens
@@ -77,7 +76,7 @@ class Results:
         if quick and ids and len(request.tokens) + len(ids) < request.inspect_at and request.spec.stop_ids.isdisjoint(ids):
             request.tokens.extend(ids)
             request.land(drafts, len(ids))
-            return [TokenDelta(request.spec.id, ids)]
+            return [TokenDelta(request.spec.id, ids, drafts=drafts_of(request))]
         scores: tuple[TopLogprobs, ...] = ()
         if i in result.prompt_logprobs:
             scores = (result.prompt_logprobs[i],)

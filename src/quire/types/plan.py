@@ -159,9 +159,6 @@ class StepRows(msgspec.Struct, frozen=True, eq=False):
     def sample(self) -> Bools:
         return self.shapes.sample
 
-    def rows_of(self, tokens: Ints) -> Ints:
-        return self.shapes.rows_of(tokens)
-
 
 class StepPlan(StepRows, frozen=True, eq=False, dict=True):
     """One step: who came and went, which pages changed hands, and the rows.

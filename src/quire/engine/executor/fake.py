@@ -235,7 +235,8 @@ class FakeExecutor:
         drafts = {row: self._drafts(int(slots[row])) for row in masked if self._guess is not None}
         pool = plan.outputs.pool
         pooled = {
-            row: places[[at]].astype(np.float32)[:, None] for row, at in zip(plan.rows_of(pool).tolist(), pool, strict=True)
+            row: places[[at]].astype(np.float32)[:, None]
+            for row, at in zip(plan.shapes.rows_of(pool).tolist(), pool, strict=True)
         }
         return StepResult(plan.step, lengths, ids, logprobs, scores, pooled, drafts, failed)
 
@@ -380,7 +381,7 @@ class FakeExecutor:
             if wanted is not None:
                 logprobs[i] = self._top(ids[row == i], wanted)
         scored = plan.outputs.prompt_logprobs
-        rows = plan.rows_of(scored)
+        rows = plan.shapes.rows_of(scored)
         for i in np.unique(rows).tolist():
             chosen = self.tokens[slots[i], places[scored[rows == i]] + 1]
             prompt_logprobs[i] = self._top(chosen, self.tenants[int(slots[i])].params.prompt_logprobs or 0)
