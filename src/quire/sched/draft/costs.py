@@ -14,6 +14,7 @@ from functools import lru_cache
 WEIGHT = 0.2  # of a new measurement
 FIRST = 5  # measurements of which the least counts: the first steps of a kind may have to prepare something
 DOUBT = 2.0  # times what is expected: more than that of drafts is not believed before so many measurements
+FRESH = 8  # measurements, until they are asked again
 OUTLIER = 3.0  # times what is expected: somebody else had the processor
 NEAR = 4.0  # times as many rows, or as few: what they take says something
 FARTHEST = 8.0  # times what was expected: more is no matter of the device, and says nothing of other steps
@@ -65,6 +66,7 @@ class StepCosts:
         self._known: Ratios = known or {}
         self._by_rows: dict[int, dict[int, Measured]] = {}  # rows -> drafts -> seconds, both as `_bucket` has them
         self._correction: float | None = None  # times what is expected of drafts
+        self._told: dict[tuple[int, int], float] = {}  # what `seconds` has said of late
         self.taken = 0  # measurements
         self.most = max((drafts for found in self._known.values() for drafts in found), default=0)  # drafts that were measured
 
@@ -82,6 +84,8 @@ class StepCosts:
             wrong = min(max(wrong, 0.0), FARTHEST)
             before = wrong if self._correction is None else self._correction
             self._correction = before + WEIGHT * (wrong - before)
+        if found[place].count <= FIRST or self.taken % FRESH == 0:
+            self._told.clear()
 
     def plain(self, rows: int) -> float | None:
         """Seconds of a step without drafts, if that was measured with about so many rows."""
@@ -93,7 +97,12 @@ class StepCosts:
         return self._by_rows[near][0].seconds * (self._prior.ridge + rows) / (self._prior.ridge + near)
 
     def seconds(self, rows: int, drafts: int) -> float:
-        """To be asked where `plain` is known."""
+        """To be asked where `plain` is known. Of late: the device may be waiting for the answer."""
+        if (found := self._told.get((rows, drafts))) is None:
+            found = self._told[rows, drafts] = self._judge(rows, drafts)
+        return found
+
+    def _judge(self, rows: int, drafts: int) -> float:
         base, place = self.plain(rows), _bucket(drafts)
         assert base is not None
         if not place:
