@@ -1,6 +1,7 @@
 """The adapters' desk on an engine without a model, whose tokens tell which version a row really ran with."""
 
 import importlib.util
+import os
 import threading
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ from quire.files.adapter import stamp
 from quire.sched.scheduler import Scheduler
 from quire.types.adapter import AdapterRef
 from quire.types.cache import LayerCache
-from quire.types.errors import AdapterError, EngineError, InvalidParameter, NotSupported, RequestError
+from quire.types.errors import AdapterChanged, AdapterError, EngineError, InvalidParameter, NotSupported, RequestError
 from quire.types.prompts import NO_EXTRAS, Extras
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
@@ -213,6 +214,33 @@ def test_files_that_changed_meanwhile_are_not_read(engine):
     engine.check()
     assert isinstance(engine.refused["a"], AdapterError) and "have changed since" in str(engine.refused["a"])
     assert engine.ended["none"] == "length" and not engine.executor._read
+
+
+@pytest.mark.parametrize("settled", [-9, 3600], ids=["old", "too new for their times to tell"])
+@pytest.mark.parametrize("back", [False, True], ids=["replaced", "replaced and put back"])
+def test_files_that_change_between_digest_and_reading_are_nobodys(engine, monkeypatch, settled, back):
+    monkeypatch.setattr("quire.files.adapter.SETTLED", settled)
+    extras, read = engine.adapter("a", "1"), engine.executor.read_adapter
+
+    def write(content, when):
+        os.utime(write_adapter(engine.folder / "a", content) / "adapter_config.json", (when, when))
+
+    def late(ref):
+        write("2", 2)
+        facts = read(ref)
+        if back:
+            write("1", 3)
+        return facts
+
+    monkeypatch.setattr(engine.executor, "read_adapter", late)
+    engine.add("a", extras)
+    engine.run()
+    assert isinstance(engine.refused["a"], AdapterChanged) and not engine.executor._read
+    monkeypatch.setattr(engine.executor, "read_adapter", read)
+    write("1", 4)
+    engine.add("again", extras)
+    engine.check()
+    assert engine.ended["again"] == "length"
 
 
 def test_bad_adapters_are_refused_and_nobody_else_notices(engine):

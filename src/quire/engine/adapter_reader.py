@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
-from quire.files.adapter import digest, stamp
+from quire.files.adapter import digest, look_at
 from quire.types.adapter import AdapterFacts, AdapterRef
 from quire.types.errors import AdapterChanged, AdapterError, RequestError
 
@@ -83,12 +83,14 @@ class AdapterReader:
 def read_unchanged(
     ref: AdapterRef, read: Callable[[AdapterRef], AdapterFacts], gone: Callable[[], bool] = bool
 ) -> AdapterFacts:
-    """Reads the version that is asked for, or nothing: files may have been replaced since their digest was taken."""
-    before = stamp(ref.path)
-    if (not before or before != ref.stamp) and digest(ref.path, gone) != ref.version:
+    """Reads the version that is asked for, or nothing: files may have been replaced since their digest was taken, and may be
+    while they are read. Of files that are too new only another digest tells."""
+    before, settled = look_at(ref.path)
+    if not (settled and before == ref.stamp) and digest(ref.path, gone) != ref.version:
         raise _changed(ref)
     facts = read(ref)
-    if stamp(ref.path) != before and digest(ref.path, gone) != ref.version:
+    after, _ = look_at(ref.path)
+    if after != before or (not settled and digest(ref.path, gone) != ref.version):
         raise _changed(ref)
     return facts
 

@@ -22,7 +22,7 @@ from quire.engine.executor.base import Executor
 from quire.sched.queue import Rank
 from quire.sched.roster import Roster
 from quire.types.adapter import AdapterFacts, AdapterRef
-from quire.types.errors import AdapterError, EngineDead, EngineError, NotSupported, RequestError
+from quire.types.errors import AdapterChanged, AdapterError, EngineDead, EngineError, NotSupported, RequestError
 from quire.types.request import EngineRequest, Request
 
 WAIT = 0.005  # seconds, while there is nothing else to do
@@ -239,6 +239,8 @@ class AdapterDesk:
         kept.reading, self._news = False, True
         if isinstance(outcome, RequestError):
             del self._in_memory[ref.version]
+            if isinstance(outcome, AdapterChanged):  # something was read, perhaps
+                self._executor.forget_adapter(ref.version)
             self._fail(kept, outcome)
             return
         kept.facts = outcome

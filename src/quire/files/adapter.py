@@ -184,6 +184,13 @@ def _stay(file: Path, gone: Callable[[], bool]) -> None:
 def stamp(path: str) -> str:
     """Size, place and time of the files: as long as it is the same, so is the digest. Empty if it does not tell, because they
     are too new."""
+    told, settled = look_at(path)
+    return told if settled else ""
+
+
+def look_at(path: str) -> tuple[str, bool]:
+    """Size, place and time of the files, and whether these will tell if the files are written again. If they differ from what
+    they were, somebody has touched the files, too new or not."""
     files, told, newest = find_adapter(path), list[str](), 0
     try:
         for file in _all(files):
@@ -192,4 +199,4 @@ def stamp(path: str) -> str:
             told.append(f"{found.st_dev}.{found.st_ino}.{found.st_size}.{found.st_mtime_ns}.{found.st_ctime_ns}")
     except OSError as error:
         raise AdapterError(f"{file}: cannot be read: {error.strerror or error}", "lora_path") from error
-    return " ".join(told) if newest + SETTLED * 1e9 < time.time_ns() else ""
+    return " ".join(told), newest + SETTLED * 1e9 < time.time_ns()
