@@ -12,6 +12,7 @@ from quire.ops.packed import FLOAT8_MAX, INT8_MAX, choose_way, pack
 
 pytest.importorskip("triton")
 from quire.ops.kernels.packed import Way, product
+from quire.ops.kernels.packed_blocks import library_product
 from quire.ops.kernels.rounding import rescale, round_rows
 from quire.ops.kernels.words import dequantize
 
@@ -194,7 +195,7 @@ def test_scales_by_block_in_the_library(device, monkeypatch):
     bias = torch.randn(384, device=device).bfloat16()
     for rows in (128, 129, 130, 131, 150, 300, 1023):
         x = torch.randn(rows, 1024, device=device).bfloat16()
-        assert matrix._in_library(x)
+        assert matrix._in_library(x) and library_product(x, matrix.packed, matrix.block_scales, None) is not None
         found = [matrix.multiply(x, some, activation) for some in (None, bias) for activation in ("", "silu")]
         with monkeypatch.context() as patch:
             patch.setattr("quire.ops.packed.BLOCKS_SINCE", "99")

@@ -73,9 +73,10 @@ class PackedMatrix:
             from quire.ops.kernels.packed_blocks import library_product
             from quire.ops.kernels.packed_blocks import product as by_blocks
 
+            out = None
             if self.block_scales is not None and self._in_library(x):
                 out = library_product(x, packed, self.block_scales, bias)
-            else:
+            if out is None:
                 out = by_blocks(x, packed, bias, choose_tile(packed, rows))
             return gated(out, activation) if activation else out
         if (rows == 1 and not self._by_units(x)) or rows * packed.words.nbytes <= MOST_READ:

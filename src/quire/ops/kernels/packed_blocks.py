@@ -162,9 +162,12 @@ def product(x: Tensor, matrix: Packed, bias: Tensor | None, tile: Tile) -> Tenso
     return out
 
 
-def library_product(x: Tensor, matrix: Packed, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """The same by torch, which takes multiples of a few rows; scales as `PackedMatrix.block_scales`."""
+def library_product(x: Tensor, matrix: Packed, scales: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The same by torch, of multiples of a few rows; scales as `PackedMatrix.block_scales`. None = it is not for such sizes."""
     numbers, factors = round_groups(x, matrix.columns, cdiv(len(x), ALIGNED) * ALIGNED)
     words = matrix.words.view(torch.float8_e4m3fn)
-    out = torch._scaled_mm(numbers, words.t(), factors.t(), scales, out_dtype=x.dtype)[: len(x)]
+    try:
+        out = torch._scaled_mm(numbers, words.t(), factors.t(), scales, out_dtype=x.dtype)[: len(x)]
+    except RuntimeError:  # it says so before anything is launched
+        return None
     return out if bias is None else out + bias
