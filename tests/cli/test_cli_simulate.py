@@ -173,9 +173,19 @@ def test_measured_steps_are_a_device(
     assert json.loads(capsys.readouterr().out)["p50_ttft_ms"] < found["p50_ttft_ms"]
     assert simulate(model, "--timing", str(path), "--device", "cuda") == 2
     assert "was measured on 'cpu', not on 'cuda'" in capsys.readouterr().err
+    wider = ["--hf-overrides", '{"vocab_size": 77, "max_position_embeddings": 128}']
+    assert simulate(model, "--timing", str(path), *wider) == 2
+    assert f"was measured with another model, {model}: its vocab_size " in (told := capsys.readouterr().err)
+    assert "not 77; measure" in told
+    path.write_text(json.dumps({name: value for name, value in result.items() if name != "sizes"}))  # an older file
+    assert simulate(model, "--timing", str(path), "--num-prompts", "5", "--input-len", "50", *wider) == 0
+    assert main(["bench", "steps", *engine, "--rows", "4096"]) == 2
+    assert "--rows 4096 is more than max_num_seqs 4; say --max-num-seqs 4096" in capsys.readouterr().err
 
 
-def test_an_engine_that_plans_ahead_is_measured_beside_a_row(model: str, tmp_path: Path) -> None:
+def test_an_engine_that_plans_ahead_is_measured_beside_a_row(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """From the end of a step to the end of the next, as it is under load; what one may record is recorded first."""
     path, prepared = tmp_path / "steps.json", []
 
@@ -194,8 +204,20 @@ def test_an_engine_that_plans_ahead_is_measured_beside_a_row(model: str, tmp_pat
     assert [(point["rows"], point["tokens"]) for point in points] == sizes
     assert points[-1]["pairs"] == 24 * 25 / 2 and 8 * 64 < points[-1]["keys"] < 8 * (64 + 16)
     assert [point["pairs"] for point in points[4:6]] == [7 * 8 / 2, 31 * 32 / 2] and points[4]["keys"] < 16
-    small = ["--max-num-seqs", "1", "--max-model-len", "24", "--contexts", "4", "8"]  # no row beside it, no page before it
-    assert main(["bench", "steps", "--model", model, *flags, *small]) == 0
+    small = [
+        "--max-num-seqs",
+        "1",
+        "--rows",
+        "1",
+        "--max-model-len",
+        "24",
+        "--contexts",
+        "4",
+        "8",
+    ]  # nothing beside or before it
+    assert main(["bench", "steps", "--model", model, *flags, *small]) == 1
+    assert "skipped: a prompt of 32 tokens after 0, more than max_num_batched_tokens" in (told := capsys.readouterr().err)
+    assert "`quire simulate --timing` needs more than this: it has steps with rows of one token in fewer than 2 sizes" in told
     sizes = [(1, 1)] * 2 + [(1, 8)]
     assert [(point["rows"], point["tokens"]) for point in json.loads(path.read_text())["points"]] == sizes
 

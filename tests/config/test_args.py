@@ -90,7 +90,16 @@ def test_what_is_not_a_number(text: str) -> None:
         ),
         ({"trust_remote_code": 0}, r"trust_remote_code must be true or false"),
         ({"rope_scaling": {"rope_type": "yarn"}}, r"hf_overrides replaces it"),
-        ({"load_format": "pt"}, r"load_format must be one of"),
+        ({"load_format": "pt"}, r"load_format must be one of auto, safetensors, gguf, dummy; got 'pt'"),
+        (
+            {"load_format": "bitsandbytes"},
+            r"load_format='bitsandbytes' is not supported: .* Leave it out, or say quantization=",
+        ),
+        ({"speculative_config": {}}, r"speculative_config needs a method \(.*--spec-method\): ngram, suffix"),
+        (
+            {"spec_method": "eagle"},
+            r"method 'eagle' needs the model or head that drafts: speculative_config.model, or --spec-model",
+        ),
         ({"dtype": "int8"}, r"dtype must be one of auto, .*got 'int8'"),
         ({"dtype": None}, r"dtype must be a string"),
         ({"seed": True}, r"seed must be a whole number"),

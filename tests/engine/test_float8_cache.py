@@ -179,7 +179,9 @@ def test_scales_that_cannot_be_used(scaled, tmp_path, case):
 
 
 def test_what_cannot_be_had(checkpoint, tmp_path):
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype bfloat16 is not the model's float32; use auto, or fp8"):
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_dtype bfloat16 is not the model's float32; use auto, fp8 for 8 bits, or dtype=bfloat16"
+    ):
         engine(checkpoint("llama").directory, kv_cache_dtype="bfloat16")
     make_checkpoint(FAMILIES["llama"], tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())

@@ -237,6 +237,7 @@ def test_frames_of_no_engine_are_a_lost_connection(tiny_model, harbour, terms):
     ready = ipc.Ready(64, 8, "cpu", "float32", 64, 4, 1, Timeline([], 0.0, 0.0), 16)
     news = []
     listener = SimpleNamespace(
+        num_open=0,
         on_ready=lambda ready: news.append("ready"),
         on_lost=lambda ids: news.append("lost"),
         on_dead=lambda why: news.append(why),

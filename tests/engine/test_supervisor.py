@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -151,6 +152,7 @@ def test_our_own_pauses_are_not_held_against_the_engine(tiny_model):
 
 
 def test_a_hung_step_is_told_apart_from_a_frozen_process(tiny_model, tmp_path, caplog):
+    caplog.set_level("INFO", "quire")
     llm = open_async(tiny_model, "hang", tmp_path / "once", engine_hang_timeout=2.0, engine_dead_after=30.0)
 
     async def scene():
@@ -161,6 +163,7 @@ def test_a_hung_step_is_told_apart_from_a_frozen_process(tiny_model, tmp_path, c
 
     run(scene(), llm)
     assert "in one step for" in caplog.text and "silent" not in caplog.text
+    assert re.search(r"the engine is back after \d+\.\d s; 1 open request goes on", caplog.text)
 
 
 def test_busy_for_says_how_long_a_step_takes(tiny_model, tmp_path):

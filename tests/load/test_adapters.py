@@ -162,7 +162,7 @@ BAD = {
     "init_lora_weights is 'pissa'": (GOOD, {"init_lora_weights": "pissa"}),
     "is not a regular expression": (GOOD, {"rank_pattern": {"(": 3}}),
     "has rank 2, where adapter_config.json says 3": (GOOD, {"r": 3}),
-    "has rank 32; max_lora_rank is 16": (halves(Q_PROJ, 48, 48, rank=32), {"r": 32}),
+    "has rank 32; max_lora_rank is 16; start with --max-lora-rank 32": (halves(Q_PROJ, 48, 48, rank=32), {"r": 32}),
     rf"{A}.* has shape \[0, 48\], and no numbers: an adapter has a rank of 1 or more": (halves(Q_PROJ, 48, 48, rank=0), {}),
     r"has rank 2, where adapter_config.json says 10{199}\.\.\.$": (GOOD, {"r": 10**4000}),
     rf"{A}.* has no lora_B beside it": ({A: GOOD[A]}, {}),

@@ -54,7 +54,8 @@ def test_they_are_refused_by_their_header(serve_model: Path, vast: Path, tmp_pat
                 (vast, "adapter_model.safetensors: has 274,877,906,944 numbers"), (long, "tensors for few of them"),
                 (torch, "up to max_lora_rank has"), (broken, "broken safetensors file"), (beside, "larger than 256 MiB"),
                 (narrow, "layers.0.self_attn.q_proj.lora_A.weight' has shape [2, 8589934592]"),
-                (wide, "layers.0.self_attn.q_proj.lora_A.weight' has rank 8589934592; max_lora_rank is 16"),
+                (wide, f"{wide}: tensor 'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight' has rank 8589934592; "
+                 "max_lora_rank is 16; start with --max-lora-rank 8589934592"),
             ):  # fmt: skip
                 error = error_of(http.post(LOAD, json={"lora_name": "x", "lora_path": str(path)}))
                 assert error["code"] == 400 and message in error["message"], error

@@ -70,13 +70,20 @@ def run(namespace: argparse.Namespace) -> int:
     args = engine_args(namespace, tokens_only=True)
     if args.data_parallel_size > 1:
         raise ConfigError("steps are those of one engine: leave data_parallel_size out")
+    from quire.config.facts import sizes_of
     from quire.engine.core import EngineCore
     from quire.llm import LLM
+    from quire.sim.analytic import HostTime
+    from quire.sim.measured import MeasuredTiming
     from quire.sim.shapes import windows_of
 
     llm = LLM.from_engine_args(args)
     engine, config, core = llm.llm_engine, llm.llm_engine.config, llm.llm_engine.core
     assert isinstance(core, EngineCore)
+    if (most := max(namespace.rows or (1,))) > config.max_seqs:
+        raise ConfigError(
+            f"--rows {most} is more than max_num_seqs {config.max_seqs}; say --max-num-seqs {most}, or ask for fewer"
+        )
     facts = engine_facts(llm) | {
         "num_pages": core.scheduler.pool.pages, "device_memory": config.device_facts.total_bytes,
     }  # fmt: skip
@@ -94,12 +101,21 @@ def run(namespace: argparse.Namespace) -> int:
     admission = admission_times(meter.admissions, host)
     print("\n".join(lines(points, host, admission)))
     names = ("step", "row", "admission", "newcomer")
-    details: dict[str, Any] = {"points": as_json(points), "host": dict(zip(names, (*host, *admission), strict=True))}
+    details: dict[str, Any] = {
+        "sizes": sizes_of(config.facts),
+        "points": as_json(points),
+        "host": dict(zip(names, (*host, *admission), strict=True)),
+    }
     if front is not None:
         print(front.line())
         details["front"] = asdict(front)
     figures = {f"{p.rows} x {p.tokens} at {p.keys + p.pairs:.0f} ms": 1000 * p.seconds for p in points}
     report.close(args.model, facts, machine(config.device), figures, details)
+    try:
+        MeasuredTiming(points, HostTime())
+    except ConfigError as error:
+        print(f"quire bench steps: `quire simulate --timing` needs more than this: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -126,7 +142,9 @@ def _measure(meter: "StepMeter", namespace: argparse.Namespace, sizes: Sizes) ->
     for context in contexts:
         for count in sizes.rows:
             most = context + repeats + 2
-            if most <= longest and (count * context <= namespace.context_tokens or context == min(contexts)):
+            if most > longest:
+                print(f"skipped: {count} rows after {context} tokens, more than max_model_len {longest}", file=sys.stderr)
+            elif count * context <= namespace.context_tokens or context == min(contexts):
                 print(f"{count} rows after {context} tokens", file=sys.stderr)
                 turns += [(("rows", count, context), turn) for turn in meter.singles(count, context, repeats)]
     singles = [turn for _, turn in turns]
@@ -136,6 +154,9 @@ def _measure(meter: "StepMeter", namespace: argparse.Namespace, sizes: Sizes) ->
                 print(f"a prompt of {length} tokens after {context}", file=sys.stderr)
                 found = meter.prompts(length, context, repeats)
                 turns += [(("prompt", length, turn.point.pairs), turn) for turn in found]
+            elif namespace.prompts:
+                most = f"max_num_batched_tokens {sizes.budget} or max_model_len {longest}"
+                print(f"skipped: a prompt of {length} tokens after {context}, more than {most}", file=sys.stderr)
     for count in sizes.rows:
         length = next((size for size in sorted(sizes.prompts) if size >= BESIDE * count), sys.maxsize)
         context = min(contexts) if count * max(contexts) > namespace.context_tokens else max(contexts)

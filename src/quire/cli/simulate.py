@@ -165,7 +165,7 @@ def _simulate(
 
     def tell(trial: Trial) -> None:
         share = "too many are late" if trial.share is None else f"{trial.share:.2%} are within"
-        print(f"{trial.replicas} replicas: {share}", file=sys.stderr)
+        print(f"{trial.replicas} replica{'s' if trial.replicas > 1 else ''}: {share}", file=sys.stderr)
 
     if objectives is None or namespace.replicas is not None:
         return simulate(namespace.replicas or 1), None

@@ -9,6 +9,7 @@ from quire.cli.plan import gib, plan_for, resolve_for
 from quire.cli.plan_text import MemoryPlan
 from quire.config.args import EngineArgs
 from quire.config.config import Config
+from quire.config.facts import sizes_of
 from quire.config.memory import parameter_parts
 from quire.engine.scheduling import make_scheduler
 from quire.sched.scheduler import AHEAD, Scheduler
@@ -127,6 +128,16 @@ def _measured(args: EngineArgs, namespace: argparse.Namespace) -> Setting:
     if args.num_gpu_blocks_override is None and args.kv_cache_memory_bytes is None and namespace.memory is None:
         args = dataclasses.replace(args, num_gpu_blocks_override=found.pages * found.page_size // (args.block_size or 1))
     config, total = resolve_for(args, namespace.memory or found.memory or None, serving=not namespace.offline)
+    other = [
+        f"{name} {found.sizes[name]}, not {own}"
+        for name, own in sizes_of(config.facts).items()
+        if found.sizes.get(name, own) != own
+    ]
+    if other:
+        raise ConfigError(
+            f"--timing {namespace.timing} was measured with another model, {found.model}: its {', its '.join(other)}; measure "
+            f"{args.model} with `quire bench steps`"
+        )
     told = f"{found.device}, {found.machine}; step times measured with {found.model}"
     front = front_time(namespace, found.front or USUAL_FRONT)
     return Setting(config, _fitting(plan_for(config, total)), found.timing, told, front)

@@ -76,7 +76,10 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         "a cache of another type",
         lambda c: c.args.kv_cache_dtype not in ("auto", c.dtype, *EIGHT_BITS),
-        lambda c: f"kv_cache_dtype {c.args.kv_cache_dtype} is not the model's {c.dtype}; use auto, or fp8 for 8 bits",
+        lambda c: (
+            f"kv_cache_dtype {c.args.kv_cache_dtype} is not the model's {c.dtype}; use auto, fp8 for 8 bits, or "
+            f"dtype={c.args.kv_cache_dtype} for both"
+        ),
     ),
     Conflict(
         "scales that would not lie at whole numbers",

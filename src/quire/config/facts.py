@@ -113,6 +113,21 @@ def count_experts(facts: ModelFacts) -> int:
     return next((count for count in counts if isinstance(count, int) and count > 0), 0)
 
 
+def sizes_of(facts: ModelFacts) -> dict[str, int]:
+    """What decides how long a step takes, whether there are weights or only a configuration; 0 = it does not say."""
+    heads = {(layer.kv_heads, layer.head_dim) for layer in facts.layers}
+    return {
+        "layers": len(facts.layers) + len(facts.states),
+        "hidden_size": facts.hidden_size,
+        "intermediate_size": width if isinstance(width := facts.hf.get("intermediate_size"), int) else 0,
+        "heads": count_heads(facts),
+        "kv_heads": max((count for count, _ in heads), default=0),
+        "head_dim": max((size for _, size in heads), default=0),
+        "experts": count_experts(facts),
+        "vocab_size": facts.vocab_size,
+    }
+
+
 class _Unplanned(ModelError):
     """Not a mistake: an architecture whose cache cannot be known from its configuration."""
 

@@ -23,8 +23,9 @@ def add_flags(parser: argparse.ArgumentParser, owner: type, title: str) -> None:
         else:
             options |= {"type": _reader(spec.kind.parse), "metavar": spec.kind.metavar}
             if spec.choices:
-                others = tuple(TAKEN_FOR.get(field.name, {}))
-                options |= {"choices": (*spec.choices, *others), "metavar": f"{{{','.join(spec.choices)}}}"}
+                options["metavar"] = f"{{{','.join(spec.choices)}}}"
+                if field.name not in TAKEN_FOR:  # otherwise they are checked with the other values, in one place
+                    options["choices"] = spec.choices
             if spec.kind is NAMES:
                 options["nargs"] = "+"
             if spec.kind in LISTS:

@@ -77,6 +77,13 @@ TAKEN_FOR: dict[str, dict[Any, str]] = {
     "model_impl": {"vllm": "quire"},
     "load_format": dict.fromkeys(("hf", "fastsafetensors", "instanttensor", "runai_streamer"), "auto"),
 }
+# values of vLLM's that they cannot have, and why
+NOT_TAKEN: dict[str, dict[Any, str]] = {
+    "load_format": {
+        "bitsandbytes": "floats are not made 4 bits as they are loaded; a checkpoint that has been quantized says so itself. "
+        "Leave it out, or say quantization='fp8' for 8 bits",
+    },
+}
 
 
 def take_hint(name: str, value: Any, table: dict[str, tuple[str, Kind]] = HINTS) -> None:
@@ -91,6 +98,8 @@ def take_hint(name: str, value: Any, table: dict[str, tuple[str, Kind]] = HINTS)
 
 def taken_for(name: str, value: Any) -> Any:
     other = TAKEN_FOR.get(name, {}).get(value) if isinstance(value, str) else None
+    if isinstance(value, str) and (reason := NOT_TAKEN.get(name, {}).get(value)) is not None:
+        raise ConfigError(f"{name}={value!r} is not supported: {reason}")
     if other is None:
         return value
     logger.warning("%s=%r is taken for %r, which is the same here", name, value, other)

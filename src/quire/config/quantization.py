@@ -34,6 +34,12 @@ FORMS: dict[str, tuple[str, ...]] = {
     "modelopt": ("fp8", "fp4"),
     "mxfp4": ("fp4",),  # gpt-oss's experts
 }
+# vLLM's others
+NOT_BUILT = (
+    "torchao", "quark", "inc", "auto-round", "moe_wna16", "experts_int8", "humming", "online", "mxfp8", "deepseek_v4_fp8",
+    "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "int8_per_channel_weight_only", "nvfp4_per_token", "ptpc_fp8",
+    "fp_quant", "hqq", "rtn",
+)  # fmt: skip
 ALIASES = {alias: method for method, aliases in METHODS.items() for alias in (method, *aliases)}
 ONLINE = ("fp8",)  # may be made of floats as they are loaded
 SIDE_FILES = ("quant_config.json", "quantize_config.json")  # of AWQ and GPTQ, where config.json is silent
@@ -110,7 +116,8 @@ def choose_quantization(asked: str | None, found: Quantization | None, gguf: boo
         return found
     method = ALIASES.get(asked.lower())
     if method is None:
-        raise ConfigError(f"quantization={asked!r} is not known; these are: gguf, {', '.join(sorted(ALIASES))}")
+        what = "is vLLM's, and not built here" if asked.lower() in NOT_BUILT else "is not known"
+        raise ConfigError(f"quantization={asked!r} {what}; these are: gguf, {', '.join(sorted(ALIASES))}")
     if found is None:
         if method not in ONLINE:
             raise ConfigError(

@@ -135,7 +135,7 @@ def read_speculative(
         if values.get(name, value) != value:
             raise ConfigError(f"{flag} is {value!r}, but {NAME}.{name} is {values[name]!r}; give one of them")
         values[name] = value
-    if not values:
+    if not values and given is None:
         return None
     for name, value in values.items():
         _check(name, value)
@@ -180,7 +180,9 @@ def _method(values: dict[str, Any]) -> str:
         return NGRAM
     method = values.get("method", DRAFT_MODEL if model is not None else None)
     if method is None:
-        raise ConfigError(f"{NAME} needs a method: {', '.join((*METHODS, *sorted(brought_drafters())))}")
+        raise ConfigError(
+            f"{NAME} needs a method ({NAME}.method, or --spec-method): {', '.join((*METHODS, *sorted(brought_drafters())))}"
+        )
     if method.endswith("_mtp"):  # how it was said once
         method = MTP
     if method in NOT_BUILT:
@@ -188,7 +190,7 @@ def _method(values: dict[str, Any]) -> str:
     if method not in METHODS and method not in (brought := brought_drafters()):
         raise ConfigError(f"{NAME}.method must be one of {', '.join((*METHODS, *sorted(brought)))}; got {method!r}")
     if method in ON_DEVICE and method != MTP and model is None:
-        raise ConfigError(f"{NAME}.model must name the model or head that drafts")
+        raise ConfigError(f"method {method!r} needs the model or head that drafts: {NAME}.model, or --spec-model")
     if method == CUSTOM and model is None:
         raise ConfigError(f"{NAME}.model must say where the class of method {CUSTOM!r} is: 'package.module:Class'")
     return str(method)

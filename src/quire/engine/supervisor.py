@@ -43,6 +43,10 @@ logger = logging.getLogger(__name__)
 
 
 class Listener(Protocol):
+    @property
+    def num_open(self) -> int:
+        """Requests that are not finished."""
+
     def on_ready(self, ready: ipc.Ready) -> None: ...
 
     def on_deltas(self, deltas: Sequence[TokenDelta]) -> None: ...
@@ -91,6 +95,7 @@ class Supervisor:
         self.restarts = 0
         self._lost_by: str | None = None  # why the present engine is being replaced
         self.last_loss: str | None = None  # why the latest one was
+        self._lost_at = 0.0  # when the latest one that had been ready was
         self._restarted: deque[float] = deque()  # when, within the window
         self._failed_starts = 0  # in a row
         self._doom: QuireError | None = None  # why there is to be no other one
@@ -239,6 +244,15 @@ class Supervisor:
             case ipc.Ready():
                 self._failed_starts = 0
                 self._change("ready")
+                if self.restarts:
+                    gone, count = time.monotonic() - self._lost_at, self._listener.num_open
+                    logger.info(
+                        "%s is back after %.1f s; %d open request%s",
+                        self._name,
+                        gone,
+                        count,
+                        " goes on" if count == 1 else "s go on",
+                    )
                 self._listener.on_ready(report)
             case ipc.Failed():
                 self._failure = ipc.start_error(report)
@@ -287,6 +301,7 @@ class Supervisor:
         self.last_loss = reason
         logger.error("%s was lost: %s", self._name, reason)
         if was == "ready":
+            self._lost_at = time.monotonic()
             self._listener.on_lost(in_flight)
         else:
             self._failed_starts += 1

@@ -106,7 +106,7 @@ def check_header(path: str, bounds: AdapterBounds) -> None:
         numbers = sum(info.elements for info in header.values())
         if size > sum(info.nbytes for info in header.values()) + 8 + LARGEST_HEADER:
             raise AdapterError(f"{weights}: has {size:,} bytes, and tensors for few of them", "lora_path")
-        _check_shapes(header, bounds)
+        _check_shapes(path, header, bounds)
     if most is not None and numbers > most:
         raise AdapterError(
             f"{weights}: has {numbers:,} numbers, where an adapter of this model up to max_lora_rank has {most:,} at most",
@@ -114,7 +114,11 @@ def check_header(path: str, bounds: AdapterBounds) -> None:
         )
 
 
-def _check_shapes(header: Mapping[str, TensorInfo], bounds: AdapterBounds) -> None:
+def too_wide(rank: int, most: int) -> str:
+    return f"max_lora_rank is {most}; start with --max-lora-rank {rank}"
+
+
+def _check_shapes(path: str, header: Mapping[str, TensorInfo], bounds: AdapterBounds) -> None:
     """Of low-rank halves for layers that the checkpoint has under the same name. Some families store them the other way."""
     for name, info in header.items():
         half = HALF.match(name)
@@ -124,11 +128,12 @@ def _check_shapes(header: Mapping[str, TensorInfo], bounds: AdapterBounds) -> No
         rank, side = (info.shape if half["half"] == "A" else info.shape[::-1]) if len(info.shape) == 2 else (0, 0)
         if side not in own:
             raise AdapterError(
-                f"tensor {shown(name)} has shape {list(info.shape)}, where the model's matrix is {own[0]} x {own[1]}",
+                f"{path}: tensor {shown(name)} has shape {list(info.shape)}, where the model's matrix is {own[0]} x {own[1]}",
                 "lora_path",
             )
         if bounds.max_rank is not None and rank > bounds.max_rank:
-            raise AdapterError(f"tensor {shown(name)} has rank {rank}; max_lora_rank is {bounds.max_rank}", "lora_path")
+            wide = f"tensor {shown(name)} has rank {rank}; {too_wide(rank, bounds.max_rank)}"
+            raise AdapterError(f"{path}: {wide}", "lora_path")
 
 
 def has_tokenizer(path: str) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.files.adapter import AdapterFiles, find_adapter, read_config
+from quire.files.adapter import AdapterFiles, find_adapter, read_config, too_wide
 from quire.files.reading import shown, told
 from quire.files.safetensors import read_header
 from quire.files.threads import in_threads
@@ -273,7 +273,7 @@ class Reader:
         if rank != expected:
             raise named.wrong(f"has rank {rank}, where adapter_config.json says {shown(expected)}")
         if rank > self._model.max_rank * merged:
-            raise named.wrong(f"has rank {rank}; max_lora_rank is {self._model.max_rank}")
+            raise named.wrong(f"has rank {rank}; {too_wide(-(-rank // merged), self._model.max_rank)}")
         self._largest = max(self._largest, rank)
 
     def check_size(self, down: Named, up: Named, module: str) -> None:

@@ -110,6 +110,7 @@ class MeasuredFile:
     pages: int
     memory: int  # bytes of the device, 0 = not known
     front: FrontTime | None  # None = it was not measured
+    sizes: dict[str, int]  # of its model (`sizes_of`); empty: an older file
 
 
 def read_measured(path: Path) -> MeasuredFile:
@@ -143,10 +144,15 @@ def read_measured(path: Path) -> MeasuredFile:
             raise ConfigError(f"{where}: engine: {name} must be at least {least}, got {sizes[name]}")
     if not isinstance(engine.get("device"), str):
         raise ConfigError(f"{where}: engine: device must be a name, got {engine.get('device')!r}")
+    told = result.get("sizes", {})
+    if not isinstance(told, dict):
+        raise ConfigError(f"{where}: sizes must be an object, got {str(told)[:60]}")
+    shapes = {name: int(_number(f"{where}: sizes", told, name)) for name in told}
     machine = parts["machine"].get("gpu") or parts["machine"].get("cpu") or "an unknown machine"
     return MeasuredFile(
         timing, str(result.get("model_id")), engine["device"], str(machine),
         sizes["block_size"], sizes["num_pages"], sizes["device_memory"], _front(f"{where}: front", result.get("front"), host),
+        shapes,
     )  # fmt: skip
 
 
