@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -191,6 +192,29 @@ def test_the_same_content_is_the_same_adapter(tmp_path):
     assert engine.names.remove("a") is None  # b is left
     assert engine.names.remove("b") is not None
     engine.check()
+
+
+@pytest.mark.parametrize("order", ["ab", "ba", "aab"])
+def test_the_same_content_is_read_from_wherever_it_is(engine, order):
+    for name in "ab":
+        engine.adapter(name, "same")
+    shutil.rmtree(engine.folder / "a")
+    told = []
+    for i, name in enumerate(order):
+        engine.add(f"{name}{i}", engine.adapter(name))
+        engine.core.adapters.load(engine.adapter(name).lora, False, told.append)
+    engine.run()
+    assert set(engine.ended.values()) == {"length"} and not engine.refused and told == [None] * len(order)
+    engine.add("c", engine.adapter("c", "other"))  # there is room for one
+    engine.run()
+    shutil.rmtree(engine.folder / "b")
+    for name in sorted(set(order)):
+        engine.add(name, engine.adapter(name))
+        engine.core.adapters.load(engine.adapter(name).lora, False, told.append)
+    engine.check()
+    lost = {name: f"{engine.folder / name}: there is no such directory" for name in sorted(set(order))}
+    assert {name: str(error).split(";")[0] for name, error in engine.refused.items()} == lost
+    assert [str(error).split(";")[0] for error in told[len(order) :]] == list(lost.values())
 
 
 def test_unloading_takes_nothing_from_those_who_run(engine):

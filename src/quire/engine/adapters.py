@@ -38,7 +38,7 @@ Tell = Callable[[RequestError | None], None]  # why it could not be loaded, or N
 class _Kept:
     """An adapter that somebody holds, waits for or has asked to be loaded, or that is still there."""
 
-    ref: AdapterRef
+    ref: AdapterRef  # of whoever asked first; if its files cannot be read, of whoever's could
     facts: AdapterFacts | None = None  # in the host's memory, then
     reading: bool = False
     place: int = 0
@@ -46,7 +46,8 @@ class _Kept:
     retired: bool = False  # nobody can ask for it any more
     holders: int = 0  # requests
     waiting: dict[str, Rank] = field(default_factory=dict)  # requests
-    told: list[Tell] = field(default_factory=list)  # to be told when it is loaded
+    told: list[tuple[AdapterRef, Tell]] = field(default_factory=list)  # to be told when it is loaded
+    failed: dict[str, RequestError] = field(default_factory=dict)  # by path: the same content may lie in several
     used: int = 0  # when it was, the latest time
 
     @property
@@ -147,7 +148,7 @@ class AdapterDesk:
         if kept.facts is not None and (kept.place or not kept.pinned):
             tell(None)
             return
-        kept.told.append(tell)
+        kept.told.append((ref, tell))
         self._wait_for(kept)
 
     def expect(self, path: str, stamp: str) -> None:
@@ -236,16 +237,30 @@ class AdapterDesk:
 
     def _came(self, ref: AdapterRef, outcome: Outcome) -> None:
         kept = self._kept[ref.version]
-        kept.reading, self._news = False, True
         if isinstance(outcome, RequestError):
-            del self._in_memory[ref.version]
             if isinstance(outcome, AdapterChanged):  # something was read, perhaps
                 self._executor.forget_adapter(ref.version)
+            kept.failed[ref.path] = outcome
+            other = next((each for each in self._refs(kept) if each.path not in kept.failed), None)
+            if other is not None:
+                self._reader.ask(other)
+                return
+            kept.reading, self._news = False, True
+            del self._in_memory[ref.version]
             self._fail(kept, outcome)
             return
-        kept.facts = outcome
+        kept.reading, self._news = False, True
+        kept.ref, kept.facts = ref, outcome
+        kept.failed.clear()
         self.reads += 1
         self._settle(kept)
+
+    def _refs(self, kept: _Kept) -> list[AdapterRef]:
+        """Of all who want it."""
+        return [*(self._ref(name) or kept.ref for name in kept.waiting), *(ref for ref, _ in kept.told)]
+
+    def _ref(self, name: str) -> AdapterRef | None:
+        return self._roster.live[name].spec.extras.lora
 
     def _fill(self) -> None:
         """Places for those who wait, in order."""
@@ -363,20 +378,21 @@ class AdapterDesk:
         """Nobody can have it."""
         self._news = True
         self._line.pop(kept.ref.version, None)
-        names = list(kept.waiting)
+        names = {name: self._ref(name) or kept.ref for name in kept.waiting}
         kept.waiting.clear()
         kept.pinned = False
         if not kept.holders and not kept.reading:
             self._discard(kept)
-        for name in names:
-            self._refuse(name, error)
+        for name, ref in names.items():
+            self._refuse(name, kept.failed.get(ref.path, error))
         _tell_all(kept, error)
+        kept.failed.clear()
 
 
 def _tell_all(kept: _Kept, error: RequestError | None) -> None:
     told, kept.told = kept.told, []
-    for tell in told:
-        tell(error)
+    for ref, tell in told:
+        tell(error and kept.failed.get(ref.path, error))
 
 
 def _all_pinned(places: int) -> str:
