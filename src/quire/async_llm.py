@@ -234,11 +234,11 @@ class AsyncLLM:
 
     # ---- adapters -------------------------------------------------------------------------------------------------------
 
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
+    async def add_lora(self, lora_request: LoRARequest, only_new: bool = False) -> bool:
         """Loads an adapter before anybody asks for it, or again (`load_inplace`): requests that have begun keep what they
-        have. Raises why it cannot be loaded; nothing has changed then."""
+        have. Raises why it cannot be loaded (`only_new`: also that it is there); nothing has changed then."""
         self._attend()
-        return bool(await self._adapters.use(lora_request))
+        return bool(await self._adapters.use(lora_request, only_new))
 
     async def remove_lora(self, lora_id: int) -> bool:
         """False if there is none. Requests that have begun with it go on."""

@@ -1,5 +1,6 @@
 """Adapters over HTTP: models by their names, loaded, replaced and unloaded while the server runs. The engine needs no model."""
 
+import asyncio
 import threading
 
 import pytest
@@ -7,8 +8,8 @@ import pytest
 from adapter_files import write_adapter
 from quire.config.server_args import ServerArgs
 from quire.obs.metrics import Metrics
-from quire.serve.adapters import check_adapters, load_modules, updates_allowed
-from quire.types.errors import ConfigError
+from quire.serve.adapters import ServedAdapters, check_adapters, load_modules, updates_allowed
+from quire.types.errors import ConfigError, InvalidParameter
 from serving import Running, error_of, events_of
 
 BODY = {"prompt": "the quick brown fox", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -108,6 +109,21 @@ def test_loading_replacing_and_unloading(running, folder, caplog):
         for body in ({}, {"lora_name": "c"}, {"lora_name": "", "lora_path": "x"}, {"lora_name": 1, "lora_path": "x"}, *odd):
             assert error_of(http.post("/v1/load_lora_adapter", json=body))["code"] == 400
     running.wait_idle()
+
+
+def test_of_several_loads_at_once_one_is_the_first(running, folder):
+    write_adapter(folder / "c", "1")
+    served = ServedAdapters(running.llm, ServerArgs())
+
+    async def load_all():  # they have all come before any file was looked at
+        loads = [served.load_from_client("once", str(folder / path), False) for path in "cca"]
+        replaced = served.load_from_client("once", str(folder / "a"), True)
+        return await asyncio.gather(*loads, replaced, return_exceptions=True)
+
+    told = running.call(load_all())
+    assert told[::3] == [None, None] and served.get("once").ref.path == str(folder / "a")
+    assert all(isinstance(each, InvalidParameter) and "already been loaded" in str(each) for each in told[1:3])
+    running.call(served.unload("once"))
 
 
 def test_unloading_while_a_stream_runs(running, folder):

@@ -61,15 +61,19 @@ class AdapterClient:
         self._names, self._engines, self._shared = names, engines, shared or Unshared()
         self._looking: set[threading.Event] = set()  # to be set when nobody waits for it any more
 
-    async def use(self, lora: LoRARequest) -> NamedAdapter:
+    async def use(self, lora: LoRARequest, only_new: bool = False) -> NamedAdapter:
         """What its name means. If it is new or to be loaded again, it is loaded; if it cannot be, the name means what it meant
-        before."""
-        known = self._names.known(self._names.check(lora))
+        before. `only_new`: a name that is there is refused, unless it is to be loaded again."""
+        known = self._known(lora, only_new)
         if known is not None:
             return known
         async with self._shared.alone(lora.lora_name):
-            known = self._names.known(self._names.check(lora))  # by now another may have loaded it
-            return known or await self._load(lora)
+            return self._known(lora, only_new) or await self._load(lora)  # by now another may have loaded it
+
+    def _known(self, lora: LoRARequest, only_new: bool) -> NamedAdapter | None:
+        if only_new:
+            self._names.check_new(lora)
+        return self._names.known(self._names.check(lora))
 
     async def _load(self, lora: LoRARequest) -> NamedAdapter:
         found = await self._look(lora)

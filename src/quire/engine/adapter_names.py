@@ -108,6 +108,15 @@ class AdapterNames:
             )
         return lora
 
+    def check_new(self, lora: LoRARequest) -> None:
+        """For whoever does not ask for what is there, but for a load."""
+        if lora.lora_name in self._named and not lora.load_inplace:
+            raise InvalidParameter(
+                f"The lora adapter '{lora.lora_name}' has already been loaded. If you want to load the adapter in place, set "
+                "'load_inplace' to True.",
+                "lora_name",
+            )
+
     def known(self, lora: LoRARequest) -> NamedAdapter | None:
         """What its name means, unless it is new or to be loaded again. After `check`."""
         return None if lora.load_inplace else self._named.get(lora.lora_name)

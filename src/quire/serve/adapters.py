@@ -78,18 +78,13 @@ class ServedAdapters:
             task.add_done_callback(lambda _: self._finding.pop(name, None))
         return await asyncio.shield(self._finding[name])
 
-    async def load(self, name: str, path: str, inplace: bool, base: str | None = None) -> None:
-        there = self._names.find(name)
-        if there is not None and not inplace:
-            raise InvalidParameter(
-                f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
-                "'load_inplace' to True.",
-                "lora_name",
-            )
+    async def load(self, name: str, path: str, base: str | None = None, inplace: bool = False, only_new: bool = False) -> None:
+        """A name that another loads at the same time is loaded once; `only_new` refuses all but the first."""
         if name in self._llm.config.served_names:
             raise InvalidParameter(f"{name!r} is the name of the model itself; give the adapter another one", "lora_name")
+        there = self._names.find(name)
         key = self._names.fresh_key() if there is None else there.ref.key
-        await self._llm.add_lora(LoRARequest(name, key, path, base, load_inplace=inplace))
+        await self._llm.add_lora(LoRARequest(name, key, path, base, load_inplace=inplace), only_new)
 
     async def load_from_client(self, name: str, path: str, inplace: bool) -> None:
         for field, value in (("lora_name", name), ("lora_path", path)):
@@ -98,7 +93,7 @@ class ServedAdapters:
         if self._allowed is not None and not await asyncio.to_thread(_inside, absolute(path), self._allowed):
             raise InvalidParameter("lora_path is outside of the folder that adapters may be loaded from", "lora_path")
         try:
-            await self.load(name, path, inplace)
+            await self.load(name, path, inplace=inplace, only_new=True)
         except AdapterError as error:
             raise HttpError(400, str(error), error.parameter, own=(absolute(path), path)) from error
 
@@ -120,7 +115,7 @@ class ServedAdapters:
                 continue
             if found is not None:
                 if self._names.find(name) is None:
-                    await self.load(name, found.lora_path, inplace=False, base=found.base_model_name)
+                    await self.load(name, found.lora_path, found.base_model_name)
                 return self._names.find(name)
         return None
 
@@ -132,7 +127,7 @@ async def load_modules(llm: AsyncLLM, settings: ServerArgs) -> None:
         if adapters.get(module.name) is not None:  # another API process was first
             continue
         try:
-            await adapters.load(module.name, module.path, inplace=False, base=module.base_model_name)
+            await adapters.load(module.name, module.path, module.base_model_name)
         except RequestError as error:
             raise ConfigError(f"lora_modules: {module.name} cannot be loaded: {error}") from error
         logger.info("loaded adapter %s from %s", module.name, module.path)
