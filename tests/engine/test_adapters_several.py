@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 from test_adapters_llm import BAD, GREEDY, PROMPT, expected  # noqa: F401 (a fixture)
@@ -16,7 +17,7 @@ from quire import SamplingParams
 from quire.config.server_args import ServerArgs
 from quire.engine.executor import workers
 from quire.lora.request import LoRARequest
-from quire.types.errors import AdapterError
+from quire.types.errors import AdapterChanged, AdapterError
 from serving import Running, error_of
 
 
@@ -25,6 +26,11 @@ def test_ranks_have_their_shares(tiny_model, expected, tmp_path, monkeypatch):  
     loras = {name: LoRARequest(name, i, str(path)) for i, (name, path) in enumerate(paths.items(), start=1)} | {"none": None}
     tensors, config = BAD["nan"]
     bad = write_adapter(tmp_path / "bad", tensors, target_modules=["q_proj"], **config)
+    read = workers.Workers.read_adapter
+
+    def elsewhere(ranks, ref, **how):
+        read(ranks, replace(ref, path=bad), **how)
+
     with nursery(tmp_path, "rank") as command:
         monkeypatch.setattr(workers, "COMMAND", command)
         for size, stages, places in ((2, 1, 2), (3, 1, 1), (1, 2, 1)):  # with one place they make way for each other
@@ -34,6 +40,9 @@ def test_ranks_have_their_shares(tiny_model, expected, tmp_path, monkeypatch):  
             )  # fmt: skip
             with pytest.raises(AdapterError, match="q_proj"):
                 llm.llm_engine.add_lora(LoRARequest("bad", 9, bad))
+            with monkeypatch.context() as patch, pytest.raises(AdapterChanged, match="have changed since"):
+                patch.setattr(workers.Workers, "read_adapter", elsewhere)
+                llm.llm_engine.add_lora(loras["all"])  # the others find other files there
             for order in (["all", "none", "some", "some", "none", "all"], ["none", "some", "all"]):
                 outputs = llm.generate(
                     [PROMPT] * len(order), GREEDY, use_tqdm=False, lora_request=[loras[name] for name in order]

@@ -302,10 +302,11 @@ class AdapterDesk:
         while self._free or self._evict():
             try:
                 self._executor.put_adapter(kept.ref, self._free[-1])
-            except AdapterError as error:  # more room is needed than a place
-                if self._evict():
+            except AdapterError as error:
+                changed = isinstance(error, AdapterChanged)  # as another rank found; otherwise more room is needed than a place
+                if not changed and self._evict():
                     continue
-                if not any(other.holders for other in self._seated.values()):
+                if changed or not any(other.holders for other in self._seated.values()):
                     self._fail(kept, error)
                 return False
             except EngineDead:

@@ -10,7 +10,7 @@ from quire.engine.executor.local import LocalExecutor
 from quire.engine.executor.workers import Workers
 from quire.runner.step import Runner
 from quire.types.adapter import AdapterFacts, AdapterRef
-from quire.types.errors import AdapterError, EngineDead, EngineError
+from quire.types.errors import AdapterChanged, AdapterError, EngineDead, EngineError
 from quire.types.plan import StepPlan
 
 
@@ -96,10 +96,13 @@ class DividedExecutor(LocalExecutor):
         super().drop_adapter(place)
         self._ask_others("drop_adapter", place)
 
-    def _refuse(self, ref: AdapterRef, wrong: Sequence[str]) -> None:
-        """What is wrong on the other ranks."""
-        for rank, message in enumerate(wrong, 1):
-            if message:
+    def _refuse(self, ref: AdapterRef, wrong: Sequence[Sequence[str]]) -> None:
+        """What is wrong on the other ranks (`rank_adapters.Wrong`)."""
+        for rank, told in enumerate(wrong, 1):
+            if told:
+                kind, message = told
+                if kind == AdapterChanged.__name__:  # who asked may have its newer version
+                    raise AdapterChanged(message, "lora_path")
                 raise EngineError(f"rank {rank} cannot have {ref.path}: {message}")
 
     def _tell_others(self, method: str, *args: Any) -> None:

@@ -10,16 +10,18 @@ What an adapter has for a rank depends on the rank, so each packs its own share 
 from quire.engine.adapter_reader import AdapterReader
 from quire.runner.adapters import Shelf
 from quire.types.adapter import AdapterRef
-from quire.types.errors import RequestError
+from quire.types.errors import EngineError, QuireError, RequestError
 
 PATIENCE = 0.5  # seconds between looks
+
+Wrong = list[str]  # what kind of error it is, and its message; empty = nothing
 
 
 class RankAdapters:
     def __init__(self, shelf: Shelf) -> None:
         self._shelf, self._reader = shelf, AdapterReader(shelf.read, shelf.read_ahead)
         self._refs: dict[str, AdapterRef] = {}  # by version: those that were asked for
-        self._outcomes: dict[str, str] = {}  # by version: what is wrong, or nothing
+        self._outcomes: dict[str, Wrong] = {}  # by version
 
     def ask(self, ref: AdapterRef) -> None:
         if not ref.version:
@@ -29,23 +31,22 @@ class RankAdapters:
         self._outcomes.pop(ref.version, None)
         self._reader.ask(ref)
 
-    def hold_adapter(self, version: str) -> str:
-        """Waits for it; "" = it is there."""
+    def hold_adapter(self, version: str) -> Wrong:
+        """Waits for it."""
         if version not in self._refs:
-            return f"adapter {version:.8} was never asked for"
+            return _told(EngineError(f"adapter {version:.8} was never asked for"))
         while version not in self._outcomes and self._reader.pending:
             self._reader.wait(PATIENCE)
             for ref, outcome in self._reader.take():
-                self._outcomes[ref.version] = str(outcome) if isinstance(outcome, RequestError) else ""
-        return self._outcomes.get(version, "")
+                self._outcomes[ref.version] = _told(outcome) if isinstance(outcome, RequestError) else []
+        return self._outcomes.get(version, [])
 
-    def put_adapter(self, version: str, place: int) -> str:
-        """ "" = it is in its place."""
+    def put_adapter(self, version: str, place: int) -> Wrong:
         try:
             self._shelf.put(self._refs[version], place)
         except RequestError as error:
-            return str(error)
-        return ""
+            return _told(error)
+        return []
 
     def drop_adapter(self, place: int) -> None:
         self._shelf.drop(place)
@@ -55,3 +56,7 @@ class RankAdapters:
         self._shelf.forget(version)
         self._refs.pop(version, None)
         self._outcomes.pop(version, None)
+
+
+def _told(error: QuireError) -> Wrong:
+    return [type(error).__name__, str(error)]
