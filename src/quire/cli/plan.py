@@ -1,7 +1,8 @@
 """`quire plan MODEL`: what a model needs and how much fits, from file headers alone. Loads nothing and needs no GPU.
 
 Weights and cache are exact; the largest step's activations are the formula of `config/memory.py`. The engine measures what
-it can instead, so its page count differs by a few percent.
+it can instead, so its page count differs by a few percent. Where a model is divided, or adapters are asked for, it is built
+without weights (`engine/rehearsal.py`): then a plan refuses what the engine's start would refuse.
 """
 
 import argparse
@@ -12,19 +13,18 @@ from typing import Any
 
 from quire.cache.capacity import fit, fit_states, pages_for
 from quire.cli.model_tag import add_model_tag, engine_args
+from quire.cli.plan_beside import what_is_beside
 from quire.cli.plan_text import MemoryPlan, render
-from quire.config.args import EngineArgs, add_cli_arguments
+from quire.cli.plan_weights import weights_of
+from quire.config.args import EngineArgs, add_cli_arguments, local_engines
 from quire.config.config import Config
 from quire.config.facts import CHUNKED, DTYPE_BYTES, ModelFacts, read_facts
 from quire.config.host import available_host_bytes
-from quire.config.memory import activation_bytes, form_weight_bytes, kept_weight_bytes
-from quire.config.quantization import FORMS, estimate_quantized_bytes, quantized_bytes
+from quire.config.memory import activation_bytes
 from quire.config.resolve import resolve
 from quire.device.registry import open_device
-from quire.engine.layouts import share_memory, whole_layout
-from quire.files.gguf import read_gguf_shards
+from quire.engine.layouts import model_share, share_memory, whole_layout
 from quire.files.resolve import resolve_model, with_weights_on_disk
-from quire.files.safetensors import read_header
 from quire.models.registry import find_family
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError
@@ -39,7 +39,8 @@ def add_parser(subparsers: Any) -> None:
         "plan",
         usage="%(prog)s [MODEL] [options]",
         help="how much memory a model needs and what fits",
-        description="Prints what a model needs and how many requests fit, reading only file headers. Takes all engine options.",
+        description="Prints what a model needs and how many requests fit, reading only file headers. Takes all engine "
+        "options, and counts what they change.",
     )
     add_model_tag(parser)
     parser.add_argument(
@@ -69,21 +70,25 @@ def resolve_for(args: EngineArgs, memory: int | None, serving: bool = True) -> t
     if kind == "cuda" and memory is None:
         raise ConfigError("a plan for a GPU needs its memory; add --memory, such as --memory 80GiB")
     total = memory if memory is not None else available_host_bytes()
-    return resolve(args, lambda: kind, lambda name: open_device(name).facts(memory=total), facts, serving=serving), total
+    return resolve(args, lambda: kind, lambda name: open_device(name).facts(memory=total), facts, serving, fetch=False), total
 
 
 def plan_for(config: Config, total: int) -> MemoryPlan:
     args, facts, kind = config.args, config.facts, config.device
     element = DTYPE_BYTES[config.dtype]
     layout = whole_layout(config)
-    weights, held_as = _weights(config, facts, element)
-    steps = activation_bytes(facts.hf, element_bytes=element, tokens=config.max_batched_tokens, rows=config.max_seqs)
-    budget = open_device(kind).plan_budget(total, args.gpu_memory_utilization, weights + steps)
-    left = budget.usable - weights - steps - budget.reserved
-    cache = args.kv_cache_memory_bytes or share_memory(config, layout, budget.cache)
+    weights, held_as = weights_of(facts, config.quantization, config.kept_forms, config.dtype)
+    beside = what_is_beside(config)
+    steps = max(_largest_step(config, element), beside.draft_steps)
+    here = local_engines(args) if config.device_facts.one_memory else 1
+    used = here * (weights + beside.total + steps)
+    budget = open_device(kind).plan_budget(total, args.gpu_memory_utilization, used)
+    left = budget.usable - used - budget.reserved
+    whole = args.kv_cache_memory_bytes or share_memory(config, layout, budget.cache)
+    cache = int(whole * model_share(config, layout))
     pages, snapshots, length, problems = _fit(config, layout, cache, budget.usable / total)
-    if args.kv_cache_memory_bytes and cache * config.world > left:
-        problems.append(f"kv_cache_memory_bytes asks for {gib(cache * config.world)}, but only {gib(left)} are left")
+    if args.kv_cache_memory_bytes and (asked := whole * config.world * here) > left:
+        problems.append(f"kv_cache_memory_bytes asks for {gib(asked)}, but only {gib(left)} are left")
     sizes = sorted({size for size in TYPICAL_LENGTHS if size < length} | ({length} if length else set()))
     return MemoryPlan(
         model=facts.files.name,
@@ -109,6 +114,15 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
         states=len(facts.states),
         bytes_per_state=config.state_bytes,
         snapshots=snapshots,
+        drafter=beside.drafter,
+        drafts_by_text=beside.by_text,
+        draft_weights=beside.draft_weights,
+        draft_cache=beside.draft_cache or max(0, whole - cache),
+        adapters=config.max_loras,
+        adapter_rank=args.max_lora_rank if config.max_loras else 0,
+        adapter_bytes=beside.adapters,
+        weights_twice=beside.held_twice,
+        engines=args.data_parallel_size,
         ranks=config.world,
         stages=tuple(len(stage) for stage in config.stage_layers),
         cache=max(0, cache),
@@ -121,31 +135,18 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
     )
 
 
+def _largest_step(config: Config, element: int) -> int:
+    """Whoever draws behind drafts needs logits of each of them, too."""
+    tokens, drafts = config.max_batched_tokens, 0 if config.speculation is None else config.speculation.num_speculative_tokens
+    rows = min(tokens, config.max_seqs * (1 + drafts))
+    return activation_bytes(config.facts.hf, element_bytes=element, tokens=tokens, rows=rows)
+
+
 def _beside(layout: CacheLayout, pages: int, size: int, config: Config) -> float:
     """How many requests of that size there is room for at once."""
     if not layout.groups:
         return config.max_seqs
     return pages / pages_for(layout, size, config.max_batched_tokens)
-
-
-def _weights(config: Config, facts: ModelFacts, element: int) -> tuple[int, str]:
-    """Their bytes in memory, and as what they are there."""
-    quantization, kept, keeps = config.quantization, config.keep_quantized, config.kept_forms
-    floats = facts.parameters * element
-    if kept and quantization is not None and find_family(facts) and keeps.intersection(FORMS[quantization.method]):
-        infos = {name: info for path in facts.files.weights for name, info in read_header(path).items()}
-        if quantization.online or not infos:
-            total = estimate_quantized_bytes(facts.parameters, quantization, element)
-        else:
-            total = quantized_bytes(infos, quantization, keeps, element)
-        return (total, f"{quantization.method}, the rest {config.dtype}") if total < floats else (floats, config.dtype)
-    if kept and facts.files.format == "gguf" and facts.files.weights:
-        headers = read_gguf_shards(facts.files.weights)
-        tensors = [tensor for header in headers for tensor in header.tensors.values()]
-        if "blocks" in keeps:
-            return kept_weight_bytes(tensors), "the file's blocks, repacked"
-        return form_weight_bytes(tensors, element, "experts" in keeps), f"4 and 8 bits, the rest {config.dtype}"
-    return floats, config.dtype
 
 
 def read_plan_facts(args: EngineArgs) -> ModelFacts:

@@ -31,6 +31,15 @@ class MemoryPlan:
     states: int  # recurrent layers
     bytes_per_state: int  # of all of them, for one request
     snapshots: int  # states of prefixes, beside one for each request
+    drafter: str  # the model or head that drafts; "" = none does
+    drafts_by_text: bool
+    draft_weights: int
+    draft_cache: int  # under the model's pages, of each rank; of one that drafts by text its own
+    adapters: int  # places for them
+    adapter_rank: int  # the largest
+    adapter_bytes: int  # set aside for them
+    weights_twice: int  # of weights, those held in a second order for adapters' sake
+    engines: int  # of data_parallel_size; all else is of one of them, and on a machine's one memory they share it
     ranks: int  # processes that share the model; pages and cache are of each
     stages: tuple[int, ...]  # layers of each; pages and cache are those of the stage that has most of them
     cache: int
@@ -54,6 +63,7 @@ def render(plan: MemoryPlan) -> str:
             f"{size(plan.activations)} for {plan.max_batched_tokens} tokens, {plan.max_seqs} requests (estimated)",
         ),
     ]
+    lines += _lines_beside(plan)
     for kind, per_token in plan.bytes_per_token.items():
         lines.append(("Cache per token", f"{size(per_token)} in {plan.layers[kind]} layers with {kind}"))
     if plan.states:
@@ -65,7 +75,8 @@ def render(plan: MemoryPlan) -> str:
         cache = f"{cache} in {plan.cache_dtype}: {pages}{' beside the states' if plan.states else ''}"
     else:
         cache = f"{cache} for states; there are no keys and values"
-    lines.append(("Cache", cache if plan.ranks == 1 else f"{cache}, in each of {plan.ranks} ranks"))
+    each = [f"{number} {what}" for number, what in ((plan.ranks, "ranks"), (plan.engines, "engines")) if number > 1]
+    lines.append(("Cache", ", in each of ".join([cache, " of each of ".join(each)] if each else [cache])))
     if len(plan.stages) > 1:
         lines.append(("Stages", f"{len(plan.stages)}, of {', '.join(map(str, plan.stages))} layers"))
     lines.append(("Context", f"{plan.max_model_len:,} tokens (the model was made for {plan.positions:,})"))
@@ -77,6 +88,22 @@ def render(plan: MemoryPlan) -> str:
         out.append(f"{'' if name == last else name:<16} {text}")
         last = name
     return "\n".join(out)
+
+
+def _lines_beside(plan: MemoryPlan) -> list[tuple[str, str]]:
+    lines = []
+    if plan.drafter:
+        weights = f"{plan.drafter}, with {size(plan.draft_weights)} of weights" if plan.draft_weights else plan.drafter
+        cache = f" and {size(plan.draft_cache)} of cache" if plan.draft_cache else ""
+        how = " of its own: it drafts by text" if plan.drafts_by_text else " under the model's pages" if cache else ""
+        lines.append(("Drafts", weights + cache + how))
+    if plan.adapters:
+        room = f"{plan.adapters} at once, of rank {plan.adapter_rank} at most"
+        taken = f"{size(plan.adapter_bytes)} set aside" if plan.adapter_bytes else "each takes its own size when it is read"
+        lines.append(("Adapters", f"{room}: {taken}"))
+    if plan.weights_twice:
+        lines.append(("", f"{size(plan.weights_twice)} of the weights are held twice for them"))
+    return lines
 
 
 def _device(plan: MemoryPlan) -> str:

@@ -17,7 +17,7 @@ from quire.config.facts import DTYPE_BYTES, DeviceFacts, ModelFacts, count_exper
 from quire.config.hf import read_json
 from quire.config.quantization import Quantization, choose_quantization
 from quire.config.speculative import DRAFT_MODEL, HEADS, ON_DEVICE, SpeculativeConfig
-from quire.files.resolve import check_on_disk, is_bare_name, resolve_model
+from quire.files.resolve import check_on_disk, is_bare_name, resolve_model, with_weights_on_disk
 from quire.files.vocabulary import same_tokens
 from quire.types.errors import ConfigError, RequestError
 from quire.types.sampling import LogprobsMode, SamplingParams
@@ -44,12 +44,14 @@ def resolve(
     facts: ModelFacts | None = None,
     serving: bool = False,
     complete: Callable[[ModelFacts], ModelFacts] | None = None,
+    fetch: bool = True,
 ) -> Config:
     """`find_device` says which device `auto` is; `describe` says what suits a device.
 
     Both may need torch, so they are asked after everything that can fail without it. `facts`: the model's, if known already.
     `serving`: requests come and go while others wait for their next token; otherwise what counts is when all are done.
-    `complete`: asks the model's code what its configuration does not tell, if somebody here runs it.
+    `complete`: asks the model's code what its configuration does not tell, if somebody here runs it. `fetch`: weights of
+    whoever drafts are needed; otherwise they are looked at where they already are.
     """
     facts = facts or find_facts(args)
     sampling = choose_sampling(args, facts)
@@ -59,7 +61,7 @@ def resolve(
     max_batched_tokens, max_seqs = choose_batch(args, default_batch(device, serving, facts), length)
     quantization = choose_quantization(args.quantization, facts.quantization, facts.files.format == "gguf")
     keep_quantized = choose_keep_quantized(args, facts, device, quantization)
-    drafting = find_drafting(args, facts)
+    drafting = find_drafting(args, facts, fetch)
     config = Config(
         args=args,
         facts=facts,
@@ -128,7 +130,7 @@ class Drafting:
     head: DraftHead | None = None
 
 
-def find_drafting(args: EngineArgs, facts: ModelFacts) -> Drafting:
+def find_drafting(args: EngineArgs, facts: ModelFacts, fetch: bool = True) -> Drafting:
     """Who drafts. Files say what was left open: the method, and how many drafts there are."""
     asked = args.speculation()
     if asked is None or asked.method not in ON_DEVICE:
@@ -140,8 +142,9 @@ def find_drafting(args: EngineArgs, facts: ModelFacts) -> Drafting:
             revision=asked.revision,
             download_dir=args.download_dir,
             token=args.hf_token,
-            weights=wants_weights(args),
+            weights=fetch and wants_weights(args),
         )
+        files = files if fetch else with_weights_on_disk(files)
         if "method" not in asked.told:
             asked = replace(asked, method=find_method(asked, files))
     if asked.method == DRAFT_MODEL:

@@ -24,7 +24,7 @@ from quire.engine.draft_by_text import TextDrafter
 from quire.engine.executor.base import Executor
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
-from quire.engine.layouts import share_memory, whole_layout
+from quire.engine.layouts import model_share, share_memory, text_drafter_config, whole_layout
 from quire.engine.learnt import open_learnt
 from quire.engine.runners import bounded_facts, join_companions, make_device_drafter, make_runner, start_device
 from quire.engine.scheduling import make_scheduler
@@ -51,8 +51,6 @@ GPU_RIDGE, GPU_WAIT = 150.0, 0.25  # of `Prior`, as an H200 has them with an 8B
 GPU_LAYER = 0.2  # of a layer of that: what the smallest takes
 LAUNCHED = 0.05  # of a step: what it takes to have a drafter guess, however small it is
 MOST_FAKE_PAGES = 1 << 17
-TEXT_DRAFTER_BYTES = 1 << 30  # of its cache, unless one text alone takes more
-MORE_TOKENS = 2  # that a text may be in its vocabulary, for each of the model's
 SOONER = 0.9  # of the time after which an engine counts as hung: a rank that hangs is named before
 
 
@@ -186,19 +184,7 @@ def start_text_drafter(config: Config, facts: ModelFacts) -> TextDrafter:
         load_tokenizer(config.facts.files, tokenizer=args.tokenizer, revision=args.tokenizer_revision),
         read_tokenizer(path),
     )
-    told = EngineArgs(
-        model=str(path), dtype=args.dtype, device=config.device, seed=config.seed, enforce_eager=args.enforce_eager,
-        load_format="dummy" if args.load_format == "dummy" else "auto", max_num_batched_tokens=config.max_batched_tokens,
-        max_num_seqs=config.max_seqs, max_model_len=min(facts.max_position, MORE_TOKENS * config.max_model_len),
-    )  # fmt: skip
-    complete = partial(complete_facts, impl=told.model_impl)
-    other_config = resolve(told, lambda: config.device, lambda _: config.device_facts, complete=complete)
-    layout = whole_layout(other_config)
-    alone = pages_for(layout, other_config.max_model_len, other_config.max_batched_tokens)
-    pages = max(alone, min(alone * config.max_seqs, TEXT_DRAFTER_BYTES // max(1, layout.bytes_per_page)))
-    states = (MOST_SNAPSHOTS + 2) * config.max_seqs * other_config.state_bytes
-    other_args = replace(other_config.args, kv_cache_memory_bytes=(pages + 1) * max(1, layout.bytes_per_page) + states)
-    started = start_core(replace(other_config, args=other_args))
+    started = start_core(text_drafter_config(config, facts, partial(complete_facts, impl=EngineArgs.model_impl)))
     end = own.eos_token_id if own.eos_token_id in config.facts.eos_ids else next(iter(config.facts.eos_ids), None)
     vocabularies = config.facts.vocab_size, facts.vocab_size
     logger.info(
@@ -239,9 +225,8 @@ def start_local(
         companions, exchange = None, None
         if ends is not None:
             companions, exchange = meet_companions(config, ends, workers)
-        share = 1.0  # of the cache's memory that is the model's own
         if config.drafts_on_device:
-            drafter, share = make_device_drafter(config, layout)
+            drafter = make_device_drafter(config, layout)
         if workers is None:
             executor = LocalExecutor(make_runner(config, device, drafter=drafter, adapters=adapters, exchange=exchange))
         elif config.stages > 1:
@@ -272,10 +257,8 @@ def start_local(
                 budget = share_memory(config, layout, budget)  # of one machine, and each sees all of it
             else:
                 budget //= device.sharers(config.world)
-            if config.device_facts.one_memory:
-                budget //= local_engines(args)
         watch.lap("profile")
-        capacity = _fit(config, layout, int(budget * share), args.num_gpu_blocks_override)
+        capacity = _fit(config, layout, int(budget * model_share(config, layout)), args.num_gpu_blocks_override)
         with doing("allocating the cache"):
             executor.call("allocate", capacity.pages, capacity.max_model_len, capacity.snapshots or 0)
         watch.lap("allocate cache")

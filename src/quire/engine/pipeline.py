@@ -35,7 +35,7 @@ def join_pipeline(
 def make_stage_runner(config: Config, device: Device, ring: Ring) -> StageRunner:
     """Whoever drafts on the device does so where tokens are drawn, on the first stage: whole on each of its ranks."""
     drafts = config.drafts_on_device and ring.seat.stage.first
-    drafter = make_device_drafter(config, whole_layout(config))[0] if drafts else None
+    drafter = make_device_drafter(config, whole_layout(config)) if drafts else None
     facts, own = bounded_facts(config), ring.seat.stage.own
     layers = share_layers(facts.layers, ring.seat.position)
     return StageRunner(

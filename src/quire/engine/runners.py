@@ -7,12 +7,11 @@ from quire.cache.layout import make_layout
 from quire.config.config import Config
 from quire.config.cores import threads_wanted
 from quire.config.eplb import read_eplb
-from quire.config.facts import DTYPE_BYTES, ModelFacts
-from quire.config.quantization import choose_quantization
-from quire.config.resolve import choose_keep_quantized
+from quire.config.facts import ModelFacts
 from quire.device.base import Device
 from quire.device.registry import open_device
 from quire.dist.mesh import ALONE, Position, share_layers
+from quire.engine.layouts import draft_forms, draft_layout
 from quire.types.cache import CacheLayout
 
 if TYPE_CHECKING:
@@ -99,28 +98,24 @@ def runner_options(config: Config) -> dict[str, Any]:
     }
 
 
-def make_device_drafter(config: Config, layout: CacheLayout) -> "tuple[DeviceDrafter, float]":
-    """And which share of the cache's memory it leaves to the model. It is whole on every rank."""
+def make_device_drafter(config: Config, layout: CacheLayout) -> "DeviceDrafter":
+    """It is whole on every rank."""
     assert config.speculation is not None
     head, most, args = config.draft_head, config.speculation.num_speculative_tokens, config.args
-    if head is not None and not head.facts.layers:
+    own = draft_layout(config)
+    if head is not None and own is None:
         from quire.runner.draft.medusa import Medusa
 
-        return Medusa(head, most, args.load_format, config.seed), 1.0
+        return Medusa(head, most, args.load_format, config.seed)
     facts = config.draft_facts if head is None else head.facts
-    assert facts is not None
+    assert facts is not None and own is not None
     facts = replace(facts, max_position=config.max_model_len)
-    own = make_layout(facts.layers, config.page_size, DTYPE_BYTES[config.dtype])
     group = next(i for i, group in enumerate(layout.groups) if group.kind == "full")
-    share = layout.bytes_per_page / (layout.bytes_per_page + own.bytes_per_page)
     if head is None:
         from quire.runner.draft.model import DraftModel
 
-        quantization = choose_quantization(None, facts.quantization, facts.files.format == "gguf")
-        kept = config.device == "cpu" and choose_keep_quantized(args, facts, config.device_facts, quantization)
-        keeps = config.device_facts.keeps if kept else None
-        return DraftModel(facts, own, group, most, args.load_format, config.seed, keeps), share
+        return DraftModel(facts, own, group, most, args.load_format, config.seed, draft_forms(config, facts))
     from quire.runner.draft.heads import LAYERS, HeadDrafter
 
     head = replace(head, facts=facts)
-    return HeadDrafter(head, LAYERS[head.method], own, group, most, args.load_format, config.seed), share
+    return HeadDrafter(head, LAYERS[head.method], own, group, most, args.load_format, config.seed)

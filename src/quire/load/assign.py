@@ -49,9 +49,7 @@ def rename(name: str, renames: Renames) -> str | None:
 
 def assign(table: Mapping[str, Claim | None], source: Source, renames: Renames, where: str) -> None:
     """Copies what is claimed of the source's tensors to its places. Nothing is read if any name or shape does not fit."""
-    claims, problems = _match(table, source.shapes, renames)
-    if problems:
-        raise ModelError(f"{where} does not fit the model:\n" + "\n".join(problems))
+    claims = match(table, source, renames, where)
     places = {TensorSlice(name, take.ranges): take.view for name, claim in claims.items() for take in claim.takes}
     total = sum(place.nbytes for place in places.values())
     with torch.no_grad(), doing("loading weights", total) as progress, Mover(progress) as mover:
@@ -60,6 +58,14 @@ def assign(table: Mapping[str, Claim | None], source: Source, renames: Renames, 
             if tensor.ndim < 2 and not _SCALES.search(part.name) and is_broken(part.name, tensor):
                 raise ModelError(f"{where}: tensor {part.name!r} {NOT_FINITE}")
             mover.put(part.name, tensor, places[part])
+
+
+def match(table: Mapping[str, Claim | None], source: Source, renames: Renames, where: str) -> dict[str, Claim]:
+    """Claims by the source's names. Raises ModelError if any name or shape does not fit."""
+    claims, problems = _match(table, source.shapes, renames)
+    if problems:
+        raise ModelError(f"{where} does not fit the model:\n" + "\n".join(problems))
+    return claims
 
 
 def _check_type(name: str, tensor: Tensor, place: Tensor, where: str) -> None:

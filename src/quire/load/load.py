@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from quire.files.reading import reading
+from quire.layers.claims import Claims
 from quire.layers.quant.scheme import take_inventory
 from quire.layers.quant.stored import Target
-from quire.load.assign import Renames, assign, claims_of, rename
+from quire.load.assign import Renames, assign, claims_of, match, rename
 from quire.load.cache_scales import KV_SCALES, has_cache_scales, take_cache_scales
 from quire.load.dummy import DummySource
 from quire.load.finite import NOT_FINITE, broken_parameters, broken_tensor
@@ -108,6 +109,49 @@ def _load(
         model.fill(source, device, kind, seed)
         return
     source = None if load_format == "dummy" else open_source(facts, load_format)
+    table, renames = lay_out(model, source, device, keep_quantized, quantization, target, cache_scales)
+    if source is None:
+        assign(table, DummySource(table, seed), (), "the set of dummy weights")
+    else:
+        assign(table, source, renames, str(facts.files.path))
+    for module in model.modules():
+        if hasattr(type(module), "finish") and isinstance(module, Finishing):
+            module.finish(device)
+    if device.type == "cuda" and source is not None:
+        refuse_broken(model, source, str(facts.files.path), kind)
+    if target.dequantized:
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(target.dequantized.items()))
+        logger.info("quantized matrices that are held as %s: %s", str(kind).removeprefix("torch."), counts)
+
+
+def check_fit(
+    model: nn.Module,
+    facts: "ModelFacts",
+    *,
+    dtype: str,
+    keep_quantized: bool = False,
+    quantization: "Quantization | None" = None,
+    keeps: frozenset[str] = frozenset(),
+) -> None:
+    """Raises what `load_weights` would raise before it reads a tensor; of the files it looks at headers only."""
+    with reading(facts.files.path, "the weights cannot be loaded"):
+        source = open_source(facts, "auto") if facts.files.weights else None
+        target = Target(getattr(torch, dtype), keeps)
+        table, renames = lay_out(model, source, torch.device("meta"), keep_quantized, quantization, target)
+        if source is not None:
+            match(table, source, renames, str(facts.files.path))
+
+
+def lay_out(
+    model: nn.Module,
+    source: Source | None,
+    device: torch.device,
+    keep_quantized: bool,
+    quantization: "Quantization | None",
+    target: Target,
+    cache_scales: bool = False,
+) -> tuple[Claims, Renames]:
+    """Every parameter gets its place on the device. What is claimed of the checkpoint, and how its names are changed."""
     renames: Renames = getattr(model, "renames", ())
     if source is not None:
         arrange(model, source, renames)
@@ -122,20 +166,8 @@ def _load(
         renames = (*renames, *KV_SCALES)
     if quantization is not None:
         use_scheme(model, quantization, source, renames, target)
-    materialize(model, device, kind)
-    table = claims_of(model)
-    if source is None:
-        assign(table, DummySource(table, seed), (), "the set of dummy weights")
-    else:
-        assign(table, source, renames, str(facts.files.path))
-    for module in model.modules():
-        if hasattr(type(module), "finish") and isinstance(module, Finishing):
-            module.finish(device)
-    if device.type == "cuda" and source is not None:
-        refuse_broken(model, source, str(facts.files.path), kind)
-    if target.dequantized:
-        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(target.dequantized.items()))
-        logger.info("quantized matrices that are held as %s: %s", str(kind).removeprefix("torch."), counts)
+    materialize(model, device, target.dtype)
+    return claims_of(model), renames
 
 
 def refuse_broken(model: nn.Module, source: Source, where: str, dtype: torch.dtype) -> None:

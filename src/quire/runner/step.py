@@ -24,7 +24,7 @@ from quire.models.decoder import Decoder
 from quire.models.registry import build_model
 from quire.prepare.adapt import Adapters, adapt
 from quire.prepare.shard import find_experts, shard, share_experts
-from quire.runner.adapters import ON_THE_WAY, Shelf, WholeModel
+from quire.runner.adapters import Shelf, WholeModel, set_aside
 from quire.runner.balance import Balancer, serve_experts
 from quire.runner.batch import Built, build_batch
 from quire.runner.buckets import MOST_ROWS, MOST_TOKENS
@@ -179,8 +179,8 @@ class Runner:
             self._companion.load(self._device, self._dtype, model)
             self._taps = Taps(model, self._companion.taps) if tapped else None
         if adapters is not None:
-            each, more = adapters.bytes_of(rank), ON_THE_WAY if adapters.tabled else 0
-            budget, self._reserved = None if self._device.torch_device.type == "cpu" else count * each, (count + more) * each
+            budget = None if self._device.torch_device.type == "cpu" else count * adapters.bytes_of(rank)
+            self._reserved = set_aside(adapters, count, rank)
             self._shelf = Shelf(adapters, model, count, rank, budget, self._more, self._whole)
         if self._exchange is not None:
             serve_experts(model, self._exchange, self._eplb)

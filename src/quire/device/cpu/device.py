@@ -12,6 +12,7 @@ from quire.config.host import available_host_bytes
 from quire.config.memory import host_cache_bytes
 from quire.device.base import GIB, Device, PlannedBudget, Prepared, Setting, no_memory
 from quire.device.cpu import libraries
+from quire.ops.native import multiplies_floats
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,7 @@ class CPUDevice(Device):
             advice="" if able else libraries.ADVICE,
             reads_in_place=True,
             one_memory=True,
+            packs_floats=multiplies_floats(),
         )
 
     def take_part(self, engine: int, engines: int, sharing: bool = False) -> None:  # noqa: ARG002

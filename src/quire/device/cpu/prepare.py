@@ -1,5 +1,6 @@
 """What a CPU makes of a model: a compiled body where it can be had, packed matrices, and memory that goes back."""
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -170,6 +171,7 @@ class PackedLinear(Method):
 
 
 def pack_floats(model: Decoder, runtime: Runtime) -> None:
+    gc.collect()  # what was written down to be compiled holds matrices, too; now each goes when its copy is there
     for layer in model.modules():
         if isinstance(layer, Linear) and isinstance(layer.method, Plain):
             layer.use(PackedLinear(layer, runtime))

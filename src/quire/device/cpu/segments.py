@@ -53,6 +53,7 @@ class Segments:
                 _give_back(piece)
             dead = {*wanted[i], *kept} - later
             self._stages.append(Stage(session, tuple(piece.read), tuple(kept), tuple(piece.behind), tuple(dead)))
+            piece.steps.clear()  # they hold matrices, and symbols hold them
         self._track: BoundSegments | None = None  # for steps of few tokens
 
     def suit(self, batch: Batch) -> bool:

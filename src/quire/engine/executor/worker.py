@@ -141,7 +141,7 @@ class Rank:
         else:
             group = device.group(position, self._memory, self._peers, Others())
         adapters = (config.max_loras, config.args.max_lora_rank)
-        drafter = make_device_drafter(config, whole_layout(config))[0] if config.drafts_on_device else None
+        drafter = make_device_drafter(config, whole_layout(config)) if config.drafts_on_device else None
         exchange = None
         if self._companions is not None:
             exchange = join_companions(config, self._companions, Others())
