@@ -18,7 +18,7 @@ GIB = 2**30
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-    "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
+    "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
 }  # fmt: skip
 
 
