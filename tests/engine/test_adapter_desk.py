@@ -339,7 +339,7 @@ def test_the_more_important_gets_the_place(tmp_path):
     assert list(engine.ended) == ["now", "holds", "c", "b"]
 
 
-def test_pinned_adapters_stay(tmp_path):
+def test_pinned_adapters_stay(tmp_path, caplog):
     engine = Engine(tmp_path, places=2, host=2)
     told = []
     engine.core.adapters.load(engine.adapter("pinned", "p").lora, True, told.append)
@@ -355,6 +355,7 @@ def test_pinned_adapters_stay(tmp_path):
     engine.add("d", engine.adapter("d"))
     engine.run()
     assert set(engine.refused) == {"d"} and "pinned" in str(engine.refused["d"])
+    assert "end: no adapter can be put on the device: all 2 places have pinned ones" in caplog.text
     engine.core.retire_adapter(engine.names.remove("pinned"))
     engine.add("d2", engine.adapter("d"))
     engine.check()

@@ -4,8 +4,11 @@ import asyncio
 import threading
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from adapter_files import write_adapter
+from quire.config.args import EngineArgs
 from quire.config.server_args import ServerArgs
 from quire.obs.metrics import Metrics
 from quire.serve.adapters import ServedAdapters, check_adapters, load_modules, updates_allowed
@@ -257,11 +260,46 @@ def test_what_is_unloaded_is_not_counted_any_more(running, folder, monkeypatch):
 )
 def test_settings_that_cannot_be(settings, message):
     with pytest.raises(ConfigError, match=message):
-        check_adapters(ServerArgs(**settings), enabled=True)
+        check_adapters(ServerArgs(**settings), EngineArgs("m", enable_lora=True))
+
+
+def test_files_are_looked_at_before_anything_is_loaded(folder, tmp_path):
+    args = EngineArgs("m", enable_lora=True, served_model_name=["mine", "ours"])
+    wide = write_adapter(tmp_path / "wide", "w")
+    tensors = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(32, 4)}
+    save_file(tensors, wide / "adapter_model.safetensors")
+    check_adapters(ServerArgs(lora_modules=[f"a={folder / 'a'}"]), args)
+    for module, message in (
+        (f"ours={folder / 'a'}", "'ours' is the name of the model itself"),
+        (f"a={tmp_path / 'nope'}", f"a cannot be loaded: {tmp_path / 'nope'}: there is no such directory"),
+        (f"a={wide}", f"{wide}: tensor '.*' has rank 32; max_lora_rank is 16; start with --max-lora-rank 32"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_adapters(ServerArgs(lora_modules=[module]), args)
+    check_adapters(ServerArgs(lora_modules=[f"a={wide}"]), EngineArgs("m", enable_lora=True, max_lora_rank=32))
+
+
+def test_changes_are_logged(running, folder, caplog):
+    caplog.set_level("INFO", "quire.serve.adapters")
+    with running.serve(ServerArgs(allow_runtime_lora_updating=True)) as http:
+        assert load(http, "logged", folder / "b").status_code == 200
+        assert load(http, "lost\n", folder / "nothing").status_code == 400
+        assert load(http, "lost", folder / "nothing").status_code == 400
+        for status in (200, 404):
+            assert http.post("/v1/unload_lora_adapter", json={"lora_name": "logged"}).status_code == status
+    path = folder / "nothing"
+    assert [record.message for record in caplog.records if record.name == "quire.serve.adapters"] == [
+        f"loaded adapter logged from {folder / 'b'}",
+        f"adapter 'lost\\n' from '{path}' was not loaded: lora_name must be of printable characters",
+        f"adapter 'lost' from '{path}' was not loaded: {path}: there is no such directory; lora_path names the one with "
+        "adapter_config.json",
+        "unloaded adapter logged",
+        "adapter 'logged' was not unloaded: The lora adapter 'logged' cannot be found.",
+    ]
 
 
 def test_settings_need_adapters(running, folder):
     with pytest.raises(ConfigError, match="lora_modules needs enable_lora"):
-        check_adapters(ServerArgs(lora_modules=["a=b"]), enabled=False)
+        check_adapters(ServerArgs(lora_modules=["a=b"]), EngineArgs("m"))
     with pytest.raises(ConfigError, match=r"x cannot be loaded: .*no such directory"):
         running.call(load_modules(running.llm, ServerArgs(lora_modules=[f"x={folder / 'nothing'}"])))

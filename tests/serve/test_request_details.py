@@ -134,6 +134,8 @@ def test_times():
     }  # fmt: skip
     nothing = timing_of(RequestMetrics(0.0, queued_ts=1.0))
     assert {name for name, value in nothing.items() if value is not None} == {"preemptions"}
+    drafts = timing_of(RequestMetrics(0.0, queued_ts=1.0), speculates=True)["speculative_decoding"]
+    assert len(drafts) == 5 and not any(drafts.values())
 
 
 def test_tokens_read_from_the_cache_and_written_to_it_are_counted_apart(http):

@@ -255,6 +255,11 @@ class EngineArgs:
         self.structured_outputs_config = checked_structured_outputs(self.structured_outputs_config)
         self.speculation()
         check_device(self.device)
+        if self.enable_lora and self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras {self.max_cpu_loras} is less than max_loras {self.max_loras}, and those on the device are in "
+                "the host's memory, too. Raise it, or leave it out"
+            )
         read_eplb(self.eplb_config, self.num_redundant_experts)
         if self.pipeline_parallel_size > 1 and self.pipeline_layer_partition is None:
             self.pipeline_layer_partition = os.environ.get(PARTITION) or None

@@ -380,14 +380,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda c: "chat_template was given together with skip_tokenizer_init; drop one of them",  # noqa: ARG005
     ),
     Conflict(
-        "less memory for adapters than places",
-        lambda c: c.max_loras > c.max_cpu_loras,
-        lambda c: (
-            f"max_cpu_loras {c.max_cpu_loras} is less than max_loras {c.max_loras}, and those on the device are in the host's "
-            "memory, too. Raise it, or leave it out"
-        ),
-    ),
-    Conflict(
         "adapters in another type",
         lambda c: c.max_loras > 0 and FLOAT_NAMES.get(c.args.lora_dtype, c.args.lora_dtype) not in ("auto", c.dtype),
         lambda c: (

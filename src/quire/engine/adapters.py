@@ -201,7 +201,9 @@ class AdapterDesk:
             self._fill()
             if self._short and sum(kept.pinned for kept in self._seated.values()) == self.places:
                 error = AdapterError(_all_pinned(self.places), "lora_request")
-                for kept in [each for each in self._in_order() if not each.pinned]:
+                failed = [each for each in self._in_order() if not each.pinned]
+                logger.warning("requests with %s end: %s", ", ".join(kept.ref.path for kept in failed), error)
+                for kept in failed:
                     self._fail(kept, error)
             self._trim()
 

@@ -152,6 +152,8 @@ def _speculation(config: Config, watch: Stopwatch) -> Speculation | None:
         "prior": _expected_costs(config),
         **open_learnt(config),
     }
+    when = 'where they pay; "adaptive": false in speculative_config has them always' if asked.adaptive else "always"
+    logger.info("speculation: method %s, at most %d drafts of a row, %s", asked.method, asked.num_speculative_tokens, when)
     if weighted:
         companion = None if config.text_drafter is None else start_text_drafter(config, config.text_drafter)
         watch.lap("draft model")

@@ -22,6 +22,7 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is there where there is a tokenizer
 BESIDE = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json", "chat_template.jinja")
 HALF = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])(?:\.default)?\.weight$")
+MIXTURE = re.compile("expert|moe|(input|output)_linear")
 LAYER = re.compile(r"\.\d+\.")  # embedding and head, which may grow, have none
 FLOATS = ("F32", "F16", "BF16", "F8_E4M3")
 LARGEST_CONFIG = 16 << 20
@@ -119,14 +120,17 @@ def too_wide(rank: int, most: int) -> str:
 
 
 def _check_shapes(path: str, header: Mapping[str, TensorInfo], bounds: AdapterBounds) -> None:
-    """Of low-rank halves for layers that the checkpoint has under the same name. Some families store them the other way."""
+    """Of low-rank halves: their rank, and their size for layers that the checkpoint has under the same name. Some families
+    store them the other way."""
     for name, info in header.items():
         half = HALF.match(name)
-        own = None if half is None else bounds.shapes.get(half["module"])
-        if half is None or own is None:
+        if half is None:
             continue
+        own = bounds.shapes.get(half["module"])
         rank, side = (info.shape if half["half"] == "A" else info.shape[::-1]) if len(info.shape) == 2 else (0, 0)
-        if side not in own:
+        if own is None and MIXTURE.search(half["module"]):  # those of all its experts may be in one matrix
+            continue
+        if own is not None and side not in own:
             raise AdapterError(
                 f"{path}: tensor {shown(name)} has shape {list(info.shape)}, where the model's matrix is {own[0]} x {own[1]}",
                 "lora_path",

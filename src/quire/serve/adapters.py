@@ -6,16 +6,21 @@ Their names are models' names; a request with one runs with the version that the
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 from starlette.responses import PlainTextResponse
 
 from quire.async_llm import AsyncLLM
-from quire.config.lora_modules import read_modules
+from quire.config.args import EngineArgs
+from quire.config.lora_modules import LoRAModule, read_modules
+from quire.config.resolve import choose_names
 from quire.config.server_args import ServerArgs
 from quire.engine.adapter_names import NamedAdapter, absolute
+from quire.files.adapter import AdapterBounds, check_header
+from quire.files.reading import shown
 from quire.serve.body import JSONRoute
 from quire.serve.errors import HttpError
 from quire.serve.lora_resolvers import LoRAResolver, make_resolvers
@@ -42,14 +47,25 @@ def resolver_folder(settings: ServerArgs, environment: Mapping[str, str] = os.en
     return settings.lora_resolver_dir or next((environment[name] for name in FOLDER_VARIABLES if environment.get(name)), None)
 
 
-def check_adapters(settings: ServerArgs, enabled: bool) -> None:
-    """Raises what is wrong with the server's settings, before anything is loaded."""
-    read_modules(settings.lora_modules)
+def check_adapters(settings: ServerArgs, args: EngineArgs) -> None:
+    """Raises what is wrong with the server's settings and with the files they name, before anything is loaded."""
+    modules, enabled = read_modules(settings.lora_modules), args.enable_lora
     for name in ("lora_modules", "lora_resolver", "lora_resolver_dir", "allow_runtime_lora_updating"):
         if getattr(settings, name) and not enabled:
             raise ConfigError(f"{name} needs enable_lora")
     if enabled:
         make_resolvers(settings.lora_resolver, resolver_folder(settings))
+    for module in modules:
+        if module.name in choose_names(args):
+            raise ConfigError(f"lora_modules: {module.name!r} is the name of the model itself; give the adapter another one")
+        try:
+            check_header(absolute(module.path), AdapterBounds(max_rank=args.max_lora_rank))
+        except AdapterError as error:
+            raise _cannot_be_loaded(module, error) from error
+
+
+def _cannot_be_loaded(module: LoRAModule, error: RequestError) -> ConfigError:
+    return ConfigError(f"lora_modules: {module.name} cannot be loaded: {error}")
 
 
 class ServedAdapters:
@@ -116,6 +132,7 @@ class ServedAdapters:
             if found is not None:
                 if self._names.find(name) is None:
                     await self.load(name, found.lora_path, found.base_model_name)
+                    logger.info("loaded adapter %s from %s, which a resolver found", name, found.lora_path)
                 return self._names.find(name)
         return None
 
@@ -129,7 +146,7 @@ async def load_modules(llm: AsyncLLM, settings: ServerArgs) -> None:
         try:
             await adapters.load(module.name, module.path, module.base_model_name)
         except RequestError as error:
-            raise ConfigError(f"lora_modules: {module.name} cannot be loaded: {error}") from error
+            raise _cannot_be_loaded(module, error) from error
         logger.info("loaded adapter %s from %s", module.name, module.path)
 
 
@@ -137,7 +154,9 @@ async def load_modules(llm: AsyncLLM, settings: ServerArgs) -> None:
 async def load_adapter(request: LoadAdapterRequest, raw: Request) -> Response:
     adapters: ServedAdapters = raw.app.state.server.adapters
     raw.app.state.server.unknown_fields.tell(request, request.model_extra or ())
-    await adapters.load_from_client(request.lora_name, request.lora_path, request.load_inplace)
+    with _logged(f"adapter {shown(request.lora_name)} from {shown(request.lora_path)} was not loaded"):
+        await adapters.load_from_client(request.lora_name, request.lora_path, request.load_inplace)
+    logger.info("loaded adapter %s from %s", request.lora_name, request.lora_path)
     return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
 
 
@@ -145,8 +164,19 @@ async def load_adapter(request: LoadAdapterRequest, raw: Request) -> Response:
 async def unload_adapter(request: UnloadAdapterRequest, raw: Request) -> Response:
     adapters: ServedAdapters = raw.app.state.server.adapters
     raw.app.state.server.unknown_fields.tell(request, request.model_extra or ())
-    await adapters.unload(request.lora_name)
+    with _logged(f"adapter {shown(request.lora_name)} was not unloaded"):
+        await adapters.unload(request.lora_name)
+    logger.info("unloaded adapter %s", request.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
+
+
+@contextmanager
+def _logged(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (RequestError, HttpError) as error:
+        logger.warning("%s: %s", what, error.detail if isinstance(error, HttpError) else error)
+        raise
 
 
 async def _closed(_: Request) -> Response:

@@ -70,7 +70,7 @@ class _ChatReply:
             "prompt_logprobs": prompt_logprobs(output.prompt_logprobs) if asked else None,
             "prompt_token_ids": self._prompt().get("prompt_token_ids"),
             "prompt_text": self._prompt().get("prompt_text"),
-            "metrics": timing_of(output.metrics) if job.timed and job.n == 1 else None,
+            "metrics": timing_of(output.metrics, self._server.speculates) if job.timed and job.n == 1 else None,
         }
 
     def _choice(self, choice: ChoiceDelta, said: Message) -> dict[str, Any]:

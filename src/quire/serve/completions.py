@@ -134,7 +134,7 @@ def _answer(
         "service_tier": None,
         "system_fingerprint": server.fingerprint,
         "usage": usage_of(job.prompt_tokens, generated, server.told_cached(cached)),
-        "metrics": timing_of(outputs[0].metrics) if job.timed and single else None,
+        "metrics": timing_of(outputs[0].metrics, server.speculates) if job.timed and single else None,
     }
 
 

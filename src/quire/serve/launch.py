@@ -60,7 +60,7 @@ def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float, sp
     _set_up(settings)
     interval = log_interval()
     check_parsers(settings)
-    check_adapters(settings, engine_args.enable_lora)
+    check_adapters(settings, engine_args)
     keys = find_keys(settings, os.environ)
     check_model(engine_args)
     addresses = find_addresses(settings)

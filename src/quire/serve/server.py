@@ -99,6 +99,10 @@ class Server:
     def told_cached(self, tokens: int) -> int | None:
         return tokens if self.settings.enable_prompt_tokens_details else None
 
+    @property
+    def speculates(self) -> bool:
+        return self.llm.config.speculation is not None
+
     @cached_property
     def adapters(self) -> ServedAdapters:
         return ServedAdapters(self.llm, self.settings)

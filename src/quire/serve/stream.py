@@ -47,4 +47,4 @@ class StreamUsage:
         """Times of several choices together would mean nothing."""
         if not self._job.timed or len(self._cached) * self._job.n > 1 or self._last is None:
             return {}
-        return {"metrics": timing_of(self._last.metrics)}
+        return {"metrics": timing_of(self._last.metrics, self._server.speculates)}

@@ -20,7 +20,8 @@ def usage_of(
     return usage
 
 
-def timing_of(metrics: RequestMetrics | None) -> Timing | None:
+def timing_of(metrics: RequestMetrics | None, speculates: bool = False) -> Timing | None:
+    """`speculates`: it might have had drafts."""
     if metrics is None:
         return None
     queued, scheduled = metrics.queued_ts, metrics.scheduled_ts
@@ -36,13 +37,14 @@ def timing_of(metrics: RequestMetrics | None) -> Timing | None:
         "tokens_per_second": tokens / running * 1000 if running else None,
         "preemptions": metrics.num_preemptions,
     }
-    if metrics.num_spec_steps:
+    if speculates or metrics.num_spec_steps:
+        steps, drafts, accepted = metrics.num_spec_steps, metrics.num_draft_tokens, metrics.num_accepted_draft_tokens
         timing["speculative_decoding"] = {
-            "num_spec_steps": metrics.num_spec_steps,
-            "num_draft_tokens": metrics.num_draft_tokens,
-            "num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
-            "mean_acceptance_length": 1 + metrics.num_accepted_draft_tokens / metrics.num_spec_steps,
-            "draft_acceptance_rate": metrics.num_accepted_draft_tokens / metrics.num_draft_tokens,
+            "num_spec_steps": steps,
+            "num_draft_tokens": drafts,
+            "num_accepted_draft_tokens": accepted,
+            "mean_acceptance_length": 1 + accepted / steps if steps else 0.0,
+            "draft_acceptance_rate": accepted / drafts if drafts else 0.0,
         }
     return timing
 

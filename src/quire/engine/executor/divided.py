@@ -8,6 +8,7 @@ from typing import Any
 from quire.engine.executor import wire
 from quire.engine.executor.local import LocalExecutor
 from quire.engine.executor.workers import Workers
+from quire.progress import doing
 from quire.runner.step import Runner
 from quire.types.adapter import AdapterFacts, AdapterRef
 from quire.types.errors import AdapterChanged, AdapterError, EngineDead, EngineError
@@ -33,7 +34,10 @@ class DividedExecutor(LocalExecutor):
         self.check()
         target = self.find(method)
         self._workers.send(wire.CallRank(method, list(args)))
-        return [target(*args), *self._workers.answers()]
+        own = target(*args)
+        others = "another rank" if self._workers.count == 1 else f"{self._workers.count} other ranks"
+        with doing(f"starting {others}, and loading the weights there" if method == "load" else f"waiting for {others}"):
+            return [own, *self._workers.answers()]
 
     def tell(self, command: wire.Command) -> None:
         """All other ranks."""

@@ -141,6 +141,10 @@ class Workers:
                 if companions is not None:
                     companions.close(range(companions.first + 1, companions.first + size))
 
+    @property
+    def count(self) -> int:
+        return len(self._workers)
+
     def finish(self) -> None:
         """The end of the engine, and not only of its ranks: other nodes need not wait for another one."""
         if self._dead is None and self.end.alive:

@@ -22,7 +22,7 @@ class Usage(TypedDict):
 
 
 class Drafts(TypedDict):
-    """Of a request that had any."""
+    """Of a request to a server that drafts; zeros if it had none."""
 
     num_spec_steps: int  # steps in which it had some
     num_draft_tokens: int
