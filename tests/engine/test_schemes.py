@@ -316,6 +316,7 @@ def test_an_output_of_zeros_has_no_scale(checkpoint, tmp_path):
         ("quantization_config", 5, r"quantization_config must be an object, got 5"),
         ("quantization_config", [], r"quantization_config must be an object, got \[\]"),
         ("compression_config", "awq", r"compression_config must be an object, got 'awq'"),
+        ("quantization_config", {"quant_method": None, "config_groups": {}}, "quant_method must be a string, got None"),
         ("quantization_config", {"quant_method": ["awq"]}, r"quant_method must be a string, got \['awq'\]"),
         ("hf_quant_config.json", {"quantization": 5}, r"hf_quant_config\.json: quantization must be an object, got 5"),
         ("quantize_config.json", {"bits": "x"}, r"bits must be a whole number, got 'x'"),

@@ -76,7 +76,7 @@ def read_quantization(config: Mapping[str, Any], directory: Path | None) -> Quan
         found = _read_side_files(directory)
     if not found:
         return None
-    named = found.get("quant_method") or ("compressed-tensors" if "config_groups" in found else "")
+    named = found.get("quant_method", "compressed-tensors" if "config_groups" in found else "")
     if not isinstance(named, str):
         raise ModelError(f"quantization_config: quant_method must be a string, got {shown(named)}")
     named = named.lower()
