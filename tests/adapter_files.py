@@ -5,9 +5,15 @@ from pathlib import Path
 
 
 def write_adapter(directory: Path, content: str, rank: int = 4) -> Path:
-    """Another content is another version."""
+    """Another content is another version. Who reads meanwhile finds each file whole, the old one or the new one."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "adapter_config.json").write_text(json.dumps({"r": rank, "peft_type": "LORA"}))
     header = json.dumps({"__metadata__": {"content": content}}).encode()
-    (directory / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    files = {
+        "adapter_config.json": json.dumps({"r": rank, "peft_type": "LORA"}).encode(),
+        "adapter_model.safetensors": len(header).to_bytes(8, "little") + header,
+    }
+    for name, written in files.items():
+        beside = directory.parent / f"{directory.name}.{name}"
+        beside.write_bytes(written)
+        beside.replace(directory / name)
     return directory
