@@ -5,7 +5,8 @@ import pytest
 import torch
 from kernel_support import DTYPES, numbers
 
-from quire.ops.adapter_pack import Moves, find_largest, pack
+from quire.ops.adapter_moves import Moves
+from quire.ops.adapter_pack import find_largest, pack
 
 pytest.importorskip("triton")
 from quire.ops.kernels import adapter_pack as kernels

@@ -25,7 +25,7 @@ from quire.load.adapter import LARGEST, Model, Named, Reader, parse_name
 from quire.load.adapter_config import AdapterConfig, interpret
 from quire.load.assign import rename
 from quire.load.safetensors import DTYPES
-from quire.ops.adapter_pack import Moves
+from quire.ops.adapter_moves import Moves
 from quire.prepare.adapt import Adapters, Layout
 from quire.prepare.adapter_numbers import LARGE, Scaled
 from quire.prepare.adapter_sites import LinearSite

@@ -20,7 +20,8 @@ from torch import Tensor
 from quire.files.threads import in_threads
 from quire.load.adapter import Model
 from quire.load.adapter_plan import KINDS, FilePlan, FilePlans, Floats
-from quire.ops.adapter_pack import Moves, find_largest, pack
+from quire.ops.adapter_moves import Moves
+from quire.ops.adapter_pack import find_largest, pack
 from quire.prepare.adapt import Adapters, PackedAdapter
 from quire.types.errors import AdapterError, ModelError
 

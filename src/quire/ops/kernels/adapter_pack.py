@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.adapter_pack import COLUMNS, ROWS, SPAN, Moves
+from quire.ops.adapter_moves import COLUMNS, ROWS, SPAN, Moves
 from quire.ops.kernels.launcher import launched
 
 
