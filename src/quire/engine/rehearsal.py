@@ -85,10 +85,10 @@ def _floats(model: "nn.Module") -> int:
 
 
 class _Nobody:
-    """A group whose ranks never meet."""
+    """A group whose ranks never meet: sizes are all there is to add and to join."""
 
     def add(self, part: "Tensor") -> "Tensor":
-        raise NotImplementedError
+        return part
 
     def join(self, part: "Tensor", total: int) -> "Tensor":
-        raise NotImplementedError
+        return part.new_empty(*part.shape[:-1], total)
