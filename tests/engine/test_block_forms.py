@@ -20,6 +20,7 @@ from quire.load.load import load_weights
 from quire.models.registry import build_model
 from quire.ops.block_forms import form_of, has_form
 from quire.ops.blocks import QuantizedMatrix, dequantize
+from quire.types.errors import ModelError
 
 NUMBER = {name: number for number, (name, _, _) in GGML_TYPES.items()}
 SHORT = 1e-3  # products of factors are held in half precision
@@ -143,6 +144,23 @@ def test_a_model_of_mixed_types(mixed):
     assert isinstance(model.lm_head.method, BlocksHead) and isinstance(floats.lm_head.method, PlainHead)
     tensors = [tensor for header in read_gguf_shards(mixed.files.weights) for tensor in header.tensors.values()]
     assert form_weight_bytes(tensors, 4, True) < sum(tensor.elements for tensor in tensors) * 1.6
+
+
+def test_a_factor_that_is_no_number(tmp_path):
+    """One below 0 is: so Q4_0 has the largest number of a block, and Q6_K any."""
+    tensors = dict(in_blocks(llama_tensors({"block_count": 2, **FIELDS})))
+    blocks, kind = tensors["blk.1.ffn_down.weight"]
+    start, blocks = HALVES[kind.name][0], blocks.copy()
+    for value in (-0.001, float("nan")):
+        blocks[3, start : start + 2] = np.array([value], np.float16).view(np.uint8)
+        path = tmp_path / f"{value}.gguf"
+        facts = read_facts(
+            resolve_model(str(tiny_llama(path, fields=FIELDS, tensors={**tensors, "blk.1.ffn_down.weight": (blocks, kind)})))
+        )
+        if value < 0:
+            load(facts, KEEPS["cuda"])
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.down_proj\.weight has a scale that is not a number"):
+        load(facts, KEEPS["cuda"])
 
 
 def test_experts(mixture):

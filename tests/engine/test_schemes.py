@@ -214,6 +214,27 @@ WRONG = {
     "a state that is a list": ("bnb-nf4-nested", {NESTED_STATE: told([1])}, {}, r"nf4 must be an object, got \[1\]"),
     "a state of another matrix": ("bnb-nf4-nested", {NESTED_STATE: told({"shape": [7, 7]})}, {},
                                   r"shape is \[7, 7\]; only \[64, 128\] is read"),
+    "a scale below 0": ("fp8-tensor", {f"{AT}.weight_scale": torch.neg}, {}, r"k_proj\.weight_scale has a scale below 0"),
+    "an input scale below 0": ("fp8-tensor", {f"{AT}.input_scale": torch.neg}, {}, r"k_proj\.input_scale has a scale below 0"),
+    "a block's scale below 0": ("fp8-block-moe", {f"{EXPERT}.weight_scale_inv": torch.neg}, {},
+                                r"experts\.2\.up_proj\.weight_scale_inv has a scale below 0"),
+    "a factor below 0": ("modelopt-nvfp4", {f"{AT}.weight_scale_2": torch.neg}, {}, r"weight_scale_2 has a scale below 0"),
+    "a divisor below 0": ("ct-nvfp4", {f"{AT}.weight_global_scale": torch.neg}, {}, r"weight_global_scale has a scale below 0"),
+    "a sign in scales of nvfp4": ("modelopt-nvfp4", {f"{AT}.weight_scale": byte(0xC0)}, {}, r"k_proj\.weight_scale .* below 0"),
+    "an unused scale of 0": ("modelopt-nvfp4", {f"{AT}.input_scale": lambda t: t * 0}, {}, r"k_proj\.input_scale has .* of 0"),
+    "an unused scale below 0": ("modelopt-nvfp4", {f"{AT}.input_scale": torch.neg}, {}, r"k_proj\.input_scale has .* below 0"),
+    "unused scales": ("modelopt-nvfp4", {f"{AT}.input_scale": lambda t: torch.ones(2)}, {}, r"k_proj\.input_scale is \[2\], "),
+    "an unused scale of an expert": ("modelopt-nvfp4-moe", {f"{EXPERT}.input_scale": lambda t: t / 0 * 0}, {},
+                                     r"experts\.2\.up_proj\.input_scale has a scale of NaN"),
+    "an unused divisor": ("ct-nvfp4", {f"{AT}.input_global_scale": lambda t: t / 0}, {}, r"input_global_scale has .* infinity"),
+    "another table": ("bnb-nf4", {f"{AT}.weight.quant_map": filled(0.7)}, {}, r"k_proj\.weight\.quant_map is not the table"),
+    "a table that is too short": ("bnb-nf4", {f"{AT}.weight.quant_map": lambda t: t[:8]}, {}, r"quant_map is \[8\], "),
+    "a nested table": ("bnb-nf4-nested", {f"{AT}.weight.nested_quant_map": filled(1e30)}, {}, r"nested_quant_map does not"),
+    "NaN in a nested table": ("bnb-nf4-nested", {f"{AT}.weight.nested_quant_map": filled(float("nan"))}, {},
+                              r"k_proj\.weight\.nested_quant_map does not rise from -1 to 1"),
+    "a nested scale below 0": ("bnb-nf4-nested", {f"{AT}.weight.nested_absmax": torch.neg}, {}, r"nested_absmax .* below 0"),
+    "absmax below 0": ("bnb-nf4", {f"{AT}.weight.absmax": filled(-0.1)}, {}, r"k_proj\.weight\.absmax has a scale below 0"),
+    "SCB below 0": ("bnb-int8", {f"{AT}.SCB": filled(-0.1)}, {}, r"k_proj\.SCB has a scale below 0"),
     "SCB of 0": ("bnb-int8", {f"{AT}.SCB": filled(0.0)}, {}, r"k_proj\.SCB has a scale of 0, NaN or an infinity"),
     "SCB not a number": ("bnb-int8", {f"{AT}.SCB": filled(float("nan"))}, {}, r"k_proj\.SCB has a scale of 0, NaN or an inf"),
     "NaN in scales of nvfp4": ("ct-nvfp4", {f"{AT}.weight_scale": byte(0xFF)}, {}, r"k_proj\.weight_scale has a NaN"),
@@ -301,6 +322,25 @@ def test_an_order_in_the_files_is_followed_whatever_is_said(checkpoint, tmp_path
     shard(model, Position(0, 2), Alone())
     with pytest.raises(ModelError, match=r"o_proj: groups of any inputs \(g_idx\) cannot be divided"):
         load_weights(model, facts, device="cpu", dtype="float32", quantization=facts.quantization, keeps=KEEPS)
+
+
+@pytest.mark.parametrize("what", ["a scale below 0", "an unused scale of 0", "another table"])
+def test_an_engine_does_not_start_with_them(checkpoint, tmp_path, what):
+    scheme, tensors, config, message = WRONG[what]
+    directory = damaged(checkpoint(scheme), tmp_path / "damaged", tensors, config)
+    with pytest.raises(ModelError, match=message):
+        LLM(str(directory), dtype="float32", device="cpu", skip_tokenizer_init=True, max_model_len=64)
+
+
+@pytest.mark.parametrize("scheme", ["awq", "gptq", "ct-int4", "ct-w8a8"])
+def test_scales_of_whole_numbers_may_be_below_0(checkpoint, tmp_path, scheme):
+    """So some tools write them where the largest number of a group is below 0, or is not."""
+    name = f"{AT}.scales" if scheme in ("awq", "gptq") else f"{AT}.weight_scale"
+    model = load(damaged(checkpoint(scheme), tmp_path / "below", {name: torch.neg}), KEEPS)
+    matrix, wanted = model.layers[1].self_attn.qkv.method.matrix.dequantize(), floats(checkpoint(scheme))
+    expected = wanted.layers[1].self_attn.qkv.weight.clone()
+    expected[128:192] *= -1
+    torch.testing.assert_close(matrix, expected)
 
 
 def test_an_output_of_zeros_has_no_scale(checkpoint, tmp_path):
@@ -448,7 +488,7 @@ def test_other_names_of_a_method_and_of_the_configuration(checkpoint, tmp_path):
 
 def test_random_weights_in_a_scheme(checkpoint):
     """For measuring: what the configuration says is made up."""
-    for scheme in ("awq", "ct-several", "fp8-block-moe"):
+    for scheme in ("awq", "ct-several", "fp8-block-moe", "fp8-tensor", "modelopt-nvfp4", "bnb-nf4-nested", "bnb-int8"):
         facts = read_facts(resolve_model(checkpoint(scheme)))
         model = build_model(facts)
         load_weights(

@@ -1,6 +1,7 @@
 """Random weights, for measuring without a checkpoint. A tensor's values depend on the seed and its name alone."""
 
 import hashlib
+import re
 from collections.abc import Collection, Iterator, Mapping
 
 import torch
@@ -10,6 +11,7 @@ from quire.layers.claims import Claim
 from quire.load.source import TensorSlice, cut
 
 SPREAD = 0.02
+SCALES = re.compile(r"(scales?|scale_inv|scale_2|absmax|SCB)$")  # which none may be below 0
 
 
 class DummySource:
@@ -33,6 +35,10 @@ class DummySource:
             values = _values(claim.shape, view, generator)
             if part.name.endswith("_scales") and values.dtype == torch.uint8:  # exponents: of numbers as small as weights are
                 values = values % 8 + 116
+            if SCALES.search(part.name) and values.is_floating_point():
+                values = values.float().abs().to(values.dtype)
+            if part.name.endswith("quant_map"):  # what 8 bits stand for
+                values = torch.linspace(-1, 1, len(values), dtype=values.dtype, device=values.device)
             yield part, cut(values, part.ranges)
 
     def find_rows(self, name: str) -> None:  # noqa: ARG002

@@ -122,7 +122,7 @@ class GGUFSource:
         file, (count, columns), undo = self._file(piece.path), piece.stored, piece.name.undo
         raw = torch.frombuffer(file, dtype=torch.uint8, count=piece.nbytes, offset=piece.offset)
         order = None if undo is None else undo(torch.arange(count))
-        return QuantizedMatrix(piece.type, columns, raw.view(count, -1), order, file, piece.offset)
+        return QuantizedMatrix(piece.type, columns, raw.view(count, -1), order, file, piece.offset, piece.name.hf)
 
     def _file(self, path: Path) -> mmap.mmap:
         if path not in self._files:

@@ -125,7 +125,9 @@ is gpt-oss's: of its experts.
 - Modules that the files have in floats are taken as floats, whatever the lists say. A merged matrix (q, k, v) whose parts
   are stored differently becomes floats.
 - What is wrong in a detail is an error that names the tensor: groups that do not divide, a missing scale, one of 0 or NaN,
-  a NaN among numbers of 8 bits, a wrong shape or type, act-order that is divided among devices. A field of
+  one below 0 (but of whole numbers, where some tools write such), a table of nf4 or fp4 that is another, a NaN among numbers
+  of 8 bits, a wrong shape or type, act-order that is divided among devices. Scales of activations that have no use here are
+  looked at, too (compressed-tensors: not those of experts, which calibration may not have reached). A field of
   `quantization_config` of a wrong kind is an error that names it; so is a pattern that is no regular expression, or that
   takes more than 20 s for the names of the model.
 - gptq: an order that the files have (`g_idx`) is followed whatever `desc_act` says. compressed-tensors: a target is a

@@ -39,6 +39,7 @@ class QuantizedMatrix:
     order: Tensor | None = None  # [N]: row i of the matrix is row order[i] of the file; None = they lie in order
     file: mmap.mmap | None = field(default=None, repr=False)
     offset: int = 0  # of the rows in the file
+    name: str = ""  # in the model
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -57,9 +58,9 @@ class QuantizedMatrix:
         _, elements, nbytes = GGML_TYPES[self.type]
         offset, some = self.offset + rows.start * self.rows.shape[1], self.rows[rows.start : rows.stop]
         if len(columns) == self.columns:
-            return QuantizedMatrix(self.type, self.columns, some, order, self.file, offset)
+            return QuantizedMatrix(self.type, self.columns, some, order, self.file, offset, self.name)
         blocks = some[:, columns.start // elements * nbytes : columns.stop // elements * nbytes].contiguous()
-        return QuantizedMatrix(self.type, len(columns), blocks, order)
+        return QuantizedMatrix(self.type, len(columns), blocks, order, name=self.name)
 
     def forget(self) -> None:
         """Lets go of the pages that were read. The system still has them, and gives them back for little."""

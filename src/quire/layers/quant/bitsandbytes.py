@@ -15,6 +15,7 @@ from quire.types.errors import ModelError
 
 BLOCK = 64  # numbers
 NESTED = 256  # blocks
+CODED = 16  # numbers of 4 bits
 CODES = ("nf4", "fp4")
 
 
@@ -41,7 +42,7 @@ class BitsAndBytesScheme(CheckpointScheme):
             "weight": self.raw(name, "weight", MATRIX, sizes, torch.int8),
             "SCB": self.raw(name, "SCB", (Dim("outputs"),), sizes, torch.float32),
         }
-        return Int8Layout(raw, 0, Activation.TOKEN, "SCB", 127.0, skipped=("weight_format",), scales=())
+        return Int8Layout(raw, 0, Activation.TOKEN, "SCB", 127.0, skipped=("weight_format",), scales=(), signed=False)
 
     def _floats(self, name: str, outputs: int, inputs: int) -> BlockwiseLayout:
         sizes, state = (outputs, inputs), f"weight.quant_state.bitsandbytes__{self._code}"
@@ -55,11 +56,12 @@ class BitsAndBytesScheme(CheckpointScheme):
                 name, "weight.absmax", (Dim("all", BLOCK),), sizes, torch.uint8 if self._nested else torch.float32
             ),
         }  # fmt: skip
+        if self.has(name, "weight.quant_map"):
+            raw["weight.quant_map"] = self.raw(name, "weight.quant_map", (Dim("neither", CODED),), sizes)
         if self._nested:
             raw["weight.nested_absmax"] = Raw((Dim("all", BLOCK * NESTED),), torch.float32)
             raw["weight.nested_quant_map"] = Raw((Dim("neither", 256),), torch.float32)
         told = self.info(name, state)
         if told is not None or (self._nested and self.inventory is not None):
             raw[state] = Raw((Dim("neither", 1 if told is None else told.elements),), torch.uint8)
-        skipped = ("weight.quant_map",)
-        return BlockwiseLayout(raw, self._code, outputs, inputs, BLOCK, NESTED if self._nested else 0, state, skipped)
+        return BlockwiseLayout(raw, self._code, outputs, inputs, BLOCK, NESTED if self._nested else 0, state)

@@ -126,7 +126,9 @@ class CompressedTensorsScheme(CheckpointScheme):
         }
         if not weights.symmetric:
             raw["weight_zero_point"] = self.raw(name, "weight_zero_point", scale, sizes, torch.int8)
-        return Int8Layout(raw, weights.group if weights.strategy == "group" else 0, weights.activation)
+        unused = self.unused(name, "input_scale", sizes)
+        group = weights.group if weights.strategy == "group" else 0
+        return Int8Layout(raw | unused, group, weights.activation, scales=("weight_scale", *unused))
 
     def _float8(self, weights: Weights, name: str, sizes: tuple[int, int]) -> Layout:
         blocks = {"tensor": (0, 0), "channel": (1, 0), "group": (1, weights.group), "block": weights.block}
@@ -150,9 +152,11 @@ class CompressedTensorsScheme(CheckpointScheme):
             return Float4Layout(raw, "weight_packed", "weight_scale", group, scales=("weight_scale",))
         factor = "weight_global_scale"
         raw[factor] = self.raw(name, factor, (), sizes, torch.float32)
+        unused = self.unused(name, "input_global_scale", sizes)
         return Float4Layout(
-            raw, "weight_packed", "weight_scale", group, factor, True, skipped=("input_global_scale",), scales=(factor,)
-        )
+            raw | unused, "weight_packed", "weight_scale", group, factor, True, skipped=("input_global_scale",),
+            scales=(factor, *unused),
+        )  # fmt: skip
 
 
 def read_group(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -> Weights | None:

@@ -88,7 +88,8 @@ def float8_layout(
     if activation is Activation.TENSOR:
         raw["input_scale"] = scheme.raw(name, "input_scale", (), sizes, torch.float32)
         return Float8Layout(raw, scale, rows, columns, activation, scales=(scale, "input_scale"))
-    return Float8Layout(raw, scale, rows, columns, activation, skipped=("input_scale",), scales=(scale,))
+    unused = scheme.unused(name, "input_scale", sizes)
+    return Float8Layout(raw | unused, scale, rows, columns, activation, skipped=("input_scale",), scales=(scale, *unused))
 
 
 # ---- made of floats ---------------------------------------------------------------------------------------------------------

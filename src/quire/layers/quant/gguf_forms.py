@@ -14,6 +14,7 @@ from quire.layers.quant.stored import HeldExperts, HeldHead, HeldLinear, Target
 from quire.ops.block_forms import form_of, has_form, stack_forms
 from quire.ops.blocks import QuantizedMatrix
 from quire.ops.forms import Float4, PackedInts
+from quire.types.errors import ModelError
 
 
 class _Blocks(Method):
@@ -31,6 +32,9 @@ class _Blocks(Method):
     def form(self, stored: QuantizedMatrix) -> PackedInts | Float4:
         found = form_of(stored, self._device)
         stored.forget()
+        scale = found.scale
+        if bool((scale == 255).any() if scale.dtype == torch.uint8 else ~scale.isfinite().all()):
+            raise ModelError(f"{stored.name} has a scale that is not a number; the file is damaged")
         return found
 
 

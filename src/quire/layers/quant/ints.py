@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.layers.quant.layout import UNDIVIDED, Raw
+from quire.layers.quant.layout import UNDIVIDED, Raw, check_sign
 from quire.ops.forms import Activation, Int8, PackedInts, in_groups, pack_nibbles, unpack_nibbles
 from quire.types.errors import ModelError
 
@@ -64,6 +64,7 @@ class AWQLayout:
     group: int
     skipped: tuple[str, ...] = ()
     scales: tuple[str, ...] = ("scales",)
+    signed: bool = True
 
     def convert(self, tensors: Mapping[str, Tensor], where: str) -> PackedInts:
         numbers = packed(self._in_order(tensors["qweight"]).mT, 4)
@@ -86,6 +87,7 @@ class GPTQLayout:
     added: int  # to zero points: the older format has them one less
     skipped: tuple[str, ...] = ()
     scales: tuple[str, ...] = ("scales",)
+    signed: bool = True
 
     def convert(self, tensors: Mapping[str, Tensor], where: str) -> PackedInts:
         numbers = bytes_of(tensors["qweight"].mT)
@@ -114,6 +116,7 @@ class PackedLayout:
     group: int
     skipped: tuple[str, ...] = ("weight_shape",)
     scales: tuple[str, ...] = ("weight_scale",)
+    signed: bool = True
 
     def convert(self, tensors: Mapping[str, Tensor], where: str) -> PackedInts:
         numbers = bytes_of(tensors["weight_packed"])
@@ -141,6 +144,7 @@ class Int8Layout:
     divisor: float = 1.0
     skipped: tuple[str, ...] = ("input_scale", "input_zero_point")
     scales: tuple[str, ...] = ("weight_scale",)
+    signed: bool = True
 
     def convert(self, tensors: Mapping[str, Tensor], where: str) -> Int8 | PackedInts:
         numbers = tensors["weight"]
@@ -153,6 +157,8 @@ class Int8Layout:
         scale = (scale / self.divisor).reshape(*lead, outputs, inputs // group)
         if not bool(scale.isfinite().all()) or bool(((scale == 0) & in_groups(numbers, group).any(-1)).any()):
             raise ModelError(f"{where}.{self.scale} has a scale of 0, NaN or an infinity; the checkpoint is damaged")
+        if not self.signed:
+            check_sign(scale, f"{where}.{self.scale}")
         zeros = tensors.get("weight_zero_point")
         if zeros is None and not self.group and self.activation is not Activation.NONE:
             return Int8(numbers.contiguous(), scale.contiguous(), self.activation)

@@ -80,6 +80,12 @@ class Layout(Protocol):
         """Those of `raw` that no matrix can have a 0, an infinity or a NaN in."""
         ...
 
+    @property
+    def signed(self) -> bool:
+        """Whether scales of weights may be below 0: of whole numbers some tools write them so, to use one number more. Those of
+        floats are made of largest absolute values, and kernels take them so."""
+        ...
+
     def convert(self, tensors: Mapping[str, Tensor], where: str) -> Any:
         """-> a form, or plain floats [..., N, K]. The tensors may have more dimensions in front, all the same ones."""
         ...
@@ -92,6 +98,7 @@ class Floats:
     raw: Mapping[str, Raw]
     skipped: tuple[str, ...] = ()
     scales: tuple[str, ...] = ()
+    signed: bool = False
 
     def convert(self, tensors: Mapping[str, Tensor], where: str) -> Tensor:  # noqa: ARG002
         return tensors["weight"]
@@ -99,14 +106,21 @@ class Floats:
 
 def check_scales(layout: Layout, tensors: Mapping[str, Tensor], where: str) -> None:
     for name in layout.scales:
-        check_scale(tensors[name], f"{where}.{name}")
+        check_scale(tensors[name], f"{where}.{name}", signed=layout.signed and not name.startswith("input"))
 
 
-def check_scale(found: Tensor, where: str) -> None:
+def check_scale(found: Tensor, where: str, signed: bool = False) -> None:
     values = (found.view(torch.float8_e8m0fnu) if found.dtype == torch.uint8 else found).float()
     if not bool(((values * LARGEST).isfinite() & (values != 0)).all()):
         what = "NaN" if values.isnan().any() else "0" if (values == 0).any() else "an infinity, or nearly"
         raise ModelError(f"{where} has a scale of {what}; the checkpoint is damaged")
+    if not signed:
+        check_sign(values, where)
+
+
+def check_sign(values: Tensor, where: str) -> None:
+    if bool((values < 0).any()):
+        raise ModelError(f"{where} has a scale below 0; the checkpoint is damaged")
 
 
 def check_numbers(numbers: Tensor, where: str) -> None:

@@ -60,6 +60,8 @@ class ModelOptScheme(CheckpointScheme):
             ),
             "weight_scale_2": self.raw(name, "weight_scale_2", (), sizes, torch.float32),
         }  # fmt: skip
+        unused = self.unused(name, "input_scale", sizes, experts=True)
         return Float4Layout(
-            raw, "weight", "weight_scale", GROUP, "weight_scale_2", skipped=("input_scale",), scales=("weight_scale_2",)
-        )
+            raw | unused, "weight", "weight_scale", GROUP, "weight_scale_2", skipped=("input_scale",),
+            scales=("weight_scale_2", *unused),
+        )  # fmt: skip

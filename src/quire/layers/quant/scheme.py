@@ -130,6 +130,12 @@ class CheckpointScheme:
             raise ModelError(f"{self.checkpoint_name(name)[0]}.{item} is stored as {info.dtype}, where floats are expected")
         return Raw(_fit(dims, info.shape, *sizes), DTYPES.get(info.dtype) if dtype is None else dtype)
 
+    def unused(self, name: str, item: str, sizes: tuple[int, int], experts: bool = False) -> dict[str, Raw]:
+        """A scale that has no use here, to be looked at if it is there: where it is damaged, so is the file. Those of experts
+        are left aside, unless the format says that all have one: some that calibration never reached have any number."""
+        of_expert = name.rpartition(".")[0].rpartition(".")[2].isdigit()
+        return {item: self.raw(name, item, (), sizes)} if self.has(name, item) and (experts or not of_expert) else {}
+
     def checkpoint_name(self, name: str) -> tuple[str, ...]:
         """What files and configurations may call a module."""
         there = None if self.inventory is None else self.inventory.names.get(name)

@@ -214,7 +214,7 @@ class StoredExperts(Pieces, HeldExperts):
                 place = f"{path}.{expert}.{piece.name}.{name}"
                 taken[place] = piece.claim(name, raw, stack[expert - layer.kept.start]) if expert in layer.kept else None
         for piece in self.pieces.values():
-            for name in piece.layout.skipped:
+            for name in set(piece.layout.skipped) - piece.layout.raw.keys():
                 taken |= {f"{path}.{expert}.{piece.name}.{name}": None for expert in range(layer.total)}
         return taken
 
