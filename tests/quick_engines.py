@@ -21,6 +21,8 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 FAULTY = (sys.executable, str(TESTS / "engine" / "faulty_engine.py"))
 
+GRAMMARS_AHEAD = "QUIRE_TEST_GRAMMARS_AHEAD"  # environment: engines start their grammar process as served ones do
+
 
 @functools.cache
 def _nursery():
@@ -99,6 +101,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
+    process.GRAMMARS_AHEAD = GRAMMARS_AHEAD in environment  # hardly any test needs what each would pay for
     if fault:
         sys.path.insert(0, str(TESTS / "engine"))
         import faulty_engine

@@ -42,6 +42,11 @@ class Constraints:
         self.begun = True
         return self.grammars
 
+    def prepare(self) -> None:
+        """For engines that will be asked for grammars, before they are."""
+        if self.grammars is not None:
+            self.grammars.prepare()
+
     def check(self, params: StructuredOutputsParams) -> None:
         """Waits until it is known whether this can be compiled. Raises RequestError if not."""
         self.supported().check(params)

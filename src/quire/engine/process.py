@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from quire.config.args import EngineArgs
 from quire.config.cores import take_turns, wait_politely
 from quire.engine import ipc
 from quire.engine.companions import Ends, looking_after, read_ends
@@ -42,6 +43,7 @@ LULL = 50  # milliseconds without work before idle time is used: who asks one th
 ADMISSION = 0.0015  # seconds that it takes longer to plan and start a step with newcomers
 LARGE_REPORT = 0.02  # seconds that the loop waits for one that does not leave at once; what is left then leaves later
 FAREWELL = 2.0  # seconds for the last report to leave
+GRAMMARS_AHEAD = True  # a server's first structured request finds the grammar process started
 CALLS = ("reset_prefix_cache", "retire_adapter", "expect_adapter", "release")
 
 logger = logging.getLogger("quire.engine.process")  # __name__ is __main__ here, and would not have the level of quire
@@ -236,6 +238,11 @@ def start(command: ipc.StartEngine, watch: Stopwatch, ends: Ends | None) -> tupl
     )
 
 
+def needs_grammars(args: EngineArgs) -> bool:
+    """Can it be asked for structured outputs, and is it a model that answers?"""
+    return not args.skip_tokenizer_init and args.distributed_executor_backend != "fake"
+
+
 def _tell(line: str) -> None:
     """As logged, also before we are told the level: a display asks the environment whether it is to be quiet."""
     record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (), None)
@@ -300,6 +307,8 @@ def _serve(link: Link, pulse: Pulse, journal: Journal, watch: Stopwatch, ends: E
 
     signal.signal(signal.SIGTERM, stop)
     link.send(ready)
+    if first.serving and GRAMMARS_AHEAD and needs_grammars(first.args):
+        core.constraints.prepare()
     try:
         engine.run()
     except EngineDead as error:  # told by the parent

@@ -17,6 +17,13 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+def give_way() -> None:
+    """This thread, from now on."""
+    if sys.platform == "linux":  # where that is of a thread
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, get_native_id(), GIVING_WAY)
+
+
 class Helpers:
     """Threads that are started when they are first needed, and then wait for more to do."""
 
@@ -35,9 +42,7 @@ class Helpers:
 
     @staticmethod
     def _run(asked: "SimpleQueue[Callable[[], None]]") -> None:
-        if sys.platform == "linux":  # where that is of a thread
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, get_native_id(), GIVING_WAY)
+        give_way()
         while True:
             asked.get()()
 

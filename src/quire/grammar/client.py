@@ -149,6 +149,10 @@ class Grammars:
         if not entry.ready:
             raise entry.verdict or EngineError(f"the grammar process has not answered for {LONGEST_CHECK:g} s")
 
+    def prepare(self) -> None:
+        """Starts the process before anybody needs it."""
+        self._spawn(ahead=True)
+
     def stop(self) -> None:
         if self._process is not None:
             self._process.end()
@@ -285,10 +289,10 @@ class Grammars:
 
     # ---- the process
 
-    def _spawn(self) -> bool:
+    def _spawn(self, ahead: bool = False) -> bool:
         if self._process is None:
             try:
-                self._process = Process(self._start, self.words)
+                self._process = Process(self._start, self.words, ahead)
             except OSError as error:
                 logger.error("the grammar process does not start: %s", error)
                 self._give_up(NO_START, self._fail)

@@ -58,6 +58,9 @@ class GrammarLanes:
     def check(self, params: StructuredOutputsParams) -> None:
         self.first.check(params)
 
+    def prepare(self) -> None:
+        self.first.prepare()
+
     def stop(self) -> None:
         self.first.stop()
         self.second.stop()

@@ -39,7 +39,7 @@ class _Spelling:
         if pieces is None:
             raise GrammarError("structured outputs need a tokenizer whose tokens can be spelled one by one; this one's cannot")
         size = min(len(tokenizer), vocab_size)
-        self.tokens = [pieces.join([i], started=True)[0] for i in range(size)] + [b""] * (vocab_size - size)  # [V]
+        self.tokens = pieces.spell_all(size) + [b""] * (vocab_size - size)  # [V]
         self.special_token_ids = sorted({i for i in (*tokenizer.special_ids, *eos_ids) if i < size})
         self._special = frozenset(self.special_token_ids)
         self.eos_token_id, self.bos_token_id = eos_ids[0], tokenizer.bos_token_id

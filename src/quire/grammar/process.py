@@ -20,7 +20,8 @@ Words = npt.NDArray[np.uint32]
 
 
 class Process:
-    def __init__(self, start: wire.StartWorker, words: int) -> None:
+    def __init__(self, start: wire.StartWorker, words: int, ahead: bool = False) -> None:
+        """`ahead`: nobody waits for it yet, so it gives way to others while it starts."""
         ours, theirs = socket.socketpair()
         with contextlib.ExitStack() as cleaning:
             cleaning.callback(theirs.close)
@@ -29,7 +30,7 @@ class Process:
             cleaning.callback(os.close, memory)
             handed = (theirs.fileno(), memory)
             self._child = subprocess.Popen(
-                [*COMMAND, *map(str, handed), *with_us()],
+                [*COMMAND, *map(str, handed), *with_us(), *([wire.AHEAD] if ahead else [])],
                 pass_fds=handed,
                 stdin=subprocess.DEVNULL,
                 env=_environment(),

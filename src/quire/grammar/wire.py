@@ -6,6 +6,8 @@ import msgspec
 
 from quire.types.structured import StructuredOutputsParams
 
+AHEAD = "ahead"  # the argument of a process that nobody waits for yet
+
 
 class _GrammarFrame(msgspec.Struct, array_like=True, tag=True):
     pass

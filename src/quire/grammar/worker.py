@@ -1,4 +1,4 @@
-"""The grammar process: `python -m quire.grammar.worker SOCKET MEMORY [with-us]`, two inherited file descriptors.
+"""The grammar process: `python -m quire.grammar.worker SOCKET MEMORY [with-us] [ahead]`, two inherited file descriptors.
 
 It holds a matcher for every open request, takes in the tokens they sampled and writes the masks for their next ones into the
 shared memory. New grammars are vetted, then compiled by a thread: neither keeps the loop from answering. It ends when the
@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.files.resolve import resolve_model
+from quire.files.threads import give_way
 from quire.frames import Frames
 from quire.grammar import wire
 from quire.grammar.backend import GrammarBackend, GrammarError, Matcher
@@ -321,6 +322,12 @@ def open_backend(start: wire.StartWorker) -> GrammarBackend:
     return LLGuidance(tokenizer, start.vocab_size, ends)
 
 
+def open_ahead(start: wire.StartWorker) -> GrammarBackend:
+    """The same by a thread that gives way to others: a process that does cannot go back."""
+    with ThreadPoolExecutor(1, initializer=give_way) as opener:
+        return opener.submit(open_backend, start).result()
+
+
 def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     if WITH_US in argv:
@@ -332,7 +339,7 @@ def main(argv: Sequence[str]) -> int:
     start = wire.decode_command(frame)
     assert isinstance(start, wire.StartWorker), start
     try:
-        backend = open_backend(start)
+        backend = (open_ahead if wire.AHEAD in argv else open_backend)(start)
     except GrammarError as error:
         frames.send(wire.encode(wire.WorkerStarted(str(error))))
         return 0

@@ -26,6 +26,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 BYTE_OF = _byte_level_alphabet()
+_BYTES = str.maketrans({chr(i): "\uffff" for i in range(256)} | {character: chr(byte) for character, byte in BYTE_OF.items()})
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class PieceForm:
     def spell(self, token: str, first: bool = False) -> bytes:
         if self.byte_level:
             try:
-                return bytes(BYTE_OF[character] for character in token)
-            except KeyError:  # an added token, spelled as it is
+                return token.translate(_BYTES).encode("latin-1")
+            except UnicodeEncodeError:  # an added token, spelled as it is
                 return token.encode()
         return self._spell_replaced(token, first)
 
@@ -106,6 +107,10 @@ class TokenBytes:
     def first(self, token_id: int) -> bytes:
         """What the token adds at the start of a text."""
         return self._form.spell(self._token(token_id) or "", first=True)
+
+    def spell_all(self, count: int) -> list[bytes]:
+        """What each of the first `count` tokens adds within a text. Nothing of it is kept here."""
+        return [self._form.spell(self._token(i) or "") for i in range(count)]
 
     def join(self, ids: Iterable[int], started: bool) -> tuple[bytes, bool]:
         """The bytes of `ids`, and whether the text has started after them."""
