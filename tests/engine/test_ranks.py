@@ -4,18 +4,24 @@ import json
 
 import pytest
 import torch
+from divided_model import (
+    GREEDY,
+    SEEDED,
+    check_grammars_and_several_answers,
+    check_logprobs,
+    check_prefix_hits,
+    family_engine,
+    ids,
+)
 from safetensors.torch import save_file
 from tiny import TEXT, open_model
 
 from forked import nursery
 from oracle import TINY
-from quire import LLM, SamplingParams
+from quire import SamplingParams
 from quire.engine.executor import workers
-from quire.sampling_params import StructuredOutputsParams
 from quire.types.errors import ConfigError, InvalidParameter, NotSupported
 
-GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.5, max_tokens=16, ignore_eos=True)
-SEEDED = SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=7, max_tokens=16, ignore_eos=True)
 PROMPTS = [
     torch.randint(3, TINY["vocab_size"], (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (33, 5, 18, 49)
 ]
@@ -26,20 +32,6 @@ def _forked(tmp_path_factory):
     with nursery(tmp_path_factory.mktemp("nursery"), "rank") as command, pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers, "COMMAND", command)
         yield
-
-
-def family_engine(directory, **args) -> LLM:
-    defaults = {
-        "skip_tokenizer_init": True, "device": "cpu", "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64,
-        "kv_cache_memory_bytes": 4 << 20,
-    }  # fmt: skip
-    return LLM(str(directory), **(defaults | args))
-
-
-def ids(llm, prompts, params):
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert not any(choice.error for output in outputs for choice in output.outputs)
-    return [[list(choice.token_ids) for choice in output.outputs] for output in outputs]
 
 
 # key heads fewer than ranks, heads that are not divided evenly; whole experts, and parts of each
@@ -72,34 +64,15 @@ def divided(tiny_model):
 
 
 def test_grammars_and_several_answers(divided, shared_llm):
-    for rules in ({"regex": "(fox|dog) [a-z]{3}"}, {"json": {"type": "object", "properties": {"a": {"type": "integer"}}}}):
-        params = SamplingParams(
-            temperature=0.8, seed=3, n=3, max_tokens=30, structured_outputs=StructuredOutputsParams(**rules), bad_words=["lazy"]
-        )
-        assert ids(divided, TEXT, params) == ids(shared_llm, TEXT, params)
-    assert ids(divided, TEXT, GREEDY) == ids(shared_llm, TEXT, GREEDY)
+    check_grammars_and_several_answers(divided, shared_llm)
 
 
 def test_logprobs_are_close_and_of_the_same_tokens(divided, shared_llm):
-    params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=4, prompt_logprobs=3, ignore_eos=True)
-    for ours, theirs in zip(*(llm.generate(TEXT, params, use_tqdm=False) for llm in (divided, shared_llm)), strict=True):
-        assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
-        for here, there in zip(
-            [*ours.prompt_logprobs[1:], *ours.outputs[0].logprobs],
-            [*theirs.prompt_logprobs[1:], *theirs.outputs[0].logprobs],
-            strict=True,
-        ):
-            assert here.keys() == there.keys()
-            assert all(abs(here[token].logprob - there[token].logprob) < 1e-4 for token in here)
+    check_logprobs(divided, shared_llm)
 
 
 def test_prefix_hits(divided, shared_llm):
-    shared = "a page is a page, a quire is a gathering of pages "
-    divided.generate(shared, GREEDY, use_tqdm=False)
-    [output] = divided.generate(shared + "the fox", GREEDY, use_tqdm=False)
-    assert output.num_cached_tokens > 0
-    assert list(output.outputs[0].token_ids) == ids(shared_llm, [shared + "the fox"], GREEDY)[0][0]
-    assert divided.reset_prefix_cache()
+    check_prefix_hits(divided, shared_llm)
 
 
 def test_a_model_that_drafts(tiny_model, shared_llm, tmp_path):

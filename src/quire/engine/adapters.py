@@ -14,53 +14,20 @@ them: an adapter that many ask for does not keep the others out for ever.
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from itertools import count
 
 from quire.engine.adapter_reader import AdapterReader, Outcome
 from quire.engine.executor.base import Executor
-from quire.sched.queue import Rank
+from quire.engine.kept_adapter import KeptAdapter, Tell
 from quire.sched.roster import Roster
-from quire.types.adapter import AdapterFacts, AdapterRef
+from quire.types.adapter import AdapterRef
 from quire.types.errors import AdapterChanged, AdapterError, EngineDead, EngineError, NotSupported, RequestError
 from quire.types.request import EngineRequest, Request
 
 WAIT = 0.005  # seconds, while there is nothing else to do
 PASSES = 64  # requests
-LAST: Rank = (1 << 63, 0)  # of those that nobody waits for
 
 logger = logging.getLogger(__name__)
-
-Tell = Callable[[RequestError | None], None]  # why it could not be loaded, or None: it was
-
-
-@dataclass(eq=False, slots=True)
-class _Kept:
-    """An adapter that somebody holds, waits for or has asked to be loaded, or that is still there."""
-
-    ref: AdapterRef  # of whoever asked first; if its files cannot be read, of whoever's could
-    facts: AdapterFacts | None = None  # in the host's memory, then
-    reading: bool = False
-    place: int = 0
-    pinned: bool = False
-    retired: bool = False  # nobody can ask for it any more
-    holders: int = 0  # requests
-    waiting: dict[str, Rank] = field(default_factory=dict)  # requests
-    told: list[tuple[AdapterRef, Tell]] = field(default_factory=list)  # to be told when it is loaded
-    failed: dict[str, RequestError] = field(default_factory=dict)  # by path: the same content may lie in several
-    used: int = 0  # when it was, the latest time
-
-    @property
-    def rank(self) -> Rank:
-        return min(self.waiting.values(), default=LAST)
-
-    @property
-    def idle(self) -> bool:
-        return not (self.holders or self.pinned)
-
-    @property
-    def wanted(self) -> bool:
-        return bool(self.waiting or self.told) or (self.pinned and not self.place)
 
 
 class AdapterDesk:
@@ -72,10 +39,10 @@ class AdapterDesk:
     ) -> None:
         self._roster, self._executor, self._refuse = roster, executor, refuse
         self.places, self._host = places, max(places, host)
-        self._kept: dict[str, _Kept] = {}  # by version
-        self._line: dict[str, _Kept] = {}  # those of them that are wanted and not there
-        self._in_memory: dict[str, _Kept] = {}  # or on the way
-        self._seated: dict[int, _Kept] = {}  # by place
+        self._kept: dict[str, KeptAdapter] = {}  # by version
+        self._line: dict[str, KeptAdapter] = {}  # those of them that are wanted and not there
+        self._in_memory: dict[str, KeptAdapter] = {}  # or on the way
+        self._seated: dict[int, KeptAdapter] = {}  # by place
         self._free = list(range(places, 0, -1))
         self._reader = AdapterReader(lambda ref: executor.read_adapter(ref), lambda ref: executor.read_ahead(ref))
         self._news = False  # something has changed since the latest turn
@@ -122,7 +89,7 @@ class AdapterDesk:
         self._settle(kept)
         self._news = True
 
-    def _hold(self, kept: _Kept, name: str) -> None:
+    def _hold(self, kept: KeptAdapter, name: str) -> None:
         kept.holders += 1
         kept.used = next(self._times)
         self._roster.live[name].place = kept.place
@@ -227,12 +194,12 @@ class AdapterDesk:
 
     # ---- inside ----------------------------------------------------------------------------------------------------------
 
-    def _keep(self, ref: AdapterRef) -> _Kept:
+    def _keep(self, ref: AdapterRef) -> KeptAdapter:
         if ref.version not in self._kept:
-            self._kept[ref.version] = _Kept(ref, used=next(self._times))
+            self._kept[ref.version] = KeptAdapter(ref, used=next(self._times))
         return self._kept[ref.version]
 
-    def _wait_for(self, kept: _Kept) -> None:
+    def _wait_for(self, kept: KeptAdapter) -> None:
         self._line[kept.ref.version] = kept
         self._news = True
         self._fetch()  # now, and not when the next step is planned
@@ -257,7 +224,7 @@ class AdapterDesk:
         self.reads += 1
         self._settle(kept)
 
-    def _refs(self, kept: _Kept) -> list[AdapterRef]:
+    def _refs(self, kept: KeptAdapter) -> list[AdapterRef]:
         """Of all who want it."""
         return [*(self._ref(name) or kept.ref for name in kept.waiting), *(ref for ref, _ in kept.told)]
 
@@ -274,7 +241,7 @@ class AdapterDesk:
             behind = self._short and bool(kept.waiting)
             if behind or (not kept.place and (needed or self._free) and not self._seat(kept)):
                 self._short = self._short or bool(kept.waiting)
-                _tell_all(kept, None)
+                kept.tell(None)
                 if needed or kept.ref.version not in self._line:
                     continue
             for name in list(kept.waiting):
@@ -282,7 +249,7 @@ class AdapterDesk:
                 self._passed = 0
             kept.waiting.clear()
             del self._line[kept.ref.version]
-            _tell_all(kept, None)
+            kept.tell(None)
 
     def _fetch(self) -> None:
         """Asks for what those in line need, as far as there is room for it."""
@@ -296,10 +263,10 @@ class AdapterDesk:
                 self._in_memory[kept.ref.version] = kept
                 self._reader.ask(kept.ref)
 
-    def _in_order(self) -> Iterator[_Kept]:
+    def _in_order(self) -> Iterator[KeptAdapter]:
         return iter(sorted(self._line.values(), key=lambda kept: kept.rank) if self._line else ())
 
-    def _seat(self, kept: _Kept) -> bool:
+    def _seat(self, kept: KeptAdapter) -> bool:
         """Puts it on the device, in the place of one that nobody holds if need be. False if there is none, or it cannot be."""
         while self._free or self._evict():
             try:
@@ -330,13 +297,13 @@ class AdapterDesk:
             self._unseat(victim)
         return victim is not None
 
-    def _unseat(self, kept: _Kept) -> None:
+    def _unseat(self, kept: KeptAdapter) -> None:
         self._executor.drop_adapter(kept.place)
         del self._seated[kept.place]
         self._free.append(kept.place)
         kept.place = 0
 
-    def _make_room(self, wanted: _Kept) -> bool:
+    def _make_room(self, wanted: KeptAdapter) -> bool:
         """Room in memory for one more."""
         while len(self._in_memory) >= self._host:
             if self._forget_idle():
@@ -360,7 +327,7 @@ class AdapterDesk:
             self._discard(victim)
         return victim is not None
 
-    def _forget(self, kept: _Kept) -> None:
+    def _forget(self, kept: KeptAdapter) -> None:
         if kept.place:
             self._unseat(kept)
         if kept.facts is not None:
@@ -368,16 +335,16 @@ class AdapterDesk:
             del self._in_memory[kept.ref.version]
             self._executor.forget_adapter(kept.ref.version)
 
-    def _settle(self, kept: _Kept) -> None:
+    def _settle(self, kept: KeptAdapter) -> None:
         """What nobody wants and cannot be asked for, or never was there, goes."""
         if kept.idle and not kept.wanted and not kept.reading and (kept.retired or kept.facts is None):
             self._discard(kept)
 
-    def _discard(self, kept: _Kept) -> None:
+    def _discard(self, kept: KeptAdapter) -> None:
         self._forget(kept)
         del self._kept[kept.ref.version]
 
-    def _fail(self, kept: _Kept, error: RequestError) -> None:
+    def _fail(self, kept: KeptAdapter, error: RequestError) -> None:
         """Nobody can have it."""
         self._news = True
         self._line.pop(kept.ref.version, None)
@@ -388,14 +355,8 @@ class AdapterDesk:
             self._discard(kept)
         for name, ref in names.items():
             self._refuse(name, kept.failed.get(ref.path, error))
-        _tell_all(kept, error)
+        kept.tell(error)
         kept.failed.clear()
-
-
-def _tell_all(kept: _Kept, error: RequestError | None) -> None:
-    told, kept.told = kept.told, []
-    for ref, tell in told:
-        tell(error and kept.failed.get(ref.path, error))
 
 
 def _all_pinned(places: int) -> str:
