@@ -241,7 +241,7 @@ class EngineArgs:
     distributed_executor_backend: str | None = setting(
         None, TEXT, _RANKS,
         "auto: as many processes as there are ranks; mp: the same; ray: Ray starts those of other machines; external_launcher: "
-        "torchrun and its like start all, and each runs the same LLM script; uni: one; fake: no model, for tests of the rest",
+        "torchrun and its like start all, each runs the same script; uni: one; fake: no model, for tests of the rest",
         choices=("auto", "mp", "ray", "external_launcher", "uni", "fake"),
     )  # fmt: skip
 
