@@ -1,13 +1,16 @@
 """Who says to be which node, while node 0 waits for all of them. Importing this imports no torch.
 
-Of several who claim a place the newest is tried first; the others wait until it has proved to be a node, or none.
+    claims a place ──► is asked for the control connections of its ranks ──► they come: it may be taken, when all places can be
+
+All who claim a place are asked at once, and who only claims it keeps nobody waiting. Of several whose connections came the
+newest is tried first; the others wait until it has proved to be a node, or none.
 """
 
 import contextlib
+import secrets
 import socket
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from quire.engine.handshake import Address, Said, say
 from quire.engine.reception import Complaints
@@ -16,18 +19,35 @@ from quire.files.reading import shown
 MOST = 8  # for one place
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Claim:
     connection: socket.socket
     place: Address  # where it listens
+    missing: set[int]  # ranks whose control connections are to come
+    controls: dict[int, socket.socket] = field(default_factory=dict)  # by rank
+    name: str = field(default_factory=lambda: secrets.token_hex(8))  # by which its connections are known
+
+    def close(self) -> None:
+        for one in (self.connection, *self.controls.values()):
+            one.close()
 
 
 class Claims:
-    def __init__(self, nodes: int, complaints: Complaints) -> None:
-        self._lines: dict[int, deque[Claim]] = {node: deque() for node in range(1, nodes)}
+    def __init__(self, ranks: Sequence[range], complaints: Complaints) -> None:
+        """`ranks`: of every node."""
+        self._ranks = ranks
+        self._lines: dict[int, list[Claim]] = {node: [] for node in range(1, len(ranks))}
         self._complaints = complaints
 
-    def add(self, connection: socket.socket, said: Said) -> None:
+    def hear(self, connection: socket.socket, said: Said) -> bool:
+        """Of one who connected. False if that is no claim, and no connection for one."""
+        if "node" in said:
+            self._add(connection, said)
+        elif "claim" in said:
+            self._connect(connection, said)
+        return "node" in said or "claim" in said
+
+    def _add(self, connection: socket.socket, said: Said) -> None:
         node, host, port = said.get("node"), said.get("host"), said.get("port")
         if not isinstance(host, str) or type(port) is not int:
             self._complaints.tell("one who connected as a node is not one: it did not say where it listens")
@@ -35,37 +55,62 @@ class Claims:
         elif type(node) is not int or node not in self._lines:
             refuse(connection, f"node_rank {shown(node)} is not one of 1 to {len(self._lines)}")
         else:
-            self._lines[node].append(Claim(connection, (host, port)))
-            if len(self._lines[node]) > MOST:
-                self._lines[node].popleft().connection.close()
+            own, line = self._ranks[node], self._lines[node]
+            claim = Claim(connection, (host, port), set(own))
+            try:
+                say(connection, {"claim": claim.name, "own": [own.start, own.stop]})
+            except OSError:
+                connection.close()
+                return
+            line.append(claim)
+            if len(line) > MOST:
+                oldest = next((one for one in line if one.missing), line[0])
+                line.remove(oldest)
+                oldest.close()
+
+    def _connect(self, connection: socket.socket, said: Said) -> None:
+        name, rank = said["claim"], said.get("control")
+        claim = next((one for line in self._lines.values() for one in line if one.name == name), None)
+        if claim is None or type(rank) is not int or rank not in claim.missing:
+            self._complaints.tell("one who connected as a rank is none that is awaited")
+            connection.close()
+        else:
+            claim.missing.remove(rank)
+            claim.controls[rank] = connection
 
     @property
     def missing(self) -> int:
-        """Places that nobody claims who is still there."""
+        """Places for which nobody is there with all connections."""
         for line in self._lines.values():
-            while line and is_gone(line[-1].connection):
-                line.pop().connection.close()
-        return sum(not line for line in self._lines.values())
+            for claim in [one for one in line if is_gone(one.connection)]:
+                line.remove(claim)
+                claim.close()
+        return sum(all(claim.missing for claim in line) for line in self._lines.values())
 
     @property
     def others(self) -> bool:
-        """Is there anybody beside those who were taken?"""
-        return any(self._lines.values())
+        """Is there anybody with all connections beside those who were taken?"""
+        return any(not claim.missing for line in self._lines.values() for claim in line)
 
     def take(self) -> Mapping[int, Claim]:
-        return {node: line.pop() for node, line in self._lines.items()}
+        """Of every place the newest, now that none is missing."""
+        taken = {node: next(claim for claim in reversed(line) if not claim.missing) for node, line in self._lines.items()}
+        for node, claim in taken.items():
+            self._lines[node].remove(claim)
+        return taken
 
     def refuse(self) -> None:
         """Those that are left: all nodes are there."""
         for node, line in self._lines.items():
             for claim in line:
                 refuse(claim.connection, f"node_rank {node} is there already")
+                claim.close()
             line.clear()
 
     def close(self) -> None:
         for line in self._lines.values():
             for claim in line:
-                claim.connection.close()
+                claim.close()
             line.clear()
 
 

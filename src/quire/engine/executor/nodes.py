@@ -1,12 +1,12 @@
 """How ranks on several machines, the nodes, find each other. Importing this imports no torch.
 
     node 0, in the engine        listens at the address that all know ◄── every other node: hello, here I am
-                                 tells all who has which ranks ─────────► and where they listen
-    node k connects to node 0    a control connection for each of its ranks
+    node k connects to node 0    a control connection for each of its ranks: who does not is none, and keeps nobody waiting
+                                 node 0 tells all who has which ranks ──► and where they listen
     ... and to all nodes below   a connection for each pair of ranks
     node k starts its ranks      which inherit their ends, as ranks of node 0 do (`workers.py`)
 
-Whoever said to be node k and does not connect so was none: node 0 hangs up on all of them, and they come again.
+Whoever came so far and does not connect to the others was none: node 0 hangs up on all of them, and they come again.
 
 Whoever can connect can be a rank, if it knows the key (QUIRE_CLUSTER_KEY; none by default): run it in a network that others
 cannot reach. Nothing received is ever executed or unpickled.
@@ -89,14 +89,15 @@ def gather(listener: socket.socket, ranks: Sequence[range], key: str, seconds: f
     """Waits for all other nodes, and for what their ranks connect. If those of one do not, all nodes come again."""
     deadline = time.monotonic() + seconds
     with contextlib.closing(Reception(listener, key)) as reception:
-        claims = Claims(len(ranks), reception.complaints)
+        claims = Claims(ranks, reception.complaints)
         with contextlib.closing(claims):
             while True:
                 while missing := claims.missing:
                     came = reception.next(deadline - time.monotonic())
                     if came is None:
                         raise EngineError(f"{missing} of {len(ranks)} nodes did not come in time")
-                    claims.add(*came)
+                    if not claims.hear(*came):
+                        _turn_away(reception, came[0])
                 try:
                     links = _try(claims, reception, ranks, deadline)
                 except (_Lost, OSError) as error:
@@ -110,6 +111,7 @@ def _try(claims: Claims, reception: Reception, ranks: Sequence[range], deadline:
     """With those who claim to be the other nodes."""
     there = claims.take()
     links = Links(ranks, nodes={node: claim.connection for node, claim in there.items()}, meeting=secrets.token_hex(8))
+    links.controls = {rank: control for claim in there.values() for rank, control in claim.controls.items()}
     told = {
         "ranks": [[own.start, own.stop] for own in ranks],
         "nodes": [("", 0), *(there[node].place for node in sorted(there))],
@@ -153,22 +155,29 @@ def join(first: Address, node: int, host: str, key: str, seconds: float) -> Link
 def _meet(links: Links, reception: Reception, first: Address, own: Address, key: str, deadline: float) -> None:
     to_first, node = links.nodes[0], links.node
     say(to_first, {"key": key, "node": node, "host": own[0], "port": own[1]})
-    told = heard(to_first, deadline - time.monotonic())
-    if "refused" in told:
-        raise EngineError(f"node 0 refused this one: {told['refused']}")
+    asked = _heard_of(to_first, deadline)
+    for rank in range(*asked["own"]):
+        links.controls[rank] = connect(first, deadline, links.check)
+        say(links.controls[rank], {"key": key, "claim": asked["claim"], "control": rank})
+    told = _heard_of(to_first, deadline)
     links.ranks = [range(*ranks) for ranks in told["ranks"]]
     links.meeting = told["meeting"]
     places = [first, *(tuple(place) for place in told["nodes"][1:])]
     hello = {"key": key, "meeting": links.meeting}
     for rank in links.own:
-        links.controls[rank] = connect(first, deadline, links.check)
-        say(links.controls[rank], {**hello, "control": rank})
         for below in range(node):
             for other in links.ranks[below]:
                 end = connect(places[below], deadline, links.check)
                 say(end, {**hello, "from": rank, "to": other})
                 links.ends.setdefault(rank, {})[other] = end
     _take_ends(reception, links, deadline)
+
+
+def _heard_of(first: socket.socket, deadline: float) -> dict[str, Any]:
+    told = heard(first, deadline - time.monotonic())
+    if "refused" in told:
+        raise EngineError(f"node 0 refused this one: {told['refused']}")
+    return told
 
 
 class NodeRanks:
@@ -300,11 +309,9 @@ def name_ends(local: Mapping[int, socket.socket], remote: Mapping[int, socket.so
 
 
 def _take_ends(reception: Reception, links: Links, deadline: float, claims: Claims | None = None) -> None:
-    """What nodes above this one connect, and for node 0 the control connections of all. Node 0 has `claims`, for others."""
+    """What nodes above this one connect. Node 0 has `claims`, for others."""
     above = [rank for ranks in links.ranks[links.node + 1 :] for rank in ranks]
-    missing: set[Any] = {(rank, own) for rank in above for own in links.own}
-    if not links.node:
-        missing.update(above)
+    missing = {(rank, own) for rank in above for own in links.own}
     last = time.monotonic()
     while missing:
         links.check()
@@ -316,21 +323,22 @@ def _take_ends(reception: Reception, links: Links, deadline: float, claims: Clai
         if came is None:
             continue
         connection, said = came
-        if claims is not None and "node" in said:
-            claims.add(connection, said)
+        if claims is not None and claims.hear(connection, said):
             continue
-        numbers: list[Any] = [said["control"]] if "control" in said else [said.get("from"), said.get("to")]
-        what = numbers[0] if len(numbers) == 1 else tuple(numbers)
-        if said.get("meeting") != links.meeting or any(type(number) is not int for number in numbers) or what not in missing:
-            reception.complaints.tell("one who connected as a rank is none that is awaited")
-            connection.close()
+        other: Any = said.get("from")
+        own: Any = said.get("to")
+        known = said.get("meeting") == links.meeting and type(other) is int and type(own) is int
+        if not known or (other, own) not in missing:
+            _turn_away(reception, connection)
             continue
-        missing.remove(what)
+        missing.remove((other, own))
         last = time.monotonic()
-        if isinstance(what, tuple):
-            links.ends.setdefault(what[1], {})[what[0]] = connection
-        else:
-            links.controls[what] = connection
+        links.ends.setdefault(own, {})[other] = connection
+
+
+def _turn_away(reception: Reception, connection: socket.socket) -> None:
+    reception.complaints.tell("one who connected as a rank is none that is awaited")
+    connection.close()
 
 
 def _readable(connection: socket.socket) -> bool:
