@@ -34,6 +34,10 @@ AT_ONCE = 1 << 26  # numbers that are packed together
 WIDE = 16384  # outputs
 BLOCKS_SINCE = "12.9"  # CUDA's version
 TILE = 128  # rows of a matrix that lie together
+# whole numbers of 8 bits: up to so many rows our kernel multiplies, a library more; and for how many rows at most a program
+# takes so many rows and outputs, in how many warps and stages
+INT_ROWS = 2048
+INT_TILES = ((64, 64, 128, 4, 4), (1 << 62, 128, 128, 8, 3))
 FLOAT8_MAX, INT8_MAX = 448.0, 127.0
 
 
@@ -91,12 +95,20 @@ class PackedMatrix:
         return self.packed.form in ("int4", "float4") and x.dtype in SHORT
 
     def _rounds(self, x: Tensor) -> bool:
-        """Whether rows are rounded to 8 bits, one scale to a row, and the libraries multiply them."""
+        """Whether rows are rounded to 8 bits, one scale to a row, and the libraries multiply them, or our kernel."""
         if self.activation not in (Activation.TOKEN, Activation.TENSOR) or self.packed.groups > 1:
             return False
+        if self._in_whole_numbers(x):
+            return True
         if self.packed.form == "float8" and torch.cuda.get_device_capability(x.device) < (8, 9):
             return False
         return self.outputs % 16 == 0 and self.packed.columns % 16 == 0 and x.dtype in SHORT
+
+    def _in_whole_numbers(self, x: Tensor) -> bool:
+        """Whether our kernel multiplies rounded rows by whole numbers: some rows, and any of sizes that torch does not take."""
+        if self.packed.form != "int8" or x.dtype not in SHORT or (len(x) > INT_ROWS and self.outputs % 16 == 0):
+            return False
+        return torch.cuda.get_device_capability(x.device) >= (9, 0)
 
     def _rounds_blocks(self, x: Tensor) -> bool:
         """Whether rows are rounded to 8 bits, one scale to each block of columns, and our kernel multiplies them."""
@@ -119,6 +131,11 @@ class PackedMatrix:
             scale = scale.repeat_interleave(self.outputs // len(scale))
         if packed.form == "int8":
             numbers, scales = round_rows(x, packed.columns, packed.apart, torch.int8, INT8_MAX, None)
+            if self._in_whole_numbers(x):
+                from quire.ops.kernels.packed_ints import product
+
+                tile = choose_ints(len(x), self.outputs, packed.columns)
+                return product(numbers, scales, packed.words.view(torch.int8), scale, bias, activation, tile, x.dtype)
             sums = torch._int_mm(numbers, packed.words.view(torch.int8).t())
         else:
             numbers, scales = round_rows(x, packed.columns, packed.apart, torch.float8_e4m3fn, FLOAT8_MAX, self.input_scale)
@@ -171,6 +188,15 @@ def choose_tile(packed: Any, rows: int) -> Any:
     high = 64 if rows <= 64 and packed.outputs <= 8192 else 128
     tiles = -(-packed.outputs // high) * -(-rows // 64)
     return Tile(64, high, 4, 3 if tiles >= FILLING else 4, choose_shares(FILLING / tiles, packed.columns // 512))
+
+
+def choose_ints(rows: int, outputs: int, columns: int) -> Any:
+    """Of the kernel for whole numbers of 8 bits."""
+    from quire.ops.kernels.packed_ints import BLOCK_K, IntTile
+
+    block, high, warps, stages = next(tile for most, *tile in INT_TILES if rows <= most)
+    tiles = -(-outputs // high) * -(-rows // block)
+    return IntTile(block, high, warps, stages, choose_shares(FILLING / tiles, columns // (4 * BLOCK_K)))
 
 
 def choose_shares(wanted: float, most: int) -> int:

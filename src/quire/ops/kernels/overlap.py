@@ -26,6 +26,16 @@ def let_next_start(EARLY: tl.constexpr):
         cuda.gdc_launch_dependents()
 
 
+@triton.jit
+def ask_for(matrix, begin, end, STEP: tl.constexpr, MOST: tl.constexpr):
+    """Blocks begin ... end of rows, matrix [N, 1] pointers, are brought near, and not waited for."""
+    at = tl.minimum(begin + tl.arange(0, MOST), end - 1)
+    places = matrix + at[None, :] * STEP
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @cache
 def overlapping() -> dict[str, bool]:
     """How to launch such a kernel: Hopper and later can, older devices and the interpreter run it as any other."""

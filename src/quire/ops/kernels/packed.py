@@ -16,7 +16,7 @@ from quire.ops.arguments import ClampedSwiglu
 from quire.ops.kernels.activation import constants_of, gate_by
 from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.math import cdiv, power_of_two
-from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
+from quire.ops.kernels.overlap import ask_for, let_next_start, overlapping, wait_for_previous
 from quire.ops.kernels.shares import add_shares, turns_of
 from quire.ops.kernels.tiles import find_tile
 from quire.ops.kernels.words import (
@@ -33,16 +33,6 @@ from quire.ops.kernels.words import (
 )
 
 AHEAD = 2  # blocks
-
-
-@triton.jit
-def _ask_for(matrix, begin, end, STEP: tl.constexpr, MOST: tl.constexpr):
-    """Blocks begin ... end of rows, matrix [N, 1] pointers, are brought near, and not waited for."""
-    at = tl.minimum(begin + tl.arange(0, MOST), end - 1)
-    places = matrix + at[None, :] * STEP
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -243,7 +233,7 @@ def _packed(
     begin = tl.program_id(1) * each
     end = tl.minimum(begin + each, WORDS // APART)
     if EARLY and not EXPERTS:
-        _ask_for(matrix + place_of(read, 0, WORDS, APART, TILE)[:, None], begin, end, TILE * APART, AHEAD)
+        ask_for(matrix + place_of(read, 0, WORDS, APART, TILE)[:, None], begin, end, TILE * APART, AHEAD)
         wait_for_previous(EARLY)
     acc = _add(
         tl.zeros((BLOCK_N, ROWS), tl.float32), x + source[:, None] * inner, there[:, None], inner, matrix, scales, zeros, read,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @triton.jit
 def add_shares(acc, sums, turns, tile, SHARES: tl.constexpr):
-    """acc [N, M] float32, the share of program_id(1); sums: float32, room for every share of every tile; turns [tiles]: zeros,
+    """acc [N, M], the share of program_id(1); sums: of its type, room for every share of every tile; turns [tiles]: zeros,
     and left so. -> the sum, and whether it is there: only who ends last has it."""
     N: tl.constexpr = acc.shape[0]
     M: tl.constexpr = acc.shape[1]
