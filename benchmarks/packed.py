@@ -39,7 +39,10 @@ FORMS = {
     "q4_k": lambda n, k: PackedInts(
         4, 32, some(n, k // 2), scales(n, k // 32).half(), torch.rand(n, k // 32, device="cuda") * 15, None
     ),
-    "q6_k": lambda n, k: PackedInts(8, 16, some(n, k), scales(n, k // 16).half(), None, None),
+    "q5_k": lambda n, k: PackedInts(
+        8, 32, some(n, k) % 32 + 112, scales(n, k // 32).half(), torch.rand(n, k // 32, device="cuda") * 31 + 112, None
+    ),
+    "q6_k": lambda n, k: PackedInts(8, 16, some(n, k) % 64 + 96, scales(n, k // 16).half(), None, None),
     "mxfp4": lambda n, k: Float4("e2m1", 32, some(n, k // 2), some(n, k // 32) % 8 + 120),
 }
 

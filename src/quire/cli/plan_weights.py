@@ -24,5 +24,5 @@ def weights_of(facts: ModelFacts, quantization: Quantization | None, keeps: froz
         tensors = [tensor for header in headers for tensor in header.tensors.values()]
         if "blocks" in keeps:
             return kept_weight_bytes(tensors), "the file's blocks, repacked"
-        return form_weight_bytes(tensors, element, "experts" in keeps), f"4 and 8 bits, the rest {dtype}"
+        return form_weight_bytes(tensors, element, "experts" in keeps), f"4, 6 and 8 bits, the rest {dtype}"
     return floats, dtype

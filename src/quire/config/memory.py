@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.files.gguf import FLOATS, GGML_TYPES, WHOLE_NUMBERS, GGUFTensor
+from quire.files.gguf import FLOATS, GGML_TYPES, SIX_BITS, WHOLE_NUMBERS, GGUFTensor
 
 FLOAT32_BYTES = 4
 CUDA_CONTEXT_BYTES = 512 * 2**20  # what the driver and its libraries hold beside us: a usual value, not a measured one
@@ -41,11 +41,15 @@ def kept_weight_bytes(tensors: Iterable[GGUFTensor]) -> int:
 
 
 def form_weight_bytes(tensors: Iterable[GGUFTensor], element: int, experts: bool) -> int:
-    """What a GGUF file's tensors take where matrices become forms (`ops/block_forms.py`), factors in half precision. The
-    embedding, types without a form and experts that are not kept take `element` bytes a number."""
+    """What a GGUF file's tensors take where matrices become forms (`ops/block_forms.py`), factors in half precision; those that
+    6 bits hold are packed so (`ops/kernels/packed_six.py`), but of experts. The embedding, types without a form and experts
+    that are not kept take `element` bytes a number."""
     total = 0
     for tensor in tensors:
-        bits, group, offset = (WHOLE_NUMBERS | FLOATS).get(GGML_TYPES[tensor.type][0], (8 * element, 0, False))
+        kind = GGML_TYPES[tensor.type][0]
+        bits, group, offset = (WHOLE_NUMBERS | FLOATS).get(kind, (8 * element, 0, False))
+        if bits == 8 and kind in SIX_BITS and len(tensor.shape) == 2:
+            bits, group = 6, 16
         if tensor.name == "token_embd.weight" or len(tensor.shape) not in ((2, 3) if experts else (2,)):
             bits, group = 8 * element, 0
         total += tensor.elements * bits // 8 + (tensor.elements // group * (4 if offset else 2) if group else 0)

@@ -49,6 +49,7 @@ WHOLE_NUMBERS = {
     "Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q4_K": (4, 32, True), "Q5_0": (8, 32, False), "Q5_1": (8, 32, True),
     "Q5_K": (8, 32, True), "Q6_K": (8, 16, False), "Q8_0": (8, 32, False),
 }  # fmt: skip
+SIX_BITS = ("Q5_0", "Q5_1", "Q5_K", "Q6_K")  # of those, what a GPU packs to 6 bits
 FLOATS = {"MXFP4": (4, 32, False)}  # and those that are floats of so few bits
 
 

@@ -74,8 +74,9 @@ WAYS
 
 Quantized weights stay quantized where Quire's kernels were compiled (ARM, x86 with AVX-512 VNNI), and on x86 Linux with the
 extra `cpu`; elsewhere they are dequantized when loaded, and the log says so. On a GPU Q4_0, Q4_1, Q4_K and MXFP4 stay in 4
-bits, and Q5_x, Q6_K and Q8_0 are held in 8; other types of GGUF files are dequantized. Experts of mixtures stay quantized on
-a GPU, unless `enable_lora` asks for adapters, which go between their matrices; on a CPU they are dequantized.
+bits, Q5_x and Q6_K are held in 6 (of experts in 8) and Q8_0 in 8; other types of GGUF files are dequantized. Experts of
+mixtures stay quantized on a GPU, unless `enable_lora` asks for adapters, which go between their matrices; on a CPU they are
+dequantized.
 
 **Which scheme when**, on an H200 (figures in [performance.md](performance.md)): `quantization="fp8"`, or a checkpoint in fp8 by
 channel, is the one to begin with: half the memory, and faster than bfloat16 in all that was measured. 4 bits (awq, gptq,

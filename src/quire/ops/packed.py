@@ -1,7 +1,8 @@
-"""Matrices of 4 and 8 bits on a GPU: repacked once, when all is loaded, for kernels that read them as they lie.
+"""Matrices of 4, 6 and 8 bits on a GPU: repacked once, when all is loaded, for kernels that read them as they lie.
 
     one row     the packed matrix streams past it, and is multiplied in float32 (`kernels/packed_rows.py`): of 8 bits, or small
-    some rows   it streams past them, multiplied by matrix units (`kernels/packed.py`): no number of a row is rounded
+    some rows   it streams past them, multiplied by matrix units (`kernels/packed.py`, `kernels/packed_six.py`): no number of a
+                row is rounded
     many rows   in 8 bits, where the scheme rounds rows; else the matrix is dequantized, and a library multiplies
 
 What goes where was measured on an H200.
@@ -83,12 +84,22 @@ class PackedMatrix:
             if out is None:
                 out = by_blocks(x, packed, bias, choose_tile(packed, rows))
             return gated(out, activation) if activation else out
+        if packed.form == "int6":
+            from quire.ops.kernels import packed_six
+
+            if self._streams(x):
+                return packed_six.product(x, packed, bias, activation, choose_way(packed, rows))
+            return multiply_floats(x, packed_six.dequantize(packed, x), bias, activation)
         if (rows == 1 and not self._by_units(x)) or rows * packed.words.nbytes <= MOST_READ:
             return one_by_one(x, packed, bias, activation, choose_program(packed))
-        if rows <= STREAMED and x.dtype in SHORT and (rows <= 128 or packed.outputs * packed.columns > NEAR):
+        if self._streams(x):
             return product(x, packed, bias, activation, choose_way(packed, rows))
-        matrix = dequantize(packed, x)
-        return gated_linear(x, matrix, bias, activation) if activation else linear(x, matrix, bias)
+        return multiply_floats(x, dequantize(packed, x), bias, activation)
+
+    def _streams(self, x: Tensor) -> bool:
+        """Whether it is faster to unpack the matrix in registers than to dequantize it."""
+        packed, rows = self.packed, len(x)
+        return rows <= STREAMED and x.dtype in SHORT and (rows <= 128 or packed.outputs * packed.columns > NEAR)
 
     def _by_units(self, x: Tensor) -> bool:
         """Whether matrix units are faster for one row, too: they are where unpacking takes longer than reading."""
@@ -147,6 +158,10 @@ class PackedMatrix:
         return rescale(sums, scales, scale, bias, activation, x.dtype)
 
 
+def multiply_floats(x: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    return gated_linear(x, matrix, bias, activation) if activation else linear(x, matrix, bias)
+
+
 _ones: dict[torch.device, Tensor] = {}
 
 
@@ -169,16 +184,16 @@ def choose_program(packed: Any) -> Any:
 
 def choose_way(packed: Any, rows: int) -> Any:
     from quire.ops.kernels.packed import Way
-    from quire.ops.kernels.words import NUMBERS
 
     block = next((block for block in (16, 32, 64, 128) if rows <= block), 256)
     if block == 128 and packed.outputs < 128 * FILLING // 2:  # to add the shares of so high a tile takes too long
         block = 64
-    high = 128 if NUMBERS[packed.form] == 4 or block > 64 else 64
+    high = 64 if packed.form in ("int8", "float8") and block <= 64 else 128
     tiles = -(-packed.outputs // high) * -(-rows // block)
     programs = 3 * FILLING if block <= 32 else FILLING if block <= 128 else FILLING // 2
-    shares = choose_shares(programs / tiles, packed.words.shape[-1] // packed.apart)
-    return Way(block, high, shares, 8 if block == 256 else 4, 4 if block <= 32 else 3, fold=block > 64)
+    shares = choose_shares(programs / tiles, packed.blocks)
+    warps = 8 if block == 256 or (block > 32 and packed.form == "int6") else 4  # whose numbers take more registers
+    return Way(block, high, shares, warps, 4 if block <= 32 else 3, fold=block > 64)
 
 
 def choose_tile(packed: Any, rows: int) -> Any:
@@ -211,6 +226,8 @@ def pack(form: Any) -> PackedMatrix | None:
     match form:
         case PackedInts(bits=4):
             packed = _pack("int4", form.unpacked(), form.group, form.scale, _short(form.zeros), fill=8)
+        case PackedInts(bits=8) if (packed := _pack_six(form)) is not None:
+            pass
         case PackedInts(bits=8):
             zeros = form.zeros
             if zeros is not None:
@@ -240,6 +257,12 @@ def pack(form: Any) -> PackedMatrix | None:
         form.kind, form.inputs, packed, getattr(form, "order", None),
         getattr(form, "activation", Activation.NONE), getattr(form, "input_scale", None), _block_scales(form),
     )  # fmt: skip
+
+
+def _pack_six(form: PackedInts) -> Any:
+    from quire.ops.kernels.packed_six import pack_six
+
+    return pack_six(form, gcd(TILE, form.outputs))
 
 
 def _block_scales(form: Any) -> Tensor | None:

@@ -36,7 +36,7 @@ AHEAD = 2  # blocks
 
 
 @triton.jit
-def _behind(a, b):
+def behind(a, b):
     """[N, K] and [N, K] -> [N, 2 K], in the registers they are in."""
     return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
 
@@ -49,7 +49,7 @@ def _times(kind):
 
 
 @triton.jit
-def _scaled(value, scale, EXACT: tl.constexpr, ASM: tl.constexpr):
+def scaled(value, scale, EXACT: tl.constexpr, ASM: tl.constexpr):
     """value [N, K] times scale [N] float32, of value's type. EXACT: scales have no more bits than that type."""
     kind: tl.constexpr = value.dtype
     if not ASM:
@@ -84,9 +84,9 @@ def _at_place(
             scale = scale_in(four >> (8 * PLACE), SCALED)
         else:
             scale = scale_of(scales, group, row, True, SCALES, SCALED)
-        value = _scaled(value, scale, EXACT, ASM)
+        value = scaled(value, scale, EXACT, ASM)
     elif FOLD and GROUP:
-        value = _scaled(value, scale, EXACT, ASM)
+        value = scaled(value, scale, EXACT, ASM)
     return value
 
 
@@ -105,7 +105,7 @@ def _halves(
         word, four, scale, offset, scales, zeros, at, row, PLACE + 1,
         APART, GROUP, SCALES, OFFSET, FORM, SCALED, FOLD, KIND, ASM,
     )  # fmt: skip
-    return _behind(a, b)
+    return behind(a, b)
 
 
 @triton.jit
@@ -149,7 +149,7 @@ def _add(
                 word, four, scale, offset, scales, zeros, at, row, 2,
                 APART, GROUP, SCALES, OFFSET, FORM, SCALED, FOLD, kind, ASM,
             )  # fmt: skip
-            value = _behind(value, upper)
+            value = behind(value, upper)
         if ONE and GROUP and not FOLD:
             acc += tl.dot(value, tl.trans(part), input_precision="ieee") * scale[:, None]
         elif not FOLD:  # times 1, for if sums ran on in matrix units, each block would wait for the one before

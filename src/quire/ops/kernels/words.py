@@ -192,6 +192,10 @@ class Packed(NamedTuple):
         return NUMBERS[self.form] * self.words.shape[-1]
 
     @property
+    def blocks(self) -> int:
+        return self.words.shape[-1] // self.apart
+
+    @property
     def outputs(self) -> int:
         return self.words.shape[-2]
 

@@ -1,0 +1,324 @@
+"""Matrices of whole numbers that 6 bits hold (GGUF's Q5 and Q6), with a scale to each 16 columns, in a GPU's memory and times
+rows: `packed.py` for 6 bits.
+
+A block of a row has 128 columns, 8 places of 16, in three planes of 16 words of 16 bits. Word j of
+
+    plane 0   has the lower 4 bits of columns j, j + 16, j + 32, j + 48, from the lowest bits on
+    plane 1   the same of columns j + 64, j + 80, j + 96, j + 112
+    plane 2   the upper 2 bits of all eight
+
+so that of two neighbouring words, one register, two shifts and two masks make two neighbouring numbers of the activation's
+type. A plane of TILE neighbouring rows lies in one piece, then come their next plane, and their next block. The eight scales of
+a block are two words of 64 bits in float16, and so are what is added to numbers before that, where there are zero points.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.forms import PackedInts
+from quire.ops.kernels.activation import constants_of, gate_by
+from quire.ops.kernels.launcher import launched
+from quire.ops.kernels.math import cdiv, power_of_two
+from quire.ops.kernels.overlap import ask_for, let_next_start, overlapping, wait_for_previous
+from quire.ops.kernels.packed import AHEAD, Way, behind, scaled
+from quire.ops.kernels.shares import add_shares, turns_of
+from quire.ops.kernels.words import LARGE, assembles
+
+PLACE, PLACES, PLANES = 16, 8, 3
+BLOCK = PLACE * PLACES  # columns
+MIDDLE = 128  # what stands for 0 in a form of 8 bits
+LOWEST = MIDDLE - 32
+LESS = {"bf16": "0xC320C320", "fp16": "0xE420E420"}  # what is off: the large number, and 32
+AT_ONCE = 1 << 26  # numbers that are packed together
+
+
+@dataclass(frozen=True)
+class Six:
+    words: Tensor  # [outputs, blocks * 48] int16
+    scales: Tensor  # [2 * blocks, outputs] int64
+    zeros: Tensor | None  # as scales
+    tile: int
+
+    form = "int6"
+    groups = PLACES  # of a block
+
+    @property
+    def outputs(self) -> int:
+        return self.words.shape[0]
+
+    @property
+    def blocks(self) -> int:
+        return self.words.shape[1] // (PLANES * PLACE)
+
+    @property
+    def columns(self) -> int:
+        return self.blocks * BLOCK
+
+    def constants(self, x: Tensor) -> dict[str, Any]:
+        return {
+            "ZEROS": self.zeros is not None, "PADDED": self.columns > x.shape[-1], "ASM": assembles(x), "TILE": self.tile
+        }  # fmt: skip
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.words, self.scales, self.scales if self.zeros is None else self.zeros
+
+
+def pack_six(form: PackedInts, tile: int) -> Six | None:
+    """Of a form of 8 bits; None = it has numbers beyond 6, or factors of another kind."""
+    numbers, scale = form.numbers, form.scale
+    if form.bits != 8 or numbers.dim() > 2 or scale.dtype != torch.float16 or form.group % PLACE:
+        return None
+    lowest, largest = torch.stack(numbers.aminmax()).tolist()
+    if lowest < LOWEST or largest >= LOWEST + 64:
+        return None
+    outputs, inputs = numbers.shape
+    blocks = cdiv(inputs, BLOCK)
+    words = torch.empty(outputs, blocks * PLANES * PLACE, dtype=torch.int16, device=numbers.device)
+    step = max(1, AT_ONCE // (blocks * BLOCK) // tile) * tile
+    for start in range(0, outputs, step):
+        some = F.pad(numbers[start : start + step] - LOWEST, (0, blocks * BLOCK - inputs), value=32)
+        planes = _planes(some.view(-1, blocks, PLACES, PLACE).int())
+        words[start : start + step] = planes.view(-1, tile, *planes.shape[1:]).permute(0, 2, 3, 1, 4).reshape(len(some), -1)
+    each = form.group // PLACE
+    zeros = None if form.zeros is None else _fours((MIDDLE - form.zeros.float()).half(), each, blocks)
+    return Six(words, _fours(scale, each, blocks), zeros, tile)
+
+
+def _planes(numbers: Tensor) -> Tensor:
+    """[rows, blocks, places, 16] of 0 ... 63 -> [rows, blocks, planes, 16] int16."""
+    lower, upper = numbers & 15, numbers >> 4
+    found = [sum(lower[:, :, half * 4 + place] << (4 * place) for place in range(4)) for half in range(2)]
+    found.append(sum(upper[:, :, place] << (2 * place) for place in range(PLACES)))
+    planes = torch.stack(found, dim=2)  # type: ignore[arg-type]
+    return (planes - ((planes & 0x8000) << 1)).to(torch.int16)
+
+
+def _fours(factors: Tensor, each: int, blocks: int) -> Tensor:
+    """[outputs, groups] float16, each for so many places -> [2 * blocks, outputs] int64."""
+    wide = F.pad(factors.repeat_interleave(each, -1), (0, blocks * PLACES - factors.shape[-1] * each))
+    return wide.contiguous().view(torch.int64).t().contiguous()
+
+
+@triton.constexpr_function
+def _assembly(place, name, zeros):
+    """Two words of a lower plane in $1, and of the upper one in $2, to two numbers, $0; zeros: plus $3."""
+    large, kind, one, _, _ = LARGE[name]
+    far = 4 - 2 * place
+    lines = [".reg .b32 t, s, c, u;", f"mov.b32 c, {large};", f"shr.b32 t, $1, {place % 4 * 4};"]
+    lines += ["lop3.b32 t, t, 0x000F000F, c, 0xEA;", f"sh{'l' if far >= 0 else 'r'}.b32 s, $2, {abs(far)};"]
+    lines += ["lop3.b32 t, s, 0x00300030, t, 0xEA;", f"mov.b32 u, {one};", f"mov.b32 s, {LESS[name]};"]
+    lines += [f"fma.rn.{kind} t, t, u, s;"]
+    if zeros:
+        lines += [f"fma.rn.{kind} t, t, u, $3;"]
+    return "{ " + " ".join(lines) + " mov.b32 $0, t; }"
+
+
+@triton.jit
+def _half_in(four, PLACE: tl.constexpr):
+    """The number of half precision at a place of words of 64 bits."""
+    return (four >> (PLACE % 4 * 16)).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _unpack(lower, upper, zero, PLACE: tl.constexpr, ZEROS: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
+    """The numbers at a place of words [N, 16], plus what `zero` [N] has for it, of type KIND."""
+    if ASM:
+        name: tl.constexpr = "bf16" if tl.bfloat16 == KIND else "fp16"
+        added = _half_in(zero, PLACE).to(KIND)
+        if ZEROS:
+            all_three = [lower, upper, tl.broadcast_to(added[:, None], lower.shape)]
+            return tl.inline_asm_elementwise(_assembly(PLACE, name, True), "=r,r,r,r", all_three, added.dtype, True, 2)
+        else:  # noqa: RET505
+            return tl.inline_asm_elementwise(_assembly(PLACE, name, False), "=r,r,r", [lower, upper], added.dtype, True, 2)
+    else:
+        number = ((lower >> (PLACE % 4 * 4)) & 15) + ((upper >> (2 * PLACE)) & 3) * 16
+        value = number.to(tl.float32) - 32.0
+        if ZEROS:
+            value += _half_in(zero, PLACE).to(tl.float32)[:, None]
+        return value.to(KIND)
+
+
+@triton.jit
+def _two(
+    lower, upper, scale, zero, PLACE: tl.constexpr, ZEROS: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """The values at a place and at the next one, [N, 32]."""
+    EXACT: tl.constexpr = tl.float16 == KIND
+    a = _unpack(lower, upper, zero, PLACE, ZEROS, KIND, ASM)
+    b = _unpack(lower, upper, zero, PLACE + 1, ZEROS, KIND, ASM)
+    a = scaled(a, _half_in(scale, PLACE).to(tl.float32), EXACT, ASM)
+    b = scaled(b, _half_in(scale, PLACE + 1).to(tl.float32), EXACT, ASM)
+    return behind(a, b)
+
+
+@triton.jit
+def _row_at(row, BLOCKS, TILE: tl.constexpr):
+    """Where the words of rows begin."""
+    return (row // TILE).to(tl.int64) * (BLOCKS * 48 * TILE) + row % TILE * 16
+
+
+@launched
+@triton.jit(do_not_specialize=["rows"])
+def _six(
+    x,  # [rows, inner]
+    words,  # [outputs, BLOCKS * 48] int16; gated: [2 * outputs, ...]
+    scales,  # [2 * BLOCKS, SCALES] int64
+    zeros,  # as scales
+    bias,  # as many as the matrix has rows
+    out,  # [rows, outputs]
+    sums,  # float32: of each share of each program's tile
+    turns,  # [tiles] zeros: how many shares are there
+    rows,
+    outputs,
+    inner,
+    BLOCKS,
+    SCALES,  # of a line of them
+    ZEROS: tl.constexpr,
+    PADDED: tl.constexpr,  # there are more columns than x has
+    ASM: tl.constexpr,
+    TILE: tl.constexpr,  # rows of the matrix that lie together
+    BIAS: tl.constexpr,
+    KIND: tl.constexpr,  # an activation: the matrix is gated. "": it is plain
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    FOLD: tl.constexpr,  # sums run on in matrix units
+    SHARES: tl.constexpr,
+    AHEAD: tl.constexpr,  # blocks that are asked for before x is there
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    let_next_start(EARLY)
+    GATED: tl.constexpr = KIND != ""
+    OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    kind: tl.constexpr = x.dtype.element_ty
+    STEP: tl.constexpr = 48 * TILE  # words of a block
+    tile = tl.program_id(0)
+    row_tiles = tl.cdiv(rows, ROWS)
+    r = (tile % row_tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    there = r < rows
+    begins = tile // row_tiles * OUTPUTS
+    at = tl.arange(0, BLOCK_N)
+    read = tl.minimum(begins + at % OUTPUTS, outputs - 1) + at // OUTPUTS * outputs
+    each = (BLOCKS + SHARES - 1) // SHARES
+    begin = tl.program_id(1) * each
+    end = tl.minimum(begin + each, BLOCKS)
+    first = words + _row_at(read, BLOCKS, TILE)[:, None]
+    if EARLY:
+        for plane in tl.static_range(3):
+            ask_for(first + plane * (16 * TILE), begin, end, STEP, AHEAD)
+        wait_for_previous(EARLY)
+    k = tl.arange(0, 128)
+    columns = x + r[:, None] * inner + k[None, :]
+    first += tl.arange(0, 16)[None, :]
+    acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    zero_low, zero_high = read.to(tl.int64), read.to(tl.int64)
+    for block in tl.range(begin, end):
+        low = tl.load(first + block * STEP)
+        high = tl.load(first + block * STEP + 16 * TILE)
+        upper = tl.load(first + block * STEP + 32 * TILE)
+        real = there[:, None] & (k < inner - block * 128)[None, :] if PADDED else there[:, None]
+        part = tl.load(columns + block * 128, mask=real, other=0.0)
+        line = 2 * block * SCALES + read
+        scale_low, scale_high = tl.load(scales + line), tl.load(scales + line + SCALES)
+        if ZEROS:
+            zero_low, zero_high = tl.load(zeros + line), tl.load(zeros + line + SCALES)
+        value = behind(
+            behind(
+                _two(low, upper, scale_low, zero_low, 0, ZEROS, kind, ASM),
+                _two(low, upper, scale_low, zero_low, 2, ZEROS, kind, ASM),
+            ),
+            behind(
+                _two(high, upper, scale_high, zero_high, 4, ZEROS, kind, ASM),
+                _two(high, upper, scale_high, zero_high, 6, ZEROS, kind, ASM),
+            ),
+        )
+        if FOLD:
+            acc = tl.dot(value, tl.trans(part), acc, input_precision="ieee")
+        else:  # times 1, as in `packed.py`
+            acc += tl.dot(value, tl.trans(part), input_precision="ieee") * tl.where(read >= 0, 1.0, 0.0)[:, None]
+    if SHARES > 1:
+        acc, last = add_shares(acc, sums, turns, tile, SHARES)
+        if not last:
+            return
+    if BIAS:
+        acc += tl.load(bias + read).to(tl.float32)[:, None]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, OUTPUTS, ROWS)), (1, 2, 0)))
+        acc = gate_by(gate, up, KIND, ALPHA, LIMIT, kind)
+    n = begins + tl.arange(0, OUTPUTS)
+    tl.store(out + r[None, :] * outputs + n[:, None], acc.to(kind), mask=(n < outputs)[:, None] & there[None, :])
+
+
+def product(x: Tensor, matrix: Six, bias: Tensor | None, activation: str, way: Way) -> Tensor:
+    """x [rows, inputs] -> [rows, outputs]; with an activation: of gate rows above up rows [rows, outputs / 2]."""
+    x = x.contiguous()
+    rows, inputs = x.shape
+    outputs = matrix.outputs // 2 if activation else matrix.outputs
+    out = x.new_empty(rows, outputs)
+    tiles = cdiv(rows, way.rows) * cdiv(outputs, way.high // 2 if activation else way.high)
+    size = tiles * way.shares * way.rows * way.high if way.shares > 1 else 1
+    _six[(tiles, way.shares)](
+        x, *matrix.tensors, matrix.words if bias is None else bias, out, x.new_empty(size, dtype=torch.float32),
+        turns_of(x.device), rows, outputs, inputs, matrix.blocks, matrix.outputs, **matrix.constants(x),
+        BIAS=bias is not None, **constants_of(activation), FOLD=way.fold, SHARES=way.shares,
+        AHEAD=power_of_two(min(cdiv(matrix.blocks, way.shares), AHEAD)), ROWS=way.rows, BLOCK_N=way.high,
+        num_warps=way.warps, num_stages=way.stages, **overlapping(),
+    )  # fmt: skip
+    return out
+
+
+@launched
+@triton.jit
+def _dequantize(
+    words,  # [outputs, BLOCKS * 48] int16
+    scales,  # [2 * BLOCKS, outputs] int64
+    zeros,  # as scales
+    out,  # [outputs, inner]
+    outputs,
+    inner,
+    BLOCKS,
+    ZEROS: tl.constexpr,
+    PADDED: tl.constexpr,
+    ASM: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
+    kind: tl.constexpr = out.dtype.element_ty
+    block = tl.program_id(1)
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = n < outputs
+    j = tl.arange(0, 16)
+    first = words + _row_at(n, BLOCKS, TILE)[:, None] + block * (48 * TILE) + j[None, :]
+    upper = tl.load(first + 32 * TILE, mask=real[:, None], other=0)
+    for half in tl.static_range(2):
+        lower = tl.load(first + half * (16 * TILE), mask=real[:, None], other=0)
+        line = (2 * block + half) * outputs + n
+        scale = tl.load(scales + line, mask=real, other=0)
+        zero = tl.load(zeros + line, mask=real, other=0) if ZEROS else scale
+        for place in tl.static_range(4):
+            number = _unpack(lower, upper, zero, half * 4 + place, ZEROS, kind, ASM).to(tl.float32)
+            column = block * 128 + (half * 4 + place) * 16 + j
+            inside = real[:, None] & (column < inner)[None, :] if PADDED else real[:, None]
+            value = number * _half_in(scale, place).to(tl.float32)[:, None]
+            tl.store(out + n.to(tl.int64)[:, None] * inner + column[None, :], value.to(kind), mask=inside)
+
+
+def dequantize(matrix: Six, like: Tensor) -> Tensor:
+    """[outputs, inputs] of the type and the inputs of `like` [..., inputs]."""
+    out, high = like.new_empty(matrix.outputs, like.shape[-1]), 64
+    _dequantize[(cdiv(matrix.outputs, high), matrix.blocks)](
+        *matrix.tensors, out, matrix.outputs, out.shape[-1], matrix.blocks, **matrix.constants(like), ROWS=high,
+        num_warps=4, **overlapping(),
+    )  # fmt: skip
+    return out
