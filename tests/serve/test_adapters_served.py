@@ -277,6 +277,10 @@ def test_files_are_looked_at_before_anything_is_loaded(folder, tmp_path):
         with pytest.raises(ConfigError, match=message):
             check_adapters(ServerArgs(lora_modules=[module]), args)
     check_adapters(ServerArgs(lora_modules=[f"a={wide}"]), EngineArgs("m", enable_lora=True, max_lora_rank=32))
+    (wide / "adapter_model.safetensors").unlink()
+    torch.save(tensors, wide / "adapter_model.bin")
+    with pytest.raises(ConfigError, match=r"has rank 32; max_lora_rank is 16; start with --max-lora-rank 32"):
+        check_adapters(ServerArgs(lora_modules=[f"a={wide}"]), args)
 
 
 def test_changes_are_logged(running, folder, caplog):

@@ -12,8 +12,9 @@ from pathlib import Path
 from threading import local
 from typing import Any
 
+from quire.files.pickled import read_shapes
 from quire.files.reading import read_object, shown
-from quire.files.safetensors import LARGEST_HEADER, TensorInfo, read_header
+from quire.files.safetensors import LARGEST_HEADER, read_header
 from quire.files.threads import in_threads
 from quire.types.errors import AdapterError, EngineDead, ModelError
 
@@ -103,11 +104,12 @@ def check_header(path: str, bounds: AdapterBounds) -> None:
     most = bounds.numbers
     if header is None:
         numbers = size // LARGEST_NUMBER - LARGEST_HEADER
+        _check_shapes(path, read_shapes(weights) or {}, bounds)
     else:
         numbers = sum(info.elements for info in header.values())
         if size > sum(info.nbytes for info in header.values()) + 8 + LARGEST_HEADER:
             raise AdapterError(f"{weights}: has {size:,} bytes, and tensors for few of them", "lora_path")
-        _check_shapes(path, header, bounds)
+        _check_shapes(path, {name: info.shape for name, info in header.items()}, bounds)
     if most is not None and numbers > most:
         raise AdapterError(
             f"{weights}: has {numbers:,} numbers, where an adapter of this model up to max_lora_rank has {most:,} at most",
@@ -119,20 +121,20 @@ def too_wide(rank: int, most: int) -> str:
     return f"max_lora_rank is {most}; start with --max-lora-rank {rank}"
 
 
-def _check_shapes(path: str, header: Mapping[str, TensorInfo], bounds: AdapterBounds) -> None:
+def _check_shapes(path: str, shapes: Mapping[str, tuple[int, ...]], bounds: AdapterBounds) -> None:
     """Of low-rank halves: their rank, and their size for layers that the checkpoint has under the same name. Some families
     store them the other way."""
-    for name, info in header.items():
+    for name, shape in shapes.items():
         half = HALF.match(name)
         if half is None:
             continue
         own = bounds.shapes.get(half["module"])
-        rank, side = (info.shape if half["half"] == "A" else info.shape[::-1]) if len(info.shape) == 2 else (0, 0)
+        rank, side = (shape if half["half"] == "A" else shape[::-1]) if len(shape) == 2 else (0, 0)
         if own is None and MIXTURE.search(half["module"]):  # those of all its experts may be in one matrix
             continue
         if own is not None and side not in own:
             raise AdapterError(
-                f"{path}: tensor {shown(name)} has shape {list(info.shape)}, where the model's matrix is {own[0]} x {own[1]}",
+                f"{path}: tensor {shown(name)} has shape {list(shape)}, where the model's matrix is {own[0]} x {own[1]}",
                 "lora_path",
             )
         if bounds.max_rank is not None and rank > bounds.max_rank:
